@@ -109,8 +109,8 @@ class Training(Loop):
         for each in self._loaders:
             each.begin()
         self.samples = samples
-        self._replica: Replica | None = None
-        trial = self._enter_replica(model, begun) if self.job.mesh.ranks > 1 else None
+        meshed = self.job.mesh.ranks > 1
+        trial, self._replica = self._enter_replica(model, begun) if meshed else (None, None)
         built = build_optimizer(recipe, model, last_step * local_steps, self.job.start, begun)
         self._built = built
         if self.job.mesh.offload == "optimizer":
@@ -193,7 +193,7 @@ class Training(Loop):
             )
         )
 
-    def _enter_replica(self, model: nn.Module, begun: Begun) -> Trial:
+    def _enter_replica(self, model: nn.Module, begun: Begun) -> tuple[Trial, Replica]:
         """Try the whole model, and have this process keep its part of it; where nobody has trained
         it yet, compare the replica with one process."""
         known = Trial.read(self.member.known)
@@ -205,9 +205,9 @@ class Training(Loop):
             first=self.member.number % self.job.mesh.ranks == 0,
             needed=known is None and begun.small,
         )
-        self._replica = self._split(model, begun, merge=trial.merge, compare=known is None)
-        moves.run(self._replica, model)
-        return trial
+        replica = self._split(model, begun, merge=trial.merge, compare=known is None)
+        moves.run(replica, model)
+        return trial, replica
 
     def _split(self, model: nn.Module, begun: Begun, *, merge: bool, compare: bool) -> Replica:
         """Have this process keep its part of the model, once the replica's others are here."""
