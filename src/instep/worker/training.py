@@ -109,8 +109,10 @@ class Training(Loop):
         for each in self._loaders:
             each.begin()
         self.samples = samples
-        meshed = self.job.mesh.ranks > 1
-        trial, self._replica = self._enter_replica(model, begun) if meshed else (None, None)
+        trial, replica = (
+            self._enter_replica(model, begun) if self.job.mesh.ranks > 1 else (None, None)
+        )
+        self._replica: Replica | None = replica
         built = build_optimizer(recipe, model, last_step * local_steps, self.job.start, begun)
         self._built = built
         if self.job.mesh.offload == "optimizer":
