@@ -130,7 +130,9 @@ def _job_of(
     job = msgspec.structs.replace(
         given,
         workers=found.workers,
-        mesh=msgspec.structs.replace(found.mesh, checkpointing="none"),
+        mesh=msgspec.structs.replace(
+            found.mesh, checkpointing="none", offload="none", compile="none"
+        ),
         train=msgspec.structs.replace(given.train, **train),
         launch=LaunchSpec(),
         sync=SyncSpec(),

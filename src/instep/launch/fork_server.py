@@ -47,7 +47,6 @@ from instep.comm.messages import (
 from instep.data.samples.last_read import Pages, use_page
 from instep.errors import PeerError
 from instep.plain_file import plain
-from instep.spec_file import build
 from instep.system.environment import END, SETTINGS
 from instep.system.lease import Lease
 from instep.system.limits import FLOOR_S
@@ -95,7 +94,7 @@ def main() -> None:
     phases = {"interpreter": began - welcome.started, "import torch": preloading - began}
     job = tomllib.loads(welcome.job)
     file, _, function = job["recipe"].rpartition(":")
-    if build(job, source="the master").mesh.ranks > 1:
+    if any(job.get("mesh", {}).get(axis, 1) > 1 for axis in ("shard", "tensor", "stages")):
         return_freed_memory()
         _import_meshes()
     script = function == "__main__"  # which does more than define functions

@@ -53,7 +53,8 @@ def _left_in_cgroups(cgroups: Path) -> Iterator[int]:
             continue
         own = root / path.lstrip("/")
         for folder in (own, *own.parents):
-            if folder.is_relative_to(root) and (left := _left(folder, limit, usage, cached)):
+            left = _left(folder, limit, usage, cached) if folder.is_relative_to(root) else None
+            if left is not None:
                 yield left
 
 

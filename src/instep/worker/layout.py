@@ -7,6 +7,7 @@ that one. So replicas that start later, or again, split the model as those that 
 from __future__ import annotations
 
 import os
+import uuid
 import zlib
 from contextlib import closing, suppress
 from pathlib import Path
@@ -54,7 +55,7 @@ def agreed_layout(
 
     digest = zlib.crc32(msgspec.json.encode(mesh, order="sorted"))
     file = run / f"mesh-{digest:08x}.json"
-    own = run / f"{file.name}.{os.getpid()}"
+    own = run / f"{file.name}.{uuid.uuid4().hex}"
     try:
         if not file.exists():
             with preserved():

@@ -240,7 +240,8 @@ class Training(Loop):
         if self._reads is not None:
             self._reads.tells = replica.proposes
         found, why = check.run(replica, self._reads, merge=merge)
-        if self._validation is not None and compare and begun.small:
+        small = all(replica.gather(int(begun.small)))  # one process may have less memory
+        if self._validation is not None and compare and small:
             check_validation(
                 self._forward, self._validation, self._first_batch, replica, self._validated
             )
@@ -379,6 +380,8 @@ class Training(Loop):
         return super()._slices(share) if self._rounds is None else self._rounds.slices(share)
 
     def _samples_of(self, share: Share) -> int:
+        if self._replica is not None and not self._replica.tells:
+            return 0  # another process has the same batch
         return (
             super()._samples_of(share) if self._rounds is None else self._rounds.samples_of(share)
         )

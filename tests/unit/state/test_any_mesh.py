@@ -29,7 +29,7 @@ def save(comm, folder, own, mesh, step=3, run=None, left=None):
         comm=comm,
         state=state,
         buffers=SimpleNamespace(moved=None),
-        shard=dict,
+        own=SimpleNamespace(shard=dict),
         model=getattr(own, "model", None),
     )
     form = SimpleNamespace(members=list(range(comm.size)), servers=(), generation=1)
