@@ -165,7 +165,8 @@ def test_bits_are_the_same_at_any_number_of_replicas_of_one_mesh(run: Start, wor
     check_equal(program, plain_loop(), 1e-6)
 
 
-@pytest.mark.parametrize("workers", [2, slow(4)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [2, 4])
 def test_a_replica_that_starts_again_tries_nothing_and_computes_only_its_steps(
     run: Start, tmp_path, workers
 ):

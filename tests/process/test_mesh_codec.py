@@ -115,6 +115,7 @@ def check_nothing_is_lost(program: Started, steps: int) -> None:
     assert float(carried.abs().max()) > 1e-3  # so a part of it that was lost would be seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [4, 2])
 def test_after_kills_the_result_is_that_of_an_undisturbed_run(
     start: Start, tmp_path: Path, workers: int

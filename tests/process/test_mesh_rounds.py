@@ -126,7 +126,7 @@ def test_with_bits_the_hash_is_the_same_on_any_number_of_replicas(run: Start, lo
     check_equal(program, federated_averaging({"shard": 2}, local), 1e-6)
 
 
-@pytest.mark.parametrize(("workers", "kills"), [(4, 3), slow(4, 12), slow(2, 5)])
+@pytest.mark.parametrize(("workers", "kills"), [slow(4, 12), slow(2, 5)])
 def test_ranks_that_are_killed_leave_no_trace(run: Start, workers, kills):
     """The others keep what they have computed of the round, and a replica that is alone continues
     from its host's memory, or from a checkpoint."""
@@ -179,6 +179,7 @@ def test_a_run_is_resumed_on_another_mesh_unless_optimizers_are_kept(run: Start,
     check_equal(program, federated_averaging(meshes, "reset", "sgd"))
 
 
+@pytest.mark.slow
 def test_kept_optimizers_stay_on_their_mesh(run: Start, start: Start):
     keys = ("workers=2", "mesh.shard=2", 'sync.local_optimizers="kept"', "train.stop_after_steps=1")
     program = run("splits.py:recipe", *QUICK, *keys)
