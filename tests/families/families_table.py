@@ -24,6 +24,7 @@ with the sentence of that number below the table.
 The models have a width of 6 to 64, dropout at the default of their library, and are built from
 configurations (torch {torch}, transformers {transformers}). A step has 12 samples in 6
 micro-batches, the last of an epoch 4 in 2. The ResNets have `train.batch_norm = "global"`.
+With `stages`, the plain loop draws dropout for each block and part, as the run says that it does.
 [The equality gate](equality-gate.md) says how a job is checked before it trains. This page is
 written by `make families-table`.
 
