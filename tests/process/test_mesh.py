@@ -1,6 +1,8 @@
 """Replicas that are meshes of processes, against a plain loop in one process."""
 
+import os
 import random
+import signal
 from contextlib import nullcontext
 from functools import partial
 
@@ -191,6 +193,33 @@ def test_a_replica_that_starts_again_tries_nothing_and_computes_only_its_steps(
     if workers == 2:
         (taken,) = program.events("taken_from_host")
         assert taken["time"] > lost["time"]
+
+
+@pytest.mark.slow
+def test_a_rank_lost_while_all_normalise_together_restarts_its_own_replica_alone(run: Start):
+    keys = (*QUICK, "workers=4", "mesh.shard=2", 'train.batch_norm="global"', "train.steps=60")
+    keys = (*keys, "arguments.drop=0.0", "arguments.norm=true", "arguments.pause_s=0.02")
+    program = run("splits.py:recipe", *keys)
+    program.until(program.is_training, "training")
+    pids = {each["worker"]: each["pid"] for each in program.events("worker_joined")}
+    os.kill(pids[3], signal.SIGKILL)
+    assert program.end(100) == 0, program.stderr
+    lost = program.events("worker_lost")
+    assert [(each["worker"], each["restarted"]) for each in lost] == [(3, [2])]
+    assert not program.events("went_back")
+    torch.manual_seed(0)
+    model = splits.recipe(drop=0.0, norm=True).model
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer, order = splits.sgd(trained), Order(splits.SAMPLES, 0)
+    x, y = splits.samples(1, splits.SAMPLES).tensors
+    for step in range(1, 61):
+        epoch, first, stop = position(step, splits.SAMPLES, BATCH)
+        rows = torch.from_numpy(order.indices(epoch, first, stop))
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x[rows]), y[rows]).backward()
+        nn.utils.clip_grad_norm_(trained, 0.5)
+        optimizer.step()
+    check_equal(program, model.state_dict())
 
 
 LONG = 200

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from instep.comm.base import Comm
-from instep.errors import RecipeError
+from instep.errors import PeerError, RecipeError
 
 _END = 0.0
 """The tag of the last message of a pass; a layer has 1 + twice its place, and 1 more backward."""
@@ -61,6 +61,11 @@ class Reads:
         """Whether the present pass counts; otherwise it only receives."""
         self.tells = True
         """Whether this worker's numbers are told; of those that run the same batch, one tells."""
+        self.late = False
+        """Whether a pass goes on to its end where a worker was lost, since other processes of the
+        replica wait for it; then `failed` says so after it."""
+        self.failed: PeerError | None = None
+        """Why this generation's passes count nothing any more."""
         self.waited_s = 0.0
         """Seconds spent in reads, since the process began."""
 
@@ -87,7 +92,7 @@ class Reads:
             comm: the workers. Nothing else may use it while passes run.
             waiting: a context in which this worker only waits for others.
         """
-        self._comm, self._waiting = comm, waiting
+        self._comm, self._waiting, self.failed = comm, waiting, None
 
     @contextmanager
     def one_pass(self, *, counts: bool = True) -> Iterator[None]:
@@ -172,10 +177,18 @@ class Reads:
         if self.counts and self.tells:
             row[_HEAD : _HEAD + len(own)] = own
         self._calls += 1
-        since = time.perf_counter()
-        with self._waiting():
-            comm.all_reduce(table).wait()
+        since, alone = time.perf_counter(), table.clone() if self.late else table
+        try:
+            if self.failed is None:
+                with self._waiting():
+                    comm.all_reduce(table).wait()
+        except PeerError as error:
+            if not self.late:
+                raise
+            self.failed = error
         self.waited_s += time.perf_counter() - since
+        if self.failed is not None:
+            return alone[:, _HEAD : _HEAD + len(own)]
         heads = table[:, :_HEAD].tolist()
         for rank, head in enumerate(heads):
             if head != heads[comm.rank]:

@@ -238,7 +238,7 @@ class Training(Loop):
         begun.fill(model)
         self._forward.run = replica.run
         if self._reads is not None:
-            self._reads.tells = replica.proposes
+            self._reads.tells, self._reads.late = replica.proposes, True
         found, why = check.run(replica, self._reads, merge=merge)
         small = all(replica.gather(int(begun.small)))  # one process may have less memory
         if self._validation is not None and compare and small:
@@ -545,13 +545,16 @@ class Training(Loop):
                 if self._rounds is not None:
                     return Passed(*self._rounds.run(share, loads, self.step))
                 assert self._whole_batch is not None
-                return Passed(*self._whole_batch.run(where, share, loads, self.step))
+                passed = Passed(*self._whole_batch.run(where, share, loads, self.step))
             except MembersChanged:
                 raise
             except PeerError as error:
                 if self._replica is not None:  # what is computed together cannot be left half done
                     self._replica_broke(error)
                 raise
+            if self._reads is not None and self._reads.failed is not None:
+                raise self._reads.failed
+            return passed
         engine, clock = self.engine, self.engine.clock
         batch_size = where.stop - where.first
         losses: dict[int, Weighed] = {}

@@ -27,8 +27,9 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Its head has fewer rows than four ranks, one parameter has no dimension, one is frozen."""
 
-    def __init__(self, drop):
+    def __init__(self, drop, norm=False):
         super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH) if norm else nn.Identity()
         self.enter = nn.Linear(5, WIDTH)
         self.enter.bias.requires_grad_(False)
         self.blocks = nn.ModuleList(Block(drop) for _ in range(3))
@@ -36,7 +37,7 @@ class Net(nn.Module):
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x):
-        x = self.enter(x)
+        x = self.norm(self.enter(x))
         for block in self.blocks:
             x = block(x)
         return self.head(x * self.scale)
@@ -52,7 +53,7 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def recipe(optimizer="sgd", dtype="float64", pause_s=0.0, drop=0.1, tells=""):
+def recipe(optimizer="sgd", dtype="float64", pause_s=0.0, drop=0.1, tells="", norm=False):
     def loss(outputs, targets):
         time.sleep(pause_s)
         if tells:  # which process it is that runs a pass
@@ -61,7 +62,7 @@ def recipe(optimizer="sgd", dtype="float64", pause_s=0.0, drop=0.1, tells=""):
         return functional.cross_entropy(outputs, targets)
 
     return instep.Recipe(
-        model=Net(drop).to(getattr(torch, dtype)),
+        model=Net(drop, norm).to(getattr(torch, dtype)),
         loss=loss,
         weight=lambda batch: len(batch[0]),
         optimizer=sgd if optimizer == "sgd" else lambda p: torch.optim.AdamW(p, lr=0.01),
