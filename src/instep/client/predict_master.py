@@ -90,7 +90,6 @@ class PredictMaster:
         self._batches = Batches(folder.done(), batch, skip=job.data.unreadable == "skip")
         replicas = range(job.workers // job.mesh.ranks)
         self._replicas = [Replica(number, job.mesh) for number in replicas]
-        """Batches that a replica computes in one turn."""
         self._starting: dict[int, float] = {}  # when the fork server was asked for them
         self._confirmed = False  # whether the dataset is the one of the parts that are there
         self._lost = 0

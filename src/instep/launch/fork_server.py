@@ -141,9 +141,7 @@ def _import_meshes() -> None:
     gc.disable()
     import torch._dynamo.eval_frame  # noqa: F401  # DTensors need it
 
-    import instep.parallel.recompute
-    import instep.parallel.replica_group
-    import instep.parallel.sharded  # noqa: F401
+    import instep.parallel.split  # noqa: F401
 
     gc.freeze()
     gc.enable()

@@ -154,8 +154,8 @@ class Sharded:
     def run(self, function: Callable[..., Answer], *arguments: Any) -> Answer:
         """Call a function that uses the model: all of it, its methods, or its parameters.
 
-        What it returns must hold every tensor that `backward` is called on. Without gradients,
-        what was gathered is freed again at the end. All ranks call this together.
+        What it returns must hold every tensor that `backward` is called on. Without gradients, and
+        in eval mode, what was gathered is freed again at the end. All ranks call this together.
         """
         for unit in self._units:
             unit.begin_pass()
@@ -172,13 +172,9 @@ class Sharded:
             ) from error
         for unit in self._units:
             unit.end_forward()
-        if not torch.is_grad_enabled():
-            self.free()
+        if not (torch.is_grad_enabled() and self.model.training):
+            self._root.reset_iter_state()  # type: ignore[operator]  # FSDP2's, of torch 2.13
         return answer
-
-    def free(self) -> None:
-        """Forget the gathered parameters, as after a pass without `backward`."""
-        self._root.reset_iter_state()  # type: ignore[operator]  # FSDP2's, of torch 2.13
 
     def finish_pass(self) -> None:
         """End a pass after `backward`: the gradients of parameters that stay whole are summed.

@@ -15,9 +15,15 @@ from torch import nn
 from instep.parallel.blocks import repeated_blocks
 from instep.parallel.compiled import compile_blocks
 from instep.parallel.layout import Example, Layout
+from instep.parallel.pipeline.pipeline import Pipeline
+from instep.parallel.pipeline.staged import Staged
 from instep.parallel.recompute import checkpoint_blocks
 from instep.parallel.replica_group import ReplicaGroup
+from instep.parallel.rows import Rows
+from instep.parallel.sharded import shard
 from instep.parallel.slots import Slots
+from instep.parallel.tensor import apply_plan
+from instep.parallel.tensor.cut_model import CutModel
 from instep.spec import MeshSpec
 
 
@@ -28,16 +34,13 @@ class SplitModel(Protocol):
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function that uses the model; all ranks do so together. What it returns must hold
-        every tensor that `backward` is called on."""
+        every tensor that `backward` is called on; in eval mode that is none."""
 
     def set_counts(self, counts: bool) -> None:
         """Whether the gradients of this rank's next passes count."""
 
     def finish_pass(self) -> None:
         """A backward pass is over; when this returns, all its gradients have been told."""
-
-    def free(self) -> None:
-        """Forget what was gathered, as after a pass without `backward`."""
 
 
 def split(
@@ -68,8 +71,6 @@ def split(
     blocks, pipeline = repeated_blocks(model), None
     compile_blocks(model, device, every=mesh.compile == "blocks")
     if mesh.stages > 1:
-        from instep.parallel.pipeline.pipeline import Pipeline
-
         assert example is not None, "stages are tried on an example"
         pipeline = Pipeline(
             model,
@@ -82,25 +83,12 @@ def split(
             cuts=layout.cuts,
         )
     if mesh.tensor > 1:
-        from instep.parallel.tensor import apply_plan
-
         assert layout.plan is not None, "the tensor axis needs a plan"
         apply_plan(model, layout.plan, group.axis("tensor"))
     if mesh.checkpointing == "blocks":  # whatever else is done to a block lies inside
         checkpoint_blocks(model, blocks)
     if pipeline is not None:
-        from instep.parallel.pipeline.staged import Staged
-
-        rows = None
-        if mesh.shard > 1:
-            from instep.parallel.rows import Rows
-
-            rows = Rows(model, group.device_mesh)
-        return Staged(pipeline, rows)
+        return Staged(pipeline, Rows(model, group.device_mesh) if mesh.shard > 1 else None)
     if mesh.shard > 1:
-        from instep.parallel.sharded import shard
-
         return shard(model, group.axis("shard"), zero=mesh.zero)
-    from instep.parallel.tensor.cut_model import CutModel
-
     return CutModel(model)

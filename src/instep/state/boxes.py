@@ -102,6 +102,12 @@ def cut_of(tensor: Tensor, name: str = "a tensor") -> Cut | None:
     return cut
 
 
+def box_of(tensor: Tensor, name: str = "a tensor") -> Box:
+    """The box of a tensor that this rank has, also where it has the whole; raises as `cut_of`."""
+    cut = cut_of(tensor, name)
+    return whole(tensor.shape) if cut is None else cut.box
+
+
 def _in_order(axes: list[int], tensor: DTensor, name: str) -> list[int]:
     """The axes that split one dim, in the order in which they were split.
 

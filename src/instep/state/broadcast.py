@@ -69,15 +69,24 @@ def _broadcast_header(
     mine: Snapshot | None, comm: Comm, root: int, device: torch.device
 ) -> dict[str, Any]:
     text = json.dumps(_header(mine)).encode() if mine is not None else b""
-    size = torch.tensor([len(text)], dtype=torch.int64, device=device)
-    comm.broadcast(size, root)
-    data = torch.zeros(int(size), dtype=torch.uint8)
-    if mine is not None:
-        data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    data = data.to(device)
-    comm.broadcast(data, root)
-    header: dict[str, Any] = json.loads(bytes(data.cpu().numpy()))
+    header: dict[str, Any] = json.loads(broadcast_bytes(text, comm, root, device))
     return header
+
+
+def broadcast_bytes(data: bytes, comm: Comm, root: int, device: torch.device) -> bytes:
+    """What `root` has of any length, on every rank; what others give is not looked at.
+
+    Raises:
+        PeerError: a rank was lost.
+    """
+    size = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    comm.broadcast(size, root)
+    told = torch.zeros(int(size), dtype=torch.uint8)
+    if comm.rank == root:
+        told.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    told = told.to(device)
+    comm.broadcast(told, root)
+    return bytes(told.cpu().numpy())
 
 
 def _header(snapshot: Snapshot) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.errors import CheckpointError
-from instep.state.boxes import Box, cut_of, local, whole
+from instep.state.boxes import Box, box_of, local, whole
 from instep.state.intact import check
 from instep.state.manifest import SUFFIX
 from instep.state.model_file import HASH_KEY, check_hash, open_tensors
@@ -119,9 +119,7 @@ class Fit(NamedTuple):
         with OpenFile(self.path, facts=FACTS) as file:
             for name, tensor in model_tensors(model).items():
                 if name in self.sources:
-                    cut = cut_of(tensor, name)
-                    box = whole(tensor.shape) if cut is None else cut.box
-                    file.copy(self.sources[name], local(tensor), box)
+                    file.copy(self.sources[name], local(tensor), box_of(tensor, name))
 
 
 def fit_model(path: Path | str, model: nn.Module, strict: bool = True) -> Fit:

@@ -7,7 +7,6 @@ from instep.errors import (
     MOST_OF_A_TEXT,
     InstepError,
     PeerError,
-    RecipeError,
     WorkerError,
     one_line,
     own_line,
@@ -26,8 +25,7 @@ def failed(error: BaseException, step: int, phase: str) -> Failed:
     cause = fit_to_print(str(error)) if ours else sentence(error)
     if where and where in cause:
         where, line = "", ""  # the text names it already
-    kinds = (kind.__name__ for kind in (PeerError, RecipeError) if isinstance(error, kind))
-    kind = next(kinds, type(error).__name__)
+    kind = "PeerError" if isinstance(error, PeerError) else type(error).__name__
     return Failed(
         kind=kind if ours else "error",
         cause=cause,

@@ -1,7 +1,7 @@
 """The layout of a run's model on its mesh: found by one process, the same in all.
 
-The first that has found it puts it into the run's folder, in one step; whoever finds another takes
-that one. So replicas that start later, or again, split the model as those that train already.
+The first that has found it puts it into the run's folder, in one step; a process that finds another
+takes that one. So replicas that start later, or again, split the model as those that train already.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from instep.errors import DataError, RecipeError, RunError
 from instep.parallel.nested import on_tensors
 from instep.recipe.forward import Forward, Found
 from instep.spec import JobSpec, MeshSpec
+from instep.state.broadcast import broadcast_bytes
 from instep.worker.step.passes import parts_of
 
 if TYPE_CHECKING:  # imported where there is one: it takes a second
@@ -82,13 +83,7 @@ def told_layout(comm: Comm, layout: Layout | None, device: torch.device) -> Layo
     from instep.parallel.layout import Layout
 
     text = msgspec.json.encode(layout or Layout())
-    size = torch.tensor([float(len(text))], device=device)
-    comm.broadcast(size)
-    told = torch.zeros(int(size.item()), dtype=torch.uint8, device=device)
-    if comm.rank == 0:
-        told.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    comm.broadcast(told)
-    return msgspec.json.decode(bytes(told.cpu().numpy()), type=Layout)
+    return msgspec.json.decode(broadcast_bytes(text, comm, 0, device), type=Layout)
 
 
 def example_of(forward: Forward, loader: Loader, job: JobSpec, samples: int) -> Example:

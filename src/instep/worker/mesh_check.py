@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from instep.comm.base import Comm
 from instep.comm.messages import Form
@@ -24,14 +24,14 @@ from instep.data.loader import Loader
 from instep.data.order import position
 from instep.data.reading.generators import preserved
 from instep.errors import InstepError, RecipeError, one_line
-from instep.parallel.gate import Box, Verdict
+from instep.parallel.gate import Verdict
 from instep.parallel.reads import Reads
 from instep.parallel.two_blocks import TwoBlocks
 from instep.recipe.forward import Forward, Measured
 from instep.recipe.rehearsal import first_batch
 from instep.recipe.tuning import NOTHING, Begun
 from instep.spec import JobSpec
-from instep.state.boxes import cut_of, whole
+from instep.state.boxes import box_of
 from instep.system.kernels import per_machine
 from instep.worker.replica import Replica
 from instep.worker.step.assignment import Lockstep
@@ -147,7 +147,7 @@ class MeshCheck:
         model = self._forward.model.train()
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         slots = dict(zip(trained, replica.slots(list(trained.values())), strict=True))
-        boxes = {name: _box(parameter) for name, parameter in trained.items()}
+        boxes = {name: box_of(parameter) for name, parameter in trained.items()}
         if reads is not None:
             reads.join(comm, nullcontext)
         parts = [(name, boxes[name], slot.detach()) for name, slot in slots.items()]
@@ -277,8 +277,3 @@ def _kept(model: nn.Module) -> Iterator[Callable[[], None]]:
         yield put_back
     finally:
         put_back()
-
-
-def _box(parameter: Tensor) -> Box:
-    cut = cut_of(parameter)
-    return whole(parameter.shape) if cut is None else cut.box

@@ -22,7 +22,7 @@ from instep.data.reading.generators import preserved
 from instep.errors import InstepError, RecipeError, one_line
 from instep.parallel.gate import NEAR, Box
 from instep.recipe.build import set_generators
-from instep.state.boxes import cut_of, whole
+from instep.state.boxes import box_of
 from instep.worker.mesh_check import LARGEST
 from instep.worker.replica import Replica
 from instep.worker.step.slots import give
@@ -100,7 +100,7 @@ class OptimizerCheck:
                 known.copy_(self._reference[name])
             comm.broadcast(known)
             if name in moves:
-                move, slot = known[_slices(_box(parameters[name]))], slots[name]
+                move, slot = known[_slices(box_of(parameters[name]))], slots[name]
                 rounding = _ROUNDING * torch.finfo(slot.dtype).eps * slot.detach().norm()
                 sums[place, 0] = (moves[name] - move).square().sum()
                 sums[place, 1] = (NEAR * move.norm() + rounding).square()
@@ -157,7 +157,7 @@ class OptimizerCheck:
         """Made up, as large as gradients are: the part of it that is held here."""
         generator = torch.Generator().manual_seed(key(self._seed, zlib.crc32(name.encode()), step))
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 10
-        part = noise[_slices(_box(parameter))].to(held.device, held.dtype)
+        part = noise[_slices(box_of(parameter))].to(held.device, held.dtype)
         return part.to_sparse(1) if name in self._sparse else part
 
 
@@ -165,11 +165,6 @@ _REMEDY = (
     "A process has only a part of the parameters there. Use an optimizer that treats each element "
     "by itself, as SGD and AdamW do, another [mesh], or none."
 )
-
-
-def _box(parameter: Tensor) -> Box:
-    cut = cut_of(parameter)
-    return whole(parameter.shape) if cut is None else cut.box
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

@@ -54,7 +54,7 @@ class Replica:
         from instep.parallel.split import split
 
         mesh = member.job.mesh
-        self._model, self.device = model, device
+        self.device = device
         place, address = member.number % mesh.ranks, address_towards(member.master_host)
         own = mesh.coordinate(member.number)
         self.tells = own.tensor == 0 and own.stage == mesh.stages - 1
@@ -72,13 +72,13 @@ class Replica:
         """Whether its model draws random numbers for each block and part of a micro-batch."""
         self._split = split(model, device, self._group, mesh, layout, example)
         self.stages: Staged | None = self._split if mesh.stages > 1 else None
+        """The model, if it is cut into stages: then its passes go forward and back in one."""
         if self.stages is not None and not any(p.requires_grad for p in model.parameters()):
             raise RecipeError(
                 f"mesh.stages: stage {own.stage} of {mesh.stages} has nothing to train, as all its "
                 f"parameters are frozen. Cut elsewhere than in front of "
                 f"{', '.join(map(repr, layout.cuts))} (mesh.cuts), or leave mesh.stages out."
             )
-        """The model, if it is cut into stages: then its passes go forward and back in one."""
         self._rank = MeshRank(mesh, member.number)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -87,10 +87,7 @@ class Replica:
         Returns:
             What it returns; with stages on the last one only, elsewhere None.
         """
-        result = self._split.run(function, *arguments)
-        if not self._model.training and self.stages is None:  # nobody goes back from here
-            self._split.free()
-        return result
+        return self._split.run(function, *arguments)
 
     def gather(self, own: int) -> list[int]:
         """A number of each of its processes, in rank order; all call it at the same time.

@@ -77,10 +77,8 @@ class Pipeline:
         self._rows = rows_in(batch, samples)
         links = self._links
         stages = stages_of(schedule, links.size, cuts)
-        compare_parts(model, call, batch, samples, parts)
-        example, size = cut(batch, samples, parts)[0]
-        chain = find(model, call, example, size, cuts)
-        self._runner = Runner(model, chain)
+        self._runner, example, size = _examined(model, call, batch, samples, parts, cuts)
+        chain = self._runner.chain
         self._first, self._boundaries = choose(
             model,
             self._runner,
@@ -225,6 +223,15 @@ def _set_grad(parameter: nn.Parameter, flat: Tensor) -> None:
     local.copy_(flat[1:].view_as(local))
 
 
+def _examined(
+    model: nn.Module, call: Call, batch: Any, samples: int, parts: int, cuts: Sequence[str]
+) -> tuple[Runner, Any, int]:
+    """What runs the stages of a model that may be cut; and an example of a part, with its size."""
+    compare_parts(model, call, batch, samples, parts)
+    example, size = cut(batch, samples, parts)[0]
+    return Runner(model, find(model, call, example, size, cuts)), example, size
+
+
 def find_cuts(
     model: nn.Module,
     call: Call,
@@ -252,10 +259,8 @@ def find_cuts(
         RecipeError, SpecError: as `Pipeline`.
     """
     stages = stages_of(schedule, ranks, cuts)
-    compare_parts(model, call, batch, samples, parts)
-    example, size = cut(batch, samples, parts)[0]
-    chain = find(model, call, example, size, cuts)
-    runner, names = Runner(model, chain), list(chain.blocks)
+    runner, example, size = _examined(model, call, batch, samples, parts, cuts)
+    names = list(runner.chain.blocks)
     found = choose(
         model,
         runner,

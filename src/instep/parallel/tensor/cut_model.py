@@ -43,6 +43,3 @@ class CutModel:
 
     def finish_pass(self) -> None:
         """A backward pass is over: nothing is left to be done."""
-
-    def free(self) -> None:
-        """Nothing is gathered."""
