@@ -55,7 +55,8 @@ def measure(rank: int, ranks: int, folder: Path) -> None:
     for blocks in (3, 8, 16):
         split = 3 * blocks + blocks - 1  # the gradient that is whole is not split yet
         promise = split * block / ranks + 3 * block
-        assert 0.99 <= peak_bytes(group, make(blocks), 1) / promise <= 1.01
+        reached = peak_bytes(group, make(blocks), 1) / promise
+        assert 0.99 <= reached <= 1.01, reached
     samples, blocks = 2048, 16
     kept = blocks * samples * 4 * WIDTH * 4  # what tanh keeps for backward, alone
     model = make(blocks)
