@@ -34,7 +34,7 @@ from torch.distributed.pipelining import (
 )
 from torch.nn import functional
 
-from instep.parallel.pipeline import Pipeline
+from instep.parallel.pipeline import Pipeline, find_cuts
 
 RANKS = 2
 
@@ -146,10 +146,10 @@ def bubble(turns: int) -> list[dict[str, Any]]:
         line: dict[str, Any] = {"parts": parts}
         for schedule in ("gpipe", "1f1b", "interleaved"):
             model = nn.Sequential(*(Sleeper(SLEEP_S) for _ in range(4)))
-            pipeline = Pipeline(
-                model, call_of(model), batch, 8, group=dist.group.WORLD, schedule=schedule,
-                parts=parts,
-            )  # fmt: skip
+            options: dict[str, Any] = {"schedule": schedule, "parts": parts}
+            given = model, call_of(model), batch, 8
+            found_cuts, _ = find_cuts(*given, ranks=RANKS, timed=False, **options)
+            pipeline = Pipeline(*given, group=dist.group.WORLD, cuts=found_cuts, **options)
             pipeline.run(batch, 8, 1)
             measured = min(
                 took(lambda one=pipeline, b=batch: one.run(b, 8, 1)) for _ in range(turns)
@@ -171,12 +171,13 @@ def cuts(turns: int) -> list[dict[str, Any]]:
         for cut in ("measured", "equal", *range(1, 8)):
             torch.manual_seed(1)
             model = make()
-            options: dict[str, Any] = {"timed": cut == "measured"}
-            if isinstance(cut, int):
-                options["cuts"] = [f"blocks.{cut}.0" if isinstance(model, Layers) else str(cut)]
-            pipelines[cut] = Pipeline(
-                model, call_of(model), batch, SAMPLES, group=dist.group.WORLD, parts=8, **options
-            )
+            given = model, call_of(model), batch, SAMPLES
+            names = [[f"blocks.{cut}.0" if isinstance(model, Layers) else str(cut)]]
+            if not isinstance(cut, int):
+                options: dict[str, Any] = {"ranks": RANKS, "schedule": "1f1b", "parts": 8}
+                names = [find_cuts(*given, timed=cut == "measured", **options)[0]]
+                dist.broadcast_object_list(names)
+            pipelines[cut] = Pipeline(*given, group=dist.group.WORLD, parts=8, cuts=names[0])
         times: dict[Any, list[float]] = {cut: [] for cut in pipelines}
         for _ in range(turns):
             for cut, pipeline in pipelines.items():

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from instep.parallel.pipeline import find_cuts
 from instep.parallel.pipeline.blocks import Call
 from instep.parallel.pipeline.draws import seed
-from instep.parallel.pipeline.pipeline import find_cuts
 from instep.parallel.pipeline.trial import total_of
 from instep.parallel.tensor import Plan, find_plan
 from instep.spec import MeshSpec

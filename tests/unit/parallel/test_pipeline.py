@@ -12,22 +12,21 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from instep.errors import RecipeError, SpecError
-from instep.parallel.pipeline import Pipeline
+from instep.parallel.pipeline import Pipeline, find_cuts
 from instep.parallel.pipeline.absent import Absent, NeedsValues, absent
 
 
 def in_stages(model, samples, *, stages=2, call=None, batch=None, parts=3, cuts=()):
     """All stages in this process, in the interleaved order."""
-    return Pipeline(
+    given = (
         model,
         call or loss_of(model),
         batch_of(model, samples) if batch is None else batch,
         samples,
-        schedule="interleaved" if stages == 2 or cuts else "1f1b",
-        parts=parts,
-        cuts=cuts,
-        timed=False,
     )
+    options = {"schedule": "interleaved" if stages == 2 or cuts else "1f1b", "parts": parts}
+    found, _ = find_cuts(*given, ranks=1, cuts=cuts, timed=False, **options)
+    return Pipeline(*given, cuts=found, **options)
 
 
 def gradients(pipeline, batch, samples, key=5):

@@ -10,7 +10,7 @@ from torch import nn
 
 from helpers import run_processes
 from instep.errors import PeerError
-from instep.parallel.pipeline import Pipeline
+from instep.parallel.pipeline import Pipeline, find_cuts
 from instep.recipe.quick_start import spare_dynamo
 
 pytestmark = pytest.mark.process
@@ -61,11 +61,23 @@ def plain(name, steps):
     return losses, {name: p.detach() for name, p in model.named_parameters()}
 
 
+def pipeline_of(model, batch, samples, group, *, timed=True, cuts=(), **options):
+    """Cut where rank 0 finds."""
+    given = model, loss_of(model), batch, samples
+    found = [cuts]
+    if group is None or dist.get_rank() == 0:
+        ranks = 1 if group is None else dist.get_world_size()
+        wanted = {"schedule": "1f1b", **options}
+        found = [find_cuts(*given, ranks=ranks, cuts=cuts, timed=timed, **wanted)[0]]
+    if group is not None:
+        dist.broadcast_object_list(found)
+    return Pipeline(*given, group=group, cuts=found[0], **options)
+
+
 def piped(group, name, steps, *, dropout=False, **options):
     """The same over the stages: losses on the last, and what this rank holds."""
     model, samples = build(name, dropout=dropout)
-    example = batch_of(model, samples)
-    pipeline = Pipeline(model, loss_of(model), example, samples, group=group, **options)
+    pipeline = pipeline_of(model, batch_of(model, samples), samples, group, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step, (batch, size) in enumerate(batches(model, samples, steps)):
@@ -131,7 +143,7 @@ def lose_one(comm, meeting):
     dist.init_process_group("gloo", f"file://{meeting}", rank=comm.rank, world_size=comm.size)
     model, samples = build("gpt")
     loss, batch = loss_of(model), batch_of(model, samples)
-    pipeline = Pipeline(model, loss, batch, samples, group=dist.group.WORLD, parts=3, timed=False)
+    pipeline = pipeline_of(model, batch, samples, dist.group.WORLD, parts=3, timed=False)
 
     def dies(part, size):
         if comm.rank == 1:

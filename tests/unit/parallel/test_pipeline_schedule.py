@@ -99,8 +99,7 @@ def test_blocks_that_look_alike_are_timed_one_by_one():
 
     chain = find(model, call, torch.ones(3, 2), 3)
     found = measure(model, chain, call, torch.ones(3, 2), 3, lambda: clock[0])
-    assert found.seconds == pytest.approx([3.0, 12.0, 6.0, 1.5])
-    assert found.size_bytes == [0, 24, 24, 24]
+    assert found == pytest.approx([3.0, 12.0, 6.0, 1.5])
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -111,19 +110,18 @@ def every_cut(blocks, stages, banned):
 
 def test_cuts_are_the_best_of_all_cuts():
     draw = random.Random(4)
-    for trial in range(300):
+    for _ in range(300):
         blocks, stages = draw.randint(1, 12), draw.randint(1, 5)
         times = [draw.choice((0.0, 1.0, draw.random() * 5)) for _ in range(blocks)]
-        transfers = [draw.random() * (trial % 3) for _ in range(blocks)]
         banned = {place for place in range(blocks) if draw.random() < 0.2}
         every = list(every_cut(blocks, stages, banned))
-        found = best_cuts(times, stages, transfers, banned)
+        found = best_cuts(times, stages, banned)
         if not every:
             assert found is None
             continue
-        least = min(slowest(times, transfers, cuts) for cuts in every)
+        least = min(slowest(times, cuts) for cuts in every)
         assert found in every
-        assert slowest(times, transfers, found) == pytest.approx(least)
+        assert slowest(times, found) == pytest.approx(least)
 
 
 def test_equal_times_give_equal_numbers_of_blocks():

@@ -5,6 +5,6 @@
 order. Nothing is traced: each stage runs the model's own forward pass.
 """
 
-from instep.parallel.pipeline.pipeline import Pipeline, Total
+from instep.parallel.pipeline.pipeline import Pipeline, Total, find_cuts
 
-__all__ = ["Pipeline", "Total"]
+__all__ = ["Pipeline", "Total", "find_cuts"]

@@ -5,7 +5,7 @@ The best cuts come first; those that a trial refuses are left out, and the next 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,15 +30,6 @@ class Cuts(NamedTuple):
     """Of each stage, the number of its first block."""
     boundaries: list[Boundary]
     """What crosses each cut."""
-
-
-class Wire(NamedTuple):
-    """What is known of the ranks, beside their number."""
-
-    same: Callable[[Sequence[float]], list[float]] = list
-    """Gives every rank the numbers of rank 0; all call it together."""
-    seconds_per_byte: Callable[[], float] = lambda: 0.0
-    """Between neighbours; all call it together."""
 
 
 def stages_of(schedule: str, ranks: int, cuts: Sequence[str]) -> int:
@@ -70,7 +61,6 @@ def choose(
     stages: int,
     cuts: Sequence[str] = (),
     timed: bool = True,
-    wire: Wire | None = None,
     others: Iterable[tuple[Any, int]] = (),
 ) -> Cuts:
     """The cuts of a model into stages.
@@ -85,7 +75,6 @@ def choose(
         stages: how many there are.
         cuts: names of the modules that begin a stage, in order; empty: measured.
         timed: False: cut into equal numbers of blocks.
-        wire: to the other ranks; None where this process chooses alone.
         others: more parts with their samples, on which the cuts have to be possible too: a model
             may take other ways for other samples.
 
@@ -104,16 +93,12 @@ def choose(
         if places != sorted(set(places)):
             raise SpecError(f"mesh.cuts = {list(cuts)}: the blocks are called in another order.")
         return Cuts([0, *places], _tried(trial, trials, places))
-    times, moved = [1.0] * len(names), [0.0] * len(names)
+    times = [1.0] * len(names)
     if timed:
-        wire = wire or Wire()
-        found = measure(model, runner.chain, call, batch, samples)
-        rate = wire.seconds_per_byte()
-        times = wire.same(found.seconds)
-        moved = [2 * rate * size for size in found.size_bytes]
+        times = measure(model, runner.chain, call, batch, samples)
     banned: set[int] = set()
     refusal: RecipeError | None = None
-    while (chosen := best_cuts(times, stages, moved, banned)) is not None:
+    while (chosen := best_cuts(times, stages, banned)) is not None:
         try:
             return Cuts([0, *chosen], _tried(trial, trials, chosen))
         except RecipeError as error:

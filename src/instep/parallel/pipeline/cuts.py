@@ -9,16 +9,14 @@ from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 
-def slowest(times: Sequence[float], transfers: Sequence[float], cuts: Sequence[int]) -> float:
-    """Seconds of the slowest stage, with the transfer to its begin."""
-    borders = [0, *cuts, len(times)]
-    return max(sum(times[a:b]) + (transfers[a] if a else 0.0) for a, b in pairwise(borders))
+def slowest(times: Sequence[float], cuts: Sequence[int]) -> float:
+    """Seconds of the slowest stage."""
+    return max(sum(times[a:b]) for a, b in pairwise([0, *cuts, len(times)]))
 
 
 def best_cuts(
     times: Sequence[float],
     stages: int,
-    transfers: Sequence[float] | None = None,
     banned: Collection[int] = (),
 ) -> tuple[int, ...] | None:
     """The cuts whose slowest stage is quickest; of several such, the first in order.
@@ -27,7 +25,6 @@ def best_cuts(
         times: [blocks] seconds of each block's forward and backward pass; all 1 gives stages of
             equal numbers of blocks.
         stages: from 1.
-        transfers: [blocks] seconds of moving what crosses a cut in front of each block; 0 if None.
         banned: blocks in front of which there must be no cut.
 
     Returns:
@@ -35,7 +32,6 @@ def best_cuts(
         few places to cut.
     """
     blocks = len(times)
-    moved = transfers or [0.0] * blocks
     until = [0.0]
     for time in times:
         until.append(until[-1] + time)
@@ -46,7 +42,7 @@ def best_cuts(
         following: list[tuple[float, tuple[int, ...]] | None] = [None] * (blocks + 1)
         for b in range(1, blocks + 1):
             choices = [
-                (max(before[0], until[b] - until[a] + moved[a]), (*before[1], a))
+                (max(before[0], until[b] - until[a]), (*before[1], a))
                 for a in range(1, b)
                 if a not in banned and (before := best[a]) is not None
             ]

@@ -6,8 +6,6 @@ circle. A message between two stages of one rank is a reference. Blocks are not 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from instep.errors import PeerError
-
-_PROBE_BYTES = 1 << 20
 
 
 class Links:
@@ -63,32 +59,6 @@ class Links:
         for work, _ in self._sending:
             _wait(work)
         self._sending.clear()
-
-    def same(self, numbers: Sequence[float]) -> list[float]:
-        """The numbers of rank 0, on every rank."""
-        if self._group is None:
-            return list(numbers)
-        tensor = torch.tensor(numbers, dtype=torch.float64)
-        try:
-            dist.broadcast(tensor, group=self._group, group_src=0)
-        except RuntimeError as error:
-            raise _broken(error) from error
-        return [float(number) for number in tensor]
-
-    def seconds_per_byte(self) -> float:
-        """Between two neighbours, one way; all ranks call it together."""
-        took = [0.0]
-        for trip in range(4 if self.size > 1 else 0):
-            message = torch.empty(_PROBE_BYTES, dtype=torch.uint8)
-            began = time.perf_counter()
-            for source, target in ((0, 1), (1, 0)):
-                if self.rank == source:
-                    self.send(message, target, trip)
-                elif self.rank == target:
-                    self.expect(message.shape, message, source, trip).wait()
-            self.finish()
-            took.append(time.perf_counter() - began)
-        return self.same([min(took[2:], default=0.0) / 2 / _PROBE_BYTES])[0]
 
 
 class Incoming:

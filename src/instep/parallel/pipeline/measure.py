@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,15 +28,6 @@ DRIFT = 0.05
 """How far the two halves of the passes may be apart."""
 
 
-class Times(NamedTuple):
-    """Of each block, with the code after it; the first also with what is before it."""
-
-    seconds: list[float]
-    """[blocks] forward and backward."""
-    size_bytes: list[int]
-    """[blocks] of the activations that a block is called with."""
-
-
 def measure(
     model: nn.Module,
     chain: Chain,
@@ -44,7 +35,7 @@ def measure(
     batch: Any,
     samples: int,
     clock: Callable[[], float] = time.perf_counter,
-) -> Times:
+) -> list[float]:
     """Time the blocks on one batch; gradients are left as they were.
 
     Args:
@@ -54,6 +45,10 @@ def measure(
         batch: as large as the parts that the pipeline will run.
         samples: in it.
         clock: seconds.
+
+    Returns:
+        [blocks] seconds of each block, forward and backward, with the code after it; the first
+        also with what is before it.
     """
     before = [(p, p.grad) for p in model.parameters()]
     watch = _Watch(chain, clock)
@@ -67,7 +62,7 @@ def measure(
     finally:
         for parameter, grad in before:
             parameter.grad = grad
-    return Times([_low(list(one)) for one in zip(*rounds, strict=True)], watch.size_bytes)
+    return [_low(list(one)) for one in zip(*rounds, strict=True)]
 
 
 class _Watch:
@@ -76,13 +71,12 @@ class _Watch:
     def __init__(self, chain: Chain, clock: Callable[[], float]) -> None:
         self._blocks, self._clock = chain.blocks, clock
         self._places = {name: place for place, name in enumerate(chain.blocks)}
-        self.size_bytes: list[int] = []
         self._forward: list[float] = []
         self._backward: dict[int, float] = {}
 
     def one_pass(self, call: Call, batch: Any, samples: int) -> list[float]:
         """Seconds of each block."""
-        self.size_bytes, self._forward, self._backward = [], [], {}
+        self._forward, self._backward = [], {}
         began = self._clock()
         with intercepted(self._blocks, self._called):
             loss = total_of(call(batch, samples))
@@ -103,11 +97,9 @@ class _Watch:
         place = self._places[name]
         if place < len(self._forward):  # an activation checkpoint computes it again
             return run(*args, **kwargs)
-        given = tensors_in((args, kwargs))
-        moving = [tensor for tensor in given if tensor.requires_grad]
-        self.size_bytes.append(sum(tensor.numel() * tensor.element_size() for tensor in moving))
-        if moving:
-            moving[0].register_hook(self._stamp(place))
+        moving = (each for each in tensors_in((args, kwargs)) if each.requires_grad)
+        if (first := next(moving, None)) is not None:
+            first.register_hook(self._stamp(place))
         self._forward.append(self._clock())
         return run(*args, **kwargs)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from instep.comm.dtensors import local_part
 from instep.parallel.pipeline.blocks import Call, find
-from instep.parallel.pipeline.choose import Wire, choose, stages_of
+from instep.parallel.pipeline.choose import choose, stages_of
 from instep.parallel.pipeline.crossing import Entry, go_back
 from instep.parallel.pipeline.links import Incoming, Links
 from instep.parallel.pipeline.parts import cut, rows_in
@@ -50,8 +50,8 @@ class Pipeline:
         group: torch's process group of the stages, in order; None: all stages in this process.
         schedule: `1f1b`, `gpipe` or `interleaved`.
         parts: into how many parts a micro-batch is cut.
-        cuts: names of the modules that begin a stage, in order; empty: measured.
-        timed: False: cut into equal numbers of blocks.
+        cuts: names of the modules that begin a stage, in order, without the first stage; the same
+            on every rank, as from `find_cuts`.
 
     Raises:
         RecipeError: the model is no sequence of blocks; the text names the module in the way.
@@ -70,13 +70,13 @@ class Pipeline:
         schedule: str = "1f1b",
         parts: int = 1,
         cuts: Sequence[str] = (),
-        timed: bool = True,
     ) -> None:
         self.module, self.parts, self.schedule = model, parts, schedule
         self._call, self._links = call, Links(group)
         self._rows = rows_in(batch, samples)
         links = self._links
         stages = stages_of(schedule, links.size, cuts)
+        assert len(cuts) == stages - 1, "each rank would choose for itself"
         self._runner, example, size = _examined(model, call, batch, samples, parts, cuts)
         chain = self._runner.chain
         self._first, self._boundaries = choose(
@@ -88,8 +88,6 @@ class Pipeline:
             ranks=links.size,
             stages=stages,
             cuts=cuts,
-            timed=timed,
-            wire=Wire(links.same, links.seconds_per_byte),
         )
         self._runner.examined = stages > 1
         self._stop = [*self._first[1:], len(chain.blocks)]
@@ -248,9 +246,12 @@ def find_cuts(
     """Where a pipeline of so many ranks cuts a model, found by one process alone.
 
     Args:
-        model, call, batch, samples, schedule, parts, cuts, timed: as for `Pipeline`.
+        model, call, batch, samples, schedule, parts: as for `Pipeline`.
         ranks: of the pipeline.
+        cuts: as for `Pipeline`; empty: the best by the times of the blocks. What a message between
+            ranks takes is not looked at.
         others: more batches with their samples, on which the cuts are tried too.
+        timed: False: as if all blocks took the same time.
 
     Returns:
         Names of the blocks that begin a stage, without the first; and of all blocks, in order.
