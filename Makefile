@@ -66,7 +66,7 @@ format: setup    ## let the tools mend what they can
 	$(BIN)/ruff check --fix .
 
 bench: setup     ## every benchmark, one after the other (an hour)
-	for name in against_ddp startup loader checkpoint bits lattice recovery slow_worker host_memory; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	for name in against_torch startup loader checkpoint bits lattice recovery slow_worker host_memory; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 chaos: setup     ## 100 kills and 5 hangs of a run on the digits, and of a small GPT; the bits must be those of an undisturbed one
 	$(BIN)/instep chaos examples/01_digits/job.toml --kills 100 --hangs 5 --seed 1 --workers 3 --set train.determinism=bits --set checkpoint.every=50

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.process
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 QUICK = {
-    "against_ddp": ["--model", "mlp", "--windows", 4],
+    "against_torch": ["--case", "zero3", "--windows", 4],
     "bits": ["--model", "mlp", "--micro-batches", 2, "--windows", 4],
     "checkpoint": ["--megabytes", 4, "--turns", 2],
     "corruption": ["--case", "mlp, 8 micro-batches", "--windows", 4, "--steps", 20],
@@ -20,6 +20,7 @@ QUICK = {
     "mesh_memory": ["--case", "1,2,2", "--steps", 1],
     "mesh_recovery": ["--millions", 1, "--shard", 2, "--kills", 1],
     "startup": ["--rounds", 1],
+    "pipeline": ["bubble", "--turns", 1],
     "tensor_plan": ["--width", 64, "--turns", 2, "--steps", 1],
 }
 """Quick arguments; what they measure means nothing."""
