@@ -61,10 +61,13 @@ REFUSALS = {
     "batch norm": {"stages": "looks at its whole batch"},
     "running means of its own": {"stages": "writes its buffer 'mean'"},
     "spectral norm": {"stages": "writes its buffer '_u'"},
-    "calls that are counted": {"stages": "the loss is another"},
+    "calls that are counted": {
+        "stages": "the loss is another",
+        "shard": "would train another model",
+    },
     "blocks that are seldom called": {"stages": "was not called in a forward pass"},
     "another way in evaluation": {"stages": "'blocks.2' was not called in a forward pass"},
-    "a teacher": {"stages": "stage 0 of 2 has nothing to train"},
+    "a teacher": {"stages": "has nothing to train|the loss, after 'student.blocks.3', needs them"},
     "skips between blocks": {"stages": "only what that block is called with crosses the cut"},
     "an optimizer's own norm of all": {"stages": "Lamb would train another model"},
     "Adafactor": {"shard": "Adafactor cannot take", "tensor": "Adafactor cannot take"},
@@ -72,6 +75,9 @@ REFUSALS = {
     "AdamW, all at once": {"tensor without shard": "Leave foreach = True out"},
 }
 """By breaker, and by an axis of the mesh or for all: what the refusal says."""
+
+BY_CUT = {"a parameter in a list"}
+"""Refused with stages or trained right: as the measured cut lies."""
 
 NEARS = {"several types": Distance(1e-5, 1e-5)}
 """Where a part of the model computes in float32."""
@@ -108,6 +114,8 @@ def wanted(name, mesh):
 
 def check(name, mesh, loops):
     found = cell(PAIRS[name], on(name, mesh), loops, near=NEARS.get(name, NEAR))
+    if name in BY_CUT and found.kind == RIGHT and "stages" in mesh.job["mesh"]:
+        return
     if expected := wanted(name, mesh):
         assert found.kind == REFUSED, found.text
         assert re.search(expected, found.text)

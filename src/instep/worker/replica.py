@@ -73,12 +73,6 @@ class Replica:
         self._split = split(model, device, self._group, mesh, layout, example)
         self.stages: Staged | None = self._split if mesh.stages > 1 else None
         """The model, if it is cut into stages: then its passes go forward and back in one."""
-        if self.stages is not None and not any(p.requires_grad for p in model.parameters()):
-            raise RecipeError(
-                f"mesh.stages: stage {own.stage} of {mesh.stages} has nothing to train, as all its "
-                f"parameters are frozen. Cut elsewhere than in front of "
-                f"{', '.join(map(repr, layout.cuts))} (mesh.cuts), or leave mesh.stages out."
-            )
         self._rank = MeshRank(mesh, member.number)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -432,6 +432,22 @@ def test_cuts_that_do_not_fit_the_stages_are_refused():
         in_stages(nn.Sequential(nn.Linear(8, 2)).double(), 6)
 
 
+@pytest.mark.parametrize(("frozen", "cut"), [((2, 3), 1), ((0, 1), 3), ((), 2)])
+def test_each_stage_has_something_to_train(frozen, cut):
+    model = Odd(lambda model, x: model.end(chain(model, model.start(x)))).double().train()
+    for module in (*(model.blocks[place] for place in frozen), model.start, model.end):
+        module.requires_grad_(False)
+    options = {"ranks": 2, "schedule": "1f1b", "parts": 1, "timed": False}
+    given = model, loss_of(model), batch_of(model, 6), 6
+    assert find_cuts(*given, **options)[0] == [f"blocks.{cut}"]
+    model.requires_grad_(False)
+    model.blocks[0].requires_grad_(True)
+    with pytest.raises(RecipeError, match="stage 1 of 2 has nothing to train, as all its"):
+        find_cuts(*given, cuts=["blocks.2"], **options)
+    with pytest.raises(RecipeError, match="stage 1 of 2 has nothing to train, as all its"):
+        find_cuts(*given, **options)
+
+
 def test_a_loss_that_compares_samples_is_refused():
     def call(batch, samples):
         made = functional.normalize(model(batch[0]), dim=1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -92,6 +93,8 @@ def choose(
         places = [names.index(name) for name in cuts]
         if places != sorted(set(places)):
             raise SpecError(f"mesh.cuts = {list(cuts)}: the blocks are called in another order.")
+        if (idle := _idle(model, runner, [0, *places], ranks)) is not None:
+            raise _nothing_to_train(idle, ranks, cuts)
         return Cuts([0, *places], _tried(trial, trials, places))
     times = [1.0] * len(names)
     if timed:
@@ -99,6 +102,10 @@ def choose(
     banned: set[int] = set()
     refusal: RecipeError | None = None
     while (chosen := best_cuts(times, stages, banned)) is not None:
+        if (idle := _idle(model, runner, [0, *chosen], ranks)) is not None:
+            banned.add(chosen[max(idle - 1, 0)])
+            refusal = refusal or _nothing_to_train(idle, ranks, [names[cut] for cut in chosen])
+            continue
         try:
             return Cuts([0, *chosen], _tried(trial, trials, chosen))
         except RecipeError as error:
@@ -107,6 +114,24 @@ def choose(
     raise refusal or RecipeError(
         f"mesh.stages = {ranks} needs {stages} stages, and the model has "
         f"{len(names)} blocks: {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}."
+    )
+
+
+def _idle(model: nn.Module, runner: Runner, first: Sequence[int], ranks: int) -> int | None:
+    """A rank whose stages have only frozen parameters, if there is one."""
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    stages = [runner.names(*ends) for ends in pairwise([*first, len(runner.chain.blocks)])]
+    for rank in range(ranks):
+        if trained.isdisjoint(set().union(*stages[rank::ranks])):
+            return rank
+    return None
+
+
+def _nothing_to_train(rank: int, ranks: int, cuts: Iterable[str]) -> RecipeError:
+    return RecipeError(
+        f"mesh.stages: stage {rank} of {ranks} has nothing to train, as all its parameters are "
+        f"frozen. Cut elsewhere than in front of {', '.join(map(repr, cuts))} (mesh.cuts), or "
+        "leave mesh.stages out."
     )
 
 
