@@ -12,6 +12,7 @@ import inspect
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -135,8 +136,16 @@ class Predictor:
         assert self._loader is not None, "it was made before"
         self._phase = "meeting"
         self._replica = split_model(self._member, recipe, model, plan.model, self._loader, device)
+        self._replica.share_batches(self._loader, self._waiting)
         self._phase = "building"
         return model
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """In this context a read only waits for other processes of the replica."""
+        before, self._phase = self._phase, "predicting"
+        yield
+        self._phase = before
 
     def _check_dataset(self, loader: Loader) -> None:
         """Compare the dataset with what it was when the first parts were made."""

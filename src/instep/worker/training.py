@@ -235,6 +235,8 @@ class Training(Loop):
         self.phase = "meeting"
         with preserved():
             replica = Replica(self.member, model, self.device, layout, example)
+        for each in self._loaders:
+            replica.share_batches(each, self._waiting)
         begun.fill(model)
         self._forward.run = replica.run
         if self._reads is not None:
