@@ -220,6 +220,8 @@ def test_a_replica_that_starts_again_tries_nothing_and_computes_only_its_steps(
     if workers == 2:
         (taken,) = program.events("taken_from_host")
         assert taken["time"] > lost["time"]
+    again = program.summary["replica_restarts"]
+    assert again["host_memory" if workers == 2 else "other_replicas"] == sum(again.values()) == 1
 
 
 @pytest.mark.slow
