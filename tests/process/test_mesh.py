@@ -224,6 +224,25 @@ def test_a_replica_that_starts_again_tries_nothing_and_computes_only_its_steps(
     assert again["host_memory" if workers == 2 else "other_replicas"] == sum(again.values()) == 1
 
 
+@pytest.mark.parametrize("kills", [0, slow(1)])
+def test_without_room_for_copies_of_its_commits_a_single_replica_goes_on(run: Start, kills):
+    steps = 24 + 36 * kills
+    keys = ("mesh.shard=2", "checkpoint.every=5", "arguments.pause_s=0.02", f"train.steps={steps}")
+    program = run("splits.py:without_host_memory", *QUICK, *keys)
+    for _ in range(kills):
+        program.until(program.is_training, "training")
+        program.until(lambda: bool(program.events("checkpoint_saved")), "saved")
+        kill_members(program, 1, random.Random(0))
+    assert program.end() == 0, program.stderr
+    check_equal(program, plain_loop(steps))
+    texts = [e["text"] for e in program.events("warning") if "copies" in e["text"]]
+    assert len(texts) == 1 + kills  # its processes are others then
+    assert texts[0].startswith("no memory for copies of the last commit: 2 of 2 processes need ")
+    assert "it goes on from the last checkpoint" in texts[0]
+    assert program.summary["replica_restarts"]["checkpoint"] == kills
+    assert not program.events("taken_from_host")
+
+
 @pytest.mark.slow
 def test_a_rank_lost_while_all_normalise_together_restarts_its_own_replica_alone(run: Start):
     keys = (*QUICK, "workers=4", "mesh.shard=2", 'train.batch_norm="global"', "train.steps=60")

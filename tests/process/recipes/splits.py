@@ -1,6 +1,7 @@
 """Models that a mesh splits: repeated blocks, dropout, what does not divide, what is frozen."""
 
 import os
+import resource
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -96,6 +97,13 @@ def recipe(optimizer="sgd", dtype="float64", pause_s=0.0, drop=0.1, tells="", no
 
 def frail(file="", lost=(), draws=0.0):
     return replace(recipe(), train=Frail(samples(1, SAMPLES), file, lost, draws))
+
+
+def without_host_memory(**options):
+    """No file of it can be so long; those in a folder can."""
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 33, most))
+    return recipe(**options)
 
 
 def sabotaged():
