@@ -120,10 +120,17 @@ def test_processes_with_one_micro_batch_leave_out_what_one_of_them_cannot_read(
     assert program.summary["skipped_samples"] == len(skipped) == 16  # eight epochs
 
 
-def test_a_dataset_that_gives_each_process_something_else_is_refused(run: Start):
-    program = run("splits.py:frail", *QUICK, "mesh.tensor=2", "arguments.draws=1.0")
+@pytest.mark.parametrize(
+    ("mesh", "says"),
+    [
+        ("tensor", "workers 0, 1 compute a micro-batch together ([mesh] tensor = 2)"),
+        slow("shard", "the processes of a replica ([mesh] shard = 2) cannot be compared with one"),
+    ],
+)
+def test_a_dataset_that_gives_each_process_something_else_is_refused(run: Start, mesh, says):
+    program = run("splits.py:frail", *QUICK, f"mesh.{mesh}=2", "arguments.draws=1.0")
     assert program.end() == 4
-    assert "workers 0, 1 compute a micro-batch together ([mesh] tensor = 2)" in program.stderr
+    assert says in program.stderr
     assert "draws random numbers that do not follow from the job's seed" in program.stderr
 
 
