@@ -32,11 +32,13 @@ def make_run(
     report: dict[str, Any] | None = None,
     name: str | None = None,
     nan_from: int | None = None,
+    mesh: dict[str, int] | None = None,
 ) -> Path:
     """A folder of a run of `epochs`, or of the first `steps` steps of it; returns `path`.
 
     1,000 samples in batches of 64 make 16 steps an epoch, the last of 40. The
-    loss of step k is 2 / k, and NaN from step `nan_from` on.
+    loss of step k is 2 / k, and NaN from step `nan_from` on. With a `mesh` of `tensor` or
+    `stages`, each replica has what a worker has without.
     """
     (path / "checkpoints").mkdir(parents=True)
     (path / "logs").mkdir()
@@ -46,13 +48,20 @@ def make_run(
         "workers": workers,
         "train": {"global_batch": global_batch, **(train or {"epochs": epochs})},
         "report": report or {},
+        "mesh": mesh or {},
     }
     (path / "job.toml").write_text(dump(build(job, source="test")))
     epoch_steps = math.ceil(samples / global_batch)
     total = epochs * epoch_steps if steps is None else steps
-    ledger = make_ledger(workers, samples, global_batch, total)
+    ranks = math.prod((mesh or {}).values())
+    ledger = make_ledger(workers // ranks, samples, global_batch, total)
+    ledger["worker"] *= ranks
     write_ledger(path, ledger)
-    make_steps(ledger, workers, step_s, nan_from).tofile(path / "steps.bin")
+    steps = [make_steps(ledger, workers, step_s, nan_from) for _ in range(ranks)]
+    for rank, each in enumerate(steps):  # along tensor and stages the first of them tells
+        each["worker"] += rank
+        each["samples"] *= rank == 0
+    np.concatenate(steps).tofile(path / "steps.bin")
     events = _opening(workers, samples)
     events += _milestones(epoch_steps, total, step_s, metrics)
     moved_s = START_UP_S + total * step_s

@@ -204,6 +204,8 @@ _NEEDED = {
     "stop_requested": ("rule", "step"),
     "worker_failed": ("worker",),
     "corruption_found": ("step", "workers", "suspects", "what", "where", "how", "clean_step"),
+    "worker_lost": ("worker",),
+    "taken_from_host": ("replica", "step"),
     "went_back": ("resumed_step",),
     "run_finished": ("outcome",),
 }
@@ -219,7 +221,7 @@ _WORDS: dict[tuple[type, ...], str] = {
 }
 _COUNTS: dict[str, tuple[type, ...]] = dict.fromkeys(
     [
-        *("step", "resumed_step", "clean_step", "last_step", "epoch", "index", "worker"),
+        *("step", "resumed_step", "clean_step", "last_step", "epoch", "index", "worker", "replica"),
         *("generation", "samples", "validation_samples", "skipped", "parameters"),
         *("sent_bytes", "received_bytes", "size_bytes"),
     ],

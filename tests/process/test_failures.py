@@ -157,3 +157,11 @@ def test_a_recipe_that_compiles_its_model_trains(run: Start) -> None:
     assert program.end() == 0, program.stderr
     assert program.summary["samples"] == 101
     program.check_no_process_is_left()  # the compiler keeps files of its own
+
+
+def test_a_worker_that_compiles_anew_is_not_taken_to_hang(run: Start) -> None:
+    slowly = ("arguments.after=100", "arguments.seconds=6.0", "train.steps=200")
+    program = run("compiles.py:again", *slowly, "train.global_batch=16")
+    assert program.end() == 0, program.stderr
+    assert program.events("worker_hung") == program.events("worker_lost") == []
+    assert program.summary["seconds"] > 6.0

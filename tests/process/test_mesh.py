@@ -31,9 +31,10 @@ QUICK = (
 )
 
 
-def plain_loop(steps=STEPS, pieces=0, drop=0.1):
-    """Whole global batches in one process, dropout drawn micro-batch by micro-batch; or with
-    `pieces` by each of so many parts of one, and by the block that draws."""
+def plain_loop(steps=STEPS, pieces=0, drop=0.1, lost=()):
+    """Whole global batches in one process, without those samples that are lost. Dropout is drawn
+    micro-batch by micro-batch; or with `pieces` by each of so many parts of one, and by the block
+    that draws."""
     torch.manual_seed(0)
     model = splits.recipe(drop=drop).model
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -43,9 +44,10 @@ def plain_loop(steps=STEPS, pieces=0, drop=0.1):
         epoch, first, stop = position(step, splits.SAMPLES, BATCH)
         parts = -(-(stop - first) * MICRO_BATCHES // BATCH)
         optimizer.zero_grad()
+        count = sum(index not in lost for index in order.indices(epoch, first, stop))
         for number in range(parts):
             low, high = micro_batch(first, stop, number, parts)
-            rows = torch.from_numpy(order.indices(epoch, low, high))
+            rows = torch.tensor([n for n in order.indices(epoch, low, high) if n not in lost])
             keyed, drawn = key(0, 1, step, number), nullcontext
             for part, own in enumerate(rows.tensor_split(pieces) if pieces else [rows]):
                 if pieces:
@@ -54,7 +56,7 @@ def plain_loop(steps=STEPS, pieces=0, drop=0.1):
                     torch.manual_seed(keyed)
                 with drawn():
                     loss = functional.cross_entropy(model(x[own]), y[own], reduction="sum")
-                    (loss / (stop - first)).backward()
+                    (loss / count).backward()
         nn.utils.clip_grad_norm_(trained, 0.5)
         optimizer.step()
     return model.state_dict()
@@ -98,6 +100,38 @@ def test_a_mesh_trains_what_a_plain_loop_does(run: Start, workers, mesh):
     assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0
     (checked,) = program.events("mesh_checked")
     assert checked["tensors"] == 16
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"tensor": 2}, slow({"stages": 2, "pipeline_batches": 2})], ids=str
+)
+def test_processes_with_one_micro_batch_leave_out_what_one_of_them_cannot_read(
+    run: Start, tmp_path, mesh
+):
+    lost = Order(splits.SAMPLES, 0).indices(0, 39, 41).tolist()  # of the second step
+    keys = [f"mesh.{name}={value}" for name, value in mesh.items()]
+    keys += [f'arguments.file="{tmp_path / "mine"}"', f"arguments.lost={lost}"]
+    program = run("splits.py:frail", *QUICK, *keys, "data.loaders=0", 'data.unreadable="skip"')
+    assert program.end(300) == 0, program.stderr
+    check_equal(program, plain_loop(pieces=mesh.get("pipeline_batches", 0), lost=lost))
+    skipped = program.events("sample_skipped")
+    assert sorted({e["index"] for e in skipped}) == sorted(lost)
+    assert all("is gone" in e["cause"] and "(on worker " in e["cause"] for e in skipped)
+    assert program.summary["skipped_samples"] == len(skipped) == 16  # eight epochs
+
+
+@pytest.mark.parametrize(
+    ("mesh", "says"),
+    [
+        ("tensor", "workers 0, 1 compute a micro-batch together ([mesh] tensor = 2)"),
+        slow("shard", "the processes of a replica ([mesh] shard = 2) cannot be compared with one"),
+    ],
+)
+def test_a_dataset_that_gives_each_process_something_else_is_refused(run: Start, mesh, says):
+    program = run("splits.py:frail", *QUICK, f"mesh.{mesh}=2", "arguments.draws=1.0")
+    assert program.end() == 4
+    assert says in program.stderr
+    assert "draws random numbers that do not follow from the job's seed" in program.stderr
 
 
 def test_a_mesh_that_computes_other_gradients_is_refused_before_its_first_step(run: Start):
@@ -193,6 +227,27 @@ def test_a_replica_that_starts_again_tries_nothing_and_computes_only_its_steps(
     if workers == 2:
         (taken,) = program.events("taken_from_host")
         assert taken["time"] > lost["time"]
+    again = program.summary["replica_restarts"]
+    assert again["host_memory" if workers == 2 else "other_replicas"] == sum(again.values()) == 1
+
+
+@pytest.mark.parametrize("kills", [0, slow(1)])
+def test_without_room_for_copies_of_its_commits_a_single_replica_goes_on(run: Start, kills):
+    steps = 24 + 36 * kills
+    keys = ("mesh.shard=2", "checkpoint.every=5", "arguments.pause_s=0.02", f"train.steps={steps}")
+    program = run("splits.py:without_host_memory", *QUICK, *keys)
+    for _ in range(kills):
+        program.until(program.is_training, "training")
+        program.until(lambda: bool(program.events("checkpoint_saved")), "saved")
+        kill_members(program, 1, random.Random(0))
+    assert program.end() == 0, program.stderr
+    check_equal(program, plain_loop(steps))
+    texts = [e["text"] for e in program.events("warning") if "copies" in e["text"]]
+    assert len(texts) == 1 + kills  # its processes are others then
+    assert texts[0].startswith("no memory for copies of the last commit: 2 of 2 processes need ")
+    assert "it goes on from the last checkpoint" in texts[0]
+    assert program.summary["replica_restarts"]["checkpoint"] == kills
+    assert not program.events("taken_from_host")
 
 
 @pytest.mark.slow

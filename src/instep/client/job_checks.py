@@ -1,7 +1,7 @@
 """Refuses a job before any process is started: parts that do not exist, or do not go together.
 
-What one section can check by itself is checked in `spec.py`. Ways in: `check_job`, and
-`open_switchboard` for the address that a run listens on.
+What one section can check by itself is checked in `spec.py`. Ways in: `check_job`, `check_mesh` for
+processes that predict, and `open_switchboard` for the address that a run listens on.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
     CODECS.check(job.sync.codec)
     _check_sync(job)
     clashes.check(job)
-    _check_mesh(job.mesh)
+    check_mesh(job.mesh)
     file = Path(job.recipe.rpartition(":")[0])
     if not file.is_file():
         raise RecipeError(f"there is no recipe file {str(file)!r}. {file_beside(file, '*.py')}")
@@ -62,8 +62,12 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
         check_hash(model)
 
 
-def _check_mesh(mesh: MeshSpec) -> None:
-    """Refuse axes that do not go together, and keys of an axis that is not there."""
+def check_mesh(mesh: MeshSpec) -> None:
+    """Refuse axes that do not go together, and keys of an axis that is not there.
+
+    Raises:
+        SpecError: names them.
+    """
     if mesh.shard > 1 and mesh.stages > 1 and mesh.zero == 3:
         raise SpecError(
             f"mesh.zero = 3 with mesh.stages = {mesh.stages}: the parts of a micro-batch go "

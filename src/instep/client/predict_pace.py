@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from instep.client.batches import Batches
 from instep.client.predict_replicas import Process, Replica
-from instep.comm.messages import READING
+from instep.comm.messages import COMPILING, READING
 from instep.system.limits import STEPS, UNKNOWN_S
 
 FIRST_S = 600.0
-"""How long a worker may take to predict the first batch of all: it may compile."""
+"""How long a worker may take to predict the first batch of all, and to compile."""
 
 SAID_S = 2.0
 """Seconds between two lines of progress."""
@@ -49,6 +49,8 @@ class Pace:
             usual = max(usual, 2 * STEPS * self._longest_s)
         elif process.at[0] != READING:
             usual = FIRST_S
+        if process.at[0] == COMPILING:
+            usual = max(usual, FIRST_S)
         return float(usual * 2 ** self._batches.times(at))
 
     def line(self, now: float) -> str:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from instep import spec_file
+from instep.client.job_checks import check_mesh
 from instep.client.results import _version
 from instep.control.resume import check_own
 from instep.errors import CheckpointError, RunError, SpecError, file_beside
@@ -116,7 +117,8 @@ def _job_of(
 ) -> tuple[JobSpec, int]:
     """The job of processes that predict, and the samples of a batch.
 
-    They have no steps, so a job's micro-batches do not limit how many there are.
+    They have no steps, so a job's micro-batches do not limit how many there are, and the keys of a
+    mesh that are about training do not count.
     """
     spec_file.apply_overrides(table, overrides)
     if workers is not None:
@@ -125,14 +127,14 @@ def _job_of(
     many = {"global_batch": MOST_PAGES, "micro_batches": MOST_PAGES}
     wanted: dict[str, Any] = {key: table[key] for key in _WANTED if key in table}
     found = spec_file.build({**wanted, "train": many}, source=source)
+    mesh = msgspec.structs.replace(found.mesh, checkpointing="none", offload="none", compile="none")
+    check_mesh(mesh)
     parts = max(given.train.micro_batches, found.workers)
     train = {"micro_batches": parts, "global_batch": max(given.train.global_batch, parts)}
     job = msgspec.structs.replace(
         given,
         workers=found.workers,
-        mesh=msgspec.structs.replace(
-            found.mesh, checkpointing="none", offload="none", compile="none"
-        ),
+        mesh=mesh,
         train=msgspec.structs.replace(given.train, **train),
         launch=LaunchSpec(),
         sync=SyncSpec(),

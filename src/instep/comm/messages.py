@@ -210,6 +210,9 @@ READING = "loading"
 """The phase of a step in which a worker may wait for a disk; before the first step, that of each
 read of a sample."""
 
+COMPILING = "compiling"
+"""The phase of a process while torch compiles in it, whatever it does besides."""
+
 
 class Heartbeat(Message, frozen=True):
     """From a worker or host, a few times a second: it is alive, and does this.

@@ -23,14 +23,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from instep.comm.messages import READING, Heartbeat
+from instep.comm.messages import COMPILING, READING, Heartbeat
 from instep.system.limits import BUSY, FLOOR_S, LOOK_S, STEPS, UNKNOWN_S
 from instep.units import readable_seconds
 
 STILL_S = 0.5
 """A worker without a heartbeat for so long may be stopped together with others."""
 
-WAITING = frozenset(["meeting", "joining", "exchange", "saving", "compiling"])
+WAITING = frozenset(["meeting", "joining", "exchange", "saving", COMPILING])
 """Activities in which a worker waits for others or for a compiler, and is not to blame."""
 
 AFTER_A_PASS = frozenset(["joining", "exchange"])
@@ -353,11 +353,15 @@ class Watch:
         return at.phase not in WAITING if seen.ready else at.phase == READING
 
     def _is_silent(self, seen: _Seen, seconds: float, is_stopped: Callable[[], bool]) -> bool:
-        """Whether seconds without a sign are too many."""
+        """Whether seconds without a sign are too many.
+
+        A compiler may keep the interpreter's lock for longer than a step does.
+        """
         usual = UNKNOWN_S / 3 if self.step_s is None else max(FLOOR_S, STEPS * self.step_s)
         if seconds <= usual:
             return False
-        return seen.ready or seconds > UNKNOWN_S or is_stopped()
+        compiles = seen.heartbeat is not None and seen.heartbeat.phase == COMPILING
+        return (seen.ready and not compiles) or seconds > UNKNOWN_S or is_stopped()
 
     def stuck_s(self, members: Iterable[int], now: float, times: int = 0) -> float:
         """How long all members have been in one exchange that does not move; 0.0 if they are not.

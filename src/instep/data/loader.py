@@ -14,6 +14,7 @@ from typing import Any, Literal
 from weakref import WeakSet
 
 from instep.comm.messages import Mark
+from instep.data.order import Indices
 from instep.data.reading.choose import FINGERPRINT, choose, handler
 from instep.data.reading.fetch import Augment, Collate, Fetch, Slice
 from instep.data.reading.readers import Ahead, Inline, Reader
@@ -101,6 +102,10 @@ class Loader:
             say,
             dataset if info_dataset is None else info_dataset,
         )
+        self.skips = unreadable == "skip"
+        """Whether samples that cannot be read are skipped."""
+        self.agree: Callable[[Slice, Read], Read] = lambda part, read: read
+        """Called with each slice that was read; what it returns is handed out."""
         self._open: WeakSet[Generator[Any]] = WeakSet()
         self._ahead: Ahead | None = None  # the newest
         self._closed = False
@@ -205,6 +210,21 @@ class Loader:
         self._open.add(reads)
         return reads
 
+    def read_without(self, part: Slice, skipped: Iterable[Skipped]) -> Read:
+        """Read a slice without some samples, whether they can be read or not; `agree` is not asked.
+
+        Raises:
+            DataError: as `read`.
+        """
+        reader = self._pool or Inline(self._fetch)
+        with self._fetch.without(skipped):
+            read, _ = self._taken(reader, part, reader.submit(part))
+        return read
+
+    def indices(self, part: Slice) -> Indices:
+        """The samples of a slice, [stop - first] int64, in their order."""
+        return self._fetch.indices(part)
+
     def close(self) -> None:
         """End all reading ahead, and wait for it; a second call does nothing."""
         self._closed = True
@@ -220,9 +240,9 @@ class Loader:
             for part in slices:
                 waiting.append((part, None if part.first == part.stop else reader.submit(part)))
                 if len(waiting) > reader.ahead:
-                    yield self._taken(reader, *waiting.popleft(), record)
+                    yield self._agreed(reader, *waiting.popleft(), record)
             while waiting:
-                yield self._taken(reader, *waiting.popleft(), record)
+                yield self._agreed(reader, *waiting.popleft(), record)
         finally:
             reader.drop(ticket for _, ticket in waiting if ticket is not None)
             if reader is not self._pool:
@@ -236,11 +256,16 @@ class Loader:
             return self._ahead
         return Inline(self._fetch)
 
-    def _taken(self, reader: Reader, part: Slice, ticket: Any, record: Record | None) -> Read:
+    def _agreed(self, reader: Reader, part: Slice, ticket: Any, record: Record | None) -> Read:
         if ticket is None:
             return Read(None, 0)
-        batch, missed, contents = reader.take(ticket)
+        read, contents = self._taken(reader, part, ticket)
         if contents and record is not None:
             record.add(part.epoch, contents)
+        return self.agree(part, read)
+
+    def _taken(self, reader: Reader, part: Slice, ticket: Any) -> tuple[Read, list[Any]]:
+        """What was read, and contents of some samples."""
+        batch, missed, contents = reader.take(ticket)
         skipped = tuple(Skipped(*each) for each in missed)
-        return Read(batch, part.stop - part.first - len(skipped), skipped)
+        return Read(batch, part.stop - part.first - len(skipped), skipped), contents

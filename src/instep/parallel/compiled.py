@@ -7,6 +7,7 @@ outside. Works with and without sharding; before `checkpoint_blocks` and `shard`
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +19,7 @@ from instep.errors import RecipeError, SpecError
 from instep.parallel.blocks import repeated_blocks
 from instep.parallel.recompute import without_caches
 
-COMPILING = threading.Event()
-"""Set while torch compiles a block."""
+_COMPILING = threading.Event()
 
 _FORMS = 8
 """In how many forms a block may be compiled: for sizes of batches, training or not."""
@@ -56,19 +56,41 @@ def compile_blocks(model: nn.Module, device: torch.device, *, every: bool) -> No
         return
     import torch._dynamo
     import torch._inductor.config
-    from torch._dynamo.callback import on_compile_end, on_compile_start
 
     torch._inductor.config.fallback_random = True
     limit = max(torch._dynamo.config.recompile_limit, _FORMS * len(chosen))
     torch._dynamo.config.recompile_limit = limit  # beyond it blocks are no longer compiled
-    on_compile_start(lambda _: COMPILING.set())
-    on_compile_end(lambda _: COMPILING.clear())
+    compiling()  # from here on it is known
     _check_compiler(_compiler(given[chosen[0]]), device)
     for name in chosen:
         block = blocks[name]
         written = block.forward
         compiled = _compiler(given[name])(written)
         block.__dict__["forward"] = functools.partial(_forward, compiled, written)
+
+
+def compiling() -> bool:
+    """Whether torch compiles something now; for another thread, which asks again and again.
+
+    What is under way at the first call is not seen.
+    """
+    callback = sys.modules.get("torch._dynamo.callback")  # nothing is compiled without it
+    handler = getattr(callback, "callback_handler", None)
+    if (
+        handler is not None and _begins not in handler.start_callbacks
+    ):  # or after a reset of torch's
+        _COMPILING.clear()
+        handler.register_start_callback(_begins)
+        handler.register_end_callback(_ends)
+    return _COMPILING.is_set()
+
+
+def _begins(_: Any) -> None:
+    _COMPILING.set()
+
+
+def _ends(_: Any) -> None:
+    _COMPILING.clear()
 
 
 def _forward(

@@ -27,6 +27,7 @@ import msgspec
 import torch
 
 from instep.errors import CheckpointError, WorkerError
+from instep.system.memory import room
 from instep.system.memory_files import STAMPS
 from instep.units import readable_bytes
 
@@ -39,6 +40,31 @@ _ALIGNED = 64
 
 _LONGEST = 1 << 30
 """Bytes of a layout, at most."""
+
+
+_SLICE = 1 << 22
+"""Bytes that are taken at a time."""
+
+_SPARE = 1 << 26
+"""Bytes that are to be left for the rest of the machine: several may take a slice at once."""
+
+
+class NoRoom(WorkerError):
+    """Memory that outlives a process cannot be had.
+
+    Args:
+        needed: bytes.
+        left: bytes that this process may take.
+        why: what the system says, if it was not the bytes.
+    """
+
+    def __init__(self, needed: int, left: int, why: str = "") -> None:
+        self.needed, self.left = needed, left
+        super().__init__(
+            f"{readable_bytes(needed)} of memory for the state that only this process has cannot "
+            f"be had: {why or f'{readable_bytes(left)} are free'}. Use fewer workers on this "
+            "machine, or one with more memory."
+        )
 
 
 class TensorSpec(NamedTuple):
@@ -92,33 +118,44 @@ class HostMemory:
         What is stamped stays, under its own layout, until its slot is staged again.
 
         Raises:
-            WorkerError: the machine has not so much memory.
+            NoRoom: this process may not take so much memory.
         """
-        import psutil  # takes 20 ms, and few workers come here
-
         self._layout = {name: TensorSpec(*spec) for name, spec in layout.items()}
         self._head = _encoded(self._layout)
-        size = _size(self._head, self._layout)
-        wanted = 2 * size - 512 * os.fstat(self._file).st_blocks
-        free = psutil.virtual_memory().available
-        why = f"{readable_bytes(free)} are free" if wanted > free or size > REGION else ""
+        size, left = _size(self._head, self._layout), room(1, shared=True)
+        if 2 * size - self._taken > left or size > REGION:
+            raise NoRoom(2 * size, left)
         try:
-            for slot in () if why else (0, 1):
-                # else a page that the system cannot give would be a SIGBUS at the first write
-                os.posix_fallocate(self._file, self._begin(slot), size)
+            for slot in (0, 1):
+                self._take(self._begin(slot), size)
         except OSError as error:
-            why = str(error.strerror)
-        if why:
-            raise WorkerError(
-                f"{readable_bytes(2 * size)} of memory for the state that only this process has "
-                f"cannot be had: {why}. Use fewer workers on this machine, or one with more memory."
-            )
+            raise NoRoom(2 * size, left, str(error.strerror)) from error
+
+    @property
+    def _taken(self) -> int:
+        """Bytes of memory that the file takes."""
+        return 512 * os.fstat(self._file).st_blocks
+
+    def _take(self, begin: int, size: int) -> None:
+        """Have memory for a part of the file, a little at a time: others may be taking it too.
+
+        A page that the system cannot give later would be a SIGBUS at the first write, and a process
+        that goes beyond its cgroup's limit is killed.
+        """
+        taken = self._taken
+        for at in range(begin, begin + size, _SLICE):
+            os.posix_fallocate(self._file, at, min(_SLICE, begin + size - at))
+            if self._taken > taken and (left := room(1, shared=True)) < _SPARE:
+                raise NoRoom(2 * size, left)
 
     def stage(self, course: int, number: int, generation: int) -> dict[str, torch.Tensor]:
         """The tensors in which to write the state of a commit, by name; they hold anything.
 
         Their slot counts for no commit from here on. The other one keeps the newest state from
         before (course, number, generation).
+
+        Raises:
+            NoRoom: this process may not map so much memory.
         """
         attempt = (course, number, generation)
         found = [self._stamp(slot) for slot in (0, 1)]
@@ -129,7 +166,11 @@ class HostMemory:
         held = self._slots[slot]
         if held is None or held.head != self._head:
             os.pwrite(self._file, self._head, self._begin(slot))
-            held = self._slots[slot] = self._mapped(slot, self._head, self._layout)
+            try:
+                held = self._slots[slot] = self._mapped(slot, self._head, self._layout)
+            except OSError as error:
+                size = _size(self._head, self._layout)
+                raise NoRoom(2 * size, room(1, shared=True), str(error.strerror)) from error
         return dict(held.tensors)
 
     def staged(self, course: int, number: int, generation: int) -> None:
@@ -195,6 +236,13 @@ class HostMemory:
         """Have no slot hold anything: what was here has been handed over, or is of no use."""
         for slot in (0, 1):
             self._set_stamp(slot)
+
+    def drop(self) -> None:
+        """Have no slot hold anything, and give back the memory; of the last part of a file."""
+        self.clear()
+        self._slots = [None, None]
+        if os.fstat(self._file).st_size > (begin := self._begin(0)):
+            os.ftruncate(self._file, begin)
 
     def close(self) -> None:
         """Let go of the file. Tensors that are still used stay valid."""

@@ -13,21 +13,25 @@ from pathlib import Path
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
-def room(processes: int, cgroups: Path = _CGROUPS) -> int:
+def room(processes: int, cgroups: Path = _CGROUPS, *, shared: bool = False) -> int:
     """Bytes that this process may still take.
 
     Args:
         processes: how many like it run on this machine, and share what they share.
         cgroups: where the kernel shows the limits of cgroups.
+        shared: whether it is for memory that several processes map, which does not count as data
+            of one.
     """
     used = _table(Path("/proc/self/status"))
+    limits = [(resource.RLIMIT_AS, "VmSize")]
+    limits += [] if shared else [(resource.RLIMIT_DATA, "VmData")]
     own = [
         limit - used[name]
-        for kind, name in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize"))
+        for kind, name in limits
         if (limit := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY
     ]
-    shared = [_table(Path("/proc/meminfo"))["MemAvailable"], *_left_in_cgroups(cgroups)]
-    return max(0, min([*own, *(each // processes for each in shared)]))
+    machine = [_table(Path("/proc/meminfo"))["MemAvailable"], *_left_in_cgroups(cgroups)]
+    return max(0, min([*own, *(each // processes for each in machine)]))
 
 
 def _table(file: Path) -> dict[str, int]:

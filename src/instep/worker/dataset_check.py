@@ -7,7 +7,7 @@ resumed, it compares.
 from __future__ import annotations
 
 from instep.data.loader import Loader
-from instep.data.samples.fingerprint import Fingerprint, confirmed_fingerprint
+from instep.data.samples.fingerprint import REMEDY, Fingerprint, confirmed_fingerprint
 from instep.errors import DataError
 from instep.store.run_folder import RunFolder
 from instep.worker.member import Member
@@ -78,11 +78,8 @@ def unrepeatable(sample: int) -> str:
     return (
         f"no: the training dataset is not repeatable (sample {sample} was different when it was "
         "read again): it draws random numbers that do not follow from the job's seed, and it is "
-        f"read more often than by one machine. {_REMEDY}"
+        f"read more often than by one machine. {REMEDY}"
     )
-
-
-_REMEDY = "Draw from a global generator, or move the random part into Recipe.augment"
 
 
 def _difference(name: str, before: Fingerprint, now: Fingerprint) -> str:
@@ -105,5 +102,5 @@ def _not_repeatable(name: str, now: Fingerprint) -> str:
         "read again with the same global generators (torch's, numpy's and Python's). It draws from "
         "another source, such as a generator of its own or the system's, so each run gets "
         "other values, and so does each number of workers. "
-        f"{_REMEDY}."
+        f"{REMEDY}."
     )

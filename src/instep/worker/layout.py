@@ -23,6 +23,7 @@ from instep.data.order import micro_batch, position
 from instep.data.reading.generators import preserved
 from instep.errors import DataError, RecipeError, RunError
 from instep.parallel.nested import on_tensors
+from instep.plain_file import read_plain
 from instep.recipe.forward import Forward, Found
 from instep.spec import JobSpec, MeshSpec
 from instep.state.broadcast import broadcast_bytes
@@ -56,21 +57,50 @@ def agreed_layout(
 
     digest = zlib.crc32(msgspec.json.encode(mesh, order="sorted"))
     file = run / f"mesh-{digest:08x}.json"
-    own = run / f"{file.name}.{uuid.uuid4().hex}"
     try:
         if not file.exists():
             with preserved():
                 found = find_layout(model, mesh, example, timed=timed)
-            own.write_bytes(msgspec.json.format(msgspec.json.encode(found)))
-            with suppress(FileExistsError):  # another process was first
-                os.link(own, file)
-            own.unlink(missing_ok=True)
-        return msgspec.json.decode(file.read_bytes(), type=Layout)
-    except (OSError, msgspec.DecodeError) as error:
-        raise RunError(
-            f"{file}: the layout of the model on its mesh cannot be kept or read ({error}). Make "
-            "the folder writable, or remove the file."
-        ) from error
+            _put(file, msgspec.json.format(msgspec.json.encode(found)))
+        layout = msgspec.json.decode(read_plain(file), type=Layout)
+    except OSError as error:
+        why = "cannot be written or read: " + (error.strerror or str(error))
+        raise _unusable(file, why) from error
+    except msgspec.DecodeError as error:
+        raise _unusable(file, "is damaged: it is not what was written there") from error
+    if other := sorted(_names(layout) - dict(model.named_modules()).keys()):
+        raise _unusable(file, f"is of another model: there is no {other[0]!r} in this one")
+    return layout
+
+
+def _put(file: Path, text: bytes) -> None:
+    """Write a file all at once, unless another process was first."""
+    own = file.with_name(f"{file.name}.{uuid.uuid4().hex}")
+    try:
+        with own.open("xb") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())  # else a crash of the host may leave an empty file
+        with suppress(FileExistsError):
+            os.link(own, file)
+    finally:
+        own.unlink(missing_ok=True)
+
+
+def _names(layout: Layout) -> set[str]:
+    """The modules that a layout is about."""
+    plan = layout.plan
+    found = (
+        [plan.cuts, plan.kept, plan.edits, plan.draws, plan.sequence] if plan is not None else []
+    )
+    return {*layout.cuts, *layout.blocks, *(name for each in found for name in each)}
+
+
+def _unusable(file: Path, why: str) -> RunError:
+    return RunError(
+        f"{file} {why}. It says how the model is laid out on the run's [mesh]. Get access to it; "
+        "or remove it, and the next start of the run finds another layout."
+    )
 
 
 def told_layout(comm: Comm, layout: Layout | None, device: torch.device) -> Layout:

@@ -23,7 +23,8 @@ from instep.comm.messages import Form
 from instep.data.loader import Loader
 from instep.data.order import position
 from instep.data.reading.generators import preserved
-from instep.errors import InstepError, RecipeError, one_line
+from instep.data.samples.fingerprint import REMEDY
+from instep.errors import DataError, InstepError, RecipeError, one_line
 from instep.parallel.gate import Verdict
 from instep.parallel.reads import Reads
 from instep.parallel.two_blocks import TwoBlocks
@@ -121,6 +122,7 @@ class MeshCheck:
 
         Raises:
             RecipeError: a gradient differs.
+            DataError: the dataset is not repeatable.
         """
         comm = replica.comm
         able = torch.tensor([float(not self._why)], device=self._forward.device)
@@ -133,13 +135,27 @@ class MeshCheck:
         if two not in (0, comm.size):
             return None, "some of its processes have room for the whole model, and some have not"
         merge = merged == comm.size
-        if self._two is None:
-            return self._compare(replica, reads, merge=merge), ""
-        with torch.no_grad():
-            replica.run(lambda: None)  # FSDP2 looks for the blocks of a model when it first runs
-        with self._two.alone():
-            found = self._compare(replica, reads, merge=merge)
+        try:
+            if self._two is None:
+                return self._compare(replica, reads, merge=merge), ""
+            with torch.no_grad():
+                replica.run(lambda: None)  # FSDP2 looks for a model's blocks when it first runs
+            with self._two.alone():
+                found = self._compare(replica, reads, merge=merge)
+        except RecipeError as error:
+            self._check_dataset(error)
+            raise
         return found._replace(blocks=self._two.names), ""
+
+    def _check_dataset(self, error: RecipeError) -> None:
+        """Refuse a dataset that gives something else each time: then the model is not to blame."""
+        if differed := self._loader.fingerprint().differed:
+            raise DataError(
+                f"sample {differed[0]} was different when it was read again: the processes of a "
+                f"replica ([mesh] {self._job.mesh.axes}) cannot be compared with one process. The "
+                "dataset draws random numbers that do not follow from the job's seed. "
+                f"{REMEDY}."
+            ) from error
 
     def _compare(self, replica: Replica, reads: Reads | None, *, merge: bool) -> Verdict:
         comm = replica.comm

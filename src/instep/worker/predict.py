@@ -12,18 +12,20 @@ import inspect
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from instep.comm.messages import READING, Heartbeat
+from instep.comm.messages import COMPILING, READING, Heartbeat
 from instep.data.loader import Loader, Read, Slice
 from instep.data.order import key
 from instep.data.reading.threads import cpu_clock
 from instep.data.samples.fingerprint import Fingerprint, confirmed_fingerprint
 from instep.data.torch_loader import LoaderParts, columns_in, unpack_loader
 from instep.errors import DataError, PeerError, RecipeError
+from instep.parallel.compiled import compiling
 from instep.parallel.nested import on_tensors
 from instep.recipe import lora
 from instep.recipe.build import call, load_function, make_model, seed_everything, set_generators
@@ -135,8 +137,16 @@ class Predictor:
         assert self._loader is not None, "it was made before"
         self._phase = "meeting"
         self._replica = split_model(self._member, recipe, model, plan.model, self._loader, device)
+        self._replica.share_batches(self._loader, self._waiting)
         self._phase = "building"
         return model
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """In this context a read only waits for other processes of the replica."""
+        before, self._phase = self._phase, "predicting"
+        yield
+        self._phase = before
 
     def _check_dataset(self, loader: Loader) -> None:
         """Compare the dataset with what it was when the first parts were made."""
@@ -244,7 +254,7 @@ class Predictor:
             self._watch.turn(time.monotonic(), pids, at=at, waits=waits, known=self._done > 0)
         read_s = loader.cpu_s if loader is not None else 0.0
         return Heartbeat(
-            phase=self._phase,
+            phase=COMPILING if compiling() else self._phase,
             progress=self._done + self._watch.ended,
             cpu_s=self._clock() + read_s,
         )

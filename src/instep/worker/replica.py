@@ -8,18 +8,23 @@ they do: one that loses a process is started again whole. How the model is split
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from instep.comm.alone import AloneComm
+from instep.comm.base import Comm
 from instep.comm.torch_comm import TorchComm
+from instep.data.loader import Loader
 from instep.errors import RecipeError
 from instep.state.boxes import MeshRank, holders, primary
 from instep.system.addresses import address_towards
 from instep.worker.layout import told_layout
 from instep.worker.member import Member
+from instep.worker.same_batch import SameBatch
 from instep.worker.trial.sameness import hooked_parameter
 
 if TYPE_CHECKING:
@@ -54,7 +59,7 @@ class Replica:
         from instep.parallel.split import split
 
         mesh = member.job.mesh
-        self.device = device
+        self.device, self._axes = device, mesh.axes
         place, address = member.number % mesh.ranks, address_towards(member.master_host)
         own = mesh.coordinate(member.number)
         self.tells = own.tensor == 0 and own.stage == mesh.stages - 1
@@ -67,6 +72,15 @@ class Replica:
         store = member.replica_store("comm ")
         self.comm = TorchComm(store, place, mesh.ranks, device=device, address=address)
         """Its processes; for what they agree on before the first generation."""
+        self._beside = [
+            n for n in mesh.replica(own.replica) if mesh.coordinate(n).shard == own.shard
+        ]
+        """Those that get the same batches, this process among them."""
+        self._batch_comm: Comm = AloneComm()
+        if mesh.same_batch > 1:
+            store = member.replica_store(f"batch {own.shard} ")
+            at = self._beside.index(member.number)
+            self._batch_comm = TorchComm(store, at, mesh.same_batch, device=device, address=address)
         layout = told_layout(self.comm, layout, device)
         self.draws_by_block = layout.draws
         """Whether its model draws random numbers for each block and part of a micro-batch."""
@@ -82,6 +96,21 @@ class Replica:
             What it returns; with stages on the last one only, elsewhere None.
         """
         return self._split.run(function, *arguments)
+
+    def share_batches(
+        self,
+        loader: Loader,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """From now on, have this loader hand out what all processes have that get the same batches.
+
+        Args:
+            loader: each of them reads the same slices from its own.
+            waiting: the context in which this process only waits for the others.
+        """
+        comm = self._batch_comm
+        if comm.size > 1:
+            loader.agree = SameBatch(comm, self._beside, self._axes, loader, self.device, waiting)
 
     def gather(self, own: int) -> list[int]:
         """A number of each of its processes, in rank order; all call it at the same time.
@@ -120,6 +149,7 @@ class Replica:
 
     def close(self) -> None:
         """Leave the groups; a second call does nothing."""
+        self._batch_comm.close()
         self.comm.close()
         self._group.close()
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.comm.base import Comm
-from instep.comm.messages import Heartbeat
+from instep.comm.messages import COMPILING, Heartbeat
 from instep.data.loader import Loader, Read, Skipped, Slice
 from instep.data.order import Position, key
 from instep.data.reading.generators import preserved
@@ -23,7 +23,7 @@ from instep.data.reading.threads import cpu_clock
 from instep.data.samples.contents import Record
 from instep.errors import PeerError, SpecError
 from instep.parallel.batch_norm import make_global
-from instep.parallel.compiled import COMPILING
+from instep.parallel.compiled import compiling
 from instep.parallel.host_state import keep_on_host
 from instep.parallel.nested import on_tensors
 from instep.recipe.build import build_model, build_optimizer, set_generators
@@ -235,6 +235,8 @@ class Training(Loop):
         self.phase = "meeting"
         with preserved():
             replica = Replica(self.member, model, self.device, layout, example)
+        for each in self._loaders:
+            replica.share_batches(each, self._waiting)
         begun.fill(model)
         self._forward.run = replica.run
         if self._reads is not None:
@@ -349,7 +351,7 @@ class Training(Loop):
         return Heartbeat(
             step=self.step,
             steps=self._done,
-            phase="compiling" if COMPILING.is_set() else self.phase,
+            phase=COMPILING if compiling() else self.phase,
             progress=done + self._loader_watch.ended,
             cpu_s=self._clock() + sum(loader.cpu_s for loader in self._loaders),
         )

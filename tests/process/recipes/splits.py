@@ -1,13 +1,16 @@
 """Models that a mesh splits: repeated blocks, dropout, what does not divide, what is frozen."""
 
 import os
+import resource
 import time
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import instep
 
@@ -49,6 +52,27 @@ def samples(seed, count, dtype="float64"):
     return TensorDataset(x.to(getattr(torch, dtype)), x[:, :CLASSES].argmax(1))
 
 
+class Frail(Dataset):
+    """Of the processes that read it, one cannot read some samples; or each draws its own."""
+
+    def __init__(self, given, file, lost, draws):
+        self._given, self._file, self._lost, self._draws = given, file, set(lost), draws
+
+    def __len__(self):
+        return len(self._given)
+
+    def __getitem__(self, index):
+        x, y = self._given[index]
+        if index in self._lost and self._is_mine():
+            raise OSError(f"sector {index} is gone")
+        return x + int.from_bytes(os.urandom(4)) * self._draws, y
+
+    def _is_mine(self):
+        with suppress(FileExistsError), open(self._file, "x") as file:  # the first that comes here
+            file.write(str(os.getpid()))
+        return Path(self._file).read_text() == str(os.getpid())
+
+
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
@@ -69,6 +93,17 @@ def recipe(optimizer="sgd", dtype="float64", pause_s=0.0, drop=0.1, tells="", no
         train=samples(1, SAMPLES, dtype),
         validate=samples(2, 21, dtype),
     )
+
+
+def frail(file="", lost=(), draws=0.0):
+    return replace(recipe(), train=Frail(samples(1, SAMPLES), file, lost, draws))
+
+
+def without_host_memory(**options):
+    """No file of it can be so long; those in a folder can."""
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 33, most))
+    return recipe(**options)
 
 
 def sabotaged():

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from instep.cli import main
+from instep.client.job_checks import check_job
 from instep.client.predict_plan import Source, source_of
 from instep.errors import SpecError
+from instep.spec_file import build
 
 
 def of_file(folder: Path, *overrides: str, workers: int | None = None) -> Source:
@@ -48,3 +53,37 @@ def test_a_mesh_that_cannot_predict_is_refused(tmp_path: Path, override: str, sa
     with pytest.raises(SpecError) as refused:
         of_file(tmp_path, override, workers=4)
     assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"sequence": True},
+        {"tensor": 2, "stages": 2, "sequence": True},
+        {"plan": {"blocks.*": "column"}},
+        {"schedule": "gpipe"},
+        {"tensor": 2, "pipeline_batches": 2},
+        {"cuts": ["blocks.1"], "shard": 4},
+        {"shard": 2, "stages": 2},
+    ],
+    ids=str,
+)
+def test_a_mesh_that_cannot_train_is_refused_in_the_same_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mesh: dict[str, Any]
+):
+    table = {"recipe": "net.py:recipe", "workers": 4, "mesh": mesh}
+    with pytest.raises(SpecError) as trained:
+        check_job(build(table, source="job.toml"))
+    file = tmp_path / "net.safetensors"
+    save_file({"weight": torch.zeros(2)}, file)
+    overrides = [f"mesh.{key}={json.dumps(value)}" for key, value in mesh.items() if key != "plan"]
+    overrides += ['mesh.plan={"blocks.*" = "column"}'] if "plan" in mesh else []
+    with pytest.raises(SpecError) as predicted:
+        source_of(file, "net.py:recipe", overrides, 4)
+    assert str(predicted.value) == str(trained.value)
+    assert "[mesh]" in str(trained.value) or "mesh." in str(trained.value)
+    out = ("--data", "net.py:data", "--out", "out.npz", "--recipe", "net.py:recipe")
+    sets = [part for each in overrides for part in ("--set", each)]
+    (tmp_path / "net.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert main(["predict", str(file), *out, "--workers", "4", *sets]) == SpecError.exit_code

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from instep.client.batches import START
+from instep.client.batches import START, Batches
+from instep.client.predict_pace import FIRST_S, Pace
 from instep.client.predict_replicas import Process, Replica
 from instep.comm.channel import Peer
 from instep.comm.messages import READING
 from instep.spec import MeshSpec
 from instep.system.lease import Lease
+from instep.system.limits import UNKNOWN_S
 from instep.system.processes import Watched
 
 
@@ -93,3 +95,16 @@ def test_one_that_builds_may_take_any_time_but_not_a_read(
     made.processes[4].at = (READING, 0) if reads else ("building", 0)
     slowest = made.slowest()
     assert (slowest.number if slowest else None) == waits_for
+
+
+def test_a_process_that_compiles_is_given_as_long_as_for_the_first_batch(made: Replica):
+    pace, process = Pace(Batches((), 4, skip=False), 0.0), made.processes[3]
+    process.at = "predicting", 1
+    assert pace.limit_s(process, 0) == FIRST_S
+    made.give([[0, 1, 2]])
+    pace.predicts(1.0)
+    process.since = 1.0
+    pace.moves(made, process, 1.5)
+    assert pace.limit_s(process, 1) == UNKNOWN_S
+    process.at = "compiling", 1  # the last batch has another size, or a worker was replaced
+    assert pace.limit_s(process, 1) == FIRST_S

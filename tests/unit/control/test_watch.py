@@ -475,6 +475,17 @@ def test_a_worker_that_compiles_does_not_hang():
     assert shown.hangs() == []
 
 
+def test_a_worker_whose_compiler_keeps_the_interpreter_is_given_as_long_as_one_that_starts():
+    shown = Shown(0, 1)
+    shown.at(1, "compiling")
+    shown.goes_on(1)
+    shown.goes_on(beats(UNKNOWN_S) - 5, silent=[1])
+    assert shown.hangs() == []
+    assert shown.hangs(stopped=[1]) == [(1, "compiling")]
+    shown.goes_on(10, silent=[1])
+    assert shown.hangs() == [(1, "compiling")]
+
+
 def test_an_exchange_in_which_all_wait_is_stuck():
     shown = Shown(0, 1)
     for worker in (0, 1):

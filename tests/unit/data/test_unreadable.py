@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Drawing, Many, Plain, augment, same
 
-from instep.data.loader import Loader, Read, Slice
+from instep.data.loader import Loader, Read, Skipped, Slice
 from instep.data.order import Order
 from instep.errors import DataError
 
@@ -88,6 +88,31 @@ def test_each_way_of_reading_leaves_out_the_same_samples_and_names_them(kind, pr
         for _, cause in read.skipped:
             assert "OSError: sector" in cause
             assert "test_unreadable.py:" in cause
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_slice_is_read_without_samples_that_could_be_read(kind, processes):
+    options = {"seed": 5, "shuffle": False, "unreadable": "skip", "processes": processes}
+    with closing(Loader(KINDS[kind], **options)) as loader:
+        reads = loader.read(SLICES)
+        first = [next(reads), next(reads)]
+        less = loader.read_without(SLICES[2], [Skipped(25, "cause"), Skipped(28, "cause")])
+        rest = list(reads)
+        again = list(loader.read(SLICES[2:3]))
+    assert less.skipped == (Skipped(25, "cause"), Skipped(28, "cause"))
+    assert less.batch[1].tolist() == [0, 1, 2, 3, 4, 6, 7, 9]
+    assert [read.size for read in [*first, *rest, *again]] == [
+        9,
+        10,
+        10,
+        10,
+        7,
+        10,
+        10,
+        9,
+        *[10] * 3,
+    ]
 
 
 @pytest.mark.parametrize("kind", [Plain, Many, Drawing])

@@ -13,7 +13,7 @@ from torch import Tensor, distributed, nn
 from torch.multiprocessing import start_processes
 
 from instep.errors import RecipeError
-from instep.parallel.compiled import COMPILING, compile_blocks
+from instep.parallel.compiled import compile_blocks, compiling
 from instep.parallel.recompute import checkpoint_blocks
 from instep.parallel.replica_group import ReplicaGroup
 from instep.parallel.sharded import shard
@@ -26,7 +26,7 @@ CALLS: list[int] = []
 
 def counted(graph: Any, inputs: Any) -> Any:
     """A backend that makes no machine code, and counts how often a graph runs."""
-    assert COMPILING.is_set()
+    assert compiling()
     run = torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
     def count(*given: Any) -> Any:
@@ -106,7 +106,7 @@ def equals_plain(group: ReplicaGroup, zero: Any, *, checkpointing: bool, every: 
     counters = torch._dynamo.utils.counters
     assert counters["frames"]["ok"] == counters["frames"]["total"] > 0
     assert not counters["graph_break"]
-    assert not COMPILING.is_set()
+    assert not compiling()
     assert every or len(CALLS) >= STEPS * (BLOCKS - 1), "blocks were not compiled"
 
 

@@ -1,8 +1,8 @@
 """Tensor plans: what is found, what is said, and what a trial finds out."""
 
-import json
 from dataclasses import replace
 
+import msgspec
 import pytest
 import tensor_models
 import torch
@@ -263,6 +263,6 @@ def test_an_empty_plan_prints():
 @pytest.mark.parametrize("name", ["dropout", "grouped", "tied", "encoder"])
 def test_a_plan_goes_through_json_to_other_processes(name):
     plan = plan_of(name)
-    again = Plan.from_data(json.loads(json.dumps(plan.to_data())))
+    again = msgspec.json.decode(msgspec.json.encode(plan), type=Plan)
     assert again == plan
     assert str(again) == str(plan)

@@ -1,8 +1,8 @@
 """Activations between blocks that are split along the sequence: what is found, and what refused."""
 
-import json
 from dataclasses import replace
 
+import msgspec
 import pytest
 import tensor_models
 import torch
@@ -85,7 +85,7 @@ def test_draws_of_residuals_are_cut_by_the_sequence():
 
 def test_a_plan_with_a_split_sequence_goes_through_json_and_prints():
     plan = plan_of("dropout")
-    again = Plan.from_data(json.loads(json.dumps(plan.to_data())))
+    again = msgspec.json.decode(msgspec.json.encode(plan), type=Plan)
     assert again == plan
     text = str(again)
     assert "blocks.*.attention     sequence gathered at its input  (2 times)" in text

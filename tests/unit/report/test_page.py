@@ -5,6 +5,7 @@ from html.parser import HTMLParser
 import pytest
 
 from instep.events import LEDGER, read_events, read_records
+from instep.report.page import bars, sections
 from instep.report.page.page import write_report
 from instep.store.run_folder import RunFolder
 from instep.units import readable_count
@@ -221,3 +222,19 @@ def test_the_page_says_who_did_how_much_and_how_work_was_dealt(tmp_path):
     assert words[at + 1 : at + 3] == [readable_count(its), "17 %"]
     at = words.index("micro-batches of each worker")
     assert words[at + 1 : at + 4] == ["18", "speed", "0: 4, 1: 1, 2: 3"]
+
+
+def test_the_work_of_a_mesh_is_that_of_its_replicas(tmp_path):
+    folder = RunFolder(make_run(tmp_path / "digits", workers=4, mesh={"tensor": 2}))
+    text = re.sub("<[^>]*>", " ", sections.who_did_what(folder))
+    rows = re.findall(r"replica (\d) +(\d to \d) +([\d,]+) +([\d.]+ %) +([\d,.]+)", text)
+    shares = [(int(n), workers, share) for n, workers, _, share, _ in rows]
+    assert shares == [(0, "0 to 1", "50 %"), (1, "2 to 3", "50 %")]
+    speeds = [float(rate.replace(",", "")) for *_, rate in rows]
+    alone = RunFolder(make_run(tmp_path / "plain", workers=2))
+    text = re.sub("<[^>]*>", " ", sections.who_did_what(alone))
+    plain = re.findall(r"worker \d +[\d,]+ +50 % +([\d,.]+)", text)
+    assert speeds == [float(rate.replace(",", "")) for rate in plain]
+    drawn = bars.throughput_strips(folder)
+    assert "worker 0" in drawn
+    assert "worker 1" not in drawn

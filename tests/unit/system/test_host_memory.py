@@ -3,6 +3,7 @@
 import mmap
 import os
 import random
+import resource
 import signal
 import struct
 import zlib
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 from instep.errors import CheckpointError, WorkerError
-from instep.system.host_memory import REGION, HostMemory, Stamp, TensorSpec
+from instep.system import host_memory
+from instep.system.host_memory import REGION, HostMemory, NoRoom, Stamp, TensorSpec
 from instep.system.memory_files import MemoryFiles
 
 LAYOUT = {
@@ -195,6 +197,46 @@ def test_what_was_cleared_is_not_found_and_its_pages_go_back_to_the_system():
     memory_files.ended(7)
     assert os.fstat(file).st_blocks == 0
     memory_files.keep_only(-1)
+
+
+def test_limits_of_the_process_count_as_those_of_the_machine(file):
+    memory = another(file)
+    child = os.fork()
+    if not child:
+        used = int(Path("/proc/self/status").read_text().split("VmSize:")[1].split()[0]) * 1024
+        resource.setrlimit(resource.RLIMIT_AS, (used + 100_000_000,) * 2)
+        try:
+            memory.lay_out({"residual": TensorSpec((20_000_000,), torch.float32)})
+        except NoRoom as error:
+            os._exit(0 if error.needed > 160_000_000 > 100_000_000 >= error.left else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_memory_that_others_take_meanwhile_is_not_taken_to_the_end(file, monkeypatch):
+    monkeypatch.setattr(host_memory, "_SPARE", 1 << 60)
+    memory = HostMemory(os.dup(file), part=1)
+    with pytest.raises(NoRoom):
+        memory.lay_out({"residual": TensorSpec((10_000_000,), torch.float32)})
+    assert 512 * os.fstat(file).st_blocks < 10_000_000
+
+
+def test_a_part_that_is_dropped_gives_back_its_memory_and_leaves_the_other_one(file):
+    first = another(file)
+    keep(first, 1, 1)
+    before = os.fstat(file).st_blocks
+    memory = HostMemory(os.dup(file), part=1)
+    memory.lay_out({"residual": TensorSpec((1_000_000,), torch.float32)})
+    keep(memory, 1, 1)
+    assert os.fstat(file).st_blocks > before + 15_000
+    memory.drop()
+    assert os.fstat(file).st_blocks <= before
+    assert value_at(HostMemory(os.dup(file)), 1, 1) == 1
+    again = HostMemory(os.dup(file), part=1)
+    assert again.stamps() == []
+    again.lay_out(LAYOUT)
+    keep(again, 1, 2)
+    assert value_at(HostMemory(os.dup(file), part=1), 1, 2) == 2
 
 
 def test_a_commit_that_is_forgotten_is_not_found_and_its_slot_is_the_next_to_be_staged(file):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +29,12 @@ from instep.data.reading.batched import (
 )
 from instep.data.samples import last_read
 from instep.data.samples.contents import Selection, SliceContents, content_of
-from instep.data.samples.unreadable import SKIP_HINT, describe_error, read_with_retries
+from instep.data.samples.unreadable import (
+    SKIP_HINT,
+    Skipped,
+    describe_error,
+    read_with_retries,
+)
 from instep.errors import DataError
 from instep.words import listed
 
@@ -160,6 +166,17 @@ class Fetch:
         if cause is not None:
             self._noted[sample] = Mark(dataset=self.name, sample=sample, cause=cause)
         self._apply_marks()
+
+    @contextmanager
+    def without(self, skipped: Iterable[Skipped]) -> Iterator[None]:
+        """In this context these samples are skipped, whether they can be read or not."""
+        marked = self._marked
+        more = [Mark(dataset=self.name, sample=each, cause=cause) for each, cause in skipped]
+        self.mark([*marked, *more])
+        try:
+            yield
+        finally:
+            self.mark(marked)
 
     @property
     def marks(self) -> list[Mark]:

@@ -102,9 +102,8 @@ class SliceContents:
         if not self._wanted or batch is None:
             return
         rows = [(row, index) for row, index in enumerate(indices.tolist()) if index in self._wanted]
-        with suppress(TypeError, IndexError, KeyError):  # something in the batch has no rows
-            for index, sample in [(index, _row(batch, row)) for row, index in rows]:
-                self.add(index, sample)
+        for (_, index), sample in zip(rows, rows_of(batch, [row for row, _ in rows]), strict=False):
+            self.add(index, sample)
 
 
 def content_of(sample: Any) -> int:
@@ -116,6 +115,13 @@ def content_of(sample: Any) -> int:
     digest = hashlib.blake2b(digest_size=8)
     _feed(digest.update, sample)
     return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def rows_of(batch: Any, wanted: Iterable[int]) -> list[Any]:
+    """Rows of a batch; none if something in it has no rows."""
+    with suppress(TypeError, IndexError, KeyError):
+        return [_row(batch, row) for row in wanted]
+    return []
 
 
 def _row(batch: Any, row: int) -> Any:

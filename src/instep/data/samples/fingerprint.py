@@ -30,6 +30,9 @@ Clock = Callable[[], float]
 
 _OF_FINGERPRINT = 5
 
+REMEDY = "Draw from a global generator, or move the random part into Recipe.augment"
+"""For a dataset that is not repeatable."""
+
 
 class Fingerprint(NamedTuple):
     """What one reading of a dataset showed."""

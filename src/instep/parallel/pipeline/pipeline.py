@@ -120,11 +120,6 @@ class Pipeline:
         """The parameters that count as this rank's where each is to count once."""
         return {name for name in self.held if self.holders[name][0] == self._links.rank}
 
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank has the loss."""
-        return (len(self._first) - 1) % self._links.size == self._links.rank
-
     # ---- what it does
 
     def run(self, batch: Any, samples: int, key: int, call: Call | None = None) -> Total:

@@ -1,7 +1,7 @@
 """A tensor plan: which layers are cut how, and why the others stay whole.
 
-A plan is a value: it can be printed, compared and stored, and one process can send it to others
-(`to_data`, `from_data`). It knows no process and no tensor.
+A plan is a value: it can be printed, compared and stored, and one process can send it to others (as
+msgspec's JSON). It knows no process and no tensor.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
-
-import msgspec
 
 from instep.errors import SpecError, near_miss
 
@@ -85,16 +83,6 @@ class Plan:
     """Modules at which the sequence is split or gathered. Between them each rank has its part."""
     unsplit: Mapping[str, str] = field(default_factory=dict)
     """Lists of blocks in which each rank has the whole sequence, though it was to be split: why."""
-
-    def to_data(self) -> dict[str, Any]:
-        """As dicts, lists, strings and numbers, which JSON and msgpack can carry."""
-        data: dict[str, Any] = msgspec.to_builtins(self)
-        return data
-
-    @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> Plan:
-        """The plan that `to_data` wrote."""
-        return msgspec.convert(data, cls)
 
     def __str__(self) -> str:
         """A table of the modules; layers that differ only by a number share a line."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from instep.report.figures.restarts import SOURCES, restarts
 from instep.store.run_folder import PARTS, Records, RunFolder
 from instep.units import readable_count
 from instep.words import LAST_STEPS, ranges, stop_words
@@ -27,6 +28,7 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
     proof = folder.audit
     training_s = folder.training_seconds()
     metrics = folder.last("validated").get("metrics") or {}
+    again = restarts(folder.events, folder.spec.mesh.ranks)
     summary = {
         "name": folder.spec.name,
         "run": str(folder.path),
@@ -48,6 +50,9 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
         "time": mean_split(folder),
         "parameters_sha256": folder.last("model_saved").get("parameters_sha256"),
         "generations": len(folder.generations),
+        "replica_restarts": {
+            source: sum(each.source == source for each in again) for source in SOURCES
+        },
         "repeated_samples": proof.repeated + proof.stray,
         "missing_samples": proof.missing,
         "skipped_samples": len(folder.skipped),

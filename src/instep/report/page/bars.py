@@ -24,8 +24,12 @@ _MOST_MARKS = 40  # on one strip
 
 
 def throughput_strips(folder: RunFolder) -> Html:
-    """Samples per second of each worker over the time of the run, on one scale."""
-    workers = [int(w) for w in np.unique(folder.steps["worker"]) if w not in folder.servers]
+    """Samples per second of each worker over the time of the run, on one scale.
+
+    Of the processes of a replica that compute the same samples, one has them in its records.
+    """
+    counted = folder.steps["worker"][folder.steps["samples"] > 0]
+    workers = [int(w) for w in np.unique(counted) if w not in folder.servers]
     speeds = {worker: throughput(folder, worker) for worker in workers[:MOST_WORKERS]}
     top = max((float(speed.max()) for speed in speeds.values()), default=0.0)
     if top <= 0:
@@ -46,6 +50,8 @@ def throughput_strips(folder: RunFolder) -> Html:
         f"Samples per second over the time of the run; full height is {readable_count(top)}. "
         "Lines mark new generations (dotted), checkpoints (thin) and failures (red)."
     )
+    if folder.spec.mesh.same_batch > 1:
+        note += " Of the workers that compute the same micro-batches, one is drawn."
     body = tag("div", *rows, tag("span"), axis, class_="strips")
     return section("Throughput", body, more(len(workers), MOST_WORKERS, "workers"), note=note)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from instep.report.figures.restarts import Restart, restarts
 from instep.report.figures.summary import cause_words, exactness_words, gap_words
 from instep.report.page.comparison import flat
 from instep.report.page.markup import (
@@ -32,7 +33,9 @@ from instep.words import (
     corruption_in_words,
     member,
     mesh_in_words,
+    ranges,
     some_members,
+    some_workers,
     start_in_words,
 )
 
@@ -93,35 +96,56 @@ def tiles(summary: dict[str, Any], of: str) -> Html:
 
 
 def who_did_what(folder: RunFolder) -> Html:
-    """Samples of each worker, from the ledger; how fast it computes; each new assignment."""
+    """Samples of each worker, from the ledger; how fast it computes; each new assignment.
+
+    Processes of one replica compute together: they have one row.
+    """
     done = folder.committed[~np.isin(folder.committed["worker"], [*folder.servers])]
     if not len(done):
         return Html("")
-    workers, place = np.unique(done["worker"], return_inverse=True)
+    ranks = folder.spec.mesh.ranks
+    numbers, place = np.unique(done["worker"] // ranks, return_inverse=True)
     samples = np.bincount(place, weights=done["stop"] - done["first"])
 
     def row(at: int) -> list[str]:
-        steps, count = folder.steps_of(int(workers[at])), int(samples[at])
-        busy_s = sum(float(steps[part].sum()) for part in ("load_s", "forward_s", "backward_s"))
-        speed = float(steps["samples"].sum()) / busy_s if busy_s > 0 else None
+        number, count = int(numbers[at]), int(samples[at])
+        steps = [folder.steps_of(each) for each in range(number * ranks, (number + 1) * ranks)]
+        recorded = [each for each in steps if len(each)]
+        busy_s = sum(
+            float(each[part].sum()) / len(recorded)
+            for each in recorded
+            for part in ("load_s", "forward_s", "backward_s")
+        )
+        speed = sum(float(each["samples"].sum()) for each in recorded) / busy_s if busy_s else None
         share = readable_share(count, int(samples.sum()))
-        return [
-            f"worker {workers[at]}",
-            readable_count(count),
-            share,
-            figure(speed, readable_count),
-        ]
+        own = (
+            [f"worker {number}"] if ranks == 1 else [f"replica {number}", _processes(number, ranks)]
+        )
+        return [*own, readable_count(count), share, figure(speed, readable_count)]
 
-    head = ["worker", "samples", "share", "samples/s while computing"]
-    body = [listing(head, range(len(workers)), row, "workers")]
+    head = ["worker"] if ranks == 1 else ["replica", "its workers"]
+    head += ["samples", "share", "samples/s while computing"]
+    noun = "workers" if ranks == 1 else "replicas"
+    body = [listing(head, range(len(numbers)), row, noun, numbers_from=len(head) - 3)]
     if assigned := folder.named("work_dealt"):
         head = ["from step", "why", "micro-batches of each worker"]
         body.append(tag("h3", "Changes of the assignment"))
         body.append(listing(head, assigned, _assignment, "changes", newest=True, numbers_from=9))
-    note = "Counted from the ledger of committed steps. A slow worker is given less work."
+    note = "Counted from the ledger of committed steps. "
+    note += (
+        "A slow worker is given less work."
+        if ranks == 1
+        else "The workers of a replica compute together."
+    )
     if folder.servers:
         note += f" Not listed: {some_members(sorted(folder.servers), folder.servers)}."
-    return section("Work of each worker", *body, note=note)
+    return section(
+        "Work of each worker" if ranks == 1 else "Work of each replica", *body, note=note
+    )
+
+
+def _processes(replica: int, ranks: int) -> str:
+    return ranges(range(replica * ranks, (replica + 1) * ranks))
 
 
 def _assignment(event: Event) -> list[str]:
@@ -200,6 +224,17 @@ def changes_and_failures(folder: RunFolder) -> Html:
 
         body.append(tag("h3", "Failures"))
         body.append(listing(head, folder.failures, failed, "failures", numbers_from=9))
+    ranks = folder.spec.mesh.ranks
+    if again := restarts(folder.events, ranks):
+        head = ["replica", "its workers", "lost", "at", "continued from"]
+
+        def restarted(one: Restart) -> list[str]:
+            at = readable_seconds(float(folder.elapsed(one.time)))
+            lost = some_workers(one.lost)
+            return [str(one.replica), _processes(one.replica, ranks), lost, at, one.words()]
+
+        body.append(tag("h3", "Replicas that were started again"))
+        body.append(listing(head, again, restarted, "restarts", newest=True, numbers_from=9))
     found = [corruption_in_words(e) for e in folder.named("corruption_found")]
     warnings = [e.get("text", "") for e in folder.named("warning")]
     for title, texts in (("Corruption found", found), ("Warnings", warnings)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from instep.report.figures.restarts import SOURCES
 from instep.report.figures.summary import cause_words, exactness_words, gap_words
 from instep.store.run_folder import RunFolder
 from instep.units import readable_bytes, readable_count, readable_seconds, readable_share
@@ -18,6 +19,7 @@ from instep.words import (
     members,
     mesh_in_words,
     of_what,
+    plural,
     short_number,
     start_in_words,
 )
@@ -39,6 +41,10 @@ def _lines(summary: dict[str, Any], folder: RunFolder) -> Iterator[str]:
         yield f"gap     {gap}"
     for event in folder.named("corruption_found"):
         yield f"wrong   {corruption_in_words(event)}"
+    again = {name: count for name, count in summary["replica_restarts"].items() if count}
+    if again:
+        told = ", ".join(f"{count} from {SOURCES[name]}" for name, count in again.items())
+        yield f"again   {plural(sum(again.values()), 'replica')} started again: {told}"
     if same := summary["same_as_one_machine"]:
         yield f"same    as one machine: {same}"
     if (checked := folder.last("mesh_checked")).get("blocks"):

@@ -80,6 +80,11 @@ def notice(
     if what == "master_started" and event["again"]:
         why = f" ({event['why']})" if event.get("why") else ""
         return f"the master was lost{why}; another one has replaced it"
+    if what == "taken_from_host":
+        step = readable_count(event["step"])
+        return (
+            f"replica {event['replica']} continues from memory of its host, which had step {step}"
+        )
     if what == "went_back":
         return f"no worker was left: back to the checkpoint of step {event['resumed_step']}"
     if what == "model_loaded":

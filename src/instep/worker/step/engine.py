@@ -43,6 +43,8 @@ from instep.state.boxes import MeshRank
 from instep.store.ledger import Ledger, mend
 from instep.sync.base import InMesh, Mover, Servers, Strategy
 from instep.sync.norm import norm, squares
+from instep.system.host_memory import NoRoom
+from instep.units import readable_bytes
 from instep.worker.member import Member
 from instep.worker.step.alike import check_parameters
 from instep.worker.step.assignment import Lockstep
@@ -168,6 +170,8 @@ class Engine:
         self._votes = votes or self.own.memory is not None or mesh.ranks > 1
         whole = mesh.ranks > 1 and self._device.type == "cpu"
         self._host_copy = HostCopy() if whole else None
+        self._uncopied = [0.0] * 3
+        """Where this process has no room for its copy: 1, the bytes that it needs, those it has."""
         self.clock = Clock(begin=time.time())
 
     # ---- turns
@@ -291,7 +295,29 @@ class Engine:
         if len(form.members) > self._mesh.ranks:
             return
         course, number = self.state.progress.course, self.state.number
-        copy.keep(self.state.for_another(), Attempt(course, number, form.generation))
+        try:
+            copy.keep(self.state.for_another(), Attempt(course, number, form.generation))
+        except NoRoom as error:
+            copy.drop()
+            self._uncopied = [1.0, float(error.needed), float(error.left)]
+
+    def _go_without_copies(self, uncopied: list[float]) -> None:
+        """Where a process of this replica has no room for its copy, those of others are no use."""
+        count, needed, left = uncopied
+        if not count or self._host_copy is None:
+            return
+        self._host_copy.drop()
+        self._uncopied = [0.0] * len(uncopied)
+        if self.comm.rank == 0:
+            each, there = (readable_bytes(bytes_ / count) for bytes_ in (needed, left))
+            self.member.emit(
+                "warning",
+                text=f"no memory for copies of the last commit: {count:.0f} of {self.comm.size} "
+                f"processes need {each} each, and "
+                f"{f'may take {there}' if left < needed else 'the system refuses it'}. Training "
+                "continues without copies: if a process is lost, it goes on from the last "
+                "checkpoint (checkpoint.every).",
+            )
 
     def own_state(self) -> dict[str, Tensor]:
         """What only single workers have, as `KIND/PARAMETER`: summed over those that have the same
@@ -340,6 +366,7 @@ class Engine:
             # on a mesh: the squares of each rank's part of the gradient; whose did not fit
             squares=self._mesh.ranks if self._measures else 0,
             again=int(self._mesh.ranks > 1),
+            uncopied=len(self._uncopied) if self._host_copy is not None else 0,
             **{name: observer.size for name, observer in self.observers.items()},
         )
         self._base = member.started  # Unix seconds, the same in every worker
@@ -537,6 +564,8 @@ class Engine:
         self._refuse_unequal_ends(said["leaving"][0])
         for name, observer in self.observers.items():
             observer.judge(said[name])
+        if self._host_copy is not None:
+            self._go_without_copies(said["uncopied"])
         whole = 0 if leaving else self.where.stop - self.where.first
         agreed = self._agreement(said, whole)
         self.buffers.exchange(said["buffers"], self.comm, read=share_read(agreed.skipped, whole))
@@ -617,6 +646,8 @@ class Engine:
         for number, (total, weight) in passes.items():
             own["losses"][number], own["weights"][number] = total, weight
         own["buffers"] = self.buffers.marks()
+        if self._host_copy is not None:
+            own["uncopied"] = self._uncopied
         for name, observer in self.observers.items():
             own[name] = observer.notes()
         return own

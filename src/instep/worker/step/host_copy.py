@@ -39,7 +39,7 @@ class HostCopy:
         """Copy what a commit left.
 
         Raises:
-            WorkerError: the machine has not so much memory.
+            NoRoom: this process may not take so much memory.
         """
         tensors, facts = _flat(snapshot)
         layout = {name: (tuple(each.shape), each.dtype) for name, each in tensors.items()}
@@ -88,6 +88,11 @@ class HostCopy:
     def clear(self) -> None:
         """Forget what was copied: another replica or a checkpoint has the state."""
         self._memory.clear()
+
+    def drop(self) -> None:
+        """Give back the memory; nothing is copied from now on."""
+        self._memory.drop()
+        self.lasts = False
 
 
 def _flat(snapshot: Snapshot) -> tuple[dict[str, Tensor], bytes]:
