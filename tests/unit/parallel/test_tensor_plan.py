@@ -73,6 +73,15 @@ def test_grouped_heads_are_divided_and_gradients_of_their_norm_summed():
     assert plan.summed == ("blocks.0.attention.norm.weight", "blocks.1.attention.norm.weight")
 
 
+def test_a_module_that_two_blocks_have_is_cut_once():
+    plan = plan_of("one attention")
+    assert [name for name in plan.cuts if name.endswith("attention.wo")] == [
+        "blocks.0.attention.wo",
+        "blocks.1.attention.wo",
+    ]
+    assert plan.cuts["blocks.0.attention.wo"].style == "row"
+
+
 def test_heads_that_cannot_be_divided_are_not_cut():
     plan = plan_of("odd heads", 3)
     found = styles(plan)

@@ -71,8 +71,7 @@ class _Search:
         self.ranks = ranks
         self.trial = Trial(model, compute_loss, batch, ranks)
         self.model = self.trial.model
-        named = self.model.named_modules(remove_duplicate=False)
-        self.layers = {name: module for name, module in named if kind_of(module)}
+        self.layers = {name: each for name, each in self.model.named_modules() if kind_of(each)}
         self.flow: Flow = observe(self.layers, self.trial.run)
         self.kept: dict[str, str] = {}
         sizes = [module.get_parameter("weight").numel() for module in self.layers.values()]
