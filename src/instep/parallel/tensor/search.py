@@ -18,7 +18,7 @@ from torch import nn
 from instep.errors import RecipeError, SpecError
 from instep.parallel.tensor.alone import Failed
 from instep.parallel.tensor.flow import END, Flow, container, observe
-from instep.parallel.tensor.layers import kind_of, widths
+from instep.parallel.tensor.layers import cut_dims, kind_of, widths
 from instep.parallel.tensor.plan import Cut, Plan, Style, numberless, styles_of
 from instep.parallel.tensor.sequence import split_sequence
 from instep.parallel.tensor.trial import ComputeLoss, Trial
@@ -100,6 +100,7 @@ class _Search:
             why = self._hinders(name, style)
             if why:
                 raise SpecError(f"mesh.plan: {name} = {style!r}: {why}. Leave the layer out.")
+        self._check_ties(styles)
         kinds: dict[Any, list[Group]] = {}
         for writers, readers in self.flow.groups():
             group: Group = {
@@ -117,12 +118,27 @@ class _Search:
             if with_kind is None:
                 name = next(iter(kind[0]))
                 raise RecipeError(
-                    f"mesh.plan: {name} and the layers beside it, {self.kept[name]}. Every "
+                    f"mesh.plan: with {name} and the layers beside it {self.kept[name]}. Every "
                     "'column' must be read by a 'row' only, with nothing between them that mixes "
                     "columns; else make it 'column_gather', or leave it out."
                 )
             plan = with_kind
         return plan
+
+    def _check_ties(self, styles: Mapping[str, Style]) -> None:
+        for name, style in styles.items():
+            for other in self._others(name):
+                if self._dim(other, styles.get(other)) != self._dim(name, style):
+                    raise SpecError(
+                        f"mesh.plan: {name} = {style!r} and {other} = "
+                        f"{styles.get(other, 'replicate')!r}, but they share one weight. Cut both "
+                        "along the same dimension, as 'vocabulary' of an embedding and "
+                        "'column_gather' of the output layer are, or neither."
+                    )
+
+    def _dim(self, name: str, style: Style | None) -> int | None:
+        kind = kind_of(self.layers[name])
+        return cut_dims(kind, Cut(style, name))["weight"] if style else None
 
     def _pairs(self) -> Iterator[list[Group]]:
         """Groups of a writer's and a reader's side, by kind, the smallest first."""
