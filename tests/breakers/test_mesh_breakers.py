@@ -67,6 +67,7 @@ REFUSALS = {
     "a teacher": {"stages": "stage 0 of 2 has nothing to train"},
     "skips between blocks": {"stages": "only what that block is called with crosses the cut"},
     "an optimizer's own norm of all": {"stages": "Lamb would train another model"},
+    "means of rows": dict.fromkeys(("shard", "tensor"), "Factored keeps 'rows' for"),
     "Adafactor": {"shard": "Adafactor cannot take", "tensor": "Adafactor cannot take"},
     "Muon": {"shard": "Muon would train another", "tensor": "Muon would train another"},
     "AdamW, all at once": {"tensor without shard": "Leave foreach = True out"},
