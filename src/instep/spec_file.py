@@ -265,7 +265,7 @@ def _sentence(failure: str, table: Mapping[str, Any]) -> str:
     if not what.startswith(("Expected", "Invalid")):  # one of the checks in `spec.py`
         return f"[{'.'.join(path)}] {what}" if path else what
     given = _as_typed(reduce(lambda outer, key: outer[key], path, table))
-    wanted = ("each value in it " if inner else "") + _wanted(what, path)
+    wanted = ("each value in it " if inner else "") + _wanted(what, path, inner)
     return f"{'.'.join(path)} = {given}: {wanted}. {_describe(path)}".rstrip()
 
 
@@ -317,10 +317,11 @@ def _every_key() -> list[str]:
     return [".".join([*path, key]) for path in sections for key in _keys(path)]
 
 
-def _wanted(what: str, path: list[str]) -> str:
-    """The rule that was broken, as a clause."""
-    if what.startswith("Invalid enum value") or ("`str`" in what and _choices(path)):
-        return f"needs to be {' or '.join(_choices(path))}"
+def _wanted(what: str, path: list[str], inner: bool) -> str:
+    """The rule that was broken, as a clause; `inner` is that of a value in a list or table."""
+    choices = [] if inner else _choices(path)
+    if what.startswith("Invalid enum value") or ("`str`" in what and choices):
+        return f"needs to be {' or '.join(choices)}"
     if "matching regex" in what:
         function = path == ["recipe"]
         return (
@@ -359,9 +360,14 @@ def _choices(path: list[str]) -> list[str]:
         return []
     hint = get_type_hints(section, include_extras=True)[path[-1]]
     either = get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
-    words = [repr(word) for part in either for word in get_args(part) if isinstance(word, str)]
+    words = [
+        repr(word) for part in either for word in get_args(part) if isinstance(word, str | int)
+    ]
     number = any(get_origin(part) is Annotated for part in either)
-    return ["a whole number", *words] if number and words else words
+    table = any(get_origin(part) is dict for part in either)
+    if not words:
+        return []
+    return [*["a whole number"] * number, *words, *["a table"] * table]
 
 
 def _describe(path: list[str]) -> str:

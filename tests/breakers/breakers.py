@@ -418,6 +418,31 @@ def lamb_of_all() -> Parts:
     return classified(Net(), optimizer=lambda parameters: Lamb(parameters, 0.05, 1.0))
 
 
+class Factored(torch.optim.Optimizer):
+    """Keeps the mean square of each row of a gradient."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    rows = parameter.grad.square()
+                    rows = rows.mean(1) if rows.ndim == 2 else rows
+                    kept = self.state[parameter].setdefault("rows", torch.zeros_like(rows))
+                    kept.lerp_(rows, 0.1)
+                    by = kept.sqrt() + 1e-3
+                    by = by.unsqueeze(1) if parameter.ndim == 2 else by
+                    parameter.sub_(group["lr"] * parameter.grad / by)
+
+
+@breaker("means of rows")
+def factored() -> Parts:
+    return classified(Net(), optimizer=lambda parameters: Factored(parameters, 0.01))
+
+
 @breaker("Adafactor")
 def adafactor() -> Parts:
     return classified(

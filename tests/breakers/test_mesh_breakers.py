@@ -70,6 +70,7 @@ REFUSALS = {
     "a teacher": {"stages": "has nothing to train|the loss, after 'student.blocks.3', needs them"},
     "skips between blocks": {"stages": "only what that block is called with crosses the cut"},
     "an optimizer's own norm of all": {"stages": "Lamb would train another model"},
+    "means of rows": dict.fromkeys(("shard", "tensor"), "Factored keeps 'rows' for"),
     "Adafactor": {"shard": "Adafactor cannot take", "tensor": "Adafactor cannot take"},
     "Muon": {"shard": "Muon would train another", "tensor": "Muon would train another"},
     "AdamW, all at once": {"tensor without shard": "Leave foreach = True out"},

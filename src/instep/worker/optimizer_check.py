@@ -25,6 +25,7 @@ from instep.recipe.build import set_generators
 from instep.state.boxes import box_of
 from instep.worker.mesh_check import LARGEST
 from instep.worker.replica import Replica
+from instep.worker.step.parts import kept_tensors
 from instep.worker.step.slots import give
 
 Build = Callable[[nn.Module], Optimizer]
@@ -65,7 +66,7 @@ class OptimizerCheck:
         if first and needed and small:
             try:
                 own = copy.deepcopy(model)
-                self._reference = self._moves(own, dict(own.named_parameters()))
+                self._reference, _ = self._moves(own, dict(own.named_parameters()))
             except Exception:  # the user's optimizer may raise anything, and will again
                 self._reference = None
 
@@ -73,7 +74,8 @@ class OptimizerCheck:
         """Compare; all processes of the replica call it, after the model has been split.
 
         Raises:
-            RecipeError: a move differs, or the optimizer cannot take a step there.
+            RecipeError: a move differs, the optimizer cannot take a step there, or keeps what no
+                checkpoint can have.
         """
         comm, device = replica.comm, replica.device
         able = torch.tensor([float(self._reference is not None)], device=device)
@@ -83,7 +85,9 @@ class OptimizerCheck:
         parameters = dict(model.named_parameters())
         slots = dict(zip(parameters, replica.slots(list(parameters.values())), strict=True))
         try:
-            moves = self._moves(model, slots)
+            moves, optimizer = self._moves(model, slots)
+            for _ in kept_tensors(optimizer, model):
+                pass  # raises if no checkpoint could have what it keeps
         except InstepError:
             raise
         except Exception as error:  # the user's
@@ -123,8 +127,11 @@ class OptimizerCheck:
                 f"move{others}. {_REMEDY}"
             )
 
-    def _moves(self, model: nn.Module, held: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-        """The moves of all trained parameters that are `held` here; they are put back.
+    def _moves(
+        self, model: nn.Module, held: Mapping[str, nn.Parameter]
+    ) -> tuple[dict[str, Tensor], Optimizer]:
+        """The moves of all trained parameters that are `held` here, and what made them; parameters
+        are put back.
 
         Args:
             model: its parameters may be DTensors.
@@ -144,7 +151,8 @@ class OptimizerCheck:
                     give([held[name] for name in own], list(parameters.values()))
                     set_generators(key(self._seed, step))
                     optimizer.step()
-                return {name: held[name].detach() - before[name] for name in parameters}
+                moves = {name: held[name].detach() - before[name] for name in parameters}
+                return moves, optimizer
             finally:
                 with torch.no_grad():
                     for name, value in before.items():

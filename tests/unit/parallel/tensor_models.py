@@ -64,6 +64,13 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
+def one_attention():
+    """Its third block has the attention of the first: one module under two names."""
+    model = GPT(layers=3)
+    model.blocks[2].attention = model.blocks[0].attention
+    return model
+
+
 class LlamaBlock(nn.Module):
     """Rotated queries and keys, a gated perceptron; works on what its model hands over."""
 
@@ -223,6 +230,7 @@ MODELS = {
     "tied": (lambda: GPT(tied=True), next_word, words),
     "dropout": (lambda: GPT(dropout=0.2), next_word, words),
     "grouped": (lambda: GPT(pairs=2, norm=True), next_word, words),
+    "one attention": (one_attention, next_word, words),
     "llama": (Llama, next_word, words),
     "odd heads": (lambda: GPT(width=24, layers=1), next_word, words),
     "fused": (Fused, squares, lambda: torch.randn(3, 5, 8)),

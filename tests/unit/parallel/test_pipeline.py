@@ -426,9 +426,13 @@ def test_cuts_that_do_not_fit_the_stages_are_refused():
     model = mlp()[0].double().train()
     with pytest.raises(SpecError, match=r"mesh.cuts = \['4', '2'\]: the blocks are called in"):
         in_stages(model, 6, cuts=["4", "2"])
-    with pytest.raises(SpecError, match=r"mesh.cuts has 1 names, but mesh.stages = 1 .* wants 0"):
+    with pytest.raises(SpecError, match=r"mesh.cuts = \['2', '2'\]: each module may be named once"):
+        in_stages(model, 6, cuts=["2", "2"])
+    with pytest.raises(SpecError, match=r"'0' is the first block, and belongs to the first stage"):
+        in_stages(model, 6, cuts=["0"])
+    with pytest.raises(SpecError, match=r"mesh.cuts has 1 name, but mesh.stages = 1 .* wants 0"):
         Pipeline(model, loss_of(model), batch_of(model, 6), 6, cuts=["4"])
-    with pytest.raises(RecipeError, match="needs 2 stages, and the model has 1 blocks: 0"):
+    with pytest.raises(RecipeError, match="needs 2 stages, and the model has 1 block: 0"):
         in_stages(nn.Sequential(nn.Linear(8, 2)).double(), 6)
 
 

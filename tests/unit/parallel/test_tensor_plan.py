@@ -73,6 +73,15 @@ def test_grouped_heads_are_divided_and_gradients_of_their_norm_summed():
     assert plan.summed == ("blocks.0.attention.norm.weight", "blocks.1.attention.norm.weight")
 
 
+def test_a_module_that_two_blocks_have_is_cut_once():
+    plan = plan_of("one attention")
+    assert [name for name in plan.cuts if name.endswith("attention.wo")] == [
+        "blocks.0.attention.wo",
+        "blocks.1.attention.wo",
+    ]
+    assert plan.cuts["blocks.0.attention.wo"].style == "row"
+
+
 def test_heads_that_cannot_be_divided_are_not_cut():
     plan = plan_of("odd heads", 3)
     found = styles(plan)
@@ -140,6 +149,17 @@ def test_a_table_that_cannot_be_is_refused(table, says):
         plan_of("GPT", table=table)
 
 
+@pytest.mark.parametrize(
+    "table",
+    [{"head": "column_gather"}, {"embed": "column_gather", "head": "column_gather"}],
+)
+def test_a_table_that_cuts_a_shared_weight_in_two_ways_is_refused(table):
+    with pytest.raises(SpecError, match="but they share one weight"):
+        plan_of("tied", table=table)
+    plan = plan_of("tied", table={**table, "embed": "vocabulary"})
+    assert styles(plan) == {"embed": "vocabulary", "head": "column_gather"}
+
+
 def test_a_table_for_another_number_of_ranks_is_refused():
     with pytest.raises(
         SpecError, match="head = 'column_gather': its 24 outputs cannot be divided by 5"
@@ -151,7 +171,7 @@ def test_a_table_for_another_number_of_ranks_is_refused():
     "table", [{"embed": "column"}, {"blocks.*.down": "row"}, {"*.up": "column"}]
 )
 def test_a_table_that_computes_something_else_is_refused(table):
-    with pytest.raises(RecipeError, match=r"mesh.plan: .* and the layers beside it, cut, "):
+    with pytest.raises(RecipeError, match=r"mesh.plan: with .* and the layers beside it cut, "):
         plan_of("GPT", table=table)
 
 

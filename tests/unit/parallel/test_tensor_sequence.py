@@ -74,6 +74,33 @@ def test_an_attention_that_stays_whole_gets_the_whole_sequence():
     assert found["encoder.layers.1"] == [("output", "gather", -2)]  # its mean is taken then
 
 
+class Remembering(Block):
+    """Puts its lengths into what its model hands over, as a cache of keys does; not twice."""
+
+    def forward(self, x, cache):
+        assert self not in cache
+        cache[self] = x.shape
+        return super().forward(x)
+
+
+class Remembered(GPT):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Remembering(tensor_models.WIDTH) for _ in range(2))
+
+    def forward(self, ids):
+        x, cache = self.embed(ids) + self.places(torch.arange(ids.shape[1])), {}
+        for block in self.blocks:
+            x = block(x, cache)
+        return self.head(self.norm(x))
+
+
+def test_a_block_that_cannot_be_called_again_is_split():
+    plan = find_plan(Remembered().double(), next_word, words(), 2, sequence=True)
+    within = {f"blocks.{n}.{name}": found for n in range(2) for name, found in WITHIN.items()}
+    assert within.items() <= crossings(plan).items()
+
+
 def test_draws_of_residuals_are_cut_by_the_sequence():
     of_sequence = Draw(1, "blocks")
     assert plan_of("dropout").draws == {

@@ -19,6 +19,7 @@ from instep.parallel.pipeline.cuts import best_cuts
 from instep.parallel.pipeline.measure import measure
 from instep.parallel.pipeline.stages import Runner
 from instep.parallel.pipeline.trial import Trial
+from instep.words import plural
 
 CHUNKS = 2
 """Stages of each rank in the interleaved schedule, unless cuts say otherwise."""
@@ -45,7 +46,7 @@ def stages_of(schedule: str, ranks: int, cuts: Sequence[str]) -> int:
     if rest or (chunks > 1 and schedule != "interleaved"):
         wanted = f"{ranks - 1}" if schedule != "interleaved" else f"{ranks} x n - 1"
         raise SpecError(
-            f"mesh.cuts has {len(cuts)} names, but mesh.stages = {ranks} with schedule = "
+            f"mesh.cuts has {plural(len(cuts), 'name')}, but mesh.stages = {ranks} with schedule = "
             f"{schedule!r} wants {wanted}: the modules that begin a stage, without the first stage."
         )
     return chunks * ranks
@@ -81,7 +82,7 @@ def choose(
 
     Raises:
         RecipeError: the model cannot be cut so.
-        SpecError: the cuts are in another order than the blocks.
+        SpecError: the cuts are in another order than the blocks, or not each after the first.
     """
     names = list(runner.chain.blocks)
     if stages == 1:
@@ -90,8 +91,15 @@ def choose(
         Trial(model, runner, partial(call, *part)) for part in [(batch, samples), *others]
     ]
     if cuts:
+        if len(set(cuts)) < len(cuts):
+            raise SpecError(f"mesh.cuts = {list(cuts)}: each module may be named once.")
         places = [names.index(name) for name in cuts]
-        if places != sorted(set(places)):
+        if 0 in places:
+            raise SpecError(
+                f"mesh.cuts = {list(cuts)}: {names[0]!r} is the first block, and belongs to the "
+                "first stage with what comes before it. Name only modules that are called later."
+            )
+        if places != sorted(places):
             raise SpecError(f"mesh.cuts = {list(cuts)}: the blocks are called in another order.")
         if (idle := _idle(model, runner, [0, *places], ranks)) is not None:
             raise _nothing_to_train(idle, ranks, cuts)
@@ -113,7 +121,7 @@ def choose(
             refusal = refusal or error
     raise refusal or RecipeError(
         f"mesh.stages = {ranks} needs {stages} stages, and the model has "
-        f"{len(names)} blocks: {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}."
+        f"{plural(len(names), 'block')}: {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}."
     )
 
 

@@ -142,6 +142,9 @@ def outputs_of(call: Call, cuts: Cuts) -> Cuts:
 def mixed_dims(call: Call, number: int, made: int) -> list[int]:
     """Dimensions, from the last, along which one place of an input changes an output at others.
 
+    None if the module cannot be called again, as with a cache of keys and values that the pass has
+    filled.
+
     Args:
         number: of the input.
         made: of the output, of the same shape.
@@ -150,9 +153,12 @@ def mixed_dims(call: Call, number: int, made: int) -> list[int]:
     given = tensors_in(inputs)[number]
     first = given[(0,) * (given.dim() - 1)]
     first += torch.linspace(1.0, 2.0, len(first)).to(first)
-    with _without_dropout(call.module):
-        args, kwargs = inputs
-        changed = tensors_in(call.module(*args, **kwargs))[made]
+    try:
+        with _without_dropout(call.module):
+            args, kwargs = inputs
+            changed = tensors_in(call.module(*args, **kwargs))[made]
+    except Exception:  # whatever the user's code raises
+        return []
     differ = (changed != tensors_in(call.made)[made]).any(-1, keepdim=True)
     places = range(-2, -given.dim() - 1, -1)
     return [dim for dim in places if bool(differ.narrow(dim, 1, differ.shape[dim] - 1).any())]

@@ -18,7 +18,7 @@ from torch import nn
 from instep.errors import RecipeError, SpecError
 from instep.parallel.tensor.alone import Failed
 from instep.parallel.tensor.flow import END, Flow, container, observe
-from instep.parallel.tensor.layers import kind_of, widths
+from instep.parallel.tensor.layers import cut_dims, kind_of, widths
 from instep.parallel.tensor.plan import Cut, Plan, Style, numberless, styles_of
 from instep.parallel.tensor.sequence import split_sequence
 from instep.parallel.tensor.trial import ComputeLoss, Trial
@@ -71,8 +71,7 @@ class _Search:
         self.ranks = ranks
         self.trial = Trial(model, compute_loss, batch, ranks)
         self.model = self.trial.model
-        named = self.model.named_modules(remove_duplicate=False)
-        self.layers = {name: module for name, module in named if kind_of(module)}
+        self.layers = {name: each for name, each in self.model.named_modules() if kind_of(each)}
         self.flow: Flow = observe(self.layers, self.trial.run)
         self.kept: dict[str, str] = {}
         sizes = [module.get_parameter("weight").numel() for module in self.layers.values()]
@@ -101,6 +100,7 @@ class _Search:
             why = self._hinders(name, style)
             if why:
                 raise SpecError(f"mesh.plan: {name} = {style!r}: {why}. Leave the layer out.")
+        self._check_ties(styles)
         kinds: dict[Any, list[Group]] = {}
         for writers, readers in self.flow.groups():
             group: Group = {
@@ -118,12 +118,27 @@ class _Search:
             if with_kind is None:
                 name = next(iter(kind[0]))
                 raise RecipeError(
-                    f"mesh.plan: {name} and the layers beside it, {self.kept[name]}. Every "
+                    f"mesh.plan: with {name} and the layers beside it {self.kept[name]}. Every "
                     "'column' must be read by a 'row' only, with nothing between them that mixes "
                     "columns; else make it 'column_gather', or leave it out."
                 )
             plan = with_kind
         return plan
+
+    def _check_ties(self, styles: Mapping[str, Style]) -> None:
+        for name, style in styles.items():
+            for other in self._others(name):
+                if self._dim(other, styles.get(other)) != self._dim(name, style):
+                    raise SpecError(
+                        f"mesh.plan: {name} = {style!r} and {other} = "
+                        f"{styles.get(other, 'replicate')!r}, but they share one weight. Cut both "
+                        "along the same dimension, as 'vocabulary' of an embedding and "
+                        "'column_gather' of the output layer are, or neither."
+                    )
+
+    def _dim(self, name: str, style: Style | None) -> int | None:
+        kind = kind_of(self.layers[name])
+        return cut_dims(kind, Cut(style, name))["weight"] if style else None
 
     def _pairs(self) -> Iterator[list[Group]]:
         """Groups of a writer's and a reader's side, by kind, the smallest first."""

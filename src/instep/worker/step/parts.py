@@ -8,7 +8,7 @@ is read may be of any other mesh. Way in: `captured_parts`, `restore_optimizer`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from instep.comm.buckets import laid_out_like
 from instep.comm.dtensors import is_split, split_like
-from instep.errors import CheckpointError
+from instep.errors import CheckpointError, RecipeError
 from instep.parallel.host_state import placed
 from instep.state.boxes import Cut, MeshRank, cut_of, local, primary
 from instep.state.pieces import Pieces
@@ -62,9 +62,8 @@ def captured_parts(
         rank: which one this is.
 
     Raises:
-        CheckpointError: a tensor is split in another way than into boxes, or the optimizer keeps
-            something split otherwise than its parameter.
-        RecipeError: the optimizer keeps what is neither a tensor nor a number.
+        CheckpointError: a tensor of the model is split in another way than into boxes.
+        RecipeError: as `kept_tensors`.
     """
     parts = Parts({}, {}, {})
 
@@ -77,20 +76,39 @@ def captured_parts(
         for name, tensor in tensors.items():
             add(f"{kind}/{name}", tensor, cut_of(tensor, name), primary(tensor, rank))
     for group, optimizer in optimizers.items():
-        for name, parameter in _named(optimizer, module):
+        for name, parameter, kept, tensor, own in kept_tensors(optimizer, module):
             cut, writes = cut_of(parameter, name), primary(parameter, rank)
             begins = cut is None or not any(first for first, _ in cut.box)
-            for kept, value in optimizer.state.get(parameter, {}).items():
-                kept, tensor = kept_as(kept, value, optimizer, "[mesh]")
-                own = cut_of(tensor, f"the optimizer's {kept!r} of {name}")
-                if own is not None and own != cut:
-                    raise CheckpointError(
-                        f"the optimizer {type(optimizer).__name__} keeps {kept!r} for {name} split "
-                        "otherwise than the parameter. Use another optimizer, or no [mesh]."
-                    )
-                mine = writes and (own is not None or begins)  # a number is that of all parts
-                add(f"{group}/{name}/{kept}", tensor, own, mine)
+            mine = writes and (own is not None or begins)  # a number is that of all parts
+            add(f"{group}/{name}/{kept}", tensor, own, mine)
     return parts
+
+
+def kept_tensors(
+    optimizer: Optimizer, model: nn.Module
+) -> Iterator[tuple[str, nn.Parameter, str, Tensor, Cut | None]]:
+    """What an optimizer keeps: its parameter, by name too, its own name, and which part it is.
+
+    Raises:
+        RecipeError: it is neither a tensor nor a number, or split otherwise than its parameter.
+        CheckpointError: the optimizer moves a parameter that is not one of the model's.
+    """
+    for name, parameter in _named(optimizer, model):
+        cut = cut_of(parameter, name)
+        for kept, value in optimizer.state.get(parameter, {}).items():
+            kept, tensor = kept_as(kept, value, optimizer, "[mesh]")
+            try:
+                own = cut_of(tensor)
+                fits = own is None or own == cut
+            except CheckpointError:
+                own, fits = None, False
+            if not fits:
+                raise RecipeError(
+                    f"the optimizer {type(optimizer).__name__} keeps {kept!r} for {name} split "
+                    "otherwise than the parameter, and with [mesh] no checkpoint can have that. "
+                    "Use another optimizer, another [mesh], or none."
+                )
+            yield name, parameter, kept, tensor, own
 
 
 def rank_state(
