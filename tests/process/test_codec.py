@@ -9,7 +9,7 @@ from pathlib import Path
 import adds_up
 import pytest
 import torch
-from started import RECIPES, Start, Started
+from started import RECIPES, Start, Started, kill_with_its_memory
 
 from instep.client.running import scale
 from instep.data.order import Order, position
@@ -124,11 +124,7 @@ def test_it_is_said_where_the_memory_of_a_killed_worker_is_gone(
     program = begin(start, tmp_path, "gone", 0.01)
     program.until(program.is_training, "training")
     (pid,) = (int(e["pid"]) for e in program.events("worker_joined") if e["worker"] == 1)
-    os.kill(pid, signal.SIGSTOP)
-    for file in Path(f"/proc/{pid}/fd").iterdir():
-        if str(file.readlink()).startswith("/memfd:instep"):
-            os.truncate(file, 0)
-    os.kill(pid, signal.SIGKILL)
+    kill_with_its_memory(pid)
     assert program.end() == 0, program.stderr
     (warning,) = program.events("warning")
     assert warning["text"].startswith("worker 1: the memory that its last process left")

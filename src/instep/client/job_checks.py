@@ -115,13 +115,6 @@ def _check_sync(job: JobSpec) -> None:
                     f"sync.{key} = {getattr(sync, key)!r}: {sync.name} agrees on every step. Leave "
                     "the key out, or use sync.name = 'averaging'."
                 )
-    alone = job.workers == job.mesh.ranks > 1
-    if alone and sync.local_optimizers == "kept":
-        raise SpecError(
-            f"sync.local_optimizers = 'kept' with one replica of {job.mesh.ranks} processes: if it "
-            "loses one, what its optimizers kept is lost in this version. Use workers = "
-            f"{2 * job.mesh.ranks} or more, or sync.local_optimizers = 'reset'."
-        )
     if sync.name not in SERVERS and sync.servers != 1:
         raise SpecError(
             f"sync.servers = {sync.servers}: {sync.name} has no servers. Leave the key out, or "

@@ -149,6 +149,7 @@ class Averaging(NothingOfItsOwn):
         self._mean.load_state({name: t for name, t in state.items() if not name.startswith(KEPT)})
         if self.kept is not None:
             self.kept.load_state(kept)
+        assert self.kept is not None or not kept, "what participants remember has no place yet"
 
     @staticmethod
     def price(parameter_bytes: int, replicas: int) -> Price:

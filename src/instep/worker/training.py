@@ -144,16 +144,6 @@ class Training(Loop):
             self._replica,
         )
         self.state.trial = trial
-        if self._replica is not None:
-            self._take_host_copy(self._replica)
-        self._best()  # refuses a metric that does not exist, before anything is trained
-        if self.job.check.content != "off" and member.run.is_dir():
-            # contents of samples as steps use them, for the audit
-            self._record = Record(member.run / f"contents-{member.number}.bin")
-        self._unrepeatable: int | None = None
-        """A training sample that was different when worker 0 read it again."""
-        if not member.others_have_state and member.number == 0:
-            self._unrepeatable = dataset_check.check_datasets(member, loader, self._validation)
         self._whole_batch = (
             WholeBatch(
                 self.engine,
@@ -181,6 +171,16 @@ class Training(Loop):
             if isinstance(update, rounds.RoundUpdate)
             else None
         )
+        if self._replica is not None:  # not before: rounds have a part of what it restores
+            self._take_host_copy(self._replica)
+        self._best()  # refuses a metric that does not exist, before anything is trained
+        if self.job.check.content != "off" and member.run.is_dir():
+            # contents of samples as steps use them, for the audit
+            self._record = Record(member.run / f"contents-{member.number}.bin")
+        self._unrepeatable: int | None = None
+        """A training sample that was different when worker 0 read it again."""
+        if not member.others_have_state and member.number == 0:
+            self._unrepeatable = dataset_check.check_datasets(member, loader, self._validation)
         self.sized: Callable[[int], None] = lambda workers: None
         """Called with the number of workers of each generation, before its first step."""
         self.engine.observers = make_observers(

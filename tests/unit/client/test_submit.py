@@ -137,11 +137,6 @@ def test_a_folder_that_cannot_be_made_is_refused_with_the_reason(tmp_path):
         ),
         (rounds(sync={"codec": "int8"}), SpecError, "does not go with sync.codec"),
         (rounds(train={"batch_norm": "global"}), SpecError, "with train.batch_norm = 'global'"),
-        (
-            rounds(workers=2, mesh={"shard": 2}, sync={"local_optimizers": "kept"}),
-            SpecError,
-            "'kept' with one replica of 2 processes",
-        ),
         (rounds(train={"precision": "float16"}), SpecError, "with train.precision = 'float16'"),
         (
             rounds(check={"corruption": True}, train={"determinism": "bits"}),

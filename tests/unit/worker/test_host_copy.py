@@ -4,12 +4,18 @@ import os
 
 import pytest
 import torch
+from torch import nn
 
 from instep.comm.memory import run_ranks
 from instep.records import Attempt
 from instep.state.snapshot import Snapshot
+from instep.sync.averaging import Averaging
 from instep.system import host_memory
+from instep.worker.local_optimizers import LocalOptimizers
+from instep.worker.rounds import RoundUpdate
+from instep.worker.step.committed import CommittedState
 from instep.worker.step.host_copy import HostCopy
+from instep.worker.step.turns import TurnState
 
 CPU = torch.device("cpu")
 
@@ -83,3 +89,59 @@ def test_without_a_common_commit_there_is_none(files, monkeypatch):
     assert left(copies_of(files, monkeypatch)) == [None, None]
     keep(second, 2)
     assert left(copies_of(files, monkeypatch)) == [None, None]
+
+
+class Rank:
+    """A process that averages, and keeps what the optimizers of participants remember."""
+
+    def __init__(self, seed=0):
+        torch.manual_seed(seed)
+        self.model = nn.Linear(3, 2)
+        parameters = list(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(parameters, lr=0.1)
+        scaler = torch.amp.GradScaler("cuda", enabled=False)
+        settings = {"seed": 0, "max_grad_norm": None, "scaler": scaler, "local_steps": 1}
+        update = RoundUpdate(self.optimizer, None, parameters, **settings)
+        self.strategy = Averaging()
+        self.strategy.kept = self.local = LocalOptimizers(self.optimizer)
+        self.state = CommittedState(self.model, [TurnState("", parameters, update, self.strategy)])
+
+    def commit_round(self):
+        for participant in (0, 2):
+            self.optimizer.state.clear()
+            self.local.resume(participant)
+            self.model(torch.full((4, 3), 1.0 + participant)).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.local.computed(participant, self.local.pack())
+        self.optimizer.state.clear()
+        self.local.apply()
+
+    def kept(self):
+        """By participant, what its optimizer resumes."""
+        found = []
+        for participant in (0, 2):
+            self.local.resume(participant)
+            found.append([dict(each) for each in self.optimizer.state.values()])
+        return found
+
+
+def test_a_copy_has_what_the_optimizers_of_participants_keep(files, monkeypatch):
+    ranks = [Rank(seed) for seed in range(2)]
+    copies = copies_of(files, monkeypatch)
+    for number in (1, 2, 3):
+        for rank, copied in zip(ranks, copies, strict=True):
+            rank.commit_round()
+            copied.keep(rank.state.for_another(), Attempt(0, number, 1))
+    ranks[0].commit_round()  # the second is killed before
+    copies[0].keep(ranks[0].state.for_another(), Attempt(0, 4, 1))
+    again = copies_of(files, monkeypatch)
+    found = run_ranks(2, lambda comm: again[comm.rank].of_all(comm, CPU))
+    for seed, (at, snapshot) in enumerate(found):
+        assert at.number == 3
+        fresh, wanted = Rank(seed), Rank(seed)
+        fresh.state.take(snapshot, "the memory of this host")
+        for _ in range(3):
+            wanted.commit_round()
+        torch.testing.assert_close(fresh.kept(), wanted.kept(), rtol=0, atol=0)
+        assert fresh.kept()[0][0]["step"] == 3

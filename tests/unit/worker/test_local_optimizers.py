@@ -9,6 +9,7 @@ from torch import nn
 
 from instep.comm.memory import run_ranks
 from instep.errors import RecipeError
+from instep.sync.averaging import Averaging
 from instep.worker.local_optimizers import LocalOptimizers
 from instep.worker.rounds import RoundUpdate
 
@@ -114,6 +115,17 @@ def test_a_round_that_does_not_happen_leaves_what_was_there():
     local.abandon()
     local.apply()
     equal(local.state(), before)
+
+
+def test_a_state_that_comes_before_there_is_a_place_for_it_is_not_dropped_in_silence():
+    model, optimizer = model_and_optimizer("momentum")
+    step(model, optimizer, 0)
+    strategy = Averaging()
+    strategy.kept = local = LocalOptimizers(optimizer)
+    local.computed(0, local.pack())
+    local.apply()
+    with pytest.raises(AssertionError, match="has no place yet"):
+        Averaging().load_state(strategy.state())
 
 
 class Learns(torch.optim.SGD):
