@@ -20,6 +20,7 @@ from instep.state.boxes import MeshRank, holders, primary
 from instep.system.addresses import address_towards
 from instep.worker.layout import told_layout
 from instep.worker.member import Member
+from instep.worker.step.alike import check_parameters
 from instep.worker.trial.sameness import hooked_parameter
 
 if TYPE_CHECKING:
@@ -36,9 +37,12 @@ class Replica:
         device: where it computes.
         layout: of the model, on the first process of the replica; where it has one.
         example: of what is trained on, where there is a layout.
+        alike: whether the values of `model` are those that it trains from, so that they must be
+            the same in every process.
 
     Raises:
-        RecipeError: the model cannot be split; or the program has made torch's default group.
+        RecipeError: the model cannot be split, or is another one in another process; or the
+            program has made torch's default group.
         PeerError: another process of the replica was lost meanwhile.
     """
 
@@ -49,6 +53,8 @@ class Replica:
         device: torch.device,
         layout: Layout | None = None,
         example: Example | None = None,
+        *,
+        alike: bool = False,
     ) -> None:
         from instep.parallel.replica_group import ReplicaGroup  # takes half as long as torch
         from instep.parallel.split import split
@@ -67,6 +73,8 @@ class Replica:
         store = member.replica_store("comm ")
         self.comm = TorchComm(store, place, mesh.ranks, device=device, address=address)
         """Its processes; for what they agree on before the first generation."""
+        if all(self.gather(int(alike))):  # one process may have less memory
+            check_parameters(model, self.comm)
         layout = told_layout(self.comm, layout, device)
         self.draws_by_block = layout.draws
         """Whether its model draws random numbers for each block and part of a micro-batch."""
