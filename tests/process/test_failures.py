@@ -112,10 +112,12 @@ def test_a_recipe_file_that_starts_a_run_when_imported_is_refused(run: Start) ->
     assert program.process.returncode == 2
 
 
-def test_a_recipe_that_builds_another_model_in_each_process_is_refused(run: Start) -> None:
-    program = refused(run, "differs.py:recipe")
+@pytest.mark.parametrize("mesh", [(), ("mesh.shard=2",), ("mesh.tensor=2",)], ids=str)
+def test_a_recipe_that_builds_another_model_in_each_process_is_refused(run: Start, mesh) -> None:
+    program = refused(run, "differs.py:recipe", *mesh)
     first = program.error.splitlines()[0]
-    assert "worker 1 failed, in joining: '2.bias' has other values on rank 1 than on" in first
+    assert "worker 1 failed, in " in first
+    assert ": '2.bias' has other values on rank 1 than on" in first
     assert program.process.returncode == 3
 
 

@@ -25,6 +25,7 @@ from instep.system.addresses import address_towards
 from instep.worker.layout import told_layout
 from instep.worker.member import Member
 from instep.worker.same_batch import SameBatch
+from instep.worker.step.alike import check_parameters
 from instep.worker.trial.sameness import hooked_parameter
 
 if TYPE_CHECKING:
@@ -41,9 +42,12 @@ class Replica:
         device: where it computes.
         layout: of the model, on the first process of the replica; where it has one.
         example: of what is trained on, where there is a layout.
+        alike: whether the values of `model` are those that it trains from, so that they must be
+            the same in every process.
 
     Raises:
-        RecipeError: the model cannot be split; or the program has made torch's default group.
+        RecipeError: the model cannot be split, or is another one in another process; or the
+            program has made torch's default group.
         PeerError: another process of the replica was lost meanwhile.
     """
 
@@ -54,6 +58,8 @@ class Replica:
         device: torch.device,
         layout: Layout | None = None,
         example: Example | None = None,
+        *,
+        alike: bool = False,
     ) -> None:
         from instep.parallel.replica_group import ReplicaGroup  # takes half as long as torch
         from instep.parallel.split import split
@@ -81,6 +87,8 @@ class Replica:
             store = member.replica_store(f"batch {own.shard} ")
             at = self._beside.index(member.number)
             self._batch_comm = TorchComm(store, at, mesh.same_batch, device=device, address=address)
+        if all(self.gather(int(alike))):  # one process may have less memory
+            check_parameters(model, self.comm)
         layout = told_layout(self.comm, layout, device)
         self.draws_by_block = layout.draws
         """Whether its model draws random numbers for each block and part of a micro-batch."""

@@ -234,7 +234,8 @@ class Training(Loop):
         )
         self.phase = "meeting"
         with preserved():
-            replica = Replica(self.member, model, self.device, layout, example)
+            alike = compare and not any(p.is_meta for p in model.parameters())
+            replica = Replica(self.member, model, self.device, layout, example, alike=alike)
         for each in self._loaders:
             replica.share_batches(each, self._waiting)
         begun.fill(model)
