@@ -7,6 +7,7 @@ they do: one that loses a process is started again whole. How the model is split
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -67,9 +68,10 @@ class Replica:
         store = member.replica_store("comm ")
         self.comm = TorchComm(store, place, mesh.ranks, device=device, address=address)
         """Its processes; for what they agree on before the first generation."""
-        layout = told_layout(self.comm, layout, device)
+        layout = self._layout = told_layout(self.comm, layout, device)
         self.draws_by_block = layout.draws
         """Whether its model draws random numbers for each block and part of a micro-batch."""
+        self._mesh = mesh
         self._split = split(model, device, self._group, mesh, layout, example)
         self.stages: Staged | None = self._split if mesh.stages > 1 else None
         """The model, if it is cut into stages: then its passes go forward and back in one."""
@@ -80,6 +82,21 @@ class Replica:
                 f"{', '.join(map(repr, layout.cuts))} (mesh.cuts), or leave mesh.stages out."
             )
         self._rank = MeshRank(mesh, member.number)
+
+    def alike(self, model: nn.Module, example: Example | None) -> Replica:
+        """The same processes with a copy of the model, which is split like the model; all of them
+        call this together.
+
+        Args:
+            model: whole.
+            example: as for the model.
+        """
+        from instep.parallel.split import split
+
+        other = copy.copy(self)
+        other._split = split(model, self.device, self._group, self._mesh, self._layout, example)
+        other.stages = other._split if self._mesh.stages > 1 else None
+        return other
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function that uses the model; all processes of the replica do so together.
