@@ -70,11 +70,16 @@ def test_what_is_left_out_is_found_in_16_bits_and_in_two_blocks(run: Start, mesh
 
 
 @pytest.mark.slow
-def test_a_large_model_is_compared_in_two_blocks_where_tensor_cuts_it(run: Start):
-    program = run("gated.py:recipe", *QUICK, "mesh.tensor=2", "arguments.largest=100")
+@pytest.mark.parametrize(
+    ("recipe", "keys", "tensors"), [("recipe", (), 12), ("lines", ("mesh.sequence=true",), 13)]
+)
+def test_a_large_model_is_compared_in_two_blocks_where_tensor_cuts_it(
+    run: Start, recipe, keys, tensors
+):
+    program = run(f"gated.py:{recipe}", *QUICK, "mesh.tensor=2", "arguments.largest=100", *keys)
     assert program.end() == 0, program.stderr
     (checked,) = program.events("mesh_checked")
-    assert (checked["tensors"], checked["blocks"]) == (12, ["blocks.0", "blocks.1"])
+    assert (checked["tensors"], checked["blocks"]) == (tensors, ["blocks.0", "blocks.1"])
     assert "compared were only the blocks blocks.0, blocks.1" in program.stdout
 
 

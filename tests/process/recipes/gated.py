@@ -88,9 +88,31 @@ class Otherwise(nn.Module):
         return found * 1.01
 
 
-def words(broken=""):
+class Lines(nn.Module):
+    """Blocks that compute each position by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(predicts_words.WORDS, splits.WIDTH)
+        self.blocks = nn.ModuleList(splits.Block(0.1) for _ in range(3))
+        self.norm = nn.LayerNorm(splits.WIDTH)
+        self.head = nn.Linear(splits.WIDTH, predicts_words.WORDS)
+
+    def forward(self, tokens):
+        x = self.words(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def lines(largest=0):
+    return dataclasses.replace(words(largest=largest), model=Lines)
+
+
+def words(broken="", largest=0):
     """A transformer whose embedding is its head's weight."""
     BROKEN[broken]()
+    mesh_check.LARGEST = largest or mesh_check.LARGEST
     tokens = predicts_words.inputs()
     return dataclasses.replace(
         predicts_words.recipe(),
