@@ -490,6 +490,14 @@ def test_a_loss_that_compares_samples_is_refused():
     assert all(module.training for module in model.modules())
 
 
+def test_a_loss_of_16_bits_is_that_of_its_parts_to_its_rounding():
+    torch.manual_seed(1)
+    model = GPT(False).bfloat16().train()
+    for seed in range(6):
+        batch = batch_of(model, 6, seed)
+        assert in_stages(model, 6, batch=batch).cuts
+
+
 # ---- absent tensors
 
 
