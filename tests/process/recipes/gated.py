@@ -55,13 +55,14 @@ BROKEN = {
 }
 
 
-def recipe(broken="", largest=0, moved=True, zero=False, evaluates="", **options):
+def recipe(broken="", largest=0, moved=True, zero=False, evaluates="", mixed=False, **options):
     """A model in which a mesh is broken; with `largest` parameters at most compared as a whole.
 
     Args:
         moved: whether the gate moves parameters off their start.
         zero: whether the head starts at zero, as in `splits.Net`.
         evaluates: `otherwise`: the model computes otherwise in evaluation on a mesh.
+        mixed: whether a parameter is of float32, whatever the others are.
     """
     BROKEN[broken]()
     mesh_check.LARGEST = largest or mesh_check.LARGEST
@@ -71,7 +72,20 @@ def recipe(broken="", largest=0, moved=True, zero=False, evaluates="", **options
         nn.init.zeros_(made.model.head.weight)
     if evaluates:
         made.model.head = Otherwise(made.model.head)
+    if mixed:
+        made.model.norm = Gain()
     return made
+
+
+class Gain(nn.Module):
+    """A layer whose parameter stays in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(splits.WIDTH))
+
+    def forward(self, x):
+        return x * self.gain.to(x.dtype)
 
 
 class Otherwise(nn.Module):
