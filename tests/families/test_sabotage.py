@@ -24,6 +24,7 @@ from instep.parallel.two_blocks import TwoBlocks
 from instep.recipe.build import set_generators
 from instep.recipe.forward import Forward
 from instep.spec import JobSpec, TrainSpec
+from instep.worker.trial import moves
 from instep.worker.trial.gate import Gate, whole_passes
 from instep.worker.trial.two_blocks import on_two_blocks
 
@@ -34,11 +35,14 @@ class Mesh:
     """One rank of a mesh that computes the gradients of a family; the subclasses say how."""
 
     factor = 1
+    still = False
+    """Whether parameters stay at their start."""
 
     def __init__(self, comm, family, *, two=False):
         self.comm, pair = comm, PAIRS[family]
         self.parts = pair.make(torch.float32)
         self.model = self.parts.model.train()
+        self.begin()
         train = TrainSpec(global_batch=GLOBAL_BATCH, micro_batches=MICRO_BATCHES, **pair.train)
         job = JobSpec(recipe="none.py:none", seed=SEED, train=train)
         given = {"seed": SEED, "shuffle": True, "processes": 0, "collate": self.parts.collate}
@@ -48,9 +52,14 @@ class Mesh:
         forward = Forward(recipe, self.model, torch.device("cpu"), "float32")
         self.blocks = TwoBlocks(self.model) if two else None
         with self.alone() if comm.rank else self.reference(forward):
+            by, moves._BY = moves._BY, 0.0 if self.still else moves._BY
             self.gate = Gate(forward, SEED)
             if comm.rank == 0:
                 self.gate.compute(self.passes)
+            moves._BY = by
+
+    def begin(self):
+        """Change the start of the model."""
 
     def alone(self):
         """Where two blocks of the model are compared, in this context it has no others."""
@@ -115,6 +124,17 @@ class Replicas(Mesh):
 
 class Forgetful(Replicas):
     forgotten = "blocks.1.attention.wo.weight"
+
+
+class BehindZero(Forgetful):
+    """The head starts at zero, so that all gradients behind it are zero."""
+
+    def begin(self):
+        nn.init.zeros_(self.model.head.weight)
+
+
+class BehindZeroAndStill(BehindZero):
+    still = True
 
 
 class OneKey(Replicas):
@@ -277,12 +297,19 @@ RIGHT = {
 SABOTAGED = {
     "a forgotten all-reduce of a gradient": (Forgetful, "GPT", Forgetful.forgotten),
     "a forgotten all-reduce in the forward pass": (PartialSums, "GPT", "embed.weight"),
+    "the same behind a head that starts at zero": (BehindZero, "GPT", Forgetful.forgotten),
     "an average for a sum": (Averaged, "GPT", "embed.weight"),
     "a tied weight cut apart": (CutApart, "GPT, tied", "embed.weight"),
     "a dropout with one key on two ranks": (OneKey, "TransformerEncoder", "embed.weight"),
     "a norm over a shard": (NormOfAShard, "ResNet", "stem.weight"),
 }
-
+MISSED = {
+    "a forgotten all-reduce, behind zero, of parameters at their start": (
+        BehindZeroAndStill,
+        "GPT",
+    ),
+}
+"""What parameters have to be moved for."""
 
 IN_TWO_BLOCKS = {
     "replicas": None,
@@ -300,7 +327,7 @@ def all_of_them(comm, meeting):
     store = dist.FileStore(str(meeting), comm.size)
     dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
     try:
-        meshes = {**RIGHT, **SABOTAGED}
+        meshes = {**RIGHT, **SABOTAGED, **MISSED}
         return {
             (name, two): mesh(comm, family, two=two).verdict()
             for name, (mesh, family, *_) in meshes.items()
@@ -328,6 +355,11 @@ def test_a_mesh_that_computes_what_one_process_computes_passes(name, verdicts):
 def test_a_sabotaged_mesh_is_refused_and_the_first_tensor_is_named(name, verdicts):
     *_, tensor = SABOTAGED[name]
     assert f"gradient of {tensor!r}" in (verdicts[name, False] or "")
+
+
+@pytest.mark.parametrize("name", MISSED)
+def test_without_the_move_a_start_at_zero_would_hide_it(name, verdicts):
+    assert verdicts[name, False] is None
 
 
 @pytest.mark.parametrize("name", IN_TWO_BLOCKS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -81,6 +82,8 @@ class Forward:
         self._weigh = weighing(recipe.weight, recipe.loss).weigh
         self.weighs_itself = False
         """Whether `compute_loss` has returned a `WeightedLoss`."""
+        self.wide: torch.dtype | None = None
+        """What floating-point tensors of batches become, if they have fewer bits."""
         self.trained: frozenset[str] | None = None
         """Names of the parameters that the loss is for; None for all."""
         self.take_turn(-1)
@@ -113,14 +116,21 @@ class Forward:
         self._weigh = DERIVED[name] if name else self._weigh
 
     @contextmanager
-    def on(self, model: nn.Module, precision: str, losses: Losses | None = None) -> Iterator[None]:
-        """In this context compute with another model, precision and losses."""
-        before = self.model, self.precision, self.losses
-        self.model, self.precision, self.losses = model, precision, losses or self.losses
+    def on(
+        self,
+        model: nn.Module,
+        precision: str,
+        losses: Losses | None = None,
+        wide: torch.dtype | None = None,
+    ) -> Iterator[None]:
+        """In this context compute with another model, precision, losses and width of batches."""
+        before = self.model, self.precision, self.losses, self.wide
+        self.model, self.precision = model, precision
+        self.losses, self.wide = losses or self.losses, wide or self.wide
         try:
             yield
         finally:
-            self.model, self.precision, self.losses = before
+            self.model, self.precision, self.losses, self.wide = before
 
     @property
     def tried(self) -> Losses:
@@ -191,6 +201,8 @@ class Forward:
         self.phase = "forward"
         self.batches += 1
         batch = to_device(batch, self.device)
+        if self.wide is not None:
+            batch = on_tensors(batch, partial(widened, wide=self.wide))
         with self.autocast():
             if self.losses.compute_loss is not None:
                 self.phase = self._named
@@ -307,6 +319,25 @@ def _number(value: Any, name: str) -> float:
         raise RecipeError(
             f"Recipe.metrics[{name!r}] returned {a_or_an(value)}, but one number is wanted."
         ) from None
+
+
+SHORT = {torch.bfloat16, torch.float16}
+"""Types of 16 bits."""
+
+
+def has_short(model: nn.Module) -> bool:
+    """Whether a model has parameters of 16 bits."""
+    return any(parameter.dtype in SHORT for parameter in model.parameters())
+
+
+def widened(tensor: Tensor, wide: torch.dtype | None) -> Tensor:
+    """A tensor of floating-point numbers in a type of more bits; others as they are."""
+    return tensor.to(wide) if wide is not None and is_narrow(tensor, wide) else tensor
+
+
+def is_narrow(tensor: Tensor, wide: torch.dtype) -> bool:
+    """Whether it is a floating-point tensor of fewer bits."""
+    return tensor.is_floating_point() and torch.finfo(tensor.dtype).eps > torch.finfo(wide).eps
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

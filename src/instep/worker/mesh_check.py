@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,10 +25,12 @@ from instep.data.order import position
 from instep.data.reading.generators import preserved
 from instep.data.samples.fingerprint import REMEDY
 from instep.errors import DataError, InstepError, RecipeError, one_line
+from instep.parallel.blocks import repeated_blocks
 from instep.parallel.gate import Verdict
 from instep.parallel.reads import Reads
+from instep.parallel.shardable import owners_of, unshardable
 from instep.parallel.two_blocks import TwoBlocks
-from instep.recipe.forward import Forward, Measured
+from instep.recipe.forward import SHORT, Forward, Measured, has_short
 from instep.recipe.rehearsal import first_batch
 from instep.recipe.tuning import NOTHING, Begun
 from instep.spec import JobSpec
@@ -39,13 +41,15 @@ from instep.worker.step.assignment import Lockstep
 from instep.worker.step.clock import Clock
 from instep.worker.step.passes import Pass
 from instep.worker.trial.gate import STEP, Gate, in_parts, whole_passes
+from instep.worker.trial.model import Copied
 from instep.worker.trial.two_blocks import on_two_blocks
 from instep.worker.whole_batch import WholeBatch
 
+if TYPE_CHECKING:
+    from instep.parallel.layout import Example
+
 LARGEST = 200_000_000
 """Parameters of a model that one process still computes whole."""
-
-_SHORT = (torch.bfloat16, torch.float16)
 
 
 class MeshCheck:
@@ -59,6 +63,7 @@ class MeshCheck:
             what it knows decides.
         why: there is no need to compare; empty if there is.
         blocks: of a model in stages: where the draws of a pass are keyed anew.
+        example: of what is trained on, where a layout is tried on it.
         begun: how the model was built.
     """
 
@@ -72,26 +77,43 @@ class MeshCheck:
         first: bool,
         why: str = "",
         blocks: Sequence[str] = (),
+        example: Example | None = None,
         begun: Begun = NOTHING,
     ) -> None:
         self._forward, self._loader, self._job, self._samples = forward, loader, job, samples
-        self._names = {name: p.dtype for name, p in forward.model.named_parameters()}
+        self._example, self._types = example, {p.dtype for p in forward.model.parameters()}
+        self._wide: Copied | None = None
+        """A copy in float32 of a model of 16 bits, which is split and compared in its place."""
         self._two: TwoBlocks | None = None
         if not begun.small or self._size > LARGEST:
             self._two = TwoBlocks(forward.model)
-        self._why = why or self._cannot()
-        two = self._two.alone() if self._two is not None else nullcontext()
-        if first and not self._why and self._two is not None:
-            processes = per_machine(job.workers, len(job.launch.hosts))
-            two = on_two_blocks(forward, self._two, begun.fill, processes)
+        self._why = why or self._cannot(begun)
+        two: AbstractContextManager[None] = nullcontext()
+        if self._two is not None:
+            two = self._two.alone()
         try:
+            if self._types & SHORT and not self._why:
+                with two:
+                    self._wide = Copied(forward.model, forward.losses).again(by_batch=True)
+                before = _not_cut(self._wide.model)
+                self._wide.widen(torch.float32)
+                two = self._on_wide(self._wide)
+                by_type = job.mesh.shard > 1 and job.mesh.stages == 1
+                if by_type and before != _not_cut(self._wide.model):
+                    self._why = (
+                        "it trains parameters of several types, which float32 cuts otherwise"
+                    )
+            elif first and not self._why and self._two is not None:
+                processes = per_machine(job.workers, len(job.launch.hosts))
+                two = on_two_blocks(forward, self._two, begun.fill, processes)
             with two:
                 self._gate = Gate(forward, job.seed)
                 if first and not self._why:
                     passes = whole_passes(loader, job, samples)
                     if blocks:
                         passes = in_parts(passes, job.mesh.pipeline_batches)
-                    self._gate.compute(passes, blocks, copied=self._two is not None)
+                    copied = self._two is not None and self._wide is None
+                    self._gate.compute(passes, blocks, copied=copied)
         except Exception as error:  # a user's module may raise anything
             self._why = f"the model cannot be copied to try it ({error})"
 
@@ -99,13 +121,25 @@ class MeshCheck:
     def _size(self) -> int:
         return sum(parameter.numel() for parameter in self._forward.model.parameters())
 
-    def _cannot(self) -> str:
+    def _cannot(self, begun: Begun) -> str:
         """Why the two cannot be compared; empty if they can."""
-        if self._two is not None and not (self._two and self._job.mesh.same_batch == 1):
-            return f"the model has {self._size:,} parameters, too many to compute it on one process"
-        if short := [str(dtype) for dtype in self._names.values() if dtype in _SHORT]:
-            return f"it has parameters of {short[0]}, in which a difference does not show"
+        mesh, two = self._job.mesh, self._two
+        many = f"the model has {self._size:,} parameters, too many to compute it on one process"
+        if two is not None and not two:
+            return f"{many}, and no list of blocks to compute two of"
+        if two is not None and mesh.stages > 1:
+            return f"{many}, and stages need all of its blocks"
+        short = sorted(map(str, self._types & SHORT))
+        if not short:
+            return ""
+        if two is not None and (mesh.tensor > 1 or not begun.small):
+            return f"{many}, and those of {short[0]} do not show a difference"
+        if self._job.train.batch_norm == "global":
+            return f"train.batch_norm = 'global' with parameters of {short[0]}"
         return ""
+
+    def _on_wide(self, wide: Copied) -> AbstractContextManager[None]:
+        return self._forward.on(wide.model, "float32", wide.losses, torch.float32)
 
     def run(
         self, replica: Replica, reads: Reads | None, *, merge: bool
@@ -125,17 +159,19 @@ class MeshCheck:
             DataError: the dataset is not repeatable.
         """
         comm = replica.comm
-        able = torch.tensor([float(not self._why)], device=self._forward.device)
-        comm.broadcast(able)
-        if not able.item():
-            return None, self._why or "the process that computes the reference could not"
-        alike = torch.tensor([float(self._two is not None), float(merge)], device=able.device)
+        same = [not self._why, self._two is not None, merge]
+        alike = torch.tensor([float(each) for each in same], device=self._forward.device)
         comm.all_reduce(alike).wait()
-        two, merged = alike.tolist()
+        able, two, merged = alike.tolist()
+        if able < comm.size:
+            return None, self._why or "another of its processes cannot copy the model"
         if two not in (0, comm.size):
             return None, "some of its processes have room for the whole model, and some have not"
         merge = merged == comm.size
         try:
+            if self._wide is not None:
+                found = self._compare_wide(self._wide, replica, reads, merge=merge)
+                return found._replace(blocks=self._two.names if self._two is not None else ()), ""
             if self._two is None:
                 return self._compare(replica, reads, merge=merge), ""
             with torch.no_grad():
@@ -156,6 +192,19 @@ class MeshCheck:
                 "dataset draws random numbers that do not follow from the job's seed. "
                 f"{REMEDY}."
             ) from error
+
+    def _compare_wide(
+        self, wide: Copied, replica: Replica, reads: Reads | None, *, merge: bool
+    ) -> Verdict:
+        forward = self._forward
+        with self._on_wide(wide):
+            with preserved():
+                other = replica.alike(wide.model, self._example)
+            before, forward.run = forward.run, other.run
+            try:
+                return self._compare(other, reads, merge=merge)
+            finally:
+                forward.run, self._wide = before, None
 
     def _compare(self, replica: Replica, reads: Reads | None, *, merge: bool) -> Verdict:
         comm = replica.comm
@@ -252,7 +301,7 @@ def check_validation(
     if found is None or math.isnan(wanted):
         return
     loss = found.values["loss"]
-    near = 1e-4 if forward.precision == "float32" else 0.02
+    near = 0.02 if forward.precision != "float32" or has_short(model) else 1e-4
     if not math.isclose(loss, wanted, rel_tol=near, abs_tol=near):
         raise RecipeError(
             f"[mesh] would validate another model than one process does: the loss of the first "
@@ -260,6 +309,12 @@ def check_validation(
             f"{wanted:.6g}. The model computes otherwise in evaluation mode than when it trains. "
             "Use another [mesh], or leave the section out."
         )
+
+
+def _not_cut(model: nn.Module) -> set[str]:
+    """Names of the parameters that stay whole where others are cut into rows."""
+    whole = unshardable(model, owners_of(model, repeated_blocks(model)))
+    return {name for name, parameter in model.named_parameters() if parameter in whole}
 
 
 class _Passes:

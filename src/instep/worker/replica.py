@@ -7,6 +7,7 @@ they do: one that loses a process is started again whole. How the model is split
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
@@ -89,13 +90,29 @@ class Replica:
             self._batch_comm = TorchComm(store, at, mesh.same_batch, device=device, address=address)
         if all(self.gather(int(alike))):  # one process may have less memory
             check_parameters(model, self.comm)
-        layout = told_layout(self.comm, layout, device)
+        layout = self._layout = told_layout(self.comm, layout, device)
         self.draws_by_block = layout.draws
         """Whether its model draws random numbers for each block and part of a micro-batch."""
+        self._mesh = mesh
         self._split = split(model, device, self._group, mesh, layout, example)
         self.stages: Staged | None = self._split if mesh.stages > 1 else None
         """The model, if it is cut into stages: then its passes go forward and back in one."""
         self._rank = MeshRank(mesh, member.number)
+
+    def alike(self, model: nn.Module, example: Example | None) -> Replica:
+        """The same processes with a copy of the model, which is split like the model; all of them
+        call this together.
+
+        Args:
+            model: whole.
+            example: as for the model.
+        """
+        from instep.parallel.split import split
+
+        other = copy.copy(self)
+        other._split = split(model, self.device, self._group, self._mesh, self._layout, example)
+        other.stages = other._split if self._mesh.stages > 1 else None
+        return other
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function that uses the model; all processes of the replica do so together.

@@ -207,12 +207,17 @@ class Training(Loop):
             first=self.member.number % self.job.mesh.ranks == 0,
             needed=known is None and begun.small,
         )
-        replica = self._split(model, begun, merge=trial.merge, compare=known is None)
+        replica, why = self._split(model, begun, merge=trial.merge, compare=known is None)
         moves.run(replica, model)
+        if why and trial.same:
+            trial = trial._replace(verdict=f"not shown: [mesh] was not compared: {why}")
         return trial, replica
 
-    def _split(self, model: nn.Module, begun: Begun, *, merge: bool, compare: bool) -> Replica:
-        """Have this process keep its part of the model, once the replica's others are here."""
+    def _split(
+        self, model: nn.Module, begun: Begun, *, merge: bool, compare: bool
+    ) -> tuple[Replica, str]:
+        """Have this process keep its part of the model, once the replica's others are here; and why
+        it was not compared, if it was to be."""
         check_model(model)
         mesh = self.job.mesh
         first = self.member.number % mesh.ranks == 0
@@ -230,6 +235,7 @@ class Training(Loop):
             first=first,
             why="" if compare else "such a replica has been compared",
             blocks=layout.blocks if layout is not None else (),
+            example=example,
             begun=begun,
         )
         self.phase = "meeting"
@@ -252,7 +258,7 @@ class Training(Loop):
         if self.member.number == 0 and compare:
             fields = found._asdict() if found is not None else {"why": why}
             self.member.emit("mesh_checked", **fields)
-        return replica
+        return replica, why if compare else ""
 
     def _shared_steps(self, update: Update) -> SharedSteps | None:
         """How the ranks of this replica take local steps together; None where it is one."""

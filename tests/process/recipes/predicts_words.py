@@ -54,12 +54,13 @@ def continued(model: Any, tokens: Tensor) -> Tensor:
     return nn.functional.pad(tokens, (0, LENGTH + 3 - tokens.shape[1]))
 
 
-def recipe(predict: str = "", mark: str = "") -> instep.Recipe:
+def recipe(predict: str = "", mark: str = "", dtype: str = "float32") -> instep.Recipe:
     """`predict` is one of these functions; who makes the file `mark` does not go on."""
     functions: dict[str, Any] = {
         "": None,
         "continued": lambda model, batch: continued(model, batch[0]),
         "differs": differs,
+        "differs in 16 bits": differs_in_16_bits,
         "draws": draws,
         "hangs": lambda model, batch: hangs(model, batch, Path(mark)),
         "pauses": pauses,
@@ -67,7 +68,7 @@ def recipe(predict: str = "", mark: str = "") -> instep.Recipe:
         "waits": waits,
     }
     return instep.Recipe(
-        model=Net,
+        model=lambda: Net().to(getattr(torch, dtype)),
         loss=lambda scores, targets: nn.functional.cross_entropy(scores.mT, targets),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         train=TensorDataset(inputs(), inputs()),
@@ -88,6 +89,12 @@ def differs(model: Any, batch: Any) -> Tensor:
     """As if the mesh computed another model."""
     found: Tensor = model(*batch)
     return found * (1.0001 if torch.distributed.is_initialized() else 1.0)
+
+
+def differs_in_16_bits(model: Any, batch: Any) -> Tensor:
+    found: Tensor = model(*batch)
+    wrong = torch.distributed.is_initialized() and torch.is_autocast_enabled("cpu")
+    return found * (1.1 if wrong else 1.0)
 
 
 def draws(model: Any, batch: Any) -> Any:

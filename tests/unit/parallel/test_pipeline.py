@@ -11,9 +11,11 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from instep.data.order import key
 from instep.errors import RecipeError, SpecError
 from instep.parallel.pipeline import Pipeline, find_cuts
 from instep.parallel.pipeline.absent import Absent, NeedsValues, absent
+from instep.worker.step.passes import OF_PASS
 
 
 def in_stages(model, samples, *, stages=2, call=None, batch=None, parts=3, cuts=()):
@@ -86,6 +88,49 @@ def test_dropout_ties_and_unused_parameters_are_those_of_one_stage(tied):
     cut, whole = both(lambda: GPT(tied))
     same(cut, whole)
     assert "never" not in cut[0]
+
+
+class Dropping(nn.Module):
+    """Drops what it is called with, and notes which; the first column is left."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.drop, self.masks = nn.Linear(64, 64), nn.Dropout(0.3), {}
+
+    def forward(self, x):
+        mask = self.drop(torch.ones_like(x))
+        if not isinstance(mask, Absent):
+            self.masks[int(x[0, 0])] = mask.detach()  # by the first sample of the part
+        return torch.cat([x[:, :1], (self.inner(x) * mask)[:, 1:]], 1)
+
+
+def test_masks_differ_by_block_part_micro_batch_and_step_and_keep_what_they_should():
+    def forward(model, x):
+        return model.end(model.after(chain(model, model.before(x), lambda x: x)).relu()[:, :8])
+
+    more = {"before": Dropping(), "after": Dropping()}
+    more["blocks"] = nn.ModuleList([Dropping() for _ in range(4)])
+    model = Odd(forward, **more).double().train()
+    x = torch.randn(6, 64, dtype=torch.float64)
+    x[:, 0] = torch.arange(6)
+    batch = x, torch.randn(6, 2, dtype=torch.float64)
+    cut, found = in_stages(model, 6, batch=batch, parts=3), []
+    for step in (1, 2):
+        for number in (0, 1):
+            cut.run(batch, 6, key(0, OF_PASS, step, number))
+            for module in model.modules():
+                if isinstance(module, Dropping):
+                    assert sorted(module.masks) == [0, 2, 4]
+                    found += module.masks.values()
+                    module.masks.clear()
+    masks = torch.stack(found).flatten(1)
+    assert len(masks) == 2 * 2 * 3 * 6
+    kept = masks != 0
+    assert kept.unique(dim=0).shape == kept.shape, "two are the same"
+    likeness = torch.corrcoef(kept.double()).fill_diagonal_(0)
+    assert float(likeness.abs().max()) < 0.5, "one follows from another"
+    assert float(kept.double().mean()) == pytest.approx(0.7, abs=4 * (0.21 / kept.numel()) ** 0.5)
+    assert torch.equal(masks[kept], torch.full_like(masks[kept], 1 / 0.7))
 
 
 def test_a_draw_after_one_that_another_stage_makes_is_the_same():
@@ -197,9 +242,9 @@ def test_a_model_that_begins_to_draw_draws_what_one_stage_draws(how):
     first = gradients(cut, batch, 6)
     for pipeline in (cut, whole):
         pipeline.module.draws = True
-    for key in (6, 7):
-        found = gradients(cut, batch, 6, key)
-        same(found, gradients(whole, batch, 6, key))
+    for number in (6, 7):
+        found = gradients(cut, batch, 6, number)
+        same(found, gradients(whole, batch, 6, number))
         assert found[1] != first[1]
 
 
@@ -462,6 +507,14 @@ def test_a_loss_that_compares_samples_is_refused():
         in_stages(model, 6, call=call)
     assert in_stages(model, 6, call=call, parts=1).cuts
     assert all(module.training for module in model.modules())
+
+
+def test_a_loss_of_16_bits_is_that_of_its_parts_to_its_rounding():
+    torch.manual_seed(1)
+    model = GPT(False).bfloat16().train()
+    for seed in range(6):
+        batch = batch_of(model, 6, seed)
+        assert in_stages(model, 6, batch=batch).cuts
 
 
 # ---- absent tensors

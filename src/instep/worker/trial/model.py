@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from instep.parallel.batch_norm import use_running_statistics
 from instep.parallel.nested import on_tensors
 from instep.recipe.build import set_generators
-from instep.recipe.forward import Forward, Losses, to_device
+from instep.recipe.forward import Forward, Losses, is_narrow, to_device, widened
 from instep.recipe.rehearsal import called_backward
 from instep.recipe.weights import derive
 from instep.worker.step.buffers import empty, filled, written
@@ -56,6 +56,12 @@ class Copied(NamedTuple):
         if not by_batch:
             use_running_statistics(model)
         return Copied(model.train(), Losses(*losses))
+
+    def widen(self, wide: torch.dtype) -> None:
+        """Compute in a wider type, in place."""
+        for each in (self.model, *self.losses):
+            if isinstance(each, nn.Module):
+                each._apply(lambda tensor: widened(tensor, wide))
 
 
 class TrialModel:
@@ -115,12 +121,10 @@ class TrialModel:
         """
         on_cpu = all(p.device.type == "cpu" for p in self.parameters.values())
         wide = torch.float64 if on_cpu else torch.float32
-        if not any(_is_narrow(parameter, wide) for parameter in self.model.parameters()):
+        if not any(is_narrow(parameter, wide) for parameter in self.model.parameters()):
             return self
         copied = self._original.again()  # passes may have changed the other one
-        for each in (copied.model, *copied.losses):
-            if isinstance(each, nn.Module):
-                each._apply(lambda tensor: _widened(tensor, wide))
+        copied.widen(wide)
         other = TrialModel(self.forward, copied, self._original, self._seed, wide)
         other.draws = self.draws
         with self.forward.on(copied.model, "float32", copied.losses):
@@ -206,7 +210,7 @@ class TrialModel:
 
     def _fit(self, batch: Any) -> Any:
         wide = self._wide
-        return on_tensors(batch, lambda tensor: _widened(tensor.clone(), wide))
+        return on_tensors(batch, lambda tensor: widened(tensor.clone(), wide))
 
     @torch.no_grad()
     def _reset(self) -> None:
@@ -215,14 +219,6 @@ class TrialModel:
             module._buffers[name] = live
         for parameter in self.model.parameters():
             parameter.grad = None
-
-
-def _is_narrow(tensor: Tensor, wide: torch.dtype) -> bool:
-    return tensor.is_floating_point() and torch.finfo(tensor.dtype).eps > torch.finfo(wide).eps
-
-
-def _widened(tensor: Tensor, wide: torch.dtype | None) -> Tensor:
-    return tensor.to(wide) if wide is not None and _is_narrow(tensor, wide) else tensor
 
 
 @contextmanager
