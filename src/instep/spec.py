@@ -257,8 +257,9 @@ class MeshSpec(Section, frozen=True, kw_only=True):
     """Pipeline stages, split by layer."""
 
     zero: Literal[2, 3] = 3
-    """What `shard` splits: 3: parameters too, which are gathered for each block of layers and
-    freed again; 2: parameters stay whole from the forward pass to the end of the backward pass."""
+    """What `shard`, above 1, splits: 3: parameters too, which are gathered for each block of layers
+    and freed again; 2: parameters stay whole from the forward pass to the end of the backward
+    pass."""
 
     plan: Literal["auto"] | dict[str, str] = "auto"
     """How `tensor` cuts layers: `auto` finds it from the model's structure, by trials. Or a table
@@ -289,8 +290,9 @@ class MeshSpec(Section, frozen=True, kw_only=True):
     """`blocks`: each block of layers trains with code that `torch.compile` makes of it."""
 
     build: Literal["auto", "whole", "parts"] = "auto"
-    """How a process builds the model: `whole` in memory before it is split, or in `parts`, so that
-    no process ever has all of it. `auto`: in parts if its memory is too small for the whole."""
+    """How a process of several builds the model: `whole` in memory before it is split, or in
+    `parts`, so that no process ever has all of it. `auto`: in parts if its memory is too small for
+    the whole."""
 
     @property
     def ranks(self) -> int:

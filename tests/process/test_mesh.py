@@ -124,7 +124,8 @@ def test_a_run_that_is_resumed_on_other_meshes_trains_what_a_plain_loop_does(
         (21, 4, 2, 1, 2),
         (STEPS, 2, 2, 1, 1),
     ):
-        keys = [f"workers={workers}", f"train.stop_after_steps={steps}", "mesh.zero=2"]
+        keys = [f"workers={workers}", f"train.stop_after_steps={steps}"]
+        keys += [f"mesh.zero={2 if shard > 1 else 3}"]
         keys += [f"mesh.offload={'optimizer' if shard == 3 else 'none'!r}"]
         keys += [f"mesh.shard={shard}", f"mesh.tensor={tensor}", f"mesh.stages={stages}"]
         sets = [part for key in keys for part in ("--set", key)]
