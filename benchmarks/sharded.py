@@ -88,7 +88,7 @@ def plain_fsdp2(zero: int) -> Callable[..., Callable[[], None]]:
 def ours(zero: Any) -> Callable[..., Callable[[], None]]:
     def make(model: nn.Module, group: ReplicaGroup, tokens: Tensor) -> Callable[[], None]:
         sharded = shard(model, group.device_mesh, zero=zero)
-        mine = sharded.local_parameters(model.parameters())
+        mine = sharded.slots.of(model.parameters())
         optimizer = torch.optim.SGD(mine, lr=0.1)
 
         def step() -> None:

@@ -31,7 +31,7 @@ def make(blocks: int) -> nn.Module:
 def peak_bytes(group: ReplicaGroup, model: nn.Module, samples: int) -> int:
     """Of the second step with AdamW, when its state is there."""
     sharded = shard(model, group.device_mesh)
-    mine = sharded.local_parameters(model.parameters())
+    mine = sharded.slots.of(model.parameters())
     optimizer: Any = torch.optim.AdamW(mine)
     x = torch.randn(samples, WIDTH)
     tracker = MemTracker()
