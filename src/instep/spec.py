@@ -271,8 +271,8 @@ class MeshSpec(Section, frozen=True, kw_only=True):
     all forward passes first, `interleaved` gives each process several stages and waits less."""
 
     pipeline_batches: Positive = 8
-    """Parts that `stages` cut a micro-batch into. More parts, less waiting; smaller parts compute
-    less efficiently."""
+    """Parts that `stages` cut a micro-batch into; as many as it has samples, if it has fewer. More
+    parts, less waiting; smaller parts compute less efficiently."""
 
     cuts: tuple[str, ...] = ()
     """Names of the modules that begin a stage, without the first stage; empty: the blocks are
