@@ -6,7 +6,7 @@ One process in each of a few emulated hosts (needs root), one thread each; all c
 same processes, on the same model and data, in short turns, backwards in every other round. Our
 speed is the median of the ratios of turns that lie beside each other, by the clock, and by the CPU
 time of all ranks, which other work on the machine moves less. A transformer of 3.4 million
-parameters (13.5 MB), forward, backward and an SGD step. FSDP2 is wrapped block by block as ours
+parameters (13.7 MB), forward, backward and an SGD step. FSDP2 is wrapped block by block as ours
 is. Bytes are those that a host's interface has sent, without headers (66 bytes a packet), over the
 bytes of the model.
 """
@@ -88,7 +88,7 @@ def plain_fsdp2(zero: int) -> Callable[..., Callable[[], None]]:
 def ours(zero: Any) -> Callable[..., Callable[[], None]]:
     def make(model: nn.Module, group: ReplicaGroup, tokens: Tensor) -> Callable[[], None]:
         sharded = shard(model, group.device_mesh, zero=zero)
-        mine = sharded.local_parameters(model.parameters())
+        mine = sharded.slots.of(model.parameters())
         optimizer = torch.optim.SGD(mine, lr=0.1)
 
         def step() -> None:

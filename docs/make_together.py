@@ -41,6 +41,12 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "several": AXES,
 }
 
+OF_MODELS = {
+    ("batch_norm", "stages"): "a model with a BatchNorm that trains is "
+    "[refused there](pipelines.md#which-models), and others have nothing to normalise"
+}
+"""Pairs that no job is refused for, but every model to which they would matter."""
+
 _OPENING = """# What goes together
 
 After this page you know which settings of a job, and which parts of a recipe, can be used together.
@@ -51,8 +57,8 @@ mesh.shard = 2 does not go with check.corruption = true: it compares states that
 Leave one of the two out.
 ```
 
-`docs/make_together.py` writes this page from the table that jobs are checked by
-(`src/instep/sync/clashes.py`).
+`docs/make_together.py` writes this page, from the table that jobs are checked by
+(`src/instep/sync/clashes.py`) and what a model is refused for.
 
 ## With a mesh
 
@@ -90,7 +96,7 @@ Next: [strategies](strategies.md), or [sharding a model](../guides/sharding.md).
 def clash(one: Iterable[str], other: Iterable[str]) -> str:
     """Why two groups of settings do not go together; empty if they do."""
     every, among = set(one), set(other)
-    for (first, second), why in CLASHES.items():
+    for (first, second), why in (CLASHES | OF_MODELS).items():
         if (first in every and second in among) or (second in every and first in among):
             return why
     return ""
@@ -103,10 +109,13 @@ def page() -> str:
     for row, wanted in ROWS.items():
         cells = []
         for column in COLUMNS.values():
-            why = clash(wanted, column)
-            if why and why not in reasons:
-                reasons.append(why)
-            cells.append(f"no ({reasons.index(why) + 1})" if why else "yes")
+            whys = {axis: why for axis in column if (why := clash(wanted, (axis,)))}
+            reasons += [why for why in dict.fromkeys(whys.values()) if why not in reasons]
+            if len(whys) < len(column):
+                cells.append(f"without {' and '.join(f'`{a}`' for a in whys)}" if whys else "yes")
+            else:
+                numbers = sorted({reasons.index(why) + 1 for why in whys.values()})
+                cells.append(f"no ({', '.join(map(str, numbers))})" if whys else "yes")
         lines.append(f"| {row} | {' | '.join(cells)} |")
     numbered = "; ".join(f"({n}) {why}" for n, why in enumerate(reasons, 1))
     pairs = [

@@ -198,6 +198,8 @@ IN_A_JOB_FILE = [
     ),
     Job('[mesh]\ncheckpointing = "blocks"', ["is for a replica of several processes"]),
     Job('[mesh]\noffload = "optimizer"', ["mesh.offload = 'optimizer'", "mesh.shard = 1"]),
+    Job("[mesh]\nzero = 2", ["mesh.zero = 2 is for mesh.shard above 1.", "or set mesh.shard"]),
+    Job('[mesh]\nbuild = "parts"', ["mesh.build = 'parts'", "Leave the key out."]),
     Job('[mesh]\ncompile = "blocks"', ["mesh.compile = 'blocks'", "or call compile() on the"]),
     Job("[mesh]\nshard = 3", ["workers = 2: a replica has 3 processes ([mesh] shard = 3)"]),
     Job(

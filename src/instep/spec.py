@@ -257,8 +257,9 @@ class MeshSpec(Section, frozen=True, kw_only=True):
     """Pipeline stages, split by layer."""
 
     zero: Literal[2, 3] = 3
-    """What `shard` splits: 3: parameters too, which are gathered for each block of layers and
-    freed again; 2: parameters stay whole from the forward pass to the end of the backward pass."""
+    """What `shard`, above 1, splits: 3: parameters too, which are gathered for each block of layers
+    and freed again; 2: parameters stay whole from the forward pass to the end of the backward
+    pass."""
 
     plan: Literal["auto"] | dict[str, str] = "auto"
     """How `tensor` cuts layers: `auto` finds it from the model's structure, by trials. Or a table
@@ -270,8 +271,8 @@ class MeshSpec(Section, frozen=True, kw_only=True):
     all forward passes first, `interleaved` gives each process several stages and waits less."""
 
     pipeline_batches: Positive = 8
-    """Parts that `stages` cut a micro-batch into. More parts, less waiting; smaller parts compute
-    less efficiently."""
+    """Parts that `stages` cut a micro-batch into; as many as it has samples, if it has fewer. More
+    parts, less waiting; smaller parts compute less efficiently."""
 
     cuts: tuple[str, ...] = ()
     """Names of the modules that begin a stage, without the first stage; empty: the blocks are
@@ -289,8 +290,9 @@ class MeshSpec(Section, frozen=True, kw_only=True):
     """`blocks`: each block of layers trains with code that `torch.compile` makes of it."""
 
     build: Literal["auto", "whole", "parts"] = "auto"
-    """How a process builds the model: `whole` in memory before it is split, or in `parts`, so that
-    no process ever has all of it. `auto`: in parts if its memory is too small for the whole."""
+    """How a process of several builds the model: `whole` in memory before it is split, or in
+    `parts`, so that no process ever has all of it. `auto`: in parts if its memory is too small for
+    the whole."""
 
     @property
     def ranks(self) -> int:

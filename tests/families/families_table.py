@@ -16,7 +16,8 @@ HEAD = """# Which mesh trains which model
 
 Find the family of your model here, and see which `[mesh]` trains it with the result of one process.
 Each of 25 families was trained for ten steps in float64 with SGD and momentum, under instep and by
-a plain PyTorch loop in one process with the same samples. *right*: weights and buffers are within
+a plain PyTorch loop in one process with the same samples. So was a variant, which the counts leave
+out: {variants}. *right*: weights and buffers are within
 1e-10 of the plain loop's, the 2-norm of the distance over that of the way from the start; losses
 within 1e-5; and the run says so before its first step. A number: refused before the first step,
 with the sentence of that number below the table.
@@ -69,6 +70,8 @@ def _short(cell: Cell, sentences: dict[str, int]) -> str:
 def write(table: Table) -> None:
     """Write the page."""
     head = HEAD.format(
-        torch=torch.__version__.partition("+")[0], transformers=transformers.__version__
+        torch=torch.__version__.partition("+")[0],
+        transformers=transformers.__version__,
+        variants=", ".join(VARIANTS),
     )
     PAGE.write_text(head + markdown(table) + "\n", encoding="utf-8")

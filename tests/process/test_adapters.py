@@ -160,6 +160,25 @@ def test_losses_with_adamw_are_those_of_the_plain_loop_on_3_workers(
     assert "--step 12 --adapter --to" in capsys.readouterr().err  # its checkpoint is sound
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"stages": 2}, {"shard": 2}, {"tensor": 2}], ids=str)
+def test_a_mesh_ends_as_a_plain_loop_with_peft_and_its_checkpoint_is_exported_for_both(
+    file: Path, tmp_path: Path, mesh: dict[str, int]
+) -> None:
+    run = trained(file, tmp_path, mesh=mesh)
+    assert not list(run.path.glob("checkpoints/*12/model.safetensors"))  # but parts
+    model, _ = by_peft(file, "sgd")
+    wanted = outputs(model)
+    export = ["export", str(run.path), "--step", "12"]
+    assert main([*export, "--merged", "--to", str(tmp_path / "merged.safetensors")]) == 0
+    merged = adapts.Net().double()
+    merged.load_state_dict(load_file(tmp_path / "merged.safetensors"), strict=True)
+    torch.testing.assert_close(outputs(merged), wanted, rtol=0, atol=1e-10)
+    assert main([*export, "--adapter", "--to", str(tmp_path / "adapter")]) == 0
+    opened = peft.PeftModel.from_pretrained(base(file), str(tmp_path / "adapter"))
+    torch.testing.assert_close(outputs(opened), wanted, rtol=0, atol=1e-10)
+
+
 BITS = {"train": {**TRAIN, "determinism": "bits"}}
 DRAWN = {"arguments": {"optimizer": "adamw", "dropout": 0.3}, "lora": {**LORA, "dropout": 0.2}}
 

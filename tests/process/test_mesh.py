@@ -1,5 +1,6 @@
 """Replicas that are meshes of processes, against a plain loop in one process."""
 
+import json
 import os
 import random
 import signal
@@ -31,20 +32,21 @@ QUICK = (
 )
 
 
-def plain_loop(steps=STEPS, pieces=0, drop=0.1, lost=()):
+def plain_loop(steps=STEPS, pieces=0, drop=0.1, lost=(), told=None, **arguments):
     """Whole global batches in one process, without those samples that are lost. Dropout is drawn
     micro-batch by micro-batch; or with `pieces` by each of so many parts of one, and by the block
-    that draws."""
+    that draws. Each step's loss and gradient norm are added to `told`."""
     torch.manual_seed(0)
-    model = splits.recipe(drop=drop).model
+    recipe = splits.recipe(drop=drop, **arguments)
+    model = recipe.model
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer, order = splits.sgd(trained), Order(splits.SAMPLES, 0)
+    optimizer, order = recipe.optimizer(trained), Order(splits.SAMPLES, 0)
     x, y = splits.samples(1, splits.SAMPLES).tensors
     for step in range(1, steps + 1):
         epoch, first, stop = position(step, splits.SAMPLES, BATCH)
         parts = -(-(stop - first) * MICRO_BATCHES // BATCH)
         optimizer.zero_grad()
-        count = sum(index not in lost for index in order.indices(epoch, first, stop))
+        total, count = 0.0, sum(i not in lost for i in order.indices(epoch, first, stop))
         for number in range(parts):
             low, high = micro_batch(first, stop, number, parts)
             rows = torch.tensor([n for n in order.indices(epoch, low, high) if n not in lost])
@@ -57,7 +59,10 @@ def plain_loop(steps=STEPS, pieces=0, drop=0.1, lost=()):
                 with drawn():
                     loss = functional.cross_entropy(model(x[own]), y[own], reduction="sum")
                     (loss / count).backward()
-        nn.utils.clip_grad_norm_(trained, 0.5)
+                total += float(loss.detach()) / count
+        norm = nn.utils.clip_grad_norm_(trained, 0.5)
+        if told is not None:
+            told.append((total, float(norm)))
         optimizer.step()
     return model.state_dict()
 
@@ -141,31 +146,98 @@ def test_a_mesh_that_computes_other_gradients_is_refused_before_its_first_step(r
     assert "its gradient of 'scale' is off by" in program.stderr
 
 
+PLAIN = {"shard": 1, "tensor": 1, "stages": 1, "zero": 3, "offload": "'none'"}
+PLAIN |= {"schedule": "'1f1b'", "pipeline_batches": 8}
+SHARDED = {"shard": 2, "zero": 2}
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "meshes"),
+    [
+        (
+            {},
+            [
+                (6, 2, {"shard": 2}),
+                (9, 1, {}),
+                (11, 3, {"shard": 3, "zero": 2, "offload": "'optimizer'"}),
+                (13, 4, SHARDED),
+                (15, 4, {**SHARDED, "tensor": 2}),
+                (17, 2, {"stages": 2}),
+                (19, 2, {"tensor": 2}),
+                (21, 4, {**SHARDED, "stages": 2}),
+                (STEPS, 2, SHARDED),
+            ],
+        ),
+        (
+            {"optimizer": "adamw", "tied": True, "blocks": 4},
+            [
+                (6, 2, {"stages": 2, "pipeline_batches": 2}),
+                (12, 1, {}),
+                (18, 2, {"stages": 2, "schedule": "'interleaved'", "pipeline_batches": 2}),
+                (STEPS, 2, {"tensor": 2}),
+            ],
+        ),
+    ],
+    ids=["every axis", "a tied weight and AdamW"],
+)
 def test_a_run_that_is_resumed_on_other_meshes_trains_what_a_plain_loop_does(
-    run: Start, start: Start
+    run: Start, start: Start, arguments, meshes
 ):
-    keys = (*QUICK, "workers=2", "mesh.shard=2", "train.stop_after_steps=6", "arguments.drop=0.0")
-    first = run("splits.py:recipe", *keys)
-    assert first.end() == 0, first.stderr
-    for steps, workers, shard, tensor, stages in (
-        (9, 1, 1, 1, 1),
-        (11, 3, 3, 1, 1),
-        (13, 4, 2, 1, 1),
-        (15, 4, 2, 2, 1),
-        (17, 2, 1, 1, 2),
-        (19, 2, 1, 2, 1),
-        (21, 4, 2, 1, 2),
-        (STEPS, 2, 2, 1, 1),
-    ):
-        keys = [f"workers={workers}", f"train.stop_after_steps={steps}", "mesh.zero=2"]
-        keys += [f"mesh.offload={'optimizer' if shard == 3 else 'none'!r}"]
-        keys += [f"mesh.shard={shard}", f"mesh.tensor={tensor}", f"mesh.stages={stages}"]
-        sets = [part for key in keys for part in ("--set", key)]
-        program = start("-m", "instep", "resume", first.run, *sets)
+    first = None
+    given = {f"arguments.{name}": json.dumps(value) for name, value in arguments.items()}
+    for steps, workers, mesh in meshes:
+        keys = {"workers": workers, "train.stop_after_steps": steps}
+        keys |= {f"mesh.{name}": value for name, value in {**PLAIN, **mesh}.items()}
+        sets = [f"{key}={value}" for key, value in keys.items()]
+        if first is None:
+            also = (f"{key}={value}" for key, value in given.items())
+            first = program = run("splits.py:recipe", *QUICK, *sets, "arguments.drop=0.0", *also)
+        else:
+            options = [part for each in sets for part in ("--set", each)]
+            program = start("-m", "instep", "resume", first.run, *options)
         assert program.end() == 0, program.stderr
-    check_equal(first, plain_loop(drop=0.0))
+    told = []
+    wanted = plain_loop(drop=0.0, told=told, **arguments)
+    if "tied" in arguments:
+        wanted.pop("blocks.3.inner.weight")  # the file has it under its first name
+    check_equal(first, wanted)
     assert first.summary["repeated_samples"] == first.summary["missing_samples"] == 0
+    steps = events.read_records(first.run / "steps.bin", events.STEPS)
+    losses = dict(zip(steps["step"].tolist(), steps["loss"].tolist(), strict=True))
+    assert [losses[n] for n in sorted(losses)] == pytest.approx(
+        [loss for loss, _ in told], rel=1e-5
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("workers", "mesh"),
+    [
+        (2, {"shard": 2}),
+        (2, {"tensor": 2}),
+        (2, {"stages": 2}),
+        (4, {"shard": 2, "tensor": 2}),
+    ],
+    ids=str,
+)
+def test_a_small_gradient_of_a_mesh_ends_its_run_where_it_is_small(run: Start, workers, mesh):
+    told = []
+    plain_loop(drop=0.0, told=told)
+    norms = [norm for _, norm in told]
+    small = sorted(norms)[5] * 1.001
+    keys = [f"mesh.{name}={value}" for name, value in mesh.items()]
+    keys += [f"stop.gradient_norm={small}", "arguments.drop=0.0", f"workers={workers}"]
+    program = run("splits.py:recipe", *QUICK, *keys)
+    assert program.end() == 0, program.stderr
+    (asked,) = program.events("stop_requested")
+    step = next(number for number, norm in enumerate(norms, 1) if norm < small)
+    assert (asked["rule"], asked["step"]) == ("gradient_norm", step)
+    assert program.ledger["step"].max() == step + 1
+    steps = events.read_records(program.run / "steps.bin", events.STEPS)
+    found = dict(zip(steps["step"].tolist(), steps["gradient_norm"].tolist(), strict=True))
+    wanted = dict(enumerate(norms[: step + 1], 1))
+    assert found == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.slow

@@ -74,8 +74,9 @@ def check_mesh(mesh: MeshSpec) -> None:
             "through a stage in turn, and each would gather its parameters anew. Set mesh.zero "
             "= 2: they are gathered once for a micro-batch."
         )
+    default = MeshSpec()
     for key, instead in _OF_SEVERAL.items():
-        if mesh.ranks == 1 and (given := getattr(mesh, key)) != "none":
+        if mesh.ranks == 1 and (given := getattr(mesh, key)) != getattr(default, key):
             raise SpecError(
                 f"mesh.{key} = {given!r} is for a replica of several processes, and "
                 f"mesh.shard = 1. Leave the key out{instead}."
@@ -90,8 +91,8 @@ def check_mesh(mesh: MeshSpec) -> None:
             f"mesh.compile = {mesh.compile!r} goes together with mesh.shard alone in this "
             "version. Leave it out, or leave mesh.tensor and mesh.stages out."
         )
-    default = MeshSpec()
     for axis, keys in (
+        ("shard", ("zero",)),
         ("stages", ("schedule", "pipeline_batches", "cuts")),
         ("tensor", ("plan", "sequence")),
     ):
@@ -134,6 +135,7 @@ _OF_SEVERAL = {
     "checkpointing": ", or call torch.utils.checkpoint in the model",
     "offload": "",
     "compile": ", or call compile() on the model",
+    "build": "",
 }
 
 

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 
 from instep.errors import RecipeError
 from instep.parallel.block_order import BlockOrder
@@ -66,10 +65,16 @@ def shard(
 
 
 class Sharded:
-    """A model shared out over ranks: how it is run, and what this rank holds.
+    """A model shared out over ranks: how it is run, and what this rank holds."""
 
-    The optimizer and the strategies move `local_parameters`, in place.
-    """
+    slots: Slots
+    """What this rank has of each parameter: its rows, or the whole of one that stays whole. The
+    optimizer and the strategies move these, in place.
+
+    Their hooks run once per pass with the pass's summed gradient. Not for a parameter that no rank
+    used. The order is the same on all ranks: blocks during `backward`, the last used first, each in
+    the order of its parameters; the rest of the model at the end of `backward`; parameters that
+    stay whole in `finish_pass`."""
 
     def __init__(self, model: nn.Module, device_mesh: DeviceMesh, zero: int) -> None:
         if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
@@ -194,24 +199,6 @@ class Sharded:
             for parameter, total in zip(used, sum_gradients(used, self._group), strict=True):
                 parameter.grad = total
             self._tell(self._whole_unit, self._whole)
-
-    def local_parameters(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """For each parameter of the model, a plain one that shares the memory of what is held here.
-
-        Their hooks run once per pass with the pass's summed gradient (`Slots.tell`). Not for a
-        parameter that no rank used. The order is the same on all ranks: blocks during
-        `backward`, the last used first, each in the order of its parameters; the rest of the
-        model at the end of `backward`; parameters that stay whole in `finish_pass`.
-
-        Returns:
-            This rank's rows of each, the whole of it if it stays whole; may have no elements. The
-            same objects each time.
-        """
-        return self.slots.of(parameters)
-
-    def full(self, tensor: Tensor) -> Tensor:
-        """The whole of a DTensor, on every rank; all call this together. Others as they are."""
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def _summed(self, unit: Unit, place: int) -> Callable[[Tensor], None]:
         """FSDP2 calls this when a parameter's gradient is summed, once for each run of a block."""

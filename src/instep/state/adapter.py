@@ -2,8 +2,8 @@
 
 The model of a run with LoRA has its own tensors under the names of the model without adapters, and
 of each adapted layer two more, `lora_A` and `lora_B`, laid out as the layer's weight is (see
-`recipe/lora.py`). So a file says by itself which layers those are. Way in: `write_merged`,
-`write_adapter`.
+`recipe/lora.py`). So a file says by itself which layers those are. Tensors are read and written one
+after the other: a process never holds the whole model. Way in: `write_merged`, `write_adapter`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from instep.errors import SpecError
 from instep.spec import LoraSpec
 from instep.state.load import FACTS, OpenFile
 from instep.state.model_file import check_hash, open_tensors
-from instep.state.staging import save_tensors
+from instep.state.whole import save_whole
 
 FACTORS = (".lora_A", ".lora_B")
 """What the names of both factors of an adapter end in."""
@@ -66,15 +66,21 @@ def write_merged(
         CheckpointError: the source is not as it was saved, or the target cannot be written.
     """
     layers = adapted_layers(source)
-    tensors, ties = _read(source)
-    for layer in layers:
-        name, first, second = f"{layer}.weight", *_factors(tensors, layer)
-        weight = tensors[name]
-        change = first @ second if _transposed(first, second, weight) else second @ first
-        tensors[name] = (weight.double() + lora.scale * change).to(weight.dtype)
-    whole = {name: each for name, each in tensors.items() if not name.endswith(FACTORS)}
-    tied = {alias: whole[kept] for alias, kept in ties.items() if kept in whole}
-    return save_tensors(target, whole | tied, dict(metadata))
+    check_hash(source)
+    with OpenFile(source, facts=FACTS) as file:
+        entries = {name: file.like(name) for name in file.names if not name.endswith(FACTORS)}
+        tied = {alias: kept for alias, kept in file.tied.items() if kept in entries}
+        adapted = {f"{layer}.weight": layer for layer in layers}
+
+        def merged(name: str) -> Tensor:
+            weight = file.tensor(name)
+            if name not in adapted:
+                return weight
+            first, second = (file.tensor(adapted[name] + factor).double() for factor in FACTORS)
+            change = first @ second if _transposed(first, second, weight) else second @ first
+            return change.mul_(lora.scale).add_(weight).to(weight.dtype)
+
+        return save_whole(target, entries, tied, merged, metadata)[0]
 
 
 def write_adapter(source: Path, folder: Path, lora: LoraSpec, base: str) -> int:
@@ -99,26 +105,39 @@ def write_adapter(source: Path, folder: Path, lora: LoraSpec, base: str) -> int:
     """
     check_folder(folder)
     layers = adapted_layers(source)
-    tensors, ties = _read(source)
-    if shared := {kept: alias for alias, kept in ties.items() if kept.endswith(FACTORS)}:
-        one, other = (name.rpartition(".")[0] for name in next(iter(shared.items())))
-        raise SpecError(
-            f"{one!r} and {other!r} are one layer, and peft would give an adapter to the first "
-            "alone. Export the whole model, with --merged."
+    check_hash(source)
+    with OpenFile(source, facts=FACTS) as file:
+        ties = file.tied
+        if shared := [(kept, alias) for alias, kept in ties.items() if kept.endswith(FACTORS)]:
+            one, other = (name.rpartition(".")[0] for name in shared[0])
+            raise SpecError(
+                f"{one!r} and {other!r} are one layer, and peft would give an adapter to the first "
+                "alone. Export the whole model, with --merged."
+            )
+        firsts = {name: name for name in file.names} | ties
+        likes = {name: file.like(first) for name, first in firsts.items()}
+        own = [name for name in likes if not name.endswith(FACTORS)]
+        kept = _whole_modules(lora.also_train, {name: firsts[name] for name in own})
+        sources = {_PREFIX + name: firsts[name] for name in own if _within(kept, name)}
+        turned = set[str]()
+        for layer in layers:
+            factors = {f"{_PREFIX}{layer}{factor}.weight": layer + factor for factor in FACTORS}
+            sources |= factors
+            if _transposed(*(likes[each] for each in (*factors.values(), f"{layer}.weight"))):
+                turned |= set(factors)
+
+        def as_peft(name: str, tensor: Tensor) -> Tensor:
+            return tensor.T.contiguous() if name in turned else tensor
+
+        entries = {name: as_peft(name, likes[first]) for name, first in sources.items()}
+        folder.mkdir(parents=True, exist_ok=True)
+        size, _ = save_whole(
+            folder / WEIGHTS,
+            entries,
+            tied={},
+            gather=lambda name: as_peft(name, file.tensor(sources[name])),
+            metadata={},
         )
-    tensors |= {alias: tensors[kept] for alias, kept in ties.items()}
-    own = [name for name in tensors if not name.endswith(FACTORS)]
-    kept = _whole_modules(lora.also_train, {name: ties.get(name, name) for name in own})
-    written = {name: tensors[name] for name in own if _within(kept, name)}
-    transposed = False
-    for layer in layers:
-        first, second = _factors(tensors, layer, exact=False)
-        if _transposed(first, second, tensors[f"{layer}.weight"]):
-            first, second, transposed = first.T, second.T, True
-        written[f"{layer}.lora_A.weight"], written[f"{layer}.lora_B.weight"] = first, second
-    folder.mkdir(parents=True, exist_ok=True)
-    named = {_PREFIX + name: tensor.clone().contiguous() for name, tensor in written.items()}
-    size = save_tensors(folder / WEIGHTS, named, {})
     config = {
         "peft_type": "LORA",
         "task_type": None,
@@ -130,7 +149,7 @@ def write_adapter(source: Path, folder: Path, lora: LoraSpec, base: str) -> int:
         "lora_dropout": lora.dropout,
         "target_modules": _targets(layers, own),
         "modules_to_save": kept or None,
-        "fan_in_fan_out": transposed,
+        "fan_in_fan_out": bool(turned),
         "bias": "none",
         "inference_mode": True,
     }
@@ -157,22 +176,6 @@ def check_folder(folder: Path) -> None:
         )
     if folder.exists() and not folder.is_dir():
         raise SpecError(f"--to '{folder}' is a file: an adapter is a folder. Name a new folder.")
-
-
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """All tensors of a checked file; and the other names of tied ones."""
-    check_hash(path)
-    with OpenFile(path, facts=FACTS) as file:
-        tensors = {name: file.tensor(name) for name in file.names}
-        ties = file.tied
-    return tensors, {alias: kept for alias, kept in ties.items() if alias not in FACTS}
-
-
-def _factors(
-    tensors: Mapping[str, Tensor], layer: str, *, exact: bool = True
-) -> tuple[Tensor, Tensor]:
-    first, second = (tensors[layer + factor] for factor in FACTORS)
-    return (first.double(), second.double()) if exact else (first, second)
 
 
 def _transposed(first: Tensor, second: Tensor, weight: Tensor) -> bool:

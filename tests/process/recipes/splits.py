@@ -28,14 +28,17 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Its head has fewer rows than four ranks, one parameter has no dimension, one is frozen."""
+    """Its head has fewer rows than four ranks, one parameter has no dimension, one is frozen; the
+    first and the last block may be tied."""
 
-    def __init__(self, drop, norm=False):
+    def __init__(self, drop, norm=False, blocks=3, tied=False):
         super().__init__()
         self.norm = nn.BatchNorm1d(WIDTH) if norm else nn.Identity()
         self.enter = nn.Linear(5, WIDTH)
         self.enter.bias.requires_grad_(False)
-        self.blocks = nn.ModuleList(Block(drop) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(drop) for _ in range(blocks))
+        if tied:
+            self.blocks[-1].inner.weight = self.blocks[0].inner.weight
         self.scale = nn.Parameter(torch.ones(()))
         self.head = nn.Linear(WIDTH, CLASSES)
 
@@ -77,7 +80,7 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def recipe(optimizer="sgd", dtype="float64", pause_s=0.0, drop=0.1, tells="", norm=False):
+def recipe(optimizer="sgd", dtype="float64", pause_s=0.0, drop=0.1, tells="", **kind):
     def loss(outputs, targets):
         time.sleep(pause_s)
         if tells:  # which process it is that runs a pass
@@ -86,7 +89,7 @@ def recipe(optimizer="sgd", dtype="float64", pause_s=0.0, drop=0.1, tells="", no
         return functional.cross_entropy(outputs, targets)
 
     return instep.Recipe(
-        model=Net(drop, norm).to(getattr(torch, dtype)),
+        model=Net(drop, **kind).to(getattr(torch, dtype)),
         loss=loss,
         weight=lambda batch: len(batch[0]),
         optimizer=sgd if optimizer == "sgd" else lambda p: torch.optim.AdamW(p, lr=0.01),

@@ -147,6 +147,16 @@ def test_a_folder_that_cannot_be_made_is_refused_with_the_reason(tmp_path):
         ({"workers": 4, "mesh": {"stages": 2, "shard": 2}}, SpecError, "Set mesh.zero = 2"),
         ({"mesh": {"cuts": ["a"]}}, SpecError, "mesh.cuts = ('a',) is for mesh.stages above 1"),
         ({"mesh": {"plan": {"*": "row"}}}, SpecError, "is for mesh.tensor above 1"),
+        ({"mesh": {"zero": 2}}, SpecError, "mesh.zero = 2 is for mesh.shard above 1"),
+        (
+            {"mesh": {"tensor": 2, "zero": 2}, "workers": 2},
+            SpecError,
+            "mesh.zero = 2 is for mesh.shard above 1",
+        ),
+        *(
+            ({"mesh": {"build": how}}, SpecError, f"mesh.build = {how!r} is for a replica of")
+            for how in ("parts", "whole")
+        ),
         (
             {"mesh": {"stages": 2, "schedule": "gpipe"}, "recipe": "nowhere.py:f"},
             RecipeError,

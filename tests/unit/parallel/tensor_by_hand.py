@@ -13,16 +13,18 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-def once(*keywords):
-    """A module's input becomes a DTensor once, so its gradient is summed once for all readers."""
+def once(*keywords, others=0):
+    """A module's input becomes a DTensor once, so its gradient is summed once for all readers;
+    positional ones after the first are left as they are."""
     whole = Replicate()
     if keywords:
         given = dict.fromkeys(keywords, whole)
         return PrepareModuleInput(
             input_kwarg_layouts=given, desired_input_kwarg_layouts=given, use_local_output=False
         )
+    layouts = (whole, *[None] * others)
     return PrepareModuleInput(
-        input_layouts=whole, desired_input_layouts=whole, use_local_output=False
+        input_layouts=layouts, desired_input_layouts=layouts, use_local_output=False
     )
 
 
@@ -53,6 +55,29 @@ def cut_llama(model, mesh):
     parallelize_module(model, mesh, {"model.embed_tokens": gathered(), "lm_head": gathered()})
 
 
+def cut_bert(model, mesh):
+    """For BERT of transformers, whose output layer has the weight of the embedding."""
+    words, head = model.bert.embeddings, model.cls.predictions
+    for layer in model.bert.encoder.layer:
+        plan = {"attention.self": once(), "attention.output.dense": RowwiseParallel()}
+        plan |= {f"attention.self.{each}": ColwiseParallel() for each in ("query", "key", "value")}
+        plan |= {"intermediate.dense": ColwiseParallel(), "output.dense": RowwiseParallel()}
+        parallelize_module(layer, mesh, plan)
+    by_rows = RowwiseParallel(input_layouts=Replicate())
+    parallelize_module(words, mesh, {"word_embeddings": by_rows})
+    parallelize_module(head, mesh, {"decoder": gathered()})
+    head.decoder.weight = words.word_embeddings.weight
+
+
+def cut_vit(model, mesh):
+    """For ViT of transformers."""
+    for layer in model.vit.layers:
+        plan = {"attention": once(others=1), "attention.o_proj": RowwiseParallel()}
+        plan |= {f"attention.{each}_proj": ColwiseParallel() for each in "qkv"}
+        plan |= {"mlp.fc1": ColwiseParallel(), "mlp.fc2": RowwiseParallel()}
+        parallelize_module(layer, mesh, plan)
+
+
 class Sent(TorchDispatchMode):
     """Counts collectives, and the bytes that each rank sends in a ring."""
 
@@ -67,7 +92,9 @@ class Sent(TorchDispatchMode):
             kind = "all_gather" if "gather" in name else "all_reduce"
             if name == "alltoall_base_":
                 self.calls["all_to_all"] += 1
-                self.bytes += args[1].numel() * args[1].element_size()  # none to itself
+                parts = args[1].numel() * args[1].element_size()
+                even = not args[3]  # else none to itself
+                self.bytes += parts * (self.ranks - 1) // self.ranks if even else parts
                 return made
             assert kind == "all_gather" or name in ("allreduce_", "all_reduce"), name
             self.calls[kind] += 1

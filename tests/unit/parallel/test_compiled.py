@@ -81,7 +81,7 @@ def equals_plain(group: ReplicaGroup, zero: Any, *, checkpointing: bool, every: 
     sharded = shard(model, group.device_mesh, zero=zero)
     optimizers = [
         torch.optim.AdamW(each, lr=1e-2)
-        for each in (sharded.local_parameters(model.parameters()), plain.parameters())
+        for each in (sharded.slots.of(model.parameters()), plain.parameters())
     ]
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)

@@ -88,7 +88,7 @@ def test_parameters_on_the_host_are_not_copied() -> None:
 def sharded_steps(folder_of: ReplicaGroup, device: torch.device | None) -> tuple[Any, Any]:
     model = net()
     sharded = shard(model, folder_of.device_mesh)
-    slots = sharded.local_parameters(model.parameters())
+    slots = sharded.slots.of(model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     if device is not None:
         keep_on_host(optimizer, device)

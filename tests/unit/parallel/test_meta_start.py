@@ -101,7 +101,7 @@ def start_and_train(rank: int, ranks: int, folder: Path, width: int, blocks: int
     sharded = shard(model, group.device_mesh)
     assert model.head.weight is model.words.weight
     load_model(folder / "model.safetensors", model)
-    mine = sharded.local_parameters(model.parameters())
+    mine = sharded.slots.of(model.parameters())
     optimizer = torch.optim.SGD(mine, lr=1e-4)
     losses = []
     for _ in range(3):
@@ -113,7 +113,7 @@ def start_and_train(rank: int, ranks: int, folder: Path, width: int, blocks: int
         total = loss.detach().clone()
         distributed.all_reduce(total)
         losses.append(total.item())
-    torch.save((losses, sharded.full(model.gain)), folder / f"out{rank}")
+    torch.save((losses, model.gain), folder / f"out{rank}")
     group.close()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing import start_processes
 
 from instep.comm.dtensors import split_like
@@ -110,7 +111,7 @@ def equals_plain(
     own_rank = MeshRank(MeshSpec(shard=distributed.get_world_size()), distributed.get_rank())
     names = [name for name, _ in model.named_parameters()]
     assert names == [name for name, _ in plain.named_parameters()]
-    mine = sharded.local_parameters(model.parameters())
+    mine = sharded.slots.of(model.parameters())
     taken = gradients(sharded, mine)
     optimizer, reference = (
         torch.optim.AdamW(each, lr=1e-3) if adam else torch.optim.SGD(each, lr=0.02)
@@ -165,7 +166,7 @@ def equals_plain(
             with torch.no_grad():
                 sharded.run(compute_loss, model, batches[0], 1.0)
     for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        whole = sharded.full(parameter)
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         if not adam:
             torch.testing.assert_close(
                 whole, other, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
@@ -245,7 +246,7 @@ def one_zero(group: ReplicaGroup, rank: int, ranks: int, zero: Any) -> None:
     model = Chooser()
     plain = copy.deepcopy(model)
     sharded = shard(model, group.device_mesh, zero=zero)
-    mine = sharded.local_parameters(model.parameters())
+    mine = sharded.slots.of(model.parameters())
     x = torch.randn(ranks, 2, 4, requires_grad=True)
     for ways in WAYS.values():
         with torch.no_grad():

@@ -11,6 +11,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.multiprocessing import start_processes
 
 from instep.errors import RecipeError
+from instep.parallel.pipeline import Pipeline
 from instep.parallel.recompute import checkpoint_blocks
 from instep.parallel.replica_group import ReplicaGroup
 from instep.parallel.sharded import shard
@@ -28,10 +29,10 @@ def make(blocks: int) -> nn.Module:
     )
 
 
-def peak_bytes(group: ReplicaGroup, model: nn.Module, samples: int) -> int:
+def peak_bytes(group: ReplicaGroup, model: nn.Module, samples: int, zero: Any = 3) -> int:
     """Of the second step with AdamW, when its state is there."""
-    sharded = shard(model, group.device_mesh)
-    mine = sharded.local_parameters(model.parameters())
+    sharded = shard(model, group.device_mesh, zero=zero)
+    mine = sharded.slots.of(model.parameters())
     optimizer: Any = torch.optim.AdamW(mine)
     x = torch.randn(samples, WIDTH)
     tracker = MemTracker()
@@ -57,6 +58,10 @@ def measure(rank: int, ranks: int, folder: Path) -> None:
         promise = split * block / ranks + 3 * block
         reached = peak_bytes(group, make(blocks), 1) / promise
         assert 0.99 <= reached <= 1.01, reached
+        whole = blocks + 2  # all parameters; a gradient as it is sent, and what is received
+        promise = 3 * blocks * block / ranks + whole * block
+        reached = peak_bytes(group, make(blocks), 1, zero=2) / promise
+        assert 0.99 <= reached <= 1.01, reached
     samples, blocks = 2048, 16
     kept = blocks * samples * 4 * WIDTH * 4  # what tanh keeps for backward, alone
     model = make(blocks)
@@ -72,8 +77,72 @@ def measure(rank: int, ranks: int, folder: Path) -> None:
 def test_memory_is_as_promised_and_checkpointing_saves_activations(
     tmp_path: Path, ranks: int
 ) -> None:
-    """Parameters, gradients, optimizer state over n, two gathered blocks, one whole gradient."""
+    """Parameters, gradients, optimizer state over n, two gathered blocks, one whole gradient; with
+    ZeRO 2 all parameters are whole when the backward pass begins, and no gradient is there yet."""
     start_processes(measure, (ranks, tmp_path), nprocs=ranks, start_method="forkserver")
+
+
+class Everything(MemTracker):
+    """Not by module, since it follows a module through one call only."""
+
+    def _pre_fw_hook(self, *_: Any) -> None: ...
+
+    _post_fw_hook = _pre_bw_hook = _post_bw_hook = _pre_fw_hook
+
+
+PARTS = 4
+
+
+def activations(rank: int, blocks: int, samples: int, again: bool) -> float:
+    """The most that a stage holds beyond what it has of parameters, gradients and optimizer, in
+    inputs of a block for one part; of two stages."""
+    model, x = make(blocks), torch.randn(samples, WIDTH)
+    pipeline = Pipeline(
+        model,
+        lambda batch, size: (model(batch).square().mean(), float(size)),
+        x,
+        samples,
+        group=distributed.group.WORLD,
+        parts=PARTS,
+        cuts=[str(blocks // 2)],
+    )
+    if again:
+        checkpoint_blocks(model)
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    tracker = Everything()
+    tracker.track_external(model, optimizer)
+    for step in range(2):
+        tracker.reset_mod_stats()
+        with tracker:
+            pipeline.run(x, samples, step)
+            pipeline.sum_shared()
+            optimizer.step()
+            optimizer.zero_grad()
+    peak: Any = tracker.get_tracker_snapshot("peak")
+    own = 4 * 4 * (8 * WIDTH * WIDTH + 5 * WIDTH) * blocks // 2
+    return (int(peak[torch.device("cpu")]["Total"]) - own) / (samples // PARTS * WIDTH * 4)
+
+
+def measure_stages(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = distributed.FileStore(str(folder / "meeting"), 2)
+    group = ReplicaGroup(store, rank, MeshSpec(stages=2), timeout_s=30)
+    under_way = 2 - rank  # parts, by 1f1b
+    for again, of_block in ((True, 1), (False, 5)):  # its input; or also what tanh keeps
+        few, many = (activations(rank, blocks, 512, again) for blocks in (8, 16))
+        of_each = (many - few) / 4  # blocks of a stage
+        assert of_each == pytest.approx(under_way * of_block, rel=0.02), (again, of_each)
+        rest = few - 4 * of_each  # a block that runs, forward and back
+        assert 0 <= rest <= 25, (again, rest)
+    group.close()
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_stage_that_checkpoints_keeps_inputs_of_its_blocks_for_the_parts_under_way(
+    tmp_path: Path,
+) -> None:
+    start_processes(measure_stages, (tmp_path,), nprocs=2, start_method="forkserver")
 
 
 def test_a_model_without_blocks_cannot_checkpoint_them() -> None:

@@ -160,6 +160,41 @@ def test_a_table_that_cuts_a_shared_weight_in_two_ways_is_refused(table):
     assert styles(plan) == {"embed": "vocabulary", "head": "column_gather"}
 
 
+class Beside(nn.Module):
+    """A layer that reads the raw input, one that is read by nothing, and one never called."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.unread, self.spare = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        self.unread(x)
+        return self.leave(torch.relu(self.enter(x)))
+
+
+PAIR = {"enter": "column", "leave": "row"}
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        ({"enter": "row"}, "enter = 'row': it reads the output of no other layer"),
+        ({**PAIR, "unread": "column"}, "unread = 'column': its output is read by no other layer"),
+        ({**PAIR, "spare": "column"}, "spare = 'column': it is not called in the example"),
+        ({"spare": "column_gather"}, "spare = 'column_gather': it is not called in the example"),
+    ],
+)
+def test_a_table_of_which_something_would_be_left_out_is_refused(table, says):
+    def compute_loss(model, batch):
+        return model(batch).square().sum()
+
+    model, batch = Beside().double(), torch.randn(4, 8, dtype=torch.float64)
+    assert styles(find_plan(model, compute_loss, batch, 2, table=PAIR)) == PAIR
+    with pytest.raises(SpecError, match=says):
+        find_plan(model, compute_loss, batch, 2, table=table)
+
+
 def test_a_table_for_another_number_of_ranks_is_refused():
     with pytest.raises(
         SpecError, match="head = 'column_gather': its 24 outputs cannot be divided by 5"

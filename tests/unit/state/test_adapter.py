@@ -1,13 +1,18 @@
 """A model with adapters is exported for whoever has none of our code: merged, or for peft."""
 
 import json
+import os
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import peft
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_model, save_file
+from test_pieces import watched
 from torch import nn
 
 from instep.errors import CheckpointError, SpecError
@@ -148,6 +153,45 @@ def test_a_damaged_model_and_a_foreign_folder_are_refused(tmp_path):
 def test_a_file_without_adapters_has_no_adapted_layer(tmp_path):
     save_file({"a.lora_A": X, "b.lora_B": X + 1}, tmp_path / "m.safetensors")
     assert adapted_layers(tmp_path / "m.safetensors") == []
+
+
+WIDTH, LAYERS = 1024, 16  # 4 MB each
+LARGE = LoraSpec(modules=("*",), rank=2, also_train=("norm.*",))
+
+
+def holds(folder):
+    """In a process of its own: the most memory that each export holds."""
+    source = Path(folder) / "run.safetensors"
+    torch.ones(64, 64, dtype=torch.float64) @ torch.ones(64, 64, dtype=torch.float64)
+    for write in (
+        lambda: write_merged(source, source.with_name("merged.safetensors"), LARGE),
+        lambda: write_adapter(source, source.with_name("adapter"), LARGE, ""),
+    ):
+        print(watched(write))
+
+
+@pytest.mark.slow
+def test_both_exports_hold_one_tensor_at_a_time(tmp_path):
+    model = nn.ModuleDict({str(n): nn.Linear(WIDTH, WIDTH) for n in range(LAYERS)})
+    model["norm"] = nn.LayerNorm(WIDTH)
+    trained = after_training(model, LARGE, tmp_path / "run.safetensors")
+    script = f"import sys\nsys.path[:0] = {sys.path!r}\n"
+    script += f"import test_adapter\ntest_adapter.holds({str(tmp_path)!r})"
+    at_once = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    out = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=os.environ | at_once
+    )
+    assert not out.returncode, out.stderr
+    merged, adapter = map(int, out.stdout.split())
+    tensor = 4 * WIDTH * WIDTH
+    assert 0 < merged < 6 * tensor  # a weight, what is added to it in float64, and their sum
+    assert 0 < adapter < tensor
+    whole = nn.ModuleDict({str(n): nn.Linear(WIDTH, WIDTH) for n in range(LAYERS)})
+    whole["norm"] = nn.LayerNorm(WIDTH)
+    load_model(whole, tmp_path / "merged.safetensors")
+    x = torch.randn(3, WIDTH)
+    for name, layer in trained.items():
+        torch.testing.assert_close(whole[name](x), layer(x), rtol=1e-5, atol=1e-5)
 
 
 # ---- models of transformers

@@ -57,7 +57,8 @@ def find_plan(
         sequence: split activations between blocks along the sequence (`sequence.py`).
 
     Raises:
-        SpecError: the table has an unknown style, or a pattern that matches nothing.
+        SpecError: the table has an unknown style, a pattern that matches nothing, or a style for a
+            layer that cannot be cut so.
         RecipeError: the model cut by the table computes something else; or the sequence is to be
             split, and no list of blocks allows it.
     """
@@ -97,7 +98,7 @@ class _Search:
     def _of_table(self, table: Mapping[str, str]) -> Plan:
         styles = styles_of(table, list(self.layers))
         for name, style in styles.items():
-            why = self._hinders(name, style)
+            why = self._hinders(name, style) or self._unseen(name)
             if why:
                 raise SpecError(f"mesh.plan: {name} = {style!r}: {why}. Leave the layer out.")
         self._check_ties(styles)
@@ -123,6 +124,13 @@ class _Search:
                     "columns; else make it 'column_gather', or leave it out."
                 )
             plan = with_kind
+        for name, style in styles.items():
+            if name not in plan.cuts:
+                why = "it reads the output of no" if style == "row" else "its output is read by no"
+                raise SpecError(
+                    f"mesh.plan: {name} = {style!r}: {why} other layer. Make it 'column_gather', "
+                    "or leave it out."
+                )
         return plan
 
     def _check_ties(self, styles: Mapping[str, Style]) -> None:
@@ -269,6 +277,11 @@ class _Search:
             word = "inputs" if style in ("row", "vocabulary") else "outputs"
             return f"its {width} {word} cannot be divided by {self.ranks}"
         return ""
+
+    def _unseen(self, name: str) -> str:
+        """Why no trial can judge how a layer is cut; empty if one can."""
+        called = {name, *self._others(name)} & set(self.flow.called)
+        return "" if called else "it is not called in the example"
 
     def _others(self, name: str) -> list[str]:
         return [each for each in self.tied[id(self.layers[name].weight)] if each != name]
