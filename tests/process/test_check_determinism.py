@@ -130,3 +130,18 @@ def test_a_signal_before_or_between_the_runs_leaves_nothing(
     assert list(temporary.iterdir()) == []
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
     signal.signal(signal.SIGINT, inherited)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "sizes"),
+    [({"shard": 2}, "2 and 4"), ({"tensor": 2}, "2 and 4"), ({"stages": 2}, "2 and 4")],
+    ids=str,
+)
+def test_one_replica_of_a_mesh_is_compared_with_two(
+    tmp_path: Path, capsys: Out, mesh: dict[str, int], sizes: str
+) -> None:
+    keys = [f"mesh.{axis}={size}" for axis, size in mesh.items()] + ["mesh.pipeline_batches=2"]
+    sets = [part for key in keys for part in ("--set", key)]
+    assert check(tmp_path, "splits.py:recipe", "--workers", "2", *sets) == 0
+    assert f"the same bits on {sizes} workers: losses and" in capsys.readouterr().err
