@@ -566,9 +566,9 @@ def _tick(state: State, step: int, now: float) -> tuple[State, list[Action]]:
     state, asked = stops.check_time(state, step, now)
     if asked:
         return state, asked
-    if state.deadline is None and state.phase == "gathering":
-        state, actions = _advance(state, now)
-        if state.phase == "training" or now < max(state.since, state.came) + WAITING_S:
+    if state.deadline is None and state.phase in ("gathering", "training"):
+        state, actions = _advance(state, now) if state.phase == "gathering" else (state, [])
+        if now < max(state.since, state.came) + WAITING_S:
             return state, actions
         state, waits = _say_who_waits(state)
         return state, [*actions, *waits]

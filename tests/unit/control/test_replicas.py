@@ -251,6 +251,21 @@ def test_where_no_replica_is_whole_each_says_once_for_whom_it_waits(replicas):
     assert story.logged("replica_waits") == said[:1], "it is another wait"
 
 
+def test_a_process_that_comes_while_the_others_train_says_for_whom_it_waits():
+    story = Story()
+    story.happens(killed(1), killed(0))
+    story.leave(2, 3)
+    story.passes(BUILDING_S + 0.1)
+    assert story.told(Form) == [2, 3]
+    story.form()
+    story.come(1)
+    story.passes(WAITING_S - 0.1)
+    assert story.logged("replica_waits") == []
+    story.passes(0.1)
+    story.passes(100.0)
+    assert story.logged("replica_waits") == [{"replica": 0, "workers": [1], "missing": [0]}]
+
+
 def test_a_replica_that_lacks_more_or_others_than_before_says_so():
     story = Story(4, ranks=4)
     story.happens(*map(killed, (1, 0, 2, 3)))
