@@ -9,7 +9,7 @@ from test_partitions import needs_hosts, network
 
 from instep.lab import netlab
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 
 __all__ = ["network"]  # the fixture
 KEYS = (*QUICK, "train.steps=60", 'train.determinism="bits"', 'network="private"')
@@ -29,7 +29,6 @@ def places(program: Started) -> dict[int, int]:
     return {e["worker"]: e["host"] for e in program.events("worker_joined")}
 
 
-@pytest.mark.slow
 def test_a_replica_is_on_one_host_and_starts_again_whole_on_one(run: Start):
     program = on(run, HERE, "127.0.0.1", "workers=4", "mesh.tensor=2")
     program.until(program.is_training, "training")
@@ -41,7 +40,6 @@ def test_a_replica_is_on_one_host_and_starts_again_whole_on_one(run: Start):
     assert not program.events("went_back")
 
 
-@pytest.mark.slow
 def test_the_only_replica_starts_again_where_the_copies_of_its_last_commit_are(run: Start):
     program = on(run, HERE, "127.0.0.1", "workers=2", "mesh.shard=2")
     program.until(program.is_training, "training")
@@ -56,8 +54,6 @@ def test_the_only_replica_starts_again_where_the_copies_of_its_last_commit_are(r
 
 
 @needs_hosts
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_replica_whose_host_is_cut_off_starts_again_whole_on_another(
     run: Start, network: netlab.Network
 ):
