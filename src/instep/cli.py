@@ -192,7 +192,7 @@ def _how_many(given: str) -> int | None:
 
 
 def replay(args: argparse.Namespace) -> int:
-    """Compute a recorded step again on one process, and compare the result with the record."""
+    """Compute a recorded step again on one process, or one replica, and compare the results."""
     from instep.lab.replay import replay as again
     from instep.store.run_folder import RunFolder
 

@@ -176,7 +176,7 @@ EVENTS = {
     "worker_lost": "worker, step, cause, restarted (with a mesh: the other workers of its replica, "
     "which are started again with it)",
     "replica_waits": "replica, workers (its processes, which wait), missing (those that are not "
-    "there, so that the others train without this replica)",
+    "there; other replicas train without this one)",
     "corruption_found": "step, workers (numbers of the wrong ones), suspects (numbers, if it "
     "is not known which), what (parameter, state, gradient), where, how, clean_step (from "
     "which the run continues; -1 if no worker has a copy: a went_back follows)",

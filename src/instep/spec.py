@@ -61,8 +61,8 @@ class TrainSpec(Section, frozen=True, kw_only=True):
     each other in every such layer."""
 
     deal: Literal["speed", "even"] = "speed"
-    """How work is distributed: `speed` gives a slow worker fewer micro-batches, `even` gives all
-    the same number. Your own loop always has `even`."""
+    """How work is distributed: `speed` gives a slow worker, or with `[mesh]` a slow replica, fewer
+    micro-batches, `even` gives all the same number. Your own loop always has `even`."""
 
     determinism: Literal["order", "bits"] = "order"
     """`order`: the same global batches at any number of workers, results equal to rounding.

@@ -130,3 +130,13 @@ def test_a_signal_before_or_between_the_runs_leaves_nothing(
     assert list(temporary.iterdir()) == []
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
     signal.signal(signal.SIGINT, inherited)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [["shard=2"], ["tensor=2"], ["stages=2", "pipeline_batches=2"]])
+def test_one_replica_of_a_mesh_is_compared_with_two(
+    tmp_path: Path, capsys: Out, keys: list[str]
+) -> None:
+    sets = [part for key in keys for part in ("--set", f"mesh.{key}")]
+    assert check(tmp_path, "splits.py:recipe", "--workers", "2", *sets) == 0
+    assert "the same bits on 2 and 4 workers: losses and" in capsys.readouterr().out

@@ -334,19 +334,58 @@ def test_a_rank_lost_while_all_normalise_together_restarts_its_own_replica_alone
     lost = program.events("worker_lost")
     assert [(each["worker"], each["restarted"]) for each in lost] == [(3, [2])]
     assert not program.events("went_back")
+    check_equal(program, normalising_loop(60))
+
+
+def normalising_loop(steps):
+    """Whole global batches in one process, each normalised as one."""
     torch.manual_seed(0)
     model = splits.recipe(drop=0.0, norm=True).model
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer, order = splits.sgd(trained), Order(splits.SAMPLES, 0)
     x, y = splits.samples(1, splits.SAMPLES).tensors
-    for step in range(1, 61):
+    for step in range(1, steps + 1):
         epoch, first, stop = position(step, splits.SAMPLES, BATCH)
         rows = torch.from_numpy(order.indices(epoch, first, stop))
         optimizer.zero_grad()
         functional.cross_entropy(model(x[rows]), y[rows]).backward()
         nn.utils.clip_grad_norm_(trained, 0.5)
         optimizer.step()
-    check_equal(program, model.state_dict())
+    return model.state_dict()
+
+
+NORMALISING = ('train.batch_norm="global"', "arguments.drop=0.0", "arguments.norm=true")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("keys", "wanted"),
+    [
+        (["mesh.shard=2"], plain_loop),
+        (["mesh.tensor=2"], plain_loop),
+        (["mesh.stages=2", "mesh.pipeline_batches=2"], partial(plain_loop, pieces=2)),
+        (["mesh.shard=2", *NORMALISING], normalising_loop),
+    ],
+    ids=["shard", "tensor", "stages", "normalising"],
+)
+def test_a_slow_replica_gets_less_and_a_plain_loop_does_the_same(
+    run: Start, tmp_path, keys, wanted
+):
+    mark = f"arguments.mark={tmp_path / 'slow'}"
+    program = run("splits.py:one_is_slow", *QUICK, "workers=4", mark, *keys)
+    assert program.end() == 0, program.stderr
+    check_equal(program, wanted(STEPS))
+    dealt = program.events("work_dealt")[0]
+    assert dealt["reason"] == "speed"
+    slow = int(dealt["speeds"][0] > dealt["speeds"][3])
+    counts = dealt["micro_batches"]
+    assert counts[2 * slow] == counts[2 * slow + 1] < counts[2 - 2 * slow] == counts[3 - 2 * slow]
+    ledger = program.ledger[program.ledger["step"] > dealt["step"]]
+    samples = [0, 0]
+    for row in ledger:
+        samples[row["worker"] // 2] += int(row["stop"] - row["first"])
+    assert samples[slow] < samples[1 - slow] / 2
+    assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0
 
 
 LONG = 200

@@ -171,3 +171,19 @@ def test_a_run_is_replayed_while_it_trains_and_ctrl_c_leaves_nothing(
     other.check_no_file_is_left()
     going.process.send_signal(signal.SIGINT)
     assert going.end() == 130
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["shard", "tensor", "stages"])
+def test_a_step_of_a_mesh_is_replayed_on_one_replica(
+    tmp_path: Path, capsys: Out, axis: str
+) -> None:
+    mesh = {axis: 2} | ({"pipeline_batches": 2} if axis == "stages" else {})
+    run = begin(tmp_path, axis, "splits.py", mesh=mesh, workers=4, train={"micro_batches": 8})
+    answer = replay(capsys, run, 24)
+    assert answer["same"]
+    assert answer["from_step"] == 18
+    assert answer["compared_tensors"] > 0
+    assert answer["parameters_sha256"] == answer["recorded_parameters_sha256"]
+    assert main(["replay", str(run), "--step", "20"]) == 0
+    assert "2 steps computed (19 to 20), on 2 processes" in capsys.readouterr().out

@@ -72,6 +72,9 @@ BROKEN_S = 0.3
 BUILDING_S = 1.0
 """How long the others wait for a replacement that gets ready, before they continue without it."""
 
+WAITING_S = 5.0
+"""How long no process has come before it is said which wait for a fellow."""
+
 FIRST_MEETING_S, MEETING_S = 30.0, 2.0
 """How long the members of the first, and of a later generation may take to connect."""
 
@@ -97,7 +100,7 @@ def _decide(state: State, event: Event, now: float) -> tuple[State, list[Action]
         case HostJoined():
             return state, _starts(state)
         case Joined(worker):
-            return state.move(worker, Phase.BUILDING), []
+            return replace(state.move(worker, Phase.BUILDING), came=now), []
         case Reconnected(worker, generation):
             return state, _reminders(state, worker, generation)
         case Built():
@@ -216,19 +219,21 @@ def _next_generation(state: State, now: float) -> tuple[State, list[Action]]:
         sends += stops.stops(after)
     fields = {"generation": generation, "members": list(after.group)}
     log = Log("generation_started", {**fields, "reason": state.why, "seconds": now - state.since})
-    return after, [log, *_waiting(after), *sends]
+    after, waits = _say_who_waits(after)
+    return after, [log, *waits, *sends]
 
 
-def _waiting(state: State) -> list[Action]:
-    """Say which processes wait, since some of their fellows are not there."""
-    out, there = state.wanted - set(state.group), state.living - state.those(KILLED)
-    logs: list[Action] = []
-    for first in sorted(n for n in out if n % state.ranks == 0):
-        fellows = state.fellows(first)
-        if (waits := fellows & there) and (missing := fellows - there):
-            fields = {"workers": sorted(waits), "missing": sorted(missing)}
-            logs.append(Log("replica_waits", {"replica": first // state.ranks, **fields}))
-    return logs
+def _say_who_waits(state: State) -> tuple[State, list[Action]]:
+    """Say which processes wait, since some of their fellows are not there; of each set once."""
+    there, waits, logs = state.living - state.those(KILLED), dict[int, list[int]](), list[Action]()
+    for first in sorted(n for n in state.wanted if n % state.ranks == 0):
+        fellows, replica = state.fellows(first), first // state.ranks
+        if fellows & there and (missing := sorted(fellows - there)):
+            waits[replica] = missing
+            if missing != state.waits.get(replica):
+                fields = {"workers": sorted(fellows & there), "missing": missing}
+                logs.append(Log("replica_waits", {"replica": replica, **fields}))
+    return replace(state, waits=waits), logs
 
 
 def _form(state: State, worker: int) -> Form:
@@ -561,8 +566,12 @@ def _tick(state: State, step: int, now: float) -> tuple[State, list[Action]]:
     state, asked = stops.check_time(state, step, now)
     if asked:
         return state, asked
-    if state.deadline is None and state.phase == "gathering":
-        return _advance(state, now)
+    if state.deadline is None and state.phase in ("gathering", "training"):
+        state, actions = _advance(state, now) if state.phase == "gathering" else (state, [])
+        if now < max(state.since, state.came) + WAITING_S:
+            return state, actions
+        state, waits = _say_who_waits(state)
+        return state, [*actions, *waits]
     if state.deadline is None or now < state.deadline:
         return state, []
     if state.phase in ("releasing", "ending"):

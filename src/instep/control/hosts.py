@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from instep.comm import messages as m
 from instep.comm.channel import Peer
 from instep.control.state import Role
 from instep.control.watch import away_s
+from instep.spec import MeshSpec
 from instep.system.limits import FLOOR_S
 from instep.system.processes import Watched
 
@@ -44,6 +45,19 @@ REPLACED_S = 1.0
 
 RETRY_S = 4.0
 """After how much longer a host on another machine is started again."""
+
+
+def together(mesh: MeshSpec, room: int) -> int:
+    """How many processes that follow each other start on one host.
+
+    A whole replica, or the largest part of one that fits; at least those on the `tensor` axis.
+
+    Args:
+        mesh: of the replica.
+        room: processes on each host, where they are spread evenly.
+    """
+    sizes = range(mesh.ranks, 0, -mesh.tensor)
+    return next((n for n in sizes if mesh.ranks % n == 0 and n <= room), mesh.tensor)
 
 
 class Process(Protocol):
@@ -87,6 +101,7 @@ class Hosts:
         count: how many it has; 0 where all workers are on this machine.
         send: sends a message to one of them.
         gather_s: how long the first that connects waits for the others.
+        mesh: of a replica, whose processes are best kept together.
     """
 
     def __init__(
@@ -95,8 +110,9 @@ class Hosts:
         send: Callable[[Peer, m.AnyMessage], None],
         *,
         gather_s: float = GATHER_S,
+        mesh: MeshSpec,
     ) -> None:
-        self.count, self._send, self._gather_s = count, send, gather_s
+        self.count, self._send, self._gather_s, self._mesh = count, send, gather_s, mesh
         self._there: dict[int, _Host] = {}
         self._underway: dict[int, int] = {}  # worker to the host that was asked to start it
         self._beating: set[tuple[int, int]] = set()  # host and pid: those with heartbeats
@@ -204,28 +220,36 @@ class Hosts:
         self,
         worker: int,
         log: str,
-        placed: Iterable[int],
+        placed: Mapping[int, int],
         role: Role = "worker",
         *,
+        of: int = 0,
         home: int | None = None,
     ) -> None:
-        """Start a worker on the host that has the fewest, unless that is under way.
+        """Start a worker, unless that is under way.
+
+        On the host that has the fewest; the processes of a replica where the others are
+        (`together`).
 
         Args:
             worker: its number.
             log: takes its output.
-            placed: the host of each worker that is there.
+            placed: worker to its host, of each that is there to stay.
             role: what it will be.
+            of: how many workers the run shall have.
             home: the host where the process before it left memory, if it did; that one is
                 preferred.
         """
         if not self.ready(self._now) or (self.several and worker in self._underway):
             return
-        workers = Counter([*placed, *self._underway.values()])
+        there = {**placed, **self._underway}
         # nobody starts it later: the only host, which is slow, gets the message in its time
         living = [n for n in self._there if not (self.several and self.is_quiet(n))]
-        fewest = min(living, key=lambda number: (workers[number], number), default=None)
-        host = home if home in living else fewest
+        size = together(self._mesh, -(-of // max(1, len(living))))
+        near = Counter(host for n, host in there.items() if n // size == worker // size)
+        workers = Counter(there.values())
+        best = min(living, key=lambda n: (-near[n], workers[n], n), default=None)
+        host = home if home in living else best
         if host is not None:
             self._underway[worker] = host
             self._send(self._there[host].peer, m.StartWorker(number=worker, log=log, role=role))

@@ -160,6 +160,7 @@ class Master:
             len(job.launch.hosts) if hosted else 0,
             self._hub.send,
             gather_s=GATHER_S if known is None else BACK_S,
+            mesh=job.mesh,
         )
         if known is None:
             self._begin(about)
@@ -404,12 +405,16 @@ class Master:
 
     def _start_worker(self, number: int) -> None:
         """Have a host start a process under this number."""
-        role = self._state.member(number).role
+        state, role = self._state, self._state.member(number).role
         log = str(self._run / "logs" / f"{role}-{number}.log")
-        placed = [process.host for process in self._processes.values()]
-        owns = self._state.drains or role == "server"  # its memory lies on the host where it was
-        home = self._hellos[number].host if owns and number in self._hellos else None
-        self._hosts.start(number, log, placed, role, home=home)
+        there = self._processes.items()  # without those that start again too
+        placed = {n: process.host for n, process in there if n not in state.those(s.KILLED)}
+        # a server, a codec or the only replica left memory on the host where it was
+        only = 1 < state.ranks == len(state.wanted)
+        left = state.drains or role == "server" or only
+        home = self._hellos[number].host if left and number in self._hellos else None
+        workers = len(state.wanted - state.servers)
+        self._hosts.start(number, log, placed, role, of=workers, home=home)
 
     # ---- messages
 

@@ -416,6 +416,8 @@ class State:
     """How many processes share a replica; their numbers follow each other."""
     restarts: dict[int, int] = field(default_factory=dict)
     """By replica: how often its processes were started again."""
+    waits: dict[int, list[int]] = field(default_factory=dict)
+    """By replica: the processes that it lacks, as was said last."""
     recovers: bool = False
     """Whether a member that is lost is replaced."""
     drains: bool = False
@@ -435,6 +437,8 @@ class State:
     """Whether its members were asked to leave it at the next commit."""
     since: float = 0.0
     """When the master began to gather members for the next generation."""
+    came: float = 0.0
+    """When a process joined last."""
     why: str = "start"
     """Why the next generation is needed."""
     checkpoint: str = ""

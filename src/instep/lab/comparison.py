@@ -39,6 +39,11 @@ def agree(one: Any, other: Any, *, bits: bool) -> Any:
         return equal | (np.isnan(one) & np.isnan(other))
 
 
+def on_processes(count: int) -> str:
+    """`on one process`, `on 4 processes`."""
+    return f"on {count} processes" if count > 1 else "on one process"
+
+
 class Share(NamedTuple):
     """What one worker did in the step, in the recorded run."""
 
@@ -78,6 +83,9 @@ class Replayed:
 
     after: int
     """The first step computed is the one after this."""
+
+    processes: int = 1
+    """How many computed the last step: those of a replica."""
 
     shares: tuple[Share, ...]
     figures: tuple[Figures, ...]
@@ -177,7 +185,8 @@ class Replayed:
         steps = self.step - self.after
         range_ = f"{self.after + 1} to {self.step}" if steps > 1 else f"{self.step}"
         where = self.checkpoint or "the beginning"
-        yield f"from    {where}: {plural(steps, 'step')} computed ({range_}), on one process"
+        on = on_processes(self.processes)
+        yield f"from    {where}: {plural(steps, 'step')} computed ({range_}), {on}"
         for share in self.shares:
             who = f"worker {share.worker} had positions [{share.first}, {share.stop})"
             yield f"ledger  step {self.step}: {who} of epoch {share.epoch + 1}"
@@ -241,7 +250,7 @@ def judge(
 
     Args:
         run: the recorded run.
-        computed: the runs of one worker that computed the steps (`after`, `step`], in order.
+        computed: the runs of one replica that computed the steps (`after`, `step`], in order.
         step: the last step of the last of them.
         checkpoint: the one that the first of them began with, or None.
         after: its step, or 0.
@@ -258,6 +267,7 @@ def judge(
         bits=bits,
         checkpoint=checkpoint,
         after=after,
+        processes=last.spec.workers,
         shares=_shares_of(run, step),
         figures=tuple(each for each in figures if each.name == "loss" or each.steps),
         parameters_sha256=str(last.last("model_saved")["parameters_sha256"]),

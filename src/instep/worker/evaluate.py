@@ -58,7 +58,8 @@ def evaluate(
         samples: in the dataset.
         batch: samples of one forward pass.
         comm: the workers that share the work.
-        speeds: of each worker, if they differ; a slow one gets fewer batches.
+        speeds: of each worker, if they differ; a slow one gets fewer batches. In lockstep
+            none does.
         workers: how many share the work; all ranks, if left out.
         rank: which of these this one is; its rank in `comm`, if left out. Several ranks may be
             the same one.
@@ -75,7 +76,7 @@ def evaluate(
     # the last two columns: samples read, and the weight of the loss
     table = torch.zeros(count, len(names) + 2, dtype=torch.float64)
     skipped: list[Skipped] = []
-    dealt = deal(count, workers or comm.size, speeds)
+    dealt = deal(count, workers or comm.size, None if lockstep else speeds)
     rank = comm.rank if rank is None else rank
     own = list(dealt[rank]) if rank < len(dealt) else []
     beside = max(map(len, dealt)) - len(own) if lockstep else 0

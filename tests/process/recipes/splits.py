@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from first_come import first
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
@@ -41,8 +42,11 @@ class Net(nn.Module):
             self.blocks[-1].inner.weight = self.blocks[0].inner.weight
         self.scale = nn.Parameter(torch.ones(()))
         self.head = nn.Linear(WIDTH, CLASSES)
+        self.pause_s = 0.0
 
     def forward(self, x):
+        if self.pause_s and self.training:
+            time.sleep(self.pause_s)
         x = self.norm(self.enter(x))
         for block in self.blocks:
             x = block(x)
@@ -107,6 +111,31 @@ def without_host_memory(**options):
     most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 33, most))
     return recipe(**options)
+
+
+def sequences(pause_s=0.0, length=6):
+    """Each position of a sequence has a class."""
+    made = Net(drop=0.1).double()
+    x = torch.randn(SAMPLES, length, 5, generator=torch.Generator().manual_seed(1)).double()
+
+    def loss(outputs, targets):
+        time.sleep(pause_s)
+        return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+    return instep.Recipe(
+        model=made,
+        loss=loss,
+        weight=lambda batch: len(batch[0]),
+        optimizer=sgd,
+        train=TensorDataset(x, x[..., :CLASSES].argmax(-1)),
+    )
+
+
+def one_is_slow(mark, pause_s=0.15, drop=0.1, norm=False):
+    """`mark` is a file: who makes it is the slow one."""
+    made = recipe(drop=drop, norm=norm)
+    made.model.pause_s = pause_s if first(Path(mark)) else 0.0
+    return made
 
 
 def sabotaged():

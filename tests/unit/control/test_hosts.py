@@ -14,6 +14,7 @@ from instep.control.hosts import (
     Hosts,
     RemoteProcess,
 )
+from instep.spec import MeshSpec
 from instep.system.limits import FLOOR_S
 
 
@@ -26,9 +27,11 @@ def peer(number):
 class Table:
     """Hosts by number, and what was said to each; a host is its own connection."""
 
-    def __init__(self, count):
+    def __init__(self, count, **mesh):
         self.said = []
-        self.hosts = Hosts(count, lambda peer, message: self.said.append((peer, message)))
+        self.hosts = Hosts(
+            count, lambda peer, message: self.said.append((peer, message)), mesh=MeshSpec(**mesh)
+        )
         self.now = 100.0
         self.hosts.turn(self.now)
 
@@ -54,9 +57,10 @@ class Table:
         self.said.clear()
         return {each.number: int(peer.split()[1]) for peer, each in told}
 
-    def start(self, workers, placed=()):
+    def start(self, workers, placed=(), of=0):
+        """Have workers started; `placed` are the hosts of those that are there, by number."""
         for worker in workers:
-            self.hosts.start(worker, "log", placed)
+            self.hosts.start(worker, "log", dict(enumerate(placed)), of=of)
 
 
 @pytest.fixture
@@ -91,20 +95,62 @@ def test_workers_start_where_the_fewest_are_and_only_once(three):
 
 
 def test_a_process_with_memory_starts_on_the_host_that_has_it_while_that_one_lives(three):
-    placed = [0, 1, 1, 1]
+    placed = {0: 0, 1: 1, 2: 1, 5: 1}
     three.hosts.start(3, "log", placed, "server", home=1)
     three.hosts.start(4, "log", placed)
     assert three.starts() == {3: 1, 4: 2}
     three.hosts.started(3, 1)
     three.wait(FLOOR_S + 0.2, 0, 2)
-    three.hosts.start(3, "log", [0, 2], "server", home=1)
+    three.hosts.start(3, "log", {0: 0, 1: 2}, "server", home=1)
     assert three.starts()[3] == 0
+
+
+@pytest.mark.parametrize(
+    ("hosts", "workers", "mesh", "places"),
+    [
+        (2, 4, {"tensor": 2}, [0, 0, 1, 1]),
+        (2, 4, {"shard": 2}, [0, 0, 1, 1]),
+        (2, 4, {"stages": 2}, [0, 0, 1, 1]),
+        (2, 8, {"tensor": 2, "shard": 2}, [0, 0, 0, 0, 1, 1, 1, 1]),
+        (2, 6, {"tensor": 2}, [0, 0, 1, 1, 0, 0]),
+        (2, 8, {"tensor": 2}, [0, 0, 1, 1, 0, 0, 1, 1]),
+        (3, 4, {"shard": 2}, [0, 0, 1, 1]),
+        (2, 4, {"shard": 4}, [0, 0, 1, 1]),  # a replica that is larger than its part of a host
+        (2, 4, {"tensor": 2, "shard": 2}, [0, 0, 1, 1]),
+        (2, 8, {"tensor": 2, "shard": 4}, [0, 0, 0, 0, 1, 1, 1, 1]),
+        (3, 6, {"tensor": 2, "stages": 3}, [0, 0, 1, 1, 2, 2]),
+        (2, 6, {"shard": 3, "tensor": 2}, [0, 0, 1, 1, 0, 0]),
+        (2, 2, {"shard": 2}, [0, 1]),
+        (2, 2, {"tensor": 2}, [0, 0]),
+        (4, 4, {"tensor": 2, "stages": 2}, [0, 0, 1, 1]),
+    ],
+    ids=str,
+)
+def test_a_replica_starts_on_one_host_or_else_in_parts_that_keep_its_tensor_ranks_together(
+    hosts, workers, mesh, places
+):
+    table = Table(hosts, **mesh)
+    table.come(*range(hosts))
+    table.start(range(workers), of=workers)
+    assert table.starts() == dict(enumerate(places))
+
+
+def test_a_process_of_a_replica_starts_where_the_others_are_and_with_them_elsewhere():
+    table = Table(2, tensor=2)
+    table.come(0, 1)
+    table.wait(1.0, 0, 1)
+    table.hosts.start(1, "log", {0: 1, 2: 0, 3: 1}, of=4)
+    assert table.starts() == {1: 1}
+    table.hosts.started(1, 1)
+    table.wait(FLOOR_S + 0.2, 0)
+    table.start([0, 1], of=4)
+    assert table.starts() == {0: 0, 1: 0}
 
 
 def test_servers_are_spread_over_hosts_as_workers_are(three):
     three.start(range(4))
     for server in (4, 5):
-        three.hosts.start(server, "log", (), "server")
+        three.hosts.start(server, "log", {}, "server")
     assert three.starts() == {0: 0, 1: 1, 2: 2, 3: 0, 4: 1, 5: 2}
 
 
@@ -127,11 +173,12 @@ def test_another_host_starts_what_a_lost_one_was_to_start(three):
 
 
 def test_a_host_that_reconnects_is_asked_again_for_what_it_was_to_start(three):
-    three.start([0, 1, 2], placed=[1, 1, 1, 2, 2, 2])
-    assert three.starts() == dict.fromkeys([0, 1, 2], 0)
+    placed = [1, 1, 1, 2, 2, 2]
+    three.start([6, 7, 8], placed)
+    assert three.starts() == dict.fromkeys([6, 7, 8], 0)
     assert three.hosts.joins("peer 0 again", 0, 1000, three.now) == peer(0)
-    three.start([0, 1, 2], placed=[1, 1, 1, 2, 2, 2])
-    assert three.starts() == dict.fromkeys([0, 1, 2], 0)
+    three.start([6, 7, 8], placed)
+    assert three.starts() == dict.fromkeys([6, 7, 8], 0)
 
 
 def test_a_host_that_has_spoken_is_not_given_time_to_import_on_its_next_connection(three):

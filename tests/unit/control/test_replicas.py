@@ -5,7 +5,7 @@ import pytest
 from instep import spec_file
 from instep.comm.messages import Done, Failed, Form, Regroup, Release
 from instep.control.crash_loop import MOST_LOSSES
-from instep.control.decide import BROKEN_S, BUILDING_S, decide, refuse_scale
+from instep.control.decide import BROKEN_S, BUILDING_S, WAITING_S, decide, refuse_scale
 from instep.control.endings import BETTER_CAUSE_S, UNSEEN
 from instep.control.state import (
     Broke,
@@ -226,6 +226,57 @@ def test_the_others_train_on_without_a_part_of_a_replica_and_take_it_in_whole():
     story.leave(2, 3)
     assert story.told(Form) == [0, 1, 2, 3]
     assert not story.told(Release)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_where_no_replica_is_whole_each_says_once_for_whom_it_waits(replicas):
+    story = Story(2 * replicas)
+    story.happens(*(killed(n) for first in range(0, 2 * replicas, 2) for n in (first + 1, first)))
+    story.come(*range(0, 2 * replicas, 2))
+    story.passes(WAITING_S - 0.1)
+    assert story.logged("replica_waits") == []
+    for _ in range(3):
+        story.passes(100.0)
+    said = [{"replica": n, "workers": [2 * n], "missing": [2 * n + 1]} for n in range(replicas)]
+    assert story.logged("replica_waits") == said
+    story.come(*range(1, 2 * replicas, 2))
+    assert not story.told(Form)
+    assert GoBack() in story.actions
+    story.happens(WentBack("", 0))
+    story.form()
+    story.actions = []
+    story.happens(killed(1), killed(0))
+    story.come(0)
+    story.passes(WAITING_S)
+    assert story.logged("replica_waits") == said[:1], "it is another wait"
+
+
+def test_a_process_that_comes_while_the_others_train_says_for_whom_it_waits():
+    story = Story()
+    story.happens(killed(1), killed(0))
+    story.leave(2, 3)
+    story.passes(BUILDING_S + 0.1)
+    assert story.told(Form) == [2, 3]
+    story.form()
+    story.come(1)
+    story.passes(WAITING_S - 0.1)
+    assert story.logged("replica_waits") == []
+    story.passes(0.1)
+    story.passes(100.0)
+    assert story.logged("replica_waits") == [{"replica": 0, "workers": [1], "missing": [0]}]
+
+
+def test_a_replica_that_lacks_more_or_others_than_before_says_so():
+    story = Story(4, ranks=4)
+    story.happens(*map(killed, (1, 0, 2, 3)))
+    story.passes(WAITING_S)
+    story.come(0)
+    story.passes(WAITING_S - 0.1)
+    assert story.logged("replica_waits") == [], "the others may come any moment"
+    story.passes(0.1)
+    story.come(3)
+    story.passes(WAITING_S)
+    assert [e["missing"] for e in story.logged("replica_waits")] == [[1, 2, 3], [1, 2]]
 
 
 def test_a_loss_in_a_replica_that_is_not_in_the_group_does_not_break_it():

@@ -12,12 +12,14 @@ from instep.spec import as_table
 from instep.store.run_folder import RunFolder
 
 
-def recorded(folder, sessions, *, workers=3, **more):
+def recorded(folder, sessions, *, workers=3, meshes=(), **more):
     """A run of which each session began at a step, with its number of steps to train."""
+    meshes = iter(meshes)
     folder.mkdir(exist_ok=True)
     events = [{"event": "worker_ready", "worker": 0, "samples": 640, "device": "cuda:0"}]
     for began, steps in sessions:
         table = {"recipe": "a.py:f", "workers": workers, "train": {"steps": steps}}
+        table |= {"mesh": next(meshes, {})}
         job = spec_file.build(table, source="test")
         resumed = {"resumed_step": began} if began is not None else {}
         events.append({"event": "run_started", "job": as_table(job), **resumed, **more})
@@ -63,6 +65,20 @@ def test_a_step_is_computed_by_one_worker_on_the_device_that_computed_it(tmp_pat
     assert only.job.workers == 1
     assert only.job.train.device == "cuda"
     assert only.job.checkpoint.every == "never"
+
+
+def test_a_step_of_a_mesh_is_computed_by_one_replica_as_it_was_in_that_session(tmp_path):
+    meshes = [{"shard": 4, "zero": 2}, {"tensor": 2, "cuts": ["blocks.1"]}, {}]
+    sessions = [(None, 9), (3, 9), (6, 9)]
+    run = recorded(tmp_path / "run", sessions, workers=8, meshes=meshes)
+    jobs = [stretch.job for stretch in stretches(run, 0, 9)]
+    assert [job.workers for job in jobs] == [4, 2, 1]
+    assert [(job.mesh.shard, job.mesh.tensor, job.mesh.zero) for job in jobs] == [
+        (4, 1, 2),
+        (1, 2, 3),
+        (1, 1, 3),
+    ]
+    assert jobs[1].mesh.cuts == ("blocks.1",)
 
 
 def test_what_has_changed_since_is_told(tmp_path):

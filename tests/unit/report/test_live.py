@@ -533,3 +533,8 @@ def test_a_notice_about_a_server_names_it_as_one():
     formed = event("generation_started", members=[0, 1, 3, 2], reason="why", generation=4)
     said = notice(formed, generations=2, servers={2})
     assert said == "continuing with workers 0, 1, 3, server 2 (why)"
+
+
+def test_processes_that_wait_for_the_rest_of_their_replica_say_so():
+    waits = {"event": "replica_waits", "replica": 1, "workers": [4, 7], "missing": [5]}
+    assert notice(waits) == "replica 1 waits for worker 5 (it has workers 4, 7)"

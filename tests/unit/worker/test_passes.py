@@ -184,3 +184,37 @@ def test_a_unit_of_a_mesh_is_cut_alike_at_any_number_of_replicas(micro_batches, 
         return sorted(found)
 
     assert passes(1) == passes(2) == passes(3)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "now"),
+    [
+        ({}, [7, 1]),
+        ({"shard": 2}, [4, 4, 0, 0]),  # a unit is two of eight micro-batches
+        ({"tensor": 2}, [7, 7, 1, 1]),
+        ({"stages": 2}, [7, 7, 1, 1]),
+        ({"shard": 2, "tensor": 2}, [4, 4, 4, 4, 0, 0, 0, 0]),
+    ],
+    ids=str,
+)
+def test_a_replica_is_dealt_by_the_speed_of_its_slowest_rank(mesh, now):
+    train, mesh = TrainSpec(global_batch=32, micro_batches=8), MeshSpec(**mesh)
+    workers = list(range(2 * mesh.ranks))
+    forms = [Form(generation=1, rank=rank, members=workers) for rank in workers]
+    ranks = [Lockstep(form, train, 32, by_speed=True, mesh=mesh) for form in forms]
+    of_a_pass_s = [0.05 for _ in workers[1:]] + [0.3]
+    for step in range(1, 30):
+        covered, counts = [], []
+        for rank in ranks:
+            ((where, share),) = rank.plan(step, step, merge=False)
+            counts.append(len(share.passes))
+            covered += [n for each in share.passes for n in range(*each.samples[1:])]
+        assert sorted(covered) == sorted([*range(32)] * mesh.same_batch)
+        seconds = [n * each for n, each in zip(counts, of_a_pass_s, strict=True)]
+        assert len({rank.measured(where, seconds) for rank in ranks}) == 1
+    assert counts == now
+    for rank in ranks:
+        micro_batches, speeds = rank.dealt()
+        assert micro_batches == now
+        assert len(set(speeds[: mesh.ranks])) == len(set(speeds[mesh.ranks :])) == 1
+        assert speeds[0] > speeds[-1]

@@ -72,8 +72,9 @@ def notice(
     if what == "worker_leaving":
         return f"{who} leaves; {who.split()[0]} {event['successor']} replaces it"
     if what == "replica_waits":
-        lack = f"and lacks {some_members(event['missing'], servers)}"
-        return f"replica {event['replica']} has {len(event['workers'])} processes {lack}: it waits"
+        there = some_members(event["workers"], servers)
+        lack = some_members(event["missing"], servers)
+        return f"replica {event['replica']} waits for {lack} (it has {there})"
     if what == "scaled":
         before, after = event["before"], event["workers"]
         return f"changing from {before} to {after} workers at one of the next steps"

@@ -61,7 +61,7 @@ class Lockstep:
         form: the generation.
         train: the job's.
         samples: of the dataset.
-        by_speed: whether a slow worker is dealt less.
+        by_speed: whether a slow worker is dealt less, or a slow replica.
         finished: what is computed already.
         mesh: of a replica. Work is dealt to replicas, and each is known by its first rank; the
             ranks of one compute at the same time.
@@ -90,8 +90,9 @@ class Lockstep:
             for n, worker in enumerate(self.workers)
             if worker not in form.draining and n % mesh.ranks == 0
         ]
-        even = bool(form.draining) or mesh.ranks > 1
-        self.dealing = Dealing(self._ranks, by_speed=by_speed and not even)
+        even = bool(form.draining)
+        self.dealing = Dealing(self._ranks // mesh.ranks, by_speed=by_speed and not even)
+        """Of replicas: of each worker, where it is one."""
         self._done: tuple[int, int, Position, Speeds | None] | None = None
 
     def plan(
@@ -192,13 +193,25 @@ class Lockstep:
     def measured(self, where: Position, seconds: Sequence[float]) -> str:
         """Take in how long each rank computed for a committed step.
 
+        A replica is as fast as its slowest rank.
+
         Returns:
             Why the next is dealt otherwise, in a word; empty where it is not.
         """
-        parts = parts_of(where, self._train)
+        parts, ranks = parts_of(where, self._train), self._mesh.ranks
         ranges = self._ranges(where, parts, self.dealing.speeds)
-        samples = [stop - first for first, stop in ranges]
-        return self.dealing.after_step(seconds[: self._ranks], samples, parts)
+        firsts = range(0, self._ranks, ranks)  # who has what its replica has
+        samples = [ranges[n][1] - ranges[n][0] for n in firsts]
+        slowest = [max(seconds[n : n + ranks]) for n in firsts]
+        return self.dealing.after_step(slowest, samples, -(-parts // self._unit))
+
+    def dealt(self) -> tuple[list[int], list[float]]:
+        """For each of `workers`: how many micro-batches of a whole step it has from now on, and the
+        speed by which; ranks of one replica have the same."""
+        dealing, every = self.dealing, range(self._ranks)
+        counts, speeds = dealing.counts(dealing.speeds), dealing.speeds or [1.0] * self._ranks
+        ranks = self._mesh.ranks
+        return [counts[n // ranks] for n in every], [speeds[n // ranks] for n in every]
 
 
 def _stretches(where: Position, parts: int, units: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -731,14 +731,14 @@ class Engine:
         self._record(done, staged)
         why, form = self.assignment.measured(staged.where, self._computing), self.member.form
         if why and self.comm.rank == 0 and form is not None:
-            dealing = self.assignment.dealing
+            micro_batches, speeds = self.assignment.dealt()
             self.member.emit(
                 "work_dealt",
                 generation=form.generation,
                 step=done.step + 1,
                 members=self.assignment.workers,
-                micro_batches=dealing.counts(dealing.speeds),
-                speeds=dealing.speeds or [1.0] * len(self.assignment.workers),
+                micro_batches=micro_batches,
+                speeds=speeds,
                 reason=why,
             )
         self.clock = Clock(begin=time.time())
