@@ -669,6 +669,44 @@ def row_norms() -> Parts:
     return classified(Net(), optimizer=optimizer)
 
 
+def followed(net: Net, follow: Callable[[], None]) -> Parts:
+    """Something else in the model moves after each step."""
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        made = momentum(parameters)
+        made.register_step_post_hook(torch.no_grad()(lambda *_: follow()))
+        return made
+
+    return classified(net, optimizer=optimizer)
+
+
+@breaker("averages in a frozen net")
+def average_net() -> Parts:
+    net = Net()
+    net.slow = Net().requires_grad_(False)
+
+    def follow() -> None:
+        slow = dict(net.slow.named_parameters())
+        for name, parameter in net.named_parameters():
+            if name in slow:
+                slow[name].lerp_(parameter, 0.1)
+
+    return followed(net, follow)
+
+
+@breaker("averages in buffers")
+def average_buffers() -> Parts:
+    net = Net()
+    for name, parameter in list(net.named_parameters()):
+        net.register_buffer(name.replace(".", "_"), parameter.detach().clone())
+
+    def follow() -> None:
+        for name, parameter in net.named_parameters():
+            net.get_buffer(name.replace(".", "_")).lerp_(parameter, 0.1)
+
+    return followed(net, follow)
+
+
 @breaker("validated", draws=True)
 def validated() -> Parts:
     def accuracy(outputs: Tensor, target: Tensor) -> Tensor:

@@ -70,6 +70,14 @@ REFUSALS = {
     "a teacher": {"stages": "has nothing to train|the loss, after 'student.blocks.3', needs them"},
     "skips between blocks": {"stages": "only what that block is called with crosses the cut"},
     "an optimizer's own norm of all": {"stages": "Lamb would train another model"},
+    "averages in a frozen net": {
+        "tensor": "SGD cannot take a step",
+        "stages": "steps of SGD write 'slow|SGD cannot take a step",
+    },
+    "averages in buffers": {
+        **dict.fromkeys(("shard", "tensor"), "SGD cannot take a step"),
+        "stages": "steps of SGD write '|SGD cannot take a step",
+    },
     "means of rows": dict.fromkeys(("shard", "tensor"), "Factored keeps 'rows' for"),
     "Adafactor": {"shard": "Adafactor cannot take", "tensor": "Adafactor cannot take"},
     "Muon": {"shard": "Muon would train another", "tensor": "Muon would train another"},

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,12 +47,13 @@ class OptimizerCheck:
         seed: of the job.
         first: whether this process is the first of its replica, which computes the reference.
         needed: whether there is anything to compare.
+        stages: of the pipeline; with several a process has some of the parameters only.
     """
 
     def __init__(
-        self, model: nn.Module, build: Build, seed: int, *, first: bool, needed: bool
+        self, model: nn.Module, build: Build, seed: int, *, first: bool, needed: bool, stages: int
     ) -> None:
-        self._build, self._seed = build, seed
+        self._build, self._seed, self._stages = build, seed, stages
         self._named, self._options = "the optimizer", dict[str, Any]()
         self._trained = {n: p.shape for n, p in model.named_parameters() if p.requires_grad}
         self._sparse = {
@@ -66,7 +68,8 @@ class OptimizerCheck:
         if first and needed and small:
             try:
                 own = copy.deepcopy(model)
-                self._reference, _ = self._moves(own, dict(own.named_parameters()))
+                with _put_back({**dict(model.named_parameters()), **dict(model.named_buffers())}):
+                    self._reference, _ = self._moves(own, dict(own.named_parameters()))
             except Exception:  # the user's optimizer may raise anything, and will again
                 self._reference = None
 
@@ -75,7 +78,7 @@ class OptimizerCheck:
 
         Raises:
             RecipeError: a move differs, the optimizer cannot take a step there, or keeps what no
-                checkpoint can have.
+                checkpoint can have; or its steps write to the model what a stage cannot know.
         """
         comm, device = replica.comm, replica.device
         able = torch.tensor([float(self._reference is not None)], device=device)
@@ -84,8 +87,10 @@ class OptimizerCheck:
             return
         parameters = dict(model.named_parameters())
         slots = dict(zip(parameters, replica.slots(list(parameters.values())), strict=True))
+        frozen = {name: slots.pop(name) for name in list(slots) if name not in self._trained}
         try:
-            moves, optimizer = self._moves(model, slots)
+            with _put_back({**frozen, **dict(model.named_buffers())}) as written:
+                moves, optimizer = self._moves(model, slots)
             for _ in kept_tensors(optimizer, model):
                 pass  # raises if no checkpoint could have what it keeps
         except InstepError:
@@ -97,6 +102,8 @@ class OptimizerCheck:
                 f"{self._named} cannot take a step where [mesh] splits the parameters "
                 f"({type(error).__name__}: {one_line(error)}). {remedy}"
             ) from error
+        if self._stages > 1:
+            self._judge_writes(replica, written, set(frozen))
         sums = torch.zeros(len(self._trained), 3, dtype=torch.float64, device=device)
         for place, (name, shape) in enumerate(self._trained.items()):
             known = torch.zeros(shape, dtype=torch.float64, device=device)
@@ -111,6 +118,24 @@ class OptimizerCheck:
                 sums[place, 2] = move.square().sum()
         comm.all_reduce(sums).wait()
         self._judge(sums.sqrt().cpu())
+
+    def _judge_writes(
+        self, replica: Replica, written: Mapping[str, Tensor], frozen: set[str]
+    ) -> None:
+        """Each stage has other parameters, so what a hook makes of them is not the whole."""
+        own = 0
+        for name, value in written.items():
+            number = zlib.crc32(value.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+            own = key(own, zlib.crc32(name.encode()), number) >> 32
+        if frozen & set(written):
+            own = -1
+        if len({*replica.gather(own), own}) > 1 or own < 0:
+            name = repr(next(iter(written))) if written else "buffers or frozen parameters"
+            raise RecipeError(
+                f"the steps of {self._named} write {name} of the model, as a hook does that keeps "
+                "an average of the weights: with mesh.stages a process has only some of the "
+                "parameters, and the rest would be left out. Leave the hook or mesh.stages out."
+            )
 
     def _judge(self, found: Tensor) -> None:
         wrong = [
@@ -167,6 +192,21 @@ class OptimizerCheck:
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 10
         part = noise[_slices(box_of(parameter))].to(held.device, held.dtype)
         return part.to_sparse(1) if name in self._sparse else part
+
+
+@contextmanager
+def _put_back(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Undo what is written to tensors; gives what they were, in the end, where it was undone."""
+    tensors = {name: each.detach() for name, each in tensors.items() if not each.is_sparse}
+    before = {name: each.clone() for name, each in tensors.items()}
+    written: dict[str, Tensor] = {}
+    try:
+        yield written
+    finally:
+        for name, tensor in tensors.items():
+            if not torch.equal(tensor, before[name]):
+                written[name] = tensor.clone()
+                tensor.copy_(before[name])
 
 
 _REMEDY = (

@@ -206,6 +206,7 @@ class Training(Loop):
             self.job.seed,
             first=self.member.number % self.job.mesh.ranks == 0,
             needed=known is None and begun.small,
+            stages=self.job.mesh.stages,
         )
         replica, why = self._split(model, begun, merge=trial.merge, compare=known is None)
         moves.run(replica, model)
