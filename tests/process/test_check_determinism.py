@@ -52,6 +52,12 @@ def test_a_recipe_with_the_same_bits_passes(tmp_path: Path, temporary: Path, cap
 
 
 @pytest.mark.slow
+def test_of_a_mesh_one_replica_is_compared_with_two(tmp_path: Path, capsys: Out) -> None:
+    assert check(tmp_path, "splits.py:recipe", "--workers", "2", "--set", "mesh.shard=2") == 0
+    assert "the same bits on 2 and 4 workers" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_a_job_shorter_than_the_check_is_judged_on_its_whole_length(
     tmp_path: Path, capsys: Out
 ) -> None:

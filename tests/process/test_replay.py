@@ -58,6 +58,19 @@ def contents(folder: Path) -> dict[Path, tuple[int, bytes]]:
 
 
 @pytest.mark.slow
+def test_a_step_of_a_mesh_is_computed_by_one_replica(
+    tmp_path: Path, temporary: Path, capsys: Out
+) -> None:
+    run = begin(tmp_path, "meshed", "splits.py", workers=4, mesh={"shard": 2})
+    assert main(["replay", str(run), "--step", "21"]) == 0
+    said = capsys.readouterr()
+    assert "3 steps computed (19 to 21), on one replica of 2 processes" in said.out
+    assert "the same bits in 3 recorded steps" in said.out
+    assert "verdict the same bits" in said.out
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.slow
 def test_a_step_in_the_middle_is_computed_from_the_newest_checkpoint_before_it(
     recorded: Path, temporary: Path, capsys: Out
 ) -> None:

@@ -69,6 +69,9 @@ class Replayed:
     """What came of a replay."""
 
     run: Path
+    ranks: int
+    """Processes of the replica that computed the step."""
+
     step: int
     bits: bool
     """Whether the run promises the same bits; otherwise figures agree to `TOLERANCE`."""
@@ -177,7 +180,8 @@ class Replayed:
         steps = self.step - self.after
         range_ = f"{self.after + 1} to {self.step}" if steps > 1 else f"{self.step}"
         where = self.checkpoint or "the beginning"
-        yield f"from    {where}: {plural(steps, 'step')} computed ({range_}), on one process"
+        computed = f"{plural(steps, 'step')} computed ({range_}), on {one_replica(self.ranks)}"
+        yield f"from    {where}: {computed}"
         for share in self.shares:
             who = f"worker {share.worker} had positions [{share.first}, {share.stop})"
             yield f"ledger  step {self.step}: {who} of epoch {share.epoch + 1}"
@@ -234,6 +238,11 @@ class Replayed:
         )
 
 
+def one_replica(ranks: int) -> str:
+    """What computes a step again."""
+    return "one process" if ranks == 1 else f"one replica of {ranks} processes"
+
+
 def judge(
     run: RunFolder, computed: Sequence[RunFolder], step: int, *, checkpoint: Path | None, after: int
 ) -> Replayed:
@@ -241,7 +250,7 @@ def judge(
 
     Args:
         run: the recorded run.
-        computed: the runs of one worker that computed the steps (`after`, `step`], in order.
+        computed: the runs of one replica that computed the steps (`after`, `step`], in order.
         step: the last step of the last of them.
         checkpoint: the one that the first of them began with, or None.
         after: its step, or 0.
@@ -254,6 +263,7 @@ def judge(
     saves = [e["parameters_sha256"] for e in run.named("model_saved") if e.get("step") == step]
     return Replayed(
         run=run.path,
+        ranks=run.spec.mesh.ranks,
         step=step,
         bits=bits,
         checkpoint=checkpoint,

@@ -20,6 +20,7 @@ from instep.lab.temporary_runs import folder_for_runs, run_quietly
 from instep.spec import JobSpec, StopSpec
 from instep.state.compare import checkpoint_of, differences, saved
 from instep.store.run_folder import RunFolder
+from instep.words import plural
 
 STEPS = 3
 """Steps of each run: the first two show what one pass does, the third what a step carries over."""
@@ -58,16 +59,18 @@ def check_determinism(job: JobSpec, say: Callable[[str], None]) -> Comparison:
         say: prints a line of progress.
 
     Raises:
-        SpecError: the job has no work for two workers.
+        SpecError: the job has no work for two replicas.
         InstepError: a run failed; the text says why, with the end of the worker's output.
         KeyboardInterrupt: Ctrl-C or SIGTERM came; nothing is left behind.
     """
-    sizes = (1, job.workers if job.workers > 1 else 2)
-    if sizes[1] > job.per_commit.micro_batches:
+    one = job.mesh.ranks  # bits are promised for any number of replicas of one mesh
+    sizes = (one, job.workers if job.workers > one else 2 * one)
+    if sizes[1] > job.most_workers:
         key = "sync.participants" if job.sync.participants else "train.micro_batches"
+        what, least = ("worker", 2) if one == 1 else ("replica", 2 * job.unit)
         raise SpecError(
-            f"{key} = {job.per_commit.micro_batches}: to compare one worker with two, there must "
-            f"be work for two. Set {key} to 2 or more."
+            f"{key} = {job.per_commit.micro_batches}: to compare one {what} with two, there must "
+            f"be work for two. Set {key} to {least} or more."
         )
     with folder_for_runs("instep-check-") as runs:
         first, second = (_trained(job, size, runs / f"{n}", say) for n, size in enumerate(sizes))
@@ -82,7 +85,7 @@ def check_determinism(job: JobSpec, say: Callable[[str], None]) -> Comparison:
 
 
 def _trained(job: JobSpec, workers: int, runs: Path, say: Callable[[str], None]) -> Path:
-    say(f"training {STEPS} steps on {workers} worker{'s' if workers > 1 else ''}")
+    say(f"training {STEPS} steps on {plural(workers, 'worker')}")
     small = msgspec.structs.replace(
         job,
         workers=workers,
@@ -148,16 +151,16 @@ def lines(comparison: Comparison) -> list[str]:
             f"{found.group} differs{more}: {found.how}"
         ]
         where = "the backward pass or the optimizer"
+    one = plural(comparison.sizes[0], "worker")
     if comparison.repeatable:
         return [
             *lines,
-            f"two runs on {comparison.sizes[0]} worker agree: {where} depends on what the process "
-            "computed before.",
+            f"two runs on {one} agree: {where} depends on what the process computed before.",
             "Look for a generator, a counter or a cache that is carried from batch to batch.",
         ]
     return [
         *lines,
-        f"two runs on {comparison.sizes[0]} worker differ too: {where} depends on something that "
+        f"two runs on {one} differ too: {where} depends on something that "
         "the job's seed does not set.",
         "Look for a generator without a seed, the time, the order of a set, or a kernel that adds "
         "in any order.",

@@ -1,6 +1,6 @@
-"""Computes recorded steps again on one process, and compares them with the record.
+"""Computes recorded steps again on one replica, and compares them with the record.
 
-A replay is a run of one worker in a temporary folder. It begins at a checkpoint that the
+A replay is a run of one replica in a temporary folder. It begins at a checkpoint that the
 run kept, or at the beginning, and ends with the step asked for. The recorded run is only
 read, and may still be running. `comparison.py` compares the results. Nothing
 here imports torch. Way in: `replay`.
@@ -21,7 +21,7 @@ from instep import spec_file
 from instep.client.results import about, recipe_sha256
 from instep.control.resume import check_own
 from instep.errors import CheckpointError, RunError, SpecError
-from instep.lab.comparison import Replayed, judge
+from instep.lab.comparison import Replayed, judge, one_replica
 from instep.lab.temporary_runs import Progress, folder_for_runs, run_quietly
 from instep.spec import CheckpointSpec, JobSpec, LaunchSpec, ReportSpec, StopSpec
 from instep.state.compare import checkpoint_of
@@ -56,7 +56,7 @@ def replay(
         SpecError: the run has no such step, or others started its processes; or `to` is a file
             that the run needs.
         RunError: the steps could not be computed to the last one, or `to` not be written.
-        InstepError: the run of one worker failed; the text says why.
+        InstepError: the run of one replica failed; the text says why.
         KeyboardInterrupt: Ctrl-C or SIGTERM came; nothing is left behind.
     """
     if to is not None:
@@ -68,11 +68,11 @@ def replay(
         computed, at = [], start_point
         for number, stretch in enumerate(stretches(run, start_point.step, step)):
             while at.step < stretch.last:
-                say(_progress(at.step, stretch.last, start_point))
+                say(_progress(at.step, stretch.last, start_point, stretch.job.workers))
                 done = _computed(stretch, at, folder / f"{number}-{at.step}", say)
                 if done.last_step <= at.step:
                     raise RunError(
-                        f"step {at.step + 1} could not be computed again: the run of one worker "
+                        f"step {at.step + 1} could not be computed again: the run of one replica "
                         f"ended ({done.outcome}) before it."
                     )
                 computed.append(done)
@@ -136,7 +136,7 @@ def stretches(run: RunFolder, after: int, last: int) -> Iterator[Stretch]:
 
 
 def _job(run: RunFolder, started: dict[str, Any]) -> JobSpec:
-    """The job of one session, for one worker: that of the run, with what a resume may change."""
+    """The job of one session, for one replica: that of the run, with what a resume may change."""
     table = started.get("job")
     logged = table if isinstance(table, dict) else {}
     parts = {key: logged[key] for key in ("train", "stop", "data") if key in logged}
@@ -145,7 +145,7 @@ def _job(run: RunFolder, started: dict[str, Any]) -> JobSpec:
     device = str(run.last("worker_ready").get("device") or given.train.device).partition(":")[0]
     return msgspec.structs.replace(
         run.spec,
-        workers=1,
+        workers=run.spec.mesh.ranks,
         train=msgspec.structs.replace(given.train, device=device, stop_after_steps=0),
         data=given.data,
         stop=StopSpec(non_finite=False, gradient_norm=given.stop.gradient_norm),
@@ -190,7 +190,7 @@ def _computed(
     )
 
 
-def _progress(step: int, last: int, start_point: StartPoint) -> str:
+def _progress(step: int, last: int, start_point: StartPoint, ranks: int) -> str:
     if step > start_point.step:
         where = f"step {step}"
     elif start_point.checkpoint is None:
@@ -198,7 +198,7 @@ def _progress(step: int, last: int, start_point: StartPoint) -> str:
     else:
         where = f"the checkpoint of step {step}"
     steps = f"step {last}" if last == step + 1 else f"steps {step + 1} to {last}"
-    return f"computing {steps} on one process, from {where}"
+    return f"computing {steps} on {one_replica(ranks)}, from {where}"
 
 
 def changes_since(run: RunFolder, step: int) -> list[str]:
