@@ -15,6 +15,7 @@ sparse. Linux.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import struct
@@ -107,6 +108,11 @@ class HostMemory:
                 # else a page that the system cannot give would be a SIGBUS at the first write
                 os.posix_fallocate(self._file, self._begin(slot), size)
         except OSError as error:
+            if error.errno == errno.EFBIG:  # the file is sparse, and its slots lie far apart
+                raise WorkerError(
+                    "memory that outlives this process cannot be had: the system limits how large "
+                    "a file may be. Set ulimit -f to unlimited."
+                ) from None
             why = str(error.strerror)
         if why:
             raise WorkerError(
