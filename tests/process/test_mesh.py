@@ -388,6 +388,20 @@ def test_a_slow_replica_gets_less_and_a_plain_loop_does_the_same(
     assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0
 
 
+@pytest.mark.slow
+def test_processes_that_wait_for_each_other_before_the_first_step_are_named(run: Start):
+    program = run("splits.py:uneven", *QUICK, "workers=2", "mesh.tensor=2")
+    program.until(lambda: any(program.work.glob("runs/*/events.jsonl")), "begun")
+    program.until(lambda: len(program.events("worker_joined")) == 2, "both have joined")
+    program.until(lambda: bool(program.events("worker_hung")), "one is found to hang")
+    (hung,) = program.events("worker_hung")
+    assert hung["phase"] == "meeting"
+    assert "splits.py" in hung["where"]
+    program.process.send_signal(signal.SIGINT)
+    assert program.end() == 130, program.stderr
+    program.check_nothing_is_left()
+
+
 LONG = 200
 
 

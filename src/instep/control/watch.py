@@ -6,7 +6,8 @@ inside native code), or when its heartbeats show no progress (an endless loop, a
 never ends). The timeouts follow from how long steps take, and how long the same activity
 took before. A worker that waits for others, or for a disk, does not hang; a read that keeps
 a processor busy does not wait for a disk. Processes that share a replica wait for each other
-inside a pass: of these the one that holds up the others hangs.
+inside a pass: of these the one that holds up the others hangs. Before they are ready, they hang
+if all of them wait.
 
 Under `instep.join`, and on GPUs, workers cannot be replaced, and one that hangs ends the run:
 the others would wait for it without end. There the timeouts are longer, and only silence
@@ -32,6 +33,16 @@ STILL_S = 0.5
 
 WAITING = frozenset(["meeting", "joining", "exchange", "saving", COMPILING])
 """Activities in which a worker waits for others or for a compiler, and is not to blame."""
+
+MEETING = "meeting"
+"""A worker forms its replica with the others, or runs a trial that they run together."""
+
+MEETS_S = 2 * UNKNOWN_S
+"""How long all processes of a replica may be idle in it: then they wait for each other for ever, as
+where a model takes other ways in one of them."""
+
+WORKED_S = 0.5
+"""Seconds of a processor after which a worker in it counts as having done something."""
 
 AFTER_A_PASS = frozenset(["joining", "exchange"])
 """Where a worker of a replica is after the passes of a step, or when it has left its group."""
@@ -130,6 +141,10 @@ class _Seen:
     heartbeat: Heartbeat | None = None
     cpu_s: float = 0.0
     """What it had used when it made progress last."""
+    worked: float = 0.0
+    """When it made progress last, or had used `WORKED_S` of a processor since this was noted."""
+    worked_cpu_s: float = 0.0
+    """What it had used then."""
     steps: int = 0
     """That its process has committed."""
     ready: bool = True
@@ -195,6 +210,7 @@ class Watch:
         for seen in self._seen.values():
             seen.last_heartbeat += away
             seen.since += away
+            seen.worked += away
 
     def begins(self, worker: int, now: float, *, ready: bool = True) -> None:
         """Expect heartbeats of a worker; before it is ready only its reads have a timeout."""
@@ -240,6 +256,8 @@ class Watch:
                 if seen.steps or again:  # else it may open what all later reads use
                     _raise_to(self._busy, before.phase, seen.busy_s)
             seen.since, seen.cpu_s, seen.blamed_s = now, heartbeat.cpu_s, 0.0
+        if seen.since == now or heartbeat.cpu_s > seen.worked_cpu_s + WORKED_S:
+            seen.worked, seen.worked_cpu_s = now, heartbeat.cpu_s
         seen.heartbeat = heartbeat
 
     def commits(self, worker: int, steps: int, seconds: float, load_s: float = 0.0) -> None:
@@ -306,6 +324,9 @@ class Watch:
                 how = f"got nothing done for {idle:.1f} s"
                 loops |= {worker: idle} if seen.reads_busily(now) else {}
                 among = found if idle > UNKNOWN_S else excused
+            elif self._never_meets(worker, now, often):
+                how = f"got nothing done for {now - seen.worked:.1f} s"
+                among = found
             else:
                 continue
             among.append(Hang(worker, at.step, at.phase, how, worker in loops))
@@ -321,6 +342,18 @@ class Watch:
         for worker in loops.keys() & {hang.worker for hang in named}:
             self._seen[worker].blamed_s = now - self._seen[worker].since
         return named
+
+    def _never_meets(self, worker: int, now: float, times: int) -> bool:
+        """Whether all processes of its replica wait for each other before they are ready."""
+        first = worker - worker % self.ranks
+        fellows = [self._seen.get(n) for n in range(first, first + self.ranks)]
+        return self.ranks > 1 and all(
+            seen
+            and seen.heartbeat
+            and seen.heartbeat.phase == MEETING
+            and now - seen.worked > MEETS_S * 2**times
+            for seen in fellows
+        )
 
     def _waits_for_fellow(self, worker: int, now: float) -> bool:
         """Whether another process of its replica holds it up, inside a pass that all run at once.

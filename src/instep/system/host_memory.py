@@ -15,6 +15,7 @@ sparse. Linux.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import struct
@@ -129,7 +130,10 @@ class HostMemory:
             for slot in (0, 1):
                 self._take(self._begin(slot), size)
         except OSError as error:
-            raise NoRoom(2 * size, left, str(error.strerror)) from error
+            why = str(error.strerror)
+            if error.errno == errno.EFBIG:  # the file is sparse, and its slots lie far apart
+                why = "the system limits how large a file may be (set ulimit -f to unlimited)"
+            raise NoRoom(2 * size, left, why) from error
 
     @property
     def _taken(self) -> int:

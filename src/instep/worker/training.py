@@ -80,7 +80,7 @@ class Training(Loop):
         self._validated: Measured | None = None
         self._loader_watch, self._clock = LoaderWatch(), cpu_clock()
         early = EarlyReads(self._loader_watch)
-        member.at = lambda: early.heartbeat(self.phase, self._clock())
+        member.at = lambda: early.heartbeat(self._activity, self._clock())
         check_device(self.job, device)
         check_rules(self.job.stop, recipe)
         clashes.check(self.job, recipe)
@@ -212,6 +212,7 @@ class Training(Loop):
         moves.run(replica, model)
         if why and trial.same:
             trial = trial._replace(verdict=f"not shown: [mesh] was not compared: {why}")
+        self.phase = "building"
         return trial, replica
 
     def _split(
@@ -255,7 +256,6 @@ class Training(Loop):
             check_validation(
                 self._forward, self._validation, self._first_batch, replica, self._validated
             )
-        self.phase = "building"
         if self.member.number == 0 and compare:
             fields = found._asdict() if found is not None else {"why": why}
             self.member.emit("mesh_checked", **fields)
@@ -350,6 +350,10 @@ class Training(Loop):
             self.member.broken(error, holds=False)
         self.member.wait_to_be_killed()
 
+    @property
+    def _activity(self) -> str:
+        return COMPILING if compiling() else self.phase
+
     def _heartbeat(self) -> Heartbeat:
         done = self._forward.batches + self.engine.taken
         if pids := [pid for loader in self._loaders for pid in loader.pids]:
@@ -359,7 +363,7 @@ class Training(Loop):
         return Heartbeat(
             step=self.step,
             steps=self._done,
-            phase=COMPILING if compiling() else self.phase,
+            phase=self._activity,
             progress=done + self._loader_watch.ended,
             cpu_s=self._clock() + sum(loader.cpu_s for loader in self._loaders),
         )

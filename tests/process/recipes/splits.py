@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from first_come import first
-from torch import nn
+from torch import distributed, nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
@@ -147,6 +147,22 @@ def sabotaged():
 
     lockstep.in_rank_order = whole_sums.in_rank_order = first_rank_s
     return recipe()
+
+
+class Uneven(Net):
+    """Leaves out a block on one process of a replica."""
+
+    def forward(self, x):
+        x = self.enter(x)
+        second = distributed.is_initialized() and distributed.get_rank() == 1
+        for block in self.blocks[1:] if second else self.blocks:
+            x = block(x)
+        return self.head(x * self.scale)
+
+
+def uneven():
+    made = recipe()
+    return replace(made, model=Uneven(0.1).double())
 
 
 def inputs():

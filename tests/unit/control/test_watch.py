@@ -602,6 +602,34 @@ def test_of_fellows_that_all_hang_one_is_named():
     assert until_named(shown, frozen=(0, 1, 2, 3)) == [(0, "forward")]
 
 
+def meets(cpu_s, seconds, often=0):
+    """Who hangs, and when, of a replica that meets; `cpu_s` of its first process by then."""
+    watch = Watch(ranks=2)
+    for worker in (0, 1):
+        watch.begins(worker, 0.0, ready=False)
+    for beat in range(int(seconds / BEAT_S)):
+        now = beat * BEAT_S
+        watch.turn(now)
+        watch.heartbeat(0, Heartbeat(phase="meeting", cpu_s=cpu_s(now)), now)
+        watch.heartbeat(1, Heartbeat(phase="meeting"), now)
+        if found := watch.hangs(now, {0: often, 1: often}):
+            return [hang.worker for hang in found], now
+    return [], now
+
+
+def test_processes_that_wait_for_each_other_before_they_are_built_hang():
+    workers, at = meets(lambda now: min(now, 20.0), 200)
+    assert workers == [0]
+    assert 79 <= at < 81  # a minute after one of them worked
+    workers, at = meets(lambda now: 0.0, 200, often=1)
+    assert workers == [0]
+    assert 120 <= at < 121
+
+
+def test_a_slow_trial_of_a_replica_does_not_hang():
+    assert meets(lambda now: now / 50, 1000)[0] == []
+
+
 def test_a_process_that_waits_for_its_fellows_before_it_is_built_does_not_hang():
     watch = Watch(ranks=2)
     watch.begins(0, 100.0, ready=False)

@@ -151,6 +151,16 @@ def test_a_slot_whose_layout_was_damaged_holds_nothing(file, damage):
     assert value_at(HostMemory(os.dup(file)), 1, 7) == 7
 
 
+def test_a_limit_on_the_size_of_files_is_named(file):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, before[1]))
+    try:
+        with pytest.raises(WorkerError, match="set ulimit -f to unlimited"):
+            another(file).lay_out(LAYOUT)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 def test_memory_that_the_machine_has_not_is_refused_in_one_sentence(file):
     memory = another(file)
     keep(memory, 1, 1)
