@@ -402,6 +402,23 @@ def test_processes_that_wait_for_each_other_before_the_first_step_are_named(run:
     program.check_nothing_is_left()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("axis", ["shard", "tensor"])
+def test_a_slow_replica_gets_fewer_participants_and_the_bits_stay(run: Start, tmp_path, axis):
+    keys = ["workers=4", f"mesh.{axis}=2", 'train.determinism="bits"', "sync.name=averaging"]
+    keys += ["sync.participants=8", "sync.local_steps=2", 'sync.local_optimizers="kept"']
+    hashes = set()
+    for deal in ("even", "speed"):
+        mark = f"arguments.mark={tmp_path / deal}"
+        quick = [key for key in QUICK if "micro_batches" not in key and "grad_norm" not in key]
+        program = run("splits.py:one_is_slow", *quick, *keys, mark, f"train.deal={deal}")
+        assert program.end(200) == 0, program.stderr
+        assert bool(program.events("work_dealt")) == (deal == "speed")
+        hashes.add(program.summary["parameters_sha256"])
+    assert len(hashes) == 1
+
+
 LONG = 200
 
 
