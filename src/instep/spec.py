@@ -240,6 +240,14 @@ class Coordinate(NamedTuple):
     tensor: int
 
 
+OF_AXIS = {
+    "shard": ("zero",),
+    "tensor": ("plan", "sequence"),
+    "stages": ("schedule", "pipeline_batches", "cuts"),
+}
+"""Keys of `[mesh]` that are for one of its axes."""
+
+
 class MeshSpec(Section, frozen=True, kw_only=True):
     """Processes that share one replica (copy) of the model: shard x tensor x stages of them."""
 

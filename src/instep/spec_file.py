@@ -22,7 +22,7 @@ import msgspec
 
 from instep.errors import SpecError, file_beside, near_miss
 from instep.formats import FORMAT, other_format
-from instep.spec import JobSpec, Section, as_table, documentation
+from instep.spec import OF_AXIS, JobSpec, Section, as_table, documentation
 
 
 def load(path: Path, overrides: Iterable[str] = ()) -> JobSpec:
@@ -91,7 +91,8 @@ def apply_overrides(table: dict[str, Any], overrides: Iterable[str]) -> None:
     A value is read as TOML (`3`, `0.1`, `true`, `"text"`, `[1, 2]`), or as plain text if
     that fails, so quotes are needed only for text that looks like a number or a boolean.
     Python's spellings (`False`, `None`, `.5`) are refused: read as text, they would count
-    as true, or not as a number.
+    as true, or not as a number. Setting an axis of `[mesh]` to 1 also takes away the keys that
+    are for this axis, unless they are set after it.
 
     Raises:
         SpecError: a string has no `=`, its path goes through a plain value, or its value
@@ -113,6 +114,9 @@ def apply_overrides(table: dict[str, Any], overrides: Iterable[str]) -> None:
         target[keys[-1]] = _value(text.strip(), override)
         if (length := _EITHER.get(dotted.strip())) is not None:
             target.pop(length, None)  # a run has one length, and the last setting wins
+        if keys[:-1] == ["mesh"] and target[keys[-1]] == 1:
+            for key in OF_AXIS.get(keys[-1], ()):
+                target.pop(key, None)  # they were for an axis that is not there now
 
 
 def lay_over(table: dict[str, Any], changes: Mapping[str, Any], section: str = "") -> None:

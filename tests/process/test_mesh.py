@@ -389,6 +389,14 @@ def test_a_slow_replica_gets_less_and_a_plain_loop_does_the_same(
 
 
 @pytest.mark.slow
+def test_a_tensor_axis_that_cuts_no_layer_is_warned_of(run: Start):
+    program = run("splits.py:filters", *QUICK, "workers=2", "mesh.tensor=2")
+    assert program.end() == 0, program.stderr
+    (warning,) = program.events("warning")
+    assert warning["text"].startswith("mesh.tensor = 2 cuts no layer of this model")
+
+
+@pytest.mark.slow
 def test_processes_that_wait_for_each_other_before_the_first_step_are_named(run: Start):
     program = run("splits.py:uneven", *QUICK, "workers=2", "mesh.tensor=2")
     program.until(lambda: any(program.work.glob("runs/*/events.jsonl")), "begun")

@@ -296,6 +296,19 @@ def test_an_override_is_read_as_toml_or_else_as_text(override, path, value):
     assert table == value
 
 
+def test_keys_of_an_axis_go_with_it_unless_they_are_set_after_it():
+    given = {"stages": 2, "cuts": ["b"], "schedule": "gpipe", "shard": 2, "zero": 2}
+    for overrides, left in (
+        (["mesh.stages=1"], {"stages": 1, "shard": 2, "zero": 2}),
+        (["mesh.shard=4"], {**given, "shard": 4}),
+        (["mesh.shard=1", "mesh.tensor=2"], {**given, "shard": 1, "tensor": 2} | {"zero": None}),
+        (["mesh.shard=1", "mesh.zero=2"], {**given, "shard": 1}),
+    ):
+        table = {"mesh": dict(given)}
+        apply_overrides(table, overrides)
+        assert table["mesh"] == {key: value for key, value in left.items() if value is not None}
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [

@@ -15,7 +15,7 @@ from instep.comm.endpoint import Switchboard
 from instep.errors import RecipeError, SpecError, file_beside
 from instep.launch import LAUNCHERS
 from instep.recipe.start_file import start_file
-from instep.spec import JobSpec, MeshSpec
+from instep.spec import OF_AXIS, JobSpec, MeshSpec
 from instep.state.model_file import check_hash
 from instep.sync import ROUNDS, SERVERS, STRATEGIES, clashes
 from instep.system.environment import ASKED, INSIDE
@@ -91,11 +91,7 @@ def check_mesh(mesh: MeshSpec) -> None:
             f"mesh.compile = {mesh.compile!r} goes together with mesh.shard alone in this "
             "version. Leave it out, or leave mesh.tensor and mesh.stages out."
         )
-    for axis, keys in (
-        ("shard", ("zero",)),
-        ("stages", ("schedule", "pipeline_batches", "cuts")),
-        ("tensor", ("plan", "sequence")),
-    ):
+    for axis, keys in OF_AXIS.items():
         for key in keys if getattr(mesh, axis) == 1 else ():
             if (given := getattr(mesh, key)) != getattr(default, key):
                 raise SpecError(

@@ -61,6 +61,11 @@ from instep.worker.trial.sameness import ANOTHER_SAW
 from instep.worker.trial_result import Trial
 from instep.worker.whole_batch import WholeBatch
 
+_CUTS_NOTHING = (
+    "mesh.tensor = {} cuts no layer of this model: each of its processes has and computes all of "
+    "it, which is slower than one process. Choose shard, or stages, or more replicas."
+)
+
 
 class Training(Loop):
     """One worker's training of a recipe, built and checked.
@@ -229,6 +234,8 @@ class Training(Loop):
             if first:
                 timed = self.job.train.determinism != "bits"
                 layout = agreed_layout(self.member.run, mesh, model, example, timed=timed)
+                if layout.plan is not None and not layout.plan.cuts and self.member.number == 0:
+                    self.member.emit("warning", text=_CUTS_NOTHING.format(mesh.tensor))
         check = MeshCheck(
             self._forward,
             self._loader,

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from instep.events import LEDGER, STEPS
 from instep.report.figures.progress import Progress
 from instep.report.terminal.live import LiveTable, PlainLines, make_view
-from instep.report.terminal.screen import notice, screen
-from instep.spec import JobSpec, SyncSpec, TrainSpec
+from instep.report.terminal.screen import heading, notice, screen
+from instep.spec import JobSpec, MeshSpec, SyncSpec, TrainSpec
 
 
 class Clock:
@@ -235,6 +235,12 @@ def full_progress(workers=4):
     progress.event(saved(2100))
     clock.now += 3
     return progress
+
+
+def test_the_heading_names_the_mesh():
+    job = JobSpec(recipe="net.py:f", workers=4, mesh=MeshSpec(shard=2, tensor=2))
+    progress = Progress(job, "digits", Clock())
+    assert "4 workers   all_reduce   mesh shard = 2, tensor = 2   batch" in heading(progress, 100)
 
 
 def test_the_screen_at_80_columns():

@@ -120,6 +120,8 @@ def heading(progress: Progress, width: int) -> str:
     """Name, sizes and strategy, in one line of at most `width` columns."""
     job, ready = progress.job, progress.ready
     parts = [progress.name, members(job.workers, servers_of(job.sync)), job.sync.name]
+    if job.mesh.ranks > 1:
+        parts.append(f"mesh {job.mesh.axes}")
     parts.append(f"batch {readable_count(job.train.global_batch)}")
     if ready:
         parts.append(plural(ready["samples"], "sample"))
