@@ -81,6 +81,16 @@ def test_a_large_model_is_compared_in_two_blocks_where_tensor_cuts_it(
     (checked,) = program.events("mesh_checked")
     assert (checked["tensors"], checked["blocks"]) == (tensors, ["blocks.0", "blocks.1"])
     assert "compared were only the blocks blocks.0, blocks.1" in program.stdout
+    assert "was not compared" not in program.summary["same_as_one_machine"]
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_could_not_be_compared_is_never_called_the_same(run: Start):
+    keys = ("mesh.tensor=2", "arguments.largest=100", "arguments.hooked=true")
+    program = run("gated.py:recipe", *QUICK, *keys)
+    assert program.end() == 0, program.stderr
+    verdict = program.summary["same_as_one_machine"]
+    assert verdict.startswith("not shown: [mesh] was not compared: its optimizer (SGD with hooks)")
 
 
 STAGES = ("mesh.stages=2", "mesh.pipeline_batches=2", "arguments.largest=100")

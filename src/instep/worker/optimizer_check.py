@@ -24,7 +24,7 @@ from instep.errors import InstepError, RecipeError, one_line
 from instep.parallel.gate import NEAR, Box
 from instep.recipe.build import set_generators
 from instep.state.boxes import box_of
-from instep.worker.mesh_check import LARGEST
+from instep.worker import mesh_check
 from instep.worker.replica import Replica
 from instep.worker.step.parts import kept_tensors
 from instep.worker.step.slots import give
@@ -33,6 +33,15 @@ Build = Callable[[nn.Module], Optimizer]
 """Makes the recipe's optimizer for a model."""
 
 STEPS = 2
+
+BY_ELEMENT = frozenset(
+    (
+        *(torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam),
+        *(torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
+        *(torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD),
+    )
+)
+"""Treat each element of a parameter by itself, so that a part of it moves as in the whole."""
 
 _ROUNDING = 8
 """How many times the rounding of a parameter its moves may differ by."""
@@ -47,13 +56,22 @@ class OptimizerCheck:
         seed: of the job.
         first: whether this process is the first of its replica, which computes the reference.
         needed: whether there is anything to compare.
+        small: whether the model has its values.
         stages: of the pipeline; with several a process has some of the parameters only.
     """
 
     def __init__(
-        self, model: nn.Module, build: Build, seed: int, *, first: bool, needed: bool, stages: int
+        self,
+        model: nn.Module,
+        build: Build,
+        seed: int,
+        *,
+        first: bool,
+        needed: bool,
+        small: bool,
+        stages: int,
     ) -> None:
-        self._build, self._seed, self._stages = build, seed, stages
+        self._build, self._seed, self._stages, self._needed = build, seed, stages, needed
         self._named, self._options = "the optimizer", dict[str, Any]()
         self._trained = {n: p.shape for n, p in model.named_parameters() if p.requires_grad}
         self._sparse = {
@@ -63,7 +81,9 @@ class OptimizerCheck:
             for name in [f"{prefix}.weight".lstrip(".")]
         }
         every = list(model.parameters())
-        small = sum(p.numel() for p in every) <= LARGEST and not any(p.is_meta for p in every)
+        small &= sum(p.numel() for p in every) <= mesh_check.LARGEST and not any(
+            p.is_meta for p in every
+        )
         self._reference: dict[str, Tensor] | None = None
         if first and needed and small:
             try:
@@ -73,8 +93,11 @@ class OptimizerCheck:
             except Exception:  # the user's optimizer may raise anything, and will again
                 self._reference = None
 
-    def run(self, replica: Replica, model: nn.Module) -> None:
+    def run(self, replica: Replica, model: nn.Module) -> str:
         """Compare; all processes of the replica call it, after the model has been split.
+
+        Returns:
+            Why an optimizer was not compared that may look at more than single elements; else "".
 
         Raises:
             RecipeError: a move differs, the optimizer cannot take a step there, or keeps what no
@@ -84,7 +107,7 @@ class OptimizerCheck:
         able = torch.tensor([float(self._reference is not None)], device=device)
         comm.broadcast(able)
         if not able.item():
-            return
+            return self._unknown(model) if self._needed else ""
         parameters = dict(model.named_parameters())
         slots = dict(zip(parameters, replica.slots(list(parameters.values())), strict=True))
         frozen = {name: slots.pop(name) for name in list(slots) if name not in self._trained}
@@ -118,6 +141,19 @@ class OptimizerCheck:
                 sums[place, 2] = move.square().sum()
         comm.all_reduce(sums).wait()
         self._judge(sums.sqrt().cpu())
+        return ""
+
+    def _unknown(self, model: nn.Module) -> str:
+        with preserved():
+            optimizer: Any = self._build(model)
+        hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+        if type(optimizer) in BY_ELEMENT and not hooks:
+            return ""
+        name = f"{type(optimizer).__name__}{' with hooks' if hooks else ''}"
+        return (
+            f"its optimizer ({name}) may look at more than single elements, and one process cannot "
+            "take its step"
+        )
 
     def _judge_writes(
         self, replica: Replica, written: Mapping[str, Tensor], frozen: set[str]

@@ -210,11 +210,12 @@ class Training(Loop):
             lambda model: build_optimizer(self.recipe, model, 1, self.job.start, begun).optimizer,
             self.job.seed,
             first=self.member.number % self.job.mesh.ranks == 0,
-            needed=known is None and begun.small,
+            needed=known is None,
+            small=begun.small,
             stages=self.job.mesh.stages,
         )
         replica, why = self._split(model, begun, merge=trial.merge, compare=known is None)
-        moves.run(replica, model)
+        why = moves.run(replica, model) or why
         if why and trial.same:
             trial = trial._replace(verdict=f"not shown: [mesh] was not compared: {why}")
         self.phase = "building"

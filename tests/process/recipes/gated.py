@@ -55,7 +55,16 @@ BROKEN = {
 }
 
 
-def recipe(broken="", largest=0, moved=True, zero=False, evaluates="", mixed=False, **options):
+def recipe(
+    broken="",
+    largest=0,
+    moved=True,
+    zero=False,
+    evaluates="",
+    mixed=False,
+    hooked=False,
+    **options,
+):
     """A model in which a mesh is broken; with `largest` parameters at most compared as a whole.
 
     Args:
@@ -63,6 +72,7 @@ def recipe(broken="", largest=0, moved=True, zero=False, evaluates="", mixed=Fal
         zero: whether the head starts at zero, as in `splits.Net`.
         evaluates: `otherwise`: the model computes otherwise in evaluation on a mesh.
         mixed: whether a parameter is of float32, whatever the others are.
+        hooked: whether the optimizer has a hook.
     """
     BROKEN[broken]()
     mesh_check.LARGEST = largest or mesh_check.LARGEST
@@ -74,7 +84,15 @@ def recipe(broken="", largest=0, moved=True, zero=False, evaluates="", mixed=Fal
         made.model.head = Otherwise(made.model.head)
     if mixed:
         made.model.norm = Gain()
+    if hooked:
+        made = dataclasses.replace(made, optimizer=watched)
     return made
+
+
+def watched(parameters):
+    optimizer = splits.sgd(parameters)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
 
 
 class Gain(nn.Module):
