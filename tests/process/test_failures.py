@@ -161,6 +161,7 @@ def test_a_recipe_that_compiles_its_model_trains(run: Start) -> None:
     program.check_no_process_is_left()  # the compiler keeps files of its own
 
 
+@pytest.mark.slow
 def test_a_worker_that_compiles_anew_is_not_taken_to_hang(run: Start) -> None:
     slowly = ("arguments.after=100", "arguments.seconds=6.0", "train.steps=200")
     program = run("compiles.py:again", *slowly, "train.global_batch=16")

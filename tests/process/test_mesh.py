@@ -303,7 +303,8 @@ def test_a_replica_that_starts_again_tries_nothing_and_computes_only_its_steps(
     assert again["host_memory" if workers == 2 else "other_replicas"] == sum(again.values()) == 1
 
 
-@pytest.mark.parametrize("kills", [0, slow(1)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [0, 1])
 def test_without_room_for_copies_of_its_commits_a_single_replica_goes_on(run: Start, kills):
     steps = 24 + 36 * kills
     keys = ("mesh.shard=2", "checkpoint.every=5", "arguments.pause_s=0.02", f"train.steps={steps}")
