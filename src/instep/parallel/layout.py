@@ -91,7 +91,6 @@ def find_layout(
     return Layout(plan, tuple(cuts), tuple(blocks), bool(blocks) and _draws(example))
 
 
-@torch.no_grad()
 def _draws(example: Example) -> bool:
     """Whether the loss depends on random numbers, on whatever device they are drawn."""
     losses = []

@@ -497,6 +497,18 @@ def test_each_stage_has_something_to_train(frozen, cut):
         find_cuts(*given, **options)
 
 
+def test_a_loss_that_a_stage_alone_cannot_compute_is_refused():
+    def call(batch, samples):
+        x = batch[0].detach().requires_grad_()
+        made = model(x)
+        (slope,) = torch.autograd.grad(made.square().sum(), x, create_graph=True)
+        return made.square().mean() + slope.square().mean(), samples
+
+    model = Odd(lambda model, x: model.end(chain(model, model.start(x)))).double().train()
+    with pytest.raises(RecipeError, match=r"'blocks.3' cannot \(RuntimeError: .* the graph"):
+        in_stages(model, 6, call=call)
+
+
 def test_a_loss_that_compares_samples_is_refused():
     def call(batch, samples):
         made = functional.normalize(model(batch[0]), dim=1)

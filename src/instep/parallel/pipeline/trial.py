@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from instep.errors import RecipeError, one_line
+from instep.errors import InstepError, RecipeError, one_line
 from instep.parallel.pipeline.absent import Absent
 from instep.parallel.pipeline.blocks import Call
 from instep.parallel.pipeline.crossing import Boundary, Entry, go_back
 from instep.parallel.pipeline.draws import Draws
 from instep.parallel.pipeline.parts import cut
-from instep.parallel.pipeline.stages import Arrival, Passed, Runner
+from instep.parallel.pipeline.stages import Arrival, Passed, Receive, Runner
 
 _KEY = 20, 0
 
@@ -77,7 +77,7 @@ class Trial:
                     begins[first] = boundary, entry
                     return entry.begin(found, boundary.differentiable)
 
-                passes.append(runner.forward(first, stop, self._call, _KEY, receive))
+                passes.append(self._forward(first, stop, receive))
             self._compare_loss(total_of(passes[-1].result), self._names[cuts[-1]])
             grads: list[Tensor] = []
             for (first, stop), passed in zip(reversed(stages), reversed(passes), strict=True):
@@ -90,6 +90,19 @@ class Trial:
                 grads = begins[first][1].gradients() if first else []
             self._compare_gradients(cuts)
         return [begins[cut][0] for cut in cuts]
+
+    def _forward(self, first: int, stop: int, receive: Receive) -> Passed:
+        try:
+            return self._runner.forward(first, stop, self._call, _KEY, receive)
+        except InstepError:
+            raise
+        except Exception as error:  # the user's model may raise anything
+            raise RecipeError(
+                f"mesh.stages cannot cut this model: one process computes a batch, and the stage "
+                f"from {self._names[first]!r} to {self._names[stop - 1]!r} cannot "
+                f"({type(error).__name__}: {one_line(error)}). Cut it elsewhere (mesh.cuts), or "
+                "leave mesh.stages out."
+            ) from error
 
     def _compare_loss(self, loss: Tensor | None, block: str) -> None:
         mine, theirs = (None if each is None else each.detach() for each in (loss, self._loss))
@@ -118,7 +131,6 @@ class Trial:
                 parameter.grad = before[name]
 
 
-@torch.no_grad()
 def compare_parts(model: nn.Module, call: Call, batch: Any, samples: int, parts: int) -> None:
     """Refuse a model or a loss that looks at several samples at once: parts would not show it them.
 
@@ -140,7 +152,7 @@ def compare_parts(model: nn.Module, call: Call, batch: Any, samples: int, parts:
         if draws.more():
             return
         both = [
-            [total for each in found if (total := total_of(each)) is not None]
+            [total.detach() for each in found if (total := total_of(each)) is not None]
             for found in (whole, [_of_part(call, *piece, parts) for piece in pieces])
         ]
     finally:
