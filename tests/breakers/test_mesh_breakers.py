@@ -69,7 +69,11 @@ REFUSALS = {
     "another way in evaluation": {"stages": "'blocks.2' was not called in a forward pass"},
     "a teacher": {"stages": "has nothing to train|the loss, after 'student.blocks.3', needs them"},
     "skips between blocks": {"stages": "only what that block is called with crosses the cut"},
-    "an optimizer's own norm of all": {"stages": "Lamb would train another model"},
+    "an optimizer's own norm of all": {
+        "stages": "Lamb would train another model",
+        "shard with tensor": "Lamb cannot take a step",
+    },
+    "checkpoints of its own": {"stages with tensor": "the model that is split cannot"},
     "averages in a frozen net": {
         "tensor": "SGD cannot take a step",
         "stages": "steps of SGD write 'slow|SGD cannot take a step",
@@ -117,6 +121,8 @@ def wanted(name, mesh):
     axes = dict(mesh.job["mesh"])
     if "shard" not in axes:  # else all parameters are DTensors
         axes["tensor without shard"] = axes.get("tensor", 1)
+    for axis in {"shard", "stages"} & set(axes):
+        axes[f"{axis} with tensor"] = axes.get("tensor", 1)
     texts = [t for axis, t in REFUSALS.get(name, {}).items() if not axis or axes.get(axis, 1) > 1]
     return "|".join(texts)
 
