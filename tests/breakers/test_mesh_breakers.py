@@ -57,7 +57,9 @@ REFUSALS = {
     "a buffer that is a parameter": {"": "'blocks.0.inner.weight' and 'first' lie in the same"},
     "two parameters in one memory": {"": "'blocks.1.inner.weight' lie in the same memory"},
     "hooks on parameters": {"": "a hook on the gradient of a parameter, as on 'enter.bias'"},
-    "whole numbers across cuts": {"shard": "changes what it is called with in place"},
+    "whole numbers across cuts": {
+        "shard without stages": "changes what it is called with in place"
+    },
     "batch norm": {"stages": "looks at its whole batch"},
     "running means of its own": {"stages": "writes its buffer 'mean'"},
     "spectral norm": {"stages": "writes its buffer '_u'"},
@@ -121,6 +123,8 @@ def wanted(name, mesh):
     axes = dict(mesh.job["mesh"])
     if "shard" not in axes:  # else all parameters are DTensors
         axes["tensor without shard"] = axes.get("tensor", 1)
+    if "stages" not in axes:  # else no block gathers its parameters
+        axes["shard without stages"] = axes.get("shard", 1)
     for axis in {"shard", "stages"} & set(axes):
         axes[f"{axis} with tensor"] = axes.get("tensor", 1)
     texts = [t for axis, t in REFUSALS.get(name, {}).items() if not axis or axes.get(axis, 1) > 1]
