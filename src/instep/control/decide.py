@@ -225,6 +225,8 @@ def _next_generation(state: State, now: float) -> tuple[State, list[Action]]:
 
 def _say_who_waits(state: State) -> tuple[State, list[Action]]:
     """Say which processes wait, since some of their fellows are not there; of each set once."""
+    if state.ranks == 1:
+        return state, []
     there, waits, logs = state.living - state.those(KILLED), dict[int, list[int]](), list[Action]()
     for first in sorted(n for n in state.wanted if n % state.ranks == 0):
         fellows, replica = state.fellows(first), first // state.ranks

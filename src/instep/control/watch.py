@@ -31,11 +31,11 @@ from instep.units import readable_seconds
 STILL_S = 0.5
 """A worker without a heartbeat for so long may be stopped together with others."""
 
-WAITING = frozenset(["meeting", "joining", "exchange", "saving", COMPILING])
-"""Activities in which a worker waits for others or for a compiler, and is not to blame."""
-
 MEETING = "meeting"
 """A worker forms its replica with the others, or runs a trial that they run together."""
+
+WAITING = frozenset([MEETING, "joining", "exchange", "saving", COMPILING])
+"""Activities in which a worker waits for others or for a compiler, and is not to blame."""
 
 MEETS_S = 2 * UNKNOWN_S
 """How long all processes of a replica may be idle in it: then they wait for each other for ever, as

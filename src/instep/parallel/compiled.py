@@ -76,10 +76,8 @@ def compiling() -> bool:
     """
     callback = sys.modules.get("torch._dynamo.callback")  # nothing is compiled without it
     handler = getattr(callback, "callback_handler", None)
-    if (
-        handler is not None and _begins not in handler.start_callbacks
-    ):  # or after a reset of torch's
-        _COMPILING.clear()
+    if handler is not None and _begins not in handler.start_callbacks:
+        _COMPILING.clear()  # also after a reset of torch's, which drops callbacks
         handler.register_start_callback(_begins)
         handler.register_end_callback(_ends)
     return _COMPILING.is_set()

@@ -199,7 +199,7 @@ class MeshCheck:
         forward = self._forward
         with self._on_wide(wide):
             with preserved():
-                other = replica.alike(wide.model, self._example)
+                other = replica.with_model(wide.model, self._example)
             before, forward.run = forward.run, other.run
             try:
                 return self._compare(other, reads, merge=merge)

@@ -81,9 +81,8 @@ class OptimizerCheck:
             for name in [f"{prefix}.weight".lstrip(".")]
         }
         every = list(model.parameters())
-        small &= sum(p.numel() for p in every) <= mesh_check.LARGEST and not any(
-            p.is_meta for p in every
-        )
+        size = sum(parameter.numel() for parameter in every)
+        small = small and size <= mesh_check.LARGEST and not any(p.is_meta for p in every)
         self._reference: dict[str, Tensor] | None = None
         if first and needed and small:
             try:

@@ -63,7 +63,6 @@ class Replica:
         alike: bool = False,
     ) -> None:
         from instep.parallel.replica_group import ReplicaGroup  # takes half as long as torch
-        from instep.parallel.split import split
 
         mesh = member.job.mesh
         self.device, self._axes = device, mesh.axes
@@ -90,16 +89,21 @@ class Replica:
             self._batch_comm = TorchComm(store, at, mesh.same_batch, device=device, address=address)
         if all(self.gather(int(alike))):  # one process may have less memory
             check_parameters(model, self.comm)
-        layout = self._layout = told_layout(self.comm, layout, device)
-        self.draws_by_block = layout.draws
+        self._mesh, self._layout = mesh, told_layout(self.comm, layout, device)
+        self.draws_by_block = self._layout.draws
         """Whether its model draws random numbers for each block and part of a micro-batch."""
-        self._mesh = mesh
-        self._split = split(model, device, self._group, mesh, layout, example)
-        self.stages: Staged | None = self._split if mesh.stages > 1 else None
-        """The model, if it is cut into stages: then its passes go forward and back in one."""
+        self._take(model, example)
         self._rank = MeshRank(mesh, member.number)
 
-    def alike(self, model: nn.Module, example: Example | None) -> Replica:
+    def _take(self, model: nn.Module, example: Example | None) -> None:
+        from instep.parallel.split import split
+
+        mesh = self._mesh
+        self._split = split(model, self.device, self._group, mesh, self._layout, example)
+        self.stages: Staged | None = self._split if mesh.stages > 1 else None
+        """The model, if it is cut into stages: then its passes go forward and back in one."""
+
+    def with_model(self, model: nn.Module, example: Example | None) -> Replica:
         """The same processes with a copy of the model, which is split like the model; all of them
         call this together.
 
@@ -107,11 +111,8 @@ class Replica:
             model: whole.
             example: as for the model.
         """
-        from instep.parallel.split import split
-
         other = copy.copy(self)
-        other._split = split(model, self.device, self._group, self._mesh, self._layout, example)
-        other.stages = other._split if self._mesh.stages > 1 else None
+        other._take(model, example)
         return other
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
