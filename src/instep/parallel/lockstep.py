@@ -5,21 +5,18 @@ one rank than on another (routing, dropped layers) would gather one block's rows
 compute wrong numbers without an error. So a few integers go along with each collective: which
 block, which operation, and which parameters have a gradient. They travel at the same time, so
 they cost little; who differs gets an error, and nobody waits.
-
-Sums are taken in rank order over what an all-to-all brings: the same bits each time, and half of
-what gloo's own reduce-scatter sends, which moves the bytes of an all-reduce.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from instep.comm.torch_comm import broken
+from instep.comm.direct import SumOfParts, all_gather, wait
 from instep.errors import RecipeError
 
 GATHER, SUM, END, RUN = range(4)
@@ -191,38 +188,8 @@ class ReduceScatter:
         check = self._lockstep.begin(self._unit, SUM)
         if not self._lockstep.counts:  # they may be anything, also NaN
             input_tensor.zero_()
-        got = torch.empty_like(input_tensor)
-        work = _begun(lambda: group.alltoall_base(got, input_tensor, [], []))
+        total = SumOfParts(group, input_tensor.view(group.size(), -1))
         check.end()
-        wait(work)
+        total.end(output_tensor)
         # FSDP2 keeps it until the next block's sum, for streams; it has been sent
         input_tensor.untyped_storage().resize_(0)
-        in_rank_order(got.view(group.size(), -1), output_tensor)
-
-
-def all_gather(group: ProcessGroup, out: Tensor, part: Tensor) -> Any:
-    """Begin to collect the ranks' parts, [n] each, in [ranks * n]; for `wait`."""
-    return _begun(lambda: group._allgather_base(out, part))
-
-
-def in_rank_order(parts: Tensor, out: Tensor | None = None) -> Tensor:
-    """The sum [n] of [ranks, n], each rank's part added to those before it: the same bits."""
-    total = parts[0].clone() if out is None else out.copy_(parts[0])
-    for part in parts[1:]:
-        total += part
-    return total
-
-
-def _begun(start: Callable[[], Any]) -> Any:
-    try:
-        return start()
-    except RuntimeError as error:
-        raise broken(error) from error
-
-
-def wait(work: Any) -> None:
-    """Return when a collective has ended; PeerError if a rank has."""
-    try:
-        work.wait()
-    except RuntimeError as error:
-        raise broken(error) from error
