@@ -17,23 +17,23 @@ from torch.distributed import ProcessGroup
 
 from instep.comm.torch_comm import broken
 
-_TAG = 1
 
-
-def all_gather(group: ProcessGroup, out: Tensor, part: Tensor) -> Any:
+def all_gather(group: ProcessGroup, out: Tensor, part: Tensor, tag: int = 0) -> Any:
     """Begin to collect the ranks' parts, [n] each, in [ranks * n]; for `wait`.
 
     Args:
         group: the ranks.
         out: may have `part` as this rank's part of it.
         part: not to be changed before the end.
+        tag: what it is; ranks with another one never meet, and gloo ends a process to which
+            another size is sent than it expects.
     """
     if out.device.type != "cpu":
         return begun(lambda: group._allgather_base(out, part))
     parts = out.view(group.size(), -1)
     if parts[group.rank()].data_ptr() != part.data_ptr():
         parts[group.rank()].copy_(part)
-    return begun(lambda: _swap(group, lambda rank: part, list(parts)))
+    return begun(lambda: _swap(group, lambda rank: part, list(parts), tag))
 
 
 class SumOfParts:
@@ -42,9 +42,10 @@ class SumOfParts:
     Args:
         group: the ranks.
         parts: contiguous; not to be changed before the end.
+        tag: as for `all_gather`.
     """
 
-    def __init__(self, group: ProcessGroup, parts: Tensor) -> None:
+    def __init__(self, group: ProcessGroup, parts: Tensor, tag: int = 0) -> None:
         ranks, own = group.size(), group.rank()
         if parts.device.type != "cpu":
             got = parts.new_empty(parts.shape)
@@ -53,7 +54,7 @@ class SumOfParts:
             return
         others = list(parts.new_empty(ranks - 1, parts.shape[1]))
         self._rows = [*others[:own], parts[own], *others[own:]]
-        self._work = begun(lambda: _swap(group, lambda rank: parts[rank], self._rows))
+        self._work = begun(lambda: _swap(group, lambda rank: parts[rank], self._rows, tag))
 
     def end(self, out: Tensor | None = None) -> Tensor:
         """Wait for the others; the sum, each rank's part added to those before it: the same bits.
@@ -73,15 +74,17 @@ def in_rank_order(parts: Sequence[Tensor] | Tensor, out: Tensor | None = None) -
     return total
 
 
-def _swap(group: ProcessGroup, sent: Callable[[int], Tensor], got: Sequence[Tensor]) -> Any:
+def _swap(
+    group: ProcessGroup, sent: Callable[[int], Tensor], got: Sequence[Tensor], tag: int
+) -> Any:
     """Begin to send each other rank its tensor, and to receive one from it."""
     own, ranks = group.rank(), group.size()
     works = []
     if got[own].numel():
         for step in range(1, ranks):  # no rank is the first of all others
             source, to = (own - step) % ranks, (own + step) % ranks
-            works.append(group.recv([got[source]], source, _TAG))
-            works.append(group.send([sent(to)], to, _TAG))
+            works.append(group.recv([got[source]], source, tag))
+            works.append(group.send([sent(to)], to, tag))
     return _All(works)
 
 

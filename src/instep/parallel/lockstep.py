@@ -81,7 +81,7 @@ class Lockstep:
 
     def begin(self, unit: Unit, doing: int) -> _Check:
         """Send what this rank does; `end` of what is returned compares it with the others."""
-        words = [unit.number * len(_DOING) + doing]
+        words = [tag_of(unit, doing)]
         for first in range(0, _BITS * (self._words - 1), _BITS):
             bits = unit.used[first : first + _BITS] if doing == SUM and self.counts else []
             words.append(sum(1 << place for place, used in enumerate(bits) if used))
@@ -114,7 +114,7 @@ class _Check:
         """
         wait(self._work)
         ranks = self._every.tolist()
-        every = [divmod(first, len(_DOING)) for first, *_ in ranks]
+        every = [divmod(first - 1, len(_DOING)) for first, *_ in ranks]
         for rank, (number, doing) in enumerate(every):
             if doing != self._doing or (doing != RUN and number != self._unit.number):
                 raise RecipeError(
@@ -128,6 +128,11 @@ class _Check:
                 word, bit = 1 + place // _BITS, 1 << place % _BITS
                 used[place] = any(words[word] & bit for words in ranks)
         return {number for number, _ in every}
+
+
+def tag_of(unit: Unit, doing: int) -> int:
+    """A number for what is done with a unit; 0 for none."""
+    return 1 + unit.number * len(_DOING) + doing
 
 
 class Gather:
@@ -156,7 +161,7 @@ class Gather:
         """Collect [n] of each rank in [ranks * n]."""
         known = self._asked and self._unit.counting
         check = None if known else self._lockstep.begin(self._unit, GATHER)
-        work = all_gather(group, output_tensor, input_tensor)
+        work = all_gather(group, output_tensor, input_tensor, tag_of(self._unit, GATHER))
         if check is not None:
             check.end()
         if async_op:
@@ -188,7 +193,8 @@ class ReduceScatter:
         check = self._lockstep.begin(self._unit, SUM)
         if not self._lockstep.counts:  # they may be anything, also NaN
             input_tensor.zero_()
-        total = SumOfParts(group, input_tensor.view(group.size(), -1))
+        rows = input_tensor.view(group.size(), -1)
+        total = SumOfParts(group, rows, tag_of(self._unit, SUM))
         check.end()
         total.end(output_tensor)
         # FSDP2 keeps it until the next block's sum, for streams; it has been sent
