@@ -28,7 +28,7 @@ from instep.errors import DataError, InstepError, RecipeError, one_line
 from instep.parallel.blocks import repeated_blocks
 from instep.parallel.gate import Verdict
 from instep.parallel.reads import Reads
-from instep.parallel.shardable import owners_of, unshardable
+from instep.parallel.shard.shardable import owners_of, unshardable
 from instep.parallel.two_blocks import TwoBlocks
 from instep.recipe.forward import SHORT, Forward, Measured, has_short
 from instep.recipe.rehearsal import first_batch
