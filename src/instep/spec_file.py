@@ -81,6 +81,7 @@ _RENAMED = {
     "train.clip_norm": "train.max_grad_norm. The meaning is the same.",
     "checkpoint.every_steps": "checkpoint.every. Set it to a number of steps, a time such as '5m', "
     "or 'never' (formerly 0).",
+    "launch.name": "launch.on. The meaning is the same.",
 }
 """Keys of earlier versions: the present name of each, and what to write."""
 

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 from instep.comm.endpoint import Endpoint
+from instep.spec import JobSpec, LaunchSpec
 
 
 class Launcher(Protocol):
     """Starts a host on each machine; it starts the workers there, as the master asks."""
+
+    @classmethod
+    def of(cls, job: JobSpec) -> Self:
+        """A launcher for a job. It may ask what a cluster has; it starts no host yet.
+
+        Raises:
+            SpecError: what the job asks for is not there.
+        """
+
+    def settled(self, launch: LaunchSpec) -> LaunchSpec:
+        """The job's `[launch]` with the `nodes` and the `address` that are used, if it leaves them
+        to the launcher."""
 
     def start(self, endpoint: Endpoint, logs: Path) -> None:
         """Bring up the host of number `endpoint.host`. Returns at once; it calls the master itself.
