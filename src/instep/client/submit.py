@@ -12,7 +12,7 @@ import inspect
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -224,7 +224,7 @@ def _conduct(
     launcher = make(hosts) if hosts else make()
     try:
         for number in range(len(hosts) or 1):
-            launcher.start(replace(switchboard.endpoint, host=number), folder / "logs")
+            launcher.start(switchboard.for_host(number), folder / "logs")
         began = started or time.time()
         over = _follow(job, folder, start_point, switchboard, launcher, began, view, watch)
     except RunError as error:  # the master is lost; what was committed is in the folder
@@ -264,7 +264,7 @@ def _follow(
     note = {"about": about(job), **view}
     hosts = len(job.launch.hosts) or 1
     watchdog = MasterWatchdog(folder, switchboard, launcher, note, watch=watch, hosts=hosts)
-    with published(folder, switchboard.endpoint):
+    with published(folder, switchboard.for_client()):
         return watchdog.serve()
 
 

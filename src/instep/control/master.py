@@ -161,6 +161,7 @@ class Master:
             self._hub.send,
             gather_s=GATHER_S if known is None else BACK_S,
             mesh=job.mesh,
+            issue=switchboard.issue,
         )
         if known is None:
             self._begin(about)
@@ -294,6 +295,7 @@ class Master:
 
     def _welcome(self, peer: Peer, hello: m.Hello) -> None:
         known = hmac.compare_digest(hello.token.encode(), self._token.encode())
+        known &= self._has_shown(peer, hello)
         roles = ("worker", "host", "client")
         if not known or hello.version != m.VERSION or hello.role not in roles:
             self._hub.drop(peer)
@@ -327,6 +329,12 @@ class Master:
         )
         if hello.role == "host":
             self._welcome_host(peer, hello)
+
+    def _has_shown(self, peer: Peer, hello: m.Hello) -> bool:
+        """Whether a process is what its certificate says, where there are certificates."""
+        worker = hello.role == "worker"
+        role = self._state.member(hello.number).role if worker else hello.role
+        return peer.shown in (None, (role, hello.number, hello.host))
 
     def _welcome_host(self, peer: Peer, hello: m.Hello) -> None:
         number, now = hello.number, time.monotonic()

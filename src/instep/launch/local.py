@@ -65,13 +65,7 @@ class LocalLauncher:
                 ) from None
         self._groups.append(self._process.pid)  # all that comes of it stays in its group
         assert self._process.stdin is not None
-        note = {
-            "host": endpoint.address.host,
-            "port": endpoint.address.port,
-            "token": endpoint.token,
-            "number": endpoint.host,
-            "folder": os.getcwd(),
-        }
+        note = {**endpoint.as_table(), "folder": os.getcwd()}
         try:
             self._process.stdin.write(json.dumps(note).encode() + b"\n")  # not seen by `ps`
             self._process.stdin.close()

@@ -106,7 +106,7 @@ class Member:
             machine=machine(),
             node=platform.node(),
         )
-        self._connection = MasterConnection(endpoint.address, hello)
+        self._connection = MasterConnection(endpoint.address, hello, endpoint.context)
         self._connection.lasting = phases is not None  # forked: another master may answer
         welcome = self._connection.welcome()
         if isinstance(welcome, Refused):
