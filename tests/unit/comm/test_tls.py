@@ -3,6 +3,8 @@
 import datetime
 import socket
 import ssl
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -17,6 +19,7 @@ from instep.comm.endpoint import Endpoint, Switchboard
 from instep.comm.messages import Emit, Release, Stop, StoreSet
 from instep.errors import PeerError
 
+UNWANTED = ["cryptography", "instep.comm.tls", "instep.comm.forwarder"]
 WORKER, RECORDS = Identity("worker", 3, 1), 200
 
 
@@ -425,3 +428,11 @@ def readable(connection):
         return bool(connection.recv(1, socket.MSG_PEEK))
     except TimeoutError:
         return False
+
+
+def test_on_one_machine_nothing_of_encryption_is_even_imported():
+    ways = "client.submit", "control.master_process", "launch.fork_server"
+    imports = "; ".join(f"import instep.{way}" for way in ways)
+    code = f"{imports}; import sys; print([n for n in {UNWANTED} if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
