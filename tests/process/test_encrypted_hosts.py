@@ -121,9 +121,20 @@ def run_on(
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The hash of one worker on this machine."""
-    runs = tmp_path_factory.mktemp("undisturbed")
-    recipe = f"{RECIPES}/tiny.py:recipe"
-    run = instep.train(recipe, runs=runs, workers=1, seed=5, quiet=True, train=TRAIN)
+    return on_this_machine(tmp_path_factory.mktemp("undisturbed"), 1)
+
+
+def on_this_machine(runs: Path, workers: int, **sections: dict[str, int]) -> str:
+    """The hash of the same job."""
+    run = instep.train(
+        f"{RECIPES}/tiny.py:recipe",
+        runs=runs,
+        workers=workers,
+        seed=5,
+        quiet=True,
+        train=TRAIN,
+        **sections,
+    )
     return str(run.summary["parameters_sha256"])
 
 
@@ -133,11 +144,24 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
         (2, ""),
         pytest.param(3, "", marks=pytest.mark.slow),
         pytest.param(2, '[sync]\nname = "server_sync"\nservers = 1', marks=pytest.mark.slow),
-        pytest.param(4, "[mesh]\nshard = 2", marks=pytest.mark.slow),
     ],
-    ids=["two workers", "three workers", "a server", "replicas of two"],
+    ids=["two workers", "three workers", "a server"],
 )
 def test_encrypted_links_carry_no_plain_byte_and_the_result_is_that_of_one_machine(
+    start: Start, tmp_path: Path, undisturbed: str, workers: int, rest: str
+) -> None:
+    check_encrypted(start, tmp_path, undisturbed, workers, rest)
+
+
+@pytest.mark.slow
+def test_processes_of_a_replica_on_two_hosts_carry_no_plain_byte_either(
+    start: Start, tmp_path: Path
+) -> None:
+    whole = on_this_machine(tmp_path, 4, mesh={"shard": 4})
+    check_encrypted(start, tmp_path, whole, 4, "[mesh]\nshard = 4")
+
+
+def check_encrypted(
     start: Start, tmp_path: Path, undisturbed: str, workers: int, rest: str
 ) -> None:
     with netlab.Network(2) as network:
