@@ -125,6 +125,18 @@ def test_processes_with_one_micro_batch_leave_out_what_one_of_them_cannot_read(
     assert program.summary["skipped_samples"] == len(skipped) == 16  # eight epochs
 
 
+@pytest.mark.parametrize("axis", ["tensor", slow("shard")])
+def test_a_sample_of_the_first_batch_that_some_cannot_read_is_named(run: Start, tmp_path, axis):
+    lost, other = Order(splits.SAMPLES, 0).indices(0, 12, 14).tolist()  # of rank 1 of the shards
+    keys = [f'arguments.file="{tmp_path / "mine"}"', f"arguments.lost=[{lost}]"]
+    keys += [f"arguments.others=[{other}]", f"mesh.{axis}=2"]
+    program = run("splits.py:frail", *QUICK, *keys, "data.loaders=0", 'data.unreadable="skip"')
+    assert program.end() == 4, program.stderr
+    assert "can be read by some processes only: OSError: sector" in program.stderr
+    assert "Make the sample readable for each process, or leave it out" in program.stderr
+    assert "another model" not in program.stderr
+
+
 @pytest.mark.parametrize(
     ("mesh", "says"),
     [
