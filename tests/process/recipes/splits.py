@@ -140,6 +140,12 @@ def one_is_slow(mark, pause_s=0.15, drop=0.1, norm=False):
     return made
 
 
+def late_again(mark, seconds=4.0, **options):
+    """`mark` is a file: who comes when it is there takes so long."""
+    time.sleep(seconds if Path(mark).exists() else 0.0)
+    return recipe(**options)
+
+
 def sabotaged():
     """Gradients of the replica's first rank alone, instead of their sum."""
     from instep.parallel import lockstep, whole_sums
