@@ -69,15 +69,17 @@ def test_a_run_within_somebodys_own_ray_program_has_the_result_of_one_machine(
     import ray
 
     alone = instep.train(TINY, runs=tmp_path, quiet=True, train=TRAIN)
-    done = instep.train(
+    half = instep.train(
         TINY,
         runs=tmp_path,
         quiet=True,
         on="ray",
         network="private",
-        train=TRAIN,
+        train={**TRAIN, "stop_after_steps": 12},
         launch={"nodes": 2},
     )
+    assert half.summary["steps"] == 12
+    done = instep.resume(half.path, quiet=True, launch={"nodes": 1})
     assert done.summary["parameters_sha256"] == alone.summary["parameters_sha256"]
     assert done.summary["repeated_samples"] == done.summary["missing_samples"] == 0
     assert of_hosts() == set()
