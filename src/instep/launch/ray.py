@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from instep.launch.base import options_of
 from instep.launch.local import TIMEOUT_S
 from instep.launch.node import Needs, id_of
 from instep.launch.ray_actor import Host, Place, kill_if_stopped
-from instep.launch.ray_cluster import amounts, connect, last_line
+from instep.launch.ray_cluster import amounts, connect, last_line, nodes_with
 from instep.spec import JobSpec, LaunchSpec, Section
 from instep.store.folder import host_log
 from instep.words import plural
@@ -51,6 +52,8 @@ class _Actor:
     handle: Any
     place: Any
     """The reference of its `Place`."""
+    node: str
+    """Where it was to be started; empty if nowhere in particular."""
     served: Any = None
     """That of what its fork server ends with."""
     logs: Path = Path()
@@ -77,11 +80,8 @@ class RayLauncher:
         nodes = [node for node in self._ray.nodes() if node["Alive"]]
         with_cores = [node for node in nodes if node["Resources"].get("CPU", 0) >= 1]
         self.count = launch.nodes or max(1, min(len(with_cores), job.workers))
-        self._asked: dict[str, Any] = {
-            "num_cpus": launch.cpus or -(-job.workers // self.count),
-            "num_gpus": launch.gpus,
-            "resources": options.resources,
-        }
+        cpus = launch.cpus or -(-job.workers // self.count)
+        self._each = {"CPU": cpus, "GPU": launch.gpus, **options.resources}
 
     @classmethod
     def of(cls, job: JobSpec) -> RayLauncher:
@@ -109,7 +109,8 @@ class RayLauncher:
 
     def _gather(self) -> None:
         """Make the actors, and wait until each has said that nothing is missing."""
-        self._actors = {number: self._actor() for number in range(self.count)}
+        for number in range(self.count):
+            self._actors[number] = self._actor()
         places = [actor.place for actor in self._actors.values()]
         there, late = self._ray.wait(places, num_returns=self.count, timeout=self._options.wait_s)
         for place in there:
@@ -123,8 +124,7 @@ class RayLauncher:
             if found.missing:
                 raise SpecError(f"the node {self._address(found.node)} {found.missing}")
         if late:
-            asked = {"CPU": self._asked["num_cpus"], "GPU": self._asked["num_gpus"]}
-            each = amounts({**asked, **self._options.resources})
+            each = amounts(self._each)
             nodes = [amounts(n["Resources"]) for n in self._ray.nodes() if n["Alive"]]
             raise SpecError(
                 f"the Ray cluster has had no room for {plural(self.count, 'host')} with {each} "
@@ -134,15 +134,38 @@ class RayLauncher:
             )
 
     def _actor(self) -> _Actor:
-        options = {"scheduling_strategy": "SPREAD", "max_restarts": 0, "max_concurrency": 4}
-        handle = self._ray.remote(Host).options(**self._asked, **options).remote()
-        return _Actor(handle, handle.place.remote(self._needs))
+        """On the node that has the fewest, if it can be there at once."""
+        asked = {name: amount for name, amount in self._each.items() if amount}
+        used = Counter(self._node(actor) for actor in self._actors.values())
+        node = min(nodes_with(self._ray, asked), key=lambda each: used[each], default="")
+        handle = (
+            self._ray.remote(Host)
+            .options(
+                num_cpus=self._each["CPU"],
+                num_gpus=self._each["GPU"],
+                resources=self._options.resources,
+                scheduling_strategy=self._on(node, spill=True) if node else "SPREAD",
+                max_restarts=0,
+                max_concurrency=4,
+            )
+            .remote()
+        )
+        return _Actor(handle, handle.place.remote(self._needs), node)
+
+    def _node(self, actor: _Actor) -> str:
+        place = self._place(actor)
+        return place.node if place is not None else actor.node
+
+    def _on(self, node: str, *, spill: bool) -> Any:
+        """The strategy for a node; with `spill`, for another one if it has no room."""
+        strategies = self._ray.util.scheduling_strategies
+        return strategies.NodeAffinitySchedulingStrategy(node, spill, _spill_on_unavailable=spill)
 
     def start(self, endpoint: Endpoint, logs: Path) -> None:
         """Have the actor of a host start a fork server; another actor, if that one is lost."""
         actor = self._actors[endpoint.host]
         if actor.served is not None and not self._answers(actor):
-            self._ray.kill(actor.handle)
+            self._ray.kill(self._actors.pop(endpoint.host).handle)
             actor = self._actors[endpoint.host] = self._actor()
         actor.code, actor.logs = None, logs
         actor.served = actor.handle.serve.remote(endpoint, logs, id_of(logs.parent), self._needs)
@@ -179,9 +202,8 @@ class RayLauncher:
 
     def end_if_stopped(self, host: int = 0) -> None:
         """Have the actor or its fork server killed by another process of its node."""
-        strategies = self._ray.util.scheduling_strategies
         if (place := self._place(self._actors[host])) is not None:
-            there = strategies.NodeAffinitySchedulingStrategy(place.node, soft=False)
+            there = self._on(place.node, spill=False)
             task = self._ray.remote(kill_if_stopped)
             task.options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(place)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from pathlib import Path
 from instep.comm.endpoint import Endpoint
 from instep.launch.local import LocalLauncher
 from instep.launch.node import Needs, missing_run
-from instep.system.processes import is_stopped, stat_fields
+from instep.system.processes import Watched, is_stopped, stat_fields
 
 LOOK_S = 0.05
 """Seconds between two looks at the fork server."""
@@ -35,10 +36,13 @@ class Place:
 
 
 class Host:
-    """Has one fork server, which ends with it."""
+    """Has one fork server, which ends with it; and ends with the raylet that started it."""
 
     def __init__(self) -> None:
         self._local = LocalLauncher(lifeline=True)
+        # Ray looks for orphans of pid 1 only, and there may be another process that adopts them
+        raylet = Watched(os.getppid())
+        threading.Thread(target=_end_with, args=(raylet,), daemon=True).start()
 
     def place(self, needs: Needs) -> Place:
         """Where this is."""
@@ -60,6 +64,12 @@ class Host:
     def stop(self) -> None:
         """End the fork server and all that it has started."""
         self._local.stop()
+
+
+def _end_with(process: Watched) -> None:
+    while not process.ended:
+        time.sleep(LOOK_S)
+    os._exit(1)
 
 
 def kill_if_stopped(place: Place) -> None:
