@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from contextlib import ExitStack
 
 import psutil
 import pytest
@@ -21,11 +22,15 @@ SOON_S = 30.0
 
 
 @pytest.fixture
-def launched(tmp_path):
+def launched(tmp_path, request, monkeypatch):
     """By name: a launcher that has started its one fork server, and what it has started."""
-    master, made = listen(), []
+    master, made, place = listen(), [], ExitStack()
 
     def launch(name):
+        if name == "slurm":
+            allocation = request.getfixturevalue("slurm").allocation(1)
+            for key, value in place.enter_context(allocation).items():
+                monkeypatch.setenv(key, value)
         before = children()
         table = {"recipe": "a.py:a", "network": "private", "launch": LAUNCH.get(name, {})}
         job = build({**table, "launch": {**table["launch"], "on": name}}, source="a test")
@@ -36,6 +41,7 @@ def launched(tmp_path):
     yield launch
     for each in made:
         each.stop()
+    place.close()
     master.close()
 
 
