@@ -175,7 +175,7 @@ def build(table: Mapping[str, Any], *, source: str) -> JobSpec:
     """
     check_format(table, source)
     _check_names(table, source)
-    for place in ("arguments", "sync"):
+    for place in _WITH_OPTIONS:
         _check_holds(table.get(place), place, source)
     _check_text(table, source)
     try:
@@ -209,6 +209,10 @@ def _check_names(table: Mapping[str, Any], source: str) -> None:
             raise SpecError(f"{source}: {old} is now called {new}")
 
 
+_WITH_OPTIONS = ("arguments", "sync", "launch")
+"""Tables whose values have other owners."""
+
+
 def _check_holds(value: Any, where: str, source: str) -> None:
     """Refuse values that no TOML file can hold; from Python, anything may be given."""
     if isinstance(value, dict):
@@ -221,7 +225,7 @@ def _check_holds(value: Any, where: str, source: str) -> None:
             _check_holds(inner, f"{where}[{number}]", source)
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise SpecError(f"{source}: {where} = {value}: a whole number needs to fit 64 bits.")
-    elif not isinstance(value, _HOLDS) and where not in ("arguments", "sync"):
+    elif not isinstance(value, _HOLDS) and where not in _WITH_OPTIONS:
         raise SpecError(
             f"{source}: {where} is {value!r}, a {type(value).__name__}, which a job file "
             "cannot hold. Use text, numbers, true, false, dates, and lists and tables of those."

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def launching(job: JobSpec) -> Iterator[tuple[JobSpec, Launcher]]:
-    """A launcher, stopped at the end; and the job with what was left to it: hosts and address.
+    """A launcher, stopped at the end; and the job with what was left to it: nodes and address.
+
+    The run's folder has the job as it was given, as another start may find others.
 
     Raises:
         SpecError: the job asks for what is not there, or for a network that may not be private.

@@ -60,6 +60,7 @@ def train(
     seed: int = 0,
     quiet: bool = False,
     on: str = "",
+    network: str = "loopback",
     **sections: Mapping[str, Any],
 ) -> Run:
     """Train a recipe on `workers` processes of this machine or a cluster, and return the result.
@@ -75,6 +76,7 @@ def train(
         seed: decides the order of the data, first parameters, every draw.
         quiet: print nothing.
         on: what starts the processes, as `on` of `[launch]`: such as `"ray"`.
+        network: `"private"` declares that only trusted machines can reach the one between hosts.
         sections: tables of the job file: `train={"epochs": 3}`, `sync={...}`.
 
     Raises:
@@ -88,6 +90,7 @@ def train(
         "recipe": reference,
         "workers": workers,
         "seed": seed,
+        "network": network,
         "arguments": dict(arguments or {}),
         **{section: dict(values) for section, values in sections.items()},
     }
@@ -143,10 +146,10 @@ def run_job(
     check_job(job, resumed=start_point.checkpoint is not None)
     there, view = runs.exists(), {"quiet": quiet, "json": json_output}
     try:
-        with launching(job) as (job, launcher):
+        with launching(job) as (settled, launcher):
             folder = make_run_folder(runs, job, named=named)
             with held(folder):
-                return _conduct(job, folder, launcher, start_point, started, view, watch)
+                return _conduct(settled, folder, launcher, start_point, started, view, watch)
     finally:
         if not there:
             with suppress(OSError):  # as a rule there is a run in it
@@ -185,9 +188,9 @@ def resume_run(
     job = changed(before, overrides, changes)
     check_job(job, resumed=True)
     folder, view = path.resolve(), {"quiet": quiet, "json": json_output}
-    with launching(job) as (job, launcher), held(folder):
+    with launching(job) as (settled, launcher), held(folder):
         start_point = prepare(folder, job, recipe_sha256=recipe_sha256(job))
-        return _conduct(job, folder, launcher, start_point, started, view)
+        return _conduct(settled, folder, launcher, start_point, started, view)
 
 
 def resume(
@@ -264,7 +267,7 @@ def _follow(
     from instep.control.journal import Begin, Journal
 
     Journal(folder, Begin(began, start_point)).close()
-    note = {"about": about(job), **view}
+    note = {"about": about(job), "nodes": job.launch.nodes, **view}
     hosts = job.launch.count or 1
     watchdog = MasterWatchdog(folder, switchboard, launcher, note, watch=watch, hosts=hosts)
     with published(folder, switchboard.endpoint):
