@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -20,6 +20,7 @@ import psutil
 _PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "salloc", "scontrol", "squeue")
 _SOON_S = 30.0
 
+# a job that is queued again waits for cred_expire, which is 120 by default
 _CONFIGURATION = """\
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
@@ -28,7 +29,7 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 CredType=cred/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=10
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -94,11 +95,11 @@ class Slurm:
             places += [("log-file", "munge.log"), ("seed-file", "munge.seed")]
             words = [f"--{option}={folder / name}" for option, name in places]
             self._start("munged", "--foreground", "--force", *words)
-            _until(lambda: (folder / "munge.socket").exists(), "munged to listen")
+            until(lambda: (folder / "munge.socket").exists(), "munged to listen")
             self._start("slurmctld", "-D")
             for name in self.nodes:
                 self.up(name)
-            _until(lambda: self.ask("sinfo", "-h", "-o", "%T").split() == ["idle"], "idle nodes")
+            until(lambda: self.ask("sinfo", "-h", "-o", "%T").split() == ["idle"], "idle nodes")
         except BaseException:
             self.close()
             raise
@@ -139,7 +140,7 @@ class Slurm:
     def cancel(self, *jobs: str) -> None:
         """End jobs, and wait until they are gone."""
         self.ask("scancel", "--quiet", *jobs)
-        _until(lambda: not self.ask("squeue", "-h", "-j", ",".join(jobs)), "the end of jobs")
+        until(lambda: not self.ask("squeue", "-h", "-j", ",".join(jobs)), "the end of jobs")
 
     def up(self, node: str) -> None:
         """Start a node, for the first time or again."""
@@ -183,8 +184,8 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-def _until(condition: object, what: str) -> None:
+def until(condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + _SOON_S
-    while not condition():  # type: ignore[operator]
+    while not condition():
         assert time.monotonic() < deadline, f"waited {_SOON_S:g} s for {what}"
         time.sleep(0.05)

@@ -106,7 +106,7 @@ class SlurmLauncher:
             time.sleep(0.1)
         for number in started:
             self._each[number].stop()
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + 2 * TIMEOUT_S  # Slurm tries to reach a lost `srun` for 5 s
         with suppress(SpecError):  # without a controller they end once no master answers them
             while started and (left := self._steps()) and time.monotonic() < deadline:
                 ask("scancel", "--quiet", "--signal=KILL", *left)
