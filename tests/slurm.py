@@ -7,6 +7,7 @@ comes of it has the path of its configuration in its environment, by which it is
 import contextlib
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -142,9 +143,30 @@ class Slurm:
         self.ask("scancel", "--quiet", *jobs)
         until(lambda: not self.ask("squeue", "-h", "-j", ",".join(jobs)), "the end of jobs")
 
-    def up(self, node: str) -> None:
-        """Start a node, for the first time or again."""
-        self._of_node[node] = self._start("slurmd", "-D", "-N", node)
+    def up(self, node: str, *mount: Path) -> None:
+        """Start a node, for the first time or again; `mount`: a folder, and where it has it."""
+        command = ["slurmd", "-D", "-N", node]
+        if mount:
+            words = shlex.join(["mount", "--bind", *map(str, mount)])
+            command = ["unshare", "--mount", "sh", "-c", f"{words} && exec {shlex.join(command)}"]
+        self._of_node[node] = self._start(*command)
+
+    @contextlib.contextmanager
+    def mounted(self, node: str, folder: Path, place: Path) -> Iterator[None]:
+        """Have a node find another folder at a place, for as long as the context lasts."""
+        self.down(node)
+        self.up(node, folder, place)
+        try:
+            until(lambda: self.is_idle(node), f"{node} to be there")
+            yield
+        finally:
+            self.down(node)
+            self.up(node)
+            until(lambda: self.is_idle(node), f"{node} to be there again")
+
+    def is_idle(self, node: str) -> bool:
+        """Whether jobs can have it."""
+        return self.ask("sinfo", "-h", "-n", node, "-o", "%T").strip() == "idle"
 
     def down(self, node: str) -> None:
         """Kill everything on a node at once, as if its power failed, and have Slurm know."""

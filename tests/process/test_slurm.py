@@ -4,6 +4,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from importlib.metadata import distribution, version
 from pathlib import Path
 
 import psutil
@@ -16,6 +17,8 @@ from instep.store.run_folder import RunFolder
 from slurm import Slurm, until
 
 pytestmark = pytest.mark.process
+
+METADATA = Path(str(distribution("torch").locate_file(f"torch-{version('torch')}.dist-info")))
 
 __all__ = ["undisturbed"]  # the fixture
 
@@ -199,6 +202,26 @@ def test_an_allocation_with_too_few_nodes_is_named_with_them(
     assert program.end() == 2
     assert "launch.nodes = 4, and the allocation" in program.error
     assert "has 3 nodes: n0, n1, n2." in program.error
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        (RECIPES, f"the node n1 does not have the recipe's file {RECIPES / 'slow_tiny.py'}."),
+        (METADATA, f"the node n1 has torch 1.0, and this machine {version('torch')}."),
+    ],
+    ids=["recipe", "torch"],
+)
+def test_a_node_that_lacks_something_is_named_before_anything_starts(
+    start: Start, tmp_path: Path, slurm: Slurm, place: Path, says: str
+) -> None:
+    (there := tmp_path / "there").mkdir()
+    (there / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0\n")
+    with slurm.mounted("n1", there, place), slurm.allocation(2) as environment:
+        program = begin(start, tmp_path, environment)
+        assert program.end() == 2
+    assert says in program.error
+    assert list(program.work.glob("runs/*")) == []
 
 
 def test_a_machine_without_slurm_is_told_so(start: Start, tmp_path: Path) -> None:

@@ -19,15 +19,10 @@ import msgspec
 from instep.comm.endpoint import Endpoint
 from instep.errors import SpecError
 from instep.launch.local import TIMEOUT_S, LocalLauncher
-from instep.launch.slurm_cluster import allocation, ask, nodes_of
+from instep.launch.node import Needs
+from instep.launch.slurm_cluster import SRUN, allocation, ask, check_nodes, nodes_of
 from instep.spec import JobSpec, LaunchSpec
 from instep.words import plural
-
-SRUN = (
-    *("srun", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--overlap", "--mem=0"),
-    *("--no-kill", "--kill-on-bad-exit=0", "--mpi=none", "--export=ALL", "--quiet"),
-)
-"""One task that has all of its node's part of the allocation, beside other steps."""
 
 KILLED = 128
 """Above it, an exit code of `srun` stands for the signal that ended the task."""
@@ -44,7 +39,13 @@ class SlurmLauncher:
     def __init__(self, allocation: str, nodes: Sequence[str]) -> None:
         self._allocation, self._nodes = allocation, list(nodes)
         self._name = f"instep-{secrets.token_hex(4)}"  # of our steps
-        words = [*SRUN, f"--jobid={allocation}", f"--job-name={self._name}"]
+        words = [
+            *SRUN,
+            "--nodes=1",
+            "--ntasks=1",
+            f"--jobid={allocation}",
+            f"--job-name={self._name}",
+        ]
         self._each = [LocalLauncher([*words, f"--nodelist={node}"]) for node in nodes]
         self._started: set[int] = set()
         self._lost: set[int] = set()  # hosts whose node has left the allocation
@@ -54,7 +55,7 @@ class SlurmLauncher:
         """On the nodes of the allocation that this process is in.
 
         Raises:
-            SpecError: it is in none, or there are too few nodes.
+            SpecError: it is in none, there are too few nodes, or something is missing on one.
         """
         number = allocation()
         if not number:
@@ -69,7 +70,9 @@ class SlurmLauncher:
                 f"{plural(len(nodes), 'node')}: {', '.join(nodes)}. Ask Slurm for more, or set "
                 f"launch.nodes = {len(nodes)}."
             )
-        return cls(number, nodes[: wanted or job.workers])
+        nodes = nodes[: wanted or job.workers]
+        check_nodes(number, nodes, Needs.of(job))
+        return cls(number, nodes)
 
     def settled(self, launch: LaunchSpec) -> LaunchSpec:
         """With the number of nodes; the address is looked up by this machine's name."""
