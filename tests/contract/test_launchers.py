@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import time
+from contextlib import ExitStack
 from importlib.util import find_spec
 
 import psutil
@@ -34,13 +35,17 @@ def ray_cluster():
 
 
 @pytest.fixture
-def launched(tmp_path, request):
+def launched(tmp_path, request, monkeypatch):
     """By name: a launcher that has started its one fork server, and what it has started."""
-    master, made = listen(), []
+    master, made, place = listen(), [], ExitStack()
 
     def launch(name):
         if name == "ray":
             request.getfixturevalue("ray_cluster")
+        if name == "slurm":
+            allocation = request.getfixturevalue("slurm").allocation(1)
+            for key, value in place.enter_context(allocation).items():
+                monkeypatch.setenv(key, value)
         before = children()
         table = {"recipe": "a.py:a", "network": "private", "launch": LAUNCH.get(name, {})}
         job = build({**table, "launch": {**table["launch"], "on": name}}, source="a test")
@@ -51,6 +56,7 @@ def launched(tmp_path, request):
     yield launch
     for each in made:
         each.stop()
+    place.close()
     master.close()
 
 
