@@ -12,12 +12,17 @@ from pathlib import Path
 import psutil
 import pytest
 from started import RECIPES, Start, Started, kill, newest_pids
-from test_partitions import needs_hosts
+from test_partitions import begin, lost_hosts, needs_hosts
+from test_recovery import check_same_result
+from test_recovery import undisturbed as longer
+from test_survival import reach
 
 import instep
 from instep.lab import netlab
 
 pytestmark = [pytest.mark.process, needs_hosts, pytest.mark.timeout(180)]
+
+__all__ = ["longer"]  # the fixture
 
 STEPS = 60
 TRAIN = {"steps": STEPS, "global_batch": 16, "determinism": "bits"}
@@ -224,4 +229,26 @@ def test_a_killed_process_of_an_encrypted_run_is_replaced(
             assert kill(program.events("master_started")[0]["pid"])
         assert program.end() == 0, program.stderr
     assert program.summary["parameters_sha256"] == undisturbed
+    program.check_no_process_is_left()
+
+
+@pytest.mark.slow
+def test_an_encrypted_host_that_is_cut_off_comes_back_and_the_result_does_not_show(
+    start: Start, tmp_path: Path, longer: Path
+) -> None:
+    with netlab.Network(3) as network:
+        hosts = [f"ip netns exec {network.name}-{host}" for host in network.hosts]
+        address = network.address(netlab.OUTSIDE)
+        program = begin(start, tmp_path, hosts, address, 3, "network=loopback")
+        program.until(program.is_training, "training")
+        reach(program, 40)
+        network.partition(["h3"])
+        program.until(lambda: len(program.events("generation_started")) > 1, "going on without it")
+        network.heal()
+        program.until(lambda: len(program.events("host_joined")) >= 4, "whole again")
+        assert program.end() == 0, program.stderr
+    assert 2 in lost_hosts(program)
+    assert program.events("run_started")[0]["encrypted"] is True
+    assert program.events("went_back") == []
+    check_same_result(program, longer)
     program.check_no_process_is_left()

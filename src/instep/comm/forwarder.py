@@ -23,19 +23,19 @@ import os
 import re
 import signal
 import socket
-import ssl
 import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict
 from io import FileIO
 from typing import Any
 
 import msgspec
 
-from instep.comm.certificates import Credentials
+from instep.comm.certificates import Credentials, Identity
+from instep.comm.tls import Tls, context
 from instep.errors import PeerError
 
 PROOF_S = 5.0
@@ -52,6 +52,14 @@ LAST_S = 5.0
 
 CHUNK = 1 << 18
 """Bytes that are carried at a time."""
+
+GATHER_S = 0.002
+"""For so long packets of a long message are gathered on a slow link: at 100 Mbit/s each would wake
+the process."""
+
+LONG, QUIET_S, SLOW = 1 << 16, 0.005, 32e6
+"""A long message has more bytes than this, without a pause as long; and a link is slow that brings
+fewer bytes a second."""
 
 _PORT = struct.Struct("!H")
 
@@ -209,8 +217,6 @@ class _Server:
     """
 
     def __init__(self, requests: FileIO) -> None:
-        from instep.comm.tls import context
-
         self._requests, note = requests, json.loads(requests.readline())
         credentials = Credentials(**note["credentials"])
         self._accepts = context(credentials, server=True)
@@ -219,7 +225,7 @@ class _Server:
         self._listener = socket.create_server((note["address"], 0), backlog=1024)
         self._listener.setblocking(False)
         self._exposed: dict[int, str] = {}  # port of this worker to group
-        self._open: dict[tuple[str, int, int], asyncio.Server] = {}
+        self._open: dict[tuple[str, int, int], tuple[socket.socket, asyncio.Task[None]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._unproven: dict[asyncio.Task[None], None] = {}  # the oldest first
 
@@ -227,11 +233,12 @@ class _Server:
         """Serve until standard input ends."""
         loop, requests = asyncio.get_running_loop(), asyncio.StreamReader()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(requests), self._requests)
-        accepting = loop.create_task(self._accept())
+        accepting = loop.create_task(self._accept(self._listener, self._serve))
         print(self._listener.getsockname()[1], flush=True)
         while line := await requests.readline():
             print(await self._answer(json.loads(line)), flush=True)
-        accepting.cancel()
+        for each in (accepting, *(way for _, way in self._open.values())):
+            each.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=LAST_S)
 
@@ -244,7 +251,9 @@ class _Server:
             case {"forget": group}:
                 self._exposed = {p: g for p, g in self._exposed.items() if not g.startswith(group)}
                 for key in [key for key in self._open if key[0].startswith(group)]:
-                    self._open.pop(key).close()
+                    listener, accepting = self._open.pop(key)
+                    accepting.cancel()
+                    listener.close()
         return 0
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -259,121 +268,158 @@ class _Server:
         """Listen for gloo in the place of a worker of another host; returns the port."""
         key = (group, number, there)
         if key not in self._open:
+            listener = socket.create_server((inside(number), 0))
+            listener.setblocking(False)
 
-            async def call(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                await self._keep(self._call(reader, writer, number, host, port, there))
+            async def call(near: socket.socket) -> None:
+                await self._call(near, number, (host, port), there)
 
-            self._open[key] = await asyncio.start_server(call, inside(number), 0, limit=CHUNK)
-        name: tuple[str, int] = self._open[key].sockets[0].getsockname()
+            self._open[key] = listener, self._keep(self._accept(listener, call))
+        name: tuple[str, int] = self._open[key][0].getsockname()
         return name[1]
 
     async def _call(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        number: int,
-        host: str,
-        port: int,
-        there: int,
+        self, near: socket.socket, number: int, address: tuple[str, int], there: int
     ) -> None:
-        try:
-            far_reader, far_writer = await asyncio.open_connection(
-                host, port, ssl=self._calls, limit=CHUNK, ssl_handshake_timeout=PROOF_S
-            )
-        except OSError as error:
-            print(f"instep: no forwarder of worker {number}: {error}", file=sys.stderr, flush=True)
-            writer.transport.abort()
-            return
-        if _worker(far_writer) != number:
-            far_writer.transport.abort()
-            writer.transport.abort()
-            return
-        far_writer.write(_PORT.pack(there))
-        await _carry((reader, writer), (far_reader, far_writer))
+        with near, socket.socket() as far:
+            far.setblocking(False)
+            try:
+                async with asyncio.timeout(PROOF_S):
+                    await asyncio.get_running_loop().sock_connect(far, address)
+                    ours = Tls(
+                        self._calls, server=False, accepted=lambda peer: _is_worker(peer, number)
+                    )
+                    rest = await _prove(ours, far)
+                    await _send(far, ours.seal(_PORT.pack(there)))
+            except (OSError, PeerError, TimeoutError) as error:
+                text = f"instep: no way to worker {number}: {error}"
+                print(text, file=sys.stderr, flush=True)
+                return
+            await _carry(near, far, ours, rest)
 
     # ---- from other workers
 
-    async def _accept(self) -> None:
+    async def _accept(
+        self,
+        listener: socket.socket,
+        serve: Callable[[socket.socket], Coroutine[Any, Any, None]],
+    ) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                caller, _ = await loop.sock_accept(self._listener)
+                caller, _ = await loop.sock_accept(listener)
             except OSError:  # no more files
                 await asyncio.sleep(FULL_S)
                 continue
-            task = self._keep(self._serve(caller))
-            self._unproven[task] = None
-            task.add_done_callback(lambda ended: self._unproven.pop(ended, None))
-            if len(self._unproven) > MOST_UNPROVEN:
-                next(iter(self._unproven)).cancel()
+            caller.setblocking(False)
+            self._keep(serve(caller))
 
-    async def _serve(self, caller: socket.socket) -> None:
+    async def _serve(self, far: socket.socket) -> None:
         """One caller, whatever it is."""
         task = asyncio.current_task()
         assert task is not None
-        try:
-            async with asyncio.timeout(PROOF_S):
-                reader, writer = await self._proven(caller)
-                try:
-                    (port,) = _PORT.unpack(await reader.readexactly(_PORT.size))
-                    if _worker(writer) is None or port not in self._exposed:
-                        raise PeerError("it may not come here.")
-                    near = await asyncio.open_connection(inside(self._number), port, limit=CHUNK)
-                except BaseException:
-                    writer.transport.abort()
-                    raise
-        except (OSError, EOFError, PeerError, asyncio.CancelledError):
-            caller.close()  # and not a word to whoever it is
-            return
-        del self._unproven[task]
-        await _carry((reader, writer), near)
-
-    async def _proven(
-        self, caller: socket.socket
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        loop = asyncio.get_running_loop()
-        reader = asyncio.StreamReader(CHUNK)
-        protocol = asyncio.StreamReaderProtocol(reader)
-        transport, _ = await loop.connect_accepted_socket(
-            lambda: protocol, caller, ssl=self._accepts, ssl_handshake_timeout=PROOF_S
-        )
-        return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+        self._unproven[task] = None
+        if len(self._unproven) > MOST_UNPROVEN:
+            next(iter(self._unproven)).cancel()
+        with far, socket.socket() as near:
+            near.setblocking(False)
+            theirs = Tls(self._accepts, server=True, accepted=_is_worker)
+            try:
+                async with asyncio.timeout(PROOF_S):
+                    wanted = await _prove(theirs, far)
+                    while len(wanted) < _PORT.size:
+                        wanted += await _read(theirs, far)
+                    (port,) = _PORT.unpack_from(wanted)
+                    if port not in self._exposed:
+                        return
+                    await asyncio.get_running_loop().sock_connect(
+                        near, (inside(self._number), port)
+                    )
+            except (OSError, PeerError, TimeoutError):
+                return  # and not a word to whoever it is
+            finally:
+                del self._unproven[task]
+            await _carry(near, far, theirs, wanted[_PORT.size :])
 
 
-def _worker(end: asyncio.StreamWriter) -> int | None:
-    """The number of the worker at the other end; None if it is none."""
-    from instep.comm.tls import identity_of
-
-    connection: ssl.SSLObject = end.get_extra_info("ssl_object")
-    try:
-        peer = identity_of(connection)
-    except PeerError:
-        return None
-    return peer.number if peer.role in ("worker", "server") else None
+def _is_worker(peer: Identity, number: int | None = None) -> bool:
+    return peer.role in ("worker", "server") and number in (None, peer.number)
 
 
-async def _carry(
-    one: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-    other: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-) -> None:
-    """Carry bytes both ways until one end closes; then close the other, after the last byte."""
-    for _, writer in (one, other):
-        writer.transport.set_write_buffer_limits(high=4 * CHUNK)
-        writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    await asyncio.gather(_carry_one_way(one[0], other[1]), _carry_one_way(other[0], one[1]))
+async def _prove(ours: Tls, far: socket.socket) -> bytes:
+    """Shake hands; returns what has arrived after that.
+
+    Raises:
+        PeerError: the other end is none that is meant.
+    """
+    await _send(far, ours.begin())
+    rest = b""
+    while ours.peer is None:
+        rest, answer = ours.open(await _receive(far))
+        await _send(far, answer)
+    return rest
 
 
-async def _carry_one_way(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    try:
-        while data := await reader.read(CHUNK):
-            writer.write(data)
-            await writer.drain()
-    except OSError:
-        pass
-    finally:
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
+async def _read(ours: Tls, far: socket.socket) -> bytes:
+    """What arrives next, in plain; perhaps nothing yet."""
+    return ours.open(await _receive(far))[0]
+
+
+async def _receive(end: socket.socket, into: bytearray | None = None) -> memoryview:
+    """What arrives next; overwrites `into` if that is given."""
+    into = into or bytearray(CHUNK)
+    count = await asyncio.get_running_loop().sock_recv_into(end, into)
+    if not count:
+        raise PeerError("the other end is gone.")
+    return memoryview(into)[:count]
+
+
+async def _send(end: socket.socket, data: bytes) -> None:
+    if data:
+        await asyncio.get_running_loop().sock_sendall(end, data)
+
+
+async def _carry(near: socket.socket, far: socket.socket, ours: Tls, rest: bytes) -> None:
+    """Carry bytes both ways until one end closes; the other then gets all that was on its way.
+
+    Args:
+        near: gloo's.
+        far: of the other forwarder.
+        ours: has proved what both are.
+        rest: what has arrived already.
+    """
+    for end in (near, far):
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    async def outward() -> None:
+        into = bytearray(CHUNK)
+        while True:
+            await _send(far, ours.seal(await _receive(near, into)))
+
+    async def inward() -> None:
+        await _send(near, rest)
+        into = bytearray(CHUNK)
+        clock = asyncio.get_running_loop().time
+        now = since = clock()
+        carried = 0  # since then
+        while True:
+            data = await _receive(far, into)
+            before, now = now, clock()
+            if now - before > QUIET_S:
+                since, carried = now, 0
+            carried += len(data)
+            await _send(near, ours.open(data)[0])
+            if LONG < carried < SLOW * (now - since):
+                await asyncio.sleep(GATHER_S)
+
+    ways = [asyncio.ensure_future(way()) for way in (outward, inward)]
+    await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+    for way in ways:
+        way.cancel()
+    ends: list[BaseException | None] = await asyncio.gather(*ways, return_exceptions=True)
+    for ended in ends:
+        if isinstance(ended, Exception) and not isinstance(ended, (OSError, PeerError)):
+            raise ended
 
 
 def main() -> None:

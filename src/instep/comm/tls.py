@@ -19,6 +19,8 @@ from instep.errors import PeerError
 Accepted = Callable[[Identity], bool]
 """Whether the process at the other end is the one that is meant."""
 
+_RECORD = 1 << 14  # bytes of the longest record of TLS
+
 
 def context(credentials: Credentials, *, server: bool) -> ssl.SSLContext:
     """What one end of every connection needs; `server` is the end that accepts."""
@@ -78,7 +80,7 @@ class Tls:
             self._shake_hands()
             return self._leaving.read()
 
-    def seal(self, data: bytes) -> bytes:
+    def seal(self, data: bytes | memoryview) -> bytes:
         """What to send for some bytes; nothing yet, if the handshake is not over."""
         with self._lock:
             if self.peer is None:
@@ -87,7 +89,7 @@ class Tls:
             self._tls.write(data)
             return self._leaving.read()
 
-    def open(self, data: bytes) -> tuple[bytes, bytes]:
+    def open(self, data: bytes | memoryview) -> tuple[bytes, bytes]:
         """The bytes that some bytes of the connection stand for, and what to send now.
 
         Raises:
@@ -99,7 +101,7 @@ class Tls:
             try:
                 if self.peer is None:
                     self._shake_hands()
-                while self.peer is not None and (some := self._tls.read(1 << 18)):
+                while self.peer is not None and (some := self._tls.read(_RECORD)):
                     found += some
             except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
                 pass
