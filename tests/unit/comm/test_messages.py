@@ -22,6 +22,7 @@ EXAMPLES = {
     list[tuple[int, int]]: [(0, 7), (1, 8)],
     messages.Failed | None: None,
     messages.Whereabouts | None: messages.Whereabouts(step=3, dataset="training", sample=5),
+    messages.Credentials | None: messages.Credentials(own="key", authority="certificate"),
     list[messages.Mark]: [messages.Mark(dataset="training", sample=5)],
 }
 
