@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import reduce
 from pathlib import Path
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -75,12 +75,14 @@ def read_table(path: Path) -> dict[str, Any]:
         raise SpecError(f"{path} cannot be read: {error.strerror}. Give a job file.") from None
 
 
-_EITHER = {"train.epochs": "steps", "train.steps": "epochs"}
+_EITHER = {"train.epochs": ("steps",), "train.steps": ("epochs",)}
+"""Keys of which a job has one."""
 
 _RENAMED = {
     "train.clip_norm": "train.max_grad_norm. The meaning is the same.",
     "checkpoint.every_steps": "checkpoint.every. Set it to a number of steps, a time such as '5m', "
     "or 'never' (formerly 0).",
+    "launch.name": "launch.on. The meaning is the same.",
 }
 """Keys of earlier versions: the present name of each, and what to write."""
 
@@ -112,31 +114,47 @@ def apply_overrides(table: dict[str, Any], overrides: Iterable[str]) -> None:
             if not isinstance(target, dict):
                 raise SpecError(f"--set {override!r}: {key!r} is a value, not a section.")
         target[keys[-1]] = _value(text.strip(), override)
-        if (length := _EITHER.get(dotted.strip())) is not None:
-            target.pop(length, None)  # a run has one length, and the last setting wins
-        if keys[:-1] == ["mesh"] and target[keys[-1]] == 1:
-            for key in OF_AXIS.get(keys[-1], ()):
-                target.pop(key, None)  # they were for an axis that is not there now
+        _drop_replaced(target, ".".join(keys), target[keys[-1]])
+
+
+def _drop_replaced(
+    table: dict[str, Any], where: str, value: Any, given: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """Remove the keys that no longer count after a setting, so that the last setting wins.
+
+    Args:
+        table: the section.
+        where: key that was set, with its section.
+        value: it was set to; None if it was removed.
+        given: what is set together with it, and stays.
+    """
+    others: tuple[str, ...] = _EITHER.get(where, ()) if value is not None else ()
+    section, _, key = where.rpartition(".")
+    if section == "mesh" and value in (1, None):  # the axis is not there now
+        others = OF_AXIS.get(key, ())
+    for other in others:
+        if given.get(other) is None:
+            table.pop(other, None)
 
 
 def lay_over(table: dict[str, Any], changes: Mapping[str, Any], section: str = "") -> None:
     """Override values of `table` with nested tables, in place; None removes a key.
 
     A path (`os.PathLike`) becomes text. `build` checks the values. `section` is the place
-    of `table` in a job.
+    of `table` in a job. Keys that no longer count are removed, as by `apply_overrides`.
     """
     for key, value in changes.items():
         where = f"{section}.{key}".lstrip(".")
         if value is None and where not in _RENAMED:
             table.pop(key, None)
+            _drop_replaced(table, where, value, changes)
         elif isinstance(value, Mapping):
             under = table.get(key)
             table[key] = under if isinstance(under, dict) else {}
             lay_over(table[key], value, where)
         else:
             table[key] = os.fspath(value) if isinstance(value, os.PathLike) else value
-            if (length := _EITHER.get(where)) is not None and changes.get(length) is None:
-                table.pop(length, None)  # as above
+            _drop_replaced(table, where, value, changes)
 
 
 def _value(text: str, override: str) -> Any:
@@ -174,7 +192,7 @@ def build(table: Mapping[str, Any], *, source: str) -> JobSpec:
     """
     check_format(table, source)
     _check_names(table, source)
-    for place in ("arguments", "sync"):
+    for place in _WITH_OPTIONS:
         _check_holds(table.get(place), place, source)
     _check_text(table, source)
     try:
@@ -208,6 +226,10 @@ def _check_names(table: Mapping[str, Any], source: str) -> None:
             raise SpecError(f"{source}: {old} is now called {new}")
 
 
+_WITH_OPTIONS = ("arguments", "sync", "launch")
+"""Tables whose values have other owners."""
+
+
 def _check_holds(value: Any, where: str, source: str) -> None:
     """Refuse values that no TOML file can hold; from Python, anything may be given."""
     if isinstance(value, dict):
@@ -220,7 +242,7 @@ def _check_holds(value: Any, where: str, source: str) -> None:
             _check_holds(inner, f"{where}[{number}]", source)
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise SpecError(f"{source}: {where} = {value}: a whole number needs to fit 64 bits.")
-    elif not isinstance(value, _HOLDS) and where not in ("arguments", "sync"):
+    elif not isinstance(value, _HOLDS) and where not in _WITH_OPTIONS:
         raise SpecError(
             f"{source}: {where} is {value!r}, a {type(value).__name__}, which a job file "
             "cannot hold. Use text, numbers, true, false, dates, and lists and tables of those."

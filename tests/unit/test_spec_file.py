@@ -205,6 +205,10 @@ MISTAKES = [
     ({"launch": {"hosts": ["sh -c 'x"]}}, ["[launch]", "No closing quotation", "as in a shell"]),
     ({"launch": {"hosts": ["ssh a", "ssh a"]}}, ["a host may be named once"]),
     ({"launch": {"address": "10.0.0.1"}}, ["address = '10.0.0.1'", "Give hosts"]),
+    ({"launch": {"nodes": 2}}, ["nodes = 2 is for a cluster", "Say which with on"]),
+    ({"launch": {"on": "hosts"}}, ["on = 'hosts', but there are none"]),
+    ({"launch": {"on": "local", "hosts": ["ssh a"]}}, ["hosts are given, and on = 'local'"]),
+    ({"launch": {"name": "local"}}, ["launch.name is now called launch.on"]),
     ({"report": {"tensorboard": 1}}, ["report.tensorboard = 1", "true or false"]),
     ({"start": {"freeze": "a.*"}}, ['start.freeze = "a.*"', "needs to be a list", "Patterns"]),
     ({"start": {"freeze": [1]}}, ["start.freeze = [1]: each value in it needs to be text"]),
@@ -306,6 +310,25 @@ def test_keys_of_an_axis_go_with_it_unless_they_are_set_after_it():
         table = {"mesh": dict(given)}
         apply_overrides(table, overrides)
         assert table["mesh"] == {key: value for key, value in left.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("change", "left"),
+    [
+        ({"stages": 1}, {"stages": 1, "shard": 2, "zero": 2}),
+        ({"stages": None}, {"shard": 2, "zero": 2}),
+        ({"stages": 1, "cuts": None}, {"stages": 1, "shard": 2, "zero": 2}),
+        ({"shard": 4}, {"stages": 2, "cuts": ["b"], "shard": 4, "zero": 2}),
+        (
+            {"zero": 3, "shard": 1},  # refused when it is built
+            {"stages": 2, "cuts": ["b"], "shard": 1, "zero": 3},
+        ),
+    ],
+)
+def test_keys_of_an_axis_go_with_it_in_tables_too(change, left):
+    table = {"mesh": {"stages": 2, "cuts": ["b"], "shard": 2, "zero": 2}}
+    lay_over(table, {"mesh": change})
+    assert table == {"mesh": left}
 
 
 @pytest.mark.parametrize(
