@@ -589,9 +589,7 @@ class AnyStoryThatRecovers(AnyStory):
 
 
 TestAnyStoryThatRecovers = AnyStoryThatRecovers.TestCase
-TestAnyStoryThatRecovers.settings = settings(
-    max_examples=100, stateful_step_count=30
-)
+TestAnyStoryThatRecovers.settings = settings(max_examples=100, stateful_step_count=30)
 TestAnyStory = AnyStory.TestCase
 TestAnyStory.settings = settings(max_examples=60, stateful_step_count=20)
 
