@@ -6,13 +6,19 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
+import slurm as real_slurm
 from disks import Disk, Ext4
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # else every program that a test starts compiles all of instep again, which takes 0.2 s each time
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# a verdict is not to depend on the machine's speed
+hypothesis.settings.register_profile("instep", deadline=None)
+hypothesis.settings.load_profile("instep")
 
 multiprocessing.set_forkserver_preload(["torch", "torch.distributed.fsdp"])
 
@@ -46,3 +52,13 @@ def frail_disk(tmp_path: Path) -> Iterator[Ext4]:
     disk = Ext4(tmp_path / "disk", 32_000_000)
     yield disk
     disk.close()
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[real_slurm.Slurm]:
+    """A real Slurm of three nodes, on this machine."""
+    if reason := real_slurm.why_not():
+        pytest.skip(reason)
+    cluster = real_slurm.Slurm(tmp_path_factory.mktemp("slurm"))
+    yield cluster
+    cluster.close()

@@ -1,8 +1,11 @@
 """Every launcher keeps the promises of `launch/base.py`, with a real fork server."""
 
+import contextlib
 import os
 import signal
 import time
+from contextlib import ExitStack
+from importlib.util import find_spec
 
 import psutil
 import pytest
@@ -10,36 +13,65 @@ import pytest
 from instep.comm.channel import Address, listen
 from instep.comm.endpoint import Endpoint
 from instep.launch import LAUNCHERS
+from instep.launch.ray_cluster import connect
+from instep.spec_file import build
 
 pytestmark = pytest.mark.process
 
-ARGUMENTS = {"hosts": (["env"],)}
-"""What a launcher needs if the job names hosts; one that needs none is called without."""
+LAUNCH = {"hosts": {"hosts": ["env"]}, "ray": {"nodes": 1}}
+"""What a launcher needs in `[launch]`, for one host."""
 
 SOON_S = 30.0
 
 
+@pytest.fixture(scope="module")
+def ray_cluster():
+    """A Ray cluster of one node, which is there before a host."""
+    if find_spec("ray") is None:
+        pytest.skip("Ray is not installed")
+    ray, _ = connect("local", 4)
+    yield
+    ray.shutdown()
+
+
 @pytest.fixture
-def launched(tmp_path):
+def launched(tmp_path, request, monkeypatch):
     """By name: a launcher that has started its one fork server, and what it has started."""
-    master, made = listen(), []
+    master, made, place = listen(), [], ExitStack()
 
     def launch(name):
+        if name == "ray":
+            request.getfixturevalue("ray_cluster")
+        if name == "slurm":
+            allocation = request.getfixturevalue("slurm").allocation(1)
+            for key, value in place.enter_context(allocation).items():
+                monkeypatch.setenv(key, value)
         before = children()
-        made.append(LAUNCHERS[name](*ARGUMENTS.get(name, ())))
+        table = {"recipe": "a.py:a", "network": "private", "launch": LAUNCH.get(name, {})}
+        job = build({**table, "launch": {**table["launch"], "on": name}}, source="a test")
+        made.append(LAUNCHERS[name].of(job))
         made[0].start(Endpoint(Address(*master.getsockname()), "secret", 0), tmp_path)
         return made[0], lambda: children() - before
 
     yield launch
     for each in made:
         each.stop()
+    place.close()
     master.close()
 
 
 def children():
     """Living processes that came of this one; those of other tests too."""
     found = psutil.Process().children(recursive=True)
-    return {process for process in found if process.status() != psutil.STATUS_ZOMBIE}
+    return {process for process in found if _is_of_a_host(process)}
+
+
+def _is_of_a_host(process):
+    """Whether it lives, and is no process that Ray keeps for whatever comes."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        own = process.name().startswith("ray::") and "Host" not in process.name()
+        return process.status() != psutil.STATUS_ZOMBIE and not own
+    return False
 
 
 def until(condition):

@@ -18,7 +18,10 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from instep import spec_file
+from instep.comm.certificates import Authority
 from instep.comm.channel import Peer
 from instep.comm.endpoint import Switchboard
 from instep.control.hosts import Process
@@ -49,7 +52,11 @@ def main() -> int:
     signs.show()  # what follows reads the run's folder; before, there were imports
     sys.stderr = output = Output(sys.stderr)  # a reader may pause, and the master must not
     run = Path(note["run"])
-    board = Switchboard(listener=socket.socket(fileno=note["listener"]), token=note["token"])
+    board = Switchboard(
+        listener=socket.socket(fileno=note["listener"]),
+        token=note["token"],
+        authority=Authority(note["authority"]) if note["authority"] else None,
+    )
     stale = None
     try:
         stale = _serve(run, note, board, signs)
@@ -73,6 +80,8 @@ def _serve(
 ) -> Process | None:
     """Returns a process of this machine that cannot end by itself."""
     job = spec_file.load(run / "job.toml")
+    if nodes := note.get("nodes"):  # as many as the launcher has found
+        job = replace(job, launch=replace(job.launch, nodes=nodes))
     views = _views(job, run, note)
     try:
         journal = Journal(run)

@@ -25,11 +25,11 @@ import threading
 import time
 import tomllib
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
-from instep.comm.channel import Address
 from instep.comm.connection import HEARTBEAT_S, MasterConnection
 from instep.comm.endpoint import Endpoint
 from instep.comm.messages import (
@@ -83,7 +83,9 @@ def main() -> None:
     die_with_parent(END)
     note = os.environ.pop(_ENDPOINT, "") or sys.stdin.readline()
     seen = json.loads(note)
-    endpoint = Endpoint(Address(seen["host"], seen["port"]), seen["token"], seen["number"])
+    if seen["lifeline"]:
+        die_with_parent(signal.SIGKILL)  # its spare ends what is left, also if this one is stopped
+    endpoint = Endpoint.of(seen)
     _settle(seen["folder"])
     connection = _call(endpoint)
     _import_torch()  # while the master gets ready to answer
@@ -101,8 +103,10 @@ def main() -> None:
     if not script and not os.environ.get(_NO_PRELOAD) and not _preload(Path(file)):
         _start_again(note)
     phases["import recipe"] = time.time() - preloading
-    several = bool(job.get("launch", {}).get("hosts"))
-    Server(connection, endpoint, phases, several=several).serve()
+    launch = job.get("launch", {})
+    several = bool(launch.get("hosts") or launch.get("nodes"))
+    lifeline = sys.stdin.fileno() if seen["lifeline"] else -1
+    Server(connection, endpoint, phases, several=several, lifeline=lifeline).serve()
 
 
 def _settle(folder: str) -> None:
@@ -116,7 +120,7 @@ def _call(endpoint: Endpoint) -> MasterConnection:
     hello = Hello(
         token=endpoint.token, role="host", number=endpoint.host, pid=os.getpid(), machine=machine()
     )
-    connection = MasterConnection(endpoint.address, hello)
+    connection = MasterConnection(endpoint.address, hello, endpoint.context)
     connection.lasting = True
     return connection
 
@@ -182,6 +186,7 @@ class Server:
         endpoint: where that is, for the workers.
         phases: seconds that parts of the start took.
         several: whether it is one of several hosts, whose connection to the master may break.
+        lifeline: a pipe that ends when this server, its spare and its workers are to; or -1.
         left: number and handle by process, of the server whose place this one takes.
         pages: where workers note where they are; shared with a spare.
         memory_files: files that outlive a worker; shared with a spare.
@@ -194,18 +199,15 @@ class Server:
         phases: dict[str, float],
         *,
         several: bool = False,
+        lifeline: int = -1,
         left: Mapping[int, tuple[int, Watched]] = MappingProxyType({}),
         pages: Pages | None = None,
         memory_files: MemoryFiles | None = None,
     ) -> None:
         self._pages = pages or Pages(MOST_PAGES)
         self._memory_files = memory_files or MemoryFiles(MOST_PAGES, endpoint.token)
-        self._connection, self._endpoint, self._phases, self._several = (
-            connection,
-            endpoint,
-            phases,
-            several,
-        )
+        self._connection, self._endpoint, self._phases = connection, endpoint, phases
+        self._several, self._lifeline = several, lifeline
         self._workers: dict[int, int] = {}
         self._killed: set[int] = set()  # workers that are being ended
         self._adopted = dict(left)
@@ -249,8 +251,9 @@ class Server:
     def _wait(self) -> None:
         """For a message, a signal, or the next look."""
         tick_s = ADOPTED_S if self._adopted or self._retries else HEARTBEAT_S / 2
-        ends = [end for end in (self._connection.fileno(), self._wake_read) if end >= 0]
-        wait_readable(ends, tick_s)
+        ends = (self._connection.fileno(), self._wake_read, self._lifeline)
+        ready = wait_readable([end for end in ends if end >= 0], tick_s)
+        self._ending |= self._lifeline in ready
 
     def _fork_spare(self) -> None:
         """Fork one that sleeps until this process has ended, and then serves in its place."""
@@ -279,6 +282,10 @@ class Server:
             left = _wait_for_end(theirs, server)
             os.close(theirs)
             name_process(name)
+            if self._lifeline >= 0 and wait_readable([self._lifeline], 0):
+                for _, worker in left.values():
+                    worker.signal(signal.SIGKILL)
+                return
             for each in (self._wake_read, self._wake_write):
                 os.close(each)
             Server(
@@ -286,6 +293,7 @@ class Server:
                 self._endpoint,
                 self._phases,
                 several=self._several,
+                lifeline=self._lifeline,
                 left=left,
                 pages=self._pages,
                 memory_files=self._memory_files,
@@ -390,7 +398,8 @@ class Server:
             # workers of this host that live have a page each, also of a server before this one
             local_rank = page.number if page is not None else MOST_PAGES
             phases = {**self._phases, "forked": forked}
-            code = work(self._endpoint, order.number, local_rank, phases)
+            endpoint = replace(self._endpoint, credentials=order.credentials)
+            code = work(endpoint, order.number, local_rank, phases)
             if code == 0:
                 host_memory.give_back()
         finally:

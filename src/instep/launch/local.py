@@ -13,6 +13,7 @@ from pathlib import Path
 from instep.comm.endpoint import Endpoint
 from instep.errors import RunError
 from instep.plain_file import plain
+from instep.spec import JobSpec, LaunchSpec
 from instep.store.folder import host_log
 from instep.system.environment import END, SETTINGS
 from instep.system.processes import end_group, is_stopped, start_with_retries
@@ -29,12 +30,23 @@ class LocalLauncher:
 
     Args:
         before: words of a command that runs the one after it, elsewhere or otherwise.
+        lifeline: whether all that it starts ends with this process, and the memory that workers
+            leave too, though the run may go on.
     """
 
-    def __init__(self, before: Sequence[str] = ()) -> None:
-        self._before = list(before)
+    def __init__(self, before: Sequence[str] = (), *, lifeline: bool = False) -> None:
+        self._before, self._lifeline = list(before), lifeline
         self._process: subprocess.Popen[bytes] | None = None
         self._groups: list[int] = []
+
+    @classmethod
+    def of(cls, job: JobSpec) -> LocalLauncher:
+        """Any job can run here."""
+        return cls()
+
+    def settled(self, launch: LaunchSpec) -> LaunchSpec:
+        """As it is: there is one host, and it is here."""
+        return launch
 
     def start(self, endpoint: Endpoint, logs: Path) -> None:
         """Start the fork server in a session of its own, so that Ctrl-C reaches only us.
@@ -65,16 +77,12 @@ class LocalLauncher:
                 ) from None
         self._groups.append(self._process.pid)  # all that comes of it stays in its group
         assert self._process.stdin is not None
-        note = {
-            "host": endpoint.address.host,
-            "port": endpoint.address.port,
-            "token": endpoint.token,
-            "number": endpoint.host,
-            "folder": os.getcwd(),
-        }
+        note = {**endpoint.as_table(), "folder": os.getcwd(), "lifeline": self._lifeline}
         try:
             self._process.stdin.write(json.dumps(note).encode() + b"\n")  # not seen by `ps`
-            self._process.stdin.close()
+            self._process.stdin.flush()
+            if not self._lifeline:
+                self._process.stdin.close()
         except BrokenPipeError:
             pass  # it has ended already; `ended` says so
 
@@ -105,4 +113,6 @@ class LocalLauncher:
         for group in self._groups:
             end_group(group, TIMEOUT_S)
         process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
         self._process = None

@@ -29,7 +29,7 @@ from instep.errors import DataError, InstepError, RecipeError, one_line
 from instep.parallel.blocks import repeated_blocks
 from instep.parallel.gate import Verdict
 from instep.parallel.reads import Reads
-from instep.parallel.shardable import owners_of, unshardable
+from instep.parallel.shard.shardable import owners_of, unshardable
 from instep.parallel.two_blocks import TwoBlocks
 from instep.recipe.forward import SHORT, Forward, Measured, has_short
 from instep.recipe.rehearsal import first_batch
@@ -108,7 +108,7 @@ class MeshCheck:
                         "it trains parameters of several types, which float32 cuts otherwise"
                     )
             elif first and not self._why and self._two is not None:
-                processes = per_machine(job.workers, len(job.launch.hosts))
+                processes = per_machine(job.workers, job.launch.count)
                 two = on_two_blocks(forward, self._two, begun.fill, processes)
             with two:
                 self._gate = Gate(forward, job.seed)

@@ -23,7 +23,8 @@ def kind_of(module: Any) -> str:
 
     A subclass with another `forward` is none of them.
     """
-    return _kind_of(type(module))
+    cls: Any = type(module)
+    return _kind_of(cls)
 
 
 @functools.cache

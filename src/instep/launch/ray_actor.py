@@ -1,0 +1,101 @@
+"""An actor on a Ray cluster, as the driver sees it: placed, asked, and ended."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from instep.comm.endpoint import Endpoint
+from instep.launch.node import Needs, id_of
+from instep.launch.ray_cluster import last_line
+from instep.launch.ray_host import Host, Place, kill_if_stopped
+
+ANSWER_S = 1.0
+"""How long an actor that is asked whether it lives may take."""
+
+
+class Actor:
+    """Has a host's fork server; takes its room at once, and gets there when it can.
+
+    Args:
+        ray: connected to a cluster.
+        each: the resources that it asks for.
+        node: where to start it, if there is room at once; empty: anywhere.
+        needs: what its node needs.
+    """
+
+    def __init__(self, ray: Any, each: Mapping[str, float], node: str, needs: Needs) -> None:
+        self._ray, self._node, self._needs = ray, node, needs
+        others = {name: amount for name, amount in each.items() if name not in ("CPU", "GPU")}
+        make = ray.remote(Host).options(
+            num_cpus=each["CPU"],
+            num_gpus=each["GPU"],
+            resources=others,
+            scheduling_strategy=self._on(node, spill=True) if node else "SPREAD",
+            max_restarts=0,
+            max_concurrency=4,
+        )
+        self._handle = make.remote()
+        self.placed = self._handle.place.remote(needs)
+        """The reference of its `Place`."""
+        self.served: Any = None
+        """That of what its fork server ends with; None before the first."""
+
+    def _on(self, node: str, *, spill: bool) -> Any:
+        strategies = self._ray.util.scheduling_strategies
+        return strategies.NodeAffinitySchedulingStrategy(node, spill, _spill_on_unavailable=spill)
+
+    @property
+    def place(self) -> Place | None:
+        """Where it is; None if it has not got there, or was lost before."""
+        with suppress(self._ray.exceptions.RayError):
+            place: Place = self._ray.get(self.placed, timeout=0)
+            return place
+        return None
+
+    @property
+    def node(self) -> str:
+        """The node where it is or shall be, as far as is known."""
+        return self.place.node if self.place is not None else self._node
+
+    def answers(self) -> bool:
+        """Whether it lives."""
+        with suppress(self._ray.exceptions.RayError):
+            self._ray.get(self._handle.place.remote(self._needs), timeout=ANSWER_S)
+            return True
+        return False
+
+    def serve(self, endpoint: Endpoint, logs: Path) -> None:
+        """Have it start a fork server."""
+        run_id = id_of(logs.parent)
+        self.served = self._handle.serve.remote(endpoint, logs, run_id, self._needs)
+
+    def ended(self) -> int | str | None:
+        """The exit code of its fork server, or why there is none; None while it runs."""
+        if not self._ray.wait([self.served], timeout=0)[0]:
+            return None
+        try:
+            found: int | str = self._ray.get(self.served)
+        except self._ray.exceptions.RayActorError:
+            return -signal.SIGKILL
+        except self._ray.exceptions.RayError as error:
+            return f"failed: {last_line(error)}"
+        return found
+
+    def end_if_stopped(self) -> None:
+        """Have it or its fork server killed by another process of its node, if it was stopped."""
+        if (place := self.place) is not None:
+            task = self._ray.remote(kill_if_stopped)
+            there = self._on(place.node, spill=False)
+            task.options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(place)
+
+    def ask_to_stop(self) -> list[Any]:
+        """Have it end what it has started; a reference to wait for, if it is anywhere."""
+        return [self._handle.stop.remote()] if self.place is not None else []
+
+    def kill(self) -> None:
+        """End it, and with it what it has started."""
+        self._ray.kill(self._handle)
