@@ -247,7 +247,7 @@ class Hosts:
         if not self.ready(self._now) or (self.several and worker in self._underway):
             return
         there = {**placed, **self._underway}
-        # nobody starts it later: the only host, which is slow, gets the message in its time
+        # it is not started later: the only host, which is slow, gets the message in its time
         living = [n for n in self._there if not (self.several and self.is_quiet(n))]
         size = together(self._mesh, -(-of // max(1, len(living))))
         near = Counter(host for n, host in there.items() if n // size == worker // size)
