@@ -257,3 +257,25 @@ def test_nothing_is_left_on_a_cluster_when_the_program_is_killed(
     program.process.kill()
     end_of(processes)
     program.check_no_process_is_left(soon_s=SOON_S)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_run_begins_on_the_nodes_that_are_there_and_a_worker_moves_to_one_that_comes(
+    run: Start, cluster: Any
+) -> None:
+    expected = hash_alone(run)
+    late = ("launch.nodes=3", "launch.cpus=2", "launch.options.at_least=2")
+    program = run("slow_tiny.py:recipe", *KEYS, *ON_RAY, "workers=3", *late)
+    program.until(program.is_training, "training")
+    assert {event["host"] for event in program.events("worker_joined")} == {0, 1}
+    cluster.add_node(num_cpus=2, object_store_memory=STORE_BYTES)
+
+    def is_on_the_third() -> bool:
+        return any(event["host"] == 2 for event in program.events("worker_joined"))
+
+    # of the two hosts one has two workers, so that one moves
+    program.until(lambda: len(program.events("host_joined")) >= 3, "the third host")
+    program.until(is_on_the_third, "a worker on it")
+    assert program.end(200) == 0, program.stderr
+    assert program.summary["parameters_sha256"] == expected
