@@ -1,6 +1,8 @@
 """Runs on Ray: a real cluster, of several nodes where one is lost."""
 
 import contextlib
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,7 +19,7 @@ from started import RECIPES, SOON_S, Start, Started, kill, newest_pids
 import instep
 from instep.client.job_checks import check_job
 from instep.client.launching import launching
-from instep.errors import SpecError
+from instep.errors import INTERRUPTED, SpecError
 from instep.launch.ray_cluster import connect
 from instep.spec import JobSpec
 from instep.spec_file import build
@@ -257,6 +259,20 @@ def test_nothing_is_left_on_a_cluster_when_the_program_is_killed(
     program.process.kill()
     end_of(processes)
     program.check_no_process_is_left(soon_s=SOON_S)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_ctrl_c_in_a_terminal_stops_at_a_commit_and_ends_the_programs_own_cluster(
+    run: Start, short_folder: None
+) -> None:
+    program = run("slow_tiny.py:recipe", *KEYS, 'launch.on="ray"')
+    program.until(program.is_training, "training")
+    os.killpg(program.process.pid, signal.SIGINT)  # as a terminal does
+    assert program.end() == INTERRUPTED, program.stderr
+    assert 0 < program.summary["steps"] < 400
+    assert program.summary["outcome"] == "interrupted"
+    program.check_no_process_is_left()
 
 
 @pytest.mark.slow
