@@ -62,7 +62,7 @@ class RayLauncher:
         self._actors: dict[int, Actor] = {}
         self._codes: dict[int, int] = {}
         self._logs = Path()
-        address = options.ray_address or os.environ.get("RAY_ADDRESS", "local")
+        address = options.ray_address or os.environ.get("RAY_ADDRESS") or "local"
         each = launch.cpus or -(-job.workers // (launch.nodes or 1))
         self._ray, self._connected = connect(address, each * (launch.nodes or 1))
         nodes = [node for node in self._ray.nodes() if node["Alive"]]
