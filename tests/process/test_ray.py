@@ -1,6 +1,8 @@
 """Runs on Ray: a real cluster, of several nodes where one is lost."""
 
 import contextlib
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,7 +19,7 @@ from started import RECIPES, SOON_S, Start, Started, kill, newest_pids
 import instep
 from instep.client.job_checks import check_job
 from instep.client.launching import launching
-from instep.errors import SpecError
+from instep.errors import INTERRUPTED, SpecError
 from instep.launch.ray_cluster import connect
 from instep.spec import JobSpec
 from instep.spec_file import build
@@ -45,8 +47,7 @@ def refusal(made: JobSpec) -> str:
 @pytest.fixture(scope="module")
 def own_program() -> Iterator[None]:
     """A program that has a Ray cluster of its own."""
-    if find_spec("ray") is None:
-        pytest.skip("Ray is not installed")
+    pytest.importorskip("ray")
     ray, _ = connect("local", 2)
     yield
     ray.shutdown()
@@ -68,6 +69,7 @@ def test_a_run_within_somebodys_own_ray_program_has_the_result_of_one_machine(
 ) -> None:
     import ray
 
+    assert {node["NodeManagerAddress"] for node in ray.nodes()} == {"127.0.0.1"}
     alone = instep.train(TINY, runs=tmp_path, quiet=True, train=TRAIN)
     half = instep.train(
         TINY,
@@ -257,3 +259,39 @@ def test_nothing_is_left_on_a_cluster_when_the_program_is_killed(
     program.process.kill()
     end_of(processes)
     program.check_no_process_is_left(soon_s=SOON_S)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_ctrl_c_in_a_terminal_stops_at_a_commit_and_ends_the_programs_own_cluster(
+    run: Start, short_folder: None
+) -> None:
+    program = run("slow_tiny.py:recipe", *KEYS, 'launch.on="ray"')
+    program.until(program.is_training, "training")
+    os.killpg(program.process.pid, signal.SIGINT)  # as a terminal does
+    assert program.end() == INTERRUPTED, program.stderr
+    assert 0 < program.summary["steps"] < 400
+    assert program.summary["outcome"] == "interrupted"
+    program.check_no_process_is_left()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_run_begins_on_the_nodes_that_are_there_and_a_worker_moves_to_one_that_comes(
+    run: Start, cluster: Any
+) -> None:
+    expected = hash_alone(run)
+    late = ("launch.nodes=3", "launch.cpus=2", "launch.options.at_least=2")
+    program = run("slow_tiny.py:recipe", *KEYS, *ON_RAY, "workers=3", *late)
+    program.until(program.is_training, "training")
+    assert {event["host"] for event in program.events("worker_joined")} == {0, 1}
+    cluster.add_node(num_cpus=2, object_store_memory=STORE_BYTES)
+
+    def is_on_the_third() -> bool:
+        return any(event["host"] == 2 for event in program.events("worker_joined"))
+
+    # of the two hosts one has two workers, so that one moves
+    program.until(lambda: len(program.events("host_joined")) >= 3, "the third host")
+    program.until(is_on_the_third, "a worker on it")
+    assert program.end(200) == 0, program.stderr
+    assert program.summary["parameters_sha256"] == expected

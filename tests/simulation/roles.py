@@ -257,7 +257,9 @@ class MasterProcess(Process):
         self._soon = False
         self.at_death.append(self._leave)
         endpoint = SimpleNamespace(token="token")
-        board = SimpleNamespace(hub=self.hub, endpoint=endpoint, authority=None)
+        board = SimpleNamespace(
+            hub=self.hub, endpoint=endpoint, authority=None, issue=lambda identity: None
+        )
         self._run(lambda: self._make(board))
         if self.alive:
             world.listener.serve(self.hub)

@@ -25,7 +25,7 @@ from instep.launch.node import Needs
 from instep.launch.ray_actor import Actor
 from instep.launch.ray_cluster import amounts, connect, last_line, nodes_with
 from instep.launch.ray_host import Place
-from instep.spec import JobSpec, LaunchSpec, Section
+from instep.spec import JobSpec, LaunchSpec, Natural, Section
 from instep.store.folder import host_log
 from instep.words import plural
 
@@ -40,7 +40,10 @@ class Options(Section, frozen=True, kw_only=True):
     """Custom resources that a host asks for."""
 
     wait_s: Annotated[float, Meta(gt=0)] = 10.0
-    """How long to wait until the cluster has room for all hosts."""
+    """How long to wait until the cluster has room for all hosts, or for `at_least`."""
+
+    at_least: Natural = 0
+    """With how many hosts to begin; the others join when the cluster has room. 0: with all."""
 
 
 class RayLauncher:
@@ -59,7 +62,7 @@ class RayLauncher:
         self._actors: dict[int, Actor] = {}
         self._codes: dict[int, int] = {}
         self._logs = Path()
-        address = options.ray_address or os.environ.get("RAY_ADDRESS", "local")
+        address = options.ray_address or os.environ.get("RAY_ADDRESS") or "local"
         each = launch.cpus or -(-job.workers // (launch.nodes or 1))
         self._ray, self._connected = connect(address, each * (launch.nodes or 1))
         nodes = [node for node in self._ray.nodes() if node["Alive"]]
@@ -97,7 +100,9 @@ class RayLauncher:
         for number in range(self.count):
             self._actors[number] = self._actor()
         places = [actor.placed for actor in self._actors.values()]
-        there, late = self._ray.wait(places, num_returns=self.count, timeout=self._options.wait_s)
+        least = min(self._options.at_least or self.count, self.count)
+        self._ray.wait(places, num_returns=least, timeout=self._options.wait_s)
+        there, _ = self._ray.wait(places, num_returns=self.count, timeout=0)
         for place in there:
             try:
                 found: Place = self._ray.get(place)
@@ -108,11 +113,11 @@ class RayLauncher:
                 ) from None
             if found.missing:
                 raise SpecError(f"the node {self._address(found.node)} {found.missing}")
-        if late:
+        if len(there) < least:
             each = amounts(self._each)
             nodes = [amounts(n["Resources"]) for n in self._ray.nodes() if n["Alive"]]
             raise SpecError(
-                f"the Ray cluster has had no room for {plural(self.count, 'host')} with {each} "
+                f"the Ray cluster has had no room for {plural(least, 'host')} with {each} "
                 f"each for {self._options.wait_s:g} s. It has {plural(len(nodes), 'node')} "
                 f"({'; '.join(nodes)}), and other programs may use some of it. Ask for less with "
                 "launch.nodes, launch.cpus and launch.gpus, or set launch.options.wait_s."

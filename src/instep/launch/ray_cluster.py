@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from instep.errors import SpecError
@@ -18,10 +19,6 @@ ANSWER_S = 0.5
 STORE_BYTES = 80 << 20
 """Of the object store of a cluster that is started for a run; nothing is put into it."""
 
-_ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
-"""Has a cluster that is started here listen on loopback alone, on any system; otherwise whoever
-reaches it could run programs. Ray reads the first when it is imported."""
-
 
 def connect(address: str, cpus: int) -> tuple[Any, bool]:
     """Ray, and whether it was connected to a cluster just now.
@@ -33,8 +30,6 @@ def connect(address: str, cpus: int) -> tuple[Any, bool]:
     Raises:
         SpecError: Ray is not installed, or there is no cluster.
     """
-    if address == "local":
-        os.environ.update(_ON_LOOPBACK)
     try:
         import ray
         import ray.util.scheduling_strategies
@@ -46,10 +41,12 @@ def connect(address: str, cpus: int) -> tuple[Any, bool]:
         return ray, False
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     if address == "local":
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         cores = max(cpus, os.cpu_count() or 1)
         own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": STORE_BYTES}
         try:
-            ray.init("local", num_cpus=cores, **own, **quiet)
+            with _on_loopback(ray):
+                ray.init("local", num_cpus=cores, **own, **quiet)
         except (OSError, RuntimeError) as error:
             raise SpecError(
                 f"no Ray cluster could be started here: {last_line(error)}. Its files go to the "
@@ -67,6 +64,26 @@ def connect(address: str, cpus: int) -> tuple[Any, bool]:
             "such as 10.0.0.1:6379; or leave RAY_ADDRESS and --ray-address out, to start one."
         ) from None
     return ray, True
+
+
+@contextmanager
+def _on_loopback(ray: Any) -> Iterator[None]:
+    """Have a cluster that is started listen on loopback alone: whoever reaches it can run programs.
+
+    Ray has a setting for that, named after the systems where it is the default.
+    """
+    setting = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+    constants, given = ray._private.ray_constants, os.environ.get(setting)
+    before = constants.ENABLE_RAY_CLUSTER
+    os.environ[setting], constants.ENABLE_RAY_CLUSTER = "0", False
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = before
+        if given is None:
+            del os.environ[setting]
+        else:
+            os.environ[setting] = given
 
 
 def nodes_with(ray: Any, resources: Mapping[str, float]) -> list[str]:

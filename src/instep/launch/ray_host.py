@@ -12,6 +12,7 @@ from pathlib import Path
 from instep.comm.endpoint import Endpoint
 from instep.launch.local import LocalLauncher
 from instep.launch.node import Needs, missing_run
+from instep.system.environment import END
 from instep.system.processes import Watched, is_stopped, stat_fields
 
 LOOK_S = 0.05
@@ -40,6 +41,8 @@ class Host:
 
     def __init__(self) -> None:
         self._local = LocalLauncher(lifeline=True)
+        self._lock = threading.Lock()  # each call has a thread of its own
+        self._serves = False
         # Ray looks for orphans of pid 1 only, and there may be another process that adopts them
         raylet = Watched(os.getppid())
         threading.Thread(target=_end_with, args=(raylet,), daemon=True).start()
@@ -56,14 +59,21 @@ class Host:
         if missing := needs.missing() or missing_run(logs.parent, run_id):
             return missing
         os.chdir(needs.folder if os.path.isdir(needs.folder) else logs)
-        self._local.start(endpoint, logs)
-        while (code := self._local.ended()) is None:
+        with self._lock:
+            self._local.start(endpoint, logs)
+            self._serves = True
+        code = None
+        while code is None:
             time.sleep(LOOK_S)
+            with self._lock:
+                code = self._local.ended() if self._serves else -END
         return code
 
     def stop(self) -> None:
         """End the fork server and all that it has started."""
-        self._local.stop()
+        with self._lock:
+            self._serves = False
+            self._local.stop()
 
 
 def _end_with(process: Watched) -> None:
