@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import reduce
 from pathlib import Path
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -75,7 +75,8 @@ def read_table(path: Path) -> dict[str, Any]:
         raise SpecError(f"{path} cannot be read: {error.strerror}. Give a job file.") from None
 
 
-_EITHER = {"train.epochs": "steps", "train.steps": "epochs"}
+_EITHER = {"train.epochs": ("steps",), "train.steps": ("epochs",)}
+"""Keys of which a job has one."""
 
 _RENAMED = {
     "train.clip_norm": "train.max_grad_norm. The meaning is the same.",
@@ -113,31 +114,47 @@ def apply_overrides(table: dict[str, Any], overrides: Iterable[str]) -> None:
             if not isinstance(target, dict):
                 raise SpecError(f"--set {override!r}: {key!r} is a value, not a section.")
         target[keys[-1]] = _value(text.strip(), override)
-        if (length := _EITHER.get(dotted.strip())) is not None:
-            target.pop(length, None)  # a run has one length, and the last setting wins
-        if keys[:-1] == ["mesh"] and target[keys[-1]] == 1:
-            for key in OF_AXIS.get(keys[-1], ()):
-                target.pop(key, None)  # they were for an axis that is not there now
+        _drop_replaced(target, ".".join(keys), target[keys[-1]])
+
+
+def _drop_replaced(
+    table: dict[str, Any], where: str, value: Any, given: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """Remove the keys that no longer count after a setting, so that the last setting wins.
+
+    Args:
+        table: the section.
+        where: key that was set, with its section.
+        value: it was set to; None if it was removed.
+        given: what is set together with it, and stays.
+    """
+    others: tuple[str, ...] = _EITHER.get(where, ()) if value is not None else ()
+    section, _, key = where.rpartition(".")
+    if section == "mesh" and value in (1, None):  # the axis is not there now
+        others = OF_AXIS.get(key, ())
+    for other in others:
+        if given.get(other) is None:
+            table.pop(other, None)
 
 
 def lay_over(table: dict[str, Any], changes: Mapping[str, Any], section: str = "") -> None:
     """Override values of `table` with nested tables, in place; None removes a key.
 
     A path (`os.PathLike`) becomes text. `build` checks the values. `section` is the place
-    of `table` in a job.
+    of `table` in a job. Keys that no longer count are removed, as by `apply_overrides`.
     """
     for key, value in changes.items():
         where = f"{section}.{key}".lstrip(".")
         if value is None and where not in _RENAMED:
             table.pop(key, None)
+            _drop_replaced(table, where, value, changes)
         elif isinstance(value, Mapping):
             under = table.get(key)
             table[key] = under if isinstance(under, dict) else {}
             lay_over(table[key], value, where)
         else:
             table[key] = os.fspath(value) if isinstance(value, os.PathLike) else value
-            if (length := _EITHER.get(where)) is not None and changes.get(length) is None:
-                table.pop(length, None)  # as above
+            _drop_replaced(table, where, value, changes)
 
 
 def _value(text: str, override: str) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -265,6 +266,14 @@ def penalty() -> Parts:
         return loss + 0.1 * model.head.weight.square().sum() + 0.1 * model.enter.bias.square().sum()
 
     return classified(Warm(), loss=None, compute_loss=compute_loss)
+
+
+@breaker("layers in a row")
+def layers_in_a_row() -> Parts:
+    sizes = (5, WIDTH, 2 * WIDTH, WIDTH, WIDTH)
+    layers = [(nn.Linear(*each), nn.Tanh()) for each in pairwise(sizes)]
+    model = nn.Sequential(*(each for pair in layers for each in pair), nn.Linear(WIDTH, CLASSES))
+    return classified(model)
 
 
 @breaker("a model that is called twice")

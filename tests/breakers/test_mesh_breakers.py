@@ -75,7 +75,6 @@ REFUSALS = {
         "stages": "Lamb would train another model",
         "shard with tensor": "Lamb cannot take a step",
     },
-    "checkpoints of its own": {"stages with tensor": "the model that is split cannot"},
     "averages in a frozen net": {
         "tensor": "SGD cannot take a step",
         "stages": "steps of SGD write 'slow|SGD cannot take a step",

@@ -314,6 +314,25 @@ def test_keys_of_an_axis_go_with_it_unless_they_are_set_after_it():
 
 
 @pytest.mark.parametrize(
+    ("change", "left"),
+    [
+        ({"stages": 1}, {"stages": 1, "shard": 2, "zero": 2}),
+        ({"stages": None}, {"shard": 2, "zero": 2}),
+        ({"stages": 1, "cuts": None}, {"stages": 1, "shard": 2, "zero": 2}),
+        ({"shard": 4}, {"stages": 2, "cuts": ["b"], "shard": 4, "zero": 2}),
+        (
+            {"zero": 3, "shard": 1},  # refused when it is built
+            {"stages": 2, "cuts": ["b"], "shard": 1, "zero": 3},
+        ),
+    ],
+)
+def test_keys_of_an_axis_go_with_it_in_tables_too(change, left):
+    table = {"mesh": {"stages": 2, "cuts": ["b"], "shard": 2, "zero": 2}}
+    lay_over(table, {"mesh": change})
+    assert table == {"mesh": left}
+
+
+@pytest.mark.parametrize(
     ("override", "words"),
     [
         ("workers", "not of the form section.key=value"),

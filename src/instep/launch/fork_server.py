@@ -83,7 +83,7 @@ def main() -> None:
     die_with_parent(END)
     note = os.environ.pop(_ENDPOINT, "") or sys.stdin.readline()
     seen = json.loads(note)
-    if seen["lifeline"]:
+    if seen.get("lifeline"):
         die_with_parent(signal.SIGKILL)  # its spare ends what is left, also if this one is stopped
     endpoint = Endpoint(Address(seen["host"], seen["port"]), seen["token"], seen["number"])
     _settle(seen["folder"])
@@ -105,7 +105,7 @@ def main() -> None:
     phases["import recipe"] = time.time() - preloading
     launch = job.get("launch", {})
     several = bool(launch.get("hosts") or launch.get("nodes"))
-    lifeline = sys.stdin.fileno() if seen["lifeline"] else -1
+    lifeline = sys.stdin.fileno() if seen.get("lifeline") else -1
     Server(connection, endpoint, phases, several=several, lifeline=lifeline).serve()
 
 

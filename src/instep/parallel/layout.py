@@ -65,16 +65,6 @@ def find_layout(
         SpecError: `mesh.plan` or `mesh.cuts` does not fit it.
     """
     plan, cuts, blocks = None, list[str](), list[str]()
-    if mesh.tensor > 1:
-        table = None if mesh.plan == "auto" else mesh.plan
-        plan = find_plan(
-            model,
-            example.compute_loss,
-            example.batch,
-            mesh.tensor,
-            table=table,
-            sequence=mesh.sequence,
-        )
     if mesh.stages > 1:
         cuts, blocks = find_cuts(
             model,
@@ -87,6 +77,17 @@ def find_layout(
             cuts=mesh.cuts,
             others=example.others,
             timed=timed,
+        )
+    if mesh.tensor > 1:
+        table = None if mesh.plan == "auto" else mesh.plan
+        plan = find_plan(
+            model,
+            example.compute_loss,
+            example.batch,
+            mesh.tensor,
+            table=table,
+            sequence=mesh.sequence,
+            whole=cuts,
         )
     return Layout(plan, tuple(cuts), tuple(blocks), bool(blocks) and _draws(example))
 

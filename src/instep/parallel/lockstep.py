@@ -5,21 +5,18 @@ one rank than on another (routing, dropped layers) would gather one block's rows
 compute wrong numbers without an error. So a few integers go along with each collective: which
 block, which operation, and which parameters have a gradient. They travel at the same time, so
 they cost little; who differs gets an error, and nobody waits.
-
-Sums are taken in rank order over what an all-to-all brings: the same bits each time, and half of
-what gloo's own reduce-scatter sends, which moves the bytes of an all-reduce.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from instep.comm.torch_comm import broken
+from instep.comm.direct import SumOfParts, all_gather, wait
 from instep.errors import RecipeError
 
 GATHER, SUM, END, RUN = range(4)
@@ -84,7 +81,7 @@ class Lockstep:
 
     def begin(self, unit: Unit, doing: int) -> _Check:
         """Send what this rank does; `end` of what is returned compares it with the others."""
-        words = [unit.number * len(_DOING) + doing]
+        words = [tag_of(unit, doing)]
         for first in range(0, _BITS * (self._words - 1), _BITS):
             bits = unit.used[first : first + _BITS] if doing == SUM and self.counts else []
             words.append(sum(1 << place for place, used in enumerate(bits) if used))
@@ -117,7 +114,7 @@ class _Check:
         """
         wait(self._work)
         ranks = self._every.tolist()
-        every = [divmod(first, len(_DOING)) for first, *_ in ranks]
+        every = [divmod(first - 1, len(_DOING)) for first, *_ in ranks]
         for rank, (number, doing) in enumerate(every):
             if doing != self._doing or (doing != RUN and number != self._unit.number):
                 raise RecipeError(
@@ -131,6 +128,11 @@ class _Check:
                 word, bit = 1 + place // _BITS, 1 << place % _BITS
                 used[place] = any(words[word] & bit for words in ranks)
         return {number for number, _ in every}
+
+
+def tag_of(unit: Unit, doing: int) -> int:
+    """A number for what is done with a unit; 0 for none."""
+    return 1 + unit.number * len(_DOING) + doing
 
 
 class Gather:
@@ -159,7 +161,7 @@ class Gather:
         """Collect [n] of each rank in [ranks * n]."""
         known = self._asked and self._unit.counting
         check = None if known else self._lockstep.begin(self._unit, GATHER)
-        work = all_gather(group, output_tensor, input_tensor)
+        work = all_gather(group, output_tensor, input_tensor, tag_of(self._unit, GATHER))
         if check is not None:
             check.end()
         if async_op:
@@ -191,38 +193,9 @@ class ReduceScatter:
         check = self._lockstep.begin(self._unit, SUM)
         if not self._lockstep.counts:  # they may be anything, also NaN
             input_tensor.zero_()
-        got = torch.empty_like(input_tensor)
-        work = _begun(lambda: group.alltoall_base(got, input_tensor, [], []))
+        rows = input_tensor.view(group.size(), -1)
+        total = SumOfParts(group, rows, tag_of(self._unit, SUM))
         check.end()
-        wait(work)
+        total.end(output_tensor)
         # FSDP2 keeps it until the next block's sum, for streams; it has been sent
         input_tensor.untyped_storage().resize_(0)
-        in_rank_order(got.view(group.size(), -1), output_tensor)
-
-
-def all_gather(group: ProcessGroup, out: Tensor, part: Tensor) -> Any:
-    """Begin to collect the ranks' parts, [n] each, in [ranks * n]; for `wait`."""
-    return _begun(lambda: group._allgather_base(out, part))
-
-
-def in_rank_order(parts: Tensor, out: Tensor | None = None) -> Tensor:
-    """The sum [n] of [ranks, n], each rank's part added to those before it: the same bits."""
-    total = parts[0].clone() if out is None else out.copy_(parts[0])
-    for part in parts[1:]:
-        total += part
-    return total
-
-
-def _begun(start: Callable[[], Any]) -> Any:
-    try:
-        return start()
-    except RuntimeError as error:
-        raise broken(error) from error
-
-
-def wait(work: Any) -> None:
-    """Return when a collective has ended; PeerError if a rank has."""
-    try:
-        work.wait()
-    except RuntimeError as error:
-        raise broken(error) from error

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from instep.comm.direct import SumOfParts, all_gather, wait
 from instep.comm.dtensors import is_split, local_part, split_like
-from instep.parallel.lockstep import all_gather, in_rank_order, wait
 from instep.parallel.shardable import unshardable
 from instep.parallel.whole_sums import sum_gradients
 
@@ -178,9 +178,7 @@ class _Flat:
             if grad is not None:
                 flat = _padded(grad.to_dense().reshape(-1), place.numel())
                 place.copy_(flat.view(self._ranks, -1))
-        got = torch.empty_like(sent)
-        wait(group.alltoall_base(got.view(-1), sent.view(-1), [], []))
-        parts = in_rank_order(got).split(self._sizes)
+        parts = SumOfParts(group, sent).end().split(self._sizes)
         return [
             part[: local_part(row).numel()].view(local_part(row).shape)
             for row, part in zip(self.rows, parts, strict=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from instep.parallel.lockstep import all_gather, in_rank_order, wait
+from instep.comm.direct import all_gather, in_rank_order, wait
 
 _DENSE = -1
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -19,7 +20,7 @@ from instep.errors import CheckpointError
 from instep.spec import MeshSpec
 
 if TYPE_CHECKING:  # imported where there is one: it takes a second
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
 """[first, stop) of each dim, in elements; that of a tensor without dims is empty."""
@@ -70,14 +71,31 @@ def cut_of(tensor: Tensor, name: str = "a tensor") -> Cut | None:
     """
     if not is_split(tensor):
         return None
+    shape, mesh = tuple(tensor.shape), tensor.device_mesh
+    place = mesh.get_coordinate()
+    if place is None:
+        return Cut(shape, tuple((0, 0) for _ in shape))
+    cut = _cut(shape, tuple(mesh.shape), tuple(place), tensor.placements, name)
+    held = tuple(tensor._local_tensor.shape)
+    if held != extent(cut.box) and not (math.prod(held) == elements(cut.box) == 0):
+        raise CheckpointError(
+            f"{name} of shape {list(shape)} has the placements {list(tensor.placements)}, by which "
+            f"this rank has {list(extent(cut.box))} of it, but it has {list(held)}."
+        )
+    return cut
+
+
+@lru_cache(maxsize=1 << 16)  # asked of each tensor at each commit
+def _cut(
+    shape: tuple[int, ...],
+    sizes: tuple[int, ...],
+    place: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    name: str,
+) -> Cut:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    shape = tuple(tensor.shape)
-    place = tensor.device_mesh.get_coordinate()
-    if place is None:
-        return Cut(shape, tuple((0, 0) for _ in shape))
-    sizes, placements = tensor.device_mesh.shape, tensor.placements
     box = [(0, length) for length in shape]
     for dim in range(len(shape)):
         axes = [
@@ -85,21 +103,14 @@ def cut_of(tensor: Tensor, name: str = "a tensor") -> Cut | None:
             for axis, kind in enumerate(placements)
             if isinstance(kind, Shard | _StridedShard) and kind.dim == dim
         ]
-        for axis in _in_order(axes, tensor, name):
+        for axis in _in_order(axes, sizes, placements, name):
             box[dim] = _chunk(*box[dim], sizes[axis], place[axis])
     if any(not isinstance(kind, Shard | _StridedShard | Replicate) for kind in placements):
         raise CheckpointError(
             f"{name} has the placements {list(placements)}: only what is split or replicated can "
             "be kept, and no sum that is still to be taken."
         )
-    cut = Cut(shape, tuple(box))
-    held = tuple(tensor._local_tensor.shape)
-    if held != extent(cut.box) and not (math.prod(held) == elements(cut.box) == 0):
-        raise CheckpointError(
-            f"{name} of shape {list(shape)} has the placements {list(placements)}, by which this "
-            f"rank has {list(extent(cut.box))} of it, but it has {list(held)}."
-        )
-    return cut
+    return Cut(shape, tuple(box))
 
 
 def box_of(tensor: Tensor, name: str = "a tensor") -> Box:
@@ -108,7 +119,9 @@ def box_of(tensor: Tensor, name: str = "a tensor") -> Box:
     return whole(tensor.shape) if cut is None else cut.box
 
 
-def _in_order(axes: list[int], tensor: DTensor, name: str) -> list[int]:
+def _in_order(
+    axes: list[int], sizes: Sequence[int], placements: Sequence[Placement], name: str
+) -> list[int]:
     """The axes that split one dim, in the order in which they were split.
 
     FSDP splits a dim that is split already along an axis to its right: the later split is to be
@@ -116,15 +129,15 @@ def _in_order(axes: list[int], tensor: DTensor, name: str) -> list[int]:
     """
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    strided = [axis for axis in axes if isinstance(tensor.placements[axis], _StridedShard)]
+    strided = [axis for axis in axes if isinstance(placements[axis], _StridedShard)]
     if not strided:
         return axes
     others = [axis for axis in axes if axis not in strided]
-    split = math.prod(tensor.device_mesh.shape[axis] for axis in others)
-    kinds = [tensor.placements[axis] for axis in strided]
+    split = math.prod(sizes[axis] for axis in others)
+    kinds = [placements[axis] for axis in strided]
     if [getattr(kind, "split_factor", 0) for kind in kinds] != [split] or min(others) < strided[0]:
         raise CheckpointError(
-            f"{name} has the placements {list(tensor.placements)}, by which a rank has several "
+            f"{name} has the placements {list(placements)}, by which a rank has several "
             "stripes of it: only one box of a tensor can be kept."
         )
     return [*others, *strided]

@@ -125,10 +125,11 @@ class MeshCheck:
         """Why the two cannot be compared; empty if they can."""
         mesh, two = self._job.mesh, self._two
         many = f"the model has {self._size:,} parameters, too many to compute it on one process"
+        instead = "to have it compared, try the same [mesh] with a smaller model of the same kind"
         if two is not None and not two:
-            return f"{many}, and no list of blocks to compute two of"
+            return f"{many}, and no list of blocks to compute two of; {instead}"
         if two is not None and mesh.stages > 1:
-            return f"{many}, and stages need all of its blocks"
+            return f"{many}, and stages need all of its blocks; {instead}"
         short = sorted(map(str, self._types & SHORT))
         if not short:
             return ""

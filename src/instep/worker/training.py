@@ -36,6 +36,7 @@ from instep.spec import JobSpec
 from instep.state.intact import discard_after
 from instep.state.retention import Best, best_rule
 from instep.sync import SERVERS, clashes
+from instep.system.malloc import return_unused_memory
 from instep.words import listed
 from instep.worker import dataset_check, rounds
 from instep.worker.early_reads import EarlyReads
@@ -50,6 +51,7 @@ from instep.worker.optimizer_check import OptimizerCheck
 from instep.worker.replica import Replica, check_model
 from instep.worker.shared_steps import MembersChanged, SharedSteps
 from instep.worker.step.assignment import Finished
+from instep.worker.step.committed import Commit
 from instep.worker.step.engine import Weighed
 from instep.worker.step.passes import OF_PASS, Pass, Share
 from instep.worker.step.served import ServedUpdate
@@ -118,6 +120,7 @@ class Training(Loop):
             self._enter_replica(model, begun) if self.job.mesh.ranks > 1 else (None, None)
         )
         self._replica: Replica | None = replica
+        self._tidy = False
         built = build_optimizer(recipe, model, last_step * local_steps, self.job.start, begun)
         self._built = built
         if self.job.mesh.offload == "optimizer":
@@ -315,6 +318,13 @@ class Training(Loop):
         self._regroup()
         self.member.phases["group"] = time.time() - began
         self._report_ready()
+
+    def _commit(self) -> Commit:
+        done = super()._commit()
+        if self._replica is not None and not self._tidy:
+            self._tidy = True
+            return_unused_memory()  # what trials and checks have left
+        return done
 
     def _form(self) -> None:
         for loader in self._loaders:

@@ -79,7 +79,7 @@ def cut_vit(model, mesh):
 
 
 class Sent(TorchDispatchMode):
-    """Counts collectives, and the bytes that each rank sends in a ring."""
+    """Counts collectives and messages, and the bytes that each rank sends; in a ring."""
 
     def __init__(self, ranks):
         super().__init__()
@@ -90,6 +90,11 @@ class Sent(TorchDispatchMode):
         space, _, name = func._schema.name.partition("::")
         if space in ("c10d", "_c10d_functional") and "wait" not in name and "wrap" not in name:
             kind = "all_gather" if "gather" in name else "all_reduce"
+            if name == "send":
+                self.calls["send"] += 1
+                self.bytes += sum(each.numel() * each.element_size() for each in args[0])
+            if name in ("send", "recv_"):
+                return made
             if name == "alltoall_base_":
                 self.calls["all_to_all"] += 1
                 parts = args[1].numel() * args[1].element_size()

@@ -234,10 +234,11 @@ WAYS = {
 
 
 def other_ways(rank: int, ranks: int, folder: Path) -> None:
-    group = replica(rank, ranks, folder)
-    for zero in (3, 2):
+    for zero in (3, 2):  # what a refusal leaves on its way is for nobody of the next group
+        (folder / str(zero)).mkdir(exist_ok=True)
+        group = replica(rank, ranks, folder / str(zero))
         one_zero(group, rank, ranks, zero)
-    group.close()
+        group.close()
 
 
 def one_zero(group: ReplicaGroup, rank: int, ranks: int, zero: Any) -> None:

@@ -195,6 +195,30 @@ def test_a_table_of_which_something_would_be_left_out_is_refused(table, says):
         find_plan(model, compute_loss, batch, 2, table=table)
 
 
+def in_a_row():
+    layers = nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)
+    return nn.Sequential(*layers).double(), torch.randn(4, 8, dtype=torch.float64)
+
+
+def test_what_a_stage_begins_with_is_not_cut():
+    model, batch = in_a_row()
+    assert styles(find_plan(model, tensor_models.squares, batch, 2)) == {
+        "0": "column",
+        "2": "row",
+        "4": "column_gather",
+    }
+    whole = styles(find_plan(model, tensor_models.squares, batch, 2, whole=["2"]))
+    assert whole == {"0": "column_gather", "2": "column", "4": "row"}
+
+
+def test_a_table_that_cuts_what_a_stage_begins_with_is_refused():
+    model, batch = in_a_row()
+    table = {"0": "column", "2": "row"}
+    assert styles(find_plan(model, tensor_models.squares, batch, 2, table=table)) == table
+    with pytest.raises(RecipeError, match="'2', where a stage begins, is called with a part of a"):
+        find_plan(model, tensor_models.squares, batch, 2, table=table, whole=["2"])
+
+
 def test_a_table_for_another_number_of_ranks_is_refused():
     with pytest.raises(
         SpecError, match="head = 'column_gather': its 24 outputs cannot be divided by 5"

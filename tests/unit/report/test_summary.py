@@ -128,6 +128,28 @@ def test_the_verdict_of_a_run_without_steps_claims_nothing(tmp_path):
     assert last == f"        instep report {folder.path}"
 
 
+@pytest.mark.parametrize(
+    ("verdict", "told"),
+    [
+        ("no: it normalises over samples", True),
+        ("not shown: [mesh] was not compared: it cannot be copied", False),
+    ],
+)
+def test_why_a_mesh_was_not_compared_is_told_once(tmp_path, verdict, told):
+    path = make_run(tmp_path / "digits", workers=4, mesh={"tensor": 2})
+    events = [
+        {"time": 1.0, "event": "same_as_one_machine", "verdict": verdict},
+        {"time": 1.0, "event": "mesh_checked", "why": "it cannot be copied"},
+    ]
+    with (path / "events.jsonl").open("a") as file:
+        file.writelines(json.dumps(event) + "\n" for event in events)
+    folder = RunFolder(path)
+    lines = closing_lines(summarise(folder), folder)
+    assert f"same    as one machine: {verdict}" in lines
+    assert ("mesh    and one process: not compared: it cannot be copied" in lines) == told
+    assert "\n".join(lines).count("it cannot be copied") == 1
+
+
 REACHED = {"by": "master", "step": 20, "why": "accuracy 0.98 reached the target 0.97"}
 
 

@@ -12,7 +12,7 @@ from instep.system import malloc
 
 SCRIPT = """
 import ctypes, sys
-from instep.system.malloc import return_freed_memory
+from instep.system.malloc import return_freed_memory, return_unused_memory
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -37,6 +37,12 @@ kept = block(1 << 10)  # above them
 for each in blocks:
     libc.free(each)
 print((resident() - before) >> 20)
+small = [block(1 << 20) for _ in range(33)]
+for each in small[:-1]:  # the last stays, above them
+    libc.free(each)
+left = resident() - before
+return_unused_memory()
+print(left >> 20, (resident() - before) >> 20)
 """
 
 
@@ -78,6 +84,8 @@ def test_freed_blocks_go_back_unless_the_user_has_other_thresholds(own):
         [sys.executable, "-c", SCRIPT], env={**ours, **sizes}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    did, left = done.stdout.split()
+    did, left, small, unused = done.stdout.split()
     assert did == str(not own)
     assert (int(left) > 30) if own else (int(left) < 2)
+    assert int(small) > 30, "smaller blocks are kept for the next request"
+    assert int(unused) < 2

@@ -8,7 +8,7 @@ of the same kind are tried together. What is left over is cut alone, with its ou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -41,6 +41,7 @@ def find_plan(
     *,
     table: Mapping[str, str] | None = None,
     sequence: bool = False,
+    whole: Collection[str] = (),
 ) -> Plan:
     """How a model is cut over `ranks`; the same on every process that has the same model and batch.
 
@@ -55,6 +56,7 @@ def find_plan(
         table: the user's own plan: patterns of module names to a style of `plan.Style`, or
             `replicate`. Numbers of heads are still divided where it is needed.
         sequence: split activations between blocks along the sequence (`sequence.py`).
+        whole: modules that are called with whole tensors, as where a pipeline stage begins.
 
     Raises:
         SpecError: the table has an unknown style, a pattern that matches nothing, or a style for a
@@ -62,16 +64,14 @@ def find_plan(
         RecipeError: the model cut by the table computes something else; or the sequence is to be
             split, and no list of blocks allows it.
     """
-    search = _Search(model, compute_loss, batch, ranks)
+    search = _Search(Trial(model, compute_loss, batch, ranks, whole))
     plan = search.plan(table)
     return split_sequence(plan, search.trial, search.layers, search.flow) if sequence else plan
 
 
 class _Search:
-    def __init__(self, model: nn.Module, compute_loss: ComputeLoss, batch: Any, ranks: int) -> None:
-        self.ranks = ranks
-        self.trial = Trial(model, compute_loss, batch, ranks)
-        self.model = self.trial.model
+    def __init__(self, trial: Trial) -> None:
+        self.trial, self.ranks, self.model = trial, trial.ranks, trial.model
         self.layers = {name: each for name, each in self.model.named_modules() if kind_of(each)}
         self.flow: Flow = observe(self.layers, self.trial.run)
         self.kept: dict[str, str] = {}

@@ -56,11 +56,19 @@ class Trial:
         compute_loss: from a model and a batch to a scalar.
         batch: of any nesting.
         ranks: of the tensor axis.
+        whole: names of modules that every rank has to call with whole tensors.
     """
 
-    def __init__(self, model: nn.Module, compute_loss: ComputeLoss, batch: Any, ranks: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        compute_loss: ComputeLoss,
+        batch: Any,
+        ranks: int,
+        whole: Collection[str] = (),
+    ) -> None:
         self.ranks = ranks
-        self._compute_loss = compute_loss
+        self._compute_loss, self._called_whole = compute_loss, whole
         self._largest = 0.0
         try:
             self._prepare(model, batch, torch.float64)
@@ -128,6 +136,9 @@ class Trial:
         """Compare one rank; returns the whole parameters whose gradient differs, and adds up."""
         dims: dict[nn.Parameter, int] = {}
         result, parameters = self._on_rank(plan, regions, links, dims)
+        for name, shapes in self._whole.given.items():
+            if result.given[name] != shapes:
+                raise Failed(f"{name!r}, where a stage begins, is called with a part of a tensor")
         self._compare("the loss", torch.tensor(result.loss), torch.tensor(self._whole.loss))
         self._compare(
             "the loss in eval mode",
@@ -181,6 +192,16 @@ class Trial:
         outputs: list[Tensor] = []
         kept = self.model.register_forward_hook(lambda *each: _keep(outputs, each[-1]))
         undo: list[Callable[[], None]] = [kept.remove]
+        given: dict[str, list[torch.Size]] = {name: [] for name in self._called_whole}
+        for name, shapes in given.items():
+            undo.append(
+                self.model.get_submodule(name)
+                .register_forward_pre_hook(
+                    lambda _, args, kwargs, s=shapes: s.extend(_shapes((args, kwargs))),
+                    with_kwargs=True,
+                )
+                .remove
+            )
         for name in regions:
             module = self.model.get_submodule(name)
             assert draws is not None
@@ -201,7 +222,7 @@ class Trial:
             self.model.zero_grad(set_to_none=True)
             for each in reversed(undo):
                 each()
-        return _Pass(float(loss.detach()), evaluated, grads, outputs), parameters
+        return _Pass(float(loss.detach()), evaluated, grads, outputs, given), parameters
 
     def _gradient(self, name: str) -> Tensor:
         grad = self._whole.grads[name]
@@ -258,6 +279,8 @@ class _Pass(NamedTuple):
     grads: dict[str, Tensor | None]
     outputs: list[Tensor]
     """What the model gave, in all passes."""
+    given: dict[str, list[torch.Size]]
+    """Shapes of what the modules were called with that are to be called with whole tensors."""
 
 
 def _no_fast_path(*_: Any) -> None:
@@ -266,6 +289,10 @@ def _no_fast_path(*_: Any) -> None:
 
 def _dense(grad: Tensor | None) -> Tensor | None:
     return grad.to_dense() if grad is not None and grad.is_sparse else grad
+
+
+def _shapes(value: Any) -> list[torch.Size]:
+    return [each.shape for each in tensors_in(value)]
 
 
 def _keep(outputs: list[Tensor], made: Any) -> None:

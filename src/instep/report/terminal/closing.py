@@ -47,7 +47,9 @@ def _lines(summary: dict[str, Any], folder: RunFolder) -> Iterator[str]:
         yield f"again   {plural(sum(again.values()), 'replica')} started again: {told}"
     if same := summary["same_as_one_machine"]:
         yield f"same    as one machine: {same}"
-    if (checked := folder.last("mesh_checked")).get("blocks"):
+    checked = folder.last("mesh_checked")
+    why = checked.get("why")
+    if checked.get("blocks") or (why and why not in (same or "")):
         yield f"mesh    and one process: {mesh_in_words(checked)}"
     if loaded := folder.last("model_loaded"):
         yield f"start   {start_in_words(loaded)}"
