@@ -168,13 +168,17 @@ class Slurm:
         """Whether jobs can have it."""
         return self.ask("sinfo", "-h", "-n", node, "-o", "%T").strip() == "idle"
 
-    def down(self, node: str) -> None:
-        """Kill everything on a node at once, as if its power failed, and have Slurm know."""
+    def crash(self, node: str) -> None:
+        """Kill everything on a node at once, as if its power failed; Slurm does not know yet."""
         self._of_node[node].kill()
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 if process.environ().get("SLURMD_NODENAME") == node or node in process.cmdline():
                     process.kill()
+
+    def down(self, node: str) -> None:
+        """The same, and have Slurm know: the node leaves its allocations."""
+        self.crash(node)
         self.ask("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
 
     def processes(self) -> list[psutil.Process]:
@@ -207,6 +211,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for a condition."""
     deadline = time.monotonic() + _SOON_S
     while not condition():
         assert time.monotonic() < deadline, f"waited {_SOON_S:g} s for {what}"

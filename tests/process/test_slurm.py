@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from started import RECIPES, SOON_S, Start, Started, newest_pids
+from started import RECIPES, SOON_S, Start, Started, long, newest_pids, slow
 from test_recovery import check_same_result, undisturbed
 from test_survival import STEPS_OF_A_RUN, reach
 
@@ -45,6 +45,22 @@ def begin(
 
 def sha256_of(run: Path) -> str:
     return str(RunFolder(run).last("model_saved")["parameters_sha256"])
+
+
+def hosts_of(program: Started) -> dict[int, int]:
+    """The newest process of each host."""
+    return {int(e["host"]): int(e["pid"]) for e in program.events("host_joined")}
+
+
+def is_whole_again(program: Started, generations: int) -> bool:
+    """Whether another generation has three workers, on three hosts, and no one is lost since."""
+    formed = program.events("generation_started")
+    if len(formed) <= generations or len(formed[-1]["members"]) < 3:
+        return False
+    gone = [e["time"] for name in ("host_lost", "worker_lost") for e in program.events(name)]
+    hosts = {e["worker"]: e["host"] for e in program.events("worker_joined")}
+    spread = {hosts[worker] for worker in formed[-1]["members"]} == {0, 1, 2}
+    return spread and max(gone) < formed[-1]["time"]
 
 
 def steps_of(slurm: Slurm) -> list[str]:
@@ -93,6 +109,32 @@ def test_a_host_that_is_killed_is_replaced_on_its_node(
         lambda: [e["host"] for e in program.events("host_joined")].count(1) == 2, "a new host"
     )
     assert program.end() == 0, program.stderr
+    check_same_result(program, undisturbed)
+    check_nothing_is_left(program, slurm)
+
+
+@pytest.mark.parametrize("losses", [slow(6), long(20)])
+def test_hosts_and_nodes_that_are_lost_leave_no_trace_in_the_result(
+    start: Start,
+    tmp_path: Path,
+    slurm: Slurm,
+    in_allocation: dict[str, str],
+    undisturbed: Path,
+    losses: int,
+) -> None:
+    pause = f"[arguments]\npause_s = {0.006 * losses}\n"
+    program = begin(start, tmp_path, in_allocation, launch=pause)
+    program.until(program.is_training, "training")
+    for turn in range(losses):
+        lost, generations = turn % 3, len(program.events("generation_started"))
+        if turn % 2:
+            slurm.crash(slurm.nodes[lost])
+            slurm.up(slurm.nodes[lost])
+        else:
+            psutil.Process(hosts_of(program)[lost]).kill()
+        program.until(lambda n=generations: is_whole_again(program, n), "whole again")
+    assert program.end(300) == 0, program.stderr
+    assert program.events("went_back") == []
     check_same_result(program, undisturbed)
     check_nothing_is_left(program, slurm)
 
@@ -154,6 +196,21 @@ def test_a_job_whose_time_runs_out_saves_and_goes_on_in_its_next_turn(
     program.until(lambda: "PENDING" in program.stderr.partition("RUNNING")[2], "queued again")
     assert program.end() == 0, program.stderr
     assert "the run is saved" in program.stderr
+    assert sha256_of(folder) == sha256_of(undisturbed)
+    program.check_no_process_is_left(soon_s=SOON_S)
+
+
+@pytest.mark.slow
+def test_a_job_whose_first_node_is_lost_is_queued_again_and_resumes(
+    start: Start, tmp_path: Path, slurm: Slurm, undisturbed: Path
+) -> None:
+    program = begin(start, tmp_path, slurm.environment, launch="nodes = 2\n")
+    folder = program.work / "runs" / "disturbed"
+    program.until(lambda: any(folder.glob("checkpoints/step-*")), "a checkpoint")
+    slurm.down("n0")
+    slurm.up("n0")
+    assert program.end() == 0, program.stderr
+    assert "has lost its first node, n0; it is queued again" in program.stderr
     assert sha256_of(folder) == sha256_of(undisturbed)
     program.check_no_process_is_left(soon_s=SOON_S)
 

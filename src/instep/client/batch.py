@@ -12,6 +12,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -20,7 +21,7 @@ from instep import spec_file
 from instep.client.job_checks import check_job
 from instep.client.launching import check_network
 from instep.errors import INTERRUPTED, RunError, SpecError
-from instep.launch.slurm_cluster import ask
+from instep.launch.slurm_cluster import ask, check_launch, nodes_of
 from instep.spec import JobSpec
 from instep.store.folder import numbered
 
@@ -82,6 +83,7 @@ def submit(
         RunError: there is a run by this name, or its folder cannot be made.
     """
     check_job(job)
+    check_launch(job.launch)
     check_network(job.network, job.launch)
     options = sbatch_options(job.launch.options)
     _check_size(job)
@@ -173,7 +175,7 @@ def script(job: JobSpec, folder: Path, options: list[str], *, json_output: bool)
     """The batch script of a job.
 
     Slurm signals its shell before the time limit; the run saves, and the job is queued again. A
-    job that was requeued, also by Slurm after its first node was lost, resumes the run.
+    job that was queued again, by whomever, resumes the run.
     """
     launch, run = job.launch, folder.with_suffix("")
     lines = [f"--job-name={job.name}", f"--ntasks={max(job.workers, launch.nodes)}"]
@@ -214,6 +216,7 @@ if [ -d "$run" ]; then
 else
     set -- run "$run".slurm/{job} --runs "$(dirname "$run")" --name "$(basename "$run")"{json}
 fi
+saved=$(ls "$run/checkpoints" 2>/dev/null)
 trap 'kill -TERM "$child"' USR1  # soon the time is over: save, and stop
 trap : TERM  # of scancel, which the run gets too
 {python} -P -m instep "$@" &
@@ -222,11 +225,15 @@ while kill -0 "$child" 2>/dev/null; do
     wait "$child"
     code=$?
 done
-if [ "$code" = {interrupted} ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then
-    echo "slurm   the run is saved, and job $SLURM_JOB_ID queued again" >&2
-    scontrol requeue "$SLURM_JOB_ID"
+if [ "$code" != {interrupted} ] || [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" != RUNNING ]; then
+    exit "$code"
 fi
-exit "$code"
+if [ "$(ls "$run/checkpoints" 2>/dev/null)" = "$saved" ]; then
+    echo "slurm   the time was too short for a step; the job is not queued again" >&2
+    exit "$code"
+fi
+echo "slurm   the run is saved, and job $SLURM_JOB_ID queued again" >&2
+scontrol requeue "$SLURM_JOB_ID"
 """
 
 
@@ -245,6 +252,7 @@ def follow(job: Submitted, say: Callable[[str], None]) -> int:
             job.show("progress.log", sys.stderr)
             if state != before:
                 say(f"slurm   job {job.number} {state}")
+                _rescue(job.number, state, say)
             time.sleep(0 if state in OVER else LOOK_S)
     except KeyboardInterrupt:
         say(f"\nslurm   job {job.number} goes on; its output is in {job.folder}")
@@ -255,10 +263,20 @@ def follow(job: Submitted, say: Callable[[str], None]) -> int:
         found = re.search(r"ExitCode=(\d+):", ask("scontrol", "show", "job", job.number))
         if found and (state == "COMPLETED" or found[1] != "0"):
             return int(found[1])
+    again = f" To continue from its newest checkpoint: scontrol requeue {job.number}"
     raise RunError(
         f"Slurm's job {job.number} ended as {state}. Its output is in {job.folder}."
-        + (f" To resume: instep resume {job.run}" if (job.run / "checkpoints").is_dir() else "")
+        + (again if (job.run / "checkpoints").is_dir() and state != FORGOTTEN else "")
     )
+
+
+def _rescue(number: str, state: str, say: Callable[[str], None]) -> None:
+    """Queue a job again that lost the node with its script: with --no-kill, Slurm keeps it."""
+    with suppress(SpecError):
+        first = ask("squeue", "--noheader", f"--jobs={number}", "-o", "%B").strip()
+        if state.startswith("RUNNING") and first not in nodes_of(number):
+            ask("scontrol", "requeue", number)
+            say(f"slurm   job {number} has lost its first node, {first}; it is queued again")
 
 
 def _state(number: str, before: str) -> str:

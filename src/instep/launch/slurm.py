@@ -20,7 +20,15 @@ from instep.comm.endpoint import Endpoint
 from instep.errors import SpecError
 from instep.launch.local import TIMEOUT_S, LocalLauncher
 from instep.launch.node import Needs
-from instep.launch.slurm_cluster import SRUN, allocation, ask, check_nodes, nodes_of
+from instep.launch.slurm_cluster import (
+    SRUN,
+    address_of_this,
+    allocation,
+    ask,
+    check_launch,
+    check_nodes,
+    nodes_of,
+)
 from instep.spec import JobSpec, LaunchSpec
 from instep.words import plural
 
@@ -57,6 +65,7 @@ class SlurmLauncher:
         Raises:
             SpecError: it is in none, there are too few nodes, or something is missing on one.
         """
+        check_launch(job.launch)
         number = allocation()
         if not number:
             raise SpecError(
@@ -75,8 +84,9 @@ class SlurmLauncher:
         return cls(number, nodes)
 
     def settled(self, launch: LaunchSpec) -> LaunchSpec:
-        """With the number of nodes; the address is looked up by this machine's name."""
-        return msgspec.structs.replace(launch, nodes=len(self._nodes))
+        """With the number of nodes, and the address of the one that this process is on."""
+        address = launch.address or address_of_this()
+        return msgspec.structs.replace(launch, nodes=len(self._nodes), address=address)
 
     def start(self, endpoint: Endpoint, logs: Path) -> None:
         """Start the fork server of one node, unless that node is lost for good."""

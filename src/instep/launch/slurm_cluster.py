@@ -12,6 +12,7 @@ from dataclasses import asdict
 
 from instep.errors import SpecError
 from instep.launch.node import Needs
+from instep.spec import LaunchSpec
 
 SRUN = (
     *("srun", "--ntasks-per-node=1", "--overlap", "--mem=0", "--mpi=none", "--export=ALL"),
@@ -39,6 +40,27 @@ def nodes_of(allocation: str) -> list[str]:
     """
     listed = ask("squeue", "--noheader", f"--jobs={allocation}", "-o", "%N").strip()
     return ask("scontrol", "show", "hostnames", listed).split() if listed else []
+
+
+def address_of_this() -> str:
+    """The address by which Slurm knows the node that this process is on; empty if it is on none.
+
+    Raises:
+        SpecError: Slurm does not say.
+    """
+    node = os.environ.get("SLURMD_NODENAME", "")
+    found = re.search(r"NodeAddr=(\S+)", ask("scontrol", "show", "node", node)) if node else None
+    return found[1] if found else ""
+
+
+def check_launch(launch: LaunchSpec) -> None:
+    """Refuse keys of `[launch]` that are for others.
+
+    Raises:
+        SpecError: names it.
+    """
+    if launch.hosts:
+        raise SpecError("launch.hosts with launch.on = 'slurm': Slurm has the hosts. Give nodes.")
 
 
 _CHECK = """\
