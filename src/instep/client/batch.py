@@ -18,7 +18,6 @@ from typing import IO, Any
 
 from instep import spec_file
 from instep.client.job_checks import check_job
-from instep.client.launching import check_network
 from instep.errors import INTERRUPTED, RunError, SpecError
 from instep.launch.slurm_cluster import ask
 from instep.spec import JobSpec
@@ -82,7 +81,6 @@ def submit(
         RunError: there is a run by this name, or its folder cannot be made.
     """
     check_job(job)
-    check_network(job.network, job.launch)
     options = sbatch_options(job.launch.options)
     _check_size(job)
     try:
