@@ -18,6 +18,7 @@ from test_recovery import undisturbed as longer
 from test_survival import reach
 
 import instep
+from instep.cli import main
 from instep.lab import netlab
 
 pytestmark = [pytest.mark.process, needs_hosts, pytest.mark.timeout(180)]
@@ -251,4 +252,20 @@ def test_an_encrypted_host_that_is_cut_off_comes_back_and_the_result_does_not_sh
     assert program.events("run_started")[0]["encrypted"] is True
     assert program.events("went_back") == []
     check_same_result(program, longer)
+    program.check_no_process_is_left()
+
+
+@pytest.mark.slow
+def test_scale_reaches_the_master_of_an_encrypted_run(
+    start: Start, tmp_path: Path, undisturbed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with netlab.Network(2) as network:
+        program = run_on(start, tmp_path, network, 2, recipe="slow_tiny.py")
+        program.until(program.is_training, "training")
+        assert main(["scale", str(program.run), "--workers", "3"]) == 0
+        assert "3 workers" in capsys.readouterr().out
+        assert program.end() == 0, program.stderr
+    assert program.events("generation_started")[-1]["members"] == [0, 1, 2]
+    assert program.summary["parameters_sha256"] == undisturbed
+    assert not (program.run / "endpoint.json").exists()
     program.check_no_process_is_left()

@@ -23,6 +23,8 @@ from instep.errors import INTERRUPTED, SpecError
 from instep.launch.ray_cluster import connect
 from instep.spec import JobSpec
 from instep.spec_file import build
+from instep.store.run_folder import RunFolder
+from instep.system.addresses import address_towards
 
 pytestmark = pytest.mark.process
 
@@ -32,7 +34,7 @@ STORE_BYTES = 80 << 20
 
 
 def job(**launch: Any) -> JobSpec:
-    table = {"recipe": TINY, "workers": 2, "network": "private", "launch": {"on": "ray", **launch}}
+    table = {"recipe": TINY, "workers": 2, "launch": {"on": "ray", **launch}}
     return build(table, source="a test")
 
 
@@ -76,11 +78,11 @@ def test_a_run_within_somebodys_own_ray_program_has_the_result_of_one_machine(
         runs=tmp_path,
         quiet=True,
         on="ray",
-        network="private",
         train={**TRAIN, "stop_after_steps": 12},
-        launch={"nodes": 2},
+        launch={"nodes": 2, "address": address_towards("192.0.2.1")},  # not loopback: encrypted
     )
     assert half.summary["steps"] == 12
+    assert RunFolder(half.path).last("run_started")["encrypted"] is True
     done = instep.resume(half.path, quiet=True, launch={"nodes": 1})
     assert done.summary["parameters_sha256"] == alone.summary["parameters_sha256"]
     assert done.summary["repeated_samples"] == done.summary["missing_samples"] == 0
@@ -143,7 +145,7 @@ def test_a_cluster_that_is_not_there_is_refused_at_once() -> None:
 # ---- what is lost on the way
 
 KEYS = ("train.steps=400", 'train.determinism="bits"')
-ON_RAY = ('launch.on="ray"', 'network="private"')
+ON_RAY = ('launch.on="ray"',)
 
 
 @pytest.fixture

@@ -234,7 +234,7 @@ class Channel:
         listener.call(self.peer)
 
     @classmethod
-    def connect(cls, address: Any) -> Channel:
+    def connect(cls, address: Any, context: None = None) -> Channel:
         """Call a master: whoever listens need not live yet."""
         if address.listener.closed:
             raise PeerError("no master answers: nobody listens.")

@@ -19,7 +19,6 @@ from typing import IO, Any
 
 from instep import spec_file
 from instep.client.job_checks import check_job
-from instep.client.launching import check_network
 from instep.errors import INTERRUPTED, RunError, SpecError
 from instep.launch.slurm_cluster import ask, check_launch, nodes_of
 from instep.spec import JobSpec
@@ -84,7 +83,6 @@ def submit(
     """
     check_job(job)
     check_launch(job.launch)
-    check_network(job.network, job.launch)
     options = sbatch_options(job.launch.options)
     _check_size(job)
     try:

@@ -57,9 +57,9 @@ GATHER_S = 0.002
 """For so long packets of a long message are gathered on a slow link: at 100 Mbit/s each would wake
 the process."""
 
-LONG, QUIET_S, SLOW = 1 << 16, 0.005, 32e6
-"""A long message has more bytes than this, without a pause as long; and a link is slow that brings
-fewer bytes a second."""
+SLOW, TRY_S, GATHERED_S, QUIET_S = 20e6, 0.02, 0.2, 0.005
+"""A link is slow that brings fewer bytes a second without gathering, which limits it too: this is
+tried for `TRY_S`, again after `GATHERED_S`, and after each pause."""
 
 _PORT = struct.Struct("!H")
 
@@ -401,15 +401,18 @@ async def _carry(near: socket.socket, far: socket.socket, ours: Tls, rest: bytes
         into = bytearray(CHUNK)
         clock = asyncio.get_running_loop().time
         now = since = clock()
-        carried = 0  # since then
+        carried, gathers = 0, False  # since then
         while True:
             data = await _receive(far, into)
             before, now = now, clock()
             if now - before > QUIET_S:
-                since, carried = now, 0
+                since, carried, gathers = now, 0, False
             carried += len(data)
             await _send(near, ours.open(data)[0])
-            if LONG < carried < SLOW * (now - since):
+            if now - since > (GATHERED_S if gathers else TRY_S):
+                gathers = not gathers and carried < SLOW * (now - since)
+                since, carried = now, 0
+            if gathers:
                 await asyncio.sleep(GATHER_S)
 
     ways = [asyncio.ensure_future(way()) for way in (outward, inward)]
