@@ -71,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _overrides(args: argparse.Namespace) -> list[str]:
     workers = [] if args.workers is None else [f"workers={args.workers}"]
-    return [*args.set, *workers]
+    on = [] if args.on is None else [f'launch.on="{args.on}"']
+    return [*args.set, *workers, *on]
 
 
 def _check_determinism(job: JobSpec, args: argparse.Namespace) -> int:
@@ -524,6 +525,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_changes(add: Callable[..., Any]) -> None:
     add("--workers", help="number of worker processes")
+    text = "what starts the processes: local, hosts, or a cluster (default: as the job says)"
+    add("--on", metavar="LAUNCHER", help=text)
     text = "change a value of the job; may be repeated"
     add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=text)
 

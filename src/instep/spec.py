@@ -500,15 +500,44 @@ class CheckpointSpec(Section, frozen=True, kw_only=True):
 class LaunchSpec(Section, frozen=True, kw_only=True):
     """On which machines the workers are started, and by what."""
 
-    name: str = ""
-    """A key of `launch.LAUNCHERS`; empty: `hosts` if `hosts` is given, otherwise `local`."""
+    on: str = ""
+    """What starts the processes: a key of `launch.LAUNCHERS`; empty: `hosts` if `hosts` is given,
+    otherwise `local`."""
 
     hosts: tuple[str, ...] = ()
     """For each host, the command that runs another command there, such as `"ssh node2"`; none:
     all workers start on this machine. Needs `network = "private"`."""
 
+    nodes: Natural = 0
+    """Of a cluster: how many hosts to start, each on a node of its own if possible; 0: one on each
+    node that it has, at most one for each worker."""
+
+    cpus: Natural = 0
+    """Of a cluster: cores that a host asks for; 0: one for each of its workers."""
+
+    gpus: Natural = 0
+    """Of a cluster: GPUs that a host asks for."""
+
     address: str = ""
-    """Address of this machine that the hosts can reach; empty: look up this machine's name."""
+    """Address of this machine that the hosts can reach; empty: look up this machine's name, or ask
+    the cluster."""
+
+    options: dict[str, Any] = {}
+    """Options of the launcher, which has their names, defaults and checks."""
+
+    @property
+    def launcher(self) -> str:
+        """The key of `launch.LAUNCHERS` that is meant."""
+        return self.on or ("hosts" if self.hosts else "local")
+
+    @property
+    def count(self) -> int:
+        """How many hosts there are, on machines that may lose each other; 0: one, on this one."""
+        return len(self.hosts) or self.nodes
+
+    def host(self, number: int) -> str:
+        """A host in words, for messages."""
+        return f"host {number} ({self.hosts[number] if self.hosts else self.on})"
 
     def __post_init__(self) -> None:
         for host in self.hosts:
@@ -523,11 +552,21 @@ class LaunchSpec(Section, frozen=True, kw_only=True):
                 )
         if len(set(self.hosts)) < len(self.hosts):
             raise ValueError(f"hosts = {list(self.hosts)}: a host may be named once.")
-        if self.address and not self.hosts:
+        if self.hosts and self.launcher == "local":
+            raise ValueError("hosts are given, and on = 'local'. Leave one of them out.")
+        if self.launcher == "hosts" and not self.hosts:
+            raise ValueError("on = 'hosts', but there are none. Give hosts, or leave on out.")
+        if self.address and self.launcher == "local":
             raise ValueError(
                 f"address = {self.address!r} is where hosts find this machine, but there are "
                 "none. Give hosts, or leave address out."
             )
+        for key in ("nodes", "cpus", "gpus", "options"):
+            if getattr(self, key) and self.launcher in ("local", "hosts"):
+                raise ValueError(
+                    f"{key} = {getattr(self, key)!r} is for a cluster. Say which with on, or leave "
+                    f"{key} out."
+                )
 
 
 class ReportSpec(Section, frozen=True, kw_only=True):

@@ -82,6 +82,7 @@ _RENAMED = {
     "train.clip_norm": "train.max_grad_norm. The meaning is the same.",
     "checkpoint.every_steps": "checkpoint.every. Set it to a number of steps, a time such as '5m', "
     "or 'never' (formerly 0).",
+    "launch.name": "launch.on. The meaning is the same.",
 }
 """Keys of earlier versions: the present name of each, and what to write."""
 
@@ -191,7 +192,7 @@ def build(table: Mapping[str, Any], *, source: str) -> JobSpec:
     """
     check_format(table, source)
     _check_names(table, source)
-    for place in ("arguments", "sync"):
+    for place in _WITH_OPTIONS:
         _check_holds(table.get(place), place, source)
     _check_text(table, source)
     try:
@@ -225,6 +226,10 @@ def _check_names(table: Mapping[str, Any], source: str) -> None:
             raise SpecError(f"{source}: {old} is now called {new}")
 
 
+_WITH_OPTIONS = ("arguments", "sync", "launch")
+"""Tables whose values have other owners."""
+
+
 def _check_holds(value: Any, where: str, source: str) -> None:
     """Refuse values that no TOML file can hold; from Python, anything may be given."""
     if isinstance(value, dict):
@@ -237,7 +242,7 @@ def _check_holds(value: Any, where: str, source: str) -> None:
             _check_holds(inner, f"{where}[{number}]", source)
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise SpecError(f"{source}: {where} = {value}: a whole number needs to fit 64 bits.")
-    elif not isinstance(value, _HOLDS) and where not in ("arguments", "sync"):
+    elif not isinstance(value, _HOLDS) and where not in _WITH_OPTIONS:
         raise SpecError(
             f"{source}: {where} is {value!r}, a {type(value).__name__}, which a job file "
             "cannot hold. Use text, numbers, true, false, dates, and lists and tables of those."

@@ -10,11 +10,12 @@ import pytest
 from instep.comm.channel import Address, listen
 from instep.comm.endpoint import Endpoint
 from instep.launch import LAUNCHERS
+from instep.spec_file import build
 
 pytestmark = pytest.mark.process
 
-ARGUMENTS = {"hosts": (["env"],)}
-"""What a launcher needs if the job names hosts; one that needs none is called without."""
+LAUNCH = {"hosts": {"hosts": ["env"]}}
+"""What a launcher needs in `[launch]`, for one host."""
 
 SOON_S = 30.0
 
@@ -26,7 +27,9 @@ def launched(tmp_path):
 
     def launch(name):
         before = children()
-        made.append(LAUNCHERS[name](*ARGUMENTS.get(name, ())))
+        table = {"recipe": "a.py:a", "network": "private", "launch": LAUNCH.get(name, {})}
+        job = build({**table, "launch": {**table["launch"], "on": name}}, source="a test")
+        made.append(LAUNCHERS[name].of(job))
         made[0].start(Endpoint(Address(*master.getsockname()), "secret", 0), tmp_path)
         return made[0], lambda: children() - before
 

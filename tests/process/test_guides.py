@@ -61,7 +61,7 @@ def test_a_source_and_a_launcher_of_the_guides_train_and_survive_kills(
     job.write_text(
         'name = "net"\nrecipe = "net.py:recipe"\n'
         '[train]\nsteps = 40\nglobal_batch = 16\ndeterminism = "bits"\n'
-        '[checkpoint]\nevery = 5\n[launch]\nname = "nice"\n'
+        '[checkpoint]\nevery = 5\n[launch]\non = "nice"\n'
         f'[arguments]\ndata = "{tmp_path / "points.csv"}"\n'
     )
     check_survives_kills(start, job, package)

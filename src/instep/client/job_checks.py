@@ -47,7 +47,7 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
             "`if __name__ == '__main__':`."
         )
     STRATEGIES.check(job.sync.name)
-    LAUNCHERS.check(job.launch.name or "local")
+    LAUNCHERS.check(job.launch.launcher)
     CODECS.check(job.sync.codec)
     _check_sync(job)
     clashes.check(job)
@@ -141,7 +141,7 @@ def open_switchboard(job: JobSpec) -> Switchboard:
     Raises:
         SpecError: it is not an address of this machine, or other hosts cannot reach it.
     """
-    if not job.launch.hosts:
+    if not job.launch.count:
         return Switchboard()
     address = job.launch.address
     try:

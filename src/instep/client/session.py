@@ -93,9 +93,9 @@ def join(
     place = placement.placement()
     with refusal.announced(place, Path(runs)):
         job = _job(recipe, name, arguments, seed, network, sections, place.size)
-        hosts, launcher = job.launch.hosts, job.launch.name
+        hosts, launcher = job.launch.hosts, job.launch.on
         if hosts or launcher:
-            given = f"hosts = {list(hosts)}" if hosts else f"name = {launcher!r}"
+            given = f"hosts = {list(hosts)}" if hosts else f"on = {launcher!r}"
             raise SpecError(
                 f"launch.{given}: instep.join starts no processes, on "
                 "other hosts either. Leave it out and start the script on each, as torchrun and "
@@ -138,7 +138,7 @@ def _within_script(script: Script, recipe: Callable[..., Any] | Recipe | None) -
         rank=script.member.number,
         size=workers,
         local_rank=script.local_rank,
-        local_size=per_machine(workers, len(script.member.job.launch.hosts)),
+        local_size=per_machine(workers, script.member.job.launch.count),
         key="",
     )
     session = script.session = Session(script.member, place, None, script)
@@ -238,7 +238,7 @@ class Session:
         self.device = choose_device(self.job, self._place.local_rank, self._place.local_size)
         chosen = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 0
         if self._script is not None:
-            chosen = share(cores(), self.job.workers, len(self.job.launch.hosts))
+            chosen = share(cores(), self.job.workers, self.job.launch.count)
         set_kernels(self.job.train, chosen or max(1, cores() // self._place.local_size))
         if not self._member.complete:
             arguments = dict(self.job.arguments)

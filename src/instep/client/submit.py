@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from instep import spec_file
 from instep.client.job_checks import check_job, open_switchboard
+from instep.client.launching import launching
 from instep.client.results import about, failure, finish, recipe_sha256, refused
 from instep.comm.endpoint import Switchboard
 from instep.comm.messages import Over
 from instep.errors import InstepError, RecipeError, RunError, SpecError
-from instep.launch import LAUNCHERS
 from instep.spec import JobSpec
 from instep.store.folder import (
     BEGINNING,
@@ -59,9 +59,11 @@ def train(
     arguments: Mapping[str, Any] | None = None,
     seed: int = 0,
     quiet: bool = False,
+    on: str = "",
+    network: str = "loopback",
     **sections: Mapping[str, Any],
 ) -> Run:
-    """Train a recipe on this machine, on `workers` processes, and return the result.
+    """Train a recipe on `workers` processes of this machine or a cluster, and return the result.
 
     Args:
         recipe: a function that returns an `instep.Recipe`, defined at the top
@@ -73,17 +75,22 @@ def train(
         arguments: handed to the recipe function by name.
         seed: decides the order of the data, first parameters, every draw.
         quiet: print nothing.
+        on: what starts the processes, as `on` of `[launch]`: such as `"ray"`.
+        network: `"private"` declares that only trusted machines can reach the one between hosts.
         sections: tables of the job file: `train={"epochs": 3}`, `sync={...}`.
 
     Raises:
         InstepError: the job is wrong or a worker failed; the text says why.
     """
+    if on:
+        sections["launch"] = {**sections.get("launch", {}), "on": on}
     reference = recipe if isinstance(recipe, str) else reference_to(recipe)
     table = {
         "name": name or reference.rpartition(":")[2],
         "recipe": reference,
         "workers": workers,
         "seed": seed,
+        "network": network,
         "arguments": dict(arguments or {}),
         **{section: dict(values) for section, values in sections.items()},
     }
@@ -138,10 +145,11 @@ def run_job(
     """
     check_job(job, resumed=start_point.checkpoint is not None)
     there, view = runs.exists(), {"quiet": quiet, "json": json_output}
-    folder = make_run_folder(runs, job, named=named)
     try:
-        with held(folder):
-            return _conduct(job, folder, start_point, started, view, watch)
+        with launching(job) as (settled, launcher):
+            folder = make_run_folder(runs, job, named=named)
+            with held(folder):
+                return _conduct(settled, folder, launcher, start_point, started, view, watch)
     finally:
         if not there:
             with suppress(OSError):  # as a rule there is a run in it
@@ -180,9 +188,9 @@ def resume_run(
     job = changed(before, overrides, changes)
     check_job(job, resumed=True)
     folder, view = path.resolve(), {"quiet": quiet, "json": json_output}
-    with held(folder):
+    with launching(job) as (settled, launcher), held(folder):
         start_point = prepare(folder, job, recipe_sha256=recipe_sha256(job))
-        return _conduct(job, folder, start_point, started, view)
+        return _conduct(settled, folder, launcher, start_point, started, view)
 
 
 def resume(
@@ -212,6 +220,7 @@ def resume(
 def _conduct(
     job: JobSpec,
     folder: Path,
+    launcher: Launcher,
     start_point: StartPoint,
     started: float | None,
     view: Mapping[str, bool],
@@ -219,11 +228,8 @@ def _conduct(
 ) -> Run:
     """Run a job in its folder, from `start_point` to its end; `view` says what is printed."""
     switchboard = open_switchboard(job)
-    hosts = job.launch.hosts
-    make = LAUNCHERS[job.launch.name or ("hosts" if hosts else "local")]
-    launcher = make(hosts) if hosts else make()
     try:
-        for number in range(len(hosts) or 1):
+        for number in range(job.launch.count or 1):
             launcher.start(replace(switchboard.endpoint, host=number), folder / "logs")
         began = started or time.time()
         over = _follow(job, folder, start_point, switchboard, launcher, began, view, watch)
@@ -261,8 +267,8 @@ def _follow(
     from instep.control.journal import Begin, Journal
 
     Journal(folder, Begin(began, start_point)).close()
-    note = {"about": about(job), **view}
-    hosts = len(job.launch.hosts) or 1
+    note = {"about": about(job), "nodes": job.launch.nodes, **view}
+    hosts = job.launch.count or 1
     watchdog = MasterWatchdog(folder, switchboard, launcher, note, watch=watch, hosts=hosts)
     with published(folder, switchboard.endpoint):
         return watchdog.serve()

@@ -157,7 +157,7 @@ class Master:
         self._interrupts: list[str] = []
         known = journal.last() if journal is not None else None
         self._hosts = Hosts(
-            len(job.launch.hosts) if hosted else 0,
+            job.launch.count if hosted else 0,
             self._hub.send,
             gather_s=GATHER_S if known is None else BACK_S,
             mesh=job.mesh,
@@ -525,8 +525,8 @@ class Master:
                 if self._hosts.fails(number):
                     self._decide(s.HostLost(code, detail))
                 else:
-                    host = self._job.launch.hosts[number]
-                    text = f"host {number} ({host}) ended with code {code}; it is tried again. "
+                    host = self._job.launch.host(number)
+                    text = f"{host} ended with code {code}; it is tried again. "
                     self._warn(f"{text}{detail}".strip())
             case m.Scale(workers=workers):
                 refusal = refuse_scale(self._state, self._job, workers)

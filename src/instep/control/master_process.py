@@ -18,6 +18,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from instep import spec_file
 from instep.comm.channel import Peer
 from instep.comm.endpoint import Switchboard
@@ -73,6 +75,8 @@ def _serve(
 ) -> Process | None:
     """Returns a process of this machine that cannot end by itself."""
     job = spec_file.load(run / "job.toml")
+    if nodes := note.get("nodes"):  # as many as the launcher has found
+        job = replace(job, launch=replace(job.launch, nodes=nodes))
     views = _views(job, run, note)
     try:
         journal = Journal(run)

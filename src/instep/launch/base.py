@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self, TypeVar
+
+import msgspec
 
 from instep.comm.endpoint import Endpoint
+from instep.errors import SpecError, near_miss
+from instep.spec import JobSpec, LaunchSpec, Section
+
+OptionsT = TypeVar("OptionsT", bound=Section)
 
 
 class Launcher(Protocol):
     """Starts a host on each machine; it starts the workers there, as the master asks."""
+
+    @classmethod
+    def of(cls, job: JobSpec) -> Self:
+        """A launcher for a job. It may reserve what a cluster has; it starts no host yet.
+
+        Raises:
+            SpecError: what the job asks for is not there.
+        """
+
+    def settled(self, launch: LaunchSpec) -> LaunchSpec:
+        """The job's `[launch]` with the `nodes` and the `address` of this start, if it leaves them
+        to the launcher."""
 
     def start(self, endpoint: Endpoint, logs: Path) -> None:
         """Bring up the host of number `endpoint.host`. Returns at once; it calls the master itself.
@@ -32,3 +50,24 @@ class Launcher(Protocol):
 
         A second call does nothing.
         """
+
+
+def options_of(launch: LaunchSpec, known: type[OptionsT]) -> OptionsT:
+    """The options of a launcher, checked; in a launcher's `of`.
+
+    Args:
+        launch: has them as a table.
+        known: their names, types and defaults.
+
+    Raises:
+        SpecError: there is no such option, or its value is refused.
+    """
+    names = known.__struct_fields__
+    for name in launch.options:
+        if name not in names:
+            who = f"launch.options: {launch.launcher} has no option {name!r}."
+            raise SpecError(f"{who} {near_miss(name, names)}")
+    try:
+        return msgspec.convert(launch.options, known)
+    except msgspec.ValidationError as error:
+        raise SpecError(f"launch.options of {launch.launcher}: {error}.") from None

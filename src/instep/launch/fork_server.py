@@ -101,7 +101,8 @@ def main() -> None:
     if not script and not os.environ.get(_NO_PRELOAD) and not _preload(Path(file)):
         _start_again(note)
     phases["import recipe"] = time.time() - preloading
-    several = bool(job.get("launch", {}).get("hosts"))
+    launch = job.get("launch", {})
+    several = bool(launch.get("hosts") or launch.get("nodes"))
     Server(connection, endpoint, phases, several=several).serve()
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from instep.comm.endpoint import Endpoint
 from instep.launch.local import LocalLauncher
+from instep.spec import JobSpec, LaunchSpec
 
 
 class HostsLauncher:
@@ -24,6 +25,15 @@ class HostsLauncher:
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self._each = [LocalLauncher(shlex.split(host)) for host in hosts]
+
+    @classmethod
+    def of(cls, job: JobSpec) -> HostsLauncher:
+        """Of the commands in `launch.hosts`."""
+        return cls(job.launch.hosts)
+
+    def settled(self, launch: LaunchSpec) -> LaunchSpec:
+        """As it is: the job names the hosts."""
+        return launch
 
     def start(self, endpoint: Endpoint, logs: Path) -> None:
         """Start the fork server of one host."""

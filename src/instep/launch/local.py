@@ -13,6 +13,7 @@ from pathlib import Path
 from instep.comm.endpoint import Endpoint
 from instep.errors import RunError
 from instep.plain_file import plain
+from instep.spec import JobSpec, LaunchSpec
 from instep.store.folder import host_log
 from instep.system.environment import END, SETTINGS
 from instep.system.processes import end_group, is_stopped, start_with_retries
@@ -35,6 +36,15 @@ class LocalLauncher:
         self._before = list(before)
         self._process: subprocess.Popen[bytes] | None = None
         self._groups: list[int] = []
+
+    @classmethod
+    def of(cls, job: JobSpec) -> LocalLauncher:
+        """Any job can run here."""
+        return cls()
+
+    def settled(self, launch: LaunchSpec) -> LaunchSpec:
+        """As it is: there is one host, and it is here."""
+        return launch
 
     def start(self, endpoint: Endpoint, logs: Path) -> None:
         """Start the fork server in a session of its own, so that Ctrl-C reaches only us.

@@ -40,7 +40,7 @@ class Building(NamedTuple):
 
 def measured(job: JobSpec, folder: Path) -> Building:
     """What decides in a job; `folder` is that of the run."""
-    processes = per_machine(job.workers, len(job.launch.hosts))
+    processes = per_machine(job.workers, job.launch.count)
     return Building(job.mesh, room(processes), folder)
 
 

@@ -169,7 +169,7 @@ class Member:
         if self.form is None:
             self._connection.send(Built(recovers=self.recovers, holds=self.holds))
             if self.at is not None:
-                if self.recovers and self.job.launch.hosts:
+                if self.recovers and self.job.launch.count:
                     self._connection.keep()
                 if not self._connection.listens:
                     self.show_itself()
@@ -230,7 +230,7 @@ class Member:
         """
         if self.superseded:
             raise PeerError("the members have changed while the ledger was in use.")
-        return bool(self.job.launch.hosts)
+        return self.job.launch.count > 0
 
     def leave_soon(self) -> None:
         """This worker's machine will be taken away; may be called from a signal handler."""

@@ -104,7 +104,7 @@ class MeshCheck:
                         "it trains parameters of several types, which float32 cuts otherwise"
                     )
             elif first and not self._why and self._two is not None:
-                processes = per_machine(job.workers, len(job.launch.hosts))
+                processes = per_machine(job.workers, job.launch.count)
                 two = on_two_blocks(forward, self._two, begun.fill, processes)
             with two:
                 self._gate = Gate(forward, job.seed)

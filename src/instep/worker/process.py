@@ -116,7 +116,7 @@ def prepare(member: Member, local_rank: int) -> Training:
     """Build the training of this worker; only the group of workers is still missing."""
     job, lap = member.job, _Laps(member)
     lap("fork")
-    hosts = len(job.launch.hosts)
+    hosts = job.launch.count
     set_kernels(job.train, share(cores(), job.workers, hosts))
     device = choose_device(job, local_rank, per_machine(job.workers, hosts))
     recipe = call(load_function(job.recipe), job.arguments, job.seed)

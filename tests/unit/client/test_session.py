@@ -13,7 +13,7 @@ from instep.spec import JobSpec, TrainSpec
     ("launch", "named"),
     [
         ({"hosts": ["ssh one", "ssh two"]}, "launch.hosts = ['ssh one', 'ssh two']"),
-        ({"name": "local"}, "launch.name = 'local'"),
+        ({"on": "local"}, "launch.on = 'local'"),
     ],
 )
 def test_a_session_which_starts_no_process_refuses_hosts_and_a_launcher(tmp_path, launch, named):

@@ -66,7 +66,7 @@ def try_blocks(
     """
     found = ""
     if forward.recipe.compute_loss is not None and forward.recipe.weight is None:
-        processes = per_machine(job.workers, len(job.launch.hosts))
+        processes = per_machine(job.workers, job.launch.count)
         blocks = TwoBlocks(forward.model)
         with suppress(Exception), on_two_blocks(forward, blocks, fill, processes):
             places = _Places(job, samples)
