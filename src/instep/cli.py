@@ -72,7 +72,9 @@ def run(args: argparse.Namespace) -> int:
 def _overrides(args: argparse.Namespace) -> list[str]:
     workers = [] if args.workers is None else [f"workers={args.workers}"]
     on = [] if args.on is None else [f'launch.on="{args.on}"']
-    return [*args.set, *workers, *on]
+    address = args.ray_address
+    ray = [] if address is None else [f'launch.options.ray_address="{address}"']
+    return [*args.set, *workers, *on, *ray]
 
 
 def _check_determinism(job: JobSpec, args: argparse.Namespace) -> int:
@@ -527,6 +529,8 @@ def _add_changes(add: Callable[..., Any]) -> None:
     add("--workers", help="number of worker processes")
     text = "what starts the processes: local, hosts, or a cluster (default: as the job says)"
     add("--on", metavar="LAUNCHER", help=text)
+    text = "head node of the Ray cluster, with --on ray (default: RAY_ADDRESS, or start one)"
+    add("--ray-address", metavar="HOST:PORT", help=text)
     text = "change a value of the job; may be repeated"
     add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=text)
 

@@ -1,8 +1,10 @@
 """Every launcher keeps the promises of `launch/base.py`, with a real fork server."""
 
+import contextlib
 import os
 import signal
 import time
+from importlib.util import find_spec
 
 import psutil
 import pytest
@@ -10,22 +12,35 @@ import pytest
 from instep.comm.channel import Address, listen
 from instep.comm.endpoint import Endpoint
 from instep.launch import LAUNCHERS
+from instep.launch.ray_cluster import connect
 from instep.spec_file import build
 
 pytestmark = pytest.mark.process
 
-LAUNCH = {"hosts": {"hosts": ["env"]}}
+LAUNCH = {"hosts": {"hosts": ["env"]}, "ray": {"nodes": 1}}
 """What a launcher needs in `[launch]`, for one host."""
 
 SOON_S = 30.0
 
 
+@pytest.fixture(scope="module")
+def ray_cluster():
+    """A Ray cluster of one node, which is there before a host."""
+    if find_spec("ray") is None:
+        pytest.skip("Ray is not installed")
+    ray, _ = connect("local", 4)
+    yield
+    ray.shutdown()
+
+
 @pytest.fixture
-def launched(tmp_path):
+def launched(tmp_path, request):
     """By name: a launcher that has started its one fork server, and what it has started."""
     master, made = listen(), []
 
     def launch(name):
+        if name == "ray":
+            request.getfixturevalue("ray_cluster")
         before = children()
         table = {"recipe": "a.py:a", "network": "private", "launch": LAUNCH.get(name, {})}
         job = build({**table, "launch": {**table["launch"], "on": name}}, source="a test")
@@ -42,7 +57,15 @@ def launched(tmp_path):
 def children():
     """Living processes that came of this one; those of other tests too."""
     found = psutil.Process().children(recursive=True)
-    return {process for process in found if process.status() != psutil.STATUS_ZOMBIE}
+    return {process for process in found if _is_of_a_host(process)}
+
+
+def _is_of_a_host(process):
+    """Whether it lives, and is no process that Ray keeps for whatever comes."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        own = process.name().startswith("ray::") and "Host" not in process.name()
+        return process.status() != psutil.STATUS_ZOMBIE and not own
+    return False
 
 
 def until(condition):

@@ -11,5 +11,6 @@ LAUNCHERS = Registry(
     {
         "local": "instep.launch.local:LocalLauncher",
         "hosts": "instep.launch.hosts:HostsLauncher",
+        "ray": "instep.launch.ray:RayLauncher",
     },
 )

@@ -83,6 +83,8 @@ def main() -> None:
     die_with_parent(END)
     note = os.environ.pop(_ENDPOINT, "") or sys.stdin.readline()
     seen = json.loads(note)
+    if seen["lifeline"]:
+        die_with_parent(signal.SIGKILL)  # its spare ends what is left, also if this one is stopped
     endpoint = Endpoint(Address(seen["host"], seen["port"]), seen["token"], seen["number"])
     _settle(seen["folder"])
     connection = _call(endpoint)
@@ -103,7 +105,8 @@ def main() -> None:
     phases["import recipe"] = time.time() - preloading
     launch = job.get("launch", {})
     several = bool(launch.get("hosts") or launch.get("nodes"))
-    Server(connection, endpoint, phases, several=several).serve()
+    lifeline = sys.stdin.fileno() if seen["lifeline"] else -1
+    Server(connection, endpoint, phases, several=several, lifeline=lifeline).serve()
 
 
 def _settle(folder: str) -> None:
@@ -183,6 +186,7 @@ class Server:
         endpoint: where that is, for the workers.
         phases: seconds that parts of the start took.
         several: whether it is one of several hosts, whose connection to the master may break.
+        lifeline: a pipe that ends when this server, its spare and its workers are to; or -1.
         left: number and handle by process, of the server whose place this one takes.
         pages: where workers note where they are; shared with a spare.
         memory_files: files that outlive a worker; shared with a spare.
@@ -195,18 +199,15 @@ class Server:
         phases: dict[str, float],
         *,
         several: bool = False,
+        lifeline: int = -1,
         left: Mapping[int, tuple[int, Watched]] = MappingProxyType({}),
         pages: Pages | None = None,
         memory_files: MemoryFiles | None = None,
     ) -> None:
         self._pages = pages or Pages(MOST_PAGES)
         self._memory_files = memory_files or MemoryFiles(MOST_PAGES, endpoint.token)
-        self._connection, self._endpoint, self._phases, self._several = (
-            connection,
-            endpoint,
-            phases,
-            several,
-        )
+        self._connection, self._endpoint, self._phases = connection, endpoint, phases
+        self._several, self._lifeline = several, lifeline
         self._workers: dict[int, int] = {}
         self._killed: set[int] = set()  # workers that are being ended
         self._adopted = dict(left)
@@ -250,8 +251,9 @@ class Server:
     def _wait(self) -> None:
         """For a message, a signal, or the next look."""
         tick_s = ADOPTED_S if self._adopted or self._retries else HEARTBEAT_S / 2
-        ends = [end for end in (self._connection.fileno(), self._wake_read) if end >= 0]
-        wait_readable(ends, tick_s)
+        ends = (self._connection.fileno(), self._wake_read, self._lifeline)
+        ready = wait_readable([end for end in ends if end >= 0], tick_s)
+        self._ending |= self._lifeline in ready
 
     def _fork_spare(self) -> None:
         """Fork one that sleeps until this process has ended, and then serves in its place."""
@@ -280,6 +282,10 @@ class Server:
             left = _wait_for_end(theirs, server)
             os.close(theirs)
             name_process(name)
+            if self._lifeline >= 0 and wait_readable([self._lifeline], 0):
+                for _, worker in left.values():
+                    worker.signal(signal.SIGKILL)
+                return
             for each in (self._wake_read, self._wake_write):
                 os.close(each)
             Server(
@@ -287,6 +293,7 @@ class Server:
                 self._endpoint,
                 self._phases,
                 several=self._several,
+                lifeline=self._lifeline,
                 left=left,
                 pages=self._pages,
                 memory_files=self._memory_files,

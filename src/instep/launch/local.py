@@ -30,10 +30,12 @@ class LocalLauncher:
 
     Args:
         before: words of a command that runs the one after it, elsewhere or otherwise.
+        lifeline: whether all that it starts ends with this process, and the memory that workers
+            leave too, though the run may go on.
     """
 
-    def __init__(self, before: Sequence[str] = ()) -> None:
-        self._before = list(before)
+    def __init__(self, before: Sequence[str] = (), *, lifeline: bool = False) -> None:
+        self._before, self._lifeline = list(before), lifeline
         self._process: subprocess.Popen[bytes] | None = None
         self._groups: list[int] = []
 
@@ -81,10 +83,13 @@ class LocalLauncher:
             "token": endpoint.token,
             "number": endpoint.host,
             "folder": os.getcwd(),
+            "lifeline": self._lifeline,
         }
         try:
             self._process.stdin.write(json.dumps(note).encode() + b"\n")  # not seen by `ps`
-            self._process.stdin.close()
+            self._process.stdin.flush()
+            if not self._lifeline:
+                self._process.stdin.close()
         except BrokenPipeError:
             pass  # it has ended already; `ended` says so
 
@@ -115,4 +120,6 @@ class LocalLauncher:
         for group in self._groups:
             end_group(group, TIMEOUT_S)
         process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
         self._process = None

@@ -1,0 +1,80 @@
+"""What a node of a cluster needs for a run, and which of it is missing there.
+
+The same instep and torch, the recipe's file, and the run's folder, at the same paths as here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from instep.errors import InstepError
+from instep.formats import INSTEP
+from instep.spec import JobSpec
+from instep.store.folder import run_id
+
+_SHARED = "Put recipe, data and runs into folders that all nodes share."
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What each node needs: as it is where the run was started."""
+
+    recipe: str
+    sha256: str
+    versions: tuple[tuple[str, str], ...]
+    folder: str
+    """Where the run was started."""
+
+    @classmethod
+    def of(cls, job: JobSpec) -> Needs:
+        """As it is here."""
+        file = job.recipe.rpartition(":")[0]
+        return cls(file, _sha256(file), _versions(), os.getcwd())
+
+    def missing(self) -> str:
+        """What this node does not have, as a sentence without its subject; empty if it has all."""
+        for (name, here), (_, wanted) in zip(_versions(), self.versions, strict=True):
+            if here != wanted:
+                return f"has {name} {here}, and this machine {wanted}. Install the same there."
+        if _sha256(self.recipe) == self.sha256:
+            return ""
+        there = Path(self.recipe).is_file()
+        what = "has another recipe in" if there else "does not have the recipe's file"
+        return f"{what} {self.recipe}. {_SHARED}"
+
+
+def missing_run(run: Path, known: str) -> str:
+    """The same for a run's folder.
+
+    Args:
+        run: the folder.
+        known: its id, where the run was started.
+    """
+    return "" if id_of(run) == known else f"does not see the run's folder {run}. {_SHARED}"
+
+
+def id_of(run: Path) -> str:
+    """The id of the run whose folder this is; empty if there is none."""
+    try:
+        return run_id(run)
+    except (OSError, InstepError):
+        return ""
+
+
+def _versions() -> tuple[tuple[str, str], ...]:
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = "not at all"
+    return ("instep", INSTEP), ("torch", torch)
+
+
+def _sha256(file: str) -> str:
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    except OSError:
+        return ""

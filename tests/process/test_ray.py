@@ -1,0 +1,237 @@
+"""Runs on Ray: a real cluster, of several nodes where one is lost."""
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from started import RECIPES, SOON_S, Start, Started, kill, newest_pids
+
+import instep
+from instep.client.job_checks import check_job
+from instep.client.launching import launching
+from instep.errors import SpecError
+from instep.launch.ray_cluster import connect
+from instep.spec import JobSpec
+from instep.spec_file import build
+
+pytestmark = pytest.mark.process
+
+TINY = f"{RECIPES / 'tiny.py'}:recipe"
+TRAIN = {"steps": 30, "determinism": "bits"}
+STORE_BYTES = 80 << 20
+
+
+def job(**launch: Any) -> JobSpec:
+    table = {"recipe": TINY, "workers": 2, "network": "private", "launch": {"on": "ray", **launch}}
+    return build(table, source="a test")
+
+
+def refusal(made: JobSpec) -> str:
+    began = time.monotonic()
+    with pytest.raises(SpecError) as caught, launching(made):
+        pass
+    assert time.monotonic() - began < 10
+    return str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def own_program() -> Iterator[None]:
+    """A program that has a Ray cluster of its own."""
+    if find_spec("ray") is None:
+        pytest.skip("Ray is not installed")
+    ray, _ = connect("local", 2)
+    yield
+    ray.shutdown()
+
+
+def of_hosts() -> set[psutil.Process]:
+    """Living actors and fork servers, and what these have started, of this program's cluster."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            words = " ".join(process.cmdline())
+            if "ray::Host" in words or "fork_server" in words:
+                found.add(process)
+    return found
+
+
+def test_a_run_within_somebodys_own_ray_program_has_the_result_of_one_machine(
+    tmp_path: Path, own_program: None
+) -> None:
+    import ray
+
+    alone = instep.train(TINY, runs=tmp_path, quiet=True, train=TRAIN)
+    done = instep.train(
+        TINY,
+        runs=tmp_path,
+        quiet=True,
+        on="ray",
+        network="private",
+        train=TRAIN,
+        launch={"nodes": 2},
+    )
+    assert done.summary["parameters_sha256"] == alone.summary["parameters_sha256"]
+    assert done.summary["repeated_samples"] == done.summary["missing_samples"] == 0
+    assert of_hosts() == set()
+    assert ray.is_initialized()  # it is the program's, not ours
+
+
+def test_what_a_cluster_lacks_is_said_before_anything_starts(
+    tmp_path: Path, own_program: None
+) -> None:
+    much = refusal(job(nodes=3, options={"wait_s": 0.5}))
+    assert "has had no room for 3 hosts with 1 CPU each for 0.5 s. It has 1 node (2 CPUs)" in much
+    assert "Ask for less with launch.nodes" in much
+    gpus = refusal(job(nodes=1, gpus=1, options={"wait_s": 0.5, "resources": {"fast": 2}}))
+    assert "no room for 1 host with 2 CPUs, 1 GPU, 2 fast each" in gpus
+    assert of_hosts() == set()
+
+
+def test_a_node_without_the_recipe_or_with_another_torch_is_named(
+    monkeypatch: pytest.MonkeyPatch, own_program: None
+) -> None:
+    monkeypatch.setattr("instep.launch.node._sha256", lambda file: "another")
+    assert f"has another recipe in {RECIPES / 'tiny.py'}. Put recipe" in refusal(job(nodes=1))
+    monkeypatch.undo()
+    monkeypatch.setattr("instep.launch.node._versions", lambda: (("instep", "9"), ("torch", "1")))
+    text = refusal(job(nodes=1))
+    assert text.startswith("the node ")
+    assert "has instep 0." in text
+    assert text.endswith("and this machine 9. Install the same there.")
+
+
+def test_a_wrong_option_is_refused_with_the_nearest_one() -> None:
+    text = refusal(job(options={"ray_adress": "10.0.0.1:6379"}))
+    assert text.startswith("launch.options: ray has no option 'ray_adress'. Did you mean 'ray_add")
+    assert "launch.options of ray: Expected `float`" in refusal(job(options={"wait_s": "soon"}))
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    check_job(job())
+    assert refusal(job()).endswith("not installed: pip install 'instep[ray]'.")
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+def test_a_cluster_that_is_not_there_is_refused_at_once() -> None:
+    code = (
+        "from instep.launch.ray_cluster import connect\n"
+        "for address in ('127.0.0.1:9', 'head'):\n"
+        "    try:\n        connect(address, 1)\n"
+        "    except Exception as error:\n        print(type(error).__name__, error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    refused, wrong = done.stdout.splitlines()
+    assert refused.startswith("SpecError no Ray cluster at '127.0.0.1:9': ")
+    assert "refused" in refused
+    assert wrong.startswith("SpecError no Ray cluster at 'head': ")
+    assert "Give host:port of its head node" in wrong
+
+
+# ---- what is lost on the way
+
+KEYS = ("train.steps=60", 'train.determinism="bits"')
+ON_RAY = ('launch.on="ray"', 'network="private"')
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A Ray cluster of three nodes of this machine, the first without cores."""
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    store = {"object_store_memory": STORE_BYTES}
+    head = {"num_cpus": 0, "include_dashboard": False, **store}
+    made = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        for _ in range(2):
+            made.add_node(num_cpus=2, **store)
+        made.wait_for_nodes()
+        monkeypatch.setenv("RAY_ADDRESS", made.address)
+        yield made
+    finally:
+        made.shutdown()
+
+
+def hash_alone(run: Start) -> str:
+    """Of the same job on this machine."""
+    program = run("slow_tiny.py:recipe", *KEYS)
+    assert program.end() == 0, program.stderr
+    return str(program.summary["parameters_sha256"])
+
+
+def fork_server_of(program: Started, worker: int) -> psutil.Process:
+    server = psutil.Process(newest_pids(program)[worker]).parent()
+    assert server is not None
+    return server
+
+
+def actor_of(program: Started, worker: int) -> psutil.Process:
+    actor = fork_server_of(program, worker).parent()
+    assert actor is not None
+    assert actor.name().startswith("ray::Host")
+    return actor
+
+
+def end_of(processes: set[psutil.Process]) -> None:
+    """Wait until none of them is left."""
+    _, alive = psutil.wait_procs(list(processes), timeout=SOON_S)
+    assert [process.pid for process in alive] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_actor_a_fork_server_and_a_raylet_are_killed_and_the_result_is_that_of_one_machine(
+    run: Start, cluster: Any
+) -> None:
+    expected = hash_alone(run)
+    program = run("slow_tiny.py:recipe", *KEYS, *ON_RAY, "train.steps=150")
+    program.until(program.is_training, "training")
+    joined = program.events("worker_joined")
+    assert sorted(event["host"] for event in joined) == [0, 1]  # spread over the nodes
+
+    def back(count: int) -> None:
+        there = lambda: len(program.events("worker_joined")) >= count  # noqa: E731
+        program.until(there, f"{count} workers have joined")
+
+    kill(fork_server_of(program, 0).pid)  # its spare continues
+    assert kill(actor_of(program, 1).pid)
+    back(len(joined) + 1)
+    actor = actor_of(program, 1)
+    assert kill(actor.ppid())  # the raylet
+    back(len(joined) + 2)
+    assert program.end(200) == 0, program.stderr
+    assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0
+    assert program.summary["parameters_sha256"] == expected
+    assert of_hosts() == set()
+    program.check_no_process_is_left()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("whose", ["the program's own", "an existing"])
+def test_nothing_is_left_on_a_cluster_when_the_program_is_killed(
+    run: Start, request: pytest.FixtureRequest, whose: str
+) -> None:
+    if whose == "an existing":
+        request.getfixturevalue("cluster")
+    program = run("slow_tiny.py:recipe", *KEYS, *ON_RAY, "train.steps=500")
+    program.until(program.is_training, "training")
+    processes = of_hosts() | {
+        child
+        for worker in newest_pids(program)
+        for child in fork_server_of(program, worker).children(recursive=True)
+    }
+    assert len(processes) >= 4
+    if whose == "the program's own":
+        assert program.listened <= {"127.0.0.1"}
+    program.process.kill()
+    end_of(processes)
+    program.check_no_process_is_left(soon_s=SOON_S)
