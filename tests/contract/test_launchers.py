@@ -3,6 +3,9 @@
 import contextlib
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from importlib.util import find_spec
 
@@ -36,22 +39,45 @@ def ray_cluster():
 @pytest.fixture
 def launched(tmp_path, request):
     """By name: a launcher that has started its one fork server, and what it has started."""
-    master, made = listen(), []
+    master, made, machines = listen(), [], []
 
     def launch(name):
+        more = {}
+        if name == "by_hand":
+            more = {"cluster": cluster(tmp_path)}
+            machines.append(machine(**more["cluster"]))
         if name == "ray":
             request.getfixturevalue("ray_cluster")
         before = children()
         table = {"recipe": "a.py:a", "network": "private", "launch": LAUNCH.get(name, {})}
-        job = build({**table, "launch": {**table["launch"], "on": name}}, source="a test")
+        job = build({**table, "launch": {**table["launch"], "on": name}, **more}, source="a test")
         made.append(LAUNCHERS[name].of(job))
+        if machines:
+            made[0].settled(job.launch)  # waits for it
         made[0].start(Endpoint(Address(*master.getsockname()), "secret", 0), tmp_path)
         return made[0], lambda: children() - before
 
     yield launch
     for each in made:
         each.stop()
+    for each in machines:
+        each.kill()
+        each.wait()
     master.close()
+
+
+def cluster(folder):
+    """One of one machine, which joins on loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    token_file = str(folder / "token")
+    return {"master": f"127.0.0.1:{port}", "workers": ["127.0.0.1:1"], "token_file": token_file}
+
+
+def machine(master, token_file, **_):
+    """One that joins; what counts as started is what the launcher starts on it."""
+    words = ["host", "--join", master, "--token-file", token_file]
+    return subprocess.Popen([sys.executable, "-P", "-m", "instep", *words])
 
 
 def children():
@@ -78,7 +104,7 @@ def until(condition):
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_a_host_runs_until_it_is_told_to_stop_and_nothing_is_left(launched, name):
     launcher, started = launched(name)
-    assert started()
+    until(started)
     assert launcher.ended() is None
     assert not any("secret" in word for process in started() for word in process.cmdline())
     launcher.stop()
@@ -89,6 +115,7 @@ def test_a_host_runs_until_it_is_told_to_stop_and_nothing_is_left(launched, name
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_a_host_that_was_stopped_is_killed_and_one_that_runs_is_not(launched, name):
     launcher, started = launched(name)
+    until(started)
     launcher.end_if_stopped()
     assert launcher.ended() is None
     for process in started():

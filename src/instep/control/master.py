@@ -161,6 +161,7 @@ class Master:
             self._hub.send,
             gather_s=GATHER_S if known is None else BACK_S,
             mesh=job.mesh,
+            servers=job.server_hosts,
         )
         if known is None:
             self._begin(about)
