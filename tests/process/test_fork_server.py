@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from started import RECIPES, TIMEOUT_S
+from started import RECIPES, SOON_S, TIMEOUT_S, Start, slow
 
 from instep.comm import messages as m
 from instep.comm.channel import LARGEST, Peer
@@ -72,4 +72,46 @@ def test_the_spare_of_a_killed_server_signals_its_workers_and_reports_their_exit
         assert (exited.number, exited.pid) == (1, pids[1])
     finally:
         launcher.stop()
+        master.board.close()
+
+
+STARTER = """
+import sys, time
+from pathlib import Path
+from instep.comm.channel import Address
+from instep.comm.endpoint import Endpoint
+from instep.launch.local import LocalLauncher
+
+launcher = LocalLauncher(lifeline=True)
+launcher.start(Endpoint(Address(sys.argv[1], int(sys.argv[2])), sys.argv[3]), Path(sys.argv[4]))
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("first", ["the server", slow("the starter")])
+def test_on_a_lifeline_all_end_with_the_process_that_started_them_though_the_master_lives(
+    tmp_path: Path, start: Start, first: str
+) -> None:
+    master = Master()
+    (tmp_path / "logs").mkdir()
+    at = master.board.endpoint
+    starter = start("-c", STARTER, at.address.host, at.address.port, at.token, tmp_path / "logs")
+    try:
+        peer, hello = master.wait_for(m.Hello, role="host")
+        job = f'recipe = "{RECIPES / "tiny.py"}:recipe"\n[launch]\nhosts = ["here", "there"]\n'
+        welcome = m.Welcome(job=job, run=str(tmp_path), started=time.time())
+        master.board.hub.send(peer, welcome)
+        log = str(tmp_path / "logs" / "worker-0.log")
+        master.board.hub.send(peer, m.StartWorker(number=0, log=log))
+        master.wait_for(m.Hello, role="worker", number=0)
+        if first == "the server":
+            os.kill(hello.pid, signal.SIGKILL)
+            spare, _ = master.wait_for(m.Hello, role="host")
+            master.board.hub.send(spare, welcome)
+            master.wait_for(m.Heartbeat, stopped=[])
+        assert len(starter.processes()) >= 3  # starter, server and worker; and the spare
+        starter.process.kill()
+        starter.process.wait()
+        starter.check_no_process_is_left(soon_s=SOON_S)
+    finally:
         master.board.close()

@@ -1,79 +1,101 @@
-"""What runs on a node of a Ray cluster: the actor that has a host's fork server."""
+"""An actor on a Ray cluster, as the driver sees it: placed, asked, and ended."""
 
 from __future__ import annotations
 
-import os
-import time
+import signal
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from instep.comm.endpoint import Endpoint
-from instep.launch.local import LocalLauncher
-from instep.launch.node import Needs, missing_run
-from instep.system.processes import is_stopped, stat_fields
+from instep.launch.node import Needs, id_of
+from instep.launch.ray_cluster import last_line
+from instep.launch.ray_host import Host, Place, kill_if_stopped
 
-LOOK_S = 0.05
-"""Seconds between two looks at the fork server."""
+ANSWER_S = 1.0
+"""How long an actor that is asked whether it lives may take."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where an actor is, and what its node lacks."""
+class Actor:
+    """Has a host's fork server; takes its room at once, and gets there when it can.
 
-    node: str
-    pid: int
-    began: str
-    """When the process did; with its pid it names no other process."""
-    missing: str
+    Args:
+        ray: connected to a cluster.
+        each: the resources that it asks for.
+        node: where to start it, if there is room at once; empty: anywhere.
+        needs: what its node needs.
+    """
+
+    def __init__(self, ray: Any, each: Mapping[str, float], node: str, needs: Needs) -> None:
+        self._ray, self._node, self._needs = ray, node, needs
+        others = {name: amount for name, amount in each.items() if name not in ("CPU", "GPU")}
+        make = ray.remote(Host).options(
+            num_cpus=each["CPU"],
+            num_gpus=each["GPU"],
+            resources=others,
+            scheduling_strategy=self._on(node, spill=True) if node else "SPREAD",
+            max_restarts=0,
+            max_concurrency=4,
+        )
+        self._handle = make.remote()
+        self.placed = self._handle.place.remote(needs)
+        """The reference of its `Place`."""
+        self.served: Any = None
+        """That of what its fork server ends with; None before the first."""
+
+    def _on(self, node: str, *, spill: bool) -> Any:
+        strategies = self._ray.util.scheduling_strategies
+        return strategies.NodeAffinitySchedulingStrategy(node, spill, _spill_on_unavailable=spill)
 
     @property
-    def is_there(self) -> bool:
-        """Whether its process is on this machine, and has not ended."""
-        state = stat_fields(self.pid)[:1]
-        return began(self.pid) == self.began and state != ["Z"]
+    def place(self) -> Place | None:
+        """Where it is; None if it has not got there, or was lost before."""
+        with suppress(self._ray.exceptions.RayError):
+            place: Place = self._ray.get(self.placed, timeout=0)
+            return place
+        return None
 
+    @property
+    def node(self) -> str:
+        """The node where it is or shall be, as far as is known."""
+        return self.place.node if self.place is not None else self._node
 
-class Host:
-    """Has one fork server, which ends with it."""
+    def answers(self) -> bool:
+        """Whether it lives."""
+        with suppress(self._ray.exceptions.RayError):
+            self._ray.get(self._handle.place.remote(self._needs), timeout=ANSWER_S)
+            return True
+        return False
 
-    def __init__(self) -> None:
-        self._local = LocalLauncher(lifeline=True)
+    def serve(self, endpoint: Endpoint, logs: Path) -> None:
+        """Have it start a fork server."""
+        run_id = id_of(logs.parent)
+        self.served = self._handle.serve.remote(endpoint, logs, run_id, self._needs)
 
-    def place(self, needs: Needs) -> Place:
-        """Where this is."""
-        import ray
+    def ended(self) -> int | str | None:
+        """The exit code of its fork server, or why there is none; None while it runs."""
+        if not self._ray.wait([self.served], timeout=0)[0]:
+            return None
+        try:
+            found: int | str = self._ray.get(self.served)
+        except self._ray.exceptions.RayActorError:
+            return -signal.SIGKILL
+        except self._ray.exceptions.RayError as error:
+            return f"failed: {last_line(error)}"
+        return found
 
-        node = ray.get_runtime_context().get_node_id()
-        return Place(node, os.getpid(), began(os.getpid()), needs.missing())
+    def end_if_stopped(self) -> None:
+        """Have it or its fork server killed by another process of its node, if it was stopped."""
+        if (place := self.place) is not None:
+            task = self._ray.remote(kill_if_stopped)
+            there = self._on(place.node, spill=False)
+            task.options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(place)
 
-    def serve(self, endpoint: Endpoint, logs: Path, run_id: str, needs: Needs) -> int | str:
-        """Run a fork server to its end; its exit code, or what is missing for it."""
-        if missing := needs.missing() or missing_run(logs.parent, run_id):
-            return missing
-        os.chdir(needs.folder if os.path.isdir(needs.folder) else logs)
-        self._local.start(endpoint, logs)
-        while (code := self._local.ended()) is None:
-            time.sleep(LOOK_S)
-        return code
+    def ask_to_stop(self) -> list[Any]:
+        """Have it end what it has started; a reference to wait for, if it is anywhere."""
+        return [self._handle.stop.remote()] if self.place is not None else []
 
-    def stop(self) -> None:
-        """End the fork server and all that it has started."""
-        self._local.stop()
-
-
-def kill_if_stopped(place: Place) -> None:
-    """On an actor's node: kill the actor or its fork server, whichever was stopped."""
-    import psutil
-
-    if not place.is_there:
-        return
-    with suppress(psutil.Error):
-        for process in [*psutil.Process(place.pid).children(), psutil.Process(place.pid)]:
-            if is_stopped(process.pid):
-                process.kill()
-
-
-def began(pid: int) -> str:
-    """When a process of this machine did; empty if there is none."""
-    return "".join(stat_fields(pid)[19:20])
+    def kill(self) -> None:
+        """End it, and with it what it has started."""
+        self._ray.kill(self._handle)

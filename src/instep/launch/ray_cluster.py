@@ -12,6 +12,9 @@ from instep.errors import SpecError
 CONNECT_S = 5.0
 """How long a cluster may take to accept a connection."""
 
+ANSWER_S = 0.5
+"""How long the raylet of a node may take."""
+
 STORE_BYTES = 80 << 20
 """Of the object store of a cluster that is started for a run; nothing is put into it."""
 
@@ -45,7 +48,13 @@ def connect(address: str, cpus: int) -> tuple[Any, bool]:
     if address == "local":
         cores = max(cpus, os.cpu_count() or 1)
         own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": STORE_BYTES}
-        ray.init("local", num_cpus=cores, **own, **quiet)
+        try:
+            ray.init("local", num_cpus=cores, **own, **quiet)
+        except (OSError, RuntimeError) as error:
+            raise SpecError(
+                f"no Ray cluster could be started here: {last_line(error)}. Its files go to the "
+                "folder RAY_TMPDIR, which needs a short name."
+            ) from None
         return ray, True
     try:
         if address != "auto":
@@ -58,6 +67,27 @@ def connect(address: str, cpus: int) -> tuple[Any, bool]:
             "such as 10.0.0.1:6379; or leave RAY_ADDRESS and --ray-address out, to start one."
         ) from None
     return ray, True
+
+
+def nodes_with(ray: Any, resources: Mapping[str, float]) -> list[str]:
+    """The nodes that have so much, in use or not, and whose raylet answers now.
+
+    Ray may take a minute to notice that one is lost.
+    """
+    found = []
+    for node in ray.nodes():
+        there = node["Alive"] and _accepts(node["NodeManagerAddress"], node["NodeManagerPort"])
+        if there and all(node["Resources"].get(n, 0) >= much for n, much in resources.items()):
+            found.append(str(node["NodeID"]))
+    return found
+
+
+def _accepts(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), ANSWER_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def amounts(resources: Mapping[str, float]) -> str:

@@ -1,0 +1,89 @@
+"""What runs on a node of a Ray cluster: the actor that has a host's fork server."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from instep.comm.endpoint import Endpoint
+from instep.launch.local import LocalLauncher
+from instep.launch.node import Needs, missing_run
+from instep.system.processes import Watched, is_stopped, stat_fields
+
+LOOK_S = 0.05
+"""Seconds between two looks at the fork server."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an actor is, and what its node lacks."""
+
+    node: str
+    pid: int
+    began: str
+    """When the process did; with its pid it names no other process."""
+    missing: str
+
+    @property
+    def is_there(self) -> bool:
+        """Whether its process is on this machine, and has not ended."""
+        state = stat_fields(self.pid)[:1]
+        return began(self.pid) == self.began and state != ["Z"]
+
+
+class Host:
+    """Has one fork server, which ends with it; and ends with the raylet that started it."""
+
+    def __init__(self) -> None:
+        self._local = LocalLauncher(lifeline=True)
+        # Ray looks for orphans of pid 1 only, and there may be another process that adopts them
+        raylet = Watched(os.getppid())
+        threading.Thread(target=_end_with, args=(raylet,), daemon=True).start()
+
+    def place(self, needs: Needs) -> Place:
+        """Where this is."""
+        import ray
+
+        node = ray.get_runtime_context().get_node_id()
+        return Place(node, os.getpid(), began(os.getpid()), needs.missing())
+
+    def serve(self, endpoint: Endpoint, logs: Path, run_id: str, needs: Needs) -> int | str:
+        """Run a fork server to its end; its exit code, or what is missing for it."""
+        if missing := needs.missing() or missing_run(logs.parent, run_id):
+            return missing
+        os.chdir(needs.folder if os.path.isdir(needs.folder) else logs)
+        self._local.start(endpoint, logs)
+        while (code := self._local.ended()) is None:
+            time.sleep(LOOK_S)
+        return code
+
+    def stop(self) -> None:
+        """End the fork server and all that it has started."""
+        self._local.stop()
+
+
+def _end_with(process: Watched) -> None:
+    while not process.ended:
+        time.sleep(LOOK_S)
+    os._exit(1)
+
+
+def kill_if_stopped(place: Place) -> None:
+    """On an actor's node: kill the actor or its fork server, whichever was stopped."""
+    import psutil
+
+    if not place.is_there:
+        return
+    with suppress(psutil.Error):
+        for process in [*psutil.Process(place.pid).children(), psutil.Process(place.pid)]:
+            if is_stopped(process.pid):
+                process.kill()
+
+
+def began(pid: int) -> str:
+    """When a process of this machine did; empty if there is none."""
+    return "".join(stat_fields(pid)[19:20])
