@@ -31,7 +31,7 @@ from turns import in_words, write
 from instep.lab.netlab import Network
 from instep.parallel.blocks import repeated_blocks
 from instep.parallel.replica_group import ReplicaGroup
-from instep.parallel.sharded import shard
+from instep.parallel.shard.sharded import shard
 from instep.spec import MeshSpec
 
 WORDS, WIDTH, BLOCKS, LENGTH = 512, 256, 4, 64

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import slurm as real_slurm
 from disks import Disk, Ext4
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -46,3 +47,13 @@ def frail_disk(tmp_path: Path) -> Iterator[Ext4]:
     disk = Ext4(tmp_path / "disk", 32_000_000)
     yield disk
     disk.close()
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[real_slurm.Slurm]:
+    """A real Slurm of three nodes, on this machine."""
+    if reason := real_slurm.why_not():
+        pytest.skip(reason)
+    cluster = real_slurm.Slurm(tmp_path_factory.mktemp("slurm"))
+    yield cluster
+    cluster.close()

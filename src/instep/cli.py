@@ -59,6 +59,11 @@ def run(args: argparse.Namespace) -> int:
         job = spec_file.load(Path(args.job), overrides)
     if args.check_determinism:
         return _check_determinism(job, args)
+    if job.launch.launcher == "slurm":
+        from instep.launch.slurm_cluster import allocation
+
+        if not allocation():
+            return _submit(job, args)
     done = run_job(
         job,
         Path(args.runs),
@@ -67,6 +72,19 @@ def run(args: argparse.Namespace) -> int:
         json_output=args.json,
     )
     return _print_ending(done, args)
+
+
+def _submit(job: JobSpec, args: argparse.Namespace) -> int:
+    """Have Slurm run a job, and show how it goes."""
+    from instep.client.batch import follow, submit
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    runs = Path(args.runs)
+    return follow(
+        submit(job, runs, named=args.name is not None, json_output=args.json, say=say), say
+    )
 
 
 def _overrides(args: argparse.Namespace) -> list[str]:
@@ -456,7 +474,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"instep {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
 
-    add = _command(commands, "run").add_argument
+    run = _command(commands, "run")
+    run.epilog = (
+        "With --on slurm outside an allocation, the job is submitted and followed. Ctrl-C stops "
+        "following and leaves it alone; scancel cancels it."
+    )
+    add = run.add_argument
     add("job", help="job file, TOML; or a script that calls instep.join")
     _add_changes(add)
     add(

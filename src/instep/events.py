@@ -139,7 +139,7 @@ CONTENTS = np.dtype([("epoch", "<i8"), ("index", "<i8"), ("content", "<i8")])
 
 EVENTS = {
     "run_started": "job, command, host, recipe_sha256, versions, started_by (instep, or join); "
-    "resumed_step if it was resumed",
+    "resumed_step if it was resumed; encrypted (traffic between hosts) if there are several",
     "worker_joined": "worker, role (worker, or server), pid, host, seconds",
     "master_started": "pid, again (whether it replaces a lost one), why (that one was lost)",
     "host_joined": "pid, host",

@@ -506,7 +506,7 @@ class LaunchSpec(Section, frozen=True, kw_only=True):
 
     hosts: tuple[str, ...] = ()
     """For each host, the command that runs another command there, such as `"ssh node2"`; none:
-    all workers start on this machine. Needs `network = "private"`."""
+    all workers start on this machine."""
 
     nodes: Natural = 0
     """Of a cluster: how many hosts to start, each on a node of its own if possible; 0: one on each
@@ -658,7 +658,8 @@ class JobSpec(Section, frozen=True, kw_only=True):
     """Decides the order of the data, the initial parameters, and every random draw."""
 
     network: Literal["loopback", "private"] = "loopback"
-    """`private` declares that only trusted machines can reach the network between the hosts."""
+    """`loopback`: nothing leaves a machine unless it is encrypted. `private` declares that only
+    trusted machines can reach the network between the hosts, so that nothing is encrypted."""
 
     train: TrainSpec = field(default_factory=TrainSpec)
     stop: StopSpec = field(default_factory=StopSpec)
@@ -745,11 +746,6 @@ class JobSpec(Section, frozen=True, kw_only=True):
                 f"least one {what}. {fewer}{key} to {passes} or more."
             )
         self._settle_cluster()
-        if self.launch.hosts and self.network != "private":
-            raise ValueError(
-                "launch.hosts names hosts, and traffic between them is not encrypted. If only "
-                'trusted machines reach that network, set network = "private".'
-            )
         if self.check.corruption and self.train.determinism != "bits":
             raise ValueError(
                 f"check.corruption = true with train.determinism = {self.train.determinism!r}: "

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from importlib.util import find_spec
 
 import psutil
@@ -37,32 +38,33 @@ def ray_cluster():
 
 
 @pytest.fixture
-def launched(tmp_path, request):
+def launched(tmp_path, request, monkeypatch):
     """By name: a launcher that has started its one fork server, and what it has started."""
-    master, made, machines = listen(), [], []
+    master, made, place = listen(), [], ExitStack()
 
     def launch(name):
         more = {}
         if name == "by_hand":
             more = {"cluster": cluster(tmp_path)}
-            machines.append(machine(**more["cluster"]))
+            place.enter_context(machine(**more["cluster"]))
         if name == "ray":
             request.getfixturevalue("ray_cluster")
+        if name == "slurm":
+            allocation = request.getfixturevalue("slurm").allocation(1)
+            for key, value in place.enter_context(allocation).items():
+                monkeypatch.setenv(key, value)
         before = children()
         table = {"recipe": "a.py:a", "network": "private", "launch": LAUNCH.get(name, {})}
         job = build({**table, "launch": {**table["launch"], "on": name}, **more}, source="a test")
         made.append(LAUNCHERS[name].of(job))
-        if machines:
-            made[0].settled(job.launch)  # waits for it
+        made[0].settled(job.launch)  # waits for machines that come by themselves
         made[0].start(Endpoint(Address(*master.getsockname()), "secret", 0), tmp_path)
         return made[0], lambda: children() - before
 
     yield launch
     for each in made:
         each.stop()
-    for each in machines:
-        each.kill()
-        each.wait()
+    place.close()
     master.close()
 
 
@@ -74,10 +76,14 @@ def cluster(folder):
     return {"master": f"127.0.0.1:{port}", "workers": ["127.0.0.1:1"], "token_file": token_file}
 
 
+@contextlib.contextmanager
 def machine(master, token_file, **_):
     """One that joins; what counts as started is what the launcher starts on it."""
     words = ["host", "--join", master, "--token-file", token_file]
-    return subprocess.Popen([sys.executable, "-P", "-m", "instep", *words])
+    joined = subprocess.Popen([sys.executable, "-P", "-m", "instep", *words])
+    yield
+    joined.kill()
+    joined.wait()
 
 
 def children():

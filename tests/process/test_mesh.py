@@ -11,7 +11,7 @@ import pytest
 import splits
 import torch
 from safetensors.torch import load_file
-from started import Start, kill_members, slow
+from started import Start, kill, kill_members, newest_pids, slow
 from torch import nn
 from torch.nn import functional
 
@@ -123,6 +123,18 @@ def test_processes_with_one_micro_batch_leave_out_what_one_of_them_cannot_read(
     assert sorted({e["index"] for e in skipped}) == sorted(lost)
     assert all("is gone" in e["cause"] and "(on worker " in e["cause"] for e in skipped)
     assert program.summary["skipped_samples"] == len(skipped) == 16  # eight epochs
+
+
+@pytest.mark.parametrize("axis", ["tensor", slow("shard")])
+def test_a_sample_of_the_first_batch_that_some_cannot_read_is_named(run: Start, tmp_path, axis):
+    lost, other = Order(splits.SAMPLES, 0).indices(0, 12, 14).tolist()  # of rank 1 of the shards
+    keys = [f'arguments.file="{tmp_path / "mine"}"', f"arguments.lost=[{lost}]"]
+    keys += [f"arguments.others=[{other}]", f"mesh.{axis}=2"]
+    program = run("splits.py:frail", *QUICK, *keys, "data.loaders=0", 'data.unreadable="skip"')
+    assert program.end() == 4, program.stderr
+    assert "can be read by some processes only: OSError: sector" in program.stderr
+    assert "Make the sample readable for each process, or leave it out" in program.stderr
+    assert "another model" not in program.stderr
 
 
 @pytest.mark.parametrize(
@@ -301,6 +313,37 @@ def test_a_replica_that_starts_again_tries_nothing_and_computes_only_its_steps(
         assert taken["time"] > lost["time"]
     again = program.summary["replica_restarts"]
     assert again["host_memory" if workers == 2 else "other_replicas"] == sum(again.values()) == 1
+
+
+@pytest.mark.slow
+def test_a_replica_that_is_the_only_one_left_has_a_copy_before_its_next_commit(
+    run: Start, tmp_path
+):
+    passes, mark = tmp_path / "passes", tmp_path / "late"
+    keys = ("mesh.shard=2", "workers=4", "train.steps=12", "arguments.pause_s=0.2")
+    keys = (*keys, f'arguments.tells="{passes}"', f'arguments.mark="{mark}"')
+    program = run("splits.py:late_again", *QUICK, *keys, 'checkpoint.every="never"')
+    program.until(program.is_training, "training")
+    mark.touch()
+    members = newest_pids(program)
+
+    def passed():
+        return passes.read_text().split().count(str(members[0]))
+
+    assert kill(members[2])
+    program.until(
+        lambda: program.events("generation_started")[-1]["members"] == [0, 1], "one replica"
+    )
+    before = passed()
+    program.until(lambda: passed() > before, "a pass of its next step")
+    committed = program.ledger["step"].max()
+    assert kill(members[0])
+    assert program.ledger["step"].max() == committed, "it was to be lost before its next commit"
+    assert program.end(200) == 0, program.stderr
+    check_equal(program, plain_loop(12))
+    (taken,) = program.events("taken_from_host")
+    assert taken["step"] == committed
+    assert not program.events("went_back")
 
 
 @pytest.mark.slow

@@ -201,7 +201,6 @@ MISTAKES = [
     ({"data": {"loaders": -1}}, ["data.loaders = -1", "at least 0"]),
     ({"checkpoint": {"every": 2.5}}, ["checkpoint.every = 2.5", "a whole number"]),
     ({"checkpoint": {"every": "1m1m"}}, ["every = '1m1m'", "a number of steps", "'5m'", "'never'"]),
-    ({"launch": {"hosts": ["ssh a"]}}, ["launch.hosts names hosts", 'set network = "private"']),
     ({"launch": {"hosts": [""]}}, ["[launch] hosts has ''", "such as 'ssh node2'"]),
     ({"launch": {"hosts": ["sh -c 'x"]}}, ["[launch]", "No closing quotation", "as in a shell"]),
     ({"launch": {"hosts": ["ssh a", "ssh a"]}}, ["a host may be named once"]),

@@ -10,6 +10,7 @@ import os
 import socket
 from pathlib import Path
 
+from instep.comm.certificates import Authority
 from instep.comm.codecs import CODECS
 from instep.comm.endpoint import Switchboard
 from instep.errors import RecipeError, SpecError, file_beside
@@ -143,6 +144,8 @@ _OF_SEVERAL = {
 def open_switchboard(job: JobSpec) -> Switchboard:
     """Where the run's masters listen: on loopback, or where the hosts reach this machine.
 
+    Then with an authority, so that connections are encrypted, unless the network is private.
+
     Raises:
         SpecError: it is not an address of this machine, or other hosts cannot reach it.
     """
@@ -164,7 +167,8 @@ def open_switchboard(job: JobSpec) -> Switchboard:
                 f"this machine's name leads to {found}, which other hosts cannot reach. Say "
                 "launch.address, the address of this machine on the network of the hosts."
             )
-        return Switchboard(found)
+        encrypted = job.network != "private" and not found.startswith("127.")
+        return Switchboard(found, authority=Authority() if encrypted else None)
     except OSError as error:
         raise SpecError(
             f"launch.address = {address!r}: nothing can listen there ({error.strerror}). Give an "

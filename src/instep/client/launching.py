@@ -10,7 +10,7 @@ import msgspec
 
 from instep.errors import SpecError
 from instep.launch import LAUNCHERS
-from instep.spec import JobSpec
+from instep.spec import JobSpec, LaunchSpec
 
 if TYPE_CHECKING:
     from instep.launch.base import Launcher
@@ -28,12 +28,22 @@ def launching(job: JobSpec) -> Iterator[tuple[JobSpec, Launcher]]:
     launcher = LAUNCHERS[job.launch.launcher].of(job)
     try:
         launch = launcher.settled(job.launch)
-        if launch.nodes and job.network != "private" and not launch.address.startswith("127."):
-            raise SpecError(
-                f"launch.on = {launch.on!r} starts processes on other machines, and traffic "
-                "between them is not encrypted. If only trusted machines reach that network, set "
-                'network = "private".'
-            )
+        if launch.nodes:
+            check_network(job.network, launch)
         yield msgspec.structs.replace(job, launch=launch), launcher
     finally:
         launcher.stop()
+
+
+def check_network(network: str, launch: LaunchSpec) -> None:
+    """Refuse hosts on a network that may not be private.
+
+    Raises:
+        SpecError: it was not declared so.
+    """
+    if network != "private" and not launch.address.startswith("127."):
+        raise SpecError(
+            f"launch.on = {launch.on!r} starts processes on other machines, and traffic "
+            "between them is not encrypted. If only trusted machines reach that network, set "
+            'network = "private".'
+        )

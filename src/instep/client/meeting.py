@@ -17,6 +17,7 @@ from typing import Annotated
 import msgspec
 
 from instep.client.placement import Placement
+from instep.comm.certificates import Credentials
 from instep.comm.channel import Address
 from instep.comm.endpoint import Endpoint
 from instep.errors import RunError
@@ -34,6 +35,7 @@ class _Note(msgspec.Struct):
     host: str
     port: Annotated[int, msgspec.Meta(gt=0, lt=1 << 16)]
     token: str
+    credentials: Credentials | None = None
 
 
 def meeting_file(runs: Path, place: Placement) -> Path:
@@ -43,7 +45,8 @@ def meeting_file(runs: Path, place: Placement) -> Path:
 
 def write(file: Path, endpoint: Endpoint) -> None:
     """Write the endpoint, all at once, readable by this user only."""
-    leave(file, _Note(endpoint.address.host, endpoint.address.port, endpoint.token))
+    where = endpoint.address
+    leave(file, _Note(where.host, where.port, endpoint.token, endpoint.credentials))
 
 
 def leave(file: Path, note: msgspec.Struct) -> None:
@@ -58,7 +61,7 @@ def read(file: Path) -> Endpoint | None:
         note = msgspec.json.decode(read_plain(file), type=_Note)
     except (FileNotFoundError, ValueError):
         return None
-    return Endpoint(Address(note.host, note.port), note.token)
+    return Endpoint(Address(note.host, note.port), note.token, credentials=note.credentials)
 
 
 def find(

@@ -83,7 +83,7 @@ def call(run: Path) -> Channel:
         endpoint = meeting.read(folder.path / FILE)
         if endpoint is None:
             raise _not_running(run)
-        channel = Channel.connect(endpoint.address)
+        channel = Channel.connect(endpoint.address, context=endpoint.context)
         channel.send(Hello(token=endpoint.token, role="client", number=1, pid=os.getpid()))
         _await(channel)
         channel.wait_for(Welcome)

@@ -12,7 +12,7 @@ import inspect
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -230,7 +230,7 @@ def _conduct(
     switchboard = open_switchboard(job)
     try:
         for number in range(job.launch.count or 1):
-            launcher.start(replace(switchboard.endpoint, host=number), folder / "logs")
+            launcher.start(switchboard.for_host(number), folder / "logs")
         began = started or time.time()
         over = _follow(job, folder, start_point, switchboard, launcher, began, view, watch)
     except RunError as error:  # the master is lost; what was committed is in the folder
@@ -270,7 +270,7 @@ def _follow(
     note = {"about": about(job), "nodes": job.launch.nodes, **view}
     hosts = job.launch.count or 1
     watchdog = MasterWatchdog(folder, switchboard, launcher, note, watch=watch, hosts=hosts)
-    with published(folder, switchboard.endpoint):
+    with published(folder, switchboard.for_client()):
         return watchdog.serve()
 
 

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +114,7 @@ class MasterWatchdog:
             "listener": listener,
             "signs": signs,
             "token": self._board.endpoint.token,
+            "authority": self._board.authority and self._board.authority.pem,
             "hosted": self._launcher is not None,
             "why": why,
         }
@@ -132,9 +132,8 @@ class MasterWatchdog:
         """
         self._master = self._start()
         endpoint = self._board.endpoint
-        connection = MasterConnection(
-            endpoint.address, Hello(token=endpoint.token, role="client", number=0, pid=0)
-        )
+        hello = Hello(token=endpoint.token, role="client", number=0, pid=0)
+        connection = MasterConnection(endpoint.address, hello, endpoint.context)
         connection.lasting = True
         try:
             # the first asks the workers to stop at the next commit
@@ -238,8 +237,7 @@ class MasterWatchdog:
             assert self._launcher is not None
             if self._launcher.ended(number) is not None:
                 self._ended.discard(number)
-                endpoint = replace(self._board.endpoint, host=number)
-                self._launcher.start(endpoint, self._run / "logs")
+                self._launcher.start(self._board.for_host(number), self._run / "logs")
             else:
                 self._launcher.end_if_stopped(number)  # then it will be started at the next request
 

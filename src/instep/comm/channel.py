@@ -2,7 +2,7 @@
 
 A frame is four bytes of length, big-endian, then one message. A frame longer
 than `LARGEST` or one that is no message closes the connection it came on.
-Nothing here knows what a message means.
+Between machines the frames are encrypted (`tls.py`). Nothing here knows what a message means.
 """
 
 from __future__ import annotations
@@ -12,15 +12,22 @@ import select
 import selectors
 import socket
 import struct
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
 from instep.comm.messages import AnyMessage, decode, encode
 from instep.errors import PeerError
+
+if TYPE_CHECKING:
+    import ssl
+
+    from instep.comm.certificates import Identity
+    from instep.comm.tls import Tls
 
 LARGEST = 64 * 1024 * 1024
 """Bytes of the longest frame that is taken in."""
@@ -30,6 +37,9 @@ LARGEST_UNTRUSTED = 4096
 
 MOST_UNTRUSTED = 64
 """Connections of peers that have not shown the run's token yet; the oldest is dropped."""
+
+MOST_HANDSHAKES = 4
+"""Steps of TLS handshakes, of about 1 ms each, before messages are read again."""
 
 ACCEPTED = 32
 """New connections that are accepted before messages are read again."""
@@ -92,19 +102,32 @@ def frame(message: AnyMessage) -> bytes:
 
 
 class Channel:
-    """A process's end of its connection to the master; used from one thread."""
+    """A process's end of its connection to the master.
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
+    Used from one thread; or from two, of which one sends and one receives.
+    """
+
+    def __init__(self, connection: socket.socket, tls: Tls | None = None) -> None:
+        self._socket, self._tls = connection, tls
+        self._sending = threading.Lock()  # encrypted bytes leave in the order they were made
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._ready = select.poll()
         self._ready.register(connection, select.POLLIN)
         self._frames = _Frames()
         self._inbox: deque[AnyMessage] = deque()
+        if tls is not None:
+            connection.sendall(tls.begin())
 
     @classmethod
-    def connect(cls, address: Address, timeout_s: float | None = None) -> Channel:
-        """Connect to a master.
+    def connect(
+        cls,
+        address: Address,
+        timeout_s: float | None = None,
+        context: ssl.SSLContext | None = None,
+    ) -> Channel:
+        """Connect to a master; with a `context`, to one that proves that it is this run's.
+
+        It does so when it is read from, and nothing is sent to it before.
 
         Raises:
             PeerError: no master listens there.
@@ -113,7 +136,7 @@ class Channel:
         try:
             connection = socket.create_connection(address, timeout=timeout_s)
             connection.settimeout(None)
-            return cls(connection)
+            return cls(connection, None if context is None else _calling(context))
         except OSError as error:
             if timeout_s is not None and not isinstance(error, ConnectionRefusedError):
                 raise TimeoutError(str(error)) from None
@@ -134,7 +157,9 @@ class Channel:
     def send(self, message: AnyMessage) -> None:
         """Send one message; PeerError if the master is gone."""
         try:
-            self._socket.sendall(frame(message))
+            data = frame(message)
+            with self._sending:
+                self._socket.sendall(data if self._tls is None else self._tls.seal(data))
         except OSError as error:
             raise PeerError(f"the master is gone ({error}).") from None
 
@@ -179,24 +204,46 @@ class Channel:
             raise PeerError(f"the master is gone ({error}).") from None
         if not data:
             raise PeerError("the master is gone (it closed the connection).")
+        if self._tls is not None:
+            data = self._opened(self._tls, data)
         self._inbox.extend(self._frames.feed(data))
+
+    def _opened(self, tls: Tls, data: bytes) -> bytes:
+        with self._sending:
+            found, answer = tls.open(data)
+            try:
+                self._socket.sendall(answer)
+            except OSError as error:
+                raise PeerError(f"the master is gone ({error}).") from None
+        return found
 
     def close(self) -> None:
         """Close; a second call does nothing."""
         self._socket.close()
 
 
+def _calling(context: ssl.SSLContext) -> Tls:
+    from instep.comm.tls import Tls
+
+    return Tls(context, server=False, accepted=lambda peer: peer.role == "master")
+
+
 class Peer:
     """The master's end of one connection: sends without ever waiting."""
 
-    def __init__(self, connection: socket.socket, largest: int) -> None:
-        self.socket = connection
+    def __init__(self, connection: socket.socket, largest: int, tls: Tls | None = None) -> None:
+        self.socket, self.tls = connection, tls
         self.trusted = False
         """Whether it has shown the run's token."""
         self.frames = _Frames(largest)
         self.unsent = bytearray()
         self.since = time.monotonic()
         """When it connected, on the monotonic clock."""
+
+    @property
+    def shown(self) -> Identity | None:
+        """What its certificate says it is; None where connections are not encrypted."""
+        return None if self.tls is None else self.tls.peer
 
     def __repr__(self) -> str:
         return f"Peer({self.socket.fileno()})"
@@ -208,12 +255,17 @@ class Hub:
     Args:
         listener: a listening socket; by default a new one on loopback.
         largest: bytes of the longest frame of a peer, until its `frames.largest` is raised.
+        context: for TLS; without it connections are not encrypted.
     """
 
     def __init__(
-        self, listener: socket.socket | None = None, *, largest: int = LARGEST_UNTRUSTED
+        self,
+        listener: socket.socket | None = None,
+        *,
+        largest: int = LARGEST_UNTRUSTED,
+        context: ssl.SSLContext | None = None,
     ) -> None:
-        self._largest = largest
+        self._largest, self._context = largest, context
         self._listener = listener or listen()
         self._listener.setblocking(False)
         self._untrusted: dict[Peer, None] = {}  # the oldest first
@@ -228,6 +280,7 @@ class Hub:
         if self._full_until and time.monotonic() > self._full_until:
             self._full_until = 0.0
             self._selector.register(self._listener, selectors.EVENT_READ, None)
+        handshakes = 0
         for key, events in self._selector.select(timeout_s):
             if key.fileobj is self._listener:
                 for _ in range(ACCEPTED):
@@ -235,6 +288,10 @@ class Hub:
                         break
                 continue
             peer: Peer = key.data
+            if peer.tls is not None and peer.tls.peer is None:
+                handshakes += 1
+                if handshakes > MOST_HANDSHAKES:
+                    continue  # it is next
             if events & selectors.EVENT_WRITE:
                 self._flush(peer)
             if events & selectors.EVENT_READ and peer.socket.fileno() >= 0:
@@ -250,12 +307,19 @@ class Hub:
             return False  # none is waiting, or it was closed before it was accepted
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        peer = Peer(connection, self._largest)
+        peer = Peer(connection, self._largest, self._tls())
         self._selector.register(connection, selectors.EVENT_READ, peer)
         self._untrusted[peer] = None
         if len(self._untrusted) > MOST_UNTRUSTED:
             self.drop(next(iter(self._untrusted)))
         return True
+
+    def _tls(self) -> Tls | None:
+        if self._context is None:
+            return None
+        from instep.comm.tls import Tls
+
+        return Tls(self._context, server=True, accepted=lambda peer: peer.role != "master")
 
     def _make_room(self) -> None:
         """No file can be opened: drop unauthenticated peers, and accept none for a moment."""
@@ -271,8 +335,12 @@ class Hub:
 
     def _read(self, peer: Peer) -> Iterator[tuple[Peer, AnyMessage | None]]:
         try:
-            data = peer.socket.recv(1 << 18)
-            messages = peer.frames.feed(data) if data else []
+            data = plain = peer.socket.recv(1 << 18)
+            if data and peer.tls is not None:
+                plain, answer = peer.tls.open(data)
+                peer.unsent += answer
+                self._flush(peer)
+            messages = peer.frames.feed(plain) if plain else []
         except BlockingIOError:
             return
         except (OSError, PeerError):
@@ -285,7 +353,8 @@ class Hub:
 
     def send(self, peer: Peer, message: AnyMessage) -> None:
         """Queue one message; what the socket cannot take now goes out later."""
-        peer.unsent += frame(message)
+        data = frame(message)
+        peer.unsent += data if peer.tls is None else peer.tls.seal(data)
         self._flush(peer)
 
     def _flush(self, peer: Peer) -> None:

@@ -8,12 +8,16 @@ and the master can end the forming.
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from torch._C._distributed_c10d import Store
 
 from instep.comm.connection import MasterConnection
 from instep.comm.messages import Form, Release, StoreGet, StoreSet, StoreValue
 from instep.errors import PeerError
+
+if TYPE_CHECKING:
+    from instep.comm.forwarder import Forwarder
 
 
 class ChannelStore(Store):
@@ -23,6 +27,7 @@ class ChannelStore(Store):
         connection: to the master; used only while the group forms.
         prefix: put before every key, one for each group.
         released: what `get` raises instead of PeerError once the run does not need this process.
+        forwarder: encrypts what the ranks send each other between hosts; None if nothing does.
     """
 
     def __init__(
@@ -30,14 +35,18 @@ class ChannelStore(Store):
         connection: MasterConnection,
         prefix: str,
         released: type[Exception] | None = None,
+        forwarder: Forwarder | None = None,
     ) -> None:
         super().__init__()
+        self._forwarder = forwarder
         self._connection, self._prefix, self._released = connection, prefix, released
         self._known: dict[str, bytes] = {}
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a value for the others."""
         data = value.encode() if isinstance(value, str) else bytes(value)
+        if self._forwarder is not None:
+            data = self._forwarder.leave(self._prefix, data)
         self._connection.send(StoreSet(key=self._prefix + key, value=data))
 
     def get(self, key: str) -> bytes:
@@ -55,6 +64,8 @@ class ChannelStore(Store):
                     raise self._released
                 raise PeerError("the members changed while the group was forming.")
             self._known[answer.key] = answer.value  # or one of a group that did not form
+        if self._forwarder is not None:
+            return self._forwarder.take(self._prefix, self._known[name])
         return self._known[name]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:

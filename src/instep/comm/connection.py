@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import msgspec
 
@@ -32,6 +32,9 @@ from instep.comm.messages import (
     Welcome,
 )
 from instep.errors import PeerError
+
+if TYPE_CHECKING:
+    import ssl
 
 HEARTBEAT_S = 0.2
 """Seconds between two heartbeats of a process."""
@@ -58,13 +61,16 @@ class MasterConnection:
     Args:
         address: of the present master and of each that replaces it.
         hello: the first message on every connection.
+        context: for TLS; without it connections are not encrypted.
 
     Raises:
         PeerError: no master of this version answers there.
     """
 
-    def __init__(self, address: Address, hello: Hello) -> None:
-        self._address = address
+    def __init__(
+        self, address: Address, hello: Hello, context: ssl.SSLContext | None = None
+    ) -> None:
+        self._address, self._context = address, context
         self.hello = hello
         """Sent again to the next master; `generation` may be changed meanwhile."""
         self.lasting = False
@@ -86,7 +92,7 @@ class MasterConnection:
         self._heartbeats = 0
         self._severed = False
         self._beat_at = self._reconnected_at = time.monotonic()
-        self._channel = Channel.connect(address)
+        self._channel = Channel.connect(address, context=context)
         self._channel.send(hello)
 
     def welcome(self) -> Welcome | Refused:
@@ -141,7 +147,7 @@ class MasterConnection:
             self._severed = True
         channel, gone = None, None
         try:
-            channel = Channel.connect(self._address, RECONNECT_S / 2)
+            channel = Channel.connect(self._address, RECONNECT_S / 2, self._context)
             channel.give_up_after(2 * (self._lease_s or LEASE_S))
         except TimeoutError as error:
             if _now() - self._answered_at > GIVE_UP_S:
@@ -390,7 +396,7 @@ class MasterConnection:
         self._channel.close()
         while self.lasting and not self._closed:
             try:
-                channel = Channel.connect(self._address)
+                channel = Channel.connect(self._address, context=self._context)
             except PeerError as refused:  # the client is gone too
                 error = refused
                 break

@@ -10,7 +10,9 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-VERSION = 8
+from instep.comm.certificates import Credentials
+
+VERSION = 9
 """Version of the messages below; both ends of a channel must have the same."""
 
 
@@ -118,6 +120,8 @@ class StartWorker(Message, frozen=True):
     """File for the worker's own output."""
     role: str = "worker"
     """As in `Form`."""
+    credentials: Credentials | None = None
+    """What it is to show; None where connections are not encrypted."""
 
 
 class Join(Message, frozen=True):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from instep.comm import messages as m
+from instep.comm.certificates import Credentials, Identity
 from instep.comm.channel import Peer
 from instep.control.state import Role
 from instep.control.watch import away_s
@@ -103,6 +104,7 @@ class Hosts:
         gather_s: how long the first that connects waits for the others.
         mesh: of a replica, whose processes are best kept together.
         servers: numbers of the hosts that are for parameter servers alone.
+        issue: what a process is to show; None where connections are not encrypted.
     """
 
     def __init__(
@@ -113,9 +115,11 @@ class Hosts:
         gather_s: float = GATHER_S,
         mesh: MeshSpec,
         servers: Collection[int] = (),
+        issue: Callable[[Identity], Credentials | None] = lambda _: None,
     ) -> None:
         self._servers = frozenset(servers)
         self.count, self._send, self._gather_s, self._mesh = count, send, gather_s, mesh
+        self._issue = issue
         self._there: dict[int, _Host] = {}
         self._underway: dict[int, int] = {}  # worker to the host that was asked to start it
         self._beating: set[tuple[int, int]] = set()  # host and pid: those with heartbeats
@@ -258,7 +262,9 @@ class Hosts:
         host = home if home in living else best
         if host is not None:
             self._underway[worker] = host
-            self._send(self._there[host].peer, m.StartWorker(number=worker, log=log, role=role))
+            shown = self._issue(Identity(role, worker, host))
+            order = m.StartWorker(number=worker, log=log, role=role, credentials=shown)
+            self._send(self._there[host].peer, order)
 
     def started(self, worker: int, host: int) -> bool:
         """A worker has connected, or ended before that; whether it was to be started there."""

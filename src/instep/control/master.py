@@ -136,6 +136,7 @@ class Master:
         self._started, self._start_point, self._journal = started, start_point, journal
         self._signs, self._why = signs, why
         self._hub, self._token = switchboard.hub, switchboard.endpoint.token
+        self._encrypted = switchboard.authority is not None
         self._machine = machine()
         self._recorder, self._verdicts = Recorder(run, views), Verdicts(job, start_point.figures)
         self._keys, self._stack_requests = Keys(), StackRequests(run)
@@ -162,6 +163,7 @@ class Master:
             gather_s=GATHER_S if known is None else BACK_S,
             mesh=job.mesh,
             servers=job.server_hosts,
+            issue=switchboard.issue,
         )
         if known is None:
             self._begin(about)
@@ -183,8 +185,12 @@ class Master:
             checkpoint=str(start_point.checkpoint or ""),
             time_limit=s.TimeLimit(limit_s, now, start_point.spent_s) if limit_s else None,
         )
-        resumed = {"resumed_step": start_point.step} if start_point.generations else {}
-        self._recorder.emit("run_started", {"job": as_table(self._job), **about, **resumed})
+        more: dict[str, Any] = {}
+        if start_point.generations:
+            more["resumed_step"] = start_point.step
+        if self._hosts.several:
+            more["encrypted"] = self._encrypted
+        self._recorder.emit("run_started", {"job": as_table(self._job), **about, **more})
         if self._hosted or self._journal is not None:
             self._recorder.emit("master_started", {"pid": os.getpid(), "again": False})
         self._warn(*start_point.warnings)
@@ -295,6 +301,7 @@ class Master:
 
     def _welcome(self, peer: Peer, hello: m.Hello) -> None:
         known = hmac.compare_digest(hello.token.encode(), self._token.encode())
+        known &= self._has_shown(peer, hello)
         roles = ("worker", "host", "client")
         if not known or hello.version != m.VERSION or hello.role not in roles:
             self._hub.drop(peer)
@@ -328,6 +335,12 @@ class Master:
         )
         if hello.role == "host":
             self._welcome_host(peer, hello)
+
+    def _has_shown(self, peer: Peer, hello: m.Hello) -> bool:
+        """Whether a process is what its certificate says, where there are certificates."""
+        worker = hello.role == "worker"
+        role = self._state.member(hello.number).role if worker else hello.role
+        return peer.shown in (None, (role, hello.number, hello.host))
 
     def _welcome_host(self, peer: Peer, hello: m.Hello) -> None:
         number, now = hello.number, time.monotonic()

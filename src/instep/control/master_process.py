@@ -21,6 +21,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from instep import spec_file
+from instep.comm.certificates import Authority
 from instep.comm.channel import Peer
 from instep.comm.endpoint import Switchboard
 from instep.control.hosts import Process
@@ -51,7 +52,11 @@ def main() -> int:
     signs.show()  # what follows reads the run's folder; before, there were imports
     sys.stderr = output = Output(sys.stderr)  # a reader may pause, and the master must not
     run = Path(note["run"])
-    board = Switchboard(listener=socket.socket(fileno=note["listener"]), token=note["token"])
+    board = Switchboard(
+        listener=socket.socket(fileno=note["listener"]),
+        token=note["token"],
+        authority=Authority(note["authority"]) if note["authority"] else None,
+    )
     stale = None
     try:
         stale = _serve(run, note, board, signs)

@@ -13,5 +13,6 @@ LAUNCHERS = Registry(
         "by_hand": "instep.launch.by_hand:ByHandLauncher",
         "hosts": "instep.launch.hosts:HostsLauncher",
         "ray": "instep.launch.ray:RayLauncher",
+        "slurm": "instep.launch.slurm:SlurmLauncher",
     },
 )

@@ -25,11 +25,11 @@ import threading
 import time
 import tomllib
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
-from instep.comm.channel import Address
 from instep.comm.connection import HEARTBEAT_S, MasterConnection
 from instep.comm.endpoint import Endpoint
 from instep.comm.messages import (
@@ -85,7 +85,7 @@ def main() -> None:
     seen = json.loads(note)
     if seen["lifeline"]:
         die_with_parent(signal.SIGKILL)  # its spare ends what is left, also if this one is stopped
-    endpoint = Endpoint(Address(seen["host"], seen["port"]), seen["token"], seen["number"])
+    endpoint = Endpoint.of(seen)
     _settle(seen["folder"])
     connection = _call(endpoint)
     _import_torch()  # while the master gets ready to answer
@@ -120,7 +120,7 @@ def _call(endpoint: Endpoint) -> MasterConnection:
     hello = Hello(
         token=endpoint.token, role="host", number=endpoint.host, pid=os.getpid(), machine=machine()
     )
-    connection = MasterConnection(endpoint.address, hello)
+    connection = MasterConnection(endpoint.address, hello, endpoint.context)
     connection.lasting = True
     return connection
 
@@ -398,7 +398,8 @@ class Server:
             # workers of this host that live have a page each, also of a server before this one
             local_rank = page.number if page is not None else MOST_PAGES
             phases = {**self._phases, "forked": forked}
-            code = work(self._endpoint, order.number, local_rank, phases)
+            endpoint = replace(self._endpoint, credentials=order.credentials)
+            code = work(endpoint, order.number, local_rank, phases)
             if code == 0:
                 host_memory.give_back()
         finally:

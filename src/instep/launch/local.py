@@ -77,14 +77,7 @@ class LocalLauncher:
                 ) from None
         self._groups.append(self._process.pid)  # all that comes of it stays in its group
         assert self._process.stdin is not None
-        note = {
-            "host": endpoint.address.host,
-            "port": endpoint.address.port,
-            "token": endpoint.token,
-            "number": endpoint.host,
-            "folder": os.getcwd(),
-            "lifeline": self._lifeline,
-        }
+        note = {**endpoint.as_table(), "folder": os.getcwd(), "lifeline": self._lifeline}
         try:
             self._process.stdin.write(json.dumps(note).encode() + b"\n")  # not seen by `ps`
             self._process.stdin.flush()

@@ -3,6 +3,7 @@
 While it computes, a pass may read from the passes of other workers (`reads.py`): statistics of
 the whole batch (`batch_norm.py`). Embeddings of the whole batch are exchanged between passes
 (`cached.py`). A pass over several micro-batches draws random numbers for each of them separately
-(`draws.py`). One matrix product may be computed on several ranks (`tensor/`). Steps, strategies
-and recipes are not known here.
+(`draws.py`). Parameters may be shared out over ranks (`shard/`), one matrix product computed on
+several (`tensor/`), and the model cut into stages (`pipeline/`); `split.py` does what a mesh says.
+Steps, strategies and recipes are not known here.
 """

@@ -19,8 +19,8 @@ from instep.parallel.pipeline.pipeline import Pipeline
 from instep.parallel.pipeline.staged import Staged
 from instep.parallel.recompute import checkpoint_blocks
 from instep.parallel.replica_group import ReplicaGroup
-from instep.parallel.rows import Rows
-from instep.parallel.sharded import shard
+from instep.parallel.shard.rows import Rows
+from instep.parallel.shard.sharded import shard
 from instep.parallel.slots import Slots
 from instep.parallel.tensor import apply_plan
 from instep.parallel.tensor.cut_model import CutModel

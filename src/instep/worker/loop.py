@@ -31,7 +31,6 @@ from instep.errors import CheckpointError, PeerError
 from instep.state.retention import Best
 from instep.state.save import Shard
 from instep.sync.base import make_strategy
-from instep.system.addresses import address_towards
 from instep.worker.member import Member
 from instep.worker.saving import Saver, lend_model, write_shards
 from instep.worker.step.alike import check_lengths
@@ -278,7 +277,7 @@ class Loop(ABC):
             PeerError: a member was lost meanwhile.
         """
         member, engine = self.member, self.engine
-        self._comms = make_comms(member, self.device, address_towards(member.master_host))
+        self._comms = make_comms(member, self.device, member.address)
         comm, column = self._comms
         try:
             if member.superseded:  # the message came before there was anything to interrupt

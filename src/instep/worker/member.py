@@ -13,7 +13,7 @@ import tomllib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -54,7 +54,11 @@ from instep.comm.metered import tcp_traffic
 from instep.errors import PeerError
 from instep.events import STEPS
 from instep.system import causes
+from instep.system.addresses import address_towards
 from instep.system.processes import machine
+
+if TYPE_CHECKING:
+    from instep.comm.forwarder import Forwarder
 
 FLUSH_S = 0.25
 """How often records leave for the master."""
@@ -96,7 +100,8 @@ class Member:
         self, endpoint: Endpoint, number: int, phases: Mapping[str, float] | None = None
     ) -> None:
         self.number = number
-        self.master_host = endpoint.address.host
+        self.address = address_towards(endpoint.address.host)
+        """The local address on which groups listen."""
         hello = Hello(
             token=endpoint.token,
             role="worker",
@@ -106,12 +111,19 @@ class Member:
             machine=machine(),
             node=platform.node(),
         )
-        self._connection = MasterConnection(endpoint.address, hello)
+        self._connection = MasterConnection(endpoint.address, hello, endpoint.context)
         self._connection.lasting = phases is not None  # forked: another master may answer
         welcome = self._connection.welcome()
         if isinstance(welcome, Refused):
             self._connection.close()
             raise causes.as_error(welcome)
+        self.forwarder: Forwarder | None = None
+        """Encrypts what this worker sends to others; None if nothing does."""
+        if endpoint.credentials is not None:
+            from instep.comm.forwarder import Forwarder
+
+            self.forwarder = Forwarder(number, self.address, endpoint.credentials, machine())
+            self.address = self.forwarder.inside
         self.job = spec_file.build(tomllib.loads(welcome.job), source="the master")
         self.run = Path(welcome.run)
         self.started, self.role = welcome.started, welcome.role
@@ -269,7 +281,10 @@ class Member:
     def store(self, group: str = "") -> ChannelStore:
         """The store by which the members of the present generation connect, or a group of them."""
         assert self.form is not None, "no generation yet"
-        return ChannelStore(self._connection, keys_of_generation(self.form.generation) + group)
+        keys = keys_of_generation(self.form.generation)
+        if self.forwarder is not None:
+            self.forwarder.begin(keys)
+        return ChannelStore(self._connection, keys + group, forwarder=self.forwarder)
 
     def replica_store(self, group: str = "") -> ChannelStore:
         """The store by which the processes of this worker's replica connect, or make a group of
@@ -284,6 +299,7 @@ class Member:
             self._connection,
             keys_of_replica(replica, self.restarts) + group,
             released=Released,
+            forwarder=self.forwarder,
         )
 
     def remember(self, what: bytes) -> None:
@@ -460,3 +476,5 @@ class Member:
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
+        if self.forwarder is not None:
+            self.forwarder.close()

@@ -15,12 +15,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from torch import nn
 
 from instep.comm.base import Comm
 from instep.comm.messages import Form
-from instep.data.loader import Loader
+from instep.data.loader import Loader, Skipped
 from instep.data.order import position
 from instep.data.reading.generators import preserved
 from instep.data.samples.fingerprint import REMEDY
@@ -28,13 +29,14 @@ from instep.errors import DataError, InstepError, RecipeError, one_line
 from instep.parallel.blocks import repeated_blocks
 from instep.parallel.gate import Verdict
 from instep.parallel.reads import Reads
-from instep.parallel.shardable import owners_of, unshardable
+from instep.parallel.shard.shardable import owners_of, unshardable
 from instep.parallel.two_blocks import TwoBlocks
 from instep.recipe.forward import SHORT, Forward, Measured, has_short
 from instep.recipe.rehearsal import first_batch
 from instep.recipe.tuning import NOTHING, Begun
 from instep.spec import JobSpec
 from instep.state.boxes import box_of
+from instep.state.broadcast import broadcast_bytes
 from instep.system.kernels import per_machine
 from instep.worker.replica import Replica
 from instep.worker.step.assignment import Lockstep
@@ -87,6 +89,8 @@ class MeshCheck:
         self._two: TwoBlocks | None = None
         if not begun.small or self._size > LARGEST:
             self._two = TwoBlocks(forward.model)
+        self._lost = list[Skipped]()
+        """Samples without which the reference was computed."""
         self._why = why or self._cannot(begun)
         two: AbstractContextManager[None] = nullcontext()
         if self._two is not None:
@@ -109,7 +113,7 @@ class MeshCheck:
             with two:
                 self._gate = Gate(forward, job.seed)
                 if first and not self._why:
-                    passes = whole_passes(loader, job, samples)
+                    passes = whole_passes(loader, job, samples, skipped=self._lost)
                     if blocks:
                         passes = in_parts(passes, job.mesh.pipeline_batches)
                     copied = self._two is not None and self._wide is None
@@ -224,7 +228,7 @@ class MeshCheck:
             self._gate.moved(parts),
         ):
             try:
-                weight = self._passes(replica, comm, reads, put_back, merge=merge)
+                weight, skipped = self._passes(replica, comm, reads, put_back, merge=merge)
             except InstepError:
                 raise
             except Exception as error:  # the user's model may raise anything
@@ -237,7 +241,30 @@ class MeshCheck:
         for name, slot in slots.items():
             gradient, slot.grad = slot.grad, None
             held[name] = boxes[name], None if gradient is None else gradient / weight
-        return self._gate.compare(held, comm, self._job.mesh.axes)
+        try:
+            return self._gate.compare(held, comm, self._job.mesh.axes)
+        except RecipeError as error:  # on every rank
+            self._check_skipped(skipped, comm, error)
+            raise
+
+    def _check_skipped(self, skipped: Sequence[Skipped], comm: Comm, error: RecipeError) -> None:
+        """Refuse samples that only some processes can read: then the model is not to blame."""
+        own, device = msgspec.json.encode([self._lost, skipped]), self._forward.device
+        alone, together = dict[int, str](), dict[int, str]()
+        for rank in range(comm.size):
+            told = broadcast_bytes(own, comm, rank, device)
+            lost, also = msgspec.json.decode(told, type=tuple[list[Skipped], list[Skipped]])
+            alone |= {sample: f"{cause} (on rank {rank})" for sample, cause in lost}
+            where = f" (on rank {rank})" if self._job.mesh.same_batch == 1 else ""  # else it is in
+            together |= {sample: f"{cause}{where}" for sample, cause in also}
+        for sample in sorted(alone.keys() ^ together.keys()):
+            cause = alone.get(sample) or together[sample]
+            raise DataError(
+                f"sample {sample} can be read by some processes only: {cause}. So one process and "
+                f"the replica ([mesh] {self._job.mesh.axes}) have not computed the same first "
+                "global batch, and cannot be compared. Make the sample readable for each process, "
+                "or leave it out of the dataset."
+            ) from error
 
     def _passes(
         self,
@@ -247,12 +274,12 @@ class MeshCheck:
         put_back: Callable[[], None],
         *,
         merge: bool,
-    ) -> float:
+    ) -> tuple[float, list[Skipped]]:
         """Run the batch; gradients add up in the slots. Each pass begins with the same buffers.
 
         Returns:
             The weight of the batch, over its samples: what the gradients are still to be divided
-            by.
+            by. And the samples that this rank tells could not be read.
         """
         job, device = self._job, self._forward.device
         passes: Any = _Passes(comm, put_back)
@@ -263,12 +290,12 @@ class MeshCheck:
         lockstep = Lockstep(form, job.train, self._samples, by_speed=False, mesh=job.mesh)
         ((where, share),) = lockstep.plan(STEP, STEP, merge=merge, whole=reads is not None)
         loads = self._loader.read([part.samples for part in share.passes])
-        losses, _ = whole_batch.run(where, share, loads, STEP)
+        losses, skipped = whole_batch.run(where, share, loads, STEP)
         own = sum(found.weight for found in losses.values())
         total = torch.tensor([own], dtype=torch.float64, device=device)
         comm.all_reduce(total).wait()
         _, first, stop = position(STEP, self._samples, job.train.global_batch)
-        return float(total.item()) / (stop - first) / passes.weight or 1.0
+        return float(total.item()) / (stop - first) / passes.weight or 1.0, skipped
 
 
 def check_validation(

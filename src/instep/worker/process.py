@@ -20,7 +20,7 @@ from instep.comm.endpoint import Endpoint
 from instep.comm.messages import PREDICTOR
 from instep.data.reading.choose import cores
 from instep.data.reading.process import own_file_offsets
-from instep.errors import PeerError, RecipeError, WorkerError
+from instep.errors import PeerError, RecipeError, SpecError, WorkerError
 from instep.recipe.build import call, load_function
 from instep.system import causes
 from instep.system.kernels import per_machine, set_kernels, set_threads, share
@@ -119,6 +119,12 @@ def prepare(member: Member, local_rank: int) -> Training:
     hosts = job.launch.count
     set_kernels(job.train, share(cores(), job.workers, hosts))
     device = choose_device(job, local_rank, per_machine(job.workers, hosts))
+    if member.forwarder is not None and device.type == "cuda":
+        raise SpecError(
+            "GPUs of several hosts exchange gradients by NCCL, which cannot encrypt. If only "
+            'trusted machines reach the network between them, set network = "private"; or train '
+            "with train.device = 'cpu'."
+        )
     recipe = call(load_function(job.recipe), job.arguments, job.seed)
     lap("recipe")
     member.phase = "building"

@@ -22,7 +22,6 @@ from instep.comm.torch_comm import TorchComm
 from instep.data.loader import Loader
 from instep.errors import RecipeError
 from instep.state.boxes import MeshRank, holders, primary
-from instep.system.addresses import address_towards
 from instep.worker.layout import told_layout
 from instep.worker.member import Member
 from instep.worker.same_batch import SameBatch
@@ -66,7 +65,7 @@ class Replica:
 
         mesh = member.job.mesh
         self.device, self._axes = device, mesh.axes
-        place, address = member.number % mesh.ranks, address_towards(member.master_host)
+        place, address = member.number % mesh.ranks, member.address
         own = mesh.coordinate(member.number)
         self.tells = own.tensor == 0 and own.stage == mesh.stages - 1
         """Whether this process tells the losses of its passes, and which samples it could not

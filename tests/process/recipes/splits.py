@@ -60,17 +60,19 @@ def samples(seed, count, dtype="float64"):
 
 
 class Frail(Dataset):
-    """Of the processes that read it, one cannot read some samples; or each draws its own."""
+    """Of the processes that read it, one cannot read some samples, and the others cannot read
+    others; or each draws its own."""
 
-    def __init__(self, given, file, lost, draws):
-        self._given, self._file, self._lost, self._draws = given, file, set(lost), draws
+    def __init__(self, given, file, lost, others, draws):
+        self._given, self._file, self._draws = given, file, draws
+        self._lost, self._others = set(lost), set(others)
 
     def __len__(self):
         return len(self._given)
 
     def __getitem__(self, index):
         x, y = self._given[index]
-        if index in self._lost and self._is_mine():
+        if index in self._lost | self._others and (index in self._lost) == self._is_mine():
             raise OSError(f"sector {index} is gone")
         return x + int.from_bytes(os.urandom(4)) * self._draws, y
 
@@ -102,8 +104,8 @@ def recipe(optimizer="sgd", dtype="float64", pause_s=0.0, drop=0.1, tells="", **
     )
 
 
-def frail(file="", lost=(), draws=0.0):
-    return replace(recipe(), train=Frail(samples(1, SAMPLES), file, lost, draws))
+def frail(file="", lost=(), others=(), draws=0.0):
+    return replace(recipe(), train=Frail(samples(1, SAMPLES), file, lost, others, draws))
 
 
 def without_host_memory(**options):
@@ -136,6 +138,12 @@ def one_is_slow(mark, pause_s=0.15, drop=0.1, norm=False):
     made = recipe(drop=drop, norm=norm)
     made.model.pause_s = pause_s if first(Path(mark)) else 0.0
     return made
+
+
+def late_again(mark, seconds=4.0, **options):
+    """`mark` is a file: who comes when it is there takes so long."""
+    time.sleep(seconds if Path(mark).exists() else 0.0)
+    return recipe(**options)
 
 
 def sabotaged():

@@ -18,6 +18,7 @@ from instep.comm.messages import Failed
 from instep.errors import CheckpointError, RecipeError, RunError, SpecError
 from instep.spec import JobSpec
 from instep.store.folder import make_run_folder
+from instep.system.addresses import address_towards
 
 
 def top_level():
@@ -279,11 +280,27 @@ def test_a_log_that_somebody_else_keeps_is_not_promised(tmp_path):
     assert str(failure(*blamed(1), tmp_path)) == "worker 1 failed: ValueError: no"
 
 
+def test_off_the_machine_connections_are_encrypted_unless_the_network_is_private():
+    own = address_towards("192.0.2.1")
+    if own.startswith("127."):
+        pytest.skip("this machine has no address but loopback")
+    launch = {"hosts": ["ssh node1"], "address": own}
+    board = open_switchboard(job(launch=launch))
+    assert board.endpoint.context is not None
+    assert board.for_host(1).credentials is not None
+    board.close()
+    board = open_switchboard(job(network="private", launch=launch))
+    assert board.endpoint.context is None
+    board.close()
+
+
 def test_a_run_with_hosts_listens_where_they_reach_this_machine(monkeypatch):
     launch = {"hosts": ["ssh node1"], "address": "127.0.0.1"}
-    board = open_switchboard(job(network="private", launch=launch))
-    assert board.endpoint.address.host == "127.0.0.1"
-    board.close()
+    for network in ("loopback", "private"):
+        board = open_switchboard(job(network=network, launch=launch))
+        assert board.endpoint.address.host == "127.0.0.1"
+        assert board.authority is None
+        board.close()
     for wild in ("0.0.0.0", "::", "0"):
         launch["address"] = wild
         with pytest.raises(SpecError, match=r"every address of this machine.*such as 10\.0\.0\.1"):

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from instep.comm import messages
+from instep.comm.certificates import Credentials
 from instep.comm.messages import AnyMessage, Message, decode, encode
 
 EXAMPLES = {
@@ -22,6 +23,7 @@ EXAMPLES = {
     list[tuple[int, int]]: [(0, 7), (1, 8)],
     messages.Failed | None: None,
     messages.Whereabouts | None: messages.Whereabouts(step=3, dataset="training", sample=5),
+    Credentials | None: Credentials(own="of its own", authority="of the run"),
     list[messages.Mark]: [messages.Mark(dataset="training", sample=5)],
 }
 

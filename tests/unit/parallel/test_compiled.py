@@ -16,7 +16,7 @@ from instep.errors import RecipeError
 from instep.parallel.compiled import compile_blocks, compiling
 from instep.parallel.recompute import checkpoint_blocks
 from instep.parallel.replica_group import ReplicaGroup
-from instep.parallel.sharded import shard
+from instep.parallel.shard.sharded import shard
 from instep.spec import MeshSpec
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from instep.comm.dtensors import is_split, local_part, split_like
 from instep.errors import RecipeError
 from instep.parallel.host_state import HOST, keep_on_host, placed
 from instep.parallel.replica_group import ReplicaGroup
-from instep.parallel.sharded import shard
+from instep.parallel.shard.sharded import shard
 from instep.spec import MeshSpec
 
 OTHER = torch.device("cpu:0")

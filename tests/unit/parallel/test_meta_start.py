@@ -16,7 +16,7 @@ from torch.multiprocessing import start_processes
 from instep.parallel.meta_start import without_memory
 from instep.parallel.recompute import checkpoint_blocks
 from instep.parallel.replica_group import ReplicaGroup
-from instep.parallel.sharded import shard
+from instep.parallel.shard.sharded import shard
 from instep.spec import MeshSpec
 from instep.state.load import load_model
 

@@ -11,7 +11,7 @@ from torch.multiprocessing import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 from instep.parallel.replica_group import ReplicaGroup
-from instep.parallel.sharded import shard
+from instep.parallel.shard.sharded import shard
 from instep.spec import MeshSpec
 
 WORDS, WIDTH, RANKS = 64, 64, 4

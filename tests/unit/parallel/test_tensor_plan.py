@@ -10,8 +10,11 @@ from tensor_models import made
 from torch import nn
 
 from instep.errors import RecipeError, SpecError
+from instep.parallel.pipeline.calls import intercepted
 from instep.parallel.tensor import Plan, find_plan
 from instep.parallel.tensor.alone import Failed
+from instep.parallel.tensor.layers import exchange, kind_of
+from instep.parallel.tensor.links import Links
 from instep.parallel.tensor.plan import Cut, Draw
 from instep.parallel.tensor.trial import Trial
 
@@ -209,6 +212,14 @@ def test_what_a_stage_begins_with_is_not_cut():
     }
     whole = styles(find_plan(model, tensor_models.squares, batch, 2, whole=["2"]))
     assert whole == {"0": "column_gather", "2": "column", "4": "row"}
+
+
+def test_a_layer_that_is_cut_and_is_a_block_of_a_pipeline_is_still_a_layer():
+    layer = nn.Linear(4, 6)
+    exchange(layer, "layer", Cut("column", "layer"), Links(0, 2), 6)
+    with intercepted({"layer": layer}, lambda *_: None):
+        assert kind_of(layer) == "linear"
+    assert kind_of(layer) == "linear"
 
 
 def test_a_table_that_cuts_what_a_stage_begins_with_is_refused():

@@ -76,6 +76,24 @@ def test_the_page_tells_the_run_from_top_to_bottom(tmp_path):
     assert "order of the data" not in text  # the hash has no seed in it
 
 
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({}, None),
+        ({"encrypted": True}, "Traffic between hosts was encrypted"),
+        ({"encrypted": False}, "Traffic between hosts was not encrypted"),
+    ],
+)
+def test_the_page_says_whether_traffic_between_hosts_was_encrypted(tmp_path, more, words):
+    path = make_run(tmp_path / "digits")
+    events = [*read_events(path / "events.jsonl")]
+    events[0].update(more)
+    write_events(path, events)
+    text = page_of(path)
+    assert ("Traffic between hosts" in text) == (words is not None)
+    assert words is None or words in text
+
+
 def test_the_page_asks_nothing_of_any_network(tmp_path):
     text = page_of(make_run(tmp_path / "digits"), make_run(tmp_path / "other"))
     assert Page(text).addresses == []

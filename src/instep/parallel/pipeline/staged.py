@@ -14,7 +14,7 @@ from torch import nn
 
 from instep.parallel.pipeline.blocks import Call
 from instep.parallel.pipeline.pipeline import Pipeline, Total
-from instep.parallel.rows import Rows
+from instep.parallel.shard.rows import Rows
 from instep.parallel.slots import Slots
 
 

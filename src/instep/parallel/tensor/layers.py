@@ -6,6 +6,7 @@ with another `forward`. Where parts come from and who the other ranks are is not
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -22,9 +23,18 @@ def kind_of(module: Any) -> str:
 
     A subclass with another `forward` is none of them.
     """
-    cls = type(module)
-    if issubclass(cls, _Cut):
-        cls = cls.__bases__[1]
+    cls: Any = type(module)
+    return _kind_of(cls)
+
+
+@functools.cache
+def _kind_of(cls: Any) -> str:
+    if issubclass(cls, _Cut):  # itself or, where its calls are intercepted, its base
+        cls = next(
+            each
+            for each in cls.__mro__
+            if issubclass(each, nn.Module) and not issubclass(each, _Cut)
+        )
     if cls is nn.Linear:
         return "linear"
     if cls is nn.Embedding:

@@ -177,6 +177,16 @@ def gap_words(folder: RunFolder) -> str:
     )
 
 
+def network_words(folder: RunFolder) -> str:
+    """How its hosts talked to each other, in a sentence; empty if there was one machine."""
+    encrypted = folder.last("run_started").get("encrypted")
+    if encrypted is None:
+        return ""
+    if encrypted:
+        return "Traffic between hosts was encrypted: mutual TLS 1.3."
+    return "Traffic between hosts was not encrypted, as the job declares their network private."
+
+
 def exactness_words(summary: dict[str, Any]) -> str:
     """What the audit found, as the end of a sentence about samples."""
     repeated, missing = summary["repeated_samples"], summary["missing_samples"]

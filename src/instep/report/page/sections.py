@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from instep.report.figures.restarts import Restart, restarts
-from instep.report.figures.summary import cause_words, exactness_words, gap_words
+from instep.report.figures.summary import cause_words, exactness_words, gap_words, network_words
 from instep.report.page.comparison import flat
 from instep.report.page.markup import (
     MOST_ROWS,
@@ -67,6 +67,8 @@ def verdict_line(summary: dict[str, Any], folder: RunFolder, name: str = "") -> 
     parts = [tag("p", tag("span", class_=f"dot {mark}"), label, sentence, class_="verdict")]
     if gap := gap_words(folder):
         parts.append(tag("p", f"{gap[0].upper()}{gap[1:]}"))
+    if network := network_words(folder):
+        parts.append(tag("p", network))
     if folder.outcome == "failed" and folder.failures:
         parts.append(_cause(folder.failures[0], folder.servers))
     return join(parts)

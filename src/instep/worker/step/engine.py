@@ -398,6 +398,8 @@ class Engine:
         self.state.owners = tuple(worker for worker in form.members if worker not in form.draining)
         if comm.rank == 0:
             self._ledger = Ledger(member.run / "ledger.bin", wait=member.waits_for_writer)
+        if form.checkpoint is None:  # other replicas had the state, and may be gone
+            self._keep_host_copy()
 
     @property
     def comm(self) -> Comm:

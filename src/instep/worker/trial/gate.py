@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.comm.base import Comm
-from instep.data.loader import Loader
+from instep.data.loader import Loader, Skipped
 from instep.data.order import Order, micro_batch, position
 from instep.parallel.draws import ByMicroBatch
 from instep.parallel.gate import Box, Piece, Verdict, check
@@ -49,7 +49,13 @@ class WholePass(NamedTuple):
     """Its number among the parts of a micro-batch that a pipeline cuts."""
 
 
-def whole_passes(loader: Loader, job: JobSpec, samples: int, turn: int = 0) -> list[WholePass]:
+def whole_passes(
+    loader: Loader,
+    job: JobSpec,
+    samples: int,
+    turn: int = 0,
+    skipped: list[Skipped] | None = None,
+) -> list[WholePass]:
     """The first global batch as one process runs it: a pass for each micro-batch, or with
     `train.batch_norm = "global"` one pass over all.
 
@@ -58,6 +64,7 @@ def whole_passes(loader: Loader, job: JobSpec, samples: int, turn: int = 0) -> l
         job: decides how the batch is cut.
         samples: length of the dataset.
         turn: of a recipe with several updates in a step.
+        skipped: gets the samples that could not be read.
     """
     where = position(STEP, samples, job.train.global_batch)
     parts, together = parts_of(where, job.train), job.train.batch_norm == "global"
@@ -66,6 +73,8 @@ def whole_passes(loader: Loader, job: JobSpec, samples: int, turn: int = 0) -> l
     with closing(loader.read([part.samples for part in share.passes])) as reads:
         for part, read in zip(share.passes, reads, strict=True):
             lost = {each.sample for each in read.skipped}
+            if skipped is not None:
+                skipped += read.skipped
             numbers = range(part.number, part.number + part.micro_batches)
             cuts = [micro_batch(where.first, where.stop, number, parts) for number in numbers]
             indices = [order.indices(where.epoch, *cut).tolist() for cut in cuts]

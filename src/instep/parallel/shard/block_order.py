@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from instep.parallel.lockstep import Lockstep, Unit
 from instep.parallel.nested import tensors_in
+from instep.parallel.shard.lockstep import Lockstep, Unit
 
 
 class BlockOrder:

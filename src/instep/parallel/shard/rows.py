@@ -22,8 +22,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from instep.comm.direct import SumOfParts, all_gather, wait
 from instep.comm.dtensors import is_split, local_part, split_like
-from instep.parallel.shardable import unshardable
-from instep.parallel.whole_sums import sum_gradients
+from instep.parallel.shard.shardable import unshardable
+from instep.parallel.shard.whole_sums import sum_gradients
 
 
 class Rows:

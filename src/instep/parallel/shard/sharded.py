@@ -23,9 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from instep.errors import RecipeError
-from instep.parallel.block_order import BlockOrder
 from instep.parallel.blocks import repeated_blocks
-from instep.parallel.lockstep import (
+from instep.parallel.meta_start import give_memory
+from instep.parallel.shard.block_order import BlockOrder
+from instep.parallel.shard.lockstep import (
     END,
     SUM,
     Gather,
@@ -33,10 +34,9 @@ from instep.parallel.lockstep import (
     ReduceScatter,
     Unit,
 )
-from instep.parallel.meta_start import give_memory
-from instep.parallel.shardable import owners_of, unshardable
+from instep.parallel.shard.shardable import owners_of, unshardable
+from instep.parallel.shard.whole_sums import sum_gradients
 from instep.parallel.slots import Slots
-from instep.parallel.whole_sums import sum_gradients
 
 Answer = TypeVar("Answer")
 

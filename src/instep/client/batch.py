@@ -1,0 +1,273 @@
+"""A run as a Slurm job: writes the batch script, submits it, and follows it to its end.
+
+The script calls `instep run` again; in the job's allocation `launch/slurm.py` starts the hosts.
+What it needs is in a folder beside the run's. Ways in: `submit`, `follow`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from instep import spec_file
+from instep.client.job_checks import check_job
+from instep.client.launching import check_network
+from instep.errors import INTERRUPTED, RunError, SpecError
+from instep.launch.slurm_cluster import ask
+from instep.spec import JobSpec
+from instep.store.folder import numbered
+
+LOOK_S = 2.0
+"""Seconds between two looks at a job."""
+
+SAVE_S = 60
+"""How long before its time limit a run saves and stops; `save_before_s` in `launch.options`."""
+
+JOB = "submitted.toml"
+"""The job file for the batch script, in its folder."""
+
+OURS = frozenset(
+    (
+        *("chdir", "error", "output", "open-mode", "job-name", "wrap", "signal", "requeue"),
+        *("nodes", "no-kill", "ntasks", "cpus-per-task", "gpus-per-node"),
+    )
+)
+"""Options of sbatch that the script sets itself, or that it cannot do without."""
+
+FORGOTTEN = "FORGOTTEN"
+"""The state of a job that Slurm no longer knows."""
+
+OVER = (
+    *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE"),
+    *("BOOT_FAIL", "PREEMPTED", FORGOTTEN),
+)
+"""States from which a job does not come back by itself."""
+
+
+@dataclass
+class Submitted:
+    """A job of Slurm that runs instep."""
+
+    number: str
+    """Its id; it keeps it when it is requeued."""
+    run: Path
+    """The run's folder, once it has started."""
+    folder: Path
+    """Script, job file and output."""
+    _shown: dict[str, int] = field(default_factory=dict)
+
+    def show(self, name: str, to: IO[str]) -> None:
+        """Copy what is new in a file of its output."""
+        path = self.folder / name
+        if path.exists() and (data := path.read_bytes()[self._shown.get(name, 0) :]):
+            self._shown[name] = self._shown.get(name, 0) + len(data)
+            to.write(data.decode(errors="replace"))
+            to.flush()
+
+
+def submit(
+    job: JobSpec, runs: Path, *, named: bool, json_output: bool, say: Callable[[str], None]
+) -> Submitted:
+    """Write the batch script, show it, and hand it to Slurm.
+
+    Raises:
+        SpecError: the job is wrong, or Slurm does not take it.
+        RunError: there is a run by this name, or its folder cannot be made.
+    """
+    check_job(job)
+    check_network(job.network, job.launch)
+    options = sbatch_options(job.launch.options)
+    _check_size(job)
+    try:
+        folder = _make_folder(runs.resolve(), job.name, named=named)
+        (folder / JOB).write_text(spec_file.dump(job), encoding="utf-8")
+        text = script(job, folder, options, json_output=json_output)
+        (folder / "batch.sh").write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunError(
+            f"{runs} cannot be written: {error.strerror}. Choose another --runs."
+        ) from None
+    say(text)
+    try:
+        number = ask("sbatch", "--parsable", str(folder / "batch.sh")).strip().split(";")[0]
+    except SpecError as error:
+        for each in folder.iterdir():
+            each.unlink()
+        folder.rmdir()
+        raise SpecError(f"{error}. The script is above.") from None
+    say(f"slurm   job {number}, {folder / 'batch.sh'}")
+    return Submitted(number, folder.with_suffix(""), folder)
+
+
+def _make_folder(runs: Path, wanted: str, *, named: bool) -> Path:
+    runs.mkdir(parents=True, exist_ok=True)
+    for name in numbered(wanted):
+        folder = runs / f"{name}.slurm"
+        if not (runs / name).exists() and not folder.exists():
+            folder.mkdir()
+            return folder
+        if named:
+            break
+    raise RunError(
+        f"there is already a run at {runs / wanted}. Choose another --name, or remove it."
+    )
+
+
+def _check_size(job: JobSpec) -> None:
+    """Refuse more nodes than there are; Slurm would have the job wait for them forever.
+
+    Raises:
+        SpecError: names both numbers.
+    """
+    there = dict(line.split() for line in ask("sinfo", "--noheader", "-o", "%P %D").splitlines())
+    wanted = str(job.launch.options.get("partition", ""))
+    sizes = {name.rstrip("*"): int(nodes) for name, nodes in there.items()}
+    default = [name.rstrip("*") for name in there if name.endswith("*")]
+    chosen = wanted.split(",") if wanted else default
+    most = max((sizes[name] for name in chosen if name in sizes), default=job.launch.nodes)
+    if job.launch.nodes > most:
+        parts = ", ".join(f"{name} {nodes}" for name, nodes in sizes.items())
+        raise SpecError(
+            f"launch.nodes = {job.launch.nodes}, and the nodes of Slurm's partitions are: {parts}. "
+            "Ask for fewer, or for another with launch.options.partition."
+        )
+
+
+def sbatch_options(given: Mapping[str, Any]) -> list[str]:
+    """Lines for sbatch from `launch.options`.
+
+    Raises:
+        SpecError: an option is no long option of sbatch, or is the script's own.
+    """
+    lines = []
+    for name, value in given.items():
+        if name == "save_before_s":
+            if type(value) is not int or not 1 <= value < 1 << 16:
+                raise SpecError(
+                    f"launch.options.{name} = {value!r}: needs whole seconds from 1 to 65535."
+                )
+        elif name in OURS or not re.fullmatch(r"[a-z][a-z-]+", name):
+            raise SpecError(
+                f"launch.options.{name}: needs a long option of sbatch that instep does not set "
+                "itself, such as partition or time; nodes, cpus and gpus are keys of [launch]."
+            )
+        elif value is True:
+            lines.append(f"--{name}")
+        elif type(value) in (str, int) and "\n" not in str(value):
+            lines.append(f"--{name}={value}")
+        else:
+            raise SpecError(
+                f"launch.options.{name} = {value!r}: needs text, a whole number, or true."
+            )
+    return lines
+
+
+def script(job: JobSpec, folder: Path, options: list[str], *, json_output: bool) -> str:
+    """The batch script of a job.
+
+    Slurm signals its shell before the time limit; the run saves, and the job is queued again. A
+    job that was requeued, also by Slurm after its first node was lost, resumes the run.
+    """
+    launch, run = job.launch, folder.with_suffix("")
+    lines = [f"--job-name={job.name}", f"--ntasks={max(job.workers, launch.nodes)}"]
+    if launch.nodes:
+        lines.append(f"--nodes={launch.nodes}")
+    if launch.cpus:
+        on_each = -(-job.workers // (launch.nodes or job.workers))
+        lines.append(f"--cpus-per-task={-(-launch.cpus // on_each)}")
+    if launch.gpus:
+        lines.append(f"--gpus-per-node={launch.gpus}")
+    lines += ["--no-kill", "--requeue", "--open-mode=append"]
+    lines += [f"--output={folder / 'output.log'}", f"--error={folder / 'progress.log'}"]
+    lines += [f"--chdir={os.getcwd()}"]
+    lines += [f"--signal=B:USR1@{launch.options.get('save_before_s', SAVE_S)}", *options]
+    json = " --json" if json_output else ""
+    return _SCRIPT.format(
+        options="\n".join(f"#SBATCH {_in_quotes(line)}" for line in lines),
+        run=shlex.quote(str(run)),
+        job=JOB,
+        python=shlex.quote(sys.executable),
+        json=json,
+        interrupted=INTERRUPTED,
+    )
+
+
+def _in_quotes(line: str) -> str:
+    """An option for sbatch, which knows double quotes only."""
+    return f'"{line}"' if re.search(r"\s", line) else line
+
+
+_SCRIPT = """\
+#!/bin/sh
+{options}
+
+run={run}
+if [ -d "$run" ]; then
+    set -- resume "$run"{json}
+else
+    set -- run "$run".slurm/{job} --runs "$(dirname "$run")" --name "$(basename "$run")"{json}
+fi
+trap 'kill -TERM "$child"' USR1  # soon the time is over: save, and stop
+trap : TERM  # of scancel, which the run gets too
+{python} -P -m instep "$@" &
+child=$!
+while kill -0 "$child" 2>/dev/null; do
+    wait "$child"
+    code=$?
+done
+if [ "$code" = {interrupted} ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then
+    echo "slurm   the run is saved, and job $SLURM_JOB_ID queued again" >&2
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+
+
+def follow(job: Submitted, say: Callable[[str], None]) -> int:
+    """Show a job's states and output until it is over, or Ctrl-C; the exit code of its run.
+
+    Ctrl-C leaves the job alone.
+
+    Raises:
+        RunError: it was ended by Slurm or by somebody, not by itself.
+    """
+    state = ""
+    try:
+        while state not in OVER:
+            before, state = state, _state(job.number, state)
+            job.show("progress.log", sys.stderr)
+            if state != before:
+                say(f"slurm   job {job.number} {state}")
+            time.sleep(0 if state in OVER else LOOK_S)
+    except KeyboardInterrupt:
+        say(f"\nslurm   job {job.number} goes on; its output is in {job.folder}")
+        say(f"next    scancel {job.number}")
+        return INTERRUPTED
+    job.show("output.log", sys.stdout)
+    if state in ("COMPLETED", "FAILED"):
+        found = re.search(r"ExitCode=(\d+):", ask("scontrol", "show", "job", job.number))
+        if found and (state == "COMPLETED" or found[1] != "0"):
+            return int(found[1])
+    raise RunError(
+        f"Slurm's job {job.number} ended as {state}. Its output is in {job.folder}."
+        + (f" To resume: instep resume {job.run}" if (job.run / "checkpoints").is_dir() else "")
+    )
+
+
+def _state(number: str, before: str) -> str:
+    """As `PENDING (Resources)` or `RUNNING on n[1-3]`; as before, if Slurm does not answer."""
+    command = ("squeue", "--noheader", "--states=all", f"--jobs={number}", "-o", "%T|%R")
+    try:
+        state, _, more = ask(*command).strip().partition("|")
+    except SpecError as error:
+        return FORGOTTEN if "Invalid job id" in str(error) else before
+    if state == "RUNNING":
+        return f"{state} on {more}"
+    return f"{state} {more}" if state == "PENDING" else state

@@ -1,0 +1,182 @@
+"""A run's own authority, and the certificates by which its processes know each other.
+
+A certificate says what a process is: `instep:worker/3/1` is worker 3, on host 1. Whoever
+has the authority's key can make any of them, so it stays with the client and the master.
+Nothing here knows of connections. `cryptography` makes the certificates, and is imported
+only where one is made.
+"""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import msgspec
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+    from cryptography.x509 import Certificate
+
+Role = Literal["master", "client", "host", "worker", "server"]
+
+LASTS = datetime.timedelta(days=365)
+"""How long a certificate is valid. A resumed run has another authority."""
+
+CLOCKS = datetime.timedelta(days=1)
+"""By how much clocks of hosts may be behind."""
+
+_NAME = "instep"
+
+
+class Identity(NamedTuple):
+    """What a process is, as its certificate says."""
+
+    role: Role
+    number: int = 0
+    host: int = 0
+    """The number of the host that a worker is on."""
+
+    @property
+    def uri(self) -> str:
+        """As it stands in the certificate."""
+        return f"{_NAME}:{self.role}/{self.number}/{self.host}"
+
+    @classmethod
+    def of(cls, uri: str) -> Identity:
+        """What a URI of `uri` says.
+
+        Raises:
+            ValueError: it is none.
+        """
+        name, _, rest = uri.partition(":")
+        words = rest.split("/")
+        if name != _NAME or len(words) != 3:
+            raise ValueError(f"{uri!r} names no process of a run.")
+        return cls(msgspec.convert(words[0], Role), int(words[1]), int(words[2]))
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What a process shows others of its run, and how it knows them."""
+
+    own: str
+    """Its private key and its certificate, PEM."""
+    authority: str
+    """The certificate of the run's authority, PEM."""
+
+    def __repr__(self) -> str:
+        return "Credentials(...)"  # a key must not get into a log
+
+
+class Authority:
+    """Makes the certificates of one run.
+
+    Args:
+        pem: of `pem` of the authority that another process made; by default a new one.
+    """
+
+    def __init__(self, pem: str = "") -> None:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import serialization
+
+        self._key: EllipticCurvePrivateKey
+        self._certificate: Certificate
+        if pem:
+            key = serialization.load_pem_private_key(pem.encode(), password=None)
+            self._key = key  # type: ignore[assignment]  # its kind is that of `pem`
+            self._certificate = x509.load_pem_x509_certificate(pem.encode())
+        else:
+            self._key = _new_key()
+            self._certificate = self._sign(None, self._key, LASTS)
+
+    @property
+    def pem(self) -> str:
+        """Private key and certificate, for another process that makes certificates of this run."""
+        return _key_pem(self._key) + self.certificate
+
+    @property
+    def certificate(self) -> str:
+        """By which its certificates are known, PEM."""
+        return _pem(self._certificate)
+
+    def issue(self, identity: Identity, lasts: datetime.timedelta = LASTS) -> Credentials:
+        """A key and a certificate for a process."""
+        key = _new_key()
+        return Credentials(_key_pem(key) + _pem(self._sign(identity, key, lasts)), self.certificate)
+
+    def _sign(
+        self, identity: Identity | None, key: EllipticCurvePrivateKey, lasts: datetime.timedelta
+    ) -> Certificate:
+        """A certificate of a process, or (None) of the authority itself."""
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes
+        from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+        def name(text: str) -> x509.Name:
+            return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+        now, authority = datetime.datetime.now(datetime.UTC), identity is None
+        uses = {
+            "digital_signature": not authority,
+            "key_cert_sign": authority,
+            **dict.fromkeys(_OTHER_USES, False),
+        }
+        made = (
+            x509.CertificateBuilder()
+            .subject_name(name("authority" if identity is None else identity.role))
+            .issuer_name(name("authority"))
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - CLOCKS)
+            .not_valid_after(now + lasts)
+            .add_extension(x509.BasicConstraints(authority, 0 if authority else None), True)
+            .add_extension(x509.KeyUsage(**uses), True)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
+        )
+        if identity is not None:
+            issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
+            sides = {
+                "master": [ExtendedKeyUsageOID.SERVER_AUTH],
+                "host": [ExtendedKeyUsageOID.CLIENT_AUTH],
+                "client": [ExtendedKeyUsageOID.CLIENT_AUTH],
+            }
+            both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+            made = (
+                made.add_extension(issuer, False)
+                .add_extension(x509.ExtendedKeyUsage(sides.get(identity.role, both)), False)
+                .add_extension(
+                    x509.SubjectAlternativeName([x509.UniformResourceIdentifier(identity.uri)]),
+                    False,
+                )
+            )
+        return made.sign(self._key, hashes.SHA256())
+
+
+_OTHER_USES = (
+    "content_commitment",
+    "key_encipherment",
+    "data_encipherment",
+    "key_agreement",
+    "crl_sign",
+    "encipher_only",
+    "decipher_only",
+)
+
+
+def _new_key() -> EllipticCurvePrivateKey:
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+def _key_pem(key: EllipticCurvePrivateKey) -> str:
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
+
+
+def _pem(certificate: Certificate) -> str:
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    return certificate.public_bytes(Encoding.PEM).decode()

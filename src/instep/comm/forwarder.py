@@ -1,0 +1,434 @@
+"""Encrypts what the ranks of groups send each other between hosts, as gloo cannot.
+
+Gloo listens and connects on loopback only. Beside each worker runs a *forwarder*, a process that
+carries the bytes over mutual TLS to the forwarder of the other worker:
+
+    worker 3 -> 127.0.5.1:P, worker 3's forwarder -- TLS --> worker 4's forwarder -> 127.0.5.1:Q
+
+Each worker listens at a loopback address of its own (`inside`), whatever host it is on. What a rank
+leaves in the store (`Forwarder.leave`) also says where its forwarder is. Who reads that
+(`Forwarder.take`) gets the address with another port, at which its own forwarder listens. So of two
+addresses the same one is lower everywhere: gloo decides by that which of two ranks connects.
+
+Ranks of one machine connect to each other as before. Nothing here knows what the bytes mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import json
+import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Coroutine
+from dataclasses import asdict
+from io import FileIO
+from typing import Any
+
+import msgspec
+
+from instep.comm.certificates import Credentials, Identity
+from instep.comm.tls import Tls, context
+from instep.errors import PeerError
+
+PROOF_S = 5.0
+"""How long a caller may take to prove what it is, and to say what it wants."""
+
+MOST_UNPROVEN = 256
+"""Callers that have not; the oldest is dropped."""
+
+FULL_S = 0.5
+"""How long no caller is accepted after the process could open no more files."""
+
+LAST_S = 5.0
+"""How long bytes that a worker has sent may take to leave, once it has ended."""
+
+CHUNK = 1 << 18
+"""Bytes that are carried at a time."""
+
+GATHER_S = 0.002
+"""For so long packets of a long message are gathered on a slow link: at 100 Mbit/s each would wake
+the process."""
+
+LONG, QUIET_S, SLOW = 1 << 16, 0.005, 32e6
+"""A long message has more bytes than this, without a pause as long; and a link is slow that brings
+fewer bytes a second."""
+
+_PORT = struct.Struct("!H")
+
+
+def inside(number: int) -> str:
+    """The loopback address of a worker (on Linux all of 127.0.0.0/8 is loopback)."""
+    return str(ipaddress.IPv4Address("127.0.0.1") + 256 * (number + 1))
+
+
+class _Left(msgspec.Struct):
+    """What a rank leaves in the store."""
+
+    number: int
+    machine: str
+    host: str
+    port: int
+    """Of its forwarder."""
+    value: bytes
+    """Gloo's own."""
+
+
+class Forwarder:
+    """A worker's own forwarder: starts its process, and again if that is lost.
+
+    Args:
+        number: the worker's.
+        address: where workers of other hosts reach this one.
+        credentials: the worker's.
+        machine: a name that processes share if they reach each other on loopback.
+    """
+
+    def __init__(self, number: int, address: str, credentials: Credentials, machine: str) -> None:
+        self.inside = inside(number)
+        """The address on which gloo listens."""
+        self._number, self._address, self._machine = number, address, machine
+        self._note = {"credentials": asdict(credentials), "address": address, "number": number}
+        self._lock = threading.Lock()
+        self._group = ""
+        self._start()
+
+    def _start(self) -> None:
+        command = [sys.executable, "-P", "-m", "instep.comm.forwarder"]
+        try:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        except OSError as error:
+            text = f"the forwarder, which encrypts traffic, cannot be started: {error.strerror}."
+            raise PeerError(text, mine=True) from None
+        self._port = 0
+        self._tell(self._note)
+
+    def begin(self, group: str) -> None:
+        """A group is about to form: none that another `begin` was for will be joined any more.
+
+        Raises:
+            PeerError: the forwarder cannot be started.
+        """
+        with self._lock:
+            if self._process.poll() is not None:
+                self._close()
+                self._start()
+            elif self._group and group != self._group:
+                self._ask({"forget": self._group})
+            self._group = group
+
+    def leave(self, group: str, value: bytes) -> bytes:
+        """What to leave in the store for a value of gloo."""
+        with self._lock:
+            for port in set(_ports(value, self._number)):
+                self._ask({"expose": port, "group": group})
+            return msgspec.msgpack.encode(
+                _Left(self._number, self._machine, self._address, self._known_port(), value)
+            )
+
+    def take(self, group: str, data: bytes) -> bytes:
+        """The value for gloo of what a rank has left in the store.
+
+        Raises:
+            PeerError: it makes no sense, or the forwarder has ended.
+        """
+        try:
+            left = msgspec.msgpack.decode(data, type=_Left)
+        except msgspec.MsgspecError as error:
+            raise PeerError(f"what a rank left in the store makes no sense: {error}.") from None
+        if left.machine == self._machine:
+            return left.value
+        value = left.value
+        with self._lock:
+            for port in set(_ports(value, left.number)):
+                way = [left.number, left.host, left.port, port]
+                here = self._ask({"open": way, "group": group})
+                there = _sockaddr(left.number, port)
+                value = value.replace(there, _sockaddr(left.number, here))
+        return value
+
+    def close(self) -> None:
+        """End it; it still sends what it has."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+    def _known_port(self) -> int:
+        if not self._port:
+            self._port = self._hear()
+        return self._port
+
+    def _ask(self, request: dict[str, Any]) -> int:
+        self._known_port()
+        self._tell(request)
+        return self._hear()
+
+    def _tell(self, note: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(note).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError as error:
+            raise self._lost() from error
+
+    def _hear(self) -> int:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise self._lost()
+        return int(line)
+
+    def _lost(self) -> PeerError:
+        return PeerError("the forwarder, which encrypts this worker's traffic, has ended.")
+
+
+def _sockaddr(number: int, port: int) -> bytes:
+    """A worker's address as the system has it, and gloo leaves it in the store."""
+    return struct.pack("=H", socket.AF_INET) + _PORT.pack(port) + socket.inet_aton(inside(number))
+
+
+def _ports(value: bytes, number: int) -> list[int]:
+    """The ports of a worker's own address in a value of gloo."""
+    family, address = struct.pack("=H", socket.AF_INET), socket.inet_aton(inside(number))
+    found = re.findall(re.escape(family) + b"(..)" + re.escape(address), value, re.DOTALL)
+    return [_PORT.unpack(port)[0] for port in found]
+
+
+# ---- the process
+
+
+class _Server:
+    """What the process does: carries bytes both ways, until its worker has ended.
+
+    Args:
+        requests: what its worker writes to it, a line each; unbuffered.
+    """
+
+    def __init__(self, requests: FileIO) -> None:
+        self._requests, note = requests, json.loads(requests.readline())
+        credentials = Credentials(**note["credentials"])
+        self._accepts = context(credentials, server=True)
+        self._calls = context(credentials, server=False)
+        self._number = int(note["number"])
+        self._listener = socket.create_server((note["address"], 0), backlog=1024)
+        self._listener.setblocking(False)
+        self._exposed: dict[int, str] = {}  # port of this worker to group
+        self._open: dict[tuple[str, int, int], tuple[socket.socket, asyncio.Task[None]]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._unproven: dict[asyncio.Task[None], None] = {}  # the oldest first
+
+    async def run(self) -> None:
+        """Serve until standard input ends."""
+        loop, requests = asyncio.get_running_loop(), asyncio.StreamReader()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(requests), self._requests)
+        accepting = loop.create_task(self._accept(self._listener, self._serve))
+        print(self._listener.getsockname()[1], flush=True)
+        while line := await requests.readline():
+            print(await self._answer(json.loads(line)), flush=True)
+        for each in (accepting, *(way for _, way in self._open.values())):
+            each.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=LAST_S)
+
+    async def _answer(self, request: dict[str, Any]) -> int:
+        match request:
+            case {"open": [number, host, port, there], "group": group}:
+                return await self._open_way(group, number, host, port, there)
+            case {"expose": port, "group": group}:
+                self._exposed[port] = group
+            case {"forget": group}:
+                self._exposed = {p: g for p, g in self._exposed.items() if not g.startswith(group)}
+                for key in [key for key in self._open if key[0].startswith(group)]:
+                    listener, accepting = self._open.pop(key)
+                    accepting.cancel()
+                    listener.close()
+        return 0
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # ---- to other workers
+
+    async def _open_way(self, group: str, number: int, host: str, port: int, there: int) -> int:
+        """Listen for gloo in the place of a worker of another host; returns the port."""
+        key = (group, number, there)
+        if key not in self._open:
+            listener = socket.create_server((inside(number), 0))
+            listener.setblocking(False)
+
+            async def call(near: socket.socket) -> None:
+                await self._call(near, number, (host, port), there)
+
+            self._open[key] = listener, self._keep(self._accept(listener, call))
+        name: tuple[str, int] = self._open[key][0].getsockname()
+        return name[1]
+
+    async def _call(
+        self, near: socket.socket, number: int, address: tuple[str, int], there: int
+    ) -> None:
+        with near, socket.socket() as far:
+            far.setblocking(False)
+            try:
+                async with asyncio.timeout(PROOF_S):
+                    await asyncio.get_running_loop().sock_connect(far, address)
+                    ours = Tls(
+                        self._calls, server=False, accepted=lambda peer: _is_worker(peer, number)
+                    )
+                    rest = await _prove(ours, far)
+                    await _send(far, ours.seal(_PORT.pack(there)))
+            except (OSError, PeerError, TimeoutError) as error:
+                text = f"instep: no way to worker {number}: {error}"
+                print(text, file=sys.stderr, flush=True)
+                return
+            await _carry(near, far, ours, rest)
+
+    # ---- from other workers
+
+    async def _accept(
+        self,
+        listener: socket.socket,
+        serve: Callable[[socket.socket], Coroutine[Any, Any, None]],
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                caller, _ = await loop.sock_accept(listener)
+            except OSError:  # no more files
+                await asyncio.sleep(FULL_S)
+                continue
+            caller.setblocking(False)
+            self._keep(serve(caller))
+
+    async def _serve(self, far: socket.socket) -> None:
+        """One caller, whatever it is."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._unproven[task] = None
+        if len(self._unproven) > MOST_UNPROVEN:
+            next(iter(self._unproven)).cancel()
+        with far, socket.socket() as near:
+            near.setblocking(False)
+            theirs = Tls(self._accepts, server=True, accepted=_is_worker)
+            try:
+                async with asyncio.timeout(PROOF_S):
+                    wanted = await _prove(theirs, far)
+                    while len(wanted) < _PORT.size:
+                        wanted += await _read(theirs, far)
+                    (port,) = _PORT.unpack_from(wanted)
+                    if port not in self._exposed:
+                        return
+                    await asyncio.get_running_loop().sock_connect(
+                        near, (inside(self._number), port)
+                    )
+            except (OSError, PeerError, TimeoutError):
+                return  # and not a word to whoever it is
+            finally:
+                del self._unproven[task]
+            await _carry(near, far, theirs, wanted[_PORT.size :])
+
+
+def _is_worker(peer: Identity, number: int | None = None) -> bool:
+    return peer.role in ("worker", "server") and number in (None, peer.number)
+
+
+async def _prove(ours: Tls, far: socket.socket) -> bytes:
+    """Shake hands; returns what has arrived after that.
+
+    Raises:
+        PeerError: the other end is none that is meant.
+    """
+    await _send(far, ours.begin())
+    rest = b""
+    while ours.peer is None:
+        rest, answer = ours.open(await _receive(far))
+        await _send(far, answer)
+    return rest
+
+
+async def _read(ours: Tls, far: socket.socket) -> bytes:
+    """What arrives next, in plain; perhaps nothing yet."""
+    return ours.open(await _receive(far))[0]
+
+
+async def _receive(end: socket.socket, into: bytearray | None = None) -> memoryview:
+    """What arrives next; overwrites `into` if that is given."""
+    into = into or bytearray(CHUNK)
+    count = await asyncio.get_running_loop().sock_recv_into(end, into)
+    if not count:
+        raise PeerError("the other end is gone.")
+    return memoryview(into)[:count]
+
+
+async def _send(end: socket.socket, data: bytes) -> None:
+    if data:
+        await asyncio.get_running_loop().sock_sendall(end, data)
+
+
+async def _carry(near: socket.socket, far: socket.socket, ours: Tls, rest: bytes) -> None:
+    """Carry bytes both ways until one end closes; the other then gets all that was on its way.
+
+    Args:
+        near: gloo's.
+        far: of the other forwarder.
+        ours: has proved what both are.
+        rest: what has arrived already.
+    """
+    for end in (near, far):
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    async def outward() -> None:
+        into = bytearray(CHUNK)
+        while True:
+            await _send(far, ours.seal(await _receive(near, into)))
+
+    async def inward() -> None:
+        await _send(near, rest)
+        into = bytearray(CHUNK)
+        clock = asyncio.get_running_loop().time
+        now = since = clock()
+        carried = 0  # since then
+        while True:
+            data = await _receive(far, into)
+            before, now = now, clock()
+            if now - before > QUIET_S:
+                since, carried = now, 0
+            carried += len(data)
+            await _send(near, ours.open(data)[0])
+            if LONG < carried < SLOW * (now - since):
+                await asyncio.sleep(GATHER_S)
+
+    ways = [asyncio.ensure_future(way()) for way in (outward, inward)]
+    await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+    for way in ways:
+        way.cancel()
+    ends: list[BaseException | None] = await asyncio.gather(*ways, return_exceptions=True)
+    for ended in ends:
+        if isinstance(ended, Exception) and not isinstance(ended, (OSError, PeerError)):
+            raise ended
+
+
+def main() -> None:
+    """Be the forwarder of one worker, until that closes our standard input."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the worker decides
+    asyncio.run(_Server(FileIO(sys.stdin.fileno(), closefd=False)).run())
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)

@@ -1,0 +1,123 @@
+"""Mutual TLS 1.3 between the processes of a run, on bytes: no socket is known here.
+
+Both ends show a certificate of the run's authority (`certificates.py`). An end that is not
+satisfied sends no alert: it closes, whatever was wrong, so a stranger learns nothing. No
+session is resumed and no early data taken, so captured bytes are worth nothing.
+"""
+
+from __future__ import annotations
+
+import ssl
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from instep.comm.certificates import Credentials, Identity
+from instep.errors import PeerError
+
+Accepted = Callable[[Identity], bool]
+"""Whether the process at the other end is the one that is meant."""
+
+_RECORD = 1 << 14  # bytes of the longest record of TLS
+
+
+def context(credentials: Credentials, *, server: bool) -> ssl.SSLContext:
+    """What one end of every connection needs; `server` is the end that accepts."""
+    made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    made.minimum_version = ssl.TLSVersion.TLSv1_3
+    made.check_hostname = False  # certificates name processes, and `identity_of` reads them
+    made.verify_mode = ssl.CERT_REQUIRED
+    made.verify_flags |= ssl.VERIFY_X509_STRICT
+    if server:
+        made.num_tickets = 0
+    made.load_verify_locations(cadata=credentials.authority)
+    with tempfile.NamedTemporaryFile("w") as file:  # mode 0600; ssl reads keys from files only
+        file.write(credentials.own)
+        file.flush()
+        made.load_cert_chain(file.name)
+    return made
+
+
+def identity_of(connection: ssl.SSLObject | ssl.SSLSocket) -> Identity:
+    """What the other end's certificate says, after the handshake.
+
+    Raises:
+        PeerError: it names no process of a run.
+    """
+    names: Any = (connection.getpeercert() or {}).get("subjectAltName", ())
+    try:
+        ((_, uri),) = names
+        return Identity.of(uri)
+    except ValueError:
+        raise PeerError("the other end's certificate names no process of a run.") from None
+
+
+class Tls:
+    """One end of an encrypted connection: what to send, and what has arrived.
+
+    May be used by one thread that sends and another that receives. What is sent before the
+    handshake is over follows it.
+
+    Args:
+        made: of `context`.
+        server: whether this is the end that accepts.
+        accepted: whether the other end is the one that is meant.
+    """
+
+    def __init__(self, made: ssl.SSLContext, *, server: bool, accepted: Accepted) -> None:
+        self._arrived, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = made.wrap_bio(self._arrived, self._leaving, server_side=server)
+        self._accepted = accepted
+        self._waiting = bytearray()
+        self._lock = threading.Lock()
+        self.peer: Identity | None = None
+        """The other end, once it has proved what it is."""
+
+    def begin(self) -> bytes:
+        """What to send first."""
+        with self._lock:
+            self._shake_hands()
+            return self._leaving.read()
+
+    def seal(self, data: bytes | memoryview) -> bytes:
+        """What to send for some bytes; nothing yet, if the handshake is not over."""
+        with self._lock:
+            if self.peer is None:
+                self._waiting += data
+                return b""
+            self._tls.write(data)
+            return self._leaving.read()
+
+    def open(self, data: bytes | memoryview) -> tuple[bytes, bytes]:
+        """The bytes that some bytes of the connection stand for, and what to send now.
+
+        Raises:
+            PeerError: the other end is not what it should be, or something was changed on the way.
+        """
+        with self._lock:
+            self._arrived.write(data)
+            found = bytearray()
+            try:
+                if self.peer is None:
+                    self._shake_hands()
+                while self.peer is not None and (some := self._tls.read(_RECORD)):
+                    found += some
+            except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
+                pass
+            except ssl.SSLError as error:  # no alert is sent: it would say what is wrong
+                raise PeerError(f"the connection is not one of this run ({error}).") from None
+            return bytes(found), self._leaving.read()
+
+    def _shake_hands(self) -> None:
+        try:
+            self._tls.do_handshake()
+        except ssl.SSLWantReadError:
+            return
+        peer = identity_of(self._tls)
+        if not self._accepted(peer):
+            raise PeerError(f"the other end is {peer.uri}, which is not meant.")
+        self.peer = peer
+        if self._waiting:
+            self._tls.write(self._waiting)
+            self._waiting.clear()

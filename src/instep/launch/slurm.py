@@ -1,0 +1,122 @@
+"""Processes on the nodes of a Slurm allocation: a fork server on each, started with `srun`.
+
+Each host is a job step of its own: a node that is lost takes no other with it, and a host that
+ended is started again. The nodes have the same interpreter and folders at the same paths. How a
+job gets an allocation is not known here; `client/batch.py` asks for one.
+"""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from instep.comm.endpoint import Endpoint
+from instep.errors import SpecError
+from instep.launch.local import TIMEOUT_S, LocalLauncher
+from instep.launch.node import Needs
+from instep.launch.slurm_cluster import SRUN, allocation, ask, check_nodes, nodes_of
+from instep.spec import JobSpec, LaunchSpec
+from instep.words import plural
+
+KILLED = 128
+"""Above it, an exit code of `srun` stands for the signal that ended the task."""
+
+
+class SlurmLauncher:
+    """Starts a fork server on each node.
+
+    Args:
+        allocation: the id of the Slurm job.
+        nodes: names of those to use.
+    """
+
+    def __init__(self, allocation: str, nodes: Sequence[str]) -> None:
+        self._allocation, self._nodes = allocation, list(nodes)
+        self._name = f"instep-{secrets.token_hex(4)}"  # of our steps
+        words = [
+            *SRUN,
+            "--nodes=1",
+            "--ntasks=1",
+            f"--jobid={allocation}",
+            f"--job-name={self._name}",
+        ]
+        self._each = [LocalLauncher([*words, f"--nodelist={node}"]) for node in nodes]
+        self._started: set[int] = set()
+        self._lost: set[int] = set()  # hosts whose node has left the allocation
+
+    @classmethod
+    def of(cls, job: JobSpec) -> SlurmLauncher:
+        """On the nodes of the allocation that this process is in.
+
+        Raises:
+            SpecError: it is in none, there are too few nodes, or something is missing on one.
+        """
+        number = allocation()
+        if not number:
+            raise SpecError(
+                "launch.on = 'slurm' outside a Slurm allocation. `instep run JOB --on slurm` "
+                "submits a job file; for anything else get nodes first, with salloc or sbatch."
+            )
+        nodes, wanted = nodes_of(number), job.launch.nodes
+        if len(nodes) < wanted:
+            raise SpecError(
+                f"launch.nodes = {wanted}, and the allocation {number} has "
+                f"{plural(len(nodes), 'node')}: {', '.join(nodes)}. Ask Slurm for more, or set "
+                f"launch.nodes = {len(nodes)}."
+            )
+        nodes = nodes[: wanted or job.workers]
+        check_nodes(number, nodes, Needs.of(job))
+        return cls(number, nodes)
+
+    def settled(self, launch: LaunchSpec) -> LaunchSpec:
+        """With the number of nodes; the address is looked up by this machine's name."""
+        return msgspec.structs.replace(launch, nodes=len(self._nodes))
+
+    def start(self, endpoint: Endpoint, logs: Path) -> None:
+        """Start the fork server of one node, unless that node is lost for good."""
+        number = endpoint.host
+        if number in self._started and number not in self._lost:
+            with suppress(SpecError):  # the controller may be away for a moment
+                if self._nodes[number] not in nodes_of(self._allocation):
+                    self._lost.add(number)
+        self._started.add(number)
+        if number not in self._lost:
+            self._each[number].start(endpoint, logs)
+
+    def ended(self, host: int = 0) -> int | None:
+        """The exit code of the fork server that was started last on a node; of one that was lost
+        with its node, that of a killed process."""
+        code = -signal.SIGKILL if host in self._lost else self._each[host].ended()
+        return KILLED - code if code is not None and code > KILLED else code
+
+    def end_if_stopped(self, host: int = 0) -> None:
+        """Kill the `srun` of a host, if it was stopped here."""
+        self._each[host].end_if_stopped()
+
+    def stop(self) -> None:
+        """End all; steps whose `srun` was killed are ended by Slurm."""
+        started, self._started = self._started, set()
+        deadline = time.monotonic() + TIMEOUT_S
+        while any(self.ended(n) is None for n in started) and time.monotonic() < deadline:
+            for number in started:
+                self._each[number].ask_to_stop()  # again, as srun loses it before its task runs
+            time.sleep(0.1)
+        for number in started:
+            self._each[number].stop()
+        deadline = time.monotonic() + 2 * TIMEOUT_S  # Slurm tries to reach a lost `srun` for 5 s
+        with suppress(SpecError):  # without a controller they end once no master answers them
+            while started and (left := self._steps()) and time.monotonic() < deadline:
+                ask("scancel", "--quiet", "--signal=KILL", *left)
+                time.sleep(0.05)
+
+    def _steps(self) -> list[str]:
+        """Our steps that have not ended."""
+        listed = ask("squeue", "--noheader", "--steps", f"--jobs={self._allocation}", "-o", "%i %j")
+        steps = [line.split() for line in listed.splitlines()]
+        return [step[0] for step in steps if step[1:] == [self._name]]

@@ -1,0 +1,93 @@
+"""What a Slurm cluster says: the allocation that this process is in, its nodes, what they lack."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from instep.errors import SpecError
+from instep.launch.node import Needs
+
+SRUN = (
+    *("srun", "--ntasks-per-node=1", "--overlap", "--mem=0", "--mpi=none", "--export=ALL"),
+    *("--no-kill", "--kill-on-bad-exit=0", "--quiet"),
+)
+"""A task that has all of its node's part of the allocation, beside other steps."""
+
+_EXITED = re.compile(r"srun: error: \S+: tasks? .*: Exited|\s*$")
+"""What `srun` says after the words of its task."""
+
+ANSWER_S = 20.0
+"""How long a command of Slurm may take; it waits for a controller that does not answer."""
+
+
+def allocation() -> str:
+    """The id of the Slurm job that this process is in; empty if it is in none."""
+    return os.environ.get("SLURM_JOB_ID", "")
+
+
+def nodes_of(allocation: str) -> list[str]:
+    """The names of the nodes that an allocation has now.
+
+    Raises:
+        SpecError: Slurm does not say.
+    """
+    listed = ask("squeue", "--noheader", f"--jobs={allocation}", "-o", "%N").strip()
+    return ask("scontrol", "show", "hostnames", listed).split() if listed else []
+
+
+_CHECK = """\
+import json, os, sys
+from instep.launch.node import Needs
+print(os.environ["SLURMD_NODENAME"], Needs(**json.load(sys.stdin)).missing())
+"""
+
+
+def check_nodes(allocation: str, nodes: Sequence[str], needs: Needs) -> None:
+    """Refuse nodes of an allocation that do not have what a run needs.
+
+    Raises:
+        SpecError: names the first of them, and what it does not have.
+    """
+    words = [f"--jobid={allocation}", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}"]
+    words += [f"--nodelist={','.join(nodes)}", sys.executable, "-P", "-c", _CHECK]
+    for line in sorted(ask(*SRUN, *words, given=json.dumps(asdict(needs))).splitlines()):
+        node, _, missing = line.partition(" ")
+        if node in nodes and missing:
+            raise SpecError(f"the node {node} {missing}")
+
+
+def ask(*command: str, given: str = "") -> str:
+    """What a command of Slurm prints.
+
+    Args:
+        command: its words.
+        given: its standard input.
+
+    Raises:
+        SpecError: there is no such command, or it fails; with its own last words.
+    """
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=ANSWER_S, input=given
+        )
+    except FileNotFoundError:
+        raise SpecError(
+            f"launch.on = 'slurm', and there is no command {command[0]!r} on this machine. Run "
+            "it where Slurm is installed, such as the cluster's login node."
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise SpecError(
+            f"{command[0]} has not answered for {ANSWER_S:g} s. Is Slurm's controller up? "
+            "`scontrol ping` says so."
+        ) from None
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if not _EXITED.match(line)]
+        words = lines[-1] if lines else f"exit code {done.returncode}"
+        raise SpecError(f"{command[0]} failed: {words}")
+    return done.stdout

@@ -1,0 +1,232 @@
+"""Runs on a real Slurm, in allocations and as batch jobs, with losses and time limits."""
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from importlib.metadata import distribution, version
+from pathlib import Path
+
+import psutil
+import pytest
+from started import RECIPES, SOON_S, Start, Started, newest_pids
+from test_recovery import check_same_result, undisturbed
+from test_survival import STEPS_OF_A_RUN, reach
+
+from instep.store.run_folder import RunFolder
+from slurm import Slurm, until
+
+pytestmark = pytest.mark.process
+
+METADATA = Path(str(distribution("torch").locate_file(f"torch-{version('torch')}.dist-info")))
+
+__all__ = ["undisturbed"]  # the fixture
+
+
+@pytest.fixture
+def in_allocation(slurm: Slurm) -> Iterator[dict[str, str]]:
+    """The environment of a process in an allocation of three nodes."""
+    with slurm.allocation(3) as environment:
+        yield environment
+
+
+def begin(
+    start: Start, folder: Path, environment: dict[str, str], *words: str, launch: str = ""
+) -> Started:
+    job = folder / "job.toml"
+    job.write_text(
+        f'name = "disturbed"\nrecipe = "{RECIPES / "slow_tiny.py"}:recipe"\nworkers = 3\nseed = 5\n'
+        f'[train]\nsteps = {STEPS_OF_A_RUN}\nglobal_batch = 16\ndeterminism = "bits"\n'
+        "validate_every = 40\n[checkpoint]\nevery = 25\n"
+        f'[launch]\non = "slurm"\naddress = "127.0.0.1"\n{launch}'
+    )
+    return start("-m", "instep", "run", job, *words, environment=environment)
+
+
+def sha256_of(run: Path) -> str:
+    return str(RunFolder(run).last("model_saved")["parameters_sha256"])
+
+
+def steps_of(slurm: Slurm) -> list[str]:
+    """Steps of jobs that have not ended."""
+    return slurm.ask("squeue", "-h", "-s", "-o", "%i %N").splitlines()
+
+
+def check_nothing_is_left(program: Started, slurm: Slurm) -> None:
+    program.check_no_process_is_left(soon_s=SOON_S)
+    program.check_no_file_is_left()
+    until(lambda: steps_of(slurm) == [], "the end of all steps")
+
+
+@pytest.mark.slow
+def test_three_nodes_give_the_bits_of_one_machine_and_so_do_two_once_one_is_lost(
+    start: Start, tmp_path: Path, slurm: Slurm, in_allocation: dict[str, str], undisturbed: Path
+) -> None:
+    program = begin(start, tmp_path, in_allocation)
+    program.until(program.is_training, "training")
+    reach(program, 40)
+    assert sorted(line.split()[1] for line in steps_of(slurm)) == slurm.nodes
+    slurm.down("n2")
+    try:
+        assert program.end() == 0, program.stderr
+    finally:
+        slurm.up("n2")
+    assert [e["host"] for e in program.events("host_lost")] == [2]
+    assert len(program.events("generation_started")[0]["members"]) == 3
+    assert program.events("went_back") == []
+    warnings = [e["text"] for e in program.events("warning") if "host 2" in e["text"]]
+    assert len(warnings) <= 1, warnings
+    check_same_result(program, undisturbed)
+    check_nothing_is_left(program, slurm)
+
+
+@pytest.mark.slow
+def test_a_host_that_is_killed_is_replaced_on_its_node(
+    start: Start, tmp_path: Path, slurm: Slurm, in_allocation: dict[str, str], undisturbed: Path
+) -> None:
+    program = begin(start, tmp_path, in_allocation)
+    program.until(program.is_training, "training")
+    reach(program, 40)
+    (host,) = (e["pid"] for e in program.events("host_joined") if e["host"] == 1)
+    psutil.Process(host).kill()
+    program.until(
+        lambda: [e["host"] for e in program.events("host_joined")].count(1) == 2, "a new host"
+    )
+    assert program.end() == 0, program.stderr
+    check_same_result(program, undisturbed)
+    check_nothing_is_left(program, slurm)
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_a_client_that_is_killed(
+    start: Start, tmp_path: Path, slurm: Slurm, in_allocation: dict[str, str]
+) -> None:
+    program = begin(start, tmp_path, in_allocation)
+    program.until(program.is_training, "training")
+    assert len(newest_pids(program)) == 3
+    program.process.kill()
+    check_nothing_is_left(program, slurm)
+
+
+@pytest.mark.slow
+def test_steps_whose_srun_was_killed_are_ended_with_the_run(
+    start: Start, tmp_path: Path, slurm: Slurm, in_allocation: dict[str, str], undisturbed: Path
+) -> None:
+    program = begin(start, tmp_path, in_allocation)
+    program.until(program.is_training, "training")
+    for process in program.processes():
+        if process.name() == "srun":
+            process.kill()
+    assert program.end() == 0, program.stderr
+    check_same_result(program, undisturbed)
+    check_nothing_is_left(program, slurm)
+
+
+@pytest.mark.slow
+def test_a_job_is_submitted_and_followed(
+    start: Start, tmp_path: Path, slurm: Slurm, undisturbed: Path
+) -> None:
+    more = 'nodes = 3\ncpus = 2\n[launch.options]\npartition = "all"\ntime = 10\n'
+    program = begin(start, tmp_path, slurm.environment, "--json", launch=more)
+    assert program.end() == 0, program.stderr
+    assert "#SBATCH --nodes=3\n" in program.stderr
+    assert re.search(r"job \d+ RUNNING on n\[0-2\]\n", program.stderr)
+    assert re.search(r"job \d+ COMPLETED\n", program.stderr)
+    folder = program.work / "runs" / "disturbed"
+    assert f'"steps": {STEPS_OF_A_RUN}' in program.stdout.splitlines()[-1]
+    assert sha256_of(folder) == sha256_of(undisturbed)
+    assert {path.name for path in folder.with_name("disturbed.slurm").iterdir()} == {
+        *("batch.sh", "submitted.toml", "output.log", "progress.log")
+    }
+    program.check_no_process_is_left(soon_s=SOON_S)
+
+
+@pytest.mark.slow
+def test_a_job_whose_time_runs_out_saves_and_goes_on_in_its_next_turn(
+    start: Start, tmp_path: Path, slurm: Slurm, undisturbed: Path
+) -> None:
+    program = begin(start, tmp_path, slurm.environment, launch="nodes = 2\n")
+    program.until(lambda: "RUNNING" in program.stderr, "running")
+    job = re.findall(r"slurm   job (\d+)", program.stderr)[0]
+    folder = program.work / "runs" / "disturbed"
+    program.until(lambda: any(folder.glob("checkpoints/step-*")), "a checkpoint")
+    slurm.ask("scancel", "--batch", "--signal=USR1", job)  # what --signal=B:USR1@60 sends
+    program.until(lambda: "PENDING" in program.stderr.partition("RUNNING")[2], "queued again")
+    assert program.end() == 0, program.stderr
+    assert "the run is saved" in program.stderr
+    assert sha256_of(folder) == sha256_of(undisturbed)
+    program.check_no_process_is_left(soon_s=SOON_S)
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_the_job_and_a_cancelled_one_saves_and_is_not_queued_again(
+    start: Start, tmp_path: Path, slurm: Slurm
+) -> None:
+    program = begin(start, tmp_path, slurm.environment, launch="nodes = 2\n")
+    folder = program.work / "runs" / "disturbed"
+    program.until(lambda: any(folder.glob("checkpoints/step-*")), "a checkpoint")
+    os.kill(program.process.pid, signal.SIGINT)
+    assert program.end() == 130
+    job = re.findall(r"next    scancel (\d+)", program.stderr)[0]
+    assert slurm.ask("squeue", "-h", "-j", job, "-o", "%T").strip() == "RUNNING"
+    slurm.cancel(job)
+    assert slurm.ask("squeue", "-h", "-t", "all", "-j", job, "-o", "%T").strip() == "CANCELLED"
+    program.check_no_process_is_left(soon_s=SOON_S)
+    assert "interrupted" in (folder / "events.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (
+            "nodes = 9\n",
+            "launch.nodes = 9, and the nodes of Slurm's partitions are: all 3. Ask for fewer",
+        ),
+        ('[launch.options]\npartition = "gpu"\n', "sbatch failed: .*partition"),
+    ],
+    ids=["too few nodes", "no such partition"],
+)
+def test_what_slurm_refuses_is_said_at_once_and_leaves_nothing(
+    start: Start, tmp_path: Path, slurm: Slurm, more: str, expected: str
+) -> None:
+    program = begin(start, tmp_path, slurm.environment, launch=more)
+    assert program.end() == 2
+    assert re.search(expected, program.error), program.stderr
+    assert list(program.work.glob("runs/*")) == []
+
+
+def test_an_allocation_with_too_few_nodes_is_named_with_them(
+    start: Start, tmp_path: Path, in_allocation: dict[str, str]
+) -> None:
+    program = begin(start, tmp_path, in_allocation, launch="nodes = 4\n")
+    assert program.end() == 2
+    assert "launch.nodes = 4, and the allocation" in program.error
+    assert "has 3 nodes: n0, n1, n2." in program.error
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        (RECIPES, f"the node n1 does not have the recipe's file {RECIPES / 'slow_tiny.py'}."),
+        (METADATA, f"the node n1 has torch 1.0, and this machine {version('torch')}."),
+    ],
+    ids=["recipe", "torch"],
+)
+def test_a_node_that_lacks_something_is_named_before_anything_starts(
+    start: Start, tmp_path: Path, slurm: Slurm, place: Path, says: str
+) -> None:
+    (there := tmp_path / "there").mkdir()
+    (there / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0\n")
+    with slurm.mounted("n1", there, place), slurm.allocation(2) as environment:
+        program = begin(start, tmp_path, environment)
+        assert program.end() == 2
+    assert says in program.error
+    assert list(program.work.glob("runs/*")) == []
+
+
+def test_a_machine_without_slurm_is_told_so(start: Start, tmp_path: Path) -> None:
+    for environment in ({}, {"SLURM_JOB_ID": "7"}):
+        (folder := tmp_path / f"{len(environment)}").mkdir()
+        program = begin(start, folder, {**environment, "PATH": str(tmp_path)}, launch="nodes = 2\n")
+        assert program.end() == 2
+        assert "launch.on = 'slurm', and there is no command" in program.error

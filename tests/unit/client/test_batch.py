@@ -1,0 +1,58 @@
+"""The batch script of a job: what it asks Slurm for, and what is refused before it is written."""
+
+import subprocess
+
+import pytest
+
+from instep.client.batch import sbatch_options, script
+from instep.errors import SpecError
+from instep.spec_file import build
+
+
+def job_with(**launch):
+    table = {"name": "net", "recipe": "a.py:a", "workers": 5, "network": "private"}
+    return build({**table, "launch": {"on": "slurm", **launch}}, source="a test")
+
+
+def asked_for(text):
+    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if "#SBATCH" in line]
+
+
+def test_it_asks_for_a_task_for_each_worker_and_goes_on_without_a_lost_node(tmp_path):
+    asked = asked_for(script(job_with(), tmp_path / "net.slurm", [], json_output=False))
+    assert {"--ntasks=5", "--no-kill", "--requeue", "--signal=B:USR1@60"} <= set(asked)
+    assert not any(each.startswith(("--nodes", "--cpus", "--gpus")) for each in asked)
+
+
+def test_cores_of_a_node_are_shared_by_its_tasks(tmp_path):
+    job = job_with(nodes=2, cpus=7, gpus=4, options={"save_before_s": 120})
+    asked = asked_for(script(job, tmp_path / "net.slurm", [], json_output=False))
+    assert {"--nodes=2", "--cpus-per-task=3", "--gpus-per-node=4"} <= set(asked)
+    assert "--signal=B:USR1@120" in asked
+
+
+@pytest.mark.parametrize("folder", ["net.slurm", "a folder's/net.slurm"])
+def test_a_shell_understands_it(tmp_path, folder):
+    text = script(job_with(), tmp_path / folder, ["--time=2"], json_output=True)
+    subprocess.run(["sh", "-n"], input=text, text=True, check=True)
+    assert asked_for(text)[-1] == "--time=2"
+
+
+def test_options_are_those_of_sbatch():
+    given = {"partition": "long", "time": 30, "exclusive": True, "save_before_s": 90}
+    assert sbatch_options(given) == ["--partition=long", "--time=30", "--exclusive"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"nodes": 3}, "launch.options.nodes: .* nodes, cpus and gpus are keys of"),
+        ({"Partition": "long"}, "launch.options.Partition: needs a long option of sbatch"),
+        ({"time": 1.5}, "launch.options.time = 1.5: needs text, a whole number, or true"),
+        ({"comment": "a\n#SBATCH --uid=0"}, "launch.options.comment = .*: needs text"),
+        ({"save_before_s": 0}, "save_before_s = 0: needs whole seconds from 1 to 65535"),
+    ],
+)
+def test_other_options_are_refused(options, says):
+    with pytest.raises(SpecError, match=says):
+        sbatch_options(options)
