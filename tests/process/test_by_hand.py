@@ -3,6 +3,8 @@
 import json
 import signal
 import socket
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,10 @@ from test_recovery import check_same_result, undisturbed
 from test_survival import STEPS_OF_A_RUN, reach
 
 from instep.errors import JoinError
+from instep.lab import netlab
 
+NO = netlab.why_not()
+needs_hosts = pytest.mark.skipif(NO is not None, reason=str(NO))
 pytestmark = pytest.mark.process
 
 __all__ = ["undisturbed"]  # the fixture
@@ -22,11 +27,19 @@ FIRST, SECOND, THIRD = "127.0.0.2:1", "127.0.0.3:1", "127.0.0.4:1"
 class Cluster:
     """Machines that are addresses of loopback, and the run that they join."""
 
-    def __init__(self, start: Start, folder: Path, workers: list[str], **more: object) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.master = f"127.0.0.1:{free.getsockname()[1]}"
-        self._start, self.token_file, self._folder = start, folder / "token", folder
-        servers, sync = more.pop("servers", []), more.pop("sync", "")
+    def __init__(
+        self,
+        start: Start,
+        folder: Path,
+        workers: list[str],
+        *,
+        servers: Sequence[str] = (),
+        sync: str = "",
+        address: str = "127.0.0.1",
+    ) -> None:
+        with socket.create_server((address, 0)) as free:
+            self.master = f"{address}:{free.getsockname()[1]}"
+        self._start, self.token_file = start, folder / "token"
         self._job = folder / "job.toml"
         self._job.write_text(
             f'name = "disturbed"\nrecipe = "{RECIPES / "slow_tiny.py"}:recipe"\nworkers = 2\n'
@@ -44,6 +57,12 @@ class Cluster:
     def machine(self, place: str, *more: object, token_file: Path | None = None) -> Started:
         words = ("host", "--join", self.master, "--token-file", token_file or self.token_file)
         return self._start("-m", "instep", *words, "--as", place, *more)
+
+    def emulated(self, space: str) -> Started:
+        """A machine with an address of its own, which says where it belongs."""
+        words = ("host", "--join", self.master, "--token-file", self.token_file)
+        there = ("ip", "netns", "exec", space, sys.executable, "-m", "instep", *words)
+        return self._start("-c", "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])", *there)
 
 
 def check_nothing_is_left(*programs: Started) -> None:
@@ -141,3 +160,29 @@ def test_servers_start_on_the_machines_that_are_theirs(start: Start, tmp_path: P
     assert roles == {0: "worker", 1: "worker", 2: "server"}
     assert first.end() == second.end() == third.end() == 0
     check_nothing_is_left(program, first, second, third)
+
+
+@needs_hosts
+@pytest.mark.timeout(180)
+@pytest.mark.slow
+def test_a_machine_that_is_disconnected_and_comes_back_keeps_its_place(
+    start: Start, tmp_path: Path, undisturbed: Path
+) -> None:
+    with netlab.Network(2) as network:
+        places = [f"{network.address(host)}:2222" for host in network.hosts]
+        cluster = Cluster(start, tmp_path, places, address=network.address(netlab.OUTSIDE))
+        program = cluster.run("network=private")
+        machines = [cluster.emulated(f"{network.name}-{host}") for host in network.hosts]
+        reach(program, 40)
+        for place, each in zip(places, machines, strict=True):
+            assert f"as {place}\n" in each.stderr
+        network.partition(["h2"])
+        program.until(lambda: len(program.events("generation_started")) > 1, "going on without it")
+        network.heal()
+        program.until(lambda: len(program.events("host_joined")) > 2, "whole again")
+        assert program.end() == 0, program.stderr
+        assert [each.end() for each in machines] == [0, 0]
+        check_same_result(program, undisturbed)
+        assert program.events("went_back") == []
+        assert all(each.stderr.count("joined") == 1 for each in machines)
+        check_nothing_is_left(program, *machines)

@@ -1,13 +1,21 @@
 """Jobs with `[cluster]`: which launcher they have, and what is wrong with one."""
 
 import socket
+import time
 
+import msgspec
 import pytest
 
 from instep.client.job_checks import check_job
+from instep.comm import messages as m
+from instep.comm.channel import Address, Channel
+from instep.comm.endpoint import Endpoint
 from instep.errors import SpecError
 from instep.launch.by_hand import ByHandLauncher
+from instep.launch.joining import _start
+from instep.launch.local import LocalLauncher
 from instep.spec_file import absolute, build, dump, load
+from instep.store.folder import host_log
 
 CLUSTER = {"master": "127.0.0.1:2220", "workers": ["a:1", "b:1"]}
 
@@ -81,3 +89,31 @@ def test_a_port_that_is_taken_is_refused(tmp_path):
         given = job({"token_file": str(tmp_path / "token"), "master": master})
         with pytest.raises(SpecError, match=f"{master}: nothing can listen there"):
             ByHandLauncher.of(given)
+
+
+def test_what_a_machine_lacks_is_in_the_log_of_its_host(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    cluster = {"token_file": str(tmp_path / "token"), "workers": ["127.0.0.1:1"]}
+    given = job({**cluster, "master": f"127.0.0.1:{port}"})
+    launcher, address = ByHandLauncher.of(given), Address("127.0.0.1", port)
+    channel = Channel.connect(address)
+    try:
+        channel.send(m.Join(token=(tmp_path / "token").read_text().strip()))
+        launch = launcher.settled(given.launch)
+        assert (launch.nodes, launch.address) == (1, "127.0.0.1")
+        launcher.start(Endpoint(address, "secret", 0), tmp_path)
+        assert channel.receive() == m.Joined(place="127.0.0.1:1")
+        order = channel.receive()
+        lacks = msgspec.structs.replace(order, needs={**order.needs, "sha256": "another"})
+        missing = _start(LocalLauncher(), lacks)
+        assert missing.startswith("does not have the recipe's file a.py.")
+        channel.send(m.HostEnded(code=2, detail=f"this machine {missing}"))
+        deadline = time.monotonic() + 5
+        while launcher.ended() is None:
+            assert time.monotonic() < deadline
+        assert launcher.ended() == 2
+        assert host_log(tmp_path, 0).read_text() == f"this machine {missing}\n"
+    finally:
+        channel.close()
+        launcher.stop()
