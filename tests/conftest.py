@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 import slurm as real_slurm
@@ -14,6 +15,10 @@ from disks import Disk, Ext4
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # else every program that a test starts compiles all of instep again, which takes 0.2 s each time
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# a verdict is not to depend on the machine's speed
+hypothesis.settings.register_profile("instep", deadline=None)
+hypothesis.settings.load_profile("instep")
 
 multiprocessing.set_forkserver_preload(["torch", "torch.distributed.fsdp"])
 

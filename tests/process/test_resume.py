@@ -114,7 +114,7 @@ def test_a_run_whose_every_process_was_killed_resumes_from_its_checkpoint(
     job.write_text(
         f'name = "killed"\nrecipe = "{RECIPES / "slow_tiny.py"}:recipe"\nworkers = 2\nseed = 5\n'
         '[train]\nepochs = 6\nglobal_batch = 16\ndeterminism = "bits"\n'
-        "[checkpoint]\nevery = 5\n"
+        "[checkpoint]\nevery = 5\n[arguments]\npause_s = 0.015\n"  # else it ends before the kill
     )
     program = start("-m", "instep", "run", job)
     program.until(lambda: program.is_training() and program.ledger["step"].max() >= 18, "far")

@@ -256,7 +256,8 @@ class MasterProcess(Process):
         self.stalled_until = 0.0
         self._soon = False
         self.at_death.append(self._leave)
-        board = SimpleNamespace(hub=self.hub, endpoint=SimpleNamespace(token="token"))
+        endpoint = SimpleNamespace(token="token")
+        board = SimpleNamespace(hub=self.hub, endpoint=endpoint, authority=None)
         self._run(lambda: self._make(board))
         if self.alive:
             world.listener.serve(self.hub)

@@ -1,12 +1,12 @@
-"""The master of predictions: hands out batches, and watches whoever predicts them.
+"""The master of predictions: hands out batches, and watches the workers that predict them.
 
 A batch needs no other, so there is no group, no generation and no commit, and most of the
 master of a training (`control/master.py`) has nothing to decide here. What is the same is the
 way processes start, and who watches whom: the launcher starts a fork server, which forks
 workers and reports their ends; workers and server send heartbeats, and one that is silent, or
 gets nothing done, is killed. A worker that ended is replaced, with all of its replica, and its
-batches go to whoever comes first. This master lives in the client: if it is killed, the others
-end, and the parts that are there are taken up by the same command.
+batches go to the first worker that asks. This master lives in the client: if it is killed, the
+others end, and the parts that are there are taken up by the same command.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class PredictMaster:
         now = time.monotonic()
         away, self._now = away_s(self._now, now), now
         for process in self._processes:
-            process.since += away  # nobody is to blame for a time in which this process slept
+            process.since += away  # no process is to blame for a time in which this one slept
         self._server.watch(now)
         for process in self._processes:
             self._watch(process, now)
@@ -334,7 +334,7 @@ class PredictMaster:
                 del self._starting[number]
                 self._blame(number, START, report.code, report.place)
             elif self._processes and self._confirmed:  # asked again in a while
-                self._say(f"worker {number} cannot be started: {report.error}; others go on")
+                self._say(f"worker {number} cannot be started: {report.error}; others continue")
             else:
                 raise WorkerError(
                     f"worker {number} cannot be started: {report.error}. End other processes, or "

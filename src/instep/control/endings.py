@@ -115,7 +115,7 @@ def of(code: int | None, step: int, place: Whereabouts | None = None) -> Failed:
         return failed("exit", f"the process ended with code {code} and said nothing{at}.", step)
     name = signal_name(code)
     hints = {
-        "SIGKILL": " Somebody killed it, or the system ran out of memory.",
+        "SIGKILL": " A person or a program killed it, or the system ran out of memory.",
         "SIGSEGV": " Native code of a library crashed.",
         "SIGBUS": " The disk or the shared memory may be full.",
     }

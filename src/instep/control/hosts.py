@@ -250,7 +250,7 @@ class Hosts:
         if not self.ready(self._now) or (self.several and worker in self._underway):
             return
         there = {**placed, **self._underway}
-        # nobody starts it later: the only host, which is slow, gets the message in its time
+        # it is not started later: the only host, which is slow, gets the message in its time
         living = [n for n in self._there if not (self.several and self.is_quiet(n))]
         if self._servers:  # each role on its own hosts, as long as there is one
             fit = [n for n in living if (n in self._servers) == (role == "server")]

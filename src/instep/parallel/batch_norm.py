@@ -124,7 +124,7 @@ class _Normalise(torch.autograd.Function):
                 "Expected more than 1 value per channel when training, got input size "
                 f"{given.size()}"
             )
-        count = max(count, 1.0)  # nobody may have any, where no sample could be read
+        count = max(count, 1.0)  # there may be none, where no sample could be read
         mean = (counts * means).sum(0) / count
         squares = (counts * (variances + (means - mean).square())).sum(0)
         if layer._reads.counts:

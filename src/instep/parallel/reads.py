@@ -62,7 +62,7 @@ class Reads:
         self.tells = True
         """Whether this worker's numbers are told; of those that run the same batch, one tells."""
         self.late = False
-        """Whether a pass goes on to its end where a worker was lost, since other processes of the
+        """Whether a pass runs to its end where a worker was lost, since other processes of the
         replica wait for it; then `failed` says so after it."""
         self.failed: PeerError | None = None
         """Why this generation's passes count nothing any more."""

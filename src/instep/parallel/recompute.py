@@ -70,5 +70,5 @@ def _again(
 
 def without_caches(options: dict[str, Any]) -> dict[str, Any]:
     """The same without a transformer's cache of keys: it would grow when a block runs again, and
-    nobody generates while gradients are recorded."""
+    nothing is generated while gradients are recorded."""
     return options | {name: None for name in _CACHES if name in options}

@@ -178,7 +178,7 @@ def _header(file: BufferedReader) -> tuple[dict[str, Entry], dict[str, str]]:
     spans = sorted(row.data_offsets for row in rows.values())
     for before, after in pairwise([(0, 0), *spans, (size - 8 - length, 0)]):
         if before[1] != after[0]:
-            raise ValueError(f"its data end at {before[1]} and go on at {after[0]}")
+            raise ValueError(f"its data end at {before[1]} and continue at {after[0]}")
     return {
         name: Entry(
             row.dtype,

@@ -240,7 +240,7 @@ def _states(
 ) -> Iterable[tuple[str, Any]]:
     """What a plain optimizer kept, by the names of its parameters."""
     for number, kept in state.get("state", {}).items():
-        if names is None:  # nobody will look for them by name
+        if names is None:  # they are not looked for by name
             yield from ((f"{group}/{number}/{name}", value) for name, value in kept.items())
             continue
         if not isinstance(number, int) or number >= len(names):

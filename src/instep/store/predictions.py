@@ -1,7 +1,7 @@
 """The folder of predictions that are being made: a part for each batch, and what was asked for.
 
 A part is written under another name and then renamed, so it is there whole or not at all, and
-whoever predicts the batch again puts the same bytes there. The folder is kept until the parts
+a worker that predicts the batch again puts the same bytes there. The folder is kept until the parts
 are one file, so a command that was interrupted is taken up. How parts become one file is in
 `joined.py`. Nothing here knows processes, models or torch. Way in: `Predictions`.
 """
@@ -29,7 +29,7 @@ FORMATS = (".safetensors", ".npz", ".jsonl")
 """What the file of predictions may be, by its suffix."""
 
 COPY = "model.safetensors"
-"""The copy of a checkpoint's model: a run that goes on may delete the checkpoint."""
+"""The copy of a checkpoint's model: a run that continues may delete the checkpoint."""
 
 _PLAN, _DATASET, _LOCK = "plan.json", "dataset.json", "lock"
 _PART = re.compile(r"batch-(\d{8,})\.part", re.ASCII)

@@ -2,7 +2,7 @@
 
 Gradients are gathered in flat buckets (Li et al. 2020, arXiv:2006.15704). A
 bucket is summed over the ranks as soon as its gradients are there, in the
-background, while the backward pass goes on with earlier layers. Weights are
+background, while the backward pass continues with earlier layers. Weights are
 applied as a gradient enters its bucket, so the sum is the mean over the true
 number of samples, whatever each rank's share. How it is summed, to rounding
 or to the bit, is the business of `sums.py`.
@@ -277,7 +277,7 @@ class _Carried(NamedTuple):
 
     def fill(self, slot: Tensor, layout: Layout, comm: Comm) -> None:
         """Have a slot begin with them. A rank that has its place of before gets them as they lay,
-        so that steps go on to the bit."""
+        so that further steps have the same bits."""
         if self.flat is not None and (self.rank, self.owners) == (comm.rank, layout.owners):
             slot.copy_(self.flat)
         else:

@@ -176,7 +176,7 @@ class Strategy(Protocol):
         """A backward pass is about to run whose gradients count `weight`.
 
         `last` says that this rank runs no other in this step, so what is
-        ready may be sent while the pass goes on.
+        ready may be sent while the pass continues.
         """
 
     def gradient(self, slot: int, gradient: Tensor) -> None:
@@ -226,7 +226,7 @@ class Strategy(Protocol):
         """After `hand_out`: call `update`, which moves parameters, take the gradients away, and
         make what was staged the state of this commit.
 
-        Nobody is talked to, and what is raised ends this process.
+        Nothing is exchanged, and what is raised ends this process.
 
         Returns:
             What `update` gave.

@@ -1,4 +1,4 @@
-"""The norm of a gradient, with the same bits whoever holds which part of it.
+"""The norm of a gradient, with the same bits whichever process holds which part.
 
 Each gradient is taken as one flat tensor and cut into blocks. The squares of a block are summed
 on their own, and the sums of all blocks are added without rounding. So it matters neither in

@@ -4,8 +4,8 @@ As in the parameter server of Li et al. (2014, OSDI), but in lockstep: every ste
 workers. Gradients fill buckets as in `all_reduce.py`, whose promises about sums hold here. But a
 full bucket is not summed by all: each segment of it goes to the server that has it (`cuts.py`),
 which adds up in rank order. When all have agreed on the step, `prepare` has the servers move
-their parts, and send them to everybody; so all hold the same parameters, servers too, and
-whoever is left can give them to a newcomer.
+their parts, and send them to all; so all hold the same parameters, servers too, and
+any that is left can give them to a new worker.
 
 A server's optimizer state is its own alone. It lies in ordinary memory, moves there before it is
 known whether the step happens, and is copied into a slot of memory that outlives the process. A
@@ -109,7 +109,7 @@ class ServerSync(Gathering):
         if self._mine >= 0:
             self._shared.new[self._mine].load()
             self._hold(at)
-        comm.all_reduce(torch.zeros(1)).wait()  # whoever is through knows that all servers hold
+        comm.all_reduce(torch.zeros(1)).wait()  # after it, each knows that all servers hold
         self._moved = False
 
     def _share_out(self) -> None:
@@ -138,7 +138,7 @@ class ServerSync(Gathering):
             raise WorkerError(
                 f"the optimizer state of server {self._mine} of {len(self._servers)} was lost with "
                 "the memory of its host, or its fork server, and no other process has it. Resume "
-                "the run: it goes on from the newest checkpoint."
+                "the run: it continues from the newest checkpoint."
             )
         if held is None:
             self._stage(at)

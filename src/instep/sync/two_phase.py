@@ -8,7 +8,7 @@ their results are equal to the bit (as in 1-bit Adam: Tang et al. 2021, arXiv:21
 What a codec drops is carried over to the next step (error feedback: Karimireddy et al.
 2019, arXiv:1901.09847): each rank has a residual of what it sent, each owner one of what
 it passed on. All are in the unit of the sum, so that their total over the ranks is what
-counts, whoever holds it: results + residuals after = contributions + residuals before.
+counts, whichever rank holds it: results + residuals after = contributions + residuals before.
 
 It knows nothing of parameters' gradients, weights, steps or votes. Residuals lie in two
 slots of memory: one is as committed, into the other the next is written while it is
@@ -86,7 +86,7 @@ class Layout:
     def state_of(self, slot: Tensor, rank: int) -> dict[str, Tensor]:
         """A rank's total residual for each parameter, in its shape, from one of its slots.
 
-        Whoever finds the memory of a process that is gone reads it by this.
+        A process that finds the memory of one that is gone reads it by this.
         """
         state = {}
         for number, (sent, owned) in enumerate(self.cut(slot, rank)):
@@ -155,7 +155,7 @@ class TwoPhase:
         self._cut = [layout.cut(slot, comm.rank) for slot in self._slots]
         self._committed = 0
         buckets = range(len(layout.buckets))
-        # never 0: each bucket is a message that nobody can do without, also if nothing is in it
+        # never 0: each bucket is a message that all wait for, also if nothing is in it
         sizes = [codec.size(layout.longest(number)) for number in buckets]
         self._bytes = [-(-max(size, 1) // ALIGNED_BYTES) * ALIGNED_BYTES for size in sizes]
         self._out = [self._memory(number, device) for number in buckets]

@@ -229,16 +229,16 @@ class Loop(ABC):
                 return
             self._leave(broken or FellowFailed())
 
-    def _meet_fellows(self) -> None:  # noqa: B027  # alone, there is nobody to meet
+    def _meet_fellows(self) -> None:  # noqa: B027  # alone, it meets no other
         """Called with a new generation: wait until all processes of this replica have it."""
 
     def _fellows_agree(self, well: bool) -> bool:
-        """Whether all processes of this replica can go on; each calls it once after it has tried
+        """Whether all processes of this replica can continue; each calls it once after it has tried
         to join a group, and after every step. Alone, a replica's process need not ask."""
         return well
 
     def _end_of_step(self) -> None:
-        """Go on only if all processes of this replica can: none may wait in a pass for one that
+        """Continue only if all processes of this replica can: none may wait in a pass for one that
         has left the group."""
         if not self._fellows_agree(True):
             raise FellowFailed
@@ -446,7 +446,7 @@ class Loop(ABC):
         return self.engine.commit()
 
     def _ends(self, step: int, agreed: Agreement, norm: float | None) -> bool:
-        """Whether this session ends with a step, though nobody asked for it."""
+        """Whether this session ends with a step, although no stop was asked for."""
         diverged = bool(self.stopping.not_finite(agreed.loss, norm))
         return diverged or step in (self.last_step, self.job.train.stop_after_steps)
 

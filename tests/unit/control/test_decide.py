@@ -589,11 +589,9 @@ class AnyStoryThatRecovers(AnyStory):
 
 
 TestAnyStoryThatRecovers = AnyStoryThatRecovers.TestCase
-TestAnyStoryThatRecovers.settings = settings(
-    max_examples=100, stateful_step_count=30, deadline=None
-)
+TestAnyStoryThatRecovers.settings = settings(max_examples=100, stateful_step_count=30)
 TestAnyStory = AnyStory.TestCase
-TestAnyStory.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+TestAnyStory.settings = settings(max_examples=60, stateful_step_count=20)
 
 
 def test_an_interrupt_before_the_first_group_has_formed_ends_the_run_at_once():

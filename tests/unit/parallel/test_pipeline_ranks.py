@@ -1,6 +1,7 @@
 """Pipelines over real processes train as one process does."""
 
 import os
+import time
 
 import pytest
 import torch
@@ -160,6 +161,93 @@ def lose_one(comm, meeting):
 def test_a_stage_that_is_killed_is_noticed(tmp_path):
     found = run_processes(2, lose_one, tmp_path, str(tmp_path / "world"))
     assert found == ["survived", None]
+
+
+class Trimmed(nn.Module):
+    """Leaves out what is padding (0) in all samples of a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 6), nn.Linear(6, 3)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, tokens):
+        tokens = tokens[:, : int((tokens > 0).sum(1).max())]
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return (self.head(x) * (tokens > 0)[..., None]).sum(1)
+
+
+def trimming(comm, meeting, schedule):
+    """Parts of other lengths, and one that counts for nothing; beside the whole batch."""
+    dist.init_process_group("gloo", f"file://{meeting}", rank=comm.rank, world_size=comm.size)
+    torch.manual_seed(4)
+    model = Trimmed().double()
+    tokens = torch.randint(1, 9, (10, 8))
+    for part, length in enumerate((3, 7, 5, 3, 8)):
+        tokens[2 * part : 2 * part + 2, length:] = 0
+    target = torch.arange(10) % 3
+    target[4:6] = -1
+
+    def call(batch, _):
+        counting = batch["target"] >= 0
+        if not counting.any():
+            return None
+        outputs = model(batch["tokens"])[counting]
+        loss = nn.functional.cross_entropy(outputs, batch["target"][counting])
+        return loss, float(counting.sum())
+
+    batch = {"tokens": tokens, "target": target}
+    loss, weight = call(batch, 10)
+    (loss * weight).backward()
+    whole = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    cuts = [f"blocks.{n}" for n in ((2,) if schedule == "1f1b" else (1, 2, 3))]
+    options = {"group": dist.group.WORLD, "parts": 5, "schedule": schedule, "cuts": cuts}
+    pipeline = Pipeline(model, call, batch, 10, **options)
+    for number in (1, 2):
+        pipeline.run(batch, 10, number)
+        pipeline.sum_shared()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, number * whole[name], rtol=0, atol=1e-12)
+    return len(pipeline.held)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_parts_whose_activations_have_other_shapes_than_those_before_count_too(tmp_path, schedule):
+    assert run_processes(2, trimming, tmp_path, str(tmp_path / "world"), schedule) == [5, 6]
+
+
+class Held(nn.Linear):
+    """A block that waits for a file to exist."""
+
+    file = None
+
+    def forward(self, x):
+        deadline = time.monotonic() + 10
+        while self.file is not None and not self.file.exists():
+            assert time.monotonic() < deadline, "the next part was not sent meanwhile"
+            time.sleep(0.001)
+        return super().forward(x)
+
+
+def receive_early(comm, meeting, file):
+    """Of two parts, the first rank has sent both while the second rank computes the first."""
+    dist.init_process_group("gloo", f"file://{meeting}", rank=comm.rank, world_size=comm.size)
+    model, batch = nn.Sequential(nn.Linear(4, 4), Held(4, 4)), torch.randn(4, 4)
+    given = model, lambda part, size: (model(part).square().mean(), size), batch, 4
+    pipeline = Pipeline(*given, group=dist.group.WORLD, parts=2, cuts=["1"])
+    model[1].file = file if comm.rank else None
+    found = pipeline.results(batch, 4, 1, given[1])
+    if comm.rank == 0:
+        file.touch()
+    return len(found)
+
+
+def test_a_part_is_received_while_the_part_before_is_computed(tmp_path):
+    args = str(tmp_path / "world"), tmp_path / "sent"
+    assert run_processes(2, receive_early, tmp_path, *args) == [0, 2]
 
 
 FAMILIES = [

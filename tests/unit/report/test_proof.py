@@ -19,7 +19,6 @@ from instep.store.run_folder import RunFolder
 from made_up_runs import make_ledger, make_run, write_events, write_ledger
 
 unhurried = settings(
-    deadline=None,
     max_examples=80,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -79,13 +79,13 @@ states = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(states)
 def test_any_nested_state_comes_back_with_its_values_and_types(state):
     assert same(through_json(state), state)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),

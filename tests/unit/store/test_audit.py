@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from instep.store.audit import audit
 from made_up_runs import make_ledger
 
-unhurried = settings(deadline=None, max_examples=60)
+unhurried = settings(max_examples=60)
 shapes = st.tuples(
     st.integers(1, 40),  # samples
     st.integers(1, 12),  # global batch

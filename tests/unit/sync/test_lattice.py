@@ -73,7 +73,7 @@ def dealt(parts, ranks, seed):
     return shares
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     dtype=st.sampled_from(TYPES),
     parts=st.integers(1, 9),

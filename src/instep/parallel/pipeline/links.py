@@ -6,13 +6,26 @@ circle. A message between two stages of one rank is a reference. Blocks are not 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from instep.errors import PeerError
+
+
+class Form(NamedTuple):
+    """Of a tensor that is sent."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+def form_of(tensor: Tensor) -> Form:
+    """The form of a tensor."""
+    return Form(tensor.shape, tensor.dtype, tensor.device)
 
 
 class Links:
@@ -43,11 +56,11 @@ class Links:
         self._sending = [each for each in self._sending if not each[0].is_completed()]
         self._sending.append((work, tensor))
 
-    def expect(self, shape: torch.Size, like: Tensor, rank: int, tag: int) -> Incoming:
-        """Begin to receive a tensor of this shape, with type and device of `like`."""
+    def expect(self, like: Tensor | Form, rank: int, tag: int) -> Incoming:
+        """Begin to receive a tensor that has the shape, type and device of `like`."""
         if rank == self.rank:
             return Incoming(None, None, self._own, tag)
-        tensor = torch.empty(shape, dtype=like.dtype, device=like.device)
+        tensor = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         try:
             work = self._group.recv([tensor], rank, tag)
         except RuntimeError as error:

@@ -10,6 +10,7 @@ Replicas, optimizers and the job are not known here.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from instep.comm.dtensors import local_part
 from instep.parallel.pipeline.blocks import Call, find
 from instep.parallel.pipeline.choose import choose, stages_of
 from instep.parallel.pipeline.crossing import Entry, go_back
-from instep.parallel.pipeline.links import Incoming, Links
+from instep.parallel.pipeline.links import Form, Incoming, Links, form_of
 from instep.parallel.pipeline.parts import cut, rows_in
 from instep.parallel.pipeline.schedule import Action, orders
 from instep.parallel.pipeline.stages import Arrival, Passed, Runner
@@ -179,12 +180,12 @@ class Pipeline:
             own = _flat(parameters[name])
             if rank == owner:
                 for other in others:
-                    own += links.expect(own.shape, own, other, 2 * tag).wait()
+                    own += links.expect(own, other, 2 * tag).wait()
                 for other in others:
                     links.send(own, other, 2 * tag + 1)
             else:
                 links.send(own, owner, 2 * tag)
-                own = links.expect(own.shape, own, owner, 2 * tag + 1).wait()
+                own = links.expect(own, owner, 2 * tag + 1).wait()
             _set_grad(parameters[name], own)
         links.finish()
 
@@ -273,7 +274,12 @@ def find_cuts(
 
 
 class _Batch:
-    """One micro-batch on its way through this rank's stages."""
+    """One micro-batch on its way through this rank's stages.
+
+    What a forward pass needs from another rank is expected before the pass that comes before it on
+    this rank: gloo sends nothing until then. What has to be known for that is what parts of the
+    same size had. A part that has something else is sent again.
+    """
 
     def __init__(
         self,
@@ -293,12 +299,19 @@ class _Batch:
         self._stages = len(owner._first)
         self._entries: dict[tuple[int, int], Entry] = {}
         self._graphs: dict[tuple[int, int], tuple[list[Tensor], list[Incoming]]] = {}
+        self._usual: dict[tuple[int, int], list[Form]] = {}
+        self._ahead: deque[Action] = deque()
+        self._early: dict[tuple[int, int], list[Incoming]] = {}
         self.results: list[Any] = []
 
     def run(self) -> None:
         """All that this rank has to do."""
-        for forward, stage, part in self._owner.order(len(self._parts), self._backward):
+        order = self._owner.order(len(self._parts), self._backward)
+        self._ahead.extend(action for action in order if action.forward)
+        for forward, stage, part in order:
             if forward:
+                self._ahead.popleft()
+                self._expect_next()
                 self._go_forward(stage, part)
             else:
                 self._go_back(stage, part)
@@ -315,6 +328,7 @@ class _Batch:
             boundary.expect(arrivals, owner.cuts[stage - 1])
             if not received:
                 received[:] = self._received(stage, part, arrivals)
+                self._expect_next()
             self._entries[stage, part] = entry = Entry()
             return entry.begin(received, boundary.differentiable)
 
@@ -323,6 +337,10 @@ class _Batch:
         passed = self._runner.forward(first, stop, lambda: call(batch, samples), key, receive)
         if passed.empty:  # on every stage
             self._graphs[stage, part] = [], []
+            for each in self._early.pop((stage, part), []):
+                each.wait()
+            if stage + 1 < self._stages:
+                self._send_usual(stage + 1, part)
             return
         if stage + 1 == self._stages:
             self.results.append(passed.result)
@@ -331,35 +349,65 @@ class _Batch:
             return
         self._send(stage, part, passed)
 
-    def _received(self, stage: int, part: int, arrivals: list[Arrival]) -> list[Tensor]:
-        coming = [
-            self._links.expect(
-                arrival.like.shape,
-                arrival.like,
-                self._rank(stage - 1),
-                self._tag(stage, part, leaf),
-            )
-            for leaf, arrival in enumerate(arrivals)
+    # ---- messages
+
+    def _usual_of(self, stage: int, part: int) -> list[Form]:
+        """What crossed the cut in front of a stage in an earlier part of the same size; both ranks
+        at the cut know the same."""
+        return self._usual.get((stage, self._parts[part][1]), [])
+
+    def _is_usual(self, stage: int, part: int, forms: list[Form]) -> bool:
+        """Whether a part has what others of its size had, as the first one has."""
+        return self._usual.setdefault((stage, self._parts[part][1]), forms) == forms
+
+    def _expect_next(self) -> None:
+        """Begin to receive what the next forward pass needs, as soon as its forms are known."""
+        if not self._ahead or self._links.size == 1:
+            return
+        _, stage, part = self._ahead[0]
+        if (stage, part) not in self._early and (usual := self._usual_of(stage, part)):
+            self._early[stage, part] = self._expect(usual, stage, part)
+
+    def _expect(
+        self, forms: list[Form], stage: int, part: int, *, again: bool = False
+    ) -> list[Incoming]:
+        rank = self._rank(stage - 1)
+        return [
+            self._links.expect(form, rank, self._tag(stage, part, leaf, again=again))
+            for leaf, form in enumerate(forms)
         ]
-        return [each.wait() for each in coming]
+
+    def _received(self, stage: int, part: int, arrivals: list[Arrival]) -> list[Tensor]:
+        forms = [form_of(arrival.like) for arrival in arrivals]
+        usual = self._is_usual(stage, part, forms)
+        coming = self._early.pop((stage, part), None)
+        coming = coming or self._expect(self._usual_of(stage, part), stage, part)
+        found = [each.wait() for each in coming]
+        if not usual:
+            found = [each.wait() for each in self._expect(forms, stage, part, again=True)]
+        return found
 
     def _send(self, stage: int, part: int, passed: Passed) -> None:
-        boundary = self._owner._boundaries[stage]
+        boundary, rank = self._owner._boundaries[stage], self._rank(stage + 1)
         sent = boundary.sent(passed.leaves, self._owner.cuts[stage])
+        usual = self._is_usual(stage + 1, part, [form_of(tensor) for tensor in sent])
+        if not usual:
+            self._send_usual(stage + 1, part)
         for leaf, tensor in enumerate(sent):
-            self._links.send(tensor, self._rank(stage + 1), self._tag(stage + 1, part, leaf))
+            self._links.send(tensor, rank, self._tag(stage + 1, part, leaf, again=not usual))
         if self._backward:
             going = boundary.returning(sent)
             coming = [
-                self._links.expect(
-                    tensor.shape,
-                    tensor,
-                    self._rank(stage + 1),
-                    self._tag(stage + 1, part, leaf, back=True),
-                )
+                self._links.expect(tensor, rank, self._tag(stage + 1, part, leaf, back=True))
                 for leaf, tensor in enumerate(going)
             ]
             self._graphs[stage, part] = going, coming
+
+    def _send_usual(self, stage: int, part: int) -> None:
+        """Something for a rank that expects what other parts had."""
+        for leaf, (shape, dtype, device) in enumerate(self._usual_of(stage, part)):
+            nothing = torch.zeros(shape, dtype=dtype, device=device)
+            self._links.send(nothing, self._rank(stage), self._tag(stage, part, leaf))
 
     def _go_back(self, stage: int, part: int) -> None:
         ends, coming = self._graphs.pop((stage, part))
@@ -376,6 +424,8 @@ class _Batch:
     def _rank(self, stage: int) -> int:
         return stage % self._links.size
 
-    def _tag(self, stage: int, part: int, leaf: int, *, back: bool = False) -> int:
+    def _tag(
+        self, stage: int, part: int, leaf: int, *, back: bool = False, again: bool = False
+    ) -> int:
         """Of a tensor that crosses the cut in front of a stage."""
-        return ((part * self._stages + stage) * 2 + back) * _LEAVES + leaf
+        return ((part * self._stages + stage) * 3 + back + 2 * again) * _LEAVES + leaf

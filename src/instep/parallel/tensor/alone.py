@@ -255,7 +255,7 @@ class _Kept(torch.autograd.Function):
 
 
 class _Given(torch.autograd.Function):
-    """Records the gradient of a tensor, and goes on with the whole model's."""
+    """Records the gradient of a tensor, and continues with the whole model's."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, grads: list[Any], number: int, known: Any) -> Tensor:

@@ -2,7 +2,7 @@
 
 All ranks of a tensor axis have the same random state. Where one draws for a part of a tensor, as
 dropout between two cut layers does, it draws for the whole tensor and takes its part: so masks are
-those of one process, differ between ranks, and all generators go on alike. Generators and layers
+those of one process, differ between ranks, and all generators stay alike. Generators and layers
 are not known here.
 """
 

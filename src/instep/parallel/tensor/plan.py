@@ -39,8 +39,8 @@ class Crossing:
     """Of the tensor among those of the module's inputs, or outputs."""
     change: Change
     """`gather`: it arrives split and is gathered; `gather_sum`: so, and each rank has a summand of
-    the gradient; `split`: a rank goes on with its part; `sum_split`: so, after the sum of what the
-    ranks have."""
+    the gradient; `split`: a rank keeps its part; `sum_split`: so, after the sum of what the ranks
+    have."""
     dim: int
     """Of the sequence, counted from the last."""
     stretch: str

@@ -176,7 +176,7 @@ class PlainLines:
                 f"  {plural(event['samples'], 'sample')}"
             )
         if what == "validated":
-            took = event["seconds"]  # 0 where nobody knows: of an own loop's own evaluation
+            took = event["seconds"]  # 0 where it is not known: of an own loop's own evaluation
             return f"validated  step {readable_count(event['step'])}  {metrics_in_words(event)}" + (
                 f"  in {readable_seconds(took)}" if took else ""
             )

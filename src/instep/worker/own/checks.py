@@ -64,7 +64,7 @@ def refuse(job: JobSpec) -> None:
     """
     if job.train.batch_norm == "global":
         raise SpecError(
-            "train.batch_norm = 'global' needs a recipe: in your own loop nobody knows which "
+            "train.batch_norm = 'global' needs a recipe: in your own loop it is not known which "
             "pass a layer is in. Leave it out."
         )
     if job.train.steps is not None:

@@ -1,6 +1,6 @@
 """Evaluation in the user's own loop: whole batches dealt to the processes, outputs gathered.
 
-Batch k holds the samples that it would hold in a plain `DataLoader`, whoever has it. A
+Batch k holds the samples that it would hold in a plain `DataLoader`, on whichever process. A
 *part* is every so-many-th batch; each process has one, and keeps it where the
 ranks change. What goes into the models, and what comes out, is the user's.
 """

@@ -9,7 +9,7 @@ every `.grad` holds the agreed gradient, so clipping and edits see it; then
 
 Where a worker is lost, nothing is raised into the user's code: what is left of the
 iteration does nothing, and the loader gives the step's batches once more. What talks
-between two steps (`sum`, `gather`, `validated`) is repeated with whoever is there then; a
+between two steps (`sum`, `gather`, `validated`) is repeated with the workers that are there then; a
 worker that takes another's place is answered from a log (`calls.py`).
 """
 
@@ -53,7 +53,7 @@ from instep.worker.step.update import OF_UPDATE, Update
 _PLATEAU = "the step() of ReduceLROnPlateau"
 
 _LOOK_S = 0.05
-"""How often those look for a newcomer who cannot go on without one."""
+"""How often processes that cannot continue without a new worker look for one."""
 
 
 class Batch(NamedTuple):
@@ -63,7 +63,7 @@ class Batch(NamedTuple):
 
 
 class _PartsMissing(Exception):
-    """Of an evaluation: who had them is lost, and nobody has come in its place yet."""
+    """Of an evaluation: the worker that had them is lost, and has not been replaced yet."""
 
 
 class Iteration:
@@ -155,7 +155,7 @@ class OwnLoop(Loop):
         self._items: Generator[Any] | None = None
         self._left_epoch = 0  # the step that ended the epoch the loader left last
         self._queued = False  # a callback at the end of the present backward pass
-        self._direct = False  # the optimizer is to move now, whoever calls it
+        self._direct = False  # the optimizer is to move now, whichever code calls it
         self._unscaled = False
         self._rests = False  # the loader's next epoch is what is left of the present one
         self._tells = False  # the loss, by `weigh` or `record`
@@ -604,7 +604,7 @@ class OwnLoop(Loop):
         is where a stop has cut the epoch short.
         """
         if self._now is None:
-            if self.stopped and self.step % self._per_epoch:  # the epoch is to go on one day
+            if self.stopped and self.step % self._per_epoch:  # the epoch is to be continued
                 return None
             return original(*args, **kwargs) if self._update.between.is_new() else None
         now = self._now
@@ -741,7 +741,7 @@ class OwnLoop(Loop):
                     scheduled=not self.stopped,
                 )
             told = not self.stopped and self.stopping.after_validation(self.step, metrics)
-            if self.member.recovers:  # who comes later is not to tell it: somebody has
+            if self.member.recovers:  # a later worker is not to tell it again
                 evaluation.exchange(comm, self.device, "session.validated", Piece(0, []))
             return [told]
 
@@ -870,8 +870,9 @@ class OwnLoop(Loop):
 
     def _left(self, why: str) -> SpecError:
         return SpecError(
-            f"the loop was left in the middle of step {self.step}: {why}. Go on to the end of "
-            "the loader, use train.stop_after_steps, or leave when session.step is your last step."
+            f"the loop was left in the middle of step {self.step}: {why}. Iterate to the "
+            "end of the loader, use train.stop_after_steps, or leave when session.step is your "
+            "last step."
         )
 
     # ---- the end
@@ -883,7 +884,7 @@ class OwnLoop(Loop):
             True.
 
         Raises:
-            SpecError: the loop was left in the middle of a step, or others go on.
+            SpecError: the loop was left in the middle of a step, or others continue.
         """
         self._end_iteration()
         while True:

@@ -2,8 +2,8 @@
 
 There are as many participants as processes. Each `optimizer.step()` moves the parameters at once,
 by the gradient of this process alone. The last one of a round also ends it: the processes
-average how far they came, and commit. Where a worker is lost, its participant is another's
-until somebody takes its place: that process's loop then sees the batches of both, one
+average how far they came, and commit. Where a worker is lost, another takes over its participant
+until a new worker is there: that process's loop then sees the batches of both, one
 participant after the other, each from the beginning of the round. What a participant is, and
 how it is averaged, is in `worker/rounds.py`.
 """

@@ -37,7 +37,7 @@ class Buffers:
     Args:
         model: whose.
         parts: 0 for means that are equal to rounding; else the passes of a
-            step, at most, and the mean has the same bits whoever runs which.
+            step, at most, and the mean has the same bits whichever worker runs which.
         alone: whether each step is one pass, which may do what one machine may.
     """
 

@@ -60,7 +60,7 @@ class Beginning(NamedTuple):
     told: bool
     ends: bool
     settled: int
-    """Up to which commit nobody has to do again what follows one."""
+    """Up to which commit nothing that follows one has to be done again."""
     generation: int
     """The newest that one of them was inside, or may have been."""
 
@@ -81,7 +81,7 @@ def beginning(places: Sequence[Place]) -> Beginning:
     latest = max(place.generation for place in held)
     inside = [place for place in held if place.generation == latest]
     if all(place.prepared == newest + 1 and place.course == course for place in inside):
-        newest += 1  # nobody can have abandoned it, and one who is gone may have committed it
+        newest += 1  # none can have abandoned it, and one that is gone may have committed it
     tried = max(place.tried for place in held)
     begun = all(place.start_in_doubt == tried for place in held if place.tried == tried)
     holders = tuple(
@@ -91,7 +91,7 @@ def beginning(places: Sequence[Place]) -> Beginning:
         and (p.number == newest or (p.prepared == newest and p.generation == latest))
     )
     there = [places[rank] for rank in holders]
-    # the lowest rank saves and reports; if it is new, nobody knows how far it had come
+    # the lowest rank saves and reports; if it is new, how far it had come is not known
     new = places[0].number < 0
     settled = newest - 1 if new else min(p.settled for p in places if p.number >= 0)
     return Beginning(

@@ -132,7 +132,7 @@ class Dealing:
             self._begin_window()
             self._before, self._proposed = window, best
         else:
-            self._costs = costs  # the window goes on
+            self._costs = costs  # the window continues
         return False
 
     def _known(self, steps: list[list[float]]) -> list[float]:
@@ -156,7 +156,7 @@ class Dealing:
         best, even = (_time(self.counts(each), self._costs) for each in (speeds, None))
         return None if even * (1 - MARGIN) <= best else speeds
 
-    # ---- whoever has no work may have recovered
+    # ---- a worker without work may have recovered
 
     def _try_again(self) -> bool:
         """Where it is time, deal one micro-batch to a worker that has none."""

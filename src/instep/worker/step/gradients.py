@@ -13,8 +13,8 @@ class Gradients:
 
     Args:
         parameters: each has a slot, its place among them.
-        take: called with slot and gradient, while the backward pass goes on. The gradient is
-            its own to keep, and the parameter has none afterwards.
+        take: called with slot and gradient, while the backward pass continues. The gradient
+            is its own to keep, and the parameter has none afterwards.
     """
 
     def __init__(

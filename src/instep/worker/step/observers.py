@@ -24,7 +24,7 @@ class Observer(Protocol):
 
     Raises:
         PeerError: from `judge` and `unrepeatable`: the step does not happen.
-        WorkerError: from there and `passes_done`: this worker cannot go on.
+        WorkerError: from there and `passes_done`: this worker cannot continue.
     """
 
     @property

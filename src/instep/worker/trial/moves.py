@@ -2,8 +2,8 @@
 
 A layer that starts at zero hides the layers behind it.
 
-How far each is moved depends on the seed, its name and its values at the start. So whoever holds a
-part of it moves it as the holder of the whole does.
+How far each is moved depends on the seed, its name and its values at the start. So a
+process that holds a part of it moves it as one that holds the whole does.
 """
 
 from __future__ import annotations
