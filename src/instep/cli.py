@@ -147,6 +147,28 @@ def _print_ending(done: Run, args: argparse.Namespace) -> int:
     return done.exit_code
 
 
+def host(args: argparse.Namespace) -> int:
+    """Let this machine join a run whose job file has [cluster], and work for it."""
+    from instep.comm.channel import Address
+    from instep.launch.joining import Machine
+
+    name, _, port = args.join.rpartition(":")
+    if not name or not port.isdecimal():
+        raise SpecError(f"--join {args.join!r}: needs a machine and a port, such as node1:2220.")
+    machine = Machine(
+        Address(name, int(port)),
+        Path(args.token_file).absolute(),
+        args.place or "",
+        lambda text: print(f"host    {text}", file=sys.stderr, flush=True),
+    )
+    runs = machine.serve(stay=args.stay)
+    if args.json:
+        print(json.dumps({"runs": runs}))
+    else:
+        print(f"host    the run is over; its report is on {name}")
+    return 0
+
+
 def report(args: argparse.Namespace) -> int:
     """Write the report of a run again, or compare two runs."""
     from instep.report.figures.summary import summarise
@@ -430,6 +452,7 @@ COMMANDS = {
     "run": run,
     "resume": resume,
     "scale": scale,
+    "host": host,
     "report": report,
     "audit": audit,
     "replay": replay,
@@ -445,7 +468,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Train any PyTorch model across whatever machines there are, "
         "with the result of one machine.",
         epilog="Exit codes: 0 done, 2 wrong job or command, 3 recipe, 4 data, 5 a worker failed, "
-        "6 run folder, 7 checkpoint, 8 the loss was no finite number, 130 interrupted.",
+        "6 run folder, 7 checkpoint, 8 the loss was no finite number, 9 a machine may not join, "
+        "130 interrupted.",
     )
     parser.add_argument("--version", action="version", version=f"instep {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
@@ -478,6 +502,15 @@ def _parser() -> argparse.ArgumentParser:
     add = _command(commands, "scale").add_argument
     add("run", help="folder of a running job")
     add("--workers", type=int, required=True, metavar="N", help="new number of workers")
+
+    add = _command(commands, "host").add_argument
+    text = "where the machine of `instep run` listens: cluster.master of the job"
+    add("--join", required=True, metavar="ADDRESS", help=text)
+    text = "a copy of the file that `instep run` has written: cluster.token_file of the job"
+    add("--token-file", required=True, metavar="FILE", help=text)
+    text = "which machine of [cluster] this is (default: the one with its address)"
+    add("--as", dest="place", metavar="ADDRESS", help=text)
+    add("--stay", action="store_true", help="stay for the next run, until it is interrupted")
 
     add = _command(commands, "report").add_argument
     add("run", help="run folder")

@@ -8,7 +8,8 @@
     │   └── Unrepeatable         5   a step gave different gradients when it was computed again
     ├── PeerError                5   another process ended in the middle of a collective
     ├── RunError                 6   a run folder is missing, busy, or not what it should be
-    └── CheckpointError          7   a checkpoint is damaged, incomplete, or of another program
+    ├── CheckpointError          7   a checkpoint is damaged, incomplete, or of another program
+    └── JoinError                9   a machine may not join a run, or has lost it
 
 A run that the user interrupts ends with 130 (`INTERRUPTED`), saved or not. A run
 whose loss was not finite at the end ends with 8 (`DIVERGED`). An error prints as one
@@ -99,6 +100,12 @@ class CheckpointError(InstepError):
     """A checkpoint cannot be trusted: damaged, incomplete, or of another program."""
 
     exit_code = 7
+
+
+class JoinError(InstepError):
+    """A machine may not join a run, or has lost it."""
+
+    exit_code = 9
 
 
 def near_miss(given: str, known: Iterable[str]) -> str:

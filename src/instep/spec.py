@@ -502,7 +502,7 @@ class LaunchSpec(Section, frozen=True, kw_only=True):
 
     on: str = ""
     """What starts the processes: a key of `launch.LAUNCHERS`; empty: `hosts` if `hosts` is given,
-    otherwise `local`."""
+    `by_hand` if `[cluster]` is, otherwise `local`."""
 
     hosts: tuple[str, ...] = ()
     """For each host, the command that runs another command there, such as `"ssh node2"`; none:
@@ -569,6 +569,48 @@ class LaunchSpec(Section, frozen=True, kw_only=True):
                 )
 
 
+class ClusterSpec(Section, frozen=True, kw_only=True):
+    """Machines that join by hand: on each of them somebody starts `instep host`."""
+
+    master: str = ""
+    """Where the machine of `instep run` listens for the others, such as `"a:2220"`."""
+
+    workers: tuple[str, ...] = ()
+    """Machines for workers, `"b:2222"` each; the port tells hosts of one machine apart, and nothing
+    listens on it. Every one gets an even part of `workers` at the top."""
+
+    servers: tuple[str, ...] = ()
+    """Machines for the parameter servers alone; none: they are where the workers are."""
+
+    token_file: str = "cluster.token"
+    """The file with which a machine proves that it may join. Relative to the job file. `instep run`
+    writes it, and replaces it when it is a day old."""
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """All machines; the number of one is that of its host."""
+        return (*self.workers, *self.servers)
+
+    def __post_init__(self) -> None:
+        given = [("workers", place) for place in self.workers]
+        given += [("servers", place) for place in self.servers]
+        if not given and not self.master:
+            return
+        for key, place in [*given, ("master", self.master)]:
+            host, _, port = place.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+                raise ValueError(
+                    f"{key} has {place!r}: needs a machine and a port from 1 to 65535, such as "
+                    "'node1:2222'."
+                )
+        if not self.workers:
+            raise ValueError("workers is empty: name a machine for them, such as 'node1:2222'.")
+        every = (self.master, *self.places)
+        if len(set(every)) < len(every):
+            twice = next(place for place in every if every.count(place) > 1)
+            raise ValueError(f"{twice!r} is named twice. Give each its own port.")
+
+
 class ReportSpec(Section, frozen=True, kw_only=True):
     """What to write beside the report."""
 
@@ -628,11 +670,19 @@ class JobSpec(Section, frozen=True, kw_only=True):
     lora: LoraSpec = field(default_factory=LoraSpec)
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     launch: LaunchSpec = field(default_factory=LaunchSpec)
+    cluster: ClusterSpec = field(default_factory=ClusterSpec)
     report: ReportSpec = field(default_factory=ReportSpec)
     check: CheckSpec = field(default_factory=CheckSpec)
 
     arguments: dict[str, Any] = {}
     """Passed to the recipe function by name."""
+
+    @property
+    def server_hosts(self) -> range:
+        """Numbers of the hosts that are for parameter servers alone."""
+        if self.launch.on != "by_hand":
+            return range(0)
+        return range(len(self.cluster.workers), len(self.cluster.places))
 
     @property
     def per_commit(self) -> TrainSpec:
@@ -695,6 +745,7 @@ class JobSpec(Section, frozen=True, kw_only=True):
                 f"workers = {self.workers} but {key} = {most}: {self._who_needs_one} needs at "
                 f"least one {what}. {fewer}{key} to {passes} or more."
             )
+        self._settle_cluster()
         if self.check.corruption and self.train.determinism != "bits":
             raise ValueError(
                 f"check.corruption = true with train.determinism = {self.train.determinism!r}: "
@@ -705,6 +756,22 @@ class JobSpec(Section, frozen=True, kw_only=True):
             raise ValueError(
                 "check.corruption = true with data.unreadable = 'skip': a sample that only one of "
                 "two workers can read would look like corruption. Leave one of them out."
+            )
+
+    def _settle_cluster(self) -> None:
+        """A job with machines that join by hand waits for these, unless it says otherwise."""
+        launch = self.launch
+        if self.cluster.workers and launch.launcher == "hosts":
+            raise ValueError(
+                "both cluster.workers and launch.hosts name machines. Leave one of them out."
+            )
+        if self.cluster.workers and not launch.on:
+            launch = msgspec.structs.replace(launch, on="by_hand")
+            msgspec.structs.force_setattr(self, "launch", launch)
+        if launch.on == "by_hand" and not self.cluster.workers:
+            raise ValueError(
+                "launch.on = 'by_hand', but [cluster] names no machines. Set cluster.master and "
+                "cluster.workers."
             )
 
 

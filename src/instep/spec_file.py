@@ -47,7 +47,11 @@ def absolute(job: JobSpec, folder: Path) -> JobSpec:
     if start.model:
         start = msgspec.structs.replace(start, model=_absolute(start.model, folder))
     recipe = f"{_absolute(file, folder)}:{function}"
-    return msgspec.structs.replace(job, recipe=recipe, start=start)
+    cluster = job.cluster
+    if cluster.workers:
+        token_file = _absolute(cluster.token_file, folder)
+        cluster = msgspec.structs.replace(cluster, token_file=token_file)
+    return msgspec.structs.replace(job, recipe=recipe, start=start, cluster=cluster)
 
 
 def _absolute(path: str, folder: Path) -> str:

@@ -3,6 +3,9 @@
 import contextlib
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from contextlib import ExitStack
 
@@ -38,6 +41,10 @@ def launched(tmp_path, request, monkeypatch):
     master, made, place = listen(), [], ExitStack()
 
     def launch(name):
+        more = {}
+        if name == "by_hand":
+            more = {"cluster": cluster(tmp_path)}
+            place.enter_context(machine(**more["cluster"]))
         if name == "ray":
             request.getfixturevalue("ray_cluster")
         if name == "slurm":
@@ -46,8 +53,9 @@ def launched(tmp_path, request, monkeypatch):
                 monkeypatch.setenv(key, value)
         before = children()
         table = {"recipe": "a.py:a", "network": "private", "launch": LAUNCH.get(name, {})}
-        job = build({**table, "launch": {**table["launch"], "on": name}}, source="a test")
+        job = build({**table, "launch": {**table["launch"], "on": name}, **more}, source="a test")
         made.append(LAUNCHERS[name].of(job))
+        made[0].settled(job.launch)  # waits for machines that come by themselves
         made[0].start(Endpoint(Address(*master.getsockname()), "secret", 0), tmp_path)
         return made[0], lambda: children() - before
 
@@ -56,6 +64,24 @@ def launched(tmp_path, request, monkeypatch):
         each.stop()
     place.close()
     master.close()
+
+
+def cluster(folder):
+    """One of one machine, which joins on loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    token_file = str(folder / "token")
+    return {"master": f"127.0.0.1:{port}", "workers": ["127.0.0.1:1"], "token_file": token_file}
+
+
+@contextlib.contextmanager
+def machine(master, token_file, **_):
+    """One that joins; what counts as started is what the launcher starts on it."""
+    words = ["host", "--join", master, "--token-file", token_file]
+    joined = subprocess.Popen([sys.executable, "-P", "-m", "instep", *words])
+    yield
+    joined.kill()
+    joined.wait()
 
 
 def children():
@@ -83,7 +109,7 @@ def until(condition):
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_a_host_runs_until_it_is_told_to_stop_and_nothing_is_left(launched, name):
     launcher, started = launched(name)
-    assert started()
+    until(started)
     assert launcher.ended() is None
     assert not any("secret" in word for process in started() for word in process.cmdline())
     launcher.stop()
@@ -94,6 +120,7 @@ def test_a_host_runs_until_it_is_told_to_stop_and_nothing_is_left(launched, name
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_a_host_that_was_stopped_is_killed_and_one_that_runs_is_not(launched, name):
     launcher, started = launched(name)
+    until(started)
     launcher.end_if_stopped()
     assert launcher.ended() is None
     for process in started():

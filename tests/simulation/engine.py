@@ -306,6 +306,8 @@ class Peer:
         self.early: list[Any] = []
         """What arrived before anybody answered."""
         self.gone = False
+        self.shown = None
+        """No certificates are shown here."""
 
     def take(self, message: Any) -> None:
         """Something arrives."""

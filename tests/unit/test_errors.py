@@ -17,6 +17,7 @@ TREE = {
     "PeerError": 5,
     "RunError": 6,
     "CheckpointError": 7,
+    "JoinError": 9,
 }
 CLASSES = {
     name: cls

@@ -117,6 +117,11 @@ def _check_sync(job: JobSpec) -> None:
                     f"sync.{key} = {getattr(sync, key)!r}: {sync.name} agrees on every step. Leave "
                     "the key out, or use sync.name = 'averaging'."
                 )
+    if sync.name not in SERVERS and job.server_hosts:
+        raise SpecError(
+            f"cluster.servers = {list(job.cluster.servers)}: {sync.name} has no servers. Leave "
+            "the key out, or choose a strategy that has them."
+        )
     if sync.name not in SERVERS and sync.servers != 1:
         raise SpecError(
             f"sync.servers = {sync.servers}: {sync.name} has no servers. Leave the key out, or "

@@ -124,6 +124,40 @@ class StartWorker(Message, frozen=True):
     """What it is to show; None where connections are not encrypted."""
 
 
+class Join(Message, frozen=True):
+    """To the launcher, from a machine that somebody started `instep host` on."""
+
+    token: str
+    place: str = ""
+    """Which of the expected machines it is; empty: the one with its address."""
+    who: str = ""
+    """Machine and process in words."""
+
+
+class Joined(Message, frozen=True):
+    """It may stay, as this one."""
+
+    place: str
+
+
+class Serve(Message, frozen=True):
+    """To a machine that has joined: start a fork server."""
+
+    endpoint: dict[str, Any]
+    logs: str
+    run_id: str
+    needs: dict[str, Any]
+    """What the machine must have (`launch/node.py`)."""
+
+
+class EndIfStopped(Message, frozen=True):
+    """To a machine that has joined: kill the fork server, if it was stopped."""
+
+
+class Leave(Message, frozen=True):
+    """To a machine that has joined: the run is over."""
+
+
 class Adopt(Message, frozen=True):
     """To the host: report the ends of these workers too, which an earlier fork server started."""
 
@@ -452,6 +486,11 @@ AnyMessage: TypeAlias = (
     | Welcome
     | Refused
     | StartWorker
+    | Join
+    | Joined
+    | Serve
+    | EndIfStopped
+    | Leave
     | Adopt
     | Exited
     | Signal

@@ -103,6 +103,7 @@ class Hosts:
         send: sends a message to one of them.
         gather_s: how long the first that connects waits for the others.
         mesh: of a replica, whose processes are best kept together.
+        servers: numbers of the hosts that are for parameter servers alone.
         issue: what a process is to show; None where connections are not encrypted.
     """
 
@@ -113,8 +114,10 @@ class Hosts:
         *,
         gather_s: float = GATHER_S,
         mesh: MeshSpec,
+        servers: Collection[int] = (),
         issue: Callable[[Identity], Credentials | None] = lambda _: None,
     ) -> None:
+        self._servers = frozenset(servers)
         self.count, self._send, self._gather_s, self._mesh = count, send, gather_s, mesh
         self._issue = issue
         self._there: dict[int, _Host] = {}
@@ -249,6 +252,9 @@ class Hosts:
         there = {**placed, **self._underway}
         # it is not started later: the only host, which is slow, gets the message in its time
         living = [n for n in self._there if not (self.several and self.is_quiet(n))]
+        if self._servers:  # each role on its own hosts, as long as there is one
+            fit = [n for n in living if (n in self._servers) == (role == "server")]
+            living = fit or living
         size = together(self._mesh, -(-of // max(1, len(living))))
         near = Counter(host for n, host in there.items() if n // size == worker // size)
         workers = Counter(there.values())
@@ -279,12 +285,13 @@ class Hosts:
         if any(self._now - host.since < BALANCE_S for host in self._there.values()):
             return None
         workers = Counter(placed.values())
-        fullest = max(self._there, key=lambda number: workers[number], default=0)
-        fewest = min((workers[number] for number in self._there), default=0)
+        there = [number for number in self._there if number not in self._servers]
+        fullest = max(there, key=lambda number: workers[number], default=0)
+        fewest = min((workers[number] for number in there), default=0)
         if workers[fullest] - fewest < 2:
             return None
-        there = (worker for worker, host in placed.items() if host == fullest)
-        return max((worker for worker in there if worker not in stay), default=None)
+        movable = (worker for worker, host in placed.items() if host == fullest)
+        return max((worker for worker in movable if worker not in stay), default=None)
 
     # ---- processes on other machines
 

@@ -162,6 +162,7 @@ class Master:
             self._hub.send,
             gather_s=GATHER_S if known is None else BACK_S,
             mesh=job.mesh,
+            servers=job.server_hosts,
             issue=switchboard.issue,
         )
         if known is None:

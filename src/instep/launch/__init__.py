@@ -10,6 +10,7 @@ LAUNCHERS = Registry(
     "launcher",
     {
         "local": "instep.launch.local:LocalLauncher",
+        "by_hand": "instep.launch.by_hand:ByHandLauncher",
         "hosts": "instep.launch.hosts:HostsLauncher",
         "ray": "instep.launch.ray:RayLauncher",
         "slurm": "instep.launch.slurm:SlurmLauncher",

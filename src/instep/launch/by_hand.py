@@ -1,0 +1,149 @@
+"""Machines on each of which somebody starts `instep host`, in any order.
+
+Each keeps one connection to this end, on which it is told to start its fork server; `joining.py`
+is the other end. One that is lost counts as killed, and takes its place again when it is back.
+Everything happens in the caller's thread: each call takes in what has arrived.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from instep.comm import messages as m
+from instep.comm.endpoint import Endpoint
+from instep.errors import SpecError
+from instep.launch.gate import Gate
+from instep.launch.join_token import written
+from instep.launch.local import TIMEOUT_S
+from instep.launch.node import Needs, id_of
+from instep.spec import ClusterSpec, JobSpec, LaunchSpec
+from instep.store.folder import host_log
+from instep.words import plural
+
+
+@dataclass
+class _Host:
+    order: m.Serve | None = None
+    """What its machine is to do, also when it is back."""
+    logs: Path = Path()
+    code: int | None = None
+
+
+class ByHandLauncher:
+    """Has the machines of a cluster start fork servers, once they have joined.
+
+    Args:
+        cluster: which they are.
+        needs: what each must have.
+        address: of this machine, to listen on.
+
+    Raises:
+        SpecError: nothing can listen at `cluster.master`, or the token file cannot be written.
+    """
+
+    def __init__(self, cluster: ClusterSpec, needs: Needs, address: str) -> None:
+        self._cluster, self._address, self._waiting = cluster, address, False
+        self._needs: dict[str, Any] = msgspec.to_builtins(needs)
+        self._hosts = [_Host() for _ in cluster.places]
+        token = written(Path(cluster.token_file))
+        port = int(cluster.master.rpartition(":")[2])
+        self._gate = Gate((address, port), cluster.places, token, self._say)
+
+    @classmethod
+    def of(cls, job: JobSpec) -> ByHandLauncher:
+        """Listen for the machines of a job's cluster."""
+        for key in ("nodes", "cpus", "gpus", "address", "options"):
+            if value := getattr(job.launch, key):
+                raise SpecError(
+                    f"launch.{key} = {value!r} with launch.on = 'by_hand': [cluster] names the "
+                    "machines, and where they find this one. Leave it out."
+                )
+        return cls(job.cluster, Needs.of(job), _address(job))
+
+    def settled(self, launch: LaunchSpec) -> LaunchSpec:
+        """Once all machines are there; waits for them, and says for which."""
+        count, said, self._waiting = len(self._hosts), "", True
+        master, token_file = self._cluster.master, self._cluster.token_file
+        command = f"instep host --join {master} --token-file {token_file}"
+        self._say(f"waiting for {plural(count, 'machine')}. On each: {command}")
+        while missing := ", ".join(self._gate.missing):
+            if missing != said:
+                said = missing
+                self._say(f"missing {missing}")
+            self._turn(0.2)
+        self._say("all machines have joined")
+        self._waiting = False
+        return msgspec.structs.replace(launch, nodes=count, address=self._address)
+
+    def _say(self, text: str) -> None:
+        if self._waiting:  # later the run itself says what happens
+            print(f"cluster {text}", file=sys.stderr, flush=True)
+
+    def start(self, endpoint: Endpoint, logs: Path) -> None:
+        """Have a machine start a fork server, at once or when it is back."""
+        host = self._hosts[endpoint.host]
+        host.code, host.logs = None, logs
+        table: dict[str, Any] = msgspec.to_builtins(endpoint)
+        run_id = id_of(logs.parent)
+        host.order = m.Serve(endpoint=table, logs=str(logs), run_id=run_id, needs=self._needs)
+        self._gate.send(endpoint.host, host.order)
+
+    def ended(self, host: int = 0) -> int | None:
+        """The exit code of a fork server; None while it runs, or until its machine is back."""
+        self._turn(0.0)
+        return self._hosts[host].code
+
+    def end_if_stopped(self, host: int = 0) -> None:
+        """Have a machine kill its fork server, if it was stopped."""
+        self._gate.send(host, m.EndIfStopped())
+
+    def stop(self) -> None:
+        """Have all machines end what they started; one that is cut off does so by itself."""
+        self._gate.close(2 * TIMEOUT_S)
+
+    def _turn(self, timeout_s: float) -> None:
+        for number, message in self._gate.turn(timeout_s):
+            host = self._hosts[number]
+            match message:
+                case m.Joined() if host.order is not None and host.code is None:
+                    self._gate.send(number, host.order)
+                case m.HostEnded(code=code, detail=detail):
+                    host.code = code
+                    if detail:
+                        with suppress(OSError), open(host_log(host.logs, number), "a") as log:
+                            log.write(detail + "\n")
+                case None if host.order is not None and host.code is None:
+                    host.code = -signal.SIGKILL
+
+
+def _address(job: JobSpec) -> str:
+    """Where to listen, as a number.
+
+    Raises:
+        SpecError: it is no address, all of them, or one of a network that may not be private.
+    """
+    name, given = job.cluster.master.rpartition(":")[0], f"cluster.master = {job.cluster.master!r}"
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        why = error.strerror or error
+        raise SpecError(f"{given}: {name!r} leads to no address ({why}).") from None
+    if address == "0.0.0.0":
+        raise SpecError(
+            f"{given} means every address of this machine, and the run would listen on all its "
+            "networks. Give the one that the other machines reach."
+        )
+    if job.network != "private" and not address.startswith("127."):
+        raise SpecError(
+            f"{given} is reached from other machines, and traffic between them is not encrypted. "
+            'If only trusted machines reach that network, set network = "private".'
+        )
+    return address

@@ -1,0 +1,175 @@
+"""The door of a cluster: machines come by themselves, show the token, and take their places.
+
+It knows the places and who is in which, and nothing of what machines do there. A place has one
+machine. Where another asks for it, the first one keeps it if it is heard from.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from instep.comm import messages as m
+from instep.comm.channel import Hub, Peer
+from instep.errors import JoinError, SpecError
+
+PROOF_S = 5.0
+"""How long a connection may take to show the token."""
+
+SILENT_S = 3.0
+"""A machine that is silent for so long loses its place to another that asks for it."""
+
+REFUSED = "refused"
+"""All that anybody is told who has not shown the token."""
+
+
+@dataclass
+class _Place:
+    name: str
+    peer: Peer | None = None
+    who: str = ""
+    rival: tuple[Peer, str, float] | None = None
+    """Another that asks for this place, who it is, and since when."""
+
+
+class Gate:
+    """Listens, and lets in those that are expected.
+
+    Args:
+        address: of this machine, and a port.
+        places: `host:port` each.
+        token: what everybody must show.
+        say: told of those that are refused.
+
+    Raises:
+        SpecError: nothing can listen there.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        places: Sequence[str],
+        token: str,
+        say: Callable[[str], None],
+    ) -> None:
+        self._places, self._token, self._say = [_Place(name) for name in places], token, say
+        self._closing = False
+        try:
+            self._hub = Hub(socket.create_server(address, backlog=1024))
+        except OSError as error:
+            where = f"cluster.master is {address[0]}:{address[1]}"
+            raise SpecError(
+                f"{where}: nothing can listen there ({error.strerror}). Give an address of this "
+                "machine, and a port that is free."
+            ) from None
+
+    @property
+    def missing(self) -> list[str]:
+        """Places that nobody has."""
+        return [place.name for place in self._places if place.peer is None]
+
+    def send(self, number: int, message: m.AnyMessage) -> None:
+        """To the machine in a place, if there is one."""
+        if (peer := self._places[number].peer) is not None:
+            self._hub.send(peer, message)
+
+    def turn(self, timeout_s: float) -> Iterator[tuple[int, m.AnyMessage | None]]:
+        """What arrives within a time, by place; `Joined` of a new machine, None of a lost one."""
+        for peer, message in self._hub.receive(timeout_s):
+            number = next((n for n, place in enumerate(self._places) if place.peer is peer), -1)
+            if message is None:
+                yield from self._lose(peer)
+            elif number >= 0:
+                self._keep(self._places[number])
+                yield number, message
+            elif isinstance(message, m.Join) and not (peer.trusted or self._closing):
+                yield from self._ask(peer, message)
+            else:
+                self._refuse(peer, REFUSED)
+        now = time.monotonic()
+        for peer in self._hub.peers():
+            if not peer.trusted and now - peer.since > PROOF_S:
+                self._hub.drop(peer)
+        for place in self._places:
+            if place.rival is not None and now - place.rival[2] > SILENT_S:
+                yield from self._lose(place.peer)
+
+    def _ask(self, peer: Peer, asked: m.Join) -> Iterator[tuple[int, m.AnyMessage]]:
+        if not secrets.compare_digest(asked.token.encode(), self._token.encode()):
+            self._say(f"a machine at {_address(peer)} was refused: it has another token")
+            self._refuse(peer, REFUSED)
+            return
+        self._hub.trust(peer)
+        wanted = asked.place or _address(peer)
+        fit = [p for p in self._places if wanted == (p.name if asked.place else _lookup(p.name))]
+        place = min(fit, key=lambda place: place.peer is not None, default=None)
+        if place is None:
+            known = ", ".join(place.name for place in self._places)
+            why = f"the run expects no machine {wanted}. It expects {known}: say which with --as."
+            self._refuse(peer, why)
+        elif place.peer is None:
+            yield self._let_in(place, peer, asked.who)
+        elif place.rival is not None:
+            self._refuse(peer, _taken(place))
+        else:
+            place.rival = peer, asked.who, time.monotonic()
+
+    def _let_in(self, place: _Place, peer: Peer, who: str) -> tuple[int, m.AnyMessage]:
+        place.peer, place.who, joined = peer, who, m.Joined(place=place.name)
+        self._hub.send(peer, joined)
+        return self._places.index(place), joined
+
+    def _keep(self, place: _Place) -> None:
+        """The machine in a place was heard from: nobody else gets it."""
+        if place.rival is not None:
+            rival, place.rival = place.rival[0], None
+            self._refuse(rival, _taken(place))
+
+    def _lose(self, peer: Peer | None) -> Iterator[tuple[int, m.AnyMessage | None]]:
+        for number, place in enumerate(self._places):
+            if place.rival is not None and place.rival[0] is peer:
+                place.rival = None
+            if peer is not None and place.peer is peer:
+                self._hub.drop(peer)
+                place.peer, rival, place.rival = None, place.rival, None
+                yield number, None
+                if rival is not None and not self._closing:
+                    yield self._let_in(place, rival[0], rival[1])
+
+    def _refuse(self, peer: Peer, text: str) -> None:
+        self._hub.send(peer, m.Refused(kind="JoinError", text=text, exit_code=JoinError.exit_code))
+        self._hub.drop(peer)
+
+    def close(self, timeout_s: float) -> None:
+        """Have all leave, and wait for that; a second call does nothing."""
+        if self._closing:
+            return
+        self._closing = True
+        for number in range(len(self._places)):
+            self.send(number, m.Leave())
+        deadline = time.monotonic() + timeout_s
+        while len(self.missing) < len(self._places) and time.monotonic() < deadline:
+            for _ in self.turn(0.05):
+                pass
+        self._hub.close()
+
+
+def _taken(place: _Place) -> str:
+    who = f"{place.name} has joined already ({place.who})"
+    return f"{who}. End that one, or say with --as which other machine this is."
+
+
+def _address(peer: Peer) -> str:
+    with suppress(OSError):  # it has left
+        return str(peer.socket.getpeername()[0])
+    return ""
+
+
+def _lookup(place: str) -> str:
+    with suppress(OSError):
+        return socket.gethostbyname(place.rpartition(":")[0])
+    return ""

@@ -1,0 +1,179 @@
+"""`instep host`: a machine that joins a run by itself, and starts its fork server when told to.
+
+It tries until the run is there. While it is part of a run it has one connection to the machine of
+`instep run` (`gate.py`); when that breaks, all that was started here ends, and it tries again.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from instep.comm import messages as m
+from instep.comm.channel import Address, Channel
+from instep.comm.connection import GIVE_UP_S
+from instep.comm.endpoint import Endpoint
+from instep.errors import InstepError, JoinError, PeerError, SpecError
+from instep.launch.gate import REFUSED
+from instep.launch.join_token import read
+from instep.launch.local import LocalLauncher
+from instep.launch.node import Needs, missing_run
+
+PAUSES_S = (0.2, 0.4, 0.8, 1.6, 3.0)
+"""Between two attempts; the last one repeats."""
+
+ANSWER_S = 15.0
+"""How long to wait for an answer, and for a connection: longer than a rival is looked at."""
+
+LOST_S = 60.0
+"""How long a run that was lost is looked for, unless this machine stays for the next one."""
+
+LOOK_S, HEARTBEAT_S = 0.1, 0.5
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One that joins.
+
+    Args:
+        master: where `instep run` listens.
+        token_file: read at each attempt.
+        place: which of the expected machines it is; empty: the one with its address.
+        say: told what happens.
+    """
+
+    master: Address
+    token_file: Path
+    place: str
+    say: Callable[[str], None]
+
+    def serve(self, *, stay: bool = False) -> int:
+        """Be part of a run to its end, or with `stay` of each that comes; returns how many.
+
+        Raises:
+            JoinError: it is refused, or has lost the run.
+        """
+        runs, deadline = 0, float("inf")
+        while True:
+            channel, place = self._join(deadline)
+            self.say(f"joined {self.master.host}:{self.master.port} as {place}")
+            over = self._take_part(channel)
+            runs += over
+            if over and not stay:
+                return runs
+            self.say("the run is over; waiting for the next one" if over else "lost the run")
+            deadline = float("inf") if stay else time.monotonic() + LOST_S
+
+    def _join(self, deadline: float) -> tuple[Channel, str]:
+        """Try until a run is there, and say why it is not; connection and place."""
+        said, where = "", f"{self.master.host}:{self.master.port}"
+        for pause_s in _pauses():
+            found = self._try()
+            if not isinstance(found, str):
+                return found
+            if time.monotonic() > deadline:
+                raise JoinError(
+                    f"the run at {where} is gone ({found}). Start this again when it is resumed, "
+                    "or stay for the next one with --stay."
+                )
+            if found != said:
+                said = found
+                self.say(f"no run at {where} yet ({found}); trying again until there is one")
+            time.sleep(pause_s)
+        raise AssertionError
+
+    def _try(self) -> tuple[Channel, str] | str:
+        """One attempt: connection and place; or why nobody answers."""
+        if not self.token_file.exists():
+            return f"there is no {self.token_file}"
+        token = read(self.token_file)
+        try:
+            channel = Channel.connect(self.master, ANSWER_S)
+        except (PeerError, TimeoutError) as error:
+            return _reason(error)
+        try:
+            who = f"process {os.getpid()} of {platform.node()}"
+            channel.send(m.Join(token=token, place=self.place, who=who))
+            answer = channel.receive() if channel.wait(ANSWER_S) else None
+        except PeerError:
+            answer = None
+        match answer:
+            case m.Joined(place=place):
+                channel.give_up_after(GIVE_UP_S)
+                return channel, place
+            case m.Refused(text=text) if text == REFUSED:
+                channel.close()
+                raise JoinError(
+                    f"{self.master.host}:{self.master.port} refused this machine: the token in "
+                    f"{self.token_file} is wrong, or has expired. Copy the file again from the "
+                    "machine of `instep run`."
+                )
+            case m.Refused(text=text):
+                channel.close()
+                raise JoinError(text)
+        channel.close()
+        return "it does not answer"
+
+    def _take_part(self, channel: Channel) -> bool:
+        """Do as told, until the run is over (True) or lost; nothing is left running then."""
+        local, running, beat_at = LocalLauncher(lifeline=True), False, 0.0
+        try:
+            while True:
+                for message in channel.read() if channel.wait(LOOK_S) else []:
+                    match message:
+                        case m.Serve():
+                            detail = _start(local, message)
+                            running = not detail
+                            if detail:
+                                self.say(f"this machine {detail}")
+                                channel.send(_ended(SpecError.exit_code, f"this machine {detail}"))
+                        case m.EndIfStopped():
+                            local.end_if_stopped()
+                        case m.Leave():
+                            return True
+                if running and (code := local.ended()) is not None:
+                    running = False
+                    channel.send(_ended(code))
+                if time.monotonic() > beat_at:
+                    beat_at = time.monotonic() + HEARTBEAT_S
+                    channel.send(m.Heartbeat())
+        except PeerError:
+            return False
+        finally:
+            local.stop()
+            channel.close()
+
+
+def _start(local: LocalLauncher, order: m.Serve) -> str:
+    """Start the fork server; what is missing for it, as a sentence without its subject."""
+    needs, logs = msgspec.convert(order.needs, Needs), Path(order.logs)
+    if missing := needs.missing() or missing_run(logs.parent, order.run_id):
+        return missing
+    os.chdir(needs.folder if os.path.isdir(needs.folder) else logs)
+    try:
+        local.start(msgspec.convert(order.endpoint, Endpoint), logs)
+    except (InstepError, OSError) as error:
+        return f"cannot start processes: {error}"
+    return ""
+
+
+def _ended(code: int, detail: str = "") -> m.HostEnded:
+    return m.HostEnded(code=code, detail=detail)
+
+
+def _pauses() -> Iterator[float]:
+    yield from PAUSES_S
+    while True:
+        yield PAUSES_S[-1]
+
+
+def _reason(error: Exception) -> str:
+    """Why a connection failed, without our own words around it."""
+    text = str(error).rpartition("(")[2].rstrip(").") or str(error)
+    return text.partition("] ")[2] or text
