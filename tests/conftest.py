@@ -54,9 +54,16 @@ def frail_disk(tmp_path: Path) -> Iterator[Ext4]:
     disk.close()
 
 
+@pytest.fixture
+def slurm(slurm_cluster: real_slurm.Slurm) -> Iterator[real_slurm.Slurm]:
+    """A real Slurm of three nodes, on this machine; a test leaves no job in it."""
+    yield slurm_cluster
+    slurm_cluster.cancel_all()
+
+
 @pytest.fixture(scope="session")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[real_slurm.Slurm]:
-    """A real Slurm of three nodes, on this machine."""
+def slurm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[real_slurm.Slurm]:
+    """The one for all tests of this process."""
     if reason := real_slurm.why_not():
         pytest.skip(reason)
     cluster = real_slurm.Slurm(tmp_path_factory.mktemp("slurm"))

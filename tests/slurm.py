@@ -143,6 +143,11 @@ class Slurm:
         self.ask("scancel", "--quiet", *jobs)
         until(lambda: not self.ask("squeue", "-h", "-j", ",".join(jobs)), "the end of jobs")
 
+    def cancel_all(self) -> None:
+        """The same of all jobs."""
+        if jobs := self.ask("squeue", "-h", "-o", "%A").split():
+            self.cancel(*jobs)
+
     def up(self, node: str, *mount: Path) -> None:
         """Start a node, for the first time or again; `mount`: a folder, and where it has it."""
         command = ["slurmd", "-D", "-N", node]
@@ -193,8 +198,7 @@ class Slurm:
     def close(self) -> None:
         """End jobs and daemons; what is left by then is killed."""
         with contextlib.suppress(Exception):
-            if jobs := self.ask("squeue", "-h", "-o", "%A").split():
-                self.cancel(*jobs)
+            self.cancel_all()
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 process.send_signal(signal.SIGKILL)

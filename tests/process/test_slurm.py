@@ -122,7 +122,7 @@ def test_hosts_and_nodes_that_are_lost_leave_no_trace_in_the_result(
     undisturbed: Path,
     losses: int,
 ) -> None:
-    pause = f"[arguments]\npause_s = {0.006 * losses}\n"
+    pause = f"[arguments]\npause_s = {0.05 + 0.004 * losses}\n"
     program = begin(start, tmp_path, in_allocation, launch=pause)
     program.until(program.is_training, "training")
     for turn in range(losses):
@@ -188,14 +188,14 @@ def test_a_job_whose_time_runs_out_saves_and_goes_on_in_its_next_turn(
     start: Start, tmp_path: Path, slurm: Slurm, undisturbed: Path
 ) -> None:
     program = begin(start, tmp_path, slurm.environment, launch="nodes = 2\n")
-    program.until(lambda: "RUNNING" in program.stderr, "running")
+    program.until(lambda: "RUNNING on" in program.stderr, "running")
     job = re.findall(r"slurm   job (\d+)", program.stderr)[0]
     folder = program.work / "runs" / "disturbed"
     program.until(lambda: any(folder.glob("checkpoints/step-*")), "a checkpoint")
     slurm.ask("scancel", "--batch", "--signal=USR1", job)  # what --signal=B:USR1@60 sends
-    program.until(lambda: "PENDING" in program.stderr.partition("RUNNING")[2], "queued again")
     assert program.end() == 0, program.stderr
-    assert "the run is saved" in program.stderr
+    assert re.search(r"RUNNING on(.|\n)* PENDING(.|\n)* RUNNING on", program.stderr)
+    assert "resumed_step" in (folder / "events.jsonl").read_text()
     assert sha256_of(folder) == sha256_of(undisturbed)
     program.check_no_process_is_left(soon_s=SOON_S)
 
