@@ -148,12 +148,13 @@ def late_again(mark, seconds=4.0, **options):
 
 def sabotaged():
     """Gradients of the replica's first rank alone, instead of their sum."""
-    from instep.parallel import lockstep, whole_sums
+    from instep.comm import direct
+    from instep.parallel.shard import whole_sums
 
     def first_rank_s(parts, out=None):
         return parts[0].clone() if out is None else out.copy_(parts[0])
 
-    lockstep.in_rank_order = whole_sums.in_rank_order = first_rank_s
+    direct.in_rank_order = whole_sums.in_rank_order = first_rank_s
     return recipe()
 
 
