@@ -306,6 +306,8 @@ class Peer:
         self.early: list[Any] = []
         """What arrived before anybody answered."""
         self.gone = False
+        self.shown = None
+        """Nothing is encrypted."""
 
     def take(self, message: Any) -> None:
         """Something arrives."""
