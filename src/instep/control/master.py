@@ -78,6 +78,9 @@ GATHER_EACH_S = 1e-5
 """For each connection, how long messages gather before they are read: to be woken for each of 5,000
 heartbeats a second costs more than to handle it. Not where the last round brought many."""
 
+MANY = 50
+"""Connections above which messages gather; with fewer, each is answered at once."""
+
 _CONFIRMED = 64
 """At the latest after so many messages an acknowledgement is sent."""
 
@@ -278,8 +281,9 @@ class Master:
         tick_s = ASKED_TICK_S if self._stack_requests else TICK_S
         pause_s = min(tick_s, LOOK_EACH_S * len(self._connections))
         due = self._looked_at + (pause_s if self._unseen else tick_s)
-        if self._read < len(self._connections) / 10 and not self._hub.untrusted:
-            time.sleep(GATHER_EACH_S * len(self._connections))
+        count = len(self._connections)
+        if count > MANY and self._read < count / 10 and not self._hub.untrusted:
+            time.sleep(GATHER_EACH_S * count)
         self._read = 0
         for peer, message in self._hub.receive(max(0.0, due - time.monotonic())):
             self._unseen = True
