@@ -36,7 +36,8 @@ LARGEST_UNTRUSTED = 4096
 """The same, from a peer that has not shown the run's token yet."""
 
 MOST_UNTRUSTED = 64
-"""Connections of peers that have not shown the run's token yet; the oldest is dropped."""
+"""Connections of peers that have not shown the run's token yet; the oldest is dropped. A run that
+expects more processes at once allows more."""
 
 MOST_HANDSHAKES = 4
 """Steps of TLS handshakes, of about 1 ms each, before messages are read again."""
@@ -237,6 +238,8 @@ class Peer:
         """Whether it has shown the run's token."""
         self.frames = _Frames(largest)
         self.unsent = bytearray()
+        self.waits_to_send = False
+        """Whether the socket took less than there was."""
         self.since = time.monotonic()
         """When it connected, on the monotonic clock."""
 
@@ -269,7 +272,9 @@ class Hub:
         self._listener = listener or listen()
         self._listener.setblocking(False)
         self._untrusted: dict[Peer, None] = {}  # the oldest first
+        self.most_untrusted = MOST_UNTRUSTED
         self._full_until = 0.0
+        self._buffer = memoryview(bytearray(1 << 18))  # `recv` would map so much for each message
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         name = self._listener.getsockname()
@@ -310,7 +315,7 @@ class Hub:
         peer = Peer(connection, self._largest, self._tls())
         self._selector.register(connection, selectors.EVENT_READ, peer)
         self._untrusted[peer] = None
-        if len(self._untrusted) > MOST_UNTRUSTED:
+        if len(self._untrusted) > self.most_untrusted:
             self.drop(next(iter(self._untrusted)))
         return True
 
@@ -335,7 +340,8 @@ class Hub:
 
     def _read(self, peer: Peer) -> Iterator[tuple[Peer, AnyMessage | None]]:
         try:
-            data = plain = peer.socket.recv(1 << 18)
+            length = peer.socket.recv_into(self._buffer)
+            data = plain = bytes(self._buffer[:length])
             if data and peer.tls is not None:
                 plain, answer = peer.tls.open(data)
                 peer.unsent += answer
@@ -366,7 +372,8 @@ class Hub:
             pass
         except OSError:
             peer.unsent.clear()  # it is gone; reading from it says so
-        if peer.socket.fileno() >= 0:
+        if peer.socket.fileno() >= 0 and bool(peer.unsent) != peer.waits_to_send:
+            peer.waits_to_send = bool(peer.unsent)
             wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
             self._selector.modify(peer.socket, wanted, peer)
 
@@ -376,6 +383,16 @@ class Hub:
             return []
         found = (key.data for key in self._selector.get_map().values())
         return [peer for peer in found if isinstance(peer, Peer)]
+
+    @property
+    def untrusted(self) -> int:
+        """How many peers have not shown the run's token yet."""
+        return len(self._untrusted)
+
+    def late(self, seconds: float) -> list[Peer]:
+        """Peers that connected longer ago, and have not shown the run's token yet."""
+        now = time.monotonic()
+        return [peer for peer in self._untrusted if now - peer.since > seconds]
 
     def drain(self, peer: Peer) -> Iterator[AnyMessage]:
         """All messages of a peer that is gone, to the last; closes its connection."""

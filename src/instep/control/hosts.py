@@ -223,6 +223,10 @@ class Hosts:
         self._ready |= late or (self._first is not None and not (self.several and self.missing))
         return self._ready
 
+    def may_start(self, worker: int) -> bool:
+        """Whether hosts are ready to start a worker, and none has been asked to."""
+        return self.ready(self._now) and not (self.several and worker in self._underway)
+
     def start(
         self,
         worker: int,
@@ -247,7 +251,7 @@ class Hosts:
             home: the host where the process before it left memory, if it did; that one is
                 preferred.
         """
-        if not self.ready(self._now) or (self.several and worker in self._underway):
+        if not self.may_start(worker):
             return
         there = {**placed, **self._underway}
         # it is not started later: the only host, which is slow, gets the message in its time

@@ -23,7 +23,7 @@ import msgspec
 
 from instep import spec_file
 from instep.comm import messages as m
-from instep.comm.channel import Peer
+from instep.comm.channel import MOST_UNTRUSTED, Peer
 from instep.comm.endpoint import Switchboard
 from instep.control import crash_loop, endings
 from instep.control import state as s
@@ -70,11 +70,25 @@ MOST_UNUSABLE = 3
 ASKED_TICK_S = 0.01
 """`TICK_S` while a process that hangs is asked for its stack."""
 
+LOOK_EACH_S = 0.001
+"""For each connection, how long only messages are handled after a look at all processes. It is at
+most `TICK_S`. A look takes the longer the more there are; so its share of the time is the same."""
+
+GATHER_EACH_S = 1e-5
+"""For each connection, how long messages gather before they are read: to be woken for each of 5,000
+heartbeats a second costs more than to handle it. Not where the last round brought many."""
+
+MANY = 50
+"""Connections above which messages gather; with fewer, each is answered at once."""
+
 _CONFIRMED = 64
 """At the latest after so many messages an acknowledgement is sent."""
 
 _HELLO_S = 5.0
 """How long a connection may stay without a `Hello`."""
+
+_HELLO_EACH_S = 0.01
+"""How much longer for each worker, since all may connect at once."""
 
 
 class Outcome(Exception):
@@ -136,6 +150,7 @@ class Master:
         self._started, self._start_point, self._journal = started, start_point, journal
         self._signs, self._why = signs, why
         self._hub, self._token = switchboard.hub, switchboard.endpoint.token
+        self._hub.most_untrusted = max(MOST_UNTRUSTED, 2 * job.workers)
         self._encrypted = switchboard.authority is not None
         self._machine = machine()
         self._recorder, self._verdicts = Recorder(run, views), Verdicts(job, start_point.figures)
@@ -151,6 +166,8 @@ class Master:
         self._seen_ended: dict[int, float] = {}
         self._gone: set[tuple[int, int]] = set()  # host and pid of workers that have ended
         self._gathered = False  # whether workers may be started
+        self._looked_at, self._unseen = 0.0, False  # whether a message has come since then
+        self._read = 0  # messages in the last round
         self._unusable: dict[tuple[str, int], int] = {}  # such messages, by role and number
         self._ignored: set[str] = set()
         self.stale: Process | None = None
@@ -262,7 +279,16 @@ class Master:
 
     def _turn(self) -> None:
         self._signs.show()
-        for peer, message in self._hub.receive(ASKED_TICK_S if self._stack_requests else TICK_S):
+        tick_s = ASKED_TICK_S if self._stack_requests else TICK_S
+        pause_s = min(tick_s, LOOK_EACH_S * len(self._connections))
+        due = self._looked_at + (pause_s if self._unseen else tick_s)
+        count = len(self._connections)
+        if count > MANY and self._read < count / 10 and not self._hub.untrusted:
+            time.sleep(GATHER_EACH_S * count)
+        self._read = 0
+        for peer, message in self._hub.receive(max(0.0, due - time.monotonic())):
+            self._unseen = True
+            self._read += 1
             if message is None:
                 self._closed(peer)
             elif isinstance(message, m.Hello):
@@ -277,12 +303,18 @@ class Master:
         while self._interrupts:
             by = self._interrupts.pop(0)
             self._observe(s.Interrupted(by, self._recorder.committed))
+        now = time.monotonic()
+        if now - self._looked_at >= (pause_s if self._unseen else tick_s):
+            self._looked_at, self._unseen = now, False
+            self._look()
+
+    def _look(self) -> None:
+        """What follows from the time: a look at all processes."""
         self._watch_hosts()
         self._watch_processes()
         self._watch_progress()
-        for peer in self._hub.peers():
-            if peer not in self._connections and time.monotonic() - peer.since > _HELLO_S:
-                self._hub.drop(peer)
+        for peer in self._hub.late(_HELLO_S + _HELLO_EACH_S * len(self._state.wanted)):
+            self._hub.drop(peer)
         self._observe(s.Tick(self._recorder.committed))
         self._recorder.show(lambda view: view.tick(time.monotonic()))
 
@@ -419,10 +451,12 @@ class Master:
 
     def _start_worker(self, number: int) -> None:
         """Have a host start a process under this number."""
+        if not self._hosts.may_start(number):
+            return
         state, role = self._state, self._state.member(number).role
         log = str(self._run / "logs" / f"{role}-{number}.log")
-        there = self._processes.items()  # without those that start again too
-        placed = {n: process.host for n, process in there if n not in state.those(s.KILLED)}
+        there, killed = self._processes.items(), state.those(s.KILLED)  # these start again too
+        placed = {n: process.host for n, process in there if n not in killed}
         # a server, a codec or the only replica left memory on the host where it was
         only = 1 < state.ranks == len(state.wanted)
         left = state.drains or role == "server" or only
@@ -719,8 +753,8 @@ class Master:
             silent = self._hosts.is_quiet(process.host) and silent_s > FLOOR_S
         else:  # an import may hold the interpreter's lock
             silent = self._hosts.is_gone(process.host)
-        if worker in self._state.holders and not self._is_another_holder(worker, now):
-            silent &= silent_s > LAST_S
+        if silent and worker in self._state.holders and not self._is_another_holder(worker, now):
+            silent = silent_s > LAST_S
         if silent and self._hosts.can_do_without and process.killed_at is None:
             step, phase = (heartbeat.step, heartbeat.phase) if heartbeat else (0, "building")
             how = f"gave no sign of life for {silent_s:.1f} s, nor did its host"

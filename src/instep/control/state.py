@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 from instep.comm.messages import AnyMessage, Done, Failed, Mark, Whereabouts
@@ -523,7 +524,7 @@ class State:
             del members[number]
         return replace(self, members=members)
 
-    # ---- views of the records
+    # ---- views of the records, each made once: a state does not change
 
     def those(self, phases: frozenset[Phase]) -> frozenset[int]:
         """Numbers of the members in one of these phases."""
@@ -542,37 +543,37 @@ class State:
         """How often a member's replica was started again."""
         return self.restarts.get(number // self.ranks, 0)
 
-    @property
+    @cached_property
     def wanted(self) -> frozenset[int]:
         """Members that the next generation shall have."""
         return frozenset(n for n, member in self.members.items() if member.wanted)
 
-    @property
+    @cached_property
     def needed(self) -> frozenset[int]:
         """Members that the next generation waits for: also those that have to hand over first."""
         return frozenset(n for n, member in self.members.items() if member.wanted or member.owes)
 
-    @property
+    @cached_property
     def servers(self) -> frozenset[int]:
         """Members that hold parameters for the others."""
         return frozenset(n for n, member in self.members.items() if member.role == "server")
 
-    @property
+    @cached_property
     def joined(self) -> frozenset[int]:
         """Members whose process has joined, and has not been replaced."""
         return frozenset(n for n, member in self.members.items() if member.phase != Phase.ABSENT)
 
-    @property
+    @cached_property
     def living(self) -> frozenset[int]:
         """Members whose process has joined, and has not ended."""
         return self.those(LIVING)
 
-    @property
+    @cached_property
     def ready(self) -> frozenset[int]:
         """Members that can be in a group."""
         return self.those(READY)
 
-    @property
+    @cached_property
     def holders(self) -> frozenset[int]:
         """Members that hold the state of the run, as all their fellows do."""
         since = max(self.course, 1)
@@ -580,7 +581,7 @@ class State:
         held = frozenset(n for n, each in records if max(each.formed, each.held) >= since)
         return self.whole(held)
 
-    @property
+    @cached_property
     def done(self) -> dict[int, Done]:
         """Members of the present generation that have finished, with their last message."""
         said = {n: member.last_message for n, member in self.members.items()}
@@ -591,12 +592,12 @@ class State:
             if isinstance(last_message, Done) and last_message.generation == generation
         }
 
-    @property
+    @cached_property
     def complete(self) -> bool:
         """Whether all members of the present generation have been in its group."""
         return all(self.member(n).formed == self.generation for n in self.group)
 
-    @property
+    @cached_property
     def left(self) -> bool:
         """Whether all members have left the group of the present generation."""
         return all(self.member(n).phase == Phase.LEFT for n in self.group)

@@ -312,8 +312,10 @@ class Watch:
             worker for worker, seen in self._seen.items() if now - seen.last_heartbeat > STILL_S
         }
         for worker, seen in self._seen.items():
-            often = times.get(worker, 0)
             silent, idle = now - seen.last_heartbeat, now - seen.since
+            if silent <= FLOOR_S and idle <= FLOOR_S:
+                continue  # no limit is less, and of many workers nearly all are skipped here
+            often = times.get(worker, 0)
             at = seen.heartbeat or (_NO_HEARTBEAT if seen.ready else _GETTING_READY)
             if self._is_silent(seen, silent / 2**often, partial(is_stopped, worker)):
                 how = f"gave no sign of life for {silent:.1f} s"

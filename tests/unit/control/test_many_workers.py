@@ -1,0 +1,63 @@
+"""Hundreds of workers on one master: all may connect at once, and a message costs what it did."""
+
+import os
+import time
+
+import msgspec
+
+from instep import spec_file
+from instep.comm import messages as m
+from instep.comm.channel import MOST_UNTRUSTED, Channel
+from instep.comm.endpoint import Switchboard
+from instep.control.master import TICK_S, Master
+from instep.control.state import Phase, State, first_members
+
+WORKERS = 2 * MOST_UNTRUSTED
+
+
+def test_all_workers_may_connect_at_once_and_their_heartbeats_cause_no_more_looks(
+    tmp_path, monkeypatch
+):
+    table = {"workers": WORKERS, "train": {"micro_batches": WORKERS, "global_batch": WORKERS}}
+    job = spec_file.build({"recipe": "a.py:f", **table}, source="a test")
+    board = Switchboard()
+    master = Master(job, tmp_path, board, views=[], hosted=False, started=time.time(), about={})
+    looks = []
+    look = master._watch_hosts
+    monkeypatch.setattr(master, "_watch_hosts", lambda: looks.append(look()))
+    channels = [Channel.connect(board.endpoint.address) for _ in range(WORKERS)]
+    while master._hub.untrusted < WORKERS:
+        master._turn()
+    for number, channel in enumerate(channels):
+        hello = m.Hello(token=board.endpoint.token, role="worker", number=number, pid=os.getpid())
+        channel.send(hello)
+    while len(master._peers) < WORKERS:
+        master._turn()
+    for channel in channels:
+        channel.wait_for(m.Welcome)
+    looks.clear()
+    began = time.monotonic()
+    for round_ in range(1, 4):
+        for channel in channels:
+            channel.send(m.Heartbeat(phase="recipe", progress=round_, number=round_))
+            master._turn()
+    while any(c.heartbeat < 3 for c in master._connections.values()):
+        master._turn()
+    assert len(looks) <= (time.monotonic() - began) / TICK_S + 1
+    for channel in channels:
+        while channel.wait_for(m.Ack).heartbeat < 3:
+            pass
+        channel.close()
+    master._close()
+    board.close()
+
+
+def test_what_a_state_has_worked_out_is_neither_kept_in_the_next_nor_written():
+    state = State(members=first_members(3))
+    assert state.joined == state.living == frozenset()
+    after = state.move(0, Phase.BUILDING)
+    assert after.joined == after.living == {0}
+    assert state == State(members=first_members(3))
+    written = msgspec.msgpack.encode(state)
+    assert written == msgspec.msgpack.encode(State(members=first_members(3)))
+    assert msgspec.msgpack.decode(written, type=State) == state
