@@ -398,6 +398,13 @@ class Hub:
         if not peer.gone:
             peer.end.down.put(message)
 
+    untrusted = 0
+    """Strangers are not told of here."""
+
+    def late(self, seconds: float) -> list[Peer]:
+        """Strangers that are to be hung up on."""
+        return []
+
     def trust(self, peer: Peer) -> None:
         """It has shown the token."""
 
