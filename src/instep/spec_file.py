@@ -319,7 +319,8 @@ def _meant_key(given: str, path: list[str]) -> str:
             f"arguments.{given}, under [arguments] or with --set arguments.{given}=..."
         )
     known = _ELSEWHERE.get(given)
-    homes = [known] if known else [key for key in _every_key() if key.rpartition(".")[2] == given]
+    every = [key for key in _every_key() if key.rpartition(".")[2] == given]
+    homes = [known] if known else [given] if given in every else every
     if len(homes) != 1:
         return near_miss(given, _keys(path))
     section, _, key = homes[0].rpartition(".")

@@ -123,9 +123,13 @@ def test_a_host_that_was_stopped_is_killed_and_one_that_runs_is_not(launched, na
     until(started)
     launcher.end_if_stopped()
     assert launcher.ended() is None
-    for process in started():
-        process.send_signal(signal.SIGSTOP)
-    until(lambda: all(process.status() == psutil.STATUS_STOPPED for process in started()))
+
+    def all_stopped():
+        for process in started():
+            process.send_signal(signal.SIGSTOP)  # again, as srun starts another of its own
+        return all(process.status() == psutil.STATUS_STOPPED for process in started())
+
+    until(all_stopped)
     launcher.end_if_stopped()
     until(lambda: launcher.ended() is not None)
     assert launcher.ended() == -signal.SIGKILL
