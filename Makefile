@@ -20,7 +20,7 @@ setup: .venv/ready ## make the environment in .venv
 demo: setup      ## train the first example on two processes, ending with a report
 	env -u OMP_NUM_THREADS $(BIN)/instep run examples/01_digits/job.toml --workers 2
 
-test: setup      ## the whole suite; at most eight minutes on two cores
+test: setup      ## the whole suite; about nine minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # No run, and none of the files that take seconds for each test: 84 % of the tests in 25 % of the time.
