@@ -20,7 +20,8 @@ from typing import IO, Any
 from instep import spec_file
 from instep.client.job_checks import check_job
 from instep.errors import INTERRUPTED, RunError, SpecError
-from instep.launch.slurm_cluster import ask, check_launch, nodes_of
+from instep.launch.base import check_no_hosts
+from instep.launch.slurm_cluster import ask, nodes_of
 from instep.spec import JobSpec
 from instep.store.folder import numbered
 
@@ -82,7 +83,7 @@ def submit(
         RunError: there is a run by this name, or its folder cannot be made.
     """
     check_job(job)
-    check_launch(job.launch)
+    check_no_hosts(job.launch, "Slurm")
     options = sbatch_options(job.launch.options)
     _check_size(job)
     try:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from instep.comm.torch_comm import broken
+from instep.comm.torch_comm import broken, in_rank_order
 
 
 def all_gather(group: ProcessGroup, out: Tensor, part: Tensor, tag: int = 0) -> Any:
@@ -64,14 +64,6 @@ class SumOfParts:
         """
         wait(self._work)
         return in_rank_order(self._rows, out)
-
-
-def in_rank_order(parts: Sequence[Tensor] | Tensor, out: Tensor | None = None) -> Tensor:
-    """The sum [n] of [ranks, n], each rank's part added to those before it: the same bits."""
-    total = parts[0].clone() if out is None else out.copy_(parts[0])
-    for part in parts[1:]:
-        total += part
-    return total
 
 
 def _swap(

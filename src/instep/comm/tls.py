@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ssl
 import tempfile
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -56,8 +55,7 @@ def identity_of(connection: ssl.SSLObject | ssl.SSLSocket) -> Identity:
 class Tls:
     """One end of an encrypted connection: what to send, and what has arrived.
 
-    May be used by one thread that sends and another that receives. What is sent before the
-    handshake is over follows it.
+    Used by one thread at a time. What is sent before the handshake is over follows it.
 
     Args:
         made: of `context`.
@@ -70,24 +68,21 @@ class Tls:
         self._tls = made.wrap_bio(self._arrived, self._leaving, server_side=server)
         self._accepted = accepted
         self._waiting = bytearray()
-        self._lock = threading.Lock()
         self.peer: Identity | None = None
         """The other end, once it has proved what it is."""
 
     def begin(self) -> bytes:
         """What to send first."""
-        with self._lock:
-            self._shake_hands()
-            return self._leaving.read()
+        self._shake_hands()
+        return self._leaving.read()
 
     def seal(self, data: bytes | memoryview) -> bytes:
         """What to send for some bytes; nothing yet, if the handshake is not over."""
-        with self._lock:
-            if self.peer is None:
-                self._waiting += data
-                return b""
-            self._tls.write(data)
-            return self._leaving.read()
+        if self.peer is None:
+            self._waiting += data
+            return b""
+        self._tls.write(data)
+        return self._leaving.read()
 
     def open(self, data: bytes | memoryview) -> tuple[bytes, bytes]:
         """The bytes that some bytes of the connection stand for, and what to send now.
@@ -95,19 +90,18 @@ class Tls:
         Raises:
             PeerError: the other end is not what it should be, or something was changed on the way.
         """
-        with self._lock:
-            self._arrived.write(data)
-            found = bytearray()
-            try:
-                if self.peer is None:
-                    self._shake_hands()
-                while self.peer is not None and (some := self._tls.read(_RECORD)):
-                    found += some
-            except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
-                pass
-            except ssl.SSLError as error:  # no alert is sent: it would say what is wrong
-                raise PeerError(f"the connection is not one of this run ({error}).") from None
-            return bytes(found), self._leaving.read()
+        self._arrived.write(data)
+        found = bytearray()
+        try:
+            if self.peer is None:
+                self._shake_hands()
+            while self.peer is not None and (some := self._tls.read(_RECORD)):
+                found += some
+        except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
+            pass
+        except ssl.SSLError as error:  # no alert is sent: it would say what is wrong
+            raise PeerError(f"the connection is not one of this run ({error}).") from None
+        return bytes(found), self._leaving.read()
 
     def _shake_hands(self) -> None:
         try:

@@ -16,7 +16,7 @@ import socket
 import stat
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -277,10 +277,16 @@ class SumWork:
         """Return when the sum is here."""
         self._work.wait()
         if self._parts is not None:
-            self._out.copy_(self._parts[0])
-            for part in self._parts[1:]:
-                self._out += part
+            in_rank_order(self._parts, self._out)
             self._parts = None
+
+
+def in_rank_order(parts: Sequence[Tensor] | Tensor, out: Tensor | None = None) -> Tensor:
+    """The sum [n] of [ranks, n], each rank's part added to those before it: the same bits."""
+    total = parts[0].clone() if out is None else out.copy_(parts[0])
+    for part in parts[1:]:
+        total += part
+    return total
 
 
 def open_sockets() -> set[tuple[int, int]]:

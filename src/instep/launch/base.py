@@ -52,6 +52,21 @@ class Launcher(Protocol):
         """
 
 
+def check_no_hosts(launch: LaunchSpec, cluster: str) -> None:
+    """Refuse `launch.hosts` beside a cluster; in its launcher's `of`.
+
+    Args:
+        launch: of the job.
+        cluster: what people call it.
+
+    Raises:
+        SpecError: hosts are given.
+    """
+    if launch.hosts:
+        who = f"launch.hosts with launch.on = {launch.launcher!r}"
+        raise SpecError(f"{who}: {cluster} has the hosts. Give nodes.")
+
+
 def options_of(launch: LaunchSpec, known: type[OptionsT]) -> OptionsT:
     """The options of a launcher, checked; in a launcher's `of`.
 

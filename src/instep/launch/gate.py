@@ -90,10 +90,9 @@ class Gate:
                 yield from self._ask(peer, message)
             else:
                 self._refuse(peer, REFUSED)
+        for peer in self._hub.late(PROOF_S):
+            self._hub.drop(peer)
         now = time.monotonic()
-        for peer in self._hub.peers():
-            if not peer.trusted and now - peer.since > PROOF_S:
-                self._hub.drop(peer)
         for place in self._places:
             if place.rival is not None and now - place.rival[2] > SILENT_S:
                 yield from self._lose(place.peer)

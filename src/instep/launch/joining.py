@@ -23,7 +23,7 @@ from instep.errors import InstepError, JoinError, PeerError, SpecError
 from instep.launch.gate import REFUSED
 from instep.launch.join_token import read
 from instep.launch.local import LocalLauncher
-from instep.launch.node import Needs, missing_run
+from instep.launch.node import Needs, enter
 
 PAUSES_S = (0.2, 0.4, 0.8, 1.6, 3.0)
 """Between two attempts; the last one repeats."""
@@ -153,9 +153,8 @@ class Machine:
 def _start(local: LocalLauncher, order: m.Serve) -> str:
     """Start the fork server; what is missing for it, as a sentence without its subject."""
     needs, logs = msgspec.convert(order.needs, Needs), Path(order.logs)
-    if missing := needs.missing() or missing_run(logs.parent, order.run_id):
+    if missing := enter(needs, logs, order.run_id):
         return missing
-    os.chdir(needs.folder if os.path.isdir(needs.folder) else logs)
     try:
         local.start(msgspec.convert(order.endpoint, Endpoint), logs)
     except (InstepError, OSError) as error:

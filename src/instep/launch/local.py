@@ -60,6 +60,7 @@ class LocalLauncher:
                 self._process = start_with_retries(
                     command,
                     stdin=subprocess.PIPE,
+                    bufsize=0,  # else what an ended process did not take is sent again at `close`
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
@@ -80,11 +81,10 @@ class LocalLauncher:
         note = {**endpoint.as_table(), "folder": os.getcwd(), "lifeline": self._lifeline}
         try:
             self._process.stdin.write(json.dumps(note).encode() + b"\n")  # not seen by `ps`
-            self._process.stdin.flush()
-            if not self._lifeline:
-                self._process.stdin.close()
         except BrokenPipeError:
             pass  # it has ended already; `ended` says so
+        if not self._lifeline:
+            self._process.stdin.close()
 
     def ended(self, host: int = 0) -> int | None:
         """The exit code of the fork server that was started last, or None while it runs."""

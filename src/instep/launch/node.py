@@ -47,14 +47,21 @@ class Needs:
         return f"{what} {self.recipe}. {_SHARED}"
 
 
-def missing_run(run: Path, known: str) -> str:
-    """The same for a run's folder.
+def enter(needs: Needs, logs: Path, known: str) -> str:
+    """Be in the folder where the run was started, for a fork server; or what is missing here, as
+    `Needs.missing` says it.
 
     Args:
-        run: the folder.
-        known: its id, where the run was started.
+        needs: of the run.
+        logs: in the run's folder.
+        known: the run's id, where it was started.
     """
-    return "" if id_of(run) == known else f"does not see the run's folder {run}. {_SHARED}"
+    missing, run = needs.missing(), logs.parent
+    if not missing and id_of(run) != known:
+        missing = f"does not see the run's folder {run}. {_SHARED}"
+    if not missing:
+        os.chdir(needs.folder if os.path.isdir(needs.folder) else logs)
+    return missing
 
 
 def id_of(run: Path) -> str:

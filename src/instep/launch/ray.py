@@ -19,7 +19,7 @@ from msgspec import Meta, field
 
 from instep.comm.endpoint import Endpoint
 from instep.errors import SpecError
-from instep.launch.base import options_of
+from instep.launch.base import check_no_hosts, options_of
 from instep.launch.local import TIMEOUT_S
 from instep.launch.node import Needs
 from instep.launch.ray_actor import Actor
@@ -75,8 +75,7 @@ class RayLauncher:
     def of(cls, job: JobSpec) -> RayLauncher:
         """Connect to a cluster, or start one, and get room there for all hosts."""
         options = options_of(job.launch, Options)
-        if job.launch.hosts:
-            raise SpecError("launch.hosts with launch.on = 'ray': Ray has the hosts. Give nodes.")
+        check_no_hosts(job.launch, "Ray")
         launcher = cls(job, options)
         try:
             launcher._gather()

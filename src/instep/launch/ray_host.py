@@ -11,7 +11,7 @@ from pathlib import Path
 
 from instep.comm.endpoint import Endpoint
 from instep.launch.local import LocalLauncher
-from instep.launch.node import Needs, missing_run
+from instep.launch.node import Needs, enter
 from instep.system.environment import END
 from instep.system.processes import Watched, is_stopped, stat_fields
 
@@ -56,9 +56,8 @@ class Host:
 
     def serve(self, endpoint: Endpoint, logs: Path, run_id: str, needs: Needs) -> int | str:
         """Run a fork server to its end; its exit code, or what is missing for it."""
-        if missing := needs.missing() or missing_run(logs.parent, run_id):
+        if missing := enter(needs, logs, run_id):
             return missing
-        os.chdir(needs.folder if os.path.isdir(needs.folder) else logs)
         with self._lock:
             self._local.start(endpoint, logs)
             self._serves = True

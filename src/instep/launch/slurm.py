@@ -18,6 +18,7 @@ import msgspec
 
 from instep.comm.endpoint import Endpoint
 from instep.errors import SpecError
+from instep.launch.base import check_no_hosts
 from instep.launch.local import TIMEOUT_S, LocalLauncher
 from instep.launch.node import Needs
 from instep.launch.slurm_cluster import (
@@ -25,7 +26,6 @@ from instep.launch.slurm_cluster import (
     address_of_this,
     allocation,
     ask,
-    check_launch,
     check_nodes,
     nodes_of,
 )
@@ -65,7 +65,7 @@ class SlurmLauncher:
         Raises:
             SpecError: it is in none, there are too few nodes, or something is missing on one.
         """
-        check_launch(job.launch)
+        check_no_hosts(job.launch, "Slurm")
         number = allocation()
         if not number:
             raise SpecError(

@@ -12,7 +12,6 @@ from dataclasses import asdict
 
 from instep.errors import SpecError
 from instep.launch.node import Needs
-from instep.spec import LaunchSpec
 
 SRUN = (
     *("srun", "--ntasks-per-node=1", "--overlap", "--mem=0", "--mpi=none", "--export=ALL"),
@@ -51,16 +50,6 @@ def address_of_this() -> str:
     node = os.environ.get("SLURMD_NODENAME", "")
     found = re.search(r"NodeAddr=(\S+)", ask("scontrol", "show", "node", node)) if node else None
     return found[1] if found else ""
-
-
-def check_launch(launch: LaunchSpec) -> None:
-    """Refuse keys of `[launch]` that are for others.
-
-    Raises:
-        SpecError: names it.
-    """
-    if launch.hosts:
-        raise SpecError("launch.hosts with launch.on = 'slurm': Slurm has the hosts. Give nodes.")
 
 
 _CHECK = """\

@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 import msgspec
 import pytest
 import torch
-from test_tls import WRONG, copy, shake_hands, showing
+from test_tls import WRONG, answer_to, copy, showing
 from torch._C._distributed_c10d import HashStore, Store
 
 from instep.comm import forwarder, tls
@@ -220,17 +220,7 @@ def test_no_byte_of_a_tensor_can_be_read_between_the_forwarders(forwarders, tap)
 def heard_from(port, made, after=b""):
     """What a forwarder tells a caller after its first answer, until it hangs up."""
     with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
-        heard = b""
-        try:
-            if isinstance(made, bytes):
-                connection.sendall(made)
-            else:
-                shake_hands(connection, made)
-            while data := connection.recv(1 << 16):
-                heard += data
-        except ConnectionResetError:
-            pass
-        return heard
+        return answer_to(connection, made)
 
 
 @pytest.mark.parametrize("what", [*WRONG, "a host's", "a client's"])

@@ -193,15 +193,7 @@ def refused_by(board, made):
         heard, told = [], threading.Event()
 
         def call():
-            try:
-                if isinstance(made, bytes):
-                    connection.sendall(made)
-                else:
-                    shake_hands(connection, made)
-                while data := connection.recv(1 << 16):
-                    heard.append(data)
-            except ConnectionResetError:  # closed before all of ours was read
-                pass
+            heard.append(answer_to(connection, made))
             told.set()
 
         caller = threading.Thread(target=call)
@@ -210,6 +202,21 @@ def refused_by(board, made):
         caller.join(5)
     assert [message for _, message in arrived if message is not None] == []
     return b"".join(heard)
+
+
+def answer_to(connection, made):
+    """What the other end says until it hangs up; `made` is as for `refused_by`."""
+    heard = b""
+    try:
+        if isinstance(made, bytes):
+            connection.sendall(made)
+        else:
+            shake_hands(connection, made)
+        while data := connection.recv(1 << 16):
+            heard += data
+    except ConnectionResetError:  # closed before all of ours was read
+        pass
+    return heard
 
 
 def shake_hands(connection, made):

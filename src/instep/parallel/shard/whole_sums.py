@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from instep.comm.direct import all_gather, in_rank_order, wait
+from instep.comm.direct import all_gather, wait
+from instep.comm.torch_comm import in_rank_order
 
 _DENSE = -1
 
