@@ -53,6 +53,7 @@ from instep.comm.messages import (
 from instep.comm.metered import tcp_traffic
 from instep.errors import PeerError
 from instep.events import STEPS
+from instep.store.folder import id_of
 from instep.system import causes
 from instep.system.addresses import address_towards
 from instep.system.processes import machine
@@ -126,6 +127,11 @@ class Member:
             self.address = self.forwarder.inside
         self.job = spec_file.build(tomllib.loads(welcome.job), source="the master")
         self.run = Path(welcome.run)
+        """Its folder; only processes that see it touch it."""
+        self.sees_run = not welcome.run_id or id_of(self.run) == welcome.run_id
+        """Whether that folder is here, and not only on the machine of the master."""
+        self.last_step = welcome.last_step
+        """Of a run that is complete."""
         self.started, self.role = welcome.started, welcome.role
         self.checkpoint = Path(welcome.checkpoint) if welcome.checkpoint else None
         self.phases = dict(phases or {})

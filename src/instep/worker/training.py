@@ -182,7 +182,7 @@ class Training(Loop):
         if self._replica is not None:  # all that a state is given to is there
             self._take_host_copy(self._replica)
         self._best()  # refuses a metric that does not exist, before anything is trained
-        if self.job.check.content != "off" and member.run.is_dir():
+        if self.job.check.content != "off" and member.sees_run and member.run.is_dir():
             # contents of samples as steps use them, for the audit
             self._record = Record(member.run / f"contents-{member.number}.bin")
         self._unrepeatable: int | None = None

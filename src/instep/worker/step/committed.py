@@ -123,6 +123,22 @@ class CommittedState:
             self.own = snapshot.tensors.get("own", {})
         self.last, self.settled, self.ended = None, self.progress.step, ends
 
+    def copy(self, comm: Comm, root: int, *, mine: bool) -> None:
+        """Members that could not load what the others have just loaded copy it from rank `root`;
+        every member calls it.
+
+        Args:
+            mine: whether this one has loaded it.
+
+        Raises:
+            PeerError: a member went away meanwhile.
+        """
+        own = self.capture() if comm.rank == root else None
+        taken = broadcast.broadcast_snapshot(own, comm, root, self._device)
+        if not mine:
+            self.restore(taken, "a peer's checkpoint")
+            self.settled = self.progress.step
+
     def inside(self, generation: int) -> None:
         """The steps of a generation are about to begin."""
         self.generation = generation

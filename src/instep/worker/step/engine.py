@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from instep.comm.alone import AloneComm
 from instep.comm.base import Comm
 from instep.comm.late_errors import LateErrors
+from instep.comm.messages import Form
 from instep.comm.torch_comm import TorchComm
 from instep.data.order import Position
 from instep.errors import PeerError, RecipeError, SpecError, Unrepeatable, WorkerError
@@ -232,7 +233,7 @@ class Engine:
                 # only a fresh process has the state of a beginning; another takes this one's place
                 os.kill(os.getpid(), signal.SIGKILL)
             self._drop()
-            self.state.load(Path(form.checkpoint) if form.checkpoint else None, ends=form.ends)
+            self._load(form, column)
             self.own.load(self.state.own if column.rank == 0 else {})
             self.state.tried = form.generation
             return False
@@ -257,6 +258,20 @@ class Engine:
             self.own.take_what_was_left()
         self.state.tried = form.generation
         return there.shared
+
+    def _load(self, form: Form, column: Comm) -> None:
+        """Take the state of a checkpoint, or of a beginning; a member that does not see the run's
+        folder copies it from one that has read it."""
+        if not form.checkpoint:
+            self.state.load(None, ends=form.ends)
+            return
+        seen = torch.zeros(column.size, device=self._device)
+        seen[column.rank] = float(self.member.sees_run)
+        column.all_reduce(seen).wait()
+        reads = bool(seen[column.rank]) or not seen.any()  # where nobody sees it, say so
+        self.state.load(Path(form.checkpoint) if reads else None, ends=form.ends)
+        if not seen.all():
+            self.state.copy(column, int(seen.argmax()), mine=reads)
 
     def _within_column(self, there: Beginning) -> Beginning:
         """The same, by ranks of the column."""
