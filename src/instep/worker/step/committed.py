@@ -110,13 +110,15 @@ class CommittedState:
         """
         self.progress = restore(snapshot, source, self._model, self._turns, rank=self._rank)
 
-    def load(self, checkpoint: Path | None, *, ends: bool = False) -> None:
-        """Take the state of a checkpoint, or of a beginning.
+    def load(
+        self, checkpoint: Path | None, *, ends: bool = False, lent: Snapshot | None = None
+    ) -> None:
+        """Take the state of a checkpoint, which another machine may lend, or of a beginning.
 
         Raises:
             CheckpointError: it cannot be read, or is of another model or optimizer.
         """
-        snapshot = read_checkpoint(checkpoint, self._model, self._turns, rank=self._rank)
+        snapshot = read_checkpoint(checkpoint, self._model, self._turns, rank=self._rank, lent=lent)
         self.progress, self.own = Progress(), {}
         if snapshot is not None:
             self.restore(snapshot, checkpoint)

@@ -25,7 +25,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -35,7 +34,6 @@ from torch import Tensor, nn
 from instep.comm.alone import AloneComm
 from instep.comm.base import Comm
 from instep.comm.late_errors import LateErrors
-from instep.comm.messages import Form
 from instep.comm.torch_comm import TorchComm
 from instep.data.order import Position
 from instep.errors import PeerError, RecipeError, SpecError, Unrepeatable, WorkerError
@@ -55,6 +53,7 @@ from instep.worker.step.clock import Clock
 from instep.worker.step.committed import Commit, CommittedState
 from instep.worker.step.gradients import Gradients
 from instep.worker.step.host_copy import HostCopy
+from instep.worker.step.loading import load
 from instep.worker.step.notes import Notes
 from instep.worker.step.observers import Observer
 from instep.worker.step.own_state import OwnState
@@ -145,7 +144,7 @@ class Engine:
         self._mesh, self._split = mesh, split
         self._parts = member.job.per_commit.micro_batches
         self._exact = self._parts + more if member.job.train.determinism == "bits" else 0
-        self._device = parameters[0].device
+        self.device = parameters[0].device
         self.saves: Callable[[], bool] = lambda: False
         """Whether it is time for a checkpoint; asked on rank 0."""
         self.take = self.gradient
@@ -169,7 +168,7 @@ class Engine:
         """What this worker alone has."""
         # what one rank of a mesh has staged, no other of its replica has
         self._votes = votes or self.own.memory is not None or mesh.ranks > 1
-        whole = mesh.ranks > 1 and self._device.type == "cpu"
+        whole = mesh.ranks > 1 and self.device.type == "cpu"
         self._host_copy = HostCopy() if whole else None
         self._uncopied = [0.0] * 3
         """Where this process has no room for its copy: 1, the bytes that it needs, those it has."""
@@ -233,7 +232,7 @@ class Engine:
                 # only a fresh process has the state of a beginning; another takes this one's place
                 os.kill(os.getpid(), signal.SIGKILL)
             self._drop()
-            self._load(form, column)
+            load(self.state, self.member, comm, column, self.device)
             self.own.load(self.state.own if column.rank == 0 else {})
             self.state.tried = form.generation
             return False
@@ -259,20 +258,6 @@ class Engine:
         self.state.tried = form.generation
         return there.shared
 
-    def _load(self, form: Form, column: Comm) -> None:
-        """Take the state of a checkpoint, or of a beginning; a member that does not see the run's
-        folder copies it from one that has read it."""
-        if not form.checkpoint:
-            self.state.load(None, ends=form.ends)
-            return
-        seen = torch.zeros(column.size, device=self._device)
-        seen[column.rank] = float(self.member.sees_run)
-        column.all_reduce(seen).wait()
-        reads = bool(seen[column.rank]) or not seen.any()  # where nobody sees it, say so
-        self.state.load(Path(form.checkpoint) if reads else None, ends=form.ends)
-        if not seen.all():
-            self.state.copy(column, int(seen.argmax()), mine=reads)
-
     def _within_column(self, there: Beginning) -> Beginning:
         """The same, by ranks of the column."""
         form, ranks = self.member.form, self._mesh.ranks
@@ -293,7 +278,7 @@ class Engine:
         """
         if self._host_copy is None:
             return None
-        found = self._host_copy.of_all(comm, self._device)
+        found = self._host_copy.of_all(comm, self.device)
         if found is None:
             return None
         self.state.take(found[1], "the memory of this host")
@@ -646,7 +631,7 @@ class Engine:
     def _passes_done(self) -> float:
         """The time now (of `perf_counter`), once a GPU is done with what it was given."""
         since = time.perf_counter()
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             return since
         torch.cuda.current_stream().synchronize()  # not what is under way between GPUs
         return self.clock.lap(since, "backward")
@@ -710,7 +695,7 @@ class Engine:
             self.assignment.prepared(staged.course, staged.step, staged.where)
         if self._votes and self.comm.size > 1:
             self._in_doubt = True
-            self.comm.all_reduce(torch.ones(1, device=self._device)).wait()
+            self.comm.all_reduce(torch.ones(1, device=self.device)).wait()
 
     # ---- the commit
 
