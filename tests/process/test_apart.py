@@ -2,9 +2,8 @@
 folder of its own."""
 
 import json
-import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -36,15 +35,19 @@ class Apart:
         start: starts a program.
         network: with the hosts.
         folder: empty.
+        shared: whether they have one disk instead.
     """
 
-    def __init__(self, start: Start, network: netlab.Network, folder: Path) -> None:
+    def __init__(
+        self, start: Start, network: netlab.Network, folder: Path, *, shared: bool = False
+    ) -> None:
         self._start, self._network, self._starts = start, network, count(1)
         self._here = folder / "here"
-        self._here.mkdir()
-        self.disks = [folder / f"disk-{host}" for host in network.hosts]
+        self._here.mkdir(parents=True)
+        names = ["one" if shared else host for host in network.hosts]
+        self.disks = [folder / f"disk-{name}" for name in names]
         for disk in self.disks:
-            disk.mkdir()
+            disk.mkdir(exist_ok=True)
             token = disk / "token"
             token.write_text("of this test\n")
             token.chmod(0o600)
@@ -84,7 +87,7 @@ class Apart:
             program.check_no_file_is_left()
             assert list(program.work.iterdir()) == []
         assert {path.name for path in self.disks[0].iterdir()} == {"token", "runs"}
-        for disk in self.disks[1:]:
+        for disk in {*self.disks} - {self.disks[0]}:
             assert [path.name for path in disk.iterdir()] == ["token"]
 
     def run(self, name: str) -> RunFolder:
@@ -93,9 +96,20 @@ class Apart:
 
 
 @pytest.fixture
-def apart(start: Start, tmp_path: Path):
-    with netlab.Network(3) as network:
-        yield Apart(start, network, tmp_path)
+def network() -> Iterator[netlab.Network]:
+    with netlab.Network(3) as made:
+        yield made
+
+
+@pytest.fixture
+def apart(start: Start, network: netlab.Network, tmp_path: Path) -> Apart:
+    return Apart(start, network, tmp_path / "apart")
+
+
+@pytest.fixture
+def together(start: Start, network: netlab.Network, tmp_path: Path) -> Apart:
+    """The same hosts with a disk that they share."""
+    return Apart(start, network, tmp_path / "together", shared=True)
 
 
 def alone(start: Start, *arguments: object) -> RunFolder:
@@ -152,25 +166,32 @@ def test_a_run_goes_on_on_other_hosts_than_before(start: Start, apart: Apart, ca
     apart.train([1, 1], case, 9)
     apart.train([1, 1, 1], case, 18)
     apart.train([2, 1], case, 0)
-    assert facts(apart.run(case)) == facts(alone(start, case, 0))
-    done = {path: path.read_bytes() for path in apart.run(case).path.rglob("*") if path.is_file()}
-    if case == "recipe":  # complete: nothing is left to do, and every process knows how far it came
+    run = apart.run(case)
+    assert facts(run) == facts(alone(start, case, 0))
+    if case == "recipe":  # complete: nothing is left to do, and each process knows how far it came
+        saved = (run.path / "model.safetensors").read_bytes()
         for program in apart.train([1, 1], case, 0):
             assert program.stdout.split() == ["[]", str(STEPS)]
-        assert done == {path: path.read_bytes() for path in done}
+        assert (run.path / "model.safetensors").read_bytes() == saved
 
 
 @pytest.mark.slow
-def test_what_a_codec_left_out_is_in_the_checkpoint(start: Start, apart: Apart, tmp_path: Path):
-    for stop in (9, 0):
-        apart.train([1, 1], "codec", stop)
-    shared = Apart.__new__(Apart)
-    shared.__dict__.update(apart.__dict__, disks=[tmp_path / "one"] * 3)
-    shutil.copytree(apart.disks[1], shared.disks[0])
-    for stop in (9, 0):
-        for program in shared.start([2], "codec", stop):
-            assert program.end() == 0, program.stderr
-    assert facts(apart.run("codec")) == facts(shared.run("codec"))
+def test_what_a_codec_left_out_is_in_the_checkpoint(apart: Apart, together: Apart):
+    for hosts in (apart, together):
+        for stop in (9, 0):
+            hosts.train([1, 1], "codec", stop)
+    assert facts(apart.run("codec")) == facts(together.run("codec"))
+
+
+@pytest.mark.slow
+def test_ranks_of_a_mesh_send_their_parts_and_read_what_they_need(apart: Apart, together: Apart):
+    for hosts in (apart, together):
+        hosts.train([1, 1], "split", 9)
+        hosts.train([1, 2, 1], "split", 18)  # a second replica, of which no rank sees the folder
+        hosts.train([1, 1], "whole", 22)
+        hosts.train([1, 1], "split", 0)
+    assert facts(apart.run("split")) == facts(together.run("split"))
+    assert (apart.run("split").path / "checkpoints").is_dir()
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ knows nothing of models and loops. Ways in: `Host` for process 0, `meet` for the
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import sys
 import threading
@@ -247,6 +248,10 @@ class Host:
         return finish(self.folder)  # the file is damaged
 
 
+_CLOSED = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+"""Nothing answers, since the network is closed there."""
+
+
 def is_complete(run: RunFolder, job: JobSpec) -> bool:
     """Whether a run completed, and the job asks for no more steps."""
     length = job.train.steps or job.train.passes * run.epoch_steps
@@ -278,7 +283,14 @@ def meet(meeting: Meeting, rank: int) -> Member:
             member = _call(endpoint, rank)
         except causes.Unwanted as error:
             late = error
-        except PeerError:
+        except PeerError as error:
+            if isinstance(cause := error.__context__, OSError) and cause.errno in _CLOSED:
+                where = f"{endpoint.address.host}:{endpoint.address.port}"
+                raise RunError(
+                    f"process 0 says that its run is at {where}, and nothing can be reached there "
+                    f"({cause.strerror or cause}). Open all ports between the machines: the run's "
+                    "master and gloo choose theirs."
+                ) from None
             late = None
         else:
             _MET.add(endpoint.token)

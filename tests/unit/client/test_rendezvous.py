@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from instep.client import rendezvous
+from instep.client import hosting, rendezvous
 from instep.client.meeting import ENDPOINT, MeetingFile, find, read, write
 from instep.client.placement import Placement
 from instep.client.refusal import announced, notes
@@ -16,7 +16,7 @@ from instep.client.rendezvous import Rendezvous, meeting_at
 from instep.comm import messages as m
 from instep.comm.channel import Address, Channel
 from instep.comm.endpoint import Endpoint
-from instep.errors import InstepError, JoinError, PeerError, SpecError
+from instep.errors import InstepError, JoinError, PeerError, RunError, SpecError
 
 MASTER = Endpoint(Address("127.0.0.1", 4567), "the token of a run")
 
@@ -155,6 +155,21 @@ def test_an_error_before_the_master_is_there_reaches_process_0(at):
     failing.join()
     assert [(n, str(error)) for n, error in found.items()] == [(1, "there is no epoks.")]
     assert notes(zero, 0) == {}
+
+
+def test_a_master_whose_port_is_closed_is_named_with_the_reason(at, monkeypatch):
+    zero, one = at(0), at(1)
+    write(zero, MASTER)
+
+    def unreachable(*_):
+        try:
+            raise TimeoutError(110, "Connection timed out")
+        except TimeoutError:
+            raise PeerError("no master answers.") from None
+
+    monkeypatch.setattr(hosting, "_call", unreachable)
+    with pytest.raises(RunError, match=r"at 127.0.0.1:4567, .*timed out.* Open all ports"):
+        hosting.meet(one, 1)
 
 
 @pytest.mark.parametrize(
