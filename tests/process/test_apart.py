@@ -188,7 +188,6 @@ def test_ranks_of_a_mesh_send_their_parts_and_read_what_they_need(apart: Apart, 
     for hosts in (apart, together):
         hosts.train([1, 1], "split", 9)
         hosts.train([1, 2, 1], "split", 18)  # a second replica, of which no rank sees the folder
-        hosts.train([1, 1], "whole", 22)
         hosts.train([1, 1], "split", 0)
     assert facts(apart.run("split")) == facts(together.run("split"))
     assert (apart.run("split").path / "checkpoints").is_dir()

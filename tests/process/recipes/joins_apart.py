@@ -66,7 +66,7 @@ def train_in_a_loop_of_its_own() -> instep.Session:
 
 
 if __name__ == "__main__":
-    cases = {"recipe": {}, "codec": CODEC, "split": SPLIT, "whole": {"name": "split"}}
+    cases = {"recipe": {}, "codec": CODEC, "split": SPLIT}
     session = train_in_a_loop_of_its_own() if CASE == "own" else train_a_recipe(**cases[CASE])
     assert (session.summary is not None) == (session.rank == 0)
     print(session.step)
