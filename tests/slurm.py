@@ -127,10 +127,11 @@ class Slurm:
         return done.stdout if done.returncode == 0 else ""
 
     @contextlib.contextmanager
-    def allocation(self, nodes: int) -> Iterator[dict[str, str]]:
+    def allocation(self, nodes: int, *words: str) -> Iterator[dict[str, str]]:
         """Nodes for as long as the context lasts; the environment of a process in it."""
         environment = {**os.environ, **self.environment}
         command = ["salloc", f"--nodes={nodes}", "--no-kill", "--no-shell", "--cpus-per-task=2"]
+        command += words
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
         job = done.stderr.split("Granted job allocation ")[1].split()[0]
         try:

@@ -75,6 +75,10 @@ def notice(
         there = some_members(event["workers"], servers)
         lack = some_members(event["missing"], servers)
         return f"replica {event['replica']} waits for {lack} (it has {there})"
+    if what == "hosts_added":
+        return f"{plural(len(event['hosts']), 'host')} join the run"
+    if what == "hosts_leaving":
+        return f"{plural(len(event['hosts']), 'host')} leave the run: {event['why']}"
     if what == "scaled":
         before, after = event["before"], event["workers"]
         return f"changing from {before} to {after} workers at one of the next steps"
