@@ -76,9 +76,9 @@ def notice(
         lack = some_members(event["missing"], servers)
         return f"replica {event['replica']} waits for {lack} (it has {there})"
     if what == "hosts_added":
-        return f"{plural(len(event['hosts']), 'host')} join the run"
+        return f"another job has {plural(len(event['hosts']), 'host')} for this run"
     if what == "hosts_leaving":
-        return f"{plural(len(event['hosts']), 'host')} leave the run: {event['why']}"
+        return f"another job takes {plural(len(event['hosts']), 'host')} away: {event['why']}"
     if what == "scaled":
         before, after = event["before"], event["workers"]
         return f"changing from {before} to {after} workers at one of the next steps"
