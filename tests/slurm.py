@@ -89,7 +89,8 @@ class Slurm:
         if network is not None:
             addresses, address = [*map(network.address, network.hosts)], network.address(OUTSIDE)
             for name, place in zip(self.nodes, network.hosts, strict=True):
-                self._entering[name] = ["ip", "netns", "exec", f"{network.name}-{place}"]
+                # not `ip netns exec`: slurmd needs the cgroups that it hides
+                self._entering[name] = ["nsenter", f"--net=/run/netns/{network.name}-{place}"]
         places = [
             f"NodeName={name} NodeHostname={host} NodeAddr={place} Port={port} CPUs=16"
             for name, place, port in zip(self.nodes, addresses, ports[1:], strict=True)

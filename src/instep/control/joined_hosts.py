@@ -8,6 +8,7 @@ placed is not known here.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 
 import msgspec
 
@@ -99,7 +100,8 @@ class JoinedHosts:
             return "this run is on one machine, and listens where no other can reach it."
         if not (1 <= count < 1 << 12 and workers >= 0):
             return f"{count} hosts and {workers} workers: needs 1 host or more, and no less than 0."
-        if refusal := refuse_scale(state, self._job, wanted):
+        once_ready = replace(state, course=state.course or 1)
+        if refusal := refuse_scale(once_ready, self._job, wanted):
             return f"{workers} more than now: {refusal}" if workers else refusal
         numbers = [n for group in self._groups for n in group.numbers]
         first = max(numbers, default=self._hosts.count - 1) + 1
@@ -152,7 +154,7 @@ class JoinedHosts:
                 self.leave(client, now, f"their client was silent for {LOST_S:g} s")
             if group.leaving:
                 self._clear(group, state, placed, now)
-            elif not group.counted and self._are_there(group, now):
+            elif not group.counted and state().course and self._are_there(group, now):
                 self._count(group, state)
 
     def _are_there(self, group: Group, now: float) -> bool:
