@@ -91,12 +91,8 @@ class Gate:
                 yield number, message
             elif self._closing:
                 self._hub.drop(peer)
-            elif isinstance(message, m.Certify):
-                self._certify(peer, message)
-            elif isinstance(message, m.Join) and not peer.trusted:
-                yield from self._ask(peer, message)
             else:
-                self._refuse(peer, REFUSED)
+                yield from self._stranger(peer, message)
         for peer in self._hub.late(PROOF_S):
             self._hub.drop(peer)
         now = time.monotonic()
@@ -104,26 +100,30 @@ class Gate:
             if place.rival is not None and now - place.rival[2] > SILENT_S:
                 yield from self._lose(place.peer)
 
-    def _certify(self, peer: Peer, asked: m.Certify) -> None:
-        """A certificate for a token; the machine then closes this connection itself."""
+    def _stranger(
+        self, peer: Peer, message: m.AnyMessage
+    ) -> Iterator[tuple[int, m.AnyMessage | None]]:
+        """What arrives from a machine that has no place."""
         try:
-            certificate = self._folder.certify(asked.secret, asked.public_key)
-        except (JoinError, SpecError, OSError) as error:
+            match message:
+                case m.Certify(secret=secret, public_key=key):
+                    certificate = self._folder.certify(secret, key)
+                    self._hub.send(peer, m.Certified(certificate=certificate))
+                case m.Join() if not peer.trusted:
+                    yield from self._ask(peer, message)
+                case _:
+                    raise JoinError("it does not ask to join")
+        except JoinError as error:
             self._say(f"a machine at {_address(peer)} was refused: {error}")
             self._refuse(peer, REFUSED)
-        else:
-            self._hub.send(peer, m.Certified(certificate=certificate))
+        except (SpecError, OSError) as error:  # of the folder; it tries again
+            self._say(f"a machine at {_address(peer)} cannot join: {error}")
+            self._hub.drop(peer)
 
     def _ask(self, peer: Peer, asked: m.Join) -> Iterator[tuple[int, m.AnyMessage]]:
         shown = peer.shown
-        if (
-            shown is None
-            or shown.role != "host"
-            or not self._folder.is_current(shown.number, peer.certificate)
-        ):
-            self._say(f"a machine at {_address(peer)} was refused: it has no certificate that fits")
-            self._refuse(peer, REFUSED)
-            return
+        if shown is None or not self._folder.is_current(shown.number, peer.certificate):
+            raise JoinError("it has no certificate that fits")
         self._hub.trust(peer)
         if shown.number >= len(self._places):
             count = plural(len(self._places), "machine")

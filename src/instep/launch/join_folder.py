@@ -64,6 +64,9 @@ class JoinFolder:
         self._path, self._clock = path, clock
         with self._speaking():
             path.mkdir(0o700, exist_ok=True)
+            about = path.stat()
+            if about.st_uid != os.geteuid() or about.st_mode & 0o022:
+                raise SpecError(f"others can write into {path}. Use: chmod 700 {path}")
             with self._locked():
                 self._authority = self._load()
 
@@ -110,10 +113,10 @@ class JoinFolder:
             tokens = {n: Token(secrets.token_hex(16), self._authority.certificate) for n in wanted}
             for n, token in tokens.items():
                 known[n] = _Host(_sha256(token.secret), self._clock() + lasts_s)
-            if tokens:
-                self._remember(known)
             for n, token in tokens.items():
                 self._write(self.token_file(n), token.text)
+            if tokens:
+                self._remember(known)
         return wanted
 
     def _needs_one(self, host: int, about: _Host | None) -> bool:
@@ -134,6 +137,7 @@ class JoinFolder:
 
         Raises:
             JoinError: says why not, for the owner of this folder; strangers are not told.
+            SpecError, OSError: the folder cannot be read or written.
         """
         sha256 = _sha256(secret)
         with self._locked():
@@ -157,7 +161,11 @@ class JoinFolder:
         return certificate
 
     def is_current(self, host: int, certificate: bytes) -> bool:
-        """Whether that certificate (DER) is what the newest token of a host has bought."""
+        """Whether that certificate (DER) is what the newest token of a host has bought.
+
+        Raises:
+            SpecError, OSError: the folder cannot be read.
+        """
         with self._locked():
             about = self._known().get(host)
         return (

@@ -6,6 +6,7 @@ import ssl
 import threading
 import time
 from contextlib import contextmanager
+from datetime import timedelta
 
 import pytest
 
@@ -358,17 +359,29 @@ def test_strangers_that_say_nothing_keep_no_machine_out(served, folder, tmp_path
             each.close()
 
 
+def test_a_gate_whose_folder_is_gone_serves_on_and_lets_nobody_in(served, folder, tmp_path):
+    shown = credentials(served.address, copied(folder, tmp_path))
+    (tmp_path / "certificates").rename(tmp_path / "away")
+    for message, who in [(m.Join(), shown), (certify("0" * 32), newcomer(folder))]:
+        with pytest.raises(PeerError, match="closed the connection"):
+            answer(served, who, message)
+    assert "cannot join" in served.said[-1]
+    (tmp_path / "away").rename(tmp_path / "certificates")
+    assert answer(served, shown, m.Join()) == m.Joined(place=PLACES[0])
+
+
 # ---- what a machine tells whom
 
 
 class Stranger:
     """Listens in the place of a gate; keeps all that it is sent, and what of it it can read."""
 
-    def __init__(self, shown):
+    def __init__(self, shown, newest=ssl.TLSVersion.TLSv1_3):
         self.raw, self.read = bytearray(), bytearray()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = Address(*self._listener.getsockname())
         self._made = tls.context(shown, server=True, newcomers=True)
+        self._made.minimum_version, self._made.maximum_version = ssl.TLSVersion.TLSv1_2, newest
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
 
@@ -406,6 +419,17 @@ def test_nobody_but_a_gate_of_its_authority_gets_the_secret(folder, tmp_path, wh
     finally:
         stranger.close()
     assert len(stranger.raw) > 100  # it did call
+    assert stranger.read == b""
+    assert secret(folder).encode() not in stranger.raw
+
+
+def test_a_gate_that_speaks_tls_1_2_is_told_nothing(folder, tmp_path):
+    stranger = Stranger(folder.credentials(), newest=ssl.TLSVersion.TLSv1_2)
+    try:
+        with pytest.raises(PeerError):
+            credentials(stranger.address, copied(folder, tmp_path))
+    finally:
+        stranger.close()
     assert stranger.read == b""
     assert secret(folder).encode() not in stranger.raw
 
@@ -456,6 +480,18 @@ def test_a_file_that_is_no_token_is_refused(tmp_path, text):
     file.chmod(0o600)
     with pytest.raises(JoinError, match="is no token file"):
         credentials(Address("127.0.0.1", 1), file)
+
+
+def test_a_certificate_that_has_run_out_is_said(served, folder, tmp_path):
+    file = copied(folder, tmp_path)
+    credentials(served.address, file)
+    beside = file.with_name("token.certificate")
+    kept = json.loads(beside.read_text())
+    run_out = folder._authority.issue(Identity("host", 0), timedelta(seconds=-1)).own
+    kept["certificate"] = run_out[run_out.index("-----BEGIN CERTIFICATE") :]
+    beside.write_text(json.dumps(kept))
+    with pytest.raises(JoinError, match=r"has run out\. Get a new token file"):
+        credentials(served.address, file)
 
 
 def test_another_token_takes_the_place_of_the_first(served, folder, tmp_path):

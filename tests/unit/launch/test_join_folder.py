@@ -192,6 +192,9 @@ def test_a_folder_that_cannot_be_trusted_is_refused(tmp_path, folder, clock):
     (path / "authority.pem").chmod(0o600)
     with pytest.raises(SpecError, match="has no key and certificate"):
         JoinFolder(path)
+    path.chmod(0o770)
+    with pytest.raises(SpecError, match=r"others can write into .* chmod 700"):
+        JoinFolder(path)
     with pytest.raises(SpecError, match=r"cannot be kept in .*No such file"):
         JoinFolder(tmp_path / "none" / "certificates")
 
