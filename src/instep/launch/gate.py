@@ -19,11 +19,13 @@ from instep.comm.channel import Hub, Peer
 from instep.comm.tls import context
 from instep.errors import JoinError, SpecError
 from instep.launch.join_folder import JoinFolder
-from instep.launch.join_token import REFUSED
 from instep.words import plural
 
 PROOF_S = 5.0
 """How long a connection may take to prove what it is."""
+
+REFUSED = "refused"
+"""All that anybody is told who has not proved what it is."""
 
 SILENT_S = 3.0
 """A machine that is silent for so long loses its place to another that asks for it."""

@@ -26,9 +26,6 @@ from instep.plain_file import read_plain, replace_plain
 ANSWER_S = 15.0
 """How long to wait for a connection, and for an answer."""
 
-REFUSED = "refused"
-"""All that anybody is told who has proved nothing yet."""
-
 _TOKEN = re.compile(
     r"([0-9a-f]{32})\n(-----BEGIN CERTIFICATE-----\n[^-]*-----END CERTIFICATE-----)\s*"
 )
@@ -53,7 +50,7 @@ class Token(NamedTuple):
         Raises:
             JoinError: there is none, or others can read it.
         """
-        found = _TOKEN.fullmatch(read_private(path).replace("\r\n", "\n"))
+        found = _TOKEN.fullmatch(read(path).replace("\r\n", "\n"))
         if found is None:
             raise JoinError(f"{path} is no token file. Copy it again from where it was made.")
         return cls(*found.groups())
@@ -124,7 +121,7 @@ def _bought(gate: Address, token: Token, key: str) -> str:
 
 
 def refusal(gate: Address, what: str) -> str:
-    """What to tell the user who was told no more than `REFUSED`."""
+    """What to tell the user who was told no more than `refused`."""
     return (
         f"{gate.host}:{gate.port} refused this machine: its {what} is wrong or used, or has run "
         "out. `instep certificates --renew`, on the machine of `instep run`, makes a new token."
@@ -143,7 +140,7 @@ def _kept(file: Path) -> _Kept | None:
     if not file.exists():
         return None
     try:
-        return msgspec.json.decode(read_private(file), type=_Kept)
+        return msgspec.json.decode(read(file), type=_Kept)
     except msgspec.MsgspecError:
         return None
 
@@ -158,8 +155,8 @@ def _keep(file: Path, kept: _Kept) -> None:
         ) from None
 
 
-def read_private(path: Path) -> str:
-    """The text of a file that only its owner may read.
+def read(path: Path) -> str:
+    """The text of a file with a secret, which only its owner may read.
 
     Raises:
         JoinError: it cannot be read, or others can read it.

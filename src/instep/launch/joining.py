@@ -21,7 +21,8 @@ from instep.comm.connection import GIVE_UP_S
 from instep.comm.endpoint import Endpoint
 from instep.comm.tls import context
 from instep.errors import InstepError, JoinError, PeerError, SpecError, StrangerError
-from instep.launch.join_token import ANSWER_S, REFUSED, credentials, refusal, stranger
+from instep.launch.gate import REFUSED
+from instep.launch.join_token import ANSWER_S, credentials, refusal, stranger
 from instep.launch.local import LocalLauncher
 from instep.launch.node import Needs, enter
 

@@ -16,9 +16,9 @@ from instep.comm.certificates import Authority, Credentials, Identity, new_key, 
 from instep.comm.channel import MOST_UNTRUSTED, Address, Channel, frame
 from instep.comm.endpoint import Switchboard
 from instep.errors import JoinError, PeerError, StrangerError
-from instep.launch.gate import Gate
+from instep.launch.gate import REFUSED, Gate
 from instep.launch.join_folder import LASTS_S, JoinFolder
-from instep.launch.join_token import REFUSED, Token, credentials
+from instep.launch.join_token import Token, credentials
 from instep.launch.joining import Machine
 
 PLACES = ("127.0.0.1:1", "127.0.0.1:2")
