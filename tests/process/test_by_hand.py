@@ -13,6 +13,7 @@ from test_encrypted_hosts import Capture, is_tls
 from test_recovery import check_same_result, undisturbed
 from test_survival import STEPS_OF_A_RUN, reach
 
+from instep.cli import main
 from instep.errors import JoinError
 from instep.lab import netlab
 from instep.launch.join_folder import JoinFolder
@@ -166,16 +167,21 @@ def test_whoever_is_not_expected_is_refused_in_a_sentence(start: Start, tmp_path
     check_nothing_is_left(program, first, stranger, second_one, thief, wrong)
 
 
-def test_servers_start_on_the_machines_that_are_theirs(start: Start, tmp_path: Path) -> None:
+def test_servers_start_on_the_machines_that_are_theirs_with_tokens_that_were_there_before(
+    start: Start, tmp_path: Path
+) -> None:
     sync = '[sync]\nname = "server_sync"\n'
     cluster = Cluster(start, tmp_path, [FIRST], servers=[SECOND], sync=sync)
-    program = cluster.run("train.steps=20")
+    assert main(["certificates", str(cluster.certificates), "--hosts", "2"]) == 0
+    tokens = [cluster.token_file(place).read_bytes() for place in (FIRST, SECOND)]
     machines = [cluster.machine(place) for place in (SECOND, FIRST)]
+    program = cluster.run("train.steps=20")
     assert program.end() == 0, program.stderr
     joined = program.events("worker_joined")
     assert {(e["role"], e["host"]) for e in joined} == {("worker", 0), ("server", 1)}
     assert len(joined) == 3
     assert [each.end() for each in machines] == [0, 0]
+    assert [cluster.token_file(place).read_bytes() for place in (FIRST, SECOND)] == tokens
     check_nothing_is_left(program, *machines)
 
 

@@ -47,7 +47,7 @@ class Gate:
         address: of this machine, and a port.
         places: `host:port` each.
         folder: has the authority of all certificates.
-        say: told of those that are refused.
+        say: told of those that are refused; the same is said once.
 
     Raises:
         SpecError: nothing can listen there.
@@ -60,7 +60,8 @@ class Gate:
         folder: JoinFolder,
         say: Callable[[str], None],
     ) -> None:
-        self._places, self._folder, self._say = [_Place(name) for name in places], folder, say
+        self._places, self._folder = [_Place(name) for name in places], folder
+        self._tell, self._told = say, set[str]()
         self._closing = False
         try:
             shown = context(folder.credentials(), server=True, newcomers=True)
@@ -121,6 +122,11 @@ class Gate:
         except (SpecError, OSError) as error:  # of the folder; it tries again
             self._say(f"a machine at {_address(peer)} cannot join: {error}")
             self._hub.drop(peer)
+
+    def _say(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            self._tell(text)
 
     def _ask(self, peer: Peer, asked: m.Join) -> Iterator[tuple[int, m.AnyMessage]]:
         shown = peer.shown

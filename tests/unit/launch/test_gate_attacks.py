@@ -207,6 +207,9 @@ def test_before_proof_every_refusal_is_the_same_word(served, folder, what):
     assert said == m.Refused(kind="JoinError", text=REFUSED, exit_code=JoinError.exit_code)
     until(lambda: not served.gate._hub.peers())
     assert served.events == []
+    told = len(served.said)
+    answer(served, newcomer(folder), WRONG[what](folder, used))
+    assert len(served.said) == told  # a flood of it fills no screen
     if what != "no key":  # as if nobody had asked
         assert not folder._known()[1].used
     assert isinstance(answer(served, newcomer(folder), certify(secret(folder, 2))), m.Certified)
