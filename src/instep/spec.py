@@ -586,9 +586,10 @@ class ClusterSpec(Section, frozen=True, kw_only=True):
     servers: tuple[str, ...] = ()
     """Machines for the parameter servers alone; none: they are where the workers are."""
 
-    token_file: str = "cluster.token"
-    """The file with which a machine proves that it may join. Relative to the job file. `instep run`
-    writes it, and replaces it when it is a day old."""
+    certificates: str = "certificates"
+    """The folder of the certificates with which machines join, as `instep certificates` makes it.
+    Relative to the job file. `instep run` makes it if it is not there, and writes a token file for
+    each machine."""
 
     @property
     def places(self) -> tuple[str, ...]:

@@ -124,12 +124,26 @@ class StartWorker(Message, frozen=True):
     """What it is to show; None where connections are not encrypted."""
 
 
-class Join(Message, frozen=True):
-    """To the launcher, from a machine that somebody started `instep host` on."""
+class Certify(Message, frozen=True):
+    """To the launcher, from a machine without a certificate: make one for this key."""
 
-    token: str
-    place: str = ""
-    """Which of the expected machines it is; empty: the one with its address."""
+    secret: str
+    """Of its join token."""
+    public_key: str
+    """PEM."""
+
+
+class Certified(Message, frozen=True):
+    """The certificate that a token has bought."""
+
+    certificate: str
+    """PEM."""
+
+
+class Join(Message, frozen=True):
+    """To the launcher, from a machine that somebody started `instep host` on, with a certificate
+    that says which one it is."""
+
     who: str = ""
     """Machine and process in words."""
 
@@ -516,6 +530,8 @@ AnyMessage: TypeAlias = (
     | Welcome
     | Refused
     | StartWorker
+    | Certify
+    | Certified
     | Join
     | Joined
     | Serve
