@@ -99,7 +99,8 @@ class Hosts:
     """The hosts of a run.
 
     Args:
-        count: how many it has; 0 where all workers are on this machine.
+        count: how many it has from the start, numbered from 0; 0 where all workers are on this
+            machine.
         send: sends a message to one of them.
         gather_s: how long the first that connects waits for the others.
         mesh: of a replica, whose processes are best kept together.
@@ -120,6 +121,8 @@ class Hosts:
         self._servers = frozenset(servers)
         self.count, self._send, self._gather_s, self._mesh = count, send, gather_s, mesh
         self._issue = issue
+        self._numbers = set(range(max(1, count)))
+        self._leaving: set[int] = set()  # also those that have left
         self._there: dict[int, _Host] = {}
         self._underway: dict[int, int] = {}  # worker to the host that was asked to start it
         self._beating: set[tuple[int, int]] = set()  # host and pid: those with heartbeats
@@ -139,7 +142,7 @@ class Hosts:
     @property
     def missing(self) -> list[int]:
         """Numbers of the hosts that are not connected."""
-        return [number for number in range(max(1, self.count)) if number not in self._there]
+        return sorted(self._numbers - self._leaving - self._there.keys())
 
     def to_start(self, now: float) -> list[int]:
         """Hosts that have been missing for too long, and are to be started; each once a while."""
@@ -148,6 +151,39 @@ class Hosts:
         again = now + (RETRY_S if self.several else 0.0)
         self._missing_since = since | dict.fromkeys(late, again)
         return late
+
+    @property
+    def is_any_there(self) -> bool:
+        """Whether at least one is connected."""
+        return bool(self._there)
+
+    # ---- hosts that come and leave while the run is running
+
+    def add(self, numbers: Collection[int]) -> None:
+        """The run has these hosts too, once they have connected."""
+        self._numbers |= set(numbers)
+
+    def retire(self, numbers: Collection[int]) -> None:
+        """No further worker starts on these, and they are not missed."""
+        self._leaving |= set(numbers)
+
+    def remove(self, numbers: Collection[int]) -> list[Peer]:
+        """These are no longer part of the run; the connections of those that are there."""
+        self.retire(numbers)
+        self._numbers -= set(numbers)
+        left = [(number, self._there.pop(number)) for number in numbers if number in self._there]
+        for number, _ in left:
+            self._left[number] = self._now
+            self._forget_starts(number)
+        return [host.peer for _, host in left]
+
+    def has_left(self, number: int) -> bool:
+        """Whether a host was removed."""
+        return number in self._leaving and number not in self._numbers
+
+    def are_idle(self, numbers: Collection[int]) -> bool:
+        """Whether no worker is being started on any of these."""
+        return not any(host in numbers for host in self._underway.values())
 
     @property
     def now(self) -> float:
@@ -189,7 +225,7 @@ class Hosts:
     def fails(self, number: int) -> bool:
         """A host has ended by itself; whether all have."""
         self._failed.add(number)
-        return len(self._failed) >= max(1, self.count)
+        return self._failed >= self._numbers
 
     def heartbeat(self, number: int, peer: Peer, now: float, stopped: Collection[int] = ()) -> None:
         """A heartbeat of a host, with its processes that were stopped."""
@@ -255,7 +291,8 @@ class Hosts:
             return
         there = {**placed, **self._underway}
         # it is not started later: the only host, which is slow, gets the message in its time
-        living = [n for n in self._there if not (self.several and self.is_quiet(n))]
+        there_to_stay = self._there.keys() - self._leaving or self._there.keys()
+        living = [n for n in there_to_stay if not (self.several and self.is_quiet(n))]
         if self._servers:  # each role on its own hosts, as long as there is one
             fit = [n for n in living if (n in self._servers) == (role == "server")]
             living = fit or living
@@ -289,7 +326,7 @@ class Hosts:
         if any(self._now - host.since < BALANCE_S for host in self._there.values()):
             return None
         workers = Counter(placed.values())
-        there = [number for number in self._there if number not in self._servers]
+        there = sorted(self._there.keys() - self._servers - self._leaving)
         fullest = max(there, key=lambda number: workers[number], default=0)
         fewest = min((workers[number] for number in there), default=0)
         if workers[fullest] - fewest < 2:
@@ -320,7 +357,7 @@ class Hosts:
     @property
     def all_quiet(self) -> bool:
         """Whether all are silent, so that it is likely the master that is cut off."""
-        return self.several and all(map(self.is_quiet, range(self.count)))
+        return self.several and all(map(self.is_quiet, self._numbers))
 
     @property
     def can_do_without(self) -> bool:
