@@ -144,6 +144,7 @@ EVENTS = {
     "master_started": "pid, again (whether it replaces a lost one), why (that one was lost)",
     "host_joined": "pid, host",
     "host_lost": "host, why",
+    "host_given_back": "host",
     "scaled": "before, workers",
     "worker_leaving": "worker, successor, fellows (with a mesh: the other workers of its replica, "
     "which leave with it)",

@@ -23,10 +23,19 @@ from typing import Any
 
 from instep.comm.connection import MasterConnection
 from instep.comm.endpoint import Switchboard
-from instep.comm.messages import Hello, HostEnded, HostWanted, Interrupt, Over, Refused
+from instep.comm.messages import (
+    Hello,
+    HostEnded,
+    HostsLeave,
+    HostUnneeded,
+    HostWanted,
+    Interrupt,
+    Over,
+    Refused,
+)
 from instep.control.endings import signal_name
 from instep.errors import RunError
-from instep.launch.base import Launcher
+from instep.launch.base import Elastic, Launcher
 from instep.plain_file import read_plain
 from instep.store.folder import gone, host_log
 from instep.system.causes import as_error
@@ -38,6 +47,9 @@ LINGER_S = 2.0
 
 LOOK_S = 0.05
 """Seconds between two looks at the processes."""
+
+LEAVING_S = 0.5
+"""Seconds between two questions which machines are about to go."""
 
 STUCK_S = 10.0
 """How long a master may take to end a run after a second interrupt."""
@@ -83,6 +95,8 @@ class MasterWatchdog:
         self._told = 0
         self._last_asked = math.inf
         self._ended: set[int] = set()  # hosts that have ended by themselves
+        self._leaving: list[int] = []  # hosts whose machines are about to go
+        self._leaving_at = 0.0  # when that was asked last
         self._signs = -1  # what the master writes while it lives
         self._hung = ""  # how the present one hangs, once it has been killed for that
         self._hangs = 0
@@ -116,6 +130,7 @@ class MasterWatchdog:
             "token": self._board.endpoint.token,
             "authority": self._board.authority and self._board.authority.pem,
             "hosted": self._launcher is not None,
+            "gives_back": isinstance(self._launcher, Elastic),
             "why": why,
         }
         assert master.stdin is not None
@@ -147,6 +162,8 @@ class MasterWatchdog:
                         raise as_error(message)
                     if isinstance(message, HostWanted):
                         self._start_hosts(message.numbers)
+                    if isinstance(message, HostUnneeded) and isinstance(self._launcher, Elastic):
+                        self._launcher.give_back(message.number)
                     self._pass_on(connection)
                     self._look_after(connection)
                     if self._watch is not None:
@@ -172,6 +189,7 @@ class MasterWatchdog:
                 self._ended.add(number)
                 detail = _last_line(host_log(self._run / "logs", number))
                 connection.send(HostEnded(code=code, detail=detail, number=number))
+        self._tell_leaving(connection)
         self._watch_signs()
         code = self._master.poll()
         if code is None:
@@ -196,6 +214,15 @@ class MasterWatchdog:
             if now >= self._due:
                 self._due = None
                 self._master = self._start(why)
+
+    def _tell_leaving(self, connection: MasterConnection) -> None:
+        """Say which machines are about to go; again and again, as another master does not know."""
+        now = time.monotonic()
+        if isinstance(self._launcher, Elastic) and now - self._leaving_at > LEAVING_S:
+            self._leaving_at, before = now, self._leaving
+            self._leaving = sorted(self._launcher.leaving())
+            if self._leaving or before:
+                connection.send(HostsLeave(numbers=self._leaving))
 
     def _watch_signs(self) -> None:
         """Kill a master that gives no sign of life for too long; it is replaced then."""

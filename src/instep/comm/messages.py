@@ -12,7 +12,7 @@ import msgspec
 
 from instep.comm.certificates import Credentials
 
-VERSION = 9
+VERSION = 10
 """Version of the messages below; both ends of a channel must have the same."""
 
 
@@ -204,6 +204,18 @@ class Interrupt(Message, frozen=True):
 
 class HostWanted(Message, frozen=True):
     """To the client: start fork servers on these hosts, which have none any more."""
+
+    numbers: list[int]
+
+
+class HostUnneeded(Message, frozen=True):
+    """To the client: this host has no workers, and the run can do without it; it may be ended."""
+
+    number: int
+
+
+class HostsLeave(Message, frozen=True):
+    """From the client: the machines of these hosts, and of no others, are about to go."""
 
     numbers: list[int]
 
@@ -497,6 +509,8 @@ AnyMessage: TypeAlias = (
     | KillAll
     | Interrupt
     | HostWanted
+    | HostUnneeded
+    | HostsLeave
     | HostEnded
     | Scale
     | Answer

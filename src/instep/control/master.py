@@ -123,6 +123,7 @@ class Master:
         switchboard: to which the processes connect.
         views: shown everything that is written.
         hosted: whether a host starts the workers, and replaces them.
+        gives_back: whether the client ends hosts that are not needed.
         started: Unix seconds at which the user's command began.
         about: further fields of the `run_started` event.
         start_point: where this session begins.
@@ -139,6 +140,7 @@ class Master:
         *,
         views: list[View],
         hosted: bool,
+        gives_back: bool = False,
         started: float,
         about: Mapping[str, Any],
         start_point: StartPoint = BEGINNING,
@@ -146,7 +148,7 @@ class Master:
         signs: SignsOfLife = NO_WATCHDOG,
         why: str = "",
     ) -> None:
-        self._job, self._run, self._hosted = job, run, hosted
+        self._job, self._run, self._hosted, self._gives_back = job, run, hosted, gives_back
         self._started, self._start_point, self._journal = started, start_point, journal
         self._signs, self._why = signs, why
         self._hub, self._token = switchboard.hub, switchboard.endpoint.token
@@ -576,6 +578,8 @@ class Master:
                     host = self._job.launch.host(number)
                     text = f"{host} ended with code {code}; it is tried again. "
                     self._warn(f"{text}{detail}".strip())
+            case m.HostsLeave(numbers=numbers):
+                self._hosts.leave(numbers)
             case m.Scale(workers=workers):
                 refusal = refuse_scale(self._state, self._job, workers)
                 self._hub.send(peer, m.Answer(refusal=refusal))
@@ -776,18 +780,35 @@ class Master:
         return bool(state.whole(reached))
 
     def _spread(self) -> None:
-        """Move a worker to a host that has come back, when nothing else changes.
+        """Move workers from hosts that are about to go, or one to a host that has come back, when
+        nothing else changes; and give back hosts that are not needed.
 
-        Not one that shares its replica: all of them would move, and crowd the other host.
+        To a host that has come back none moves that shares its replica: all of them would, and
+        crowd it.
         """
         state, members = self._state, set(self._state.group)
+        self._hosts.take_again(len(state.wanted - state.servers))
         calm = state.phase == "training" and not (state.changing or state.stop or state.done)
         settled = members == state.wanted == state.joined == self._processes.keys()
-        if calm and settled and state.complete and state.ranks == 1:
-            placed = {w: self._processes[w].host for w in members}
-            worker = self._hosts.crowded(placed, stay=state.servers)
-            if worker is not None:
-                self._observe(s.Noticed(worker))
+        if not (calm and settled and state.complete):
+            return
+        placed = {w: self._processes[w].host for w in members}
+        moved = self._hosts.to_move(placed, stay=state.servers)
+        crowded = self._hosts.crowded(placed, stay=state.servers) if state.ranks == 1 else None
+        if not moved and crowded is not None:
+            moved = [crowded]
+        for worker in moved:
+            self._observe(s.Noticed(worker))
+        if not moved and self._gives_back and self._client is not None:
+            self._give_back(placed)
+
+    def _give_back(self, placed: Mapping[int, int]) -> None:
+        """Have the client end a host that the run can do without."""
+        workers = len(self._state.wanted - self._state.servers)
+        number = self._hosts.give_back(set(placed.values()), workers)
+        if number is not None and self._client is not None:
+            self._recorder.emit("host_given_back", {"host": number})
+            self._hub.send(self._client, m.HostUnneeded(number=number))
 
     def _watch_progress(self) -> None:
         """Kill workers that hang, after asking them for their stack."""

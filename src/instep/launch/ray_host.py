@@ -12,7 +12,7 @@ from pathlib import Path
 from instep.comm.endpoint import Endpoint
 from instep.launch.local import LocalLauncher
 from instep.launch.node import Needs, enter
-from instep.system.environment import END
+from instep.system.environment import END, RECIPE
 from instep.system.processes import Watched, is_stopped, stat_fields
 
 LOOK_S = 0.05
@@ -43,6 +43,7 @@ class Host:
         self._local = LocalLauncher(lifeline=True)
         self._lock = threading.Lock()  # each call has a thread of its own
         self._serves = False
+        self._copy = os.getcwd()  # of the driver's `working_dir`, if it has one
         # Ray looks for orphans of pid 1 only, and there may be another process that adopts them
         raylet = Watched(os.getppid())
         threading.Thread(target=_end_with, args=(raylet,), daemon=True).start()
@@ -52,12 +53,16 @@ class Host:
         import ray
 
         node = ray.get_runtime_context().get_node_id()
-        return Place(node, os.getpid(), began(os.getpid()), needs.missing())
+        missing = needs.in_copy(self._copy).missing()
+        return Place(node, os.getpid(), began(os.getpid()), missing)
 
     def serve(self, endpoint: Endpoint, logs: Path, run_id: str, needs: Needs) -> int | str:
         """Run a fork server to its end; its exit code, or what is missing for it."""
-        if missing := enter(needs, logs, run_id):
+        here = needs.in_copy(self._copy)
+        if missing := enter(here, logs, run_id):
             return missing
+        if here.recipe != needs.recipe:
+            os.environ[RECIPE] = here.recipe
         with self._lock:
             self._local.start(endpoint, logs)
             self._serves = True
