@@ -694,12 +694,12 @@ class Master:
         if not self._hosted:
             return
         now = time.monotonic()
-        hosts = len(self._hosts.missing) < max(1, self._hosts.count)
+        missing = self._hosts.missing  # no one else reports the ends of their workers
         for worker, process in list(self._processes.items()):
             absent_s = now - self._absent.get(worker, now)
             if process.ended:
                 since = self._seen_ended.setdefault(worker, now)
-                if not hosts or now - since > REPORT_S:
+                if process.host in missing or now - since > REPORT_S:
                     self._exited(worker, process.pid, None, process.host)
             elif self._state.recovers and absent_s > self._timeout_s(worker, process):
                 process.signal(signal.SIGKILL)
