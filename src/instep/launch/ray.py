@@ -25,7 +25,7 @@ from instep.launch.local import TIMEOUT_S
 from instep.launch.node import Needs
 from instep.launch.ray_actor import Actor, wait_until_there
 from instep.launch.ray_cluster import address_of, connect, nodes_with
-from instep.launch.ray_private import draining
+from instep.launch.ray_private import Drains
 from instep.spec import JobSpec, LaunchSpec, Natural, Section
 from instep.store.folder import host_log
 
@@ -70,6 +70,7 @@ class RayLauncher:
         self._ray, self._connected = connect(
             address, each * (launch.nodes or 1), options.working_dir
         )
+        self._drains = Drains(self._ray)
         nodes = [node for node in self._ray.nodes() if node["Alive"]]
         with_cores = [node for node in nodes if node["Resources"].get("CPU", 0) >= 1]
         self.count = launch.nodes or max(1, min(len(with_cores), job.workers))
@@ -137,7 +138,7 @@ class RayLauncher:
 
     def leaving(self) -> list[int]:
         """Hosts on nodes that Ray drains."""
-        going = draining(self._ray)
+        going = self._drains.nodes
         places = {n: actor.place for n, actor in self._actors.items()} if going else {}
         return [n for n, place in places.items() if place is not None and place.node in going]
 
@@ -148,6 +149,7 @@ class RayLauncher:
 
     def stop(self) -> None:
         """End all actors with what they started; and the cluster, if it was started here."""
+        self._drains.close()
         if not self._ray.is_initialized():
             return
         actors, self._actors = list(self._actors.values()), {}

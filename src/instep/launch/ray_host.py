@@ -12,6 +12,7 @@ from pathlib import Path
 from instep.comm.endpoint import Endpoint
 from instep.launch.local import LocalLauncher
 from instep.launch.node import Needs, enter
+from instep.launch.ray_metrics import export
 from instep.system.environment import END, RECIPE
 from instep.system.processes import Watched, is_stopped, stat_fields
 
@@ -42,7 +43,7 @@ class Host:
     def __init__(self) -> None:
         self._local = LocalLauncher(lifeline=True)
         self._lock = threading.Lock()  # each call has a thread of its own
-        self._serves = False
+        self._serves, self._exports, self._over = False, False, threading.Event()
         self._copy = os.getcwd()  # of the driver's `working_dir`, if it has one
         # Ray looks for orphans of pid 1 only, and there may be another process that adopts them
         raylet = Watched(os.getppid())
@@ -66,6 +67,9 @@ class Host:
         with self._lock:
             self._local.start(endpoint, logs)
             self._serves = True
+        if endpoint.host == 0 and not self._exports:
+            self._exports = True
+            threading.Thread(target=export, args=(logs.parent, self._over), daemon=True).start()
         code = None
         while code is None:
             time.sleep(LOOK_S)
@@ -75,6 +79,7 @@ class Host:
 
     def stop(self) -> None:
         """End the fork server and all that it has started."""
+        self._over.set()
         with self._lock:
             self._serves = False
             self._local.stop()

@@ -6,9 +6,13 @@ Ray may change these without notice, so each is asked for where it is used, and 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+LOOK_S = 0.5
+"""Seconds between two questions which nodes are about to go."""
 
 
 def draining(ray: Any) -> set[str]:
@@ -20,6 +24,27 @@ def draining(ray: Any) -> set[str]:
         return set(ray._private.state.state.get_draining_nodes())
     except Exception:
         return set()
+
+
+class Drains:
+    """Asks again and again which nodes are about to go, in a thread: a head node that hangs must
+    not hold the caller."""
+
+    def __init__(self, ray: Any) -> None:
+        self.nodes: set[str] = set()
+        """As they were a moment ago."""
+        self._ray, self._over = ray, threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        while not self._over.wait(LOOK_S):
+            self.nodes = draining(self._ray)
+
+    def close(self) -> None:
+        """Ask no more, before Ray is disconnected; a second call does nothing."""
+        self._over.set()
+        self._thread.join(LOOK_S)
 
 
 def spilling(strategies: Any, node: str) -> Any:
