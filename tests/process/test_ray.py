@@ -94,6 +94,7 @@ def test_a_run_within_somebodys_own_ray_program_has_the_result_of_one_machine(
     assert ray.is_initialized()  # it is the program's, not ours
 
 
+@pytest.mark.slow
 def test_a_task_and_an_actor_of_somebodys_own_ray_program_train_and_stay_connected(
     tmp_path: Path, own_program: None
 ) -> None:
