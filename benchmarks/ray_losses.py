@@ -1,6 +1,7 @@
 """How long does a run on Ray stand still when actors and nodes are lost, and does it show?
 
-    python benchmarks/ray_losses.py [--raylets 20] [--actors 20] [--drains 10] [--json FILE]
+    python benchmarks/ray_losses.py [--raylets 20] [--actors 20] [--drains 10] [--network private]
+                                    [--json FILE]
 
 A real Ray cluster on this machine: a head without cores, and three nodes of one core, each with
 one host and one worker of a run that is "to the bit". In an order drawn by chance raylets and
@@ -14,6 +15,7 @@ each again. Told are:
 - repeated and missing samples, workers lost by drains, returns to a checkpoint, processes that
   are left, and whether the parameters are those of an undisturbed run.
 
+The run on Ray is encrypted, and that on this machine alone is not; with `--network private` neither.
 Needs Ray. The times of Ray's own starts (a node, an actor) are in none of the figures: workers
 that were lost start on the hosts that are left.
 """
@@ -103,9 +105,10 @@ def raylet_pid(node: Any) -> int:
 class OnRay(UnderInstep):
     """A run on such a cluster."""
 
-    def __init__(self, folder: Path, nodes: Nodes) -> None:
+    def __init__(self, folder: Path, nodes: Nodes, network: str) -> None:
         os.environ["RAY_ADDRESS"] = nodes.cluster.address
         on = {"launch.on": '"ray"', "launch.nodes": WORKERS, "launch.cpus": 1}
+        on["network"] = json.dumps(network)
         super().__init__(folder, WORKERS, GLOBAL_BATCH, RECIPE, {**on, **settings(folder)})
 
     def events(self, *names: str) -> list[dict[str, Any]]:
@@ -184,10 +187,10 @@ def left() -> list[str]:
     return found
 
 
-def on_ray(nodes: Nodes, kinds: list[str], draw: random.Random) -> dict[str, Any]:
+def on_ray(nodes: Nodes, kinds: list[str], draw: random.Random, network: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
-        run = OnRay(folder, nodes)
+        run = OnRay(folder, nodes, network)
         try:
             done = disturb_on_ray(run, nodes, kinds, draw)
             run.stop()
@@ -282,7 +285,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     local = on_this_machine(half, draw)
     nodes = Nodes()
     try:
-        ray = on_ray(nodes, kinds, draw)
+        ray = on_ray(nodes, kinds, draw, args.network)
         loads.append(os.getloadavg()[1])
         ray["nodes_added"] = len(nodes.pids) - WORKERS
     finally:
@@ -294,6 +297,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
         "torch": torch.__version__,
         "seed": args.seed,
+        "network": args.network,
         "load": [round(load, 1) for load in [*loads, os.getloadavg()[1]]],
         "on_this_machine": spread(local),
         "on_ray": {"killed": spread(killed), **ray},
@@ -306,6 +310,12 @@ def main() -> None:
     parser.add_argument("--raylets", type=int, default=20, help="to kill")
     parser.add_argument("--actors", type=int, default=20, help="to kill")
     parser.add_argument("--drains", type=int, default=10, help="nodes to drain")
+    parser.add_argument(
+        "--network",
+        choices=["loopback", "private"],
+        default="loopback",
+        help="of the run on Ray: loopback, which is encrypted between hosts, or private, which is not",
+    )
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

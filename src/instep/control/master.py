@@ -68,7 +68,7 @@ MOST_UNUSABLE = 3
 """A process that sends so many messages that cannot be used is not asked to send them again."""
 
 ASKED_TICK_S = 0.01
-"""`TICK_S` while a process that hangs is asked for its stack."""
+"""`TICK_S` while a process that hangs is asked for its stack, or few workers have no connection."""
 
 LOOK_EACH_S = 0.001
 """For each connection, how long only messages are handled after a look at all processes. It is at
@@ -281,7 +281,8 @@ class Master:
 
     def _turn(self) -> None:
         self._signs.show()
-        tick_s = ASKED_TICK_S if self._stack_requests else TICK_S
+        few_absent = 0 < len(self._absent) < MANY  # as a rule such a worker has ended
+        tick_s = ASKED_TICK_S if self._stack_requests or few_absent else TICK_S
         pause_s = min(tick_s, LOOK_EACH_S * len(self._connections))
         due = self._looked_at + (pause_s if self._unseen else tick_s)
         count = len(self._connections)

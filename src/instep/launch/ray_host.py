@@ -86,8 +86,8 @@ class Host:
 
 
 def _end_with(process: Watched) -> None:
-    while not process.ended:
-        time.sleep(LOOK_S)
+    while not process.wait(LOOK_S):
+        pass
     os._exit(1)
 
 
