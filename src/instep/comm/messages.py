@@ -222,6 +222,18 @@ class HostWanted(Message, frozen=True):
     numbers: list[int]
 
 
+class HostUnneeded(Message, frozen=True):
+    """To the client: this host has no workers, and the run can do without it; it may be ended."""
+
+    number: int
+
+
+class HostsLeave(Message, frozen=True):
+    """From the client: the machines of these hosts, and of no others, are about to go."""
+
+    numbers: list[int]
+
+
 class HostEnded(Message, frozen=True):
     """From the client: a fork server has ended by itself."""
 
@@ -543,6 +555,8 @@ AnyMessage: TypeAlias = (
     | KillAll
     | Interrupt
     | HostWanted
+    | HostUnneeded
+    | HostsLeave
     | HostEnded
     | Scale
     | AddHosts

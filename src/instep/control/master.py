@@ -71,7 +71,7 @@ MOST_UNUSABLE = 3
 """A process that sends so many messages that cannot be used is not asked to send them again."""
 
 ASKED_TICK_S = 0.01
-"""`TICK_S` while a process that hangs is asked for its stack."""
+"""`TICK_S` while a process that hangs is asked for its stack, or few workers have no connection."""
 
 LOOK_EACH_S = 0.001
 """For each connection, how long only messages are handled after a look at all processes. It is at
@@ -126,6 +126,7 @@ class Master:
         switchboard: to which the processes connect.
         views: shown everything that is written.
         hosted: whether a host starts the workers, and replaces them.
+        gives_back: whether the client ends hosts that are not needed.
         started: Unix seconds at which the user's command began.
         about: further fields of the `run_started` event.
         start_point: where this session begins.
@@ -142,6 +143,7 @@ class Master:
         *,
         views: list[View],
         hosted: bool,
+        gives_back: bool = False,
         started: float,
         about: Mapping[str, Any],
         start_point: StartPoint = BEGINNING,
@@ -149,7 +151,7 @@ class Master:
         signs: SignsOfLife = NO_WATCHDOG,
         why: str = "",
     ) -> None:
-        self._job, self._run, self._hosted = job, run, hosted
+        self._job, self._run, self._hosted, self._gives_back = job, run, hosted, gives_back
         self._started, self._start_point, self._journal = started, start_point, journal
         self._signs, self._why = signs, why
         self._hub, self._token = switchboard.hub, switchboard.endpoint.token
@@ -293,7 +295,8 @@ class Master:
 
     def _turn(self) -> None:
         self._signs.show()
-        tick_s = ASKED_TICK_S if self._stack_requests else TICK_S
+        few_absent = 0 < len(self._absent) < MANY  # as a rule such a worker has ended
+        tick_s = ASKED_TICK_S if self._stack_requests or few_absent else TICK_S
         pause_s = min(tick_s, LOOK_EACH_S * len(self._connections))
         due = self._looked_at + (pause_s if self._unseen else tick_s)
         count = len(self._connections)
@@ -604,6 +607,8 @@ class Master:
                     host = self._job.launch.host(number)
                     text = f"{host} ended with code {code}; it is tried again. "
                     self._warn(f"{text}{detail}".strip())
+            case m.HostsLeave(numbers=numbers):
+                self._hosts.leave(numbers)
             case m.Scale(workers=workers):
                 refusal = refuse_scale(self._state, self._job, workers)
                 self._hub.send(peer, m.Answer(refusal=refusal))
@@ -732,12 +737,12 @@ class Master:
         if not self._hosted:
             return
         now = time.monotonic()
-        hosts = self._hosts.is_any_there
         for worker, process in list(self._processes.items()):
             absent_s = now - self._absent.get(worker, now)
             if process.ended:
                 since = self._seen_ended.setdefault(worker, now)
-                if not hosts or now - since > REPORT_S:
+                # if its host is lost, nobody else reports the end
+                if not self._hosts.is_there(process.host) or now - since > REPORT_S:
                     self._exited(worker, process.pid, None, process.host)
             elif self._state.recovers and absent_s > self._timeout_s(worker, process):
                 process.signal(signal.SIGKILL)
@@ -820,18 +825,35 @@ class Master:
         return bool(state.whole(reached))
 
     def _spread(self) -> None:
-        """Move a worker to a host that has come back, when nothing else changes.
+        """Move workers from hosts that are about to go, or one to a host that has come back, when
+        nothing else changes; and give back hosts that are not needed.
 
-        Not one that shares its replica: all of them would move, and crowd the other host.
+        To a host that has come back none moves that shares its replica: all of them would, and
+        crowd it.
         """
         state, members = self._state, set(self._state.group)
+        self._hosts.take_again(len(state.wanted - state.servers))
         calm = state.phase == "training" and not (state.changing or state.stop or state.done)
         settled = members == state.wanted == state.joined == self._processes.keys()
-        if calm and settled and state.complete and state.ranks == 1:
-            placed = {w: self._processes[w].host for w in members}
-            worker = self._hosts.crowded(placed, stay=state.servers)
-            if worker is not None:
-                self._observe(s.Noticed(worker))
+        if not (calm and settled and state.complete):
+            return
+        placed = {w: self._processes[w].host for w in members}
+        moved = self._hosts.to_move(placed, stay=state.servers)
+        crowded = self._hosts.crowded(placed, stay=state.servers) if state.ranks == 1 else None
+        if not moved and crowded is not None:
+            moved = [crowded]
+        for worker in moved:
+            self._observe(s.Noticed(worker))
+        if not moved and self._gives_back and self._client is not None:
+            self._give_back(placed)
+
+    def _give_back(self, placed: Mapping[int, int]) -> None:
+        """Have the client end a host that the run can do without."""
+        workers = len(self._state.wanted - self._state.servers)
+        number = self._hosts.give_back(set(placed.values()), workers)
+        if number is not None and self._client is not None:
+            self._recorder.emit("host_given_back", {"host": number})
+            self._hub.send(self._client, m.HostUnneeded(number=number))
 
     def _watch_progress(self) -> None:
         """Kill workers that hang, after asking them for their stack."""

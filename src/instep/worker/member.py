@@ -55,6 +55,7 @@ from instep.errors import PeerError
 from instep.events import STEPS
 from instep.system import causes
 from instep.system.addresses import address_towards
+from instep.system.environment import recipe_here
 from instep.system.processes import machine
 
 if TYPE_CHECKING:
@@ -124,7 +125,8 @@ class Member:
 
             self.forwarder = Forwarder(number, self.address, endpoint.credentials, machine())
             self.address = self.forwarder.inside
-        self.job = spec_file.build(tomllib.loads(welcome.job), source="the master")
+        job = spec_file.build(tomllib.loads(welcome.job), source="the master")
+        self.job = msgspec.structs.replace(job, recipe=recipe_here(job.recipe))
         self.run = Path(welcome.run)
         self.started, self.role = welcome.started, welcome.role
         self.checkpoint = Path(welcome.checkpoint) if welcome.checkpoint else None
