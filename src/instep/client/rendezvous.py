@@ -274,7 +274,7 @@ class RendezvousClient:
         if not self._token_file.exists():
             self._why = f"there is no {self._token_file} here"
             return None
-        token = join_token.read(self._token_file)
+        token = _read(self._token_file)
         try:
             channel = Channel.connect(self._address, ANSWER_S)
         except (PeerError, TimeoutError) as error:
@@ -327,7 +327,14 @@ def _made(file: Path) -> str:
                 f"token_file = {str(file)!r} cannot be written: {error.strerror}. Name a file in a "
                 "folder of yours."
             ) from None
-    return join_token.read(file)
+    return _read(file)
+
+
+def _read(file: Path) -> str:
+    token = join_token.read(file).strip()
+    if not token:
+        raise JoinError(f"the token file {file} is empty. Copy it again.")
+    return token
 
 
 def _listen(address: Address) -> socket.socket:

@@ -106,7 +106,7 @@ def test_a_token_that_others_can_read_is_refused(at, tmp_path):
     (tmp_path / "token").write_text("abc\n")
     (tmp_path / "token").chmod(0o644)
     for rank in (0, 1):
-        with pytest.raises(JoinError, match=r"others can read .* chmod 600"):
+        with pytest.raises(JoinError, match=r"others can read .*token. Use: chmod 600"):
             at(rank).enter()
 
 
