@@ -12,7 +12,7 @@ import msgspec
 
 from instep.comm.certificates import Credentials
 
-VERSION = 9
+VERSION = 10
 """Version of the messages below; both ends of a channel must have the same."""
 
 
@@ -371,6 +371,8 @@ class StoreGet(Message, frozen=True):
     """Ask for a key; the reply is `StoreValue`, once it is set."""
 
     key: str
+    known: int = 0
+    """How many keys with the same beginning, up to the last `/`, the asker has got already."""
 
 
 class StoreValue(Message, frozen=True):
@@ -378,6 +380,8 @@ class StoreValue(Message, frozen=True):
 
     key: str
     value: bytes
+    more: dict[str, bytes] = {}
+    """What else was set since the asker got something, of keys with the same beginning."""
 
 
 class Emit(Message, frozen=True):
