@@ -135,6 +135,20 @@ def scale(args: argparse.Namespace) -> int:
     return 0
 
 
+def join_run(args: argparse.Namespace) -> int:
+    """Add the nodes of this Slurm job to a running job of another one."""
+    from instep.client.join_run import join_run
+
+    hosts = join_run(
+        Path(args.run),
+        args.workers,
+        lambda text: print(f"join    {text}", file=sys.stderr, flush=True),
+    )
+    if args.json:
+        print(json.dumps({"run": args.run, "hosts": hosts}))
+    return 0
+
+
 def _print_ending(done: Run, args: argparse.Namespace) -> int:
     """Print how a run ended, and return its exit code."""
     from instep.report.terminal.closing import closing_lines
@@ -158,7 +172,6 @@ def host(args: argparse.Namespace) -> int:
     machine = Machine(
         Address(name, int(port)),
         Path(args.token_file).absolute(),
-        args.place or "",
         lambda text: print(f"host    {text}", file=sys.stderr, flush=True),
     )
     runs = machine.serve(stay=args.stay)
@@ -166,6 +179,34 @@ def host(args: argparse.Namespace) -> int:
         print(json.dumps({"runs": runs}))
     else:
         print(f"host    the run is over; its report is on {name}")
+    return 0
+
+
+def certificates(args: argparse.Namespace) -> int:
+    """Make a run's own authority, and a token for each machine that is to join."""
+    from instep.launch.join_folder import JoinFolder
+    from instep.units import seconds_in
+
+    if args.hosts < 1:
+        raise SpecError(f"--hosts {args.hosts}: needs at least one machine.")
+    for host in args.renew:
+        if not 0 <= host < args.hosts:
+            known = f"hosts are counted from 0, and --hosts is {args.hosts}"
+            raise SpecError(f"--renew {host}: {known}.")
+    try:
+        lasts_s = seconds_in(args.lasts)
+    except ValueError as error:
+        raise SpecError(f"--lasts: {error}. Give one, such as 24h.") from None
+    folder = JoinFolder(Path(args.folder))
+    made = [str(folder.token_file(n)) for n in folder.prepare(args.hosts, lasts_s, args.renew)]
+    if args.json:
+        print(json.dumps({"folder": args.folder, "tokens": made}))
+        return 0
+    for file in made:
+        print(f"token   {file}")
+    if not made:
+        print("token   none is needed; --renew makes another")
+    print(f'next    [cluster] certificates = "{args.folder}", and instep run JOB')
     return 0
 
 
@@ -452,7 +493,9 @@ COMMANDS = {
     "run": run,
     "resume": resume,
     "scale": scale,
+    "join-run": join_run,
     "host": host,
+    "certificates": certificates,
     "report": report,
     "audit": audit,
     "replay": replay,
@@ -503,14 +546,24 @@ def _parser() -> argparse.ArgumentParser:
     add("run", help="folder of a running job")
     add("--workers", type=int, required=True, metavar="N", help="new number of workers")
 
+    add = _command(commands, "join-run").add_argument
+    add("run", help="folder of a running job that is on Slurm")
+    text = "how many more workers the run has meanwhile (default: one for each task of this job)"
+    add("--workers", type=int, metavar="N", help=text)
+
     add = _command(commands, "host").add_argument
     text = "where the machine of `instep run` listens: cluster.master of the job"
     add("--join", required=True, metavar="ADDRESS", help=text)
-    text = "a copy of the file that `instep run` has written: cluster.token_file of the job"
+    text = "its token, as `instep run` or `instep certificates` wrote it; works once"
     add("--token-file", required=True, metavar="FILE", help=text)
-    text = "which machine of [cluster] this is (default: the one with its address)"
-    add("--as", dest="place", metavar="ADDRESS", help=text)
     add("--stay", action="store_true", help="stay for the next run, until it is interrupted")
+
+    add = _command(commands, "certificates").add_argument
+    add("folder", help="cluster.certificates of the job; made if it is not there")
+    add("--hosts", type=int, required=True, metavar="N", help="how many machines are to join")
+    add("--lasts", default="24h", metavar="TIME", help="of new tokens (default: %(default)s)")
+    text = "a new token for this host; shuts out what joined with the one before"
+    add("--renew", type=int, action="append", default=[], metavar="HOST", help=text)
 
     add = _command(commands, "report").add_argument
     add("run", help="run folder")

@@ -7,6 +7,7 @@
     ├── WorkerError              5   a process of the run failed while training
     │   └── Unrepeatable         5   a step gave different gradients when it was computed again
     ├── PeerError                5   another process ended in the middle of a collective
+    │   └── StrangerError        5   the other end of a connection is not of this run
     ├── RunError                 6   a run folder is missing, busy, or not what it should be
     ├── CheckpointError          7   a checkpoint is damaged, incomplete, or of another program
     └── JoinError                9   a machine may not join a run, or has lost it
@@ -88,6 +89,10 @@ class PeerError(InstepError):
     def __init__(self, text: str, mine: bool = False) -> None:
         super().__init__(text)
         self.mine = mine
+
+
+class StrangerError(PeerError):
+    """The other end of a connection is not what it should be: of another run, or somebody else."""
 
 
 class RunError(InstepError):

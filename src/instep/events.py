@@ -145,7 +145,9 @@ EVENTS = {
     "host_joined": "pid, host",
     "host_lost": "host, why",
     "host_given_back": "host",
-    "scaled": "before, workers",
+    "hosts_added": "hosts (numbers), workers (how many more the run has while they are there)",
+    "hosts_leaving": "hosts (numbers), why",
+    "scaled": "before, workers, hosts (those that come or leave; else a user wants it)",
     "worker_leaving": "worker, successor, fellows (with a mesh: the other workers of its replica, "
     "which leave with it)",
     "worker_hung": "worker, step, phase, how, where",

@@ -49,8 +49,8 @@ def absolute(job: JobSpec, folder: Path) -> JobSpec:
     recipe = f"{_absolute(file, folder)}:{function}"
     cluster = job.cluster
     if cluster.workers:
-        token_file = _absolute(cluster.token_file, folder)
-        cluster = msgspec.structs.replace(cluster, token_file=token_file)
+        certificates = _absolute(cluster.certificates, folder)
+        cluster = msgspec.structs.replace(cluster, certificates=certificates)
     return msgspec.structs.replace(job, recipe=recipe, start=start, cluster=cluster)
 
 

@@ -70,14 +70,15 @@ def cluster(folder):
     """One of one machine, which joins on loopback."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    token_file = str(folder / "token")
-    return {"master": f"127.0.0.1:{port}", "workers": ["127.0.0.1:1"], "token_file": token_file}
+    certificates = str(folder / "certificates")
+    master = f"127.0.0.1:{port}"
+    return {"master": master, "workers": ["127.0.0.1:1"], "certificates": certificates}
 
 
 @contextlib.contextmanager
-def machine(master, token_file, **_):
+def machine(master, certificates, **_):
     """One that joins; what counts as started is what the launcher starts on it."""
-    words = ["host", "--join", master, "--token-file", token_file]
+    words = ["host", "--join", master, "--token-file", f"{certificates}/host-0.token"]
     joined = subprocess.Popen([sys.executable, "-P", "-m", "instep", *words])
     yield
     joined.kill()

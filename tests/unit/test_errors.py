@@ -15,6 +15,7 @@ TREE = {
     "WorkerError": 5,
     "Unrepeatable": 5,
     "PeerError": 5,
+    "StrangerError": 5,
     "RunError": 6,
     "CheckpointError": 7,
     "JoinError": 9,

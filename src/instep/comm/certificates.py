@@ -9,16 +9,22 @@ only where one is made.
 from __future__ import annotations
 
 import datetime
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
 if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+    from cryptography.hazmat.primitives.asymmetric.ec import (
+        EllipticCurvePrivateKey,
+        EllipticCurvePublicKey,
+    )
     from cryptography.x509 import Certificate
 
-Role = Literal["master", "client", "host", "worker", "server"]
+Role = Literal["master", "client", "host", "worker", "server", "newcomer"]
+"""A newcomer is a process without a certificate: the machine that wants one (`join_token.py`)."""
 
 LASTS = datetime.timedelta(days=365)
 """How long a certificate is valid. A resumed run has another authority."""
@@ -61,7 +67,7 @@ class Credentials:
     """What a process shows others of its run, and how it knows them."""
 
     own: str
-    """Its private key and its certificate, PEM."""
+    """Its private key and its certificate, PEM; empty if it has none yet."""
     authority: str
     """The certificate of the run's authority, PEM."""
 
@@ -74,12 +80,14 @@ class Authority:
 
     Args:
         pem: of `pem` of the authority that another process made; by default a new one.
+        clock: Unix seconds.
     """
 
-    def __init__(self, pem: str = "") -> None:
+    def __init__(self, pem: str = "", *, clock: Callable[[], float] = time.time) -> None:
         from cryptography import x509
         from cryptography.hazmat.primitives import serialization
 
+        self._clock = clock
         self._key: EllipticCurvePrivateKey
         self._certificate: Certificate
         if pem:
@@ -88,7 +96,7 @@ class Authority:
             self._certificate = x509.load_pem_x509_certificate(pem.encode())
         else:
             self._key = _new_key()
-            self._certificate = self._sign(None, self._key, LASTS)
+            self._certificate = self._sign(None, self._key.public_key(), LASTS)
 
     @property
     def pem(self) -> str:
@@ -103,10 +111,33 @@ class Authority:
     def issue(self, identity: Identity, lasts: datetime.timedelta = LASTS) -> Credentials:
         """A key and a certificate for a process."""
         key = _new_key()
-        return Credentials(_key_pem(key) + _pem(self._sign(identity, key, lasts)), self.certificate)
+        own = _key_pem(key) + _pem(self._sign(identity, key.public_key(), lasts))
+        return Credentials(own, self.certificate)
+
+    def certify(self, identity: Identity, public_key: str) -> str:
+        """A certificate, PEM, for a process that keeps its key to itself.
+
+        Args:
+            identity: what the process is.
+            public_key: its own, PEM, as of `new_key`.
+
+        Raises:
+            ValueError: that is no such key.
+        """
+        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+
+        try:
+            key = serialization.load_pem_public_key(public_key.encode())
+        except UnsupportedAlgorithm as error:
+            raise ValueError(str(error)) from None
+        if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name != _CURVE:
+            raise ValueError(f"a public key on {_CURVE} is wanted.")
+        return _pem(self._sign(identity, key, LASTS))
 
     def _sign(
-        self, identity: Identity | None, key: EllipticCurvePrivateKey, lasts: datetime.timedelta
+        self, identity: Identity | None, key: EllipticCurvePublicKey, lasts: datetime.timedelta
     ) -> Certificate:
         """A certificate of a process, or (None) of the authority itself."""
         from cryptography import x509
@@ -116,7 +147,8 @@ class Authority:
         def name(text: str) -> x509.Name:
             return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
 
-        now, authority = datetime.datetime.now(datetime.UTC), identity is None
+        now = datetime.datetime.fromtimestamp(self._clock(), datetime.UTC)
+        authority = identity is None
         uses = {
             "digital_signature": not authority,
             "key_cert_sign": authority,
@@ -126,13 +158,13 @@ class Authority:
             x509.CertificateBuilder()
             .subject_name(name("authority" if identity is None else identity.role))
             .issuer_name(name("authority"))
-            .public_key(key.public_key())
+            .public_key(key)
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - CLOCKS)
             .not_valid_after(now + lasts)
             .add_extension(x509.BasicConstraints(authority, 0 if authority else None), True)
             .add_extension(x509.KeyUsage(**uses), True)
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), False)
         )
         if identity is not None:
             issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
@@ -162,6 +194,33 @@ _OTHER_USES = (
     "encipher_only",
     "decipher_only",
 )
+
+
+_CURVE = "secp256r1"
+
+
+def new_key() -> str:
+    """A private key, PEM."""
+    return _key_pem(_new_key())
+
+
+def public_key(own: str) -> str:
+    """The public key that belongs to a private one, PEM both."""
+    from cryptography.hazmat.primitives.serialization import (
+        Encoding,
+        PublicFormat,
+        load_pem_private_key,
+    )
+
+    key = load_pem_private_key(own.encode(), password=None).public_key()
+    return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode()
+
+
+def valid_until(pem: str) -> float:
+    """When a certificate runs out, Unix seconds."""
+    from cryptography import x509
+
+    return x509.load_pem_x509_certificate(pem.encode()).not_valid_after_utc.timestamp()
 
 
 def _new_key() -> EllipticCurvePrivateKey:

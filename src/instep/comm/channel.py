@@ -182,9 +182,17 @@ class Channel:
         self._inbox.clear()
         return found
 
-    def receive(self) -> AnyMessage:
-        """The next message; waits for it."""
+    def receive(self, timeout_s: float | None = None) -> AnyMessage:
+        """The next message; waits for it, None for ever.
+
+        Raises:
+            PeerError: the master is gone.
+            TimeoutError: it has not arrived in that time.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._inbox:
+            if deadline is not None and not self.wait(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError("no answer in time")
             self._read()
         return self._inbox.popleft()
 
@@ -247,6 +255,11 @@ class Peer:
     def shown(self) -> Identity | None:
         """What its certificate says it is; None where connections are not encrypted."""
         return None if self.tls is None else self.tls.peer
+
+    @property
+    def certificate(self) -> bytes:
+        """That certificate, DER; empty where there is none."""
+        return b"" if self.tls is None else self.tls.certificate
 
     def __repr__(self) -> str:
         return f"Peer({self.socket.fileno()})"

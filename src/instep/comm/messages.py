@@ -124,12 +124,26 @@ class StartWorker(Message, frozen=True):
     """What it is to show; None where connections are not encrypted."""
 
 
-class Join(Message, frozen=True):
-    """To the launcher, from a machine that somebody started `instep host` on."""
+class Certify(Message, frozen=True):
+    """To the launcher, from a machine without a certificate: make one for this key."""
 
-    token: str
-    place: str = ""
-    """Which of the expected machines it is; empty: the one with its address."""
+    secret: str
+    """Of its join token."""
+    public_key: str
+    """PEM."""
+
+
+class Certified(Message, frozen=True):
+    """The certificate that a token has bought."""
+
+    certificate: str
+    """PEM."""
+
+
+class Join(Message, frozen=True):
+    """To the launcher, from a machine that somebody started `instep host` on, with a certificate
+    that says which one it is."""
+
     who: str = ""
     """Machine and process in words."""
 
@@ -155,7 +169,7 @@ class EndIfStopped(Message, frozen=True):
 
 
 class Leave(Message, frozen=True):
-    """To a machine that has joined: the run is over."""
+    """To a machine that has joined, or a client of hosts: they are not needed any more."""
 
 
 class Adopt(Message, frozen=True):
@@ -233,6 +247,36 @@ class Scale(Message, frozen=True):
     """From a client: change the number of workers; the reply is `Answer`."""
 
     workers: int
+
+
+class AddHosts(Message, frozen=True):
+    """From a client: it has hosts for the run; the reply is `HostsAdded`."""
+
+    count: int
+    workers: int
+    """How many workers more the run is to have while they are there."""
+
+
+class HostsAdded(Message, frozen=True):
+    """To that client: what its hosts are called, and what they show.
+
+    For as long as they are there it has a connection of its own, as a client of number `client`.
+    """
+
+    refusal: str = ""
+    """Why the run cannot have them; empty if it can."""
+    numbers: list[int] = []
+    credentials: list[Credentials] = []
+    """Of each host; empty where connections are not encrypted."""
+    client: int = 0
+    own: Credentials | None = None
+    """What the client itself shows."""
+    folder: str = ""
+    """Where the run was started."""
+
+
+class RemoveHosts(Message, frozen=True):
+    """From that client: its hosts are about to go; the reply is `Leave`, once they may."""
 
 
 class Answer(Message, frozen=True):
@@ -498,6 +542,8 @@ AnyMessage: TypeAlias = (
     | Welcome
     | Refused
     | StartWorker
+    | Certify
+    | Certified
     | Join
     | Joined
     | Serve
@@ -513,6 +559,9 @@ AnyMessage: TypeAlias = (
     | HostsLeave
     | HostEnded
     | Scale
+    | AddHosts
+    | HostsAdded
+    | RemoveHosts
     | Answer
     | Over
     | Heartbeat

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from instep.comm.certificates import Credentials, Identity
-from instep.errors import PeerError
+from instep.errors import StrangerError
 
 Accepted = Callable[[Identity], bool]
 """Whether the process at the other end is the one that is meant."""
@@ -21,20 +21,27 @@ Accepted = Callable[[Identity], bool]
 _RECORD = 1 << 14  # bytes of the longest record of TLS
 
 
-def context(credentials: Credentials, *, server: bool) -> ssl.SSLContext:
-    """What one end of every connection needs; `server` is the end that accepts."""
+def context(credentials: Credentials, *, server: bool, newcomers: bool = False) -> ssl.SSLContext:
+    """What one end of every connection needs.
+
+    Args:
+        credentials: of this end; a newcomer has no certificate.
+        server: whether it is the end that accepts.
+        newcomers: whether it takes newcomers too; they get what `accepted` of `Tls` says.
+    """
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     made.minimum_version = ssl.TLSVersion.TLSv1_3
     made.check_hostname = False  # certificates name processes, and `identity_of` reads them
-    made.verify_mode = ssl.CERT_REQUIRED
+    made.verify_mode = ssl.CERT_OPTIONAL if newcomers else ssl.CERT_REQUIRED
     made.verify_flags |= ssl.VERIFY_X509_STRICT
     if server:
         made.num_tickets = 0
     made.load_verify_locations(cadata=credentials.authority)
-    with tempfile.NamedTemporaryFile("w") as file:  # mode 0600; ssl reads keys from files only
-        file.write(credentials.own)
-        file.flush()
-        made.load_cert_chain(file.name)
+    if credentials.own:
+        with tempfile.NamedTemporaryFile("w") as file:  # mode 0600; ssl reads keys from files only
+            file.write(credentials.own)
+            file.flush()
+            made.load_cert_chain(file.name)
     return made
 
 
@@ -42,14 +49,17 @@ def identity_of(connection: ssl.SSLObject | ssl.SSLSocket) -> Identity:
     """What the other end's certificate says, after the handshake.
 
     Raises:
-        PeerError: it names no process of a run.
+        StrangerError: it names no process of a run.
     """
-    names: Any = (connection.getpeercert() or {}).get("subjectAltName", ())
+    shown = connection.getpeercert()
+    if shown is None:  # as `context` allows for newcomers
+        return Identity("newcomer")
+    names: Any = shown.get("subjectAltName", ())
     try:
         ((_, uri),) = names
         return Identity.of(uri)
     except ValueError:
-        raise PeerError("the other end's certificate names no process of a run.") from None
+        raise StrangerError("the other end's certificate names no process of a run.") from None
 
 
 class Tls:
@@ -71,6 +81,11 @@ class Tls:
         self.peer: Identity | None = None
         """The other end, once it has proved what it is."""
 
+    @property
+    def certificate(self) -> bytes:
+        """What the other end has shown, DER; empty from a newcomer. After the handshake."""
+        return self._tls.getpeercert(binary_form=True) or b""
+
     def begin(self) -> bytes:
         """What to send first."""
         self._shake_hands()
@@ -88,7 +103,8 @@ class Tls:
         """The bytes that some bytes of the connection stand for, and what to send now.
 
         Raises:
-            PeerError: the other end is not what it should be, or something was changed on the way.
+            StrangerError: the other end is not what it should be, or something was changed on the
+                way.
         """
         self._arrived.write(data)
         found = bytearray()
@@ -100,7 +116,7 @@ class Tls:
         except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
             pass
         except ssl.SSLError as error:  # no alert is sent: it would say what is wrong
-            raise PeerError(f"the connection is not one of this run ({error}).") from None
+            raise StrangerError(f"the connection is not one of this run ({error}).") from None
         return bytes(found), self._leaving.read()
 
     def _shake_hands(self) -> None:
@@ -110,7 +126,7 @@ class Tls:
             return
         peer = identity_of(self._tls)
         if not self._accepted(peer):
-            raise PeerError(f"the other end is {peer.uri}, which is not meant.")
+            raise StrangerError(f"the other end is {peer.uri}, which is not meant.")
         self.peer = peer
         if self._waiting:
             self._tls.write(self._waiting)

@@ -23,6 +23,7 @@ import msgspec
 
 from instep import spec_file
 from instep.comm import messages as m
+from instep.comm.certificates import Identity
 from instep.comm.channel import MOST_UNTRUSTED, Peer
 from instep.comm.endpoint import Switchboard
 from instep.control import crash_loop, endings
@@ -37,6 +38,8 @@ from instep.control.hosts import (
     Process,
     RemoteProcess,
 )
+from instep.control.joined_hosts import KEY as JOINED_HOSTS
+from instep.control.joined_hosts import JoinedHosts
 from instep.control.journal import Journal
 from instep.control.keys import Keys
 from instep.control.recorder import Recorder
@@ -184,6 +187,15 @@ class Master:
             servers=job.server_hosts,
             issue=switchboard.issue,
         )
+        self._issue = switchboard.issue
+        self._joined_hosts = JoinedHosts(
+            self._hosts,
+            job,
+            send=self._hub.send,
+            observe=self._observe,
+            emit=self._recorder.emit,
+            keep=self._keep,
+        )
         if known is None:
             self._begin(about)
         else:
@@ -221,6 +233,8 @@ class Master:
         self._state, now = known, time.monotonic()
         for key, value in self._journal.kept():
             self._keys.leave(key, value)
+        if kept := self._keys.value(JOINED_HOSTS):
+            self._joined_hosts.restore(kept, now)
         checkpoint = Path(known.checkpoint) if known.checkpoint else None
         self._start_point = replace(self._start_point, checkpoint=checkpoint)
         folder = RunFolder(self._run)
@@ -370,6 +384,8 @@ class Master:
         )
         if hello.role == "host":
             self._welcome_host(peer, hello)
+        if self._joined_hosts.is_client(hello.number) and hello.role == "client":
+            self._joined_hosts.hears(hello.number, peer, time.monotonic())
 
     def _has_shown(self, peer: Peer, hello: m.Hello) -> bool:
         """Whether a process is what its certificate says, where there are certificates."""
@@ -417,8 +433,10 @@ class Master:
         """Whether the run needs a process: one for each worker's number, once."""
         if peer in self._connections:
             return False
-        if hello.role != "worker":
-            return True
+        if hello.role == "client":
+            return hello.number < 2 or self._joined_hosts.is_client(hello.number)
+        if hello.role == "host":
+            return not self._hosts.has_left(hello.number)
         number, state = hello.number, self._state
         process = self._processes.get(number)
         if self._hosts.is_abandoned(hello.host, hello.pid) or _is_abandoned(process):
@@ -568,10 +586,20 @@ class Master:
             self._watch.heartbeat(number, msgspec.structs.replace(heartbeat, number=0), now)
 
     def _handle_client(self, peer: Peer, message: m.AnyMessage) -> None:
+        client = self._connections[peer].number
         match message:
             case m.Interrupt(by=by, times=times):
                 if times > self._state.asked:  # else another master has handled it
                     self._decide(s.Interrupted(by, self._recorder.committed))
+            case m.Heartbeat(number=number):
+                self._connections[peer].heartbeat = number
+                self._joined_hosts.hears(client, peer, time.monotonic())
+            case m.AddHosts(count=count, workers=workers):
+                self._hub.send(peer, self._add_hosts(count, workers))
+            case m.RemoveHosts():
+                self._joined_hosts.leave(client, time.monotonic(), "their client has to go")
+            case m.HostEnded(number=number) if self._hosts.has_left(number):
+                pass
             case m.HostEnded(code=code, detail=detail, number=number):
                 if self._hosts.fails(number):
                     self._decide(s.HostLost(code, detail))
@@ -588,6 +616,19 @@ class Master:
                     self._decide(s.Scaled(workers))
             case _:
                 raise TypeError(message)
+
+    def _add_hosts(self, count: int, workers: int) -> m.HostsAdded:
+        found = self._joined_hosts.add(self._state, count, workers, time.monotonic())
+        if isinstance(found, str):
+            return m.HostsAdded(refusal=found)
+        issued = [self._issue(Identity("host", number)) for number in found.numbers]
+        return m.HostsAdded(
+            numbers=found.numbers,
+            credentials=[shown for shown in issued if shown is not None],
+            client=found.client,
+            own=self._issue(Identity("client", found.client)),
+            folder=os.getcwd(),
+        )
 
     def _confirm(self, peer: Peer, message: m.AnyMessage) -> None:
         """Count a message that has taken effect, and acknowledge it now and then."""
@@ -667,6 +708,7 @@ class Master:
         if connection is None:
             return
         number = connection.number
+        self._joined_hosts.closed(peer)
         if connection.role == "host" and self._hosts.leaves(number, peer) and self._hosts.several:
             self._recorder.emit("host_lost", {"host": number, "why": why})
             self._observe(s.HostJoined())  # another starts what it was to start
@@ -695,12 +737,12 @@ class Master:
         if not self._hosted:
             return
         now = time.monotonic()
-        missing = self._hosts.missing  # no one else reports the ends of their workers
         for worker, process in list(self._processes.items()):
             absent_s = now - self._absent.get(worker, now)
             if process.ended:
                 since = self._seen_ended.setdefault(worker, now)
-                if process.host in missing or now - since > REPORT_S:
+                reported = self._hosts.is_there(process.host)  # else nobody is to report it
+                if not reported or now - since > REPORT_S:
                     self._exited(worker, process.pid, None, process.host)
             elif self._state.recovers and absent_s > self._timeout_s(worker, process):
                 process.signal(signal.SIGKILL)
@@ -721,8 +763,8 @@ class Master:
         if self._state.phase not in ("gathering", "training"):
             return
         wanted = self._hosts.to_start(now)
-        if wanted and self._client is not None:
-            self._hub.send(self._client, m.HostWanted(numbers=wanted))
+        if wanted:
+            self._joined_hosts.ask_for(wanted, self._client)
 
     # ---- processes that are silent, or hang
 
@@ -741,6 +783,8 @@ class Master:
             if isinstance(process, RemoteProcess):
                 self._watch_remote(worker, process, now)
         if self._hosts.several:
+            placed = {worker: process.host for worker, process in self._processes.items()}
+            self._joined_hosts.turn(lambda: self._state, placed, now)
             self._spread()
 
     def _end_host(self, peer: Peer, pid: int, how: str) -> None:
@@ -902,6 +946,10 @@ class Master:
                 self._start_worker(worker)
             case s.Finish():
                 raise Outcome(action, self._state.blame)
+
+    def _keep(self, key: str, value: bytes) -> None:
+        if self._journal is not None:
+            self._journal.keep(key, value)
 
     def _forget(self, prefix: str) -> None:
         self._keys.forget(prefix)

@@ -21,7 +21,7 @@ from instep.comm import messages as m
 from instep.comm.endpoint import Endpoint
 from instep.errors import SpecError
 from instep.launch.gate import Gate
-from instep.launch.join_token import written
+from instep.launch.join_folder import JoinFolder
 from instep.launch.local import TIMEOUT_S
 from instep.launch.node import Needs, id_of
 from instep.spec import ClusterSpec, JobSpec, LaunchSpec
@@ -46,16 +46,17 @@ class ByHandLauncher:
         address: of this machine, to listen on.
 
     Raises:
-        SpecError: nothing can listen at `cluster.master`, or the token file cannot be written.
+        SpecError: nothing can listen at `cluster.master`, or the tokens cannot be written.
     """
 
     def __init__(self, cluster: ClusterSpec, needs: Needs, address: str) -> None:
         self._cluster, self._address, self._waiting = cluster, address, False
         self._needs: dict[str, Any] = msgspec.to_builtins(needs)
         self._hosts = [_Host() for _ in cluster.places]
-        token = written(Path(cluster.token_file))
+        self._folder = JoinFolder(Path(cluster.certificates))
+        self._folder.prepare(len(cluster.places))
         port = int(cluster.master.rpartition(":")[2])
-        self._gate = Gate((address, port), cluster.places, token, self._say)
+        self._gate = Gate((address, port), cluster.places, self._folder, self._say)
 
     @classmethod
     def of(cls, job: JobSpec) -> ByHandLauncher:
@@ -71,9 +72,11 @@ class ByHandLauncher:
     def settled(self, launch: LaunchSpec) -> LaunchSpec:
         """Once all machines are there; waits for them, and says for which."""
         count, said, self._waiting = len(self._hosts), "", True
-        master, token_file = self._cluster.master, self._cluster.token_file
-        command = f"instep host --join {master} --token-file {token_file}"
-        self._say(f"waiting for {plural(count, 'machine')}. On each: {command}")
+        self._say(f"waiting for {plural(count, 'machine')}, each with its own token file:")
+        for number, place in enumerate(self._cluster.places):
+            file = self._folder.token_file(number)
+            command = f"instep host --join {self._cluster.master} --token-file {file}"
+            self._say(f"{place}: {command}")
         while missing := ", ".join(self._gate.missing):
             if missing != said:
                 said = missing
@@ -128,7 +131,7 @@ def _address(job: JobSpec) -> str:
     """Where to listen, as a number.
 
     Raises:
-        SpecError: it is no address, all of them, or one of a network that may not be private.
+        SpecError: it is no address, or all of them.
     """
     name, given = job.cluster.master.rpartition(":")[0], f"cluster.master = {job.cluster.master!r}"
     try:
@@ -140,10 +143,5 @@ def _address(job: JobSpec) -> str:
         raise SpecError(
             f"{given} means every address of this machine, and the run would listen on all its "
             "networks. Give the one that the other machines reach."
-        )
-    if job.network != "private" and not address.startswith("127."):
-        raise SpecError(
-            f"{given} is reached from other machines, and traffic between them is not encrypted. "
-            'If only trusted machines reach that network, set network = "private".'
         )
     return address

@@ -30,6 +30,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
+from instep.comm.codecs import CODECS
 from instep.comm.connection import HEARTBEAT_S, MasterConnection
 from instep.comm.endpoint import Endpoint
 from instep.comm.messages import (
@@ -99,6 +100,8 @@ def main() -> None:
     if any(job.get("mesh", {}).get(axis, 1) > 1 for axis in ("shard", "tensor", "stages")):
         return_freed_memory()
         _import_meshes()
+    if "codec" in job.get("sync", {}):
+        CODECS[job["sync"]["codec"]]  # with its compiled loops
     script = function == "__main__"  # which does more than define functions
     if not script and not os.environ.get(_NO_PRELOAD) and not _preload(Path(file)):
         _start_again(note)

@@ -1,12 +1,13 @@
-"""The door of a cluster: machines come by themselves, show the token, and take their places.
+"""The door of a cluster: machines come by themselves, show certificates, and take their places.
 
-It knows the places and who is in which, and nothing of what machines do there. A place has one
-machine. Where another asks for it, the first one keeps it if it is heard from.
+All connections are encrypted. A machine without a certificate gets one for its token, and comes
+again (`join_folder.py`). The gate knows the places and who is in which, and nothing of what
+machines do there. A place has one machine: the one whose certificate has its number. Where another
+process shows the same certificate, the first one keeps the place if it is heard from.
 """
 
 from __future__ import annotations
 
-import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,16 +16,19 @@ from dataclasses import dataclass
 
 from instep.comm import messages as m
 from instep.comm.channel import Hub, Peer
+from instep.comm.tls import context
 from instep.errors import JoinError, SpecError
+from instep.launch.join_folder import JoinFolder
+from instep.words import plural
 
 PROOF_S = 5.0
-"""How long a connection may take to show the token."""
+"""How long a connection may take to prove what it is."""
+
+REFUSED = "refused"
+"""All that anybody is told who has not proved what it is."""
 
 SILENT_S = 3.0
 """A machine that is silent for so long loses its place to another that asks for it."""
-
-REFUSED = "refused"
-"""All that anybody is told who has not shown the token."""
 
 
 @dataclass
@@ -42,8 +46,8 @@ class Gate:
     Args:
         address: of this machine, and a port.
         places: `host:port` each.
-        token: what everybody must show.
-        say: told of those that are refused.
+        folder: has the authority of all certificates.
+        say: told of those that are refused; the same is said once.
 
     Raises:
         SpecError: nothing can listen there.
@@ -53,13 +57,15 @@ class Gate:
         self,
         address: tuple[str, int],
         places: Sequence[str],
-        token: str,
+        folder: JoinFolder,
         say: Callable[[str], None],
     ) -> None:
-        self._places, self._token, self._say = [_Place(name) for name in places], token, say
+        self._places, self._folder = [_Place(name) for name in places], folder
+        self._tell, self._told = say, set[str]()
         self._closing = False
         try:
-            self._hub = Hub(socket.create_server(address, backlog=1024))
+            shown = context(folder.credentials(), server=True, newcomers=True)
+            self._hub = Hub(socket.create_server(address, backlog=1024), context=shown)
         except OSError as error:
             where = f"cluster.master is {address[0]}:{address[1]}"
             raise SpecError(
@@ -86,10 +92,10 @@ class Gate:
             elif number >= 0:
                 self._keep(self._places[number])
                 yield number, message
-            elif isinstance(message, m.Join) and not (peer.trusted or self._closing):
-                yield from self._ask(peer, message)
+            elif self._closing:
+                self._hub.drop(peer)
             else:
-                self._refuse(peer, REFUSED)
+                yield from self._stranger(peer, message)
         for peer in self._hub.late(PROOF_S):
             self._hub.drop(peer)
         now = time.monotonic()
@@ -97,20 +103,42 @@ class Gate:
             if place.rival is not None and now - place.rival[2] > SILENT_S:
                 yield from self._lose(place.peer)
 
-    def _ask(self, peer: Peer, asked: m.Join) -> Iterator[tuple[int, m.AnyMessage]]:
-        if not secrets.compare_digest(asked.token.encode(), self._token.encode()):
-            self._say(f"a machine at {_address(peer)} was refused: it has another token")
+    def _stranger(
+        self, peer: Peer, message: m.AnyMessage
+    ) -> Iterator[tuple[int, m.AnyMessage | None]]:
+        """What arrives from a machine that has no place."""
+        try:
+            match message:
+                case m.Certify(secret=secret, public_key=key):
+                    certificate = self._folder.certify(secret, key)
+                    self._hub.send(peer, m.Certified(certificate=certificate))
+                case m.Join() if not peer.trusted:
+                    yield from self._ask(peer, message)
+                case _:
+                    raise JoinError("it does not ask to join")
+        except JoinError as error:
+            self._say(f"a machine at {_address(peer)} was refused: {error}")
             self._refuse(peer, REFUSED)
-            return
+        except (SpecError, OSError) as error:  # of the folder; it tries again
+            self._say(f"a machine at {_address(peer)} cannot join: {error}")
+            self._hub.drop(peer)
+
+    def _say(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            self._tell(text)
+
+    def _ask(self, peer: Peer, asked: m.Join) -> Iterator[tuple[int, m.AnyMessage]]:
+        shown = peer.shown
+        if shown is None or not self._folder.is_current(shown.number, peer.certificate):
+            raise JoinError("it has no certificate that fits")
         self._hub.trust(peer)
-        wanted = asked.place or _address(peer)
-        fit = [p for p in self._places if wanted == (p.name if asked.place else _lookup(p.name))]
-        place = min(fit, key=lambda place: place.peer is not None, default=None)
-        if place is None:
-            known = ", ".join(place.name for place in self._places)
-            why = f"the run expects no machine {wanted}. It expects {known}: say which with --as."
-            self._refuse(peer, why)
-        elif place.peer is None:
+        if shown.number >= len(self._places):
+            count = plural(len(self._places), "machine")
+            self._refuse(peer, f"the run expects {count}, and this is host {shown.number}.")
+            return
+        place = self._places[shown.number]
+        if place.peer is None:
             yield self._let_in(place, peer, asked.who)
         elif place.rival is not None:
             self._refuse(peer, _taken(place))
@@ -159,16 +187,10 @@ class Gate:
 
 def _taken(place: _Place) -> str:
     who = f"{place.name} has joined already ({place.who})"
-    return f"{who}. End that one, or say with --as which other machine this is."
+    return f"{who}. End that one, or use the token file of another machine."
 
 
 def _address(peer: Peer) -> str:
     with suppress(OSError):  # it has left
         return str(peer.socket.getpeername()[0])
-    return ""
-
-
-def _lookup(place: str) -> str:
-    with suppress(OSError):
-        return socket.gethostbyname(place.rpartition(":")[0])
     return ""

@@ -1,61 +1,178 @@
-"""The file with which a machine proves that it may join a run: on both ends only its owner's.
+"""A machine's join token, and the certificate that it buys. Way in: `credentials`.
 
-The machine of `instep run` writes it. Whoever starts other machines copies it there.
+A token is a file: a secret that works once, and the certificate of the authority that takes it
+(`join_folder.py`). So the machine knows whom it tells the secret, before it tells it. It makes its
+key itself. Key and certificate stay beside the token file, and all later connections show them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
-import secrets
+import re
 import stat
 import time
 from pathlib import Path
+from typing import NamedTuple, Self
 
-from instep.errors import JoinError, SpecError
+import msgspec
+
+from instep.comm import messages as m
+from instep.comm.certificates import Credentials, new_key, public_key, valid_until
+from instep.comm.channel import Address, Channel
+from instep.errors import JoinError
 from instep.plain_file import read_plain, replace_plain
 
-LASTS_S = 24 * 3600.0
-"""A run that begins when the file is older writes another one."""
+ANSWER_S = 15.0
+"""How long to wait for a connection, and for an answer."""
+
+_TOKEN = re.compile(
+    r"([0-9a-f]{32})\n(-----BEGIN CERTIFICATE-----\n[^-]*-----END CERTIFICATE-----)\s*"
+)
 
 
-def written(path: Path) -> str:
-    """The token of a file here, which is made, or made again, if need be.
+class Token(NamedTuple):
+    """What is in a token file."""
+
+    secret: str
+    authority: str
+    """Its certificate, PEM."""
+
+    @property
+    def text(self) -> str:
+        """As it is in the file."""
+        return f"{self.secret}\n{self.authority.strip()}\n"
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The token in a file.
+
+        Raises:
+            JoinError: there is none, or others can read it.
+        """
+        found = _TOKEN.fullmatch(read(path).replace("\r\n", "\n"))
+        if found is None:
+            raise JoinError(f"{path} is no token file. Copy it again from where it was made.")
+        return cls(*found.groups())
+
+
+class _Kept(msgspec.Struct):
+    """What a machine keeps beside the token file."""
+
+    token: str
+    """SHA-256 of the token's text."""
+    authority: str
+    key: str
+    certificate: str = ""
+    """Empty until the answer has come. All are PEM."""
+
+    @property
+    def credentials(self) -> Credentials:
+        return Credentials(self.key + self.certificate, self.authority)
+
+
+def credentials(gate: Address, token_file: Path) -> Credentials:
+    """What this machine shows: the certificate that it has, or the one that its token buys now.
+
+    Once there is a certificate, the token file may be removed. Another token replaces it.
+
+    Args:
+        gate: where to buy it.
+        token_file: the certificate is, or will be, in a file beside it.
 
     Raises:
-        SpecError: it cannot be written.
+        FileNotFoundError: there is no token file yet.
+        JoinError: the token is refused, or cannot be used.
+        StrangerError: what listens there is not of the token's authority. It was told nothing.
+        PeerError, TimeoutError: nothing listens there, or does not answer.
     """
+    file = token_file.with_name(token_file.name + ".certificate")
+    kept = _kept(file)
+    if kept is None or not kept.certificate or token_file.exists():
+        if not token_file.exists():
+            raise FileNotFoundError(f"there is no {token_file}")
+        token = Token.read(token_file)
+        sha256 = hashlib.sha256(token.text.encode()).hexdigest()
+        if kept is None or kept.token != sha256:
+            kept = _Kept(sha256, token.authority, new_key())
+            _keep(file, kept)  # whoever asks again, also after a restart, asks with the same key
+        if not kept.certificate:
+            kept.certificate = _bought(gate, token, public_key(kept.key))
+            _keep(file, kept)
+    if valid_until(kept.certificate) < time.time():
+        raise JoinError(f"the certificate in {file} has run out. Get a new token file.")
+    return kept.credentials
+
+
+def _bought(gate: Address, token: Token, key: str) -> str:
+    from instep.comm.tls import context
+
+    channel = Channel.connect(
+        gate, ANSWER_S, context(Credentials("", token.authority), server=False)
+    )
     try:
-        if time.time() - path.stat().st_mtime < LASTS_S:
-            return read(path)
-    except (OSError, JoinError):
-        pass  # there is none, or others have seen it
-    token = secrets.token_hex(16)
+        channel.send(m.Certify(secret=token.secret, public_key=key))
+        answer = channel.receive(ANSWER_S)
+    finally:
+        channel.close()
+    if isinstance(answer, m.Certified):
+        return answer.certificate
+    raise JoinError(refusal(gate, "token"))
+
+
+def refusal(gate: Address, what: str) -> str:
+    """What to tell the user who was told no more than `refused`."""
+    return (
+        f"{gate.host}:{gate.port} refused this machine: its {what} is wrong or used, or has run "
+        "out. `instep certificates --renew`, on the machine of `instep run`, makes a new token."
+    )
+
+
+def stranger(gate: Address, token_file: Path) -> str:
+    """What to tell the user when the other end is not of the token's authority."""
+    return (
+        f"what listens at {gate.host}:{gate.port} is not the run that {token_file} is for, and "
+        "was told nothing. Copy the token file again, and look at this machine's clock."
+    )
+
+
+def _kept(file: Path) -> _Kept | None:
+    if not file.exists():
+        return None
     try:
-        replace_plain(path, token + "\n", 0o600)
+        return msgspec.json.decode(read(file), type=_Kept)
+    except msgspec.MsgspecError:
+        return None
+
+
+def _keep(file: Path, kept: _Kept) -> None:
+    try:
+        replace_plain(file, msgspec.json.encode(kept).decode(), 0o600, durable=True)
     except OSError as error:
-        raise SpecError(
-            f"cluster.token_file = {str(path)!r} cannot be written: {error.strerror}. Name a file "
-            "in a folder of yours."
+        raise JoinError(
+            f"the certificate of this machine cannot be kept in {file}: {error.strerror}. Copy the "
+            "token file into a folder of yours."
         ) from None
-    return token
 
 
 def read(path: Path) -> str:
-    """The token of a file.
+    """The text of a file with a secret, which only its owner may read.
 
     Raises:
-        JoinError: there is none, or others can read it.
+        JoinError: it cannot be read, or others can read it.
     """
     try:
         about = path.stat()
-        token = read_plain(path).decode(errors="replace").strip()
+        text = read_plain(path).decode(errors="replace")
     except OSError as error:
         raise JoinError(
-            f"the token file {path} cannot be read: {error.strerror}. Copy it from the machine of "
-            "`instep run`."
+            f"{path} cannot be read: {error.strerror}. Copy it from where it was made."
         ) from None
-    if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o077:
-        raise JoinError(f"others can read the token file {path}. Use: chmod 600 {path}")
-    if not token:
-        raise JoinError(f"the token file {path} is empty. Copy it again.")
-    return token
+    if not is_private(about):
+        raise JoinError(f"others can read {path}. Use: chmod 600 {path}")
+    return text
+
+
+def is_private(about: os.stat_result) -> bool:
+    """Whether a file is ours, and nobody else's."""
+    return about.st_uid == os.geteuid() and not stat.S_IMODE(about.st_mode) & 0o077

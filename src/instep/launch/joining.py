@@ -19,17 +19,15 @@ from instep.comm import messages as m
 from instep.comm.channel import Address, Channel
 from instep.comm.connection import GIVE_UP_S
 from instep.comm.endpoint import Endpoint
-from instep.errors import InstepError, JoinError, PeerError, SpecError
+from instep.comm.tls import context
+from instep.errors import InstepError, JoinError, PeerError, SpecError, StrangerError
 from instep.launch.gate import REFUSED
-from instep.launch.join_token import read
+from instep.launch.join_token import ANSWER_S, credentials, refusal, stranger
 from instep.launch.local import LocalLauncher
 from instep.launch.node import Needs, enter
 
 PAUSES_S = (0.2, 0.4, 0.8, 1.6, 3.0)
 """Between two attempts; the last one repeats."""
-
-ANSWER_S = 15.0
-"""How long to wait for an answer, and for a connection: longer than a rival is looked at."""
 
 LOST_S = 60.0
 """How long a run that was lost is looked for, unless this machine stays for the next one."""
@@ -43,14 +41,12 @@ class Machine:
 
     Args:
         master: where `instep run` listens.
-        token_file: read at each attempt.
-        place: which of the expected machines it is; empty: the one with its address.
+        token_file: looked at in each attempt; the certificate is kept beside it.
         say: told what happens.
     """
 
     master: Address
     token_file: Path
-    place: str
     say: Callable[[str], None]
 
     def serve(self, *, stay: bool = False) -> int:
@@ -90,33 +86,30 @@ class Machine:
 
     def _try(self) -> tuple[Channel, str] | str:
         """One attempt: connection and place; or why nobody answers."""
-        if not self.token_file.exists():
-            return f"there is no {self.token_file}"
-        token = read(self.token_file)
         try:
-            channel = Channel.connect(self.master, ANSWER_S)
-        except (PeerError, TimeoutError) as error:
+            return self._asked()
+        except StrangerError:
+            raise JoinError(stranger(self.master, self.token_file)) from None
+        except (PeerError, TimeoutError, FileNotFoundError) as error:
             return _reason(error)
+
+    def _asked(self) -> tuple[Channel, str] | str:
+        shown = credentials(self.master, self.token_file)
+        channel = Channel.connect(self.master, ANSWER_S, context(shown, server=False))
         try:
-            who = f"process {os.getpid()} of {platform.node()}"
-            channel.send(m.Join(token=token, place=self.place, who=who))
-            answer = channel.receive() if channel.wait(ANSWER_S) else None
-        except PeerError:
-            answer = None
+            channel.send(m.Join(who=f"process {os.getpid()} of {platform.node()}"))
+            answer = channel.receive(ANSWER_S)
+        except (PeerError, TimeoutError):
+            channel.close()
+            raise
         match answer:
             case m.Joined(place=place):
                 channel.give_up_after(GIVE_UP_S)
                 return channel, place
-            case m.Refused(text=text) if text == REFUSED:
-                channel.close()
-                raise JoinError(
-                    f"{self.master.host}:{self.master.port} refused this machine: the token in "
-                    f"{self.token_file} is wrong, or has expired. Copy the file again from the "
-                    "machine of `instep run`."
-                )
             case m.Refused(text=text):
                 channel.close()
-                raise JoinError(text)
+                wrong = text == REFUSED
+                raise JoinError(refusal(self.master, "certificate") if wrong else text)
         channel.close()
         return "it does not answer"
 

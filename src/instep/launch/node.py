@@ -60,18 +60,29 @@ class Needs:
         return f"{what} {self.recipe}. {_SHARED}"
 
 
+def missing_at(needs: Needs, run: Path, known: str) -> str:
+    """What this node does not have, as `Needs.missing` says it, or that it lacks the run's folder.
+
+    Args:
+        needs: of the run.
+        run: its folder.
+        known: the run's id, where it was started.
+    """
+    missing = needs.missing()
+    if not missing and id_of(run) != known:
+        missing = f"does not see the run's folder {run}. {_SHARED}"
+    return missing
+
+
 def enter(needs: Needs, logs: Path, known: str) -> str:
-    """Be in the folder where the run was started, for a fork server; or what is missing here, as
-    `Needs.missing` says it.
+    """Be in the folder where the run was started, for a fork server; or what is missing here.
 
     Args:
         needs: of the run.
         logs: in the run's folder.
         known: the run's id, where it was started.
     """
-    missing, run = needs.missing(), logs.parent
-    if not missing and id_of(run) != known:
-        missing = f"does not see the run's folder {run}. {_SHARED}"
+    missing = missing_at(needs, logs.parent, known)
     if not missing:
         os.chdir(needs.folder if os.path.isdir(needs.folder) else logs)
     return missing

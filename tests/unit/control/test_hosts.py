@@ -94,6 +94,27 @@ def test_workers_start_where_the_fewest_are_and_only_once(three):
     assert three.starts() == {5: 2}
 
 
+def test_hosts_that_come_get_workers_and_those_that_retire_lose_them(three):
+    three.hosts.add([3])
+    assert three.hosts.missing == [3]
+    three.come(3)
+    three.wait(BALANCE_S + 0.2, 0, 1, 2, 3)
+    assert three.hosts.missing == []
+    three.start([4], placed=[0, 1, 2, 0])
+    assert three.starts() == {4: 3}
+    assert not three.hosts.are_idle([3])
+    assert three.hosts.started(4, 3)
+    three.hosts.retire([3])
+    three.start([5], placed=[0, 1, 2, 0])
+    assert three.starts() == {5: 1}
+    assert not three.hosts.has_left(3)
+    assert three.hosts.remove([3]) == [peer(3)]
+    assert three.hosts.has_left(3)
+    assert not three.hosts.leaves(3, peer(3))
+    assert three.hosts.missing == []
+    assert three.hosts.crowded({0: 0, 1: 1, 2: 2}) is None
+
+
 def test_a_process_with_memory_starts_on_the_host_that_has_it_while_that_one_lives(three):
     placed = {0: 0, 1: 1, 2: 1, 5: 1}
     three.hosts.start(3, "log", placed, "server", home=1)

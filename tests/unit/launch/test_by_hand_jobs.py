@@ -2,17 +2,18 @@
 
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
 
 from instep.client.job_checks import check_job
 from instep.comm import messages as m
-from instep.comm.channel import Address, Channel
+from instep.comm.channel import Address
 from instep.comm.endpoint import Endpoint
 from instep.errors import SpecError
 from instep.launch.by_hand import ByHandLauncher
-from instep.launch.joining import _start
+from instep.launch.joining import Machine, _start
 from instep.launch.local import LocalLauncher
 from instep.spec_file import absolute, build, dump, load
 from instep.store.folder import host_log
@@ -31,7 +32,7 @@ def test_a_cluster_is_joined_by_hand_unless_the_job_says_otherwise(tmp_path):
     path = tmp_path / "job.toml"
     path.write_text(dump(absolute(job(), tmp_path)))
     assert load(path, ["launch.on=local"]).launch.launcher == "local"
-    assert load(path).cluster.token_file == str(tmp_path / "cluster.token")
+    assert load(path).cluster.certificates == str(tmp_path / "certificates")
 
 
 def test_hosts_for_servers_are_counted_after_those_for_workers():
@@ -72,21 +73,20 @@ def test_servers_need_a_strategy_that_has_them():
     ("cluster", "more", "text"),
     [
         ({"master": "0.0.0.0:1"}, {}, "every address of this machine"),
-        ({"master": "198.18.9.9:1"}, {}, 'not encrypted.* set network = "private"'),
-        ({"master": "198.18.9.9:1"}, {"network": "private"}, "nothing can listen there"),
+        ({"master": "198.18.9.9:1"}, {}, "nothing can listen there"),
         ({"master": "no such name:1"}, {}, "leads to no address"),
         ({}, {"launch": {"on": "by_hand", "nodes": 2}}, "launch.nodes = 2 with launch.on"),
     ],
 )
 def test_an_address_that_nobody_should_listen_on_is_refused(tmp_path, cluster, more, text):
     with pytest.raises(SpecError, match=text):
-        ByHandLauncher.of(job({"token_file": str(tmp_path / "token"), **cluster}, **more))
+        ByHandLauncher.of(job({"certificates": str(tmp_path / "c"), **cluster}, **more))
 
 
 def test_a_port_that_is_taken_is_refused(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         master = f"127.0.0.1:{taken.getsockname()[1]}"
-        given = job({"token_file": str(tmp_path / "token"), "master": master})
+        given = job({"certificates": str(tmp_path / "c"), "master": master})
         with pytest.raises(SpecError, match=f"{master}: nothing can listen there"):
             ByHandLauncher.of(given)
 
@@ -94,16 +94,18 @@ def test_a_port_that_is_taken_is_refused(tmp_path):
 def test_what_a_machine_lacks_is_in_the_log_of_its_host(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    cluster = {"token_file": str(tmp_path / "token"), "workers": ["127.0.0.1:1"]}
+    cluster = {"certificates": str(tmp_path / "c"), "workers": ["127.0.0.1:1"]}
     given = job({**cluster, "master": f"127.0.0.1:{port}"})
     launcher, address = ByHandLauncher.of(given), Address("127.0.0.1", port)
-    channel = Channel.connect(address)
-    try:
-        channel.send(m.Join(token=(tmp_path / "token").read_text().strip()))
+    machine = Machine(address, tmp_path / "c" / "host-0.token", print)
+    with ThreadPoolExecutor() as pool:
+        joining = pool.submit(machine._try)
         launch = launcher.settled(given.launch)
+        channel, place = joining.result()
+    try:
+        assert place == "127.0.0.1:1"
         assert (launch.nodes, launch.address) == (1, "127.0.0.1")
         launcher.start(Endpoint(address, "secret", 0), tmp_path)
-        assert channel.receive() == m.Joined(place="127.0.0.1:1")
         order = channel.receive()
         lacks = msgspec.structs.replace(order, needs={**order.needs, "sha256": "another"})
         missing = _start(LocalLauncher(), lacks)
