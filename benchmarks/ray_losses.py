@@ -15,7 +15,7 @@ each again. Told are:
 - repeated and missing samples, workers lost by drains, returns to a checkpoint, processes that
   are left, and whether the parameters are those of an undisturbed run.
 
-The run on Ray is encrypted, that on this machine alone is not; with `--network private` neither is.
+The run on Ray is encrypted, that on this machine alone is not; with `--network private` neither.
 Needs Ray. The times of Ray's own starts (a node, an actor) are in none of the figures: workers
 that were lost start on the hosts that are left.
 """
@@ -314,7 +314,7 @@ def main() -> None:
         "--network",
         choices=["loopback", "private"],
         default="loopback",
-        help="of the run on Ray: loopback, encrypted between hosts; or private, which is not",
+        help="of the run on Ray: loopback (encrypted between hosts) or private (not)",
     )
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--json", type=Path)

@@ -1,4 +1,4 @@
-"""The hosts that this process started: which have ended, and those that are to be started again."""
+"""The hosts that this process started: which end, and which are to be started or ended."""
 
 from __future__ import annotations
 
@@ -38,33 +38,31 @@ class HostWatch:
         self._endpoint, self._logs = endpoint, logs
         self._ended: set[int] = set()  # those that have ended by themselves
         self._leaving: list[int] = []  # those whose machines are about to go
-        self._asked_at = 0.0  # when that was asked last
+        self._leaving_at = 0.0  # when that was asked last
 
-    def ends(self) -> Iterator[HostEnded]:
-        """Those that have ended by themselves, once each."""
+    @property
+    def gives_back(self) -> bool:
+        """Whether hosts that are not needed may be ended."""
+        return isinstance(self._launcher, Elastic)
+
+    def news(self) -> Iterator[HostEnded | HostsLeave]:
+        """Those that have ended by themselves, once each; and those whose machines are about to go,
+        again and again, as another master does not know."""
         for number in self._numbers:
             code = self._launcher.ended(number)
             if code is not None and code >= 0 and number not in self._ended:
                 self._ended.add(number)
                 detail = last_line(host_log(self._logs, number))
                 yield HostEnded(code=code, detail=detail, number=number)
-
-    @property
-    def elastic(self) -> bool:
-        """Whether hosts may be given back."""
-        return isinstance(self._launcher, Elastic)
-
-    def leaves(self) -> Iterator[HostsLeave]:
-        """Those whose machines are about to go; again and again, as a new master does not know."""
         now = time.monotonic()
-        if isinstance(self._launcher, Elastic) and now - self._asked_at > LEAVING_S:
-            self._asked_at, before = now, self._leaving
+        if isinstance(self._launcher, Elastic) and now - self._leaving_at > LEAVING_S:
+            self._leaving_at, before = now, self._leaving
             self._leaving = sorted(self._launcher.leaving())
             if self._leaving or before:
                 yield HostsLeave(numbers=self._leaving)
 
     def give_back(self, number: int) -> None:
-        """End a host that the run does not need."""
+        """End a host that has no workers."""
         if isinstance(self._launcher, Elastic):
             self._launcher.give_back(number)
 

@@ -120,7 +120,7 @@ class MasterWatchdog:
             "token": self._board.endpoint.token,
             "authority": self._board.authority and self._board.authority.pem,
             "hosted": self._hosts is not None,
-            "gives_back": self._hosts is not None and self._hosts.elastic,
+            "gives_back": self._hosts is not None and self._hosts.gives_back,
             "why": why,
         }
         assert master.stdin is not None
@@ -175,11 +175,8 @@ class MasterWatchdog:
             self._master.kill()  # it does not end the run; the next one will
 
     def _look_after(self, connection: MasterConnection) -> None:
-        if self._hosts is not None:
-            for ended in self._hosts.ends():
-                connection.send(ended)
-            for leaving in self._hosts.leaves():
-                connection.send(leaving)
+        for news in self._hosts.news() if self._hosts is not None else ():
+            connection.send(news)
         self._watch_signs()
         code = self._master.poll()
         if code is None:

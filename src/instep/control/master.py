@@ -741,8 +741,8 @@ class Master:
             absent_s = now - self._absent.get(worker, now)
             if process.ended:
                 since = self._seen_ended.setdefault(worker, now)
-                reported = self._hosts.is_there(process.host)  # else nobody is to report it
-                if not reported or now - since > REPORT_S:
+                # if its host is lost, nobody else reports the end
+                if not self._hosts.is_there(process.host) or now - since > REPORT_S:
                     self._exited(worker, process.pid, None, process.host)
             elif self._state.recovers and absent_s > self._timeout_s(worker, process):
                 process.signal(signal.SIGKILL)
