@@ -74,6 +74,10 @@ MOST_PAGES = 256
 PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 6.4, 6.4)
 """How long to wait before each further attempt at a fork that failed."""
 
+LIFELINE_S = 0.1
+"""How long a lifeline may take to end after the server: whoever held it is killed thread by thread,
+and the server may be the first to end."""
+
 ADOPTED_S = 0.05
 """Seconds between two looks at workers that this server did not start."""
 
@@ -285,7 +289,7 @@ class Server:
             left = _wait_for_end(theirs, server)
             os.close(theirs)
             name_process(name)
-            if self._lifeline >= 0 and wait_readable([self._lifeline], 0):
+            if self._lifeline >= 0 and wait_readable([self._lifeline], LIFELINE_S):
                 for _, worker in left.values():
                     worker.signal(signal.SIGKILL)
                 return

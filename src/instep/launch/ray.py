@@ -143,8 +143,9 @@ class RayLauncher:
         return [n for n, place in places.items() if place is not None and place.node in going]
 
     def give_back(self, host: int) -> None:
-        """End its actor, and with it its fork server."""
-        self._actors.pop(host).kill()
+        """End its actor, and with it its fork server; again, if that one's spare was faster."""
+        if (actor := self._actors.pop(host, None)) is not None:
+            actor.kill()
         self._codes[host] = -signal.SIGKILL
 
     def stop(self) -> None:
