@@ -144,6 +144,7 @@ EVENTS = {
     "master_started": "pid, again (whether it replaces a lost one), why (that one was lost)",
     "host_joined": "pid, host",
     "host_lost": "host, why",
+    "host_given_back": "host",
     "hosts_added": "hosts (numbers), workers (how many more the run has while they are there)",
     "hosts_leaving": "hosts (numbers), why",
     "scaled": "before, workers, hosts (those that come or leave; else a user wants it)",

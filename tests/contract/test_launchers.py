@@ -15,6 +15,7 @@ import pytest
 from instep.comm.channel import Address, listen
 from instep.comm.endpoint import Endpoint
 from instep.launch import LAUNCHERS
+from instep.launch.base import Elastic
 from instep.launch.ray_cluster import connect
 from instep.spec_file import build
 
@@ -134,3 +135,14 @@ def test_a_host_that_was_stopped_is_killed_and_one_that_runs_is_not(launched, na
     launcher.end_if_stopped()
     until(lambda: launcher.ended() is not None)
     assert launcher.ended() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("name", [n for n in LAUNCHERS if issubclass(LAUNCHERS[n], Elastic)])
+def test_a_host_that_is_given_back_is_gone_at_once_and_may_be_given_back_again(launched, name):
+    launcher, started = launched(name)
+    until(started)
+    assert list(launcher.leaving()) == []
+    for _ in range(2):  # a spare of it may have been there for a moment
+        launcher.give_back(0)
+    assert launcher.ended() == -signal.SIGKILL
+    until(lambda: not started())

@@ -165,7 +165,7 @@ class _Joined:
                     self._asked = max(self._asked, 1)
                 case HostWanted(numbers=numbers):
                     self._hosts.start(numbers)
-        for ended in self._hosts.ends():
+        for ended in self._hosts.news():
             self._connection.send(ended)
         if self._asked > self._told:
             self._told = self._asked

@@ -24,7 +24,7 @@ from typing import Any
 from instep.client.host_watch import HostWatch, last_line
 from instep.comm.connection import MasterConnection
 from instep.comm.endpoint import Switchboard
-from instep.comm.messages import Hello, HostWanted, Interrupt, Over, Refused
+from instep.comm.messages import Hello, HostUnneeded, HostWanted, Interrupt, Over, Refused
 from instep.control.endings import signal_name
 from instep.errors import RunError
 from instep.launch.base import Launcher
@@ -120,6 +120,7 @@ class MasterWatchdog:
             "token": self._board.endpoint.token,
             "authority": self._board.authority and self._board.authority.pem,
             "hosted": self._hosts is not None,
+            "gives_back": self._hosts is not None and self._hosts.gives_back,
             "why": why,
         }
         assert master.stdin is not None
@@ -151,6 +152,8 @@ class MasterWatchdog:
                         raise as_error(message)
                     if isinstance(message, HostWanted) and self._hosts is not None:
                         self._hosts.start(message.numbers)
+                    if isinstance(message, HostUnneeded) and self._hosts is not None:
+                        self._hosts.give_back(message.number)
                     self._pass_on(connection)
                     self._look_after(connection)
                     if self._watch is not None:
@@ -172,8 +175,8 @@ class MasterWatchdog:
             self._master.kill()  # it does not end the run; the next one will
 
     def _look_after(self, connection: MasterConnection) -> None:
-        for ended in self._hosts.ends() if self._hosts is not None else ():
-            connection.send(ended)
+        for news in self._hosts.news() if self._hosts is not None else ():
+            connection.send(news)
         self._watch_signs()
         code = self._master.poll()
         if code is None:

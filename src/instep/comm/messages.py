@@ -241,6 +241,18 @@ class HostWanted(Message, frozen=True):
     numbers: list[int]
 
 
+class HostUnneeded(Message, frozen=True):
+    """To the client: this host has no workers, and the run can do without it; it may be ended."""
+
+    number: int
+
+
+class HostsLeave(Message, frozen=True):
+    """From the client: the machines of these hosts, and of no others, are about to go."""
+
+    numbers: list[int]
+
+
 class HostEnded(Message, frozen=True):
     """From the client: a fork server has ended by itself."""
 
@@ -434,6 +446,8 @@ class StoreGet(Message, frozen=True):
     """Ask for a key; the reply is `StoreValue`, once it is set."""
 
     key: str
+    known: int = 0
+    """How many keys with the same beginning, up to the last `/`, the asker has got already."""
 
 
 class StoreValue(Message, frozen=True):
@@ -441,6 +455,8 @@ class StoreValue(Message, frozen=True):
 
     key: str
     value: bytes
+    more: dict[str, bytes] = {}
+    """What else was set since the asker got something, of keys with the same beginning."""
 
 
 class Emit(Message, frozen=True):
@@ -564,6 +580,8 @@ AnyMessage: TypeAlias = (
     | KillAll
     | Interrupt
     | HostWanted
+    | HostUnneeded
+    | HostsLeave
     | HostEnded
     | Scale
     | AddHosts

@@ -48,7 +48,7 @@ from instep.comm.messages import (
 from instep.data.samples.last_read import Pages, use_page
 from instep.errors import PeerError
 from instep.plain_file import plain
-from instep.system.environment import END, SETTINGS
+from instep.system.environment import END, SETTINGS, recipe_here
 from instep.system.lease import Lease
 from instep.system.limits import FLOOR_S
 from instep.system.malloc import return_freed_memory
@@ -74,6 +74,10 @@ MOST_PAGES = 256
 PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 6.4, 6.4)
 """How long to wait before each further attempt at a fork that failed."""
 
+LIFELINE_S = 0.1
+"""How long a lifeline may take to end after the server: whoever held it is killed thread by thread,
+and the server may be the first to end."""
+
 ADOPTED_S = 0.05
 """Seconds between two looks at workers that this server did not start."""
 
@@ -96,7 +100,7 @@ def main() -> None:
         return
     phases = {"interpreter": began - welcome.started, "import torch": preloading - began}
     job = tomllib.loads(welcome.job)
-    file, _, function = job["recipe"].rpartition(":")
+    file, _, function = recipe_here(job["recipe"]).rpartition(":")
     if any(job.get("mesh", {}).get(axis, 1) > 1 for axis in ("shard", "tensor", "stages")):
         return_freed_memory()
         _import_meshes()
@@ -285,7 +289,7 @@ class Server:
             left = _wait_for_end(theirs, server)
             os.close(theirs)
             name_process(name)
-            if self._lifeline >= 0 and wait_readable([self._lifeline], 0):
+            if self._lifeline >= 0 and wait_readable([self._lifeline], LIFELINE_S):
                 for _, worker in left.values():
                     worker.signal(signal.SIGKILL)
                 return

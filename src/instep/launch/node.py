@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -33,6 +33,19 @@ class Needs:
         """As it is here."""
         file = job.recipe.rpartition(":")[0]
         return cls(file, _sha256(file), versions(), os.getcwd())
+
+    def in_copy(self, copy: str) -> Needs:
+        """The same, with the recipe's file in a copy of a folder above it, if it is not in its own
+        place here; and begun in the copy, if the folder of the start is not here.
+
+        Args:
+            copy: a folder of this node, such as Ray's `working_dir`.
+        """
+        folder = self.folder if os.path.isdir(self.folder) else copy
+        parts = Path(self.recipe).parts
+        places = [self.recipe, *(os.path.join(copy, *parts[n:]) for n in range(1, len(parts)))]
+        recipe = next((place for place in places if _sha256(place) == self.sha256), self.recipe)
+        return replace(self, recipe=recipe, folder=folder)
 
     def missing(self) -> str:
         """What this node does not have, as a sentence without its subject; empty if it has all."""

@@ -209,6 +209,14 @@ class Watched:
             pass
         return False
 
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it has ended, at most so long; whether it has."""
+        if self._handle >= 0:
+            return bool(wait_readable([self._handle], timeout_s))
+        if not self.ended:
+            time.sleep(timeout_s)
+        return self.ended
+
     @property
     def stopped(self) -> bool:
         """As `is_stopped`."""
