@@ -48,7 +48,7 @@ from instep.control.watch import Watch
 from instep.errors import InstepError, PeerError
 from instep.report.terminal.live import View
 from instep.spec import JobSpec, as_table
-from instep.store.folder import BEGINNING, StartPoint, id_of, resume_hint
+from instep.store.folder import BEGINNING, StartPoint, resume_hint
 from instep.store.run_folder import RunFolder
 from instep.sync import servers_of
 from instep.system.causes import sentence
@@ -131,6 +131,7 @@ class Master:
         journal: keeps the decisions; if it has some already, this master replaces a lost one.
         signs: written to at each turn, for the process that watches this one.
         why: how the lost master ended.
+        run_id: by which a process knows whether it sees the folder; empty if all do.
     """
 
     def __init__(
@@ -148,9 +149,10 @@ class Master:
         journal: Journal | None = None,
         signs: SignsOfLife = NO_WATCHDOG,
         why: str = "",
+        run_id: str = "",
     ) -> None:
         self._job, self._run, self._hosted, self._gives_back = job, run, hosted, gives_back
-        self._run_id = id_of(run)
+        self._run_id = run_id
         self._started, self._start_point, self._journal = started, start_point, journal
         self._signs, self._why = signs, why
         self._hub, self._token = switchboard.hub, switchboard.endpoint.token
