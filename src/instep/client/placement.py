@@ -115,6 +115,21 @@ def check_network(place: Placement, network: str) -> None:
         )
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address.
+
+    Raises:
+        SpecError: the name leads to none.
+    """
+    try:
+        return socket.gethostbyname(host).startswith("127.")
+    except OSError as error:
+        raise SpecError(
+            f"rendezvous: the name {host!r} leads to no address ({error.strerror}). Give the "
+            "address of the machine of process 0."
+        ) from None
+
+
 def host_address(place: Placement) -> str:
     """The address that process 0 listens on.
 

@@ -47,7 +47,7 @@ from instep.control.watch import Watch
 from instep.errors import InstepError, PeerError
 from instep.report.terminal.live import View
 from instep.spec import JobSpec, as_table
-from instep.store.folder import BEGINNING, StartPoint, resume_hint
+from instep.store.folder import BEGINNING, StartPoint, id_of, resume_hint
 from instep.store.run_folder import RunFolder
 from instep.sync import servers_of
 from instep.system.causes import sentence
@@ -147,6 +147,7 @@ class Master:
         why: str = "",
     ) -> None:
         self._job, self._run, self._hosted = job, run, hosted
+        self._run_id = id_of(run)
         self._started, self._start_point, self._journal = started, start_point, journal
         self._signs, self._why = signs, why
         self._hub, self._token = switchboard.hub, switchboard.endpoint.token
@@ -355,6 +356,7 @@ class Master:
             m.Welcome(
                 job=spec_file.dump(self._job),
                 run=str(self._run),
+                run_id=self._run_id,
                 started=self._started,
                 checkpoint=str(checkpoint or ""),
                 recovers=self._state.recovers,

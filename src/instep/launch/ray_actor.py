@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from instep.comm.endpoint import Endpoint
-from instep.launch.node import Needs, id_of
+from instep.launch.node import Needs
 from instep.launch.ray_cluster import last_line
 from instep.launch.ray_host import Host, Place, kill_if_stopped
+from instep.store.folder import id_of
 
 ANSWER_S = 1.0
 """How long an actor that is asked whether it lives may take."""

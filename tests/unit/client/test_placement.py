@@ -90,7 +90,7 @@ def test_processes_that_nothing_tells_from_those_of_another_start_are_refused():
 
 def test_a_key_is_fit_for_a_file_name(tmp_path):
     place = placement(TORCHRUN | {"TORCHELASTIC_RUN_ID": "../a b/c"})
-    assert meeting_file(tmp_path, place).parent == tmp_path
+    assert meeting_file(tmp_path, place).file.parent == tmp_path
 
 
 def test_one_host_listens_on_loopback_and_several_need_a_private_network():

@@ -20,6 +20,7 @@ EXAMPLES = {
     list[int]: [2, 0, 1],
     tuple[int, ...]: (2, 1),
     int | None: 3,
+    dict[str, str]: {"torch": "2.0"},
     list[tuple[int, int]]: [(0, 7), (1, 8)],
     messages.Failed | None: None,
     messages.Whereabouts | None: messages.Whereabouts(step=3, dataset="training", sample=5),
