@@ -49,7 +49,7 @@ class Apart:
         for disk in self.disks:
             disk.mkdir(exist_ok=True)
             token = disk / "token"
-            token.write_text("of this test\n")
+            token.write_text("5a" * 16 + "\n")
             token.chmod(0o600)
 
     def start(self, processes: Sequence[int], *arguments: object) -> list[Started]:

@@ -32,7 +32,6 @@ JOB: dict[str, Any] = {
     "seed": 5,
     "quiet": True,
     "resume": True,
-    "network": "private",
     "train": TRAIN,
     "checkpoint": {"every": 4},
 }
