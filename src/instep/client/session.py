@@ -79,7 +79,7 @@ def join(
         arguments: handed to the recipe function by name.
         seed: decides the order of the data, first parameters, every draw.
         quiet: print no progress.
-        network: `private` if only trusted machines reach the hosts' network.
+        network: `private` if only trusted machines reach the hosts' network: nothing is encrypted.
         resume: continue the run of this name from its newest checkpoint, if there is one;
             the number of processes may have changed. With a recipe, a complete run is no
             error: `steps()` yields nothing.

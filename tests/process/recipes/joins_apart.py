@@ -36,6 +36,7 @@ JOB: dict[str, Any] = {
     "checkpoint": {"every": 4},
 }
 CODEC = {"sync": {"codec": "int8"}, "train": {**TRAIN, "determinism": "order"}}
+PRIVATE = {"network": "private"}
 SPLIT = {"mesh": {"shard": 2}}
 
 
@@ -65,7 +66,7 @@ def train_in_a_loop_of_its_own() -> instep.Session:
 
 
 if __name__ == "__main__":
-    cases = {"recipe": {}, "codec": CODEC, "split": SPLIT}
+    cases = {"recipe": {}, "codec": CODEC, "split": SPLIT, "private": PRIVATE}
     session = train_in_a_loop_of_its_own() if CASE == "own" else train_a_recipe(**cases[CASE])
     assert (session.summary is not None) == (session.rank == 0)
     print(session.step)
