@@ -71,15 +71,33 @@ class Apart:
                 "LOCAL_WORLD_SIZE": str(processes[host]),
                 "TORCHELASTIC_RUN_ID": job,
             }
-            if not at_a_file:
-                environment["INSTEP_RENDEZVOUS"] = f"{self._network.address('h1')}:29600"
-                environment["INSTEP_TOKEN_FILE"] = str(self._here / "token")
-            space = f"{self._network.name}-{self._network.hosts[host]}"
-            enter = ["ip", "netns", "exec", space, "unshare", "-m", "sh", "-c", _OWN_DISK, "sh"]
-            paths = [self.disks[host], self._here, self._names]
-            command = [*enter, *paths, sys.executable, SCRIPT, *arguments]
-            programs.append(self._start("-c", _ENTER, *command, environment=environment))
+            programs.append(self._on(host, [SCRIPT, *arguments], environment, at_a_file))
         return programs
+
+    def torchrun(self, processes: int, *arguments: object) -> list[Started]:
+        """One start by torchrun, with so many processes on each of two hosts."""
+        each = ["--nnodes", 2, "--nproc-per-node", processes, "--master-port", 29500]
+        each += ["--master-addr", self._network.address("h1")]
+        ran = ["-m", "torch.distributed.run", *each, "--node-rank"]
+        return [self._on(host, [*ran, host, SCRIPT, *arguments], {}) for host in (0, 1)]
+
+    def _on(
+        self,
+        host: int,
+        command: list[object],
+        environment: dict[str, str],
+        at_a_file: bool = False,
+    ) -> Started:
+        said = {
+            "INSTEP_RENDEZVOUS": f"{self._network.address('h1')}:29600",
+            "INSTEP_TOKEN_FILE": str(self._here / "token"),
+        }
+        space = f"{self._network.name}-{self._network.hosts[host]}"
+        enter = ["ip", "netns", "exec", space, "unshare", "-m", "sh", "-c", _OWN_DISK, "sh"]
+        paths = [self.disks[host], self._here, self._names]
+        program = [*enter, *paths, sys.executable, *command]
+        where = {} if at_a_file else said
+        return self._start("-c", _ENTER, *program, environment={**where, **environment})
 
     def train(
         self, processes: Sequence[int], *arguments: object, at_a_file: bool = False
@@ -139,7 +157,7 @@ def facts(run: RunFolder) -> dict[str, Any]:
         "steps": summary["steps"],
         "hash": run.last("model_saved")["parameters_sha256"],
         "ledger": run.audit.sha256,
-        "validations": {e["step"]: e["metrics"] for e in run.validations},
+        "validations": {e["step"]: e["metrics"] for e in run.validations if e["scheduled"]},
         "repeated": summary["repeated_samples"],
         "missing": summary["missing_samples"],
     }
@@ -209,6 +227,16 @@ def test_on_a_private_network_nothing_is_encrypted_but_the_meeting(
 
 
 @pytest.mark.slow
+def test_torchrun_on_two_hosts_needs_no_shared_folder(start: Start, apart: Apart):
+    programs = apart.torchrun(2, "recipe", 0)
+    for program in programs:
+        assert program.end() == 0, "".join(each.stderr for each in programs)
+        program.check_no_process_is_left()
+    assert [path.name for path in apart.disks[1].iterdir()] == ["token"]
+    assert facts(apart.run("recipe")) == facts(alone(start, "recipe", 0))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["recipe", "own"])
 def test_a_run_goes_on_on_other_hosts_than_before(start: Start, apart: Apart, case: str):
     apart.train([1, 1], case, 9)
@@ -238,7 +266,16 @@ def test_ranks_of_a_mesh_send_their_parts_and_read_what_they_need(apart: Apart, 
         hosts.train([1, 2, 1], "split", 18)  # a second replica, of which no rank sees the folder
         hosts.train([1, 1], "split", 0)
     assert facts(apart.run("split")) == facts(together.run("split"))
-    assert (apart.run("split").path / "checkpoints").is_dir()
+
+
+@pytest.mark.slow
+def test_a_replica_that_does_not_see_the_folder_is_cut_as_the_first_one(
+    apart: Apart, together: Apart
+):
+    for hosts in (apart, together):
+        hosts.train([2, 2], "cut", 6)
+        hosts.train([1, 1], "cut", 0)
+    assert facts(apart.run("cut")) == facts(together.run("cut"))
 
 
 @pytest.mark.slow
@@ -254,7 +291,7 @@ def test_a_run_that_lost_a_process_is_resumed(start: Start, apart: Apart, rank: 
     if rank == 1:
         assert "worker 1 failed" in other.stderr
     apart.check_nothing_is_left(programs)
-    apart.train([1, 1], "recipe", 0)
+    apart.train([1, 1], "recipe", 0, 0.01)
     assert facts(apart.run("recipe")) == facts(alone(start, "recipe", 0))
 
 
