@@ -18,14 +18,17 @@ from pathlib import Path
 
 import psutil
 
+from instep.lab.netlab import OUTSIDE, Network
+
 _PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "salloc", "scontrol", "squeue")
 _SOON_S = 30.0
 
 # a job that is queued again waits for cred_expire, which is 120 by default
 _CONFIGURATION = """\
 ClusterName=tests
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({address})
 SlurmctldPort={port}
+SrunPortRange=61001-61999
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -69,22 +72,33 @@ class Slurm:
     Args:
         folder: empty, for this cluster alone.
         nodes: how many.
+        network: has a host for each node, with an address of its own.
     """
 
-    def __init__(self, folder: Path, nodes: int = 3) -> None:
+    def __init__(self, folder: Path, nodes: int = 3, network: Network | None = None) -> None:
         self.nodes = [f"n{number}" for number in range(nodes)]
-        self._folder, self._daemons = folder, []
+        self._folder = folder
+        self._daemons: list[subprocess.Popen[bytes]] = []
+        self._entering: dict[str, list[str]] = {}  # words that run a command on a node
         self.configuration = folder / "slurm.conf"
         self.environment = {"SLURM_CONF": str(self.configuration)}
         ports = _free_ports(nodes + 1)
         host = socket.gethostname()
+        self.ports = {*ports, *range(61001, 62000)}
+        addresses, address = ["127.0.0.1"] * nodes, "127.0.0.1"
+        if network is not None:
+            addresses, address = [*map(network.address, network.hosts)], network.address(OUTSIDE)
+            for name, place in zip(self.nodes, network.hosts, strict=True):
+                # not `ip netns exec`: slurmd needs the cgroups that it hides
+                self._entering[name] = ["nsenter", f"--net=/run/netns/{network.name}-{place}"]
         places = [
-            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=16"
-            for name, port in zip(self.nodes, ports[1:], strict=True)
+            f"NodeName={name} NodeHostname={host} NodeAddr={place} Port={port} CPUs=16"
+            for name, place, port in zip(self.nodes, addresses, ports[1:], strict=True)
         ]
-        self.configuration.write_text(
-            _CONFIGURATION.format(host=host, port=ports[0], folder=folder, nodes="\n".join(places))
+        text = _CONFIGURATION.format(
+            host=host, address=address, port=ports[0], folder=folder, nodes="\n".join(places)
         )
+        self.configuration.write_text(text)
         for name in ("state", *self.nodes):
             (folder / name).mkdir()
         key = folder / "munge.key"
@@ -127,10 +141,11 @@ class Slurm:
         return done.stdout if done.returncode == 0 else ""
 
     @contextlib.contextmanager
-    def allocation(self, nodes: int) -> Iterator[dict[str, str]]:
+    def allocation(self, nodes: int, *words: str) -> Iterator[dict[str, str]]:
         """Nodes for as long as the context lasts; the environment of a process in it."""
         environment = {**os.environ, **self.environment}
         command = ["salloc", f"--nodes={nodes}", "--no-kill", "--no-shell", "--cpus-per-task=2"]
+        command += words
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
         job = done.stderr.split("Granted job allocation ")[1].split()[0]
         try:
@@ -154,7 +169,7 @@ class Slurm:
         if mount:
             words = shlex.join(["mount", "--bind", *map(str, mount)])
             command = ["unshare", "--mount", "sh", "-c", f"{words} && exec {shlex.join(command)}"]
-        self._of_node[node] = self._start(*command)
+        self._of_node[node] = self._start(*self._entering.get(node, []), *command)
 
     @contextlib.contextmanager
     def mounted(self, node: str, folder: Path, place: Path) -> Iterator[None]:

@@ -135,6 +135,20 @@ def scale(args: argparse.Namespace) -> int:
     return 0
 
 
+def join_run(args: argparse.Namespace) -> int:
+    """Add the nodes of this Slurm job to a running job of another one."""
+    from instep.client.join_run import join_run
+
+    hosts = join_run(
+        Path(args.run),
+        args.workers,
+        lambda text: print(f"join    {text}", file=sys.stderr, flush=True),
+    )
+    if args.json:
+        print(json.dumps({"run": args.run, "hosts": hosts}))
+    return 0
+
+
 def _print_ending(done: Run, args: argparse.Namespace) -> int:
     """Print how a run ended, and return its exit code."""
     from instep.report.terminal.closing import closing_lines
@@ -479,6 +493,7 @@ COMMANDS = {
     "run": run,
     "resume": resume,
     "scale": scale,
+    "join-run": join_run,
     "host": host,
     "certificates": certificates,
     "report": report,
@@ -530,6 +545,11 @@ def _parser() -> argparse.ArgumentParser:
     add = _command(commands, "scale").add_argument
     add("run", help="folder of a running job")
     add("--workers", type=int, required=True, metavar="N", help="new number of workers")
+
+    add = _command(commands, "join-run").add_argument
+    add("run", help="folder of a running job that is on Slurm")
+    text = "how many more workers the run has meanwhile (default: one for each task of this job)"
+    add("--workers", type=int, metavar="N", help=text)
 
     add = _command(commands, "host").add_argument
     text = "where the machine of `instep run` listens: cluster.master of the job"

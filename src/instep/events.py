@@ -144,7 +144,10 @@ EVENTS = {
     "master_started": "pid, again (whether it replaces a lost one), why (that one was lost)",
     "host_joined": "pid, host",
     "host_lost": "host, why",
-    "scaled": "before, workers",
+    "host_given_back": "host",
+    "hosts_added": "hosts (numbers), workers (how many more the run has while they are there)",
+    "hosts_leaving": "hosts (numbers), why",
+    "scaled": "before, workers, hosts (those that come or leave; else a user wants it)",
     "worker_leaving": "worker, successor, fellows (with a mesh: the other workers of its replica, "
     "which leave with it)",
     "worker_hung": "worker, step, phase, how, where",

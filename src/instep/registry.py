@@ -7,7 +7,8 @@ torch. A wrong name answers with the near miss and the list.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Collection, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -35,6 +36,28 @@ class Registry(Mapping[str, Any]):
         self.check(name)
         module, attribute = self._entries[name].split(":")
         return getattr(import_module(module), attribute)
+
+    def factory(
+        self, name: str, options: Mapping[str, Any], *, where: str, apart: Collection[str] = ()
+    ) -> Any:
+        """The part, which has these options: a class or function that takes them by name.
+
+        Args:
+            options: of the job file.
+            where: the section that has them, for messages.
+            apart: parameters that are no options.
+
+        Raises:
+            SpecError: nothing has that name, or it has no such option.
+        """
+        part = self[name]
+        known = [option for option in inspect.signature(part).parameters if option not in apart]
+        for option in options:
+            if option not in known:
+                raise SpecError(
+                    f"{where}: {name} has no option {option!r}. {near_miss(option, known)}"
+                )
+        return part
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries

@@ -208,8 +208,12 @@ class SyncSpec(Section, frozen=True, kw_only=True):
     the workers, and hold the optimizer's state."""
 
     codec: str = "none"
-    """How gradients are encoded for sending: `none` sends them as they are; `int8` sends 8 bits a
-    value, and the result then depends on the number of workers."""
+    """How gradients are encoded for sending: `none` sends them as they are; `bfloat16` and
+    `float16` send 16 bits a value, `int8`, `int4` and `sign` 8, 4 and 1. With a codec the result
+    depends on the number of workers."""
+
+    codec_options: dict[str, Any] = {}
+    """Options of the codec, which has their names, defaults and checks."""
 
     participants: Natural = 0
     """Of `averaging`, which needs 1 or more: how many take local steps side by side in a round.

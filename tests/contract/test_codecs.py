@@ -9,13 +9,15 @@ import torch
 from helpers import run_processes
 from instep.comm.codecs import CODECS
 from instep.comm.codecs.base import ALIGNED_BYTES, CUT
-from instep.comm.codecs.int8 import BLOCK
+from instep.comm.codecs.short import Short
+from instep.errors import SpecError
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs/guides/adding-a-codec.md"
 SHOWN = "the one of the guide"
 NAMES = [*CODECS, SHOWN]
 COUNTS = [0, 1, 2, 3, 255, 256, 257, 1000, 4097, 140_001]
 EPS = 2.0**-22
+BLOCK = CODECS["int8"]().block
 
 
 def codec_called(name):
@@ -24,7 +26,7 @@ def codec_called(name):
     (code,) = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text("utf-8"), re.M | re.S)
     shown = {}
     exec(compile(code, GUIDE.name, "exec"), shown)
-    return shown["BFloat16"]()
+    return shown["Float8"]()
 
 
 @pytest.fixture(params=NAMES)
@@ -222,7 +224,95 @@ def test_int8_is_off_by_half_a_level_of_its_block_at_most(kind):
 
 def test_int8_is_four_times_smaller_but_for_a_scale_in_each_block():
     size = CODECS["int8"]().size
-    assert [size(n) for n in (0, 1, 256, 257, 1 << 20)] == [0, 5, 260, 265, (1 << 20) * 65 // 64]
+    assert [size(n) for n in (0, 1, 1024, 1025)] == [0, 5, 1028, 1033]
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "smaller"),
+    [
+        ("bfloat16", 16, 2),
+        ("float16", 16, 2),
+        ("int8", 8, 3.98),
+        ("int4", 4, 7.93),
+        ("sign", 1, 31),
+    ],
+)
+def test_a_codec_is_as_much_smaller_as_its_bits_but_for_the_scales(name, bits, smaller):
+    codec = CODECS[name]()
+    scales = 32 / codec.block if hasattr(codec, "block") else 0
+    assert codec.size(1 << 20) == (1 << 20) * (bits + scales) / 8
+    assert 4 * (1 << 20) / codec.size(1 << 20) >= smaller
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("tiny", "subnormal")])
+def test_int4_is_off_by_half_a_level_of_its_block_at_most(kind):
+    for count in COUNTS[1:]:
+        codec, values = CODECS["int4"](block=64), KINDS[kind](count)
+        got = decoded(codec, encoded(codec, values), count)
+        for block, back in zip(values.double().split(64), got.double().split(64), strict=True):
+            assert (back - block).abs().max() <= block.abs().max() / 14 * (1 + 1e-5)
+
+
+def test_a_sign_stands_for_the_mean_magnitude_of_its_block():
+    values = torch.tensor([3.0, -1.0, 0.0, 8.0] + 12 * [0.0] + 16 * [0.0] + [-2.0])
+    codec = CODECS["sign"](block=16)
+    got = decoded(codec, encoded(codec, values), 33)
+    assert got.tolist() == [0.75, -0.75] + 14 * [0.75] + 16 * [0.0] + [-2.0]
+
+
+@pytest.mark.parametrize("block", [16, 1024, CUT])
+@pytest.mark.parametrize("name", ["int8", "int4", "sign"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_loops_do_what_torchs_operations_do(name, block, kind):
+    codec = CODECS[name](block=block)
+    for count in COUNTS:
+        values, left = KINDS[kind](count), torch.empty(count)
+        values[7::1001] = torch.nan
+        payload = encoded(codec, values, left=left)
+        scales, packed = codec._parts(payload, count)
+        for piece, blocks, places in codec._pieces(count):
+            rows = values[piece].view(-1, min(block, values[piece].numel()))
+            wanted, levels, rest = codec.coded(rows)
+            near = 2.0**-23 if name == "sign" else 0.0  # of a mean, which is summed in any order
+            torch.testing.assert_close(
+                scales[blocks], wanted.flatten(), rtol=near, atol=0.0, equal_nan=True
+            )
+            assert torch.equal(packed[places], levels)
+            # where torch rounds once and the loop twice
+            near = 2e-7 * rows.abs().nan_to_num(0.0)
+            assert ((left[piece].view_as(rest) - rest).abs() <= near).all()
+            total = torch.ones(rows.numel())
+            wanted = 1 + codec.levels(levels, total.numel()).view_as(rows) * wanted
+            codec.add_into(total, torch.cat([scales[blocks].view(torch.uint8), packed[places]]))
+            torch.testing.assert_close(total, wanted.flatten(), equal_nan=True, rtol=3e-7, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_bfloat16_is_that_of_torch(kind):
+    codec = CODECS["bfloat16"]()
+    for count in COUNTS:
+        values, left, rest = KINDS[kind](count), torch.empty(count), torch.empty(count)
+        values[7::1001] = torch.nan
+        values[8::1001] = -torch.inf
+        payload, wanted = (
+            encoded(codec, values, left=left),
+            torch.empty(2 * count, dtype=torch.uint8),
+        )
+        Short.encode(codec, values, wanted, key=1, left=rest)
+        assert bits(left) == bits(rest)
+        short, wanted = payload.view(torch.bfloat16), wanted.view(torch.bfloat16)
+        torch.testing.assert_close(short, wanted, rtol=0, atol=0, equal_nan=True)
+        totals = torch.ones(count), torch.ones(count)
+        codec.add_into(totals[0], payload, 0.3)
+        Short.add_into(codec, totals[1], payload, 0.3)
+        torch.testing.assert_close(*totals, rtol=3e-7, atol=1e-7, equal_nan=True)
+
+
+@pytest.mark.parametrize("block", [0, 8, 1000, 8192, 16.0, True, "64"])
+@pytest.mark.parametrize("name", ["int8", "int4", "sign"])
+def test_a_block_that_cannot_be_is_refused(name, block):
+    with pytest.raises(SpecError, match=r"codec_options.block = .*needs a power of two from 16"):
+        CODECS[name](block=block)
 
 
 def test_int8_loses_no_block_but_the_one_that_is_not_finite():

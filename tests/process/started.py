@@ -105,7 +105,8 @@ class Started:
     @property
     def run(self) -> Path:
         """The one run folder that it made."""
-        (run,) = (self.work / "runs").iterdir()
+        folders = (self.work / "runs").iterdir()
+        (run,) = (each for each in folders if each.suffix != ".slurm")
         return run
 
     @property

@@ -6,7 +6,7 @@ import struct
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import psutil
@@ -53,8 +53,12 @@ class Capture:
             assert started.stdout.readline() == b"ready\n"
             started.stdout.close()
 
-    def streams(self) -> list[bytes]:
-        """What each TCP connection carried, each way, from its first byte to the first gap."""
+    def streams(self, ports: Collection[int] = ()) -> list[bytes]:
+        """What each TCP connection carried, each way, from its first byte to the first gap.
+
+        Args:
+            ports: connections from or to these are left out.
+        """
         parts: dict[bytes, dict[int, bytes]] = defaultdict(dict)
         begins: dict[bytes, int] = {}
         for file in self._files:
@@ -65,6 +69,8 @@ class Capture:
                     14 + 4 * (packet[14] & 15) : 14 + struct.unpack_from("!H", packet, 16)[0]
                 ]
                 key = packet[26:34] + segment[:4]  # addresses and ports
+                if not set(struct.unpack("!HH", segment[:4])).isdisjoint(ports):
+                    continue
                 (number,) = struct.unpack_from("!I", segment, 4)
                 if segment[13] & 2:  # it begins the connection
                     begins[key] = number + 1

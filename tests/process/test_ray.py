@@ -1,7 +1,7 @@
 """Runs on Ray: a real cluster, of several nodes where one is lost."""
 
-import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,9 +12,22 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from started import RECIPES, SOON_S, Start, Started, kill, newest_pids
+from on_ray import (
+    KEYS,
+    ON_RAY,
+    STORE_BYTES,
+    actor_of,
+    cluster,
+    end_of,
+    fork_server_of,
+    hash_alone,
+    of_hosts,
+    raylet_of,
+    wait_until_spread,
+    worker_on,
+)
+from started import RECIPES, SOON_S, Start, kill, newest_pids
 
 import instep
 from instep.client.job_checks import check_job
@@ -28,9 +41,11 @@ from instep.system.addresses import address_towards
 
 pytestmark = pytest.mark.process
 
+__all__ = ["cluster"]  # the fixture
+
 TINY = f"{RECIPES / 'tiny.py'}:recipe"
+GUIDES = Path(__file__).resolve().parents[2] / "docs" / "guides"
 TRAIN = {"steps": 30, "determinism": "bits"}
-STORE_BYTES = 80 << 20
 
 
 def job(**launch: Any) -> JobSpec:
@@ -55,17 +70,6 @@ def own_program() -> Iterator[None]:
     ray.shutdown()
 
 
-def of_hosts() -> set[psutil.Process]:
-    """Living actors and fork servers, and what these have started, of this program's cluster."""
-    found = set()
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            words = " ".join(process.cmdline())
-            if "ray::Host" in words or "fork_server" in words:
-                found.add(process)
-    return found
-
-
 def test_a_run_within_somebodys_own_ray_program_has_the_result_of_one_machine(
     tmp_path: Path, own_program: None
 ) -> None:
@@ -88,6 +92,37 @@ def test_a_run_within_somebodys_own_ray_program_has_the_result_of_one_machine(
     assert done.summary["repeated_samples"] == done.summary["missing_samples"] == 0
     assert of_hosts() == set()
     assert ray.is_initialized()  # it is the program's, not ours
+
+
+@pytest.mark.slow
+def test_a_task_and_an_actor_of_somebodys_own_ray_program_train_and_stay_connected(
+    tmp_path: Path, own_program: None
+) -> None:
+    import ray
+
+    def trained(runs: Path) -> tuple[str, bool]:
+        done = instep.train(
+            TINY, runs=runs, quiet=True, workers=1, on="ray", train=TRAIN, launch={"nodes": 1}
+        )
+        return done.summary["parameters_sha256"], ray.is_initialized()
+
+    class Trainer:
+        def trained(self, runs: Path) -> tuple[str, bool]:
+            return trained(runs)
+
+    alone = instep.train(TINY, runs=tmp_path, quiet=True, train=TRAIN)
+    in_task = ray.remote(num_cpus=0.5)(trained).remote(tmp_path / "task")
+    actor = ray.remote(num_cpus=0.5)(Trainer).remote()
+    expected = (alone.summary["parameters_sha256"], True)
+    assert ray.get(in_task) == ray.get(actor.trained.remote(tmp_path / "actor")) == expected
+    assert of_hosts() == set()
+
+
+def test_a_folder_for_nodes_is_refused_where_ray_is_connected_or_there_is_none(
+    own_program: None,
+) -> None:
+    text = refusal(job(options={"working_dir": "."}))
+    assert text.endswith("Give it there: ray.init(runtime_env={'working_dir': ...}).")
 
 
 def test_what_a_cluster_lacks_is_said_before_anything_starts(
@@ -142,58 +177,6 @@ def test_a_cluster_that_is_not_there_is_refused_at_once() -> None:
     assert "Give host:port of its head node" in wrong
 
 
-# ---- what is lost on the way
-
-KEYS = ("train.steps=400", 'train.determinism="bits"')
-ON_RAY = ('launch.on="ray"',)
-
-
-@pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A Ray cluster of three nodes of this machine, the first without cores."""
-    pytest.importorskip("ray")
-    from ray.cluster_utils import Cluster
-
-    store = {"object_store_memory": STORE_BYTES}
-    head = {"num_cpus": 0, "include_dashboard": False, **store}
-    made = Cluster(initialize_head=True, head_node_args=head)
-    try:
-        for _ in range(2):
-            made.add_node(num_cpus=2, **store)
-        made.wait_for_nodes()
-        monkeypatch.setenv("RAY_ADDRESS", made.address)
-        yield made
-    finally:
-        made.shutdown()
-
-
-def hash_alone(run: Start) -> str:
-    """Of the same job on this machine."""
-    program = run("slow_tiny.py:recipe", *KEYS)
-    assert program.end() == 0, program.stderr
-    return str(program.summary["parameters_sha256"])
-
-
-def fork_server_of(program: Started, worker: int | None) -> psutil.Process:
-    assert worker is not None
-    server = psutil.Process(newest_pids(program)[worker]).parent()
-    assert server is not None
-    return server
-
-
-def actor_of(program: Started, worker: int | None) -> psutil.Process:
-    actor = fork_server_of(program, worker).parent()
-    assert actor is not None
-    assert actor.name().startswith("ray::Host")
-    return actor
-
-
-def end_of(processes: set[psutil.Process]) -> None:
-    """Wait until none of them is left."""
-    _, alive = psutil.wait_procs(list(processes), timeout=SOON_S)
-    assert [process.pid for process in alive] == []
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_actor_a_fork_server_and_a_raylet_are_killed_and_the_result_is_that_of_one_machine(
@@ -201,30 +184,16 @@ def test_an_actor_a_fork_server_and_a_raylet_are_killed_and_the_result_is_that_o
 ) -> None:
     expected = hash_alone(run)
     program = run("slow_tiny.py:recipe", *KEYS, *ON_RAY)
-
-    def is_on(host: int) -> int | None:
-        """The worker on a host, once each host has one."""
-        ended = {e["pid"] for e in program.events("process_ended")}
-        joined = [e for e in program.events("worker_joined") if e["pid"] not in ended]
-        places = {e["worker"]: e["host"] for e in joined}
-        both = sorted(places.values()) == [0, 1]
-        return next(w for w, its in places.items() if its == host) if both else None
-
-    def wait_until_spread() -> None:
-        program.until(lambda: is_on(1) is not None, "a worker on each host")
-
-    program.until(program.is_training, "training")
-    wait_until_spread()
-    assert actor_of(program, is_on(0)).ppid() != actor_of(program, is_on(1)).ppid()
-    kill(fork_server_of(program, is_on(0)).pid)  # its spare continues
-    assert kill(actor_of(program, is_on(1)).pid)
-    program.until(lambda: is_on(1) is None, "running without the actor")
-    wait_until_spread()
-    raylet = actor_of(program, is_on(1)).ppid()
-    assert kill(raylet)
-    program.until(lambda: is_on(1) is None, "running without the node")
+    wait_until_spread(program)
+    assert raylet_of(program, 0) != raylet_of(program, 1)
+    kill(fork_server_of(program, worker_on(program, 0)).pid)  # its spare continues
+    assert kill(actor_of(program, worker_on(program, 1)).pid)
+    program.until(lambda: worker_on(program, 1) is None, "running without the actor")
+    wait_until_spread(program)
+    assert kill(raylet_of(program, 1))
+    program.until(lambda: worker_on(program, 1) is None, "running without the node")
     assert not program.events("went_back")  # the new actor was not beside the other
-    wait_until_spread()
+    wait_until_spread(program)
     assert program.end(200) == 0, program.stderr
     assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0
     assert program.summary["parameters_sha256"] == expected
@@ -297,3 +266,22 @@ def test_a_run_begins_on_the_nodes_that_are_there_and_a_worker_moves_to_one_that
     program.until(is_on_the_third, "a worker on it")
     assert program.end(200) == 0, program.stderr
     assert program.summary["parameters_sha256"] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_the_two_programs_of_the_page_for_ray_train_learn_the_same(
+    start: Start, tmp_path: Path, short_folder: None
+) -> None:
+    pytest.importorskip("ray.train", exc_type=ImportError)
+    text = (GUIDES / "from-ray-train.md").read_text("utf-8")
+    losses = []
+    for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)):
+        (file := tmp_path / f"program_{number}.py").write_text(
+            code.replace("/shared/runs", str(tmp_path / f"runs-{number}"))
+        )
+        program = start(file)
+        assert program.end() == 0, program.stderr
+        losses.append(float(program.stdout.split()[-1]))
+    assert len(losses) == 2
+    assert max(losses) < 0.45  # 0.69 is chance

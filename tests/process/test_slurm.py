@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from importlib.metadata import distribution, version
 from pathlib import Path
@@ -259,6 +260,23 @@ def test_an_allocation_with_too_few_nodes_is_named_with_them(
     assert program.end() == 2
     assert "launch.nodes = 4, and the allocation" in program.error
     assert "has 3 nodes: n0, n1, n2." in program.error
+
+
+def test_a_node_that_does_not_see_the_runs_folder_is_named_before_anything_starts(
+    start: Start, tmp_path: Path, slurm: Slurm
+) -> None:
+    (there := tmp_path / "there").mkdir()
+    (runs := tmp_path / "program-0" / "work" / "runs").mkdir(parents=True)
+    with slurm.mounted("n1", there, runs), slurm.allocation(2) as environment:
+        began = time.monotonic()
+        program = begin(start, tmp_path, environment)
+        assert program.end() == 2
+        assert time.monotonic() - began < 10
+    assert (
+        f"the node n1 does not see the run's folder {runs / 'disturbed'}. Put recipe, data and"
+        in (program.error)
+    )
+    assert list(runs.iterdir()) == []
 
 
 @pytest.mark.parametrize(

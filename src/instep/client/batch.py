@@ -28,15 +28,22 @@ from instep.store.folder import numbered
 LOOK_S = 2.0
 """Seconds between two looks at a job."""
 
-SAVE_S = 60
-"""How long before its time limit a run saves and stops; `save_before_s` in `launch.options`."""
+SIGNALS = ("USR1", "USR2", "HUP", "INT", "QUIT", "ALRM", "XCPU")
+"""Those that Slurm may send before the time limit; TERM is what scancel sends."""
+
+SIGNAL = "USR1@60"
+"""Which of them, and how many seconds before; `signal` in `launch.options`."""
+
+NEXT = ("requeue", "submit")
+"""How a run whose time was over goes on: in the same job or in another; `next` in
+`launch.options`."""
 
 JOB = "submitted.toml"
 """The job file for the batch script, in its folder."""
 
 OURS = frozenset(
     (
-        *("chdir", "error", "output", "open-mode", "job-name", "wrap", "signal", "requeue"),
+        *("chdir", "error", "output", "open-mode", "job-name", "wrap", "requeue"),
         *("nodes", "no-kill", "ntasks", "cpus-per-task", "gpus-per-node"),
     )
 )
@@ -57,12 +64,19 @@ class Submitted:
     """A job of Slurm that runs instep."""
 
     number: str
-    """Its id; it keeps it when it is requeued."""
+    """Its id; it keeps it when it is requeued. Another job may continue the run."""
     run: Path
     """The run's folder, once it has started."""
     folder: Path
     """Script, job file and output."""
     _shown: dict[str, int] = field(default_factory=dict)
+
+    def is_continued(self) -> bool:
+        """Whether another job was submitted to continue the run; then that one is meant."""
+        before = self.number
+        with suppress(OSError):
+            self.number = (self.folder / "next").read_text().split(";")[0].strip() or before
+        return self.number != before
 
     def show(self, name: str, to: IO[str]) -> None:
         """Copy what is new in a file of its output."""
@@ -149,10 +163,13 @@ def sbatch_options(given: Mapping[str, Any]) -> list[str]:
     """
     lines = []
     for name, value in given.items():
-        if name == "save_before_s":
-            if type(value) is not int or not 1 <= value < 1 << 16:
+        if name == "signal":
+            _signal(value)
+        elif name == "next":
+            if value not in NEXT:
                 raise SpecError(
-                    f"launch.options.{name} = {value!r}: needs whole seconds from 1 to 65535."
+                    f"launch.options.next = {value!r}: needs 'requeue', to go on in the same job, "
+                    "or 'submit', to go on in another."
                 )
         elif name in OURS or not re.fullmatch(r"[a-z][a-z-]+", name):
             raise SpecError(
@@ -170,11 +187,26 @@ def sbatch_options(given: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def _signal(value: object = SIGNAL) -> tuple[str, int]:
+    """Which signal Slurm sends before the time limit, and how many seconds before.
+
+    Raises:
+        SpecError: it is none.
+    """
+    found = re.fullmatch(r"([A-Z0-9]+)@(\d+)", value) if isinstance(value, str) else None
+    if found is None or found[1] not in SIGNALS or not 1 <= int(found[2]) < 1 << 16:
+        raise SpecError(
+            f"launch.options.signal = {value!r}: needs a signal and how many seconds before the "
+            f"time limit, from 1 to 65535, such as {SIGNAL!r}. Known: {', '.join(SIGNALS)}."
+        )
+    return found[1], int(found[2])
+
+
 def script(job: JobSpec, folder: Path, options: list[str], *, json_output: bool) -> str:
     """The batch script of a job.
 
-    Slurm signals its shell before the time limit; the run saves, and the job is queued again. A
-    job that was queued again, by whomever, resumes the run.
+    Slurm signals its shell before the time limit; the run saves, and the job is queued again, or
+    another is submitted. A job that finds the run's folder resumes it.
     """
     launch, run = job.launch, folder.with_suffix("")
     lines = [f"--job-name={job.name}", f"--ntasks={max(job.workers, launch.nodes)}"]
@@ -188,7 +220,8 @@ def script(job: JobSpec, folder: Path, options: list[str], *, json_output: bool)
     lines += ["--no-kill", "--requeue", "--open-mode=append"]
     lines += [f"--output={folder / 'output.log'}", f"--error={folder / 'progress.log'}"]
     lines += [f"--chdir={os.getcwd()}"]
-    lines += [f"--signal=B:USR1@{launch.options.get('save_before_s', SAVE_S)}", *options]
+    name, seconds = _signal(launch.options.get("signal", SIGNAL))
+    lines += [f"--signal=B:{name}@{seconds}", *options]
     json = " --json" if json_output else ""
     return _SCRIPT.format(
         options="\n".join(f"#SBATCH {_in_quotes(line)}" for line in lines),
@@ -197,6 +230,8 @@ def script(job: JobSpec, folder: Path, options: list[str], *, json_output: bool)
         python=shlex.quote(sys.executable),
         json=json,
         interrupted=INTERRUPTED,
+        signal=name,
+        requeue=str(launch.options.get("next", NEXT[0]) == "requeue").lower(),
     )
 
 
@@ -216,7 +251,7 @@ else
     set -- run "$run".slurm/{job} --runs "$(dirname "$run")" --name "$(basename "$run")"{json}
 fi
 saved=$(ls "$run/checkpoints" 2>/dev/null)
-trap 'kill -TERM "$child"' USR1  # soon the time is over: save, and stop
+trap 'kill -TERM "$child"' {signal}  # soon the time is over: save, and stop
 trap : TERM  # of scancel, which the run gets too
 {python} -P -m instep "$@" &
 child=$!
@@ -228,11 +263,15 @@ if [ "$code" != {interrupted} ] || [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" != 
     exit "$code"
 fi
 if [ "$(ls "$run/checkpoints" 2>/dev/null)" = "$saved" ]; then
-    echo "slurm   the time was too short for a step; the job is not queued again" >&2
+    echo "slurm   the time was too short for a step; the run is not continued" >&2
     exit "$code"
 fi
-echo "slurm   the run is saved, and job $SLURM_JOB_ID queued again" >&2
-scontrol requeue "$SLURM_JOB_ID"
+echo "slurm   the run is saved" >&2
+{requeue} && scontrol requeue "$SLURM_JOB_ID" && exit
+after="--dependency=afterany:$SLURM_JOB_ID"
+next=$(sbatch --parsable "$after" "$run".slurm/batch.sh) || exit "$code"
+echo "$next" >"$run".slurm/next
+echo "slurm   job ${{next%%;*}} continues it" >&2
 """
 
 
@@ -252,6 +291,8 @@ def follow(job: Submitted, say: Callable[[str], None]) -> int:
             if state != before:
                 say(f"slurm   job {job.number} {state}")
                 _rescue(job.number, state, say)
+            if state in OVER and job.is_continued():
+                state = ""
             time.sleep(0 if state in OVER else LOOK_S)
     except KeyboardInterrupt:
         say(f"\nslurm   job {job.number} goes on; its output is in {job.folder}")

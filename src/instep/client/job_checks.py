@@ -127,10 +127,10 @@ def _check_sync(job: JobSpec) -> None:
             f"sync.servers = {sync.servers}: {sync.name} has no servers. Leave the key out, or "
             "use sync.name = 'server_sync'."
         )
-    if sync.options:  # only then: it imports torch
-        from instep.sync.base import make_strategy
+    if sync.options or sync.codec_options:  # only then: it imports torch
+        from instep.sync.base import strategy_of
 
-        make_strategy(sync.name, sync.options)
+        strategy_of(sync)
 
 
 _OF_SEVERAL = {

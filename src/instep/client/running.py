@@ -65,7 +65,7 @@ def scale(run: Path, workers: int) -> None:
         _await(channel)
         answer = channel.wait_for(Answer)
     except PeerError:
-        raise _not_running(run) from None
+        raise not_running(run) from None
     finally:
         channel.close()
     if answer.refusal:
@@ -82,13 +82,13 @@ def call(run: Path) -> Channel:
     try:
         endpoint = meeting.read(meeting.MeetingFile(folder.path / FILE))
         if endpoint is None:
-            raise _not_running(run)
+            raise not_running(run)
         channel = Channel.connect(endpoint.address, context=endpoint.context)
         channel.send(Hello(token=endpoint.token, role="client", number=1, pid=os.getpid()))
         _await(channel)
         channel.wait_for(Welcome)
     except (OSError, PeerError):
-        raise _not_running(run) from None
+        raise not_running(run) from None
     return channel
 
 
@@ -97,7 +97,8 @@ def _await(channel: Channel) -> None:
         raise PeerError("no answer came.")
 
 
-def _not_running(run: Path) -> RunError:
+def not_running(run: Path) -> RunError:
+    """That a run is not running, and how to resume it."""
     folder = RunFolder(run)
     joined = " under instep run, so its processes cannot be reached" if folder.joined else ""
     return RunError(

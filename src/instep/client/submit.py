@@ -229,8 +229,7 @@ def _conduct(
     """Run a job in its folder, from `start_point` to its end; `view` says what is printed."""
     switchboard = open_switchboard(job)
     try:
-        for number in range(job.launch.count or 1):
-            launcher.start(switchboard.for_host(number), folder / "logs")
+        _start_hosts(job, folder, launcher, switchboard)
         began = started or time.time()
         over = _follow(job, folder, start_point, switchboard, launcher, began, view, watch)
     except RunError as error:  # the master is lost; what was committed is in the folder
@@ -250,6 +249,18 @@ def _conduct(
         if over.failed is not None:
             raise failure(over.worker, over.failed, folder, servers)
     return Run(folder, summary, over.exit_code)
+
+
+def _start_hosts(job: JobSpec, folder: Path, launcher: Launcher, switchboard: Switchboard) -> None:
+    """Start all; where one cannot be, a folder in which nothing has happened is removed."""
+    try:
+        for number in range(job.launch.count or 1):
+            launcher.start(switchboard.for_host(number), folder / "logs")
+    except SpecError:
+        launcher.stop()
+        if not (folder / "events.jsonl").exists():
+            remove_run_folder(folder)
+        raise
 
 
 def _follow(

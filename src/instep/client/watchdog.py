@@ -17,21 +17,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from instep.client.host_watch import HostWatch, last_line
 from instep.comm.connection import MasterConnection
 from instep.comm.endpoint import Switchboard
-from instep.comm.messages import Hello, HostEnded, HostWanted, Interrupt, Over, Refused
+from instep.comm.messages import Hello, HostUnneeded, HostWanted, Interrupt, Over, Refused
 from instep.control.endings import signal_name
 from instep.errors import RunError
 from instep.launch.base import Launcher
-from instep.plain_file import read_plain
-from instep.store.folder import gone, host_log
+from instep.store.folder import gone
 from instep.system.causes import as_error
 from instep.system.lease import Lease
 from instep.system.processes import on_signals, start_with_retries
+
+SCHEDULERS = (signal.SIGUSR1, signal.SIGUSR2)
+"""What a cluster may be told to send before a time limit, besides SIGTERM."""
 
 LINGER_S = 2.0
 """How long a master may take to end once the run is over."""
@@ -76,13 +79,14 @@ class MasterWatchdog:
         hosts: int = 1,
     ) -> None:
         self._watch = watch
-        self._run, self._board, self._launcher, self._note = run, switchboard, launcher, note
-        self._hosts = range(hosts if launcher is not None else 0)
+        self._run, self._board, self._note = run, switchboard, note
+        self._hosts = None
+        if launcher is not None:
+            self._hosts = HostWatch(launcher, range(hosts), switchboard.for_host, run / "logs")
         self._started = 0.0  # when the present one was
         self._asked: list[str] = []
         self._told = 0
         self._last_asked = math.inf
-        self._ended: set[int] = set()  # hosts that have ended by themselves
         self._signs = -1  # what the master writes while it lives
         self._hung = ""  # how the present one hangs, once it has been killed for that
         self._hangs = 0
@@ -115,7 +119,8 @@ class MasterWatchdog:
             "signs": signs,
             "token": self._board.endpoint.token,
             "authority": self._board.authority and self._board.authority.pem,
-            "hosted": self._launcher is not None,
+            "hosted": self._hosts is not None,
+            "gives_back": self._hosts is not None and self._hosts.gives_back,
             "why": why,
         }
         assert master.stdin is not None
@@ -137,7 +142,7 @@ class MasterWatchdog:
         connection.lasting = True
         try:
             # the first asks the workers to stop at the next commit
-            with on_signals(lambda number, _: self._asked.append(signal.Signals(number).name)):
+            with on_signals(self._ask, *SCHEDULERS):
                 while True:
                     message = connection.look(LOOK_S)
                     if isinstance(message, Over):
@@ -145,8 +150,10 @@ class MasterWatchdog:
                         return message
                     if isinstance(message, Refused):
                         raise as_error(message)
-                    if isinstance(message, HostWanted):
-                        self._start_hosts(message.numbers)
+                    if isinstance(message, HostWanted) and self._hosts is not None:
+                        self._hosts.start(message.numbers)
+                    if isinstance(message, HostUnneeded) and self._hosts is not None:
+                        self._hosts.give_back(message.number)
                     self._pass_on(connection)
                     self._look_after(connection)
                     if self._watch is not None:
@@ -154,6 +161,9 @@ class MasterWatchdog:
         finally:
             connection.close()
             self._close()
+
+    def _ask(self, number: int, _: object) -> None:
+        self._asked.append(signal.Signals(number).name)
 
     def _pass_on(self, connection: MasterConnection) -> None:
         while self._told < len(self._asked):
@@ -165,13 +175,8 @@ class MasterWatchdog:
             self._master.kill()  # it does not end the run; the next one will
 
     def _look_after(self, connection: MasterConnection) -> None:
-        for number in self._hosts:
-            assert self._launcher is not None
-            code = self._launcher.ended(number)
-            if code is not None and code >= 0 and number not in self._ended:
-                self._ended.add(number)
-                detail = _last_line(host_log(self._run / "logs", number))
-                connection.send(HostEnded(code=code, detail=detail, number=number))
+        for news in self._hosts.news() if self._hosts is not None else ():
+            connection.send(news)
         self._watch_signs()
         code = self._master.poll()
         if code is None:
@@ -183,7 +188,7 @@ class MasterWatchdog:
             log = self._run / "logs" / "master.log"
             if text := gone(self._run):
                 raise RunError(text)
-            raise RunError(f"the run's master failed: {_last_line(log)} Full log: {log}")
+            raise RunError(f"the run's master failed: {last_line(log)} Full log: {log}")
         else:
             why = self._hung or f"it was killed by {signal_name(code)}"
             now = time.monotonic()
@@ -229,18 +234,6 @@ class MasterWatchdog:
                 f"{self._run / 'logs' / 'master.log'}."
             )
 
-    def _start_hosts(self, numbers: Iterable[int]) -> None:
-        """Start hosts that the master misses: they are gone, and no replacement has connected."""
-        for number in numbers:
-            if number not in self._hosts:
-                continue
-            assert self._launcher is not None
-            if self._launcher.ended(number) is not None:
-                self._ended.discard(number)
-                self._launcher.start(self._board.for_host(number), self._run / "logs")
-            else:
-                self._launcher.end_if_stopped(number)  # then it will be started at the next request
-
     def _close(self) -> None:
         if self._over:  # it is about to print its last lines
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -254,10 +247,3 @@ class MasterWatchdog:
         if self._signs >= 0:
             os.close(self._signs)
             self._signs = -1
-
-
-def _last_line(log: Path) -> str:
-    lines: list[str] = []
-    with contextlib.suppress(OSError):
-        lines = read_plain(log).decode(errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -188,7 +188,7 @@ class EndIfStopped(Message, frozen=True):
 
 
 class Leave(Message, frozen=True):
-    """To a machine that has joined: the run is over."""
+    """To a machine that has joined, or a client of hosts: they are not needed any more."""
 
 
 class Adopt(Message, frozen=True):
@@ -241,6 +241,18 @@ class HostWanted(Message, frozen=True):
     numbers: list[int]
 
 
+class HostUnneeded(Message, frozen=True):
+    """To the client: this host has no workers, and the run can do without it; it may be ended."""
+
+    number: int
+
+
+class HostsLeave(Message, frozen=True):
+    """From the client: the machines of these hosts, and of no others, are about to go."""
+
+    numbers: list[int]
+
+
 class HostEnded(Message, frozen=True):
     """From the client: a fork server has ended by itself."""
 
@@ -254,6 +266,36 @@ class Scale(Message, frozen=True):
     """From a client: change the number of workers; the reply is `Answer`."""
 
     workers: int
+
+
+class AddHosts(Message, frozen=True):
+    """From a client: it has hosts for the run; the reply is `HostsAdded`."""
+
+    count: int
+    workers: int
+    """How many workers more the run is to have while they are there."""
+
+
+class HostsAdded(Message, frozen=True):
+    """To that client: what its hosts are called, and what they show.
+
+    For as long as they are there it has a connection of its own, as a client of number `client`.
+    """
+
+    refusal: str = ""
+    """Why the run cannot have them; empty if it can."""
+    numbers: list[int] = []
+    credentials: list[Credentials] = []
+    """Of each host; empty where connections are not encrypted."""
+    client: int = 0
+    own: Credentials | None = None
+    """What the client itself shows."""
+    folder: str = ""
+    """Where the run was started."""
+
+
+class RemoveHosts(Message, frozen=True):
+    """From that client: its hosts are about to go; the reply is `Leave`, once they may."""
 
 
 class Answer(Message, frozen=True):
@@ -534,8 +576,13 @@ AnyMessage: TypeAlias = (
     | KillAll
     | Interrupt
     | HostWanted
+    | HostUnneeded
+    | HostsLeave
     | HostEnded
     | Scale
+    | AddHosts
+    | HostsAdded
+    | RemoveHosts
     | Answer
     | Over
     | Heartbeat

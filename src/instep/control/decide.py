@@ -122,8 +122,8 @@ def _decide(state: State, event: Event, now: float) -> tuple[State, list[Action]
             return _silent(state, event, now)
         case Stuck():
             return _stuck(state, event, now)
-        case Scaled(workers):
-            return _scaled(state, workers, now)
+        case Scaled():
+            return _scaled(state, event, now)
         case Noticed(worker):
             return _noticed(state, worker, now)
         case HostLost(code, detail):
@@ -398,12 +398,16 @@ def refuse_scale(state: State, job: JobSpec, workers: int) -> str:
     return ""
 
 
-def _scaled(state: State, workers: int, now: float) -> tuple[State, list[Action]]:
-    before = sorted(state.wanted - state.servers)
+def _scaled(state: State, scaled: Scaled, now: float) -> tuple[State, list[Action]]:
+    workers, first = scaled.workers, frozenset().union(*map(state.fellows, scaled.first))
+    before = sorted(state.wanted - state.servers, key=lambda n: (n in first, n))
     if state.phase not in ("gathering", "training") or workers == len(before):
         return state, []
     why = f"scaled from {len(before)} to {workers} workers"
-    log = Log("scaled", {"before": len(before), "workers": workers})
+    fields: dict[str, Any] = {"before": len(before), "workers": workers}
+    if scaled.hosts:
+        fields["hosts"] = list(scaled.hosts)
+    log = Log("scaled", fields)
     return _want(state, _unused(state, workers - len(before)), before[workers:], why, log, now)
 
 

@@ -99,7 +99,8 @@ class Hosts:
     """The hosts of a run.
 
     Args:
-        count: how many it has; 0 where all workers are on this machine.
+        count: how many it has from the start, numbered from 0; 0 where all workers are on this
+            machine.
         send: sends a message to one of them.
         gather_s: how long the first that connects waits for the others.
         mesh: of a replica, whose processes are best kept together.
@@ -120,12 +121,16 @@ class Hosts:
         self._servers = frozenset(servers)
         self.count, self._send, self._gather_s, self._mesh = count, send, gather_s, mesh
         self._issue = issue
+        self._numbers = set(range(max(1, count)))
+        self._retired: set[int] = set()  # also those that have left
         self._there: dict[int, _Host] = {}
         self._underway: dict[int, int] = {}  # worker to the host that was asked to start it
         self._beating: set[tuple[int, int]] = set()  # host and pid: those with heartbeats
         self._abandoned: set[tuple[int, int]] = set()  # host and pid
         self._left: dict[int, float] = {}  # when a host that is not there was lost
         self._failed: set[int] = set()  # those that exited, and have not connected since
+        self._draining: frozenset[int] = frozenset()  # their machines are about to go
+        self._given_back: set[int] = set()
         self._missing_since: dict[int, float] = {}
         self._first: float | None = None
         self._ready = False
@@ -138,8 +143,9 @@ class Hosts:
 
     @property
     def missing(self) -> list[int]:
-        """Numbers of the hosts that are not connected."""
-        return [number for number in range(max(1, self.count)) if number not in self._there]
+        """Numbers of the hosts that are not connected, without those that left or were given
+        back."""
+        return sorted(self._numbers - self._retired - self._given_back - self._there.keys())
 
     def to_start(self, now: float) -> list[int]:
         """Hosts that have been missing for too long, and are to be started; each once a while."""
@@ -148,6 +154,43 @@ class Hosts:
         again = now + (RETRY_S if self.several else 0.0)
         self._missing_since = since | dict.fromkeys(late, again)
         return late
+
+    def is_there(self, number: int) -> bool:
+        """Whether a host is connected."""
+        return number in self._there
+
+    @property
+    def _going(self) -> set[int]:
+        """Hosts on which nothing is to be started any more."""
+        return self._retired | self._draining
+
+    # ---- hosts that come and leave while the run is running
+
+    def add(self, numbers: Collection[int]) -> None:
+        """The run has these hosts too, once they have connected."""
+        self._numbers |= set(numbers)
+
+    def retire(self, numbers: Collection[int]) -> None:
+        """No further worker starts on these, and they are not missed."""
+        self._retired |= set(numbers)
+
+    def remove(self, numbers: Collection[int]) -> list[Peer]:
+        """These are no longer part of the run; the connections of those that are there."""
+        self.retire(numbers)
+        self._numbers -= set(numbers)
+        left = [(number, self._there.pop(number)) for number in numbers if number in self._there]
+        for number, _ in left:
+            self._left[number] = self._now
+            self._forget_starts(number)
+        return [host.peer for _, host in left]
+
+    def has_left(self, number: int) -> bool:
+        """Whether a host was removed."""
+        return number in self._retired and number not in self._numbers
+
+    def are_idle(self, numbers: Collection[int]) -> bool:
+        """Whether no worker is being started on any of these."""
+        return not any(host in numbers for host in self._underway.values())
 
     @property
     def now(self) -> float:
@@ -177,6 +220,7 @@ class Hosts:
         """
         self._first = self._first or now
         self._failed.discard(number)
+        self._given_back.discard(number)
         self._left.pop(number, None)
         before = self._there.get(number)
         self._there[number] = _Host(peer, pid, now, now)
@@ -189,7 +233,7 @@ class Hosts:
     def fails(self, number: int) -> bool:
         """A host has ended by itself; whether all have."""
         self._failed.add(number)
-        return len(self._failed) >= max(1, self.count)
+        return self._failed >= self._numbers
 
     def heartbeat(self, number: int, peer: Peer, now: float, stopped: Collection[int] = ()) -> None:
         """A heartbeat of a host, with its processes that were stopped."""
@@ -256,6 +300,7 @@ class Hosts:
         there = {**placed, **self._underway}
         # it is not started later: the only host, which is slow, gets the message in its time
         living = [n for n in self._there if not (self.several and self.is_quiet(n))]
+        living = [n for n in living if n not in self._going] or living
         if self._servers:  # each role on its own hosts, as long as there is one
             fit = [n for n in living if (n in self._servers) == (role == "server")]
             living = fit or living
@@ -286,16 +331,68 @@ class Hosts:
         """
         if not self.several or any(map(self.is_quiet, self._there)):
             return None
-        if any(self._now - host.since < BALANCE_S for host in self._there.values()):
+        if not self._all_settled():
             return None
         workers = Counter(placed.values())
-        there = [number for number in self._there if number not in self._servers]
+        there = self._for_workers()
         fullest = max(there, key=lambda number: workers[number], default=0)
         fewest = min((workers[number] for number in there), default=0)
         if workers[fullest] - fewest < 2:
             return None
         movable = (worker for worker, host in placed.items() if host == fullest)
         return max((worker for worker in movable if worker not in stay), default=None)
+
+    def _for_workers(self) -> list[int]:
+        """Hosts that are there to stay, without those of servers."""
+        return [n for n in sorted(self._there) if n not in self._servers and n not in self._going]
+
+    # ---- hosts that go, and those that are given back
+
+    def leave(self, numbers: Collection[int]) -> None:
+        """The machines of these hosts, and of no others, are about to go."""
+        self._draining = frozenset(numbers)
+
+    def to_move(self, placed: Mapping[int, int], stay: Collection[int]) -> list[int]:
+        """Workers on hosts that are about to go, where another host can take them.
+
+        Args:
+            placed: worker to its host.
+            stay: those that do not move.
+        """
+        if all(map(self.is_quiet, self._for_workers())):
+            return []
+        return [w for w, host in sorted(placed.items()) if host in self._draining and w not in stay]
+
+    def give_back(self, used: Collection[int], workers: int) -> int | None:
+        """Give back a host without workers: one that is about to go, or one too many.
+
+        Args:
+            used: hosts that have workers.
+            workers: how many the run shall have.
+
+        Returns:
+            Its number; None if there is none. What it does from now on concerns nobody.
+        """
+        busy = {*used, *self._underway.values(), *self._servers}
+        empty, number = self._there.keys() - busy, None
+        if going := empty & self._draining:
+            number = min(going)
+        elif empty and len(self._for_workers()) > workers and self._all_settled():
+            number = max(empty)
+        if number is not None:
+            del self._there[number]
+            self._given_back.add(number)
+        return number
+
+    def _all_settled(self) -> bool:
+        """Whether all hosts have been there for a while."""
+        return all(self._now - host.since >= BALANCE_S for host in self._there.values())
+
+    def take_again(self, workers: int) -> None:
+        """Have a host for each worker, if so many were given back; they are missing then."""
+        most = self.count - len(self._servers)
+        while self._given_back and most - len(self._given_back) < workers:
+            self._given_back.remove(min(self._given_back))
 
     # ---- processes on other machines
 
@@ -320,7 +417,7 @@ class Hosts:
     @property
     def all_quiet(self) -> bool:
         """Whether all are silent, so that it is likely the master that is cut off."""
-        return self.several and all(map(self.is_quiet, range(self.count)))
+        return self.several and all(map(self.is_quiet, self._numbers))
 
     @property
     def can_do_without(self) -> bool:

@@ -23,6 +23,7 @@ import msgspec
 
 from instep import spec_file
 from instep.comm import messages as m
+from instep.comm.certificates import Identity
 from instep.comm.channel import MOST_UNTRUSTED, Peer
 from instep.comm.endpoint import Switchboard
 from instep.control import crash_loop, endings
@@ -37,6 +38,8 @@ from instep.control.hosts import (
     Process,
     RemoteProcess,
 )
+from instep.control.joined_hosts import KEY as JOINED_HOSTS
+from instep.control.joined_hosts import JoinedHosts
 from instep.control.journal import Journal
 from instep.control.keys import Keys
 from instep.control.recorder import Recorder
@@ -68,7 +71,7 @@ MOST_UNUSABLE = 3
 """A process that sends so many messages that cannot be used is not asked to send them again."""
 
 ASKED_TICK_S = 0.01
-"""`TICK_S` while a process that hangs is asked for its stack."""
+"""`TICK_S` while a process that hangs is asked for its stack, or few workers have no connection."""
 
 LOOK_EACH_S = 0.001
 """For each connection, how long only messages are handled after a look at all processes. It is at
@@ -123,6 +126,7 @@ class Master:
         switchboard: to which the processes connect.
         views: shown everything that is written.
         hosted: whether a host starts the workers, and replaces them.
+        gives_back: whether the client ends hosts that are not needed.
         started: Unix seconds at which the user's command began.
         about: further fields of the `run_started` event.
         start_point: where this session begins.
@@ -139,6 +143,7 @@ class Master:
         *,
         views: list[View],
         hosted: bool,
+        gives_back: bool = False,
         started: float,
         about: Mapping[str, Any],
         start_point: StartPoint = BEGINNING,
@@ -146,7 +151,7 @@ class Master:
         signs: SignsOfLife = NO_WATCHDOG,
         why: str = "",
     ) -> None:
-        self._job, self._run, self._hosted = job, run, hosted
+        self._job, self._run, self._hosted, self._gives_back = job, run, hosted, gives_back
         self._run_id = id_of(run)
         self._started, self._start_point, self._journal = started, start_point, journal
         self._signs, self._why = signs, why
@@ -182,6 +187,15 @@ class Master:
             mesh=job.mesh,
             servers=job.server_hosts,
             issue=switchboard.issue,
+        )
+        self._issue = switchboard.issue
+        self._joined_hosts = JoinedHosts(
+            self._hosts,
+            job,
+            send=self._hub.send,
+            observe=self._observe,
+            emit=self._recorder.emit,
+            keep=self._keep,
         )
         if known is None:
             self._begin(about)
@@ -220,6 +234,8 @@ class Master:
         self._state, now = known, time.monotonic()
         for key, value in self._journal.kept():
             self._keys.leave(key, value)
+        if kept := self._keys.value(JOINED_HOSTS):
+            self._joined_hosts.restore(kept, now)
         checkpoint = Path(known.checkpoint) if known.checkpoint else None
         self._start_point = replace(self._start_point, checkpoint=checkpoint)
         folder = RunFolder(self._run)
@@ -280,7 +296,8 @@ class Master:
 
     def _turn(self) -> None:
         self._signs.show()
-        tick_s = ASKED_TICK_S if self._stack_requests else TICK_S
+        few_absent = 0 < len(self._absent) < MANY  # as a rule such a worker has ended
+        tick_s = ASKED_TICK_S if self._stack_requests or few_absent else TICK_S
         pause_s = min(tick_s, LOOK_EACH_S * len(self._connections))
         due = self._looked_at + (pause_s if self._unseen else tick_s)
         count = len(self._connections)
@@ -369,6 +386,8 @@ class Master:
         )
         if hello.role == "host":
             self._welcome_host(peer, hello)
+        if self._joined_hosts.is_client(hello.number) and hello.role == "client":
+            self._joined_hosts.hears(hello.number, peer, time.monotonic())
 
     def _has_shown(self, peer: Peer, hello: m.Hello) -> bool:
         """Whether a process is what its certificate says, where there are certificates."""
@@ -416,8 +435,10 @@ class Master:
         """Whether the run needs a process: one for each worker's number, once."""
         if peer in self._connections:
             return False
-        if hello.role != "worker":
-            return True
+        if hello.role == "client":
+            return hello.number < 2 or self._joined_hosts.is_client(hello.number)
+        if hello.role == "host":
+            return not self._hosts.has_left(hello.number)
         number, state = hello.number, self._state
         process = self._processes.get(number)
         if self._hosts.is_abandoned(hello.host, hello.pid) or _is_abandoned(process):
@@ -567,10 +588,20 @@ class Master:
             self._watch.heartbeat(number, msgspec.structs.replace(heartbeat, number=0), now)
 
     def _handle_client(self, peer: Peer, message: m.AnyMessage) -> None:
+        client = self._connections[peer].number
         match message:
             case m.Interrupt(by=by, times=times):
                 if times > self._state.asked:  # else another master has handled it
                     self._decide(s.Interrupted(by, self._recorder.committed))
+            case m.Heartbeat(number=number):
+                self._connections[peer].heartbeat = number
+                self._joined_hosts.hears(client, peer, time.monotonic())
+            case m.AddHosts(count=count, workers=workers):
+                self._hub.send(peer, self._add_hosts(count, workers))
+            case m.RemoveHosts():
+                self._joined_hosts.leave(client, time.monotonic(), "their client has to go")
+            case m.HostEnded(number=number) if self._hosts.has_left(number):
+                pass
             case m.HostEnded(code=code, detail=detail, number=number):
                 if self._hosts.fails(number):
                     self._decide(s.HostLost(code, detail))
@@ -578,6 +609,8 @@ class Master:
                     host = self._job.launch.host(number)
                     text = f"{host} ended with code {code}; it is tried again. "
                     self._warn(f"{text}{detail}".strip())
+            case m.HostsLeave(numbers=numbers):
+                self._hosts.leave(numbers)
             case m.Scale(workers=workers):
                 refusal = refuse_scale(self._state, self._job, workers)
                 self._hub.send(peer, m.Answer(refusal=refusal))
@@ -585,6 +618,19 @@ class Master:
                     self._decide(s.Scaled(workers))
             case _:
                 raise TypeError(message)
+
+    def _add_hosts(self, count: int, workers: int) -> m.HostsAdded:
+        found = self._joined_hosts.add(self._state, count, workers, time.monotonic())
+        if isinstance(found, str):
+            return m.HostsAdded(refusal=found)
+        issued = [self._issue(Identity("host", number)) for number in found.numbers]
+        return m.HostsAdded(
+            numbers=found.numbers,
+            credentials=[shown for shown in issued if shown is not None],
+            client=found.client,
+            own=self._issue(Identity("client", found.client)),
+            folder=os.getcwd(),
+        )
 
     def _confirm(self, peer: Peer, message: m.AnyMessage) -> None:
         """Count a message that has taken effect, and acknowledge it now and then."""
@@ -664,6 +710,7 @@ class Master:
         if connection is None:
             return
         number = connection.number
+        self._joined_hosts.closed(peer)
         if connection.role == "host" and self._hosts.leaves(number, peer) and self._hosts.several:
             self._recorder.emit("host_lost", {"host": number, "why": why})
             self._observe(s.HostJoined())  # another starts what it was to start
@@ -692,12 +739,12 @@ class Master:
         if not self._hosted:
             return
         now = time.monotonic()
-        hosts = len(self._hosts.missing) < max(1, self._hosts.count)
         for worker, process in list(self._processes.items()):
             absent_s = now - self._absent.get(worker, now)
             if process.ended:
                 since = self._seen_ended.setdefault(worker, now)
-                if not hosts or now - since > REPORT_S:
+                # if its host is lost, nobody else reports the end
+                if not self._hosts.is_there(process.host) or now - since > REPORT_S:
                     self._exited(worker, process.pid, None, process.host)
             elif self._state.recovers and absent_s > self._timeout_s(worker, process):
                 process.signal(signal.SIGKILL)
@@ -718,8 +765,8 @@ class Master:
         if self._state.phase not in ("gathering", "training"):
             return
         wanted = self._hosts.to_start(now)
-        if wanted and self._client is not None:
-            self._hub.send(self._client, m.HostWanted(numbers=wanted))
+        if wanted:
+            self._joined_hosts.ask_for(wanted, self._client)
 
     # ---- processes that are silent, or hang
 
@@ -738,6 +785,8 @@ class Master:
             if isinstance(process, RemoteProcess):
                 self._watch_remote(worker, process, now)
         if self._hosts.several:
+            placed = {worker: process.host for worker, process in self._processes.items()}
+            self._joined_hosts.turn(lambda: self._state, placed, now)
             self._spread()
 
     def _end_host(self, peer: Peer, pid: int, how: str) -> None:
@@ -778,18 +827,35 @@ class Master:
         return bool(state.whole(reached))
 
     def _spread(self) -> None:
-        """Move a worker to a host that has come back, when nothing else changes.
+        """Move workers from hosts that are about to go, or one to a host that has come back, when
+        nothing else changes; and give back hosts that are not needed.
 
-        Not one that shares its replica: all of them would move, and crowd the other host.
+        To a host that has come back none moves that shares its replica: all of them would, and
+        crowd it.
         """
         state, members = self._state, set(self._state.group)
+        self._hosts.take_again(len(state.wanted - state.servers))
         calm = state.phase == "training" and not (state.changing or state.stop or state.done)
         settled = members == state.wanted == state.joined == self._processes.keys()
-        if calm and settled and state.complete and state.ranks == 1:
-            placed = {w: self._processes[w].host for w in members}
-            worker = self._hosts.crowded(placed, stay=state.servers)
-            if worker is not None:
-                self._observe(s.Noticed(worker))
+        if not (calm and settled and state.complete):
+            return
+        placed = {w: self._processes[w].host for w in members}
+        moved = self._hosts.to_move(placed, stay=state.servers)
+        crowded = self._hosts.crowded(placed, stay=state.servers) if state.ranks == 1 else None
+        if not moved and crowded is not None:
+            moved = [crowded]
+        for worker in moved:
+            self._observe(s.Noticed(worker))
+        if not moved and self._gives_back and self._client is not None:
+            self._give_back(placed)
+
+    def _give_back(self, placed: Mapping[int, int]) -> None:
+        """Have the client end a host that the run can do without."""
+        workers = len(self._state.wanted - self._state.servers)
+        number = self._hosts.give_back(set(placed.values()), workers)
+        if number is not None and self._client is not None:
+            self._recorder.emit("host_given_back", {"host": number})
+            self._hub.send(self._client, m.HostUnneeded(number=number))
 
     def _watch_progress(self) -> None:
         """Kill workers that hang, after asking them for their stack."""
@@ -882,6 +948,10 @@ class Master:
                 self._start_worker(worker)
             case s.Finish():
                 raise Outcome(action, self._state.blame)
+
+    def _keep(self, key: str, value: bytes) -> None:
+        if self._journal is not None:
+            self._journal.keep(key, value)
 
     def _forget(self, prefix: str) -> None:
         self._keys.forget(prefix)

@@ -91,6 +91,7 @@ def _serve(
             board,
             views=views,
             hosted=note["hosted"],
+            gives_back=note["gives_back"],
             started=journal.begin.started,
             about=note["about"],
             start_point=journal.begin.start_point,

@@ -91,14 +91,19 @@ def changed(
 
 
 def scaled_to(run: RunFolder) -> int:
-    """How many workers the run was last to have: those of its job, or what `instep scale` said."""
+    """How many workers the run was last to have: those of its job, or what `instep scale` said.
+
+    Not those that it had for as long as another job's hosts were there.
+    """
     workers = in_job = run.spec.workers
     began: Mapping[str, Any] = {}
     for event in run.events:
         if event["event"] == "run_started":
             began = event.get("job") or {}
             workers = in_job
-        elif event["event"] == "scaled" and began.get("workers", in_job) == in_job:
+        elif event["event"] != "scaled" or event.get("hosts"):
+            pass
+        elif began.get("workers", in_job) == in_job:
             workers = int(event["workers"])  # else job.toml was changed by hand since
     return workers
 

@@ -159,9 +159,13 @@ class Stuck:
 
 @dataclass(frozen=True)
 class Scaled:
-    """A user wants another number of workers."""
+    """The run is to have another number of workers: a user wants it, or hosts come or leave."""
 
     workers: int
+    hosts: tuple[int, ...] = ()
+    """Those that come or leave; none if a user wants it."""
+    first: frozenset[int] = frozenset()
+    """Workers that leave before others do."""
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
-from typing import Protocol, Self, TypeVar
+from typing import Protocol, Self, TypeVar, runtime_checkable
 
 import msgspec
 
@@ -50,6 +51,18 @@ class Launcher(Protocol):
 
         A second call does nothing.
         """
+
+
+@runtime_checkable
+class Elastic(Launcher, Protocol):
+    """One whose machines come and go during a run."""
+
+    def leaving(self) -> Collection[int]:
+        """Hosts whose machine is about to go; asked about twice a second."""
+
+    def give_back(self, host: int) -> None:
+        """End a host that has no workers, so that others can use its machine. Returns at once;
+        `start` brings it up again."""
 
 
 def check_no_hosts(launch: LaunchSpec, cluster: str) -> None:

@@ -30,6 +30,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
+from instep.comm.codecs import CODECS
 from instep.comm.connection import HEARTBEAT_S, MasterConnection
 from instep.comm.endpoint import Endpoint
 from instep.comm.messages import (
@@ -47,7 +48,7 @@ from instep.comm.messages import (
 from instep.data.samples.last_read import Pages, use_page
 from instep.errors import PeerError
 from instep.plain_file import plain
-from instep.system.environment import END, SETTINGS
+from instep.system.environment import END, SETTINGS, recipe_here
 from instep.system.lease import Lease
 from instep.system.limits import FLOOR_S
 from instep.system.malloc import return_freed_memory
@@ -95,10 +96,12 @@ def main() -> None:
         return
     phases = {"interpreter": began - welcome.started, "import torch": preloading - began}
     job = tomllib.loads(welcome.job)
-    file, _, function = job["recipe"].rpartition(":")
+    file, _, function = recipe_here(job["recipe"]).rpartition(":")
     if any(job.get("mesh", {}).get(axis, 1) > 1 for axis in ("shard", "tensor", "stages")):
         return_freed_memory()
         _import_meshes()
+    if "codec" in job.get("sync", {}):
+        CODECS[job["sync"]["codec"]]  # with its compiled loops
     script = function == "__main__"  # which does more than define functions
     if not script and not os.environ.get(_NO_PRELOAD) and not _preload(Path(file)):
         _start_again(note)

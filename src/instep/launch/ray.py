@@ -8,6 +8,7 @@ nothing is left on a node once the driver, the actor or the node's raylet is kil
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections import Counter
 from contextlib import suppress
@@ -22,12 +23,11 @@ from instep.errors import SpecError
 from instep.launch.base import check_no_hosts, options_of
 from instep.launch.local import TIMEOUT_S
 from instep.launch.node import Needs
-from instep.launch.ray_actor import Actor
-from instep.launch.ray_cluster import amounts, connect, last_line, nodes_with
-from instep.launch.ray_host import Place
+from instep.launch.ray_actor import Actor, wait_until_there
+from instep.launch.ray_cluster import address_of, connect, nodes_with
+from instep.launch.ray_private import Drains
 from instep.spec import JobSpec, LaunchSpec, Natural, Section
 from instep.store.folder import host_log
-from instep.words import plural
 
 
 class Options(Section, frozen=True, kw_only=True):
@@ -35,6 +35,9 @@ class Options(Section, frozen=True, kw_only=True):
 
     ray_address: str = ""
     """`host:port` of a cluster; empty: `RAY_ADDRESS`, and without that one started for the run."""
+
+    working_dir: str = ""
+    """A folder of which Ray brings a copy to each node, for a recipe that is in no shared one."""
 
     resources: dict[str, float] = field(default_factory=dict)
     """Custom resources that a host asks for."""
@@ -64,7 +67,10 @@ class RayLauncher:
         self._logs = Path()
         address = options.ray_address or os.environ.get("RAY_ADDRESS") or "local"
         each = launch.cpus or -(-job.workers // (launch.nodes or 1))
-        self._ray, self._connected = connect(address, each * (launch.nodes or 1))
+        self._ray, self._connected = connect(
+            address, each * (launch.nodes or 1), options.working_dir
+        )
+        self._drains = Drains(self._ray)
         nodes = [node for node in self._ray.nodes() if node["Alive"]]
         with_cores = [node for node in nodes if node["Resources"].get("CPU", 0) >= 1]
         self.count = launch.nodes or max(1, min(len(with_cores), job.workers))
@@ -87,40 +93,15 @@ class RayLauncher:
     def settled(self, launch: LaunchSpec) -> LaunchSpec:
         """With the number of actors, and the address by which Ray knows this machine."""
         here = self._ray.get_runtime_context().get_node_id()
-        address = launch.address or self._address(here)
+        address = launch.address or address_of(self._ray, here)
         return msgspec.structs.replace(launch, nodes=self.count, address=address)
-
-    def _address(self, node: str) -> str:
-        found = (n["NodeManagerAddress"] for n in self._ray.nodes() if n["NodeID"] == node)
-        return str(next(found, ""))
 
     def _gather(self) -> None:
         """Make the actors, and wait until each has said that nothing is missing."""
         for number in range(self.count):
             self._actors[number] = self._actor()
-        places = [actor.placed for actor in self._actors.values()]
         least = min(self._options.at_least or self.count, self.count)
-        self._ray.wait(places, num_returns=least, timeout=self._options.wait_s)
-        there, _ = self._ray.wait(places, num_returns=self.count, timeout=0)
-        for place in there:
-            try:
-                found: Place = self._ray.get(place)
-            except self._ray.exceptions.RayError as error:
-                raise SpecError(
-                    f"a node of the Ray cluster cannot start a host: {last_line(error)}. Install "
-                    "the same instep and torch on each node."
-                ) from None
-            if found.missing:
-                raise SpecError(f"the node {self._address(found.node)} {found.missing}")
-        if len(there) < least:
-            each = amounts(self._each)
-            nodes = [amounts(n["Resources"]) for n in self._ray.nodes() if n["Alive"]]
-            raise SpecError(
-                f"the Ray cluster has had no room for {plural(least, 'host')} with {each} "
-                f"each for {self._options.wait_s:g} s. It has {plural(len(nodes), 'node')} "
-                f"({'; '.join(nodes)}), and other programs may use some of it. Ask for less with "
-                "launch.nodes, launch.cpus and launch.gpus, or set launch.options.wait_s."
-            )
+        wait_until_there(self._ray, list(self._actors.values()), least, self._options.wait_s)
 
     def _actor(self) -> Actor:
         """On the node that has the fewest, if it can be there at once."""
@@ -132,8 +113,10 @@ class RayLauncher:
     def start(self, endpoint: Endpoint, logs: Path) -> None:
         """Have the actor of a host start a fork server; another actor, if that one is lost."""
         number = endpoint.host
-        if self._actors[number].served is not None and not self._actors[number].answers():
-            self._actors.pop(number).kill()
+        before = self._actors.get(number)
+        if before is None or (before.served is not None and not before.answers()):
+            if before is not None:
+                before.kill()
             self._actors[number] = self._actor()
         self._codes.pop(number, None)
         self._logs = logs
@@ -153,8 +136,20 @@ class RayLauncher:
         """Have the actor or its fork server killed by another process of its node."""
         self._actors[host].end_if_stopped()
 
+    def leaving(self) -> list[int]:
+        """Hosts on nodes that Ray drains."""
+        going = self._drains.nodes
+        places = {n: actor.place for n, actor in self._actors.items()} if going else {}
+        return [n for n, place in places.items() if place is not None and place.node in going]
+
+    def give_back(self, host: int) -> None:
+        """End its actor, and with it its fork server."""
+        self._actors.pop(host).kill()
+        self._codes[host] = -signal.SIGKILL
+
     def stop(self) -> None:
         """End all actors with what they started; and the cluster, if it was started here."""
+        self._drains.close()
         if not self._ray.is_initialized():
             return
         actors, self._actors = list(self._actors.values()), {}

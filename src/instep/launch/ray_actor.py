@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from instep.comm.endpoint import Endpoint
+from instep.errors import SpecError
 from instep.launch.node import Needs
-from instep.launch.ray_cluster import last_line
+from instep.launch.ray_cluster import address_of, last_line, no_room
 from instep.launch.ray_host import Host, Place, kill_if_stopped
+from instep.launch.ray_private import spilling
 from instep.store.folder import id_of
 
 ANSWER_S = 1.0
@@ -29,13 +31,13 @@ class Actor:
     """
 
     def __init__(self, ray: Any, each: Mapping[str, float], node: str, needs: Needs) -> None:
-        self._ray, self._node, self._needs = ray, node, needs
+        self._ray, self._node, self._needs, self.each = ray, node, needs, each
         others = {name: amount for name, amount in each.items() if name not in ("CPU", "GPU")}
         make = ray.remote(Host).options(
             num_cpus=each["CPU"],
             num_gpus=each["GPU"],
             resources=others,
-            scheduling_strategy=self._on(node, spill=True) if node else "SPREAD",
+            scheduling_strategy=spilling(self._strategies, node) if node else "SPREAD",
             max_restarts=0,
             max_concurrency=4,
         )
@@ -45,9 +47,9 @@ class Actor:
         self.served: Any = None
         """That of what its fork server ends with; None before the first."""
 
-    def _on(self, node: str, *, spill: bool) -> Any:
-        strategies = self._ray.util.scheduling_strategies
-        return strategies.NodeAffinitySchedulingStrategy(node, spill, _spill_on_unavailable=spill)
+    @property
+    def _strategies(self) -> Any:
+        return self._ray.util.scheduling_strategies
 
     @property
     def place(self) -> Place | None:
@@ -90,7 +92,7 @@ class Actor:
         """Have it or its fork server killed by another process of its node, if it was stopped."""
         if (place := self.place) is not None:
             task = self._ray.remote(kill_if_stopped)
-            there = self._on(place.node, spill=False)
+            there = self._strategies.NodeAffinitySchedulingStrategy(place.node, soft=False)
             task.options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(place)
 
     def ask_to_stop(self) -> list[Any]:
@@ -100,3 +102,29 @@ class Actor:
     def kill(self) -> None:
         """End it, and with it what it has started."""
         self._ray.kill(self._handle)
+
+
+def wait_until_there(ray: Any, actors: Sequence[Actor], least: int, wait_s: float) -> None:
+    """Wait until so many actors have said that nothing is missing; the others may come later.
+
+    Raises:
+        SpecError: a node lacks something, or the cluster has no room.
+    """
+    places = [actor.placed for actor in actors]
+    ray.wait(places, num_returns=least, timeout=wait_s)
+    there, _ = ray.wait(places, num_returns=len(places), timeout=0)
+    for place in there:
+        try:
+            found: Place = ray.get(place)
+        except ray.exceptions.RayError as error:
+            raise SpecError(
+                f"a node of the Ray cluster cannot start a host: {last_line(error)}. Install "
+                "the same instep and torch on each node."
+            ) from None
+        if found.missing:
+            hint = " Or give its folder to launch.options.working_dir." * (
+                "recipe" in found.missing
+            )
+            raise SpecError(f"the node {address_of(ray, found.node)} {found.missing}{hint}")
+    if len(there) < least:
+        raise no_room(ray, least, actors[0].each, wait_s)

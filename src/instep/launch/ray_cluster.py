@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from instep.errors import SpecError
+from instep.launch.ray_private import draining, on_loopback
+from instep.words import plural
 
 CONNECT_S = 5.0
 """How long a cluster may take to accept a connection."""
@@ -20,15 +22,16 @@ STORE_BYTES = 80 << 20
 """Of the object store of a cluster that is started for a run; nothing is put into it."""
 
 
-def connect(address: str, cpus: int) -> tuple[Any, bool]:
+def connect(address: str, cpus: int, working_dir: str = "") -> tuple[Any, bool]:
     """Ray, and whether it was connected to a cluster just now.
 
     Args:
         address: of the cluster; `local` starts one.
         cpus: at least so many cores that one has.
+        working_dir: a folder of which each node is to get a copy.
 
     Raises:
-        SpecError: Ray is not installed, or there is no cluster.
+        SpecError: Ray is not installed, or there is no cluster; or the folder cannot be copied.
     """
     try:
         import ray
@@ -38,14 +41,21 @@ def connect(address: str, cpus: int) -> tuple[Any, bool]:
             "launch.on = 'ray' needs Ray, which is not installed: pip install 'instep[ray]'."
         ) from None
     if ray.is_initialized():
+        if working_dir:
+            raise SpecError(
+                "launch.options.working_dir is given, and this program has connected to Ray "
+                "before. Give it there: ray.init(runtime_env={'working_dir': ...})."
+            )
         return ray, False
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    if working_dir:
+        quiet["runtime_env"] = {"working_dir": _folder(working_dir)}
     if address == "local":
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         cores = max(cpus, os.cpu_count() or 1)
         own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": STORE_BYTES}
         try:
-            with _on_loopback(ray):
+            with on_loopback(ray):
                 ray.init("local", num_cpus=cores, **own, **quiet)
         except (OSError, RuntimeError) as error:
             raise SpecError(
@@ -59,6 +69,11 @@ def connect(address: str, cpus: int) -> tuple[Any, bool]:
             socket.create_connection((host, int(port)), CONNECT_S).close()
         ray.init(address, **quiet)
     except (OSError, ValueError, RuntimeError) as error:
+        if working_dir and "package" in str(error).lower():
+            raise SpecError(
+                f"launch.options.working_dir = {working_dir!r}: {last_line(error)}. Leave data out "
+                "of that folder."
+            ) from None
         raise SpecError(
             f"no Ray cluster at {address!r}: {last_line(error)}. Give host:port of its head node, "
             "such as 10.0.0.1:6379; or leave RAY_ADDRESS and --ray-address out, to start one."
@@ -66,33 +81,25 @@ def connect(address: str, cpus: int) -> tuple[Any, bool]:
     return ray, True
 
 
-@contextmanager
-def _on_loopback(ray: Any) -> Iterator[None]:
-    """Have a cluster that is started listen on loopback alone: whoever reaches it can run programs.
-
-    Ray has a setting for that, named after the systems where it is the default.
-    """
-    setting = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-    constants, given = ray._private.ray_constants, os.environ.get(setting)
-    before = constants.ENABLE_RAY_CLUSTER
-    os.environ[setting], constants.ENABLE_RAY_CLUSTER = "0", False
-    try:
-        yield
-    finally:
-        constants.ENABLE_RAY_CLUSTER = before
-        if given is None:
-            del os.environ[setting]
-        else:
-            os.environ[setting] = given
+def _folder(path: str) -> str:
+    folder = Path(path).expanduser().resolve()
+    if not folder.is_dir():
+        raise SpecError(
+            f"launch.options.working_dir = {path!r}: there is no such folder. Give one with the "
+            "recipe's file in it."
+        )
+    return str(folder)
 
 
 def nodes_with(ray: Any, resources: Mapping[str, float]) -> list[str]:
-    """The nodes that have so much, in use or not, and whose raylet answers now.
+    """The nodes that have so much, in use or not, that stay, and whose raylet answers now.
 
     Ray may take a minute to notice that one is lost.
     """
-    found = []
+    found, going = [], draining(ray)
     for node in ray.nodes():
+        if node["NodeID"] in going:
+            continue
         there = node["Alive"] and _accepts(node["NodeManagerAddress"], node["NodeManagerPort"])
         if there and all(node["Resources"].get(n, 0) >= much for n, much in resources.items()):
             found.append(str(node["NodeID"]))
@@ -105,6 +112,23 @@ def _accepts(host: str, port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def address_of(ray: Any, node: str) -> str:
+    """By which Ray knows a node; empty if it does not."""
+    found = (n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node)
+    return str(next(found, ""))
+
+
+def no_room(ray: Any, hosts: int, each: Mapping[str, float], waited_s: float) -> SpecError:
+    """For a cluster that has had no room for so many hosts with so much each."""
+    nodes = [amounts(n["Resources"]) for n in ray.nodes() if n["Alive"]]
+    return SpecError(
+        f"the Ray cluster has had no room for {plural(hosts, 'host')} with {amounts(each)} each "
+        f"for {waited_s:g} s. It has {plural(len(nodes), 'node')} ({'; '.join(nodes)}), and other "
+        "programs may use some of it. Ask for less with launch.nodes, launch.cpus and "
+        "launch.gpus, or set launch.options.wait_s."
+    )
 
 
 def amounts(resources: Mapping[str, float]) -> str:

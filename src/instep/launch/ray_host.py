@@ -12,7 +12,8 @@ from pathlib import Path
 from instep.comm.endpoint import Endpoint
 from instep.launch.local import LocalLauncher
 from instep.launch.node import Needs, enter
-from instep.system.environment import END
+from instep.launch.ray_metrics import export
+from instep.system.environment import END, RECIPE
 from instep.system.processes import Watched, is_stopped, stat_fields
 
 LOOK_S = 0.05
@@ -42,7 +43,8 @@ class Host:
     def __init__(self) -> None:
         self._local = LocalLauncher(lifeline=True)
         self._lock = threading.Lock()  # each call has a thread of its own
-        self._serves = False
+        self._serves, self._exports, self._over = False, False, threading.Event()
+        self._copy = os.getcwd()  # of the driver's `working_dir`, if it has one
         # Ray looks for orphans of pid 1 only, and there may be another process that adopts them
         raylet = Watched(os.getppid())
         threading.Thread(target=_end_with, args=(raylet,), daemon=True).start()
@@ -52,15 +54,22 @@ class Host:
         import ray
 
         node = ray.get_runtime_context().get_node_id()
-        return Place(node, os.getpid(), began(os.getpid()), needs.missing())
+        missing = needs.in_copy(self._copy).missing()
+        return Place(node, os.getpid(), began(os.getpid()), missing)
 
     def serve(self, endpoint: Endpoint, logs: Path, run_id: str, needs: Needs) -> int | str:
         """Run a fork server to its end; its exit code, or what is missing for it."""
-        if missing := enter(needs, logs, run_id):
+        here = needs.in_copy(self._copy)
+        if missing := enter(here, logs, run_id):
             return missing
+        if here.recipe != needs.recipe:
+            os.environ[RECIPE] = here.recipe
         with self._lock:
             self._local.start(endpoint, logs)
             self._serves = True
+        if endpoint.host == 0 and not self._exports:
+            self._exports = True
+            threading.Thread(target=export, args=(logs.parent, self._over), daemon=True).start()
         code = None
         while code is None:
             time.sleep(LOOK_S)
@@ -70,14 +79,15 @@ class Host:
 
     def stop(self) -> None:
         """End the fork server and all that it has started."""
+        self._over.set()
         with self._lock:
             self._serves = False
             self._local.stop()
 
 
 def _end_with(process: Watched) -> None:
-    while not process.ended:
-        time.sleep(LOOK_S)
+    while not process.wait(LOOK_S):
+        pass
     os._exit(1)
 
 

@@ -42,10 +42,15 @@ class SlurmLauncher:
     Args:
         allocation: the id of the Slurm job.
         nodes: names of those to use.
+        needs: what they must have; None if that is known.
+        first: number of the host on the first node.
     """
 
-    def __init__(self, allocation: str, nodes: Sequence[str]) -> None:
-        self._allocation, self._nodes = allocation, list(nodes)
+    def __init__(
+        self, allocation: str, nodes: Sequence[str], needs: Needs | None = None, first: int = 0
+    ) -> None:
+        self._allocation, self._needs = allocation, needs
+        self._nodes = dict(enumerate(nodes, first))
         self._name = f"instep-{secrets.token_hex(4)}"  # of our steps
         words = [
             *SRUN,
@@ -54,7 +59,10 @@ class SlurmLauncher:
             f"--jobid={allocation}",
             f"--job-name={self._name}",
         ]
-        self._each = [LocalLauncher([*words, f"--nodelist={node}"]) for node in nodes]
+        self._each = {
+            number: LocalLauncher([*words, f"--nodelist={node}"])
+            for number, node in self._nodes.items()
+        }
         self._started: set[int] = set()
         self._lost: set[int] = set()  # hosts whose node has left the allocation
 
@@ -63,7 +71,7 @@ class SlurmLauncher:
         """On the nodes of the allocation that this process is in.
 
         Raises:
-            SpecError: it is in none, there are too few nodes, or something is missing on one.
+            SpecError: it is in none, or there are too few nodes.
         """
         check_no_hosts(job.launch, "Slurm")
         number = allocation()
@@ -79,9 +87,7 @@ class SlurmLauncher:
                 f"{plural(len(nodes), 'node')}: {', '.join(nodes)}. Ask Slurm for more, or set "
                 f"launch.nodes = {len(nodes)}."
             )
-        nodes = nodes[: wanted or job.workers]
-        check_nodes(number, nodes, Needs.of(job))
-        return cls(number, nodes)
+        return cls(number, nodes[: wanted or job.workers], Needs.of(job))
 
     def settled(self, launch: LaunchSpec) -> LaunchSpec:
         """With the number of nodes, and the address of the one that this process is on."""
@@ -89,7 +95,14 @@ class SlurmLauncher:
         return msgspec.structs.replace(launch, nodes=len(self._nodes), address=address)
 
     def start(self, endpoint: Endpoint, logs: Path) -> None:
-        """Start the fork server of one node, unless that node is lost for good."""
+        """Start the fork server of one node, unless that node is lost for good.
+
+        Raises:
+            SpecError: something is missing on a node.
+        """
+        if self._needs is not None:
+            check_nodes(self._allocation, [*self._nodes.values()], self._needs, logs.parent)
+            self._needs = None
         number = endpoint.host
         if number in self._started and number not in self._lost:
             with suppress(SpecError):  # the controller may be away for a moment

@@ -9,9 +9,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from instep.errors import SpecError
 from instep.launch.node import Needs
+from instep.store.folder import id_of
 
 SRUN = (
     *("srun", "--ntasks-per-node=1", "--overlap", "--mem=0", "--mpi=none", "--export=ALL"),
@@ -41,6 +43,14 @@ def nodes_of(allocation: str) -> list[str]:
     return ask("scontrol", "show", "hostnames", listed).split() if listed else []
 
 
+def is_over(allocation: str) -> bool:
+    """Whether an allocation has ended, as far as Slurm says."""
+    try:
+        return not nodes_of(allocation)
+    except SpecError as error:
+        return "Invalid job id" in str(error)
+
+
 def address_of_this() -> str:
     """The address by which Slurm knows the node that this process is on; empty if it is on none.
 
@@ -54,20 +64,23 @@ def address_of_this() -> str:
 
 _CHECK = """\
 import json, os, sys
-from instep.launch.node import Needs
-print(os.environ["SLURMD_NODENAME"], Needs(**json.load(sys.stdin)).missing())
+from pathlib import Path
+from instep.launch.node import Needs, missing_at
+needs, run, known = json.load(sys.stdin)
+print(os.environ["SLURMD_NODENAME"], missing_at(Needs(**needs), Path(run), known))
 """
 
 
-def check_nodes(allocation: str, nodes: Sequence[str], needs: Needs) -> None:
-    """Refuse nodes of an allocation that do not have what a run needs.
+def check_nodes(allocation: str, nodes: Sequence[str], needs: Needs, run: Path) -> None:
+    """Refuse nodes of an allocation that do not have what a run needs, or its folder.
 
     Raises:
         SpecError: names the first of them, and what it does not have.
     """
     words = [f"--jobid={allocation}", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}"]
     words += [f"--nodelist={','.join(nodes)}", sys.executable, "-P", "-c", _CHECK]
-    for line in sorted(ask(*SRUN, *words, given=json.dumps(asdict(needs))).splitlines()):
+    given = json.dumps([asdict(needs), str(run), id_of(run)])
+    for line in sorted(ask(*SRUN, *words, given=given).splitlines()):
         node, _, missing = line.partition(" ")
         if node in nodes and missing:
             raise SpecError(f"the node {node} {missing}")

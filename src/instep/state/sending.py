@@ -23,19 +23,19 @@ CHUNK_BYTES = 1 << 24
 def send_file(
     comm: Comm,
     to: int,
-    tensors: Mapping[str, Tensor],
-    metadata: Mapping[str, str],
+    content: tuple[Mapping[str, Tensor], Mapping[str, str]] | None,
     *,
     device: torch.device,
 ) -> None:
-    """Send what `write_tensors` would write to rank `to`, which calls `receive_file`.
+    """Send rank `to`, which calls `receive_file`, what `write_tensors` would write; None where
+    there is nothing.
 
     Raises:
         CheckpointError: a tensor cannot be kept; the other rank knows that nothing comes.
         PeerError: the other rank was lost.
     """
     try:
-        size, parts = contents(tensors, metadata)
+        size, parts = (-1, iter(())) if content is None else contents(*content)
     except CheckpointError:
         comm.send(torch.tensor([-1], device=device), to).wait()
         raise
@@ -45,7 +45,7 @@ def send_file(
 
 
 def receive_file(comm: Comm, source: int, path: Path, *, device: torch.device) -> FileEntry | None:
-    """Write what rank `source` sends; None if it cannot send it.
+    """Write what rank `source` sends; None if it sends nothing.
 
     Raises:
         CheckpointError: the file cannot be written; then there is none, and all was received.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
@@ -20,8 +21,9 @@ from torch.nn import Parameter
 
 from instep.comm.base import Comm
 from instep.comm.codecs import CODECS
-from instep.errors import SpecError, near_miss
+from instep.errors import SpecError
 from instep.records import BEGINNING, Attempt, Law
+from instep.spec import SyncSpec
 from instep.sync import STRATEGIES
 
 Result = TypeVar("Result")
@@ -308,22 +310,27 @@ class NothingOfItsOwn:
         """Nothing was left."""
 
 
-def make_strategy(name: str, options: Mapping[str, Any], codec: str = "none") -> Strategy:
-    """A strategy by its name in the job file, with its options checked.
+def strategy_of(sync: SyncSpec) -> Strategy:
+    """As `make_strategy`, of a job."""
+    return make_strategy(sync.name, sync.options, sync.codec, sync.codec_options)
+
+
+def make_strategy(
+    name: str,
+    options: Mapping[str, Any],
+    codec: str = "none",
+    codec_options: Mapping[str, Any] = MappingProxyType({}),
+) -> Strategy:
+    """A strategy by its name in the job file, with its options checked, and its codec's.
 
     Raises:
-        SpecError: there is no such strategy, or it has no such option, or the
-            option's value is refused; or it has no use for the codec.
+        SpecError: there is no such strategy or codec, or it has no such option, or the
+            option's value is refused; or the strategy has no use for the codec.
     """
-    factory = STRATEGIES[name]
-    known = list(inspect.signature(factory).parameters)
-    if codec != "none" and "codec" not in known:
+    factory = STRATEGIES.factory(name, options, where="sync.options", apart=["codec"])
+    made = CODECS.factory(codec, codec_options, where="sync.codec_options")(**codec_options)
+    if codec == "none":
+        return cast(Strategy, factory(**options))
+    if "codec" not in inspect.signature(factory).parameters:
         raise SpecError(f"sync.codec = {codec!r}: {name} sends plain numbers. Leave it out.")
-    known = [option for option in known if option != "codec"]
-    for option in options:
-        if option not in known:
-            raise SpecError(
-                f"sync.options: {name} has no option {option!r}. {near_miss(option, known)}"
-            )
-    encoded = {"codec": CODECS[codec]()} if codec != "none" else {}
-    return cast(Strategy, factory(**options, **encoded))
+    return cast(Strategy, factory(**options, codec=made))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 END = signal.SIGUSR1
@@ -14,7 +15,16 @@ INSIDE = "INSTEP_INSIDE"
 ASKED = "INSTEP_ASKED"
 """Set in a script that is only asked what it gives to `instep.join`: where it is to say so."""
 
+RECIPE = "INSTEP_RECIPE"
+"""Set on a host where the recipe's file lies elsewhere than the job says: its path there."""
+
 POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 SETTINGS = {INSIDE: "1", **dict.fromkeys(POOLS, "1")}
 """Environment of a host: one thread for libraries that would start a pool before the fork."""
+
+
+def recipe_here(reference: str) -> str:
+    """`file:function` of a job, with the path that the file has on this host."""
+    file = os.environ.get(RECIPE)
+    return f"{file}:{reference.rpartition(':')[2]}" if file else reference

@@ -118,15 +118,17 @@ def stat_fields(pid: int) -> list[str]:
 
 
 @contextmanager
-def on_signals(do: Callable[[int, FrameType | None], Any] | signal.Handlers) -> Iterator[None]:
-    """Handle Ctrl-C, SIGTERM and SIGHUP with `do`, for as long as the context lasts.
+def on_signals(
+    do: Callable[[int, FrameType | None], Any] | signal.Handlers, *more: signal.Signals
+) -> Iterator[None]:
+    """Handle Ctrl-C, SIGTERM, SIGHUP and `more` with `do`, for as long as the context lasts.
 
     A signal that is ignored stays ignored (nohup asks for that). Outside the main thread,
     where Python cannot set handlers, nothing changes.
     """
     previous = {}
     try:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *more):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 previous[number] = signal.signal(number, do)
     except ValueError:
@@ -206,6 +208,14 @@ class Watched:
         except PermissionError:
             pass
         return False
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it has ended, at most so long; whether it has."""
+        if self._handle >= 0:
+            return bool(wait_readable([self._handle], timeout_s))
+        if not self.ended:
+            time.sleep(timeout_s)
+        return self.ended
 
     @property
     def stopped(self) -> bool:

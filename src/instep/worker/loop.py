@@ -30,7 +30,7 @@ from instep.data.samples.contents import Record
 from instep.errors import CheckpointError, PeerError
 from instep.state.retention import Best
 from instep.state.save import Shard
-from instep.sync.base import make_strategy
+from instep.sync.base import strategy_of
 from instep.worker.member import Member
 from instep.worker.saving import Saver, lend_model, write_shards
 from instep.worker.step.alike import check_lengths
@@ -116,10 +116,7 @@ class Loop(ABC):
         self.device = parameters[0].device
         self.phase, self.step = "building", 0
         self._model, self._update, self._loader = model, update, loader
-        sync = self.job.sync
-        turns = turns or [
-            TurnState("", parameters, update, make_strategy(sync.name, sync.options, sync.codec))
-        ]
+        turns = turns or [TurnState("", parameters, update, strategy_of(self.job.sync))]
         self.engine = Engine(
             member, model, parameters, turns, ends=self._ends, more=more, split=split
         )

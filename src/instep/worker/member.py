@@ -57,6 +57,7 @@ from instep.events import STEPS
 from instep.store.folder import id_of
 from instep.system import causes
 from instep.system.addresses import address_towards
+from instep.system.environment import recipe_here
 from instep.system.processes import machine
 
 if TYPE_CHECKING:
@@ -126,7 +127,8 @@ class Member:
 
             self.forwarder = Forwarder(number, self.address, endpoint.credentials, machine())
             self.address = self.forwarder.inside
-        self.job = spec_file.build(tomllib.loads(welcome.job), source="the master")
+        job = spec_file.build(tomllib.loads(welcome.job), source="the master")
+        self.job = msgspec.structs.replace(job, recipe=recipe_here(job.recipe))
         self.run = Path(welcome.run)
         """Its folder; only processes that see it touch it."""
         self.sees_run = not welcome.run_id or id_of(self.run) == welcome.run_id

@@ -349,25 +349,21 @@ def _write_files(
     all learn whether all could. As `write_shards`."""
     told, sees = torch.zeros(len(files), _ROW, dtype=torch.int64), who_sees(member, comm, device)
     for row, (group, file) in enumerate(files.items()):
-        near = sees[file.writer]
-        if group not in mine and (near or comm.rank != 0):
-            continue
+        own, entry = mine.get(group), None
         try:
-            if near:
-                entry = write_tensors(file.path, *mine[group])
-            elif group in mine:
-                send_file(comm, 0, *mine[group], device=device)
-                continue
-            elif (received := receive_file(comm, file.writer, file.path, device=device)) is None:
-                continue  # its writer says why
-            else:
-                entry = received
+            if not sees[file.writer]:
+                if comm.rank == file.writer:
+                    send_file(comm, 0, own, device=device)
+                elif comm.rank == 0:
+                    entry = receive_file(comm, file.writer, file.path, device=device)
+            elif own is not None:
+                entry = write_tensors(file.path, *own)
         except CheckpointError as error:
             cause = error.__cause__
             told[row, 0] = -1 - ((cause.errno or 0) if isinstance(cause, OSError) else 0)
             if int(told[row, 0]) == -1:  # the error has no number
                 member.emit("warning", text=f"no checkpoint of step {step}: {error}")
-        else:
+        if entry is not None:
             told[row] = torch.tensor([entry.size_bytes, *bytes.fromhex(entry.sha256)])
     comm.all_reduce(told).wait()
     written = {

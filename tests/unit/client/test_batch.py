@@ -25,10 +25,10 @@ def test_it_asks_for_a_task_for_each_worker_and_goes_on_without_a_lost_node(tmp_
 
 
 def test_cores_of_a_node_are_shared_by_its_tasks(tmp_path):
-    job = job_with(nodes=2, cpus=7, gpus=4, options={"save_before_s": 120})
+    job = job_with(nodes=2, cpus=7, gpus=4, options={"signal": "USR2@120"})
     asked = asked_for(script(job, tmp_path / "net.slurm", [], json_output=False))
     assert {"--nodes=2", "--cpus-per-task=3", "--gpus-per-node=4"} <= set(asked)
-    assert "--signal=B:USR1@120" in asked
+    assert "--signal=B:USR2@120" in asked
 
 
 @pytest.mark.parametrize("folder", ["net.slurm", "a folder's/net.slurm"])
@@ -39,7 +39,7 @@ def test_a_shell_understands_it(tmp_path, folder):
 
 
 def test_options_are_those_of_sbatch():
-    given = {"partition": "long", "time": 30, "exclusive": True, "save_before_s": 90}
+    given = {"partition": "long", "time": 30, "exclusive": True, "signal": "HUP@90"}
     assert sbatch_options(given) == ["--partition=long", "--time=30", "--exclusive"]
 
 
@@ -50,7 +50,10 @@ def test_options_are_those_of_sbatch():
         ({"Partition": "long"}, "launch.options.Partition: needs a long option of sbatch"),
         ({"time": 1.5}, "launch.options.time = 1.5: needs text, a whole number, or true"),
         ({"comment": "a\n#SBATCH --uid=0"}, "launch.options.comment = .*: needs text"),
-        ({"save_before_s": 0}, "save_before_s = 0: needs whole seconds from 1 to 65535"),
+        ({"signal": "TERM@60"}, "signal = 'TERM@60': needs a signal and how many seconds before"),
+        ({"signal": "USR1@0"}, "from 1 to 65535, such as 'USR1@60'. Known: USR1, USR2,"),
+        ({"signal": 10}, "launch.options.signal = 10: needs a signal"),
+        ({"next": "sbatch"}, "launch.options.next = 'sbatch': needs 'requeue', .* or 'submit'"),
     ],
 )
 def test_other_options_are_refused(options, says):

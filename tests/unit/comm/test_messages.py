@@ -25,6 +25,7 @@ EXAMPLES = {
     messages.Failed | None: None,
     messages.Whereabouts | None: messages.Whereabouts(step=3, dataset="training", sample=5),
     Credentials | None: Credentials(own="of its own", authority="of the run"),
+    list[Credentials]: [Credentials(own="of its own", authority="of the run")],
     list[messages.Mark]: [messages.Mark(dataset="training", sample=5)],
 }
 

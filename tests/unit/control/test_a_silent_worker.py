@@ -1,6 +1,7 @@
 """A master whose workers nobody can replace ends the run with one that is silent."""
 
 import json
+import os
 import signal
 import subprocess
 import threading
@@ -14,7 +15,7 @@ from instep.comm import messages as m
 from instep.comm.channel import Channel
 from instep.comm.endpoint import Switchboard
 from instep.control import endings, watch
-from instep.control.master import Master
+from instep.control.master import REPORT_S, Master
 from instep.errors import PeerError
 from instep.system.limits import FLOOR_S
 from instep.system.processes import machine
@@ -26,9 +27,9 @@ TIMEOUT_S = 20
 class Run:
     """A master as under `instep.join`, in a thread; or one whose workers a host has started."""
 
-    def __init__(self, folder, workers=2, *, hosted=False):
+    def __init__(self, folder, workers=2, *, hosted=False, hosts=()):
         self.folder, self.board = folder, Switchboard()
-        table = {"recipe": "a.py:f", "workers": workers}
+        table = {"recipe": "a.py:f", "workers": workers, "launch": {"hosts": list(hosts)}}
         job = spec_file.build(table, source="a test")
         (folder / "job.toml").write_text(spec_file.dump(job))
         about = {"hosted": hosted, "started": time.time(), "about": {}}
@@ -68,12 +69,12 @@ def sleeper():
     process.wait()
 
 
-def introduce(run, number, pid):
-    """A worker that calls, and then says nothing."""
+def introduce(run, number, pid, role="worker", host=0):
+    """A worker or a host that calls, and then says nothing."""
     endpoint = run.board.endpoint
     channel = Channel.connect(endpoint.address)
-    own = {"pid": pid, "machine": machine(), "node": "node4"}
-    channel.send(m.Hello(token=endpoint.token, role="worker", number=number, **own))
+    own = {"pid": pid, "machine": machine(), "node": "node4", "host": host}
+    channel.send(m.Hello(token=endpoint.token, role=role, number=number, **own))
     channel.wait_for(m.Welcome)
     return channel
 
@@ -156,3 +157,20 @@ def test_a_single_worker_may_be_silent_without_limit(tmp_path, sleeper):
         run._thread.join(FLOOR_S + 0.5)
         assert run.outcome is None
         silent.close()
+
+
+def test_the_end_of_a_worker_counts_at_once_where_its_own_host_is_lost(tmp_path):
+    """Another host, which is there, would never report it."""
+    with Run(tmp_path, hosted=True, hosts=["a", "b"]) as run:
+        hosts = [introduce(run, number, os.getpid(), "host") for number in (0, 1)]
+        process = subprocess.Popen(["sleep", "1000"])
+        worker = introduce(run, 0, process.pid, host=1)
+        hosts[1].close()
+        process.kill()
+        process.wait()
+        began = time.monotonic()
+        while not run.events("process_ended") and time.monotonic() - began < TIMEOUT_S:
+            run._thread.join(0.02)
+        assert time.monotonic() - began < REPORT_S / 2
+        worker.close()
+        hosts[0].close()

@@ -115,6 +115,15 @@ def test_a_worker_that_is_no_longer_wanted_is_released_at_the_commit_and_its_exi
     assert (story.state.phase, story.state.joined) == ("training", {0})
 
 
+def test_workers_of_hosts_that_leave_are_released_before_others():
+    story = Story(4)
+    story.happens(Scaled(2, hosts=(7,), first=frozenset({0, 2})))
+    (log,) = story.logged("scaled")
+    assert (log["before"], log["workers"], log["hosts"]) == (4, 2, [7])
+    story.leave()
+    assert story.state.group == (1, 3)
+
+
 def test_a_second_scaling_waits_for_the_first():
     story = Story(2)
     story.happens(Scaled(3))

@@ -94,6 +94,27 @@ def test_workers_start_where_the_fewest_are_and_only_once(three):
     assert three.starts() == {5: 2}
 
 
+def test_hosts_that_come_get_workers_and_those_that_retire_lose_them(three):
+    three.hosts.add([3])
+    assert three.hosts.missing == [3]
+    three.come(3)
+    three.wait(BALANCE_S + 0.2, 0, 1, 2, 3)
+    assert three.hosts.missing == []
+    three.start([4], placed=[0, 1, 2, 0])
+    assert three.starts() == {4: 3}
+    assert not three.hosts.are_idle([3])
+    assert three.hosts.started(4, 3)
+    three.hosts.retire([3])
+    three.start([5], placed=[0, 1, 2, 0])
+    assert three.starts() == {5: 1}
+    assert not three.hosts.has_left(3)
+    assert three.hosts.remove([3]) == [peer(3)]
+    assert three.hosts.has_left(3)
+    assert not three.hosts.leaves(3, peer(3))
+    assert three.hosts.missing == []
+    assert three.hosts.crowded({0: 0, 1: 1, 2: 2}) is None
+
+
 def test_a_process_with_memory_starts_on_the_host_that_has_it_while_that_one_lives(three):
     placed = {0: 0, 1: 1, 2: 1, 5: 1}
     three.hosts.start(3, "log", placed, "server", home=1)
@@ -297,3 +318,60 @@ def test_a_host_process_that_reconnects_replaces_its_former_connection(three):
     assert hosts.joins("its spare", 1, 5, three.now) is None
     assert not hosts.leaves(1, "peer 1 again")
     assert hosts.leaves(1, "its spare")
+
+
+def test_workers_move_from_a_host_that_is_about_to_go_and_none_starts_there(three):
+    placed = {0: 0, 1: 1, 2: 2, 3: 2}
+    three.hosts.leave([2])
+    assert three.hosts.to_move(placed, stay=()) == [2, 3]
+    assert three.hosts.to_move(placed, stay={3}) == [2]
+    three.start([4, 5], placed=[0, 0, 1, 1])
+    assert three.starts() == {4: 0, 5: 1}
+    three.hosts.leave([])
+    assert three.hosts.to_move(placed, stay=()) == []
+
+
+def test_workers_stay_on_a_host_that_is_about_to_go_if_no_other_can_take_them(three):
+    assert three.hosts.ready(three.now)
+    three.hosts.leave([0, 1, 2])
+    assert three.hosts.to_move({0: 0, 1: 1}, stay=()) == []
+    three.hosts.leave([0])
+    three.wait(FLOOR_S + 0.2, 0)
+    assert three.hosts.to_move({0: 0}, stay=()) == []
+    three.start([1])
+    assert three.starts() == {1: 0}
+
+
+def test_a_host_that_is_about_to_go_is_given_back_once_it_is_empty_and_wanted_elsewhere(three):
+    three.hosts.leave([2])
+    assert three.hosts.give_back([0, 1, 2], workers=3) is None
+    assert three.hosts.give_back([0, 1], workers=3) == 2
+    assert not three.hosts.leaves(2, peer(2))  # its end is no loss
+    assert three.hosts.missing == []
+    three.hosts.take_again(3)
+    assert three.hosts.missing == [2]
+    assert three.hosts.give_back([0, 1], workers=3) is None
+
+
+def test_hosts_that_are_too_many_are_given_back_after_a_while_and_taken_again(three):
+    assert three.hosts.give_back([1], workers=1) is None
+    three.wait(BALANCE_S, 0, 1, 2)
+    assert three.hosts.give_back([0, 1], workers=3) is None
+    assert three.hosts.give_back([1], workers=1) == 2
+    assert three.hosts.give_back([1], workers=1) == 0
+    assert three.hosts.give_back([1], workers=1) is None
+    three.hosts.take_again(1)
+    assert three.hosts.missing == []
+    three.hosts.take_again(2)
+    assert three.hosts.missing == [0]
+    three.come(0)
+    three.hosts.take_again(4)
+    assert three.hosts.missing == [2]
+
+
+def test_a_host_that_was_asked_to_start_a_worker_is_not_given_back(three):
+    three.wait(BALANCE_S, 0, 1, 2)
+    three.start([1], placed=[0])
+    assert three.starts() == {1: 1}
+    assert three.hosts.give_back([0], workers=1) == 2
+    assert three.hosts.give_back([0], workers=1) is None

@@ -50,6 +50,7 @@ STARTED = {"event": "run_started", "job": {"workers": 2}}
         ([STARTED], 2),
         ([STARTED, {"workers": 4}], 4),
         ([STARTED, {"workers": 4}, {"workers": 3}], 3),
+        ([STARTED, {"workers": 4}, {"workers": 6, "hosts": [1]}], 4),  # those hosts may be gone
         ([STARTED, {"workers": 4}, STARTED], 2),  # since then it was resumed with --workers 2
         ([STARTED | {"job": {"workers": 5}}, {"workers": 4}], 2),  # since then the file was changed
         ([], 2),

@@ -37,7 +37,7 @@ def test_what_another_rank_writes_is_what_this_one_would(tmp_path, monkeypatch, 
 
     def rank(comm):
         if comm.rank == 1:
-            return sending.send_file(comm, 0, tensors(), {"a": "b"}, device=CPU)
+            return sending.send_file(comm, 0, (tensors(), {"a": "b"}), device=CPU)
         return sending.receive_file(comm, 1, tmp_path / "there", device=CPU)
 
     assert run_ranks(2, rank)[0] == entry
@@ -47,9 +47,9 @@ def test_what_another_rank_writes_is_what_this_one_would(tmp_path, monkeypatch, 
 def test_a_file_that_cannot_be_written_or_sent_leaves_nobody_waiting(tmp_path):
     def rank(comm):
         if comm.rank == 1:
-            sending.send_file(comm, 0, tensors(), {}, device=CPU)
+            sending.send_file(comm, 0, (tensors(), {}), device=CPU)
             with pytest.raises(CheckpointError, match="safetensors forbids it"):
-                sending.send_file(comm, 0, {"__metadata__": torch.zeros(1)}, {}, device=CPU)
+                sending.send_file(comm, 0, ({"__metadata__": torch.zeros(1)}, {}), device=CPU)
             return None
         with pytest.raises(CheckpointError, match="was not saved"):
             sending.receive_file(comm, 1, tmp_path / "no" / "there", device=CPU)

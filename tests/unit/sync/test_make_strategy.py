@@ -43,6 +43,26 @@ def test_options_are_checked_with_a_codec_too():
         make_strategy("all_reduce", {"codec": "int8"}, "int8")
 
 
+@pytest.mark.parametrize(
+    ("codec", "options", "words"),
+    [
+        ("int7", {}, "no codec is called 'int7'. Did you mean 'int8'?"),
+        (
+            "int8",
+            {"blok": 64},
+            "sync.codec_options: int8 has no option 'blok'. Did you mean 'block'?",
+        ),
+        ("int4", {"block": 100}, "sync.codec_options.block = 100: needs a power of two"),
+        ("bfloat16", {"block": 64}, "bfloat16 has no option 'block'. Known: none."),
+        ("none", {"block": 64}, "sync.codec_options: none has no option 'block'. Known: none."),
+    ],
+)
+def test_a_wrong_codec_or_option_of_one_is_refused(codec, options, words):
+    with pytest.raises(SpecError) as error:
+        make_strategy("all_reduce", {}, codec, options)
+    assert words in str(error.value)
+
+
 def test_the_price_of_a_ring_is_that_of_the_textbook():
     assert AllReduce.price(1000, 1) == Price(0, 0)
     assert AllReduce.price(1000, 4) == Price(1500, 6)

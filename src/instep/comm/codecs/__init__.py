@@ -14,6 +14,10 @@ CODECS = Registry(
     "codec",
     {
         "none": "instep.comm.codecs.none:Identity",
+        "bfloat16": "instep.comm.codecs.short:BFloat16",
+        "float16": "instep.comm.codecs.short:Float16",
         "int8": "instep.comm.codecs.int8:Int8",
+        "int4": "instep.comm.codecs.int4:Int4",
+        "sign": "instep.comm.codecs.sign:Sign",
     },
 )

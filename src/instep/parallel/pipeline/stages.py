@@ -94,6 +94,9 @@ class Runner:
         self._seen: set[str] = set()
         self._alike: dict[str, Any] = {}
         self._by_rule: set[str] = set()
+        self._classes = {
+            module: type(module) for block in chain.blocks.values() for module in block.modules()
+        }
         self._draws = Draws()
         self._pass: _Pass | None = None
         self.examined = False
@@ -265,7 +268,7 @@ class Runner:
         if found is None:
             args, kwargs = on_tensors(args, absent), on_tensors(kwargs, absent)
             try:
-                with torch.no_grad(), _uncompiled(self.chain.blocks[name]):
+                with torch.no_grad(), self._as_examined(name):
                     found = on_tensors(run(*args, **kwargs), absent)
             except NeedsValues as error:
                 found = self._like_first(name, given, error)
@@ -275,6 +278,31 @@ class Runner:
         if type(found) is Absent:
             return Absent(found.kind, device)
         return on_tensors(found, lambda one: Absent(kind_of(one), device))
+
+    @contextmanager
+    def _as_examined(self, name: str) -> Iterator[None]:
+        """Without parameters, a block computes as the whole model's does: not compiled (it would be
+        for absent tensors), and not cut by a tensor plan, as its layers may be that share a
+        parameter with a block of this stage."""
+        block = self.chain.blocks[name]
+        compiled = block.__dict__.pop("_compiled_call_impl", None)
+        within = {id(module._parameters) for module in block.modules()}
+        slots = [slot for slot in self._slots if id(slot[0]) in within]
+        before = [(parameters, key, parameters[key]) for parameters, key, _, _ in slots]
+        classes = [(module, module.__class__) for module in block.modules()]
+        for parameters, key, _, nothing in slots:
+            parameters[key] = nothing
+        for module, cls in classes:
+            object.__setattr__(module, "__class__", self._classes.get(module, cls))
+        try:
+            yield
+        finally:
+            for module, cls in classes:
+                object.__setattr__(module, "__class__", cls)
+            for parameters, key, parameter in before:
+                parameters[key] = parameter
+            if compiled is not None:
+                block.__dict__["_compiled_call_impl"] = compiled
 
     def _like_first(self, name: str, given: list[Any], error: NeedsValues) -> Any:
         """The same of a block whose own code wants values: its results have the shape of its input,
@@ -325,17 +353,6 @@ class _Pass:
     def changed(self) -> bool:
         """Whether something that came was changed in place."""
         return any(tensor._version != version for tensor, version in self.arrived.values())
-
-
-@contextmanager
-def _uncompiled(block: nn.Module) -> Iterator[None]:
-    """Without what `block.compile()` made, which would compile for absent tensors."""
-    before = block.__dict__.pop("_compiled_call_impl", None)
-    try:
-        yield
-    finally:
-        if before is not None:
-            block.__dict__["_compiled_call_impl"] = before
 
 
 def _signature(leaf: Any) -> Any:

@@ -75,6 +75,10 @@ def notice(
         there = some_members(event["workers"], servers)
         lack = some_members(event["missing"], servers)
         return f"replica {event['replica']} waits for {lack} (it has {there})"
+    if what == "hosts_added":
+        return f"another job has {plural(len(event['hosts']), 'host')} for this run"
+    if what == "hosts_leaving":
+        return f"another job takes {plural(len(event['hosts']), 'host')} away: {event['why']}"
     if what == "scaled":
         before, after = event["before"], event["workers"]
         return f"changing from {before} to {after} workers at one of the next steps"

@@ -13,7 +13,7 @@ from torch import nn
 from instep.data.order import key
 from instep.recipe.build import Built
 from instep.spec import JobSpec
-from instep.sync.base import Strategy, make_strategy
+from instep.sync.base import Strategy, strategy_of
 from instep.worker.step.passes import OF_PASS
 from instep.worker.step.update import Update
 
@@ -44,7 +44,7 @@ def make_turns(built: Built, job: JobSpec, scaler: torch.amp.GradScaler) -> list
                 scaler=scaler,
                 turn=number,
             ),
-            make_strategy(job.sync.name, job.sync.options, job.sync.codec),
+            strategy_of(job.sync),
         )
         for number, turn in enumerate(built.turns)
     ]

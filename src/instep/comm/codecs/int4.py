@@ -1,0 +1,35 @@
+"""An eighth of the bytes: 4 bits for each value, in 15 levels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from instep.comm.codecs.blocks import Levels
+from instep.comm.codecs.kernels import add_halves, encode_halves
+
+
+class Int4(Levels):
+    """Two levels in each byte. A value is off by at most 1/14 of the largest of its block."""
+
+    bits = 4
+
+    def pack(self, levels: Tensor) -> Tensor:
+        """8 more than each level, the first one in the low half."""
+        low, high = pad(levels + 8, (0, len(levels) % 2), value=8.0).view(-1, 2).unbind(1)
+        return (low + 16 * high).to(torch.uint8)
+
+    def levels(self, packed: Tensor, count: int) -> Tensor:
+        """From both halves of each byte."""
+        pairs = torch.stack([packed & 15, packed >> 4], 1).flatten()
+        return pairs[:count].float() - 8
+
+    def _encode_here(self, values: Any, scales: Any, packed: Any, left: Any) -> None:
+        bits = values.view("int32")
+        encode_halves(values, bits, self.block, self.top, self.largest, scales, packed, left)
+
+    def _add_here(self, total: Any, packed: Any, scales: Any, weight: float) -> None:
+        add_halves(total, packed, scales, self.block, weight)

@@ -1,0 +1,210 @@
+"""Loops over float32 values on the CPU, compiled by Numba: each value is read and written once.
+
+Eager torch goes over the values once for each operation, which takes several times as long. What
+is compiled is kept in files, so only the first run of an installation compiles (about 5 s). The
+bytes are those of the operations in torch (`blocks.py`), which run on CUDA.
+
+Blocks are cut out as slices: with indices into the whole, LLVM makes no vectors of the loops.
+All take contiguous arrays: `values`, `left` and `total` [n] float32, `scales` [ceil(n / block)]
+float32. Of a block with a value that is not finite, the scale is NaN, and nothing is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy import float32, int8, int32, rint, uint8, uint32
+
+SMALLEST = float(np.finfo(float32).tiny)
+"""Scales below it have lost bits of their precision, and may be flushed to zero."""
+
+_TINY, _ONE, _NAN = float32(SMALLEST), float32(1.0), float32(np.nan)
+_INFINITE = int32(0x7F800000)
+_MAGNITUDE = int32(0x7FFFFFFF)
+_FLOATS, _BITS, _BYTES = "float32[::1]", "int32[::1]", "uint8[::1]"
+
+
+def _compiled(*arguments: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Compile for arguments of these types; without a file where none can be written."""
+
+    def of(loop: Callable[..., Any]) -> Callable[..., Any]:
+        signature = f"void({', '.join(arguments)})"
+        options: Any = {"nogil": True, "error_model": "numpy"}
+        try:
+            made = njit(signature, cache=True, **options)(loop)
+        except RuntimeError:  # no folder for the file
+            made = njit(signature, **options)(loop)
+        return made
+
+    return of
+
+
+@njit(inline="always")
+def _scale_of(bits: Any, top: Any, largest_scale: Any) -> Any:
+    """The distance of two levels, where the largest magnitude is the level `top`; or NaN."""
+    largest = int32(0)
+    for i in range(bits.size):
+        largest = max(largest, bits[i] & _MAGNITUDE)
+    if largest >= _INFINITE:
+        return _NAN
+    scale = int32(largest).view(float32) / top
+    return min(_ONE if scale < _TINY else scale, largest_scale)
+
+
+@_compiled(_FLOATS, _BITS, "int64", "float32", "float32", _FLOATS, "int8[::1]", _FLOATS)
+def encode_bytes(
+    values: Any, bits: Any, block: int, top: float, largest: float, scales: Any, out: Any, left: Any
+) -> None:
+    """Levels from -`top` to `top`, one in a byte. `bits`: the values, seen as integers; `left` may
+    be empty."""
+    for number in range(scales.size):
+        first, stop = number * block, min((number + 1) * block, values.size)
+        given, levels = values[first:stop], out[first:stop]
+        scale = scales[number] = _scale_of(bits[first:stop], top, largest)
+        if np.isnan(scale):
+            levels[:] = 0
+            left[first:stop] = 0.0
+        elif left.size:
+            rest = left[first:stop]
+            for i in range(given.size):
+                level = rint(given[i] / scale)
+                levels[i] = int8(int32(level))
+                rest[i] = given[i] - level * scale
+        else:
+            for i in range(given.size):
+                levels[i] = int8(int32(rint(given[i] / scale)))
+
+
+@_compiled(_FLOATS, "int8[::1]", _FLOATS, "int64", "float32")
+def add_bytes(total: Any, levels: Any, scales: Any, block: int, weight: float) -> None:
+    """Add `weight` times level times scale."""
+    for number in range(scales.size):
+        first, stop = number * block, min((number + 1) * block, total.size)
+        sums, given, scale = total[first:stop], levels[first:stop], scales[number]
+        for i in range(sums.size):
+            sums[i] += weight * float32(given[i]) * scale
+
+
+@_compiled(_FLOATS, _BITS, "int64", "float32", "float32", _FLOATS, _BYTES, _FLOATS)
+def encode_halves(
+    values: Any, bits: Any, block: int, top: float, largest: float, scales: Any, out: Any, left: Any
+) -> None:
+    """Levels from -`top` to `top`, two in a byte: 8 more than the level, the first one low."""
+    for number in range(scales.size):
+        first, stop = number * block, min((number + 1) * block, values.size)
+        given = values[first:stop]
+        pairs = out[first // 2 : (stop + 1) // 2]
+        scale = scales[number] = _scale_of(bits[first:stop], top, largest)
+        if np.isnan(scale):
+            pairs[:] = uint8(0x88)
+            left[first:stop] = 0.0
+            continue
+        for i in range(given.size // 2):
+            low, high = rint(given[2 * i] / scale), rint(given[2 * i + 1] / scale)
+            pairs[i] = uint8((int32(low) + 8) | ((int32(high) + 8) << 4))
+        if given.size % 2:
+            pairs[given.size // 2] = uint8((int32(rint(given[-1] / scale)) + 8) | 0x80)
+        if left.size:
+            rest = left[first:stop]
+            for i in range(given.size):
+                rest[i] = given[i] - rint(given[i] / scale) * scale
+
+
+@_compiled(_FLOATS, _BYTES, _FLOATS, "int64", "float32")
+def add_halves(total: Any, levels: Any, scales: Any, block: int, weight: float) -> None:
+    """Add `weight` times level times scale."""
+    for number in range(scales.size):
+        first, stop = number * block, min((number + 1) * block, total.size)
+        sums, scale = total[first:stop], scales[number]
+        pairs = levels[first // 2 : (stop + 1) // 2]
+        for i in range(sums.size // 2):
+            pair = int32(pairs[i])
+            sums[2 * i] += weight * float32((pair & 15) - 8) * scale
+            sums[2 * i + 1] += weight * float32((pair >> 4) - 8) * scale
+        if sums.size % 2:
+            sums[-1] += weight * float32((int32(pairs[-1]) & 15) - 8) * scale
+
+
+@njit(inline="always")
+def _mean_of(values: Any) -> Any:
+    """The mean magnitude, or NaN; in sixteen sums, which the processor adds side by side."""
+    sums = np.zeros(16)
+    whole = values.size // 16
+    for i in range(whole):
+        part = values[16 * i : 16 * i + 16]
+        for k in range(16):
+            sums[k] += abs(np.float64(part[k]))
+    for k in range(values.size - 16 * whole):
+        sums[k] += abs(np.float64(values[16 * whole + k]))
+    mean = sums.sum() / values.size
+    if not np.isfinite(mean):
+        return _NAN
+    return float32(mean) if mean >= SMALLEST else float32(0.0)
+
+
+@_compiled(_FLOATS, "int64", _FLOATS, _BYTES, _FLOATS)
+def encode_signs(values: Any, block: int, scales: Any, out: Any, left: Any) -> None:
+    """Eight signs in a byte, the first one lowest: 1 where a value is negative."""
+    for number in range(scales.size):
+        first, stop = number * block, min((number + 1) * block, values.size)
+        given = values[first:stop]
+        packed = out[first // 8 : (stop + 7) // 8]
+        scale = scales[number] = _mean_of(given)
+        if np.isnan(scale):
+            packed[:] = uint8(0)
+            left[first:stop] = 0.0
+            continue
+        for place in range(packed.size):
+            eight = given[8 * place : min(8 * place + 8, given.size)]
+            byte = int32(0)
+            for k in range(eight.size):
+                byte |= int32(eight[k] < 0) << k
+            packed[place] = uint8(byte)
+        if left.size:
+            rest = left[first:stop]
+            for i in range(given.size):
+                rest[i] = given[i] + (scale if given[i] < 0 else -scale)
+
+
+@_compiled(_FLOATS, _BYTES, _FLOATS, "int64", "float32")
+def add_signs(total: Any, signs: Any, scales: Any, block: int, weight: float) -> None:
+    """Add `weight` times the scale, with its sign."""
+    for number in range(scales.size):
+        first, stop = number * block, min((number + 1) * block, total.size)
+        sums, step = total[first:stop], weight * scales[number]
+        packed = signs[first // 8 : (stop + 7) // 8]
+        for place in range(packed.size):
+            eight = sums[8 * place : min(8 * place + 8, sums.size)]
+            byte = int32(packed[place])
+            for k in range(eight.size):
+                eight[k] += -step if (byte >> k) & 1 else step
+
+
+@njit(inline="always")
+def _from_bfloat16(bits: Any) -> Any:
+    return uint32(uint32(bits) << uint32(16)).view(float32)
+
+
+@_compiled("uint32[::1]", _FLOATS, "uint16[::1]", _FLOATS)
+def encode_bfloat16(bits: Any, values: Any, out: Any, left: Any) -> None:
+    """To the nearest, and to the largest instead of infinity. `bits`: the values as integers."""
+    for i in range(out.size):
+        near = (bits[i] + uint32(0x7FFF) + ((bits[i] >> uint32(16)) & uint32(1))) >> uint32(16)
+        overflown = (near & uint32(0x7FFF)) >= uint32(0x7F80)
+        near = (near & uint32(0x8000)) | uint32(0x7F7F) if overflown else near
+        finite = (bits[i] & uint32(0x7FFFFFFF)) < uint32(0x7F800000)
+        same = (bits[i] >> uint32(16)) | uint32(0x0040 if np.isnan(values[i]) else 0)
+        out[i] = near if finite else same
+    for i in range(left.size):
+        finite = (bits[i] & uint32(0x7FFFFFFF)) < uint32(0x7F800000)
+        left[i] = values[i] - _from_bfloat16(out[i]) if finite else float32(0.0)
+
+
+@_compiled(_FLOATS, "uint16[::1]", "float32")
+def add_bfloat16(total: Any, given: Any, weight: float) -> None:
+    """Add `weight` times each."""
+    for i in range(total.size):
+        total[i] += weight * _from_bfloat16(given[i])

@@ -1,0 +1,73 @@
+"""Half the bytes: 16-bit numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from instep.comm.codecs.kernels import add_bfloat16, encode_bfloat16
+
+
+class Short:
+    """Each value rounded to the nearest 16-bit number, deterministically; one that is too large for
+    it becomes the largest."""
+
+    linear = False
+    segmentable = True
+    unbiased = False
+    fixed_size = True
+    dtype: torch.dtype
+
+    def size(self, count: int) -> int:
+        """Two bytes for each value."""
+        return 2 * count
+
+    @torch.no_grad()
+    def encode(self, values: Tensor, out: Tensor, *, key: int, left: Tensor | None = None) -> int:
+        """Round; what is left of a value that is not finite is 0."""
+        size, largest = self.size(values.numel()), torch.finfo(self.dtype).max
+        short = out[:size].view(self.dtype)
+        short.copy_(values)
+        if short.isinf().any():
+            kept = values.clamp(-largest, largest).where(values.isfinite(), values)
+            short.copy_(kept)
+        if left is not None:
+            torch.sub(values, short, out=left).nan_to_num_(0.0)
+        return size
+
+    @torch.no_grad()
+    def add_into(self, total: Tensor, payload: Tensor, weight: float = 1.0) -> None:
+        """Add the values."""
+        total.add_(payload[: self.size(total.numel())].view(self.dtype), alpha=weight)
+
+
+class BFloat16(Short):
+    """The range of float32, and 8 bits of its precision; on the CPU by compiled loops."""
+
+    dtype = torch.bfloat16
+
+    @torch.no_grad()
+    def encode(self, values: Tensor, out: Tensor, *, key: int, left: Tensor | None = None) -> int:
+        """Round; what is left of a value that is not finite is 0."""
+        if values.device.type != "cpu":
+            return super().encode(values, out, key=key, left=left)
+        size, numbers = self.size(values.numel()), values.numpy()
+        rest = torch.empty(0) if left is None else left
+        short = out[:size].numpy().view("uint16")
+        encode_bfloat16(numbers.view("uint32"), numbers, short, rest.numpy())
+        return size
+
+    @torch.no_grad()
+    def add_into(self, total: Tensor, payload: Tensor, weight: float = 1.0) -> None:
+        """Add the values."""
+        if total.device.type != "cpu":
+            super().add_into(total, payload, weight)
+        else:
+            short = payload[: self.size(total.numel())].numpy().view("uint16")
+            add_bfloat16(total.numpy(), short, weight)
+
+
+class Float16(Short):
+    """11 bits of precision, up to 65,504. What is below 6e-8 waits until it has added up."""
+
+    dtype = torch.float16
