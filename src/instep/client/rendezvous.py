@@ -24,7 +24,7 @@ from instep.client.meeting import Meeting, meeting_file
 from instep.client.placement import Placement, is_loopback
 from instep.comm import messages as m
 from instep.comm.certificates import Authority, Identity
-from instep.comm.channel import Address, Channel, Hub, Peer
+from instep.comm.channel import MOST_UNTRUSTED, Address, Channel, Hub, Peer
 from instep.comm.tls import context
 from instep.errors import JoinError, PeerError, SpecError, StrangerError
 from instep.launch import join_token
@@ -83,7 +83,7 @@ def meeting_at(
     is_loopback(address.host)  # that the name leads somewhere
     path = Path(file)
     if place.rank == 0:
-        return Rendezvous(address, _made(path), place.key)
+        return Rendezvous(address, _made(path), place)
     return RendezvousClient(address, path, place)
 
 
@@ -93,7 +93,7 @@ class Rendezvous:
     Args:
         address: to listen on.
         token: what each process must show.
-        start: what tells this start from others.
+        place: of process 0.
 
     Raises:
         SpecError: nothing can listen there.
@@ -102,13 +102,14 @@ class Rendezvous:
     lasts = False
     missing = ("made its run ready", "whether it is still there")
 
-    def __init__(self, address: Address, token: str, start: str) -> None:
-        self._token, self._start = token.encode(), start
+    def __init__(self, address: Address, token: str, place: Placement) -> None:
+        self._token, self._start = token.encode(), place.key
         self._notes: dict[str, bytes] = {}
         self._said: set[str] = set()
         self._over = threading.Event()
         shown = Authority.of_secret(token).issue(Identity("master"))
         self._hub = Hub(_listen(address), context=context(shown, server=True))
+        self._hub.most_untrusted = max(MOST_UNTRUSTED, 2 * place.size)  # all may come at once
         self.host: str | None = self._hub.address.host
         self._thread = threading.Thread(target=self._serve, name="instep meeting", daemon=True)
         self._thread.start()

@@ -1,6 +1,7 @@
 """Where processes meet whose hosts share no folder: an address of process 0."""
 
 import contextlib
+import random
 import socket
 import stat
 import threading
@@ -125,6 +126,20 @@ def test_every_process_makes_its_own_certificate_of_the_runs_authority(at):
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert [name.value for name in names] == [Identity("worker", 1).uri]
     assert read(one, 1).token == MASTER.token
+
+
+def test_strangers_in_any_number_keep_nobody_out(at, port):
+    zero, one = at(0), at(1)
+    write(zero, MASTER)
+    dice = random.Random(5)
+    with contextlib.ExitStack() as strangers:
+        for number in range(200):
+            stranger = strangers.enter_context(socket.create_connection(("127.0.0.1", port)))
+            if number % 2:
+                with contextlib.suppress(OSError):
+                    stranger.sendall(dice.randbytes(dice.randint(1, 300)))
+        one.enter()
+        assert read(one) == MASTER
 
 
 def test_a_token_that_others_can_read_is_refused(at, tmp_path):
