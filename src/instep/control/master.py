@@ -221,7 +221,7 @@ class Master:
         more: dict[str, Any] = {}
         if start_point.generations:
             more["resumed_step"] = start_point.step
-        if self._hosts.several and not self._hub.address.host.startswith("127."):
+        if not self._hub.address.host.startswith("127."):
             more["encrypted"] = self._encrypted
         self._recorder.emit("run_started", {"job": as_table(self._job), **about, **more})
         if self._hosted or self._journal is not None:
