@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from started import Start, Started, kill, long, newest_pids, slow
-from test_join_run import join, train_on
+from test_join_run import hosts_of_members, join
 from test_recovery import check_same_result, undisturbed
 from test_slurm import begin, check_nothing_is_left
 from test_survival import begin as begin_here
@@ -46,7 +46,7 @@ def lose_nodes(
         environment = jobs.enter_context(slurm.allocation(1, f"--nodelist={node}"))
         joined = join(start, program, environment, "--workers", "0")
         hosts[place] = 3 + turn
-        train_on(program, sorted(hosts))
+        program.until(lambda: hosts_of_members(program) == sorted(hosts), "on three nodes again")
         assert joined.process.poll() is None
     return moments
 
@@ -82,7 +82,7 @@ def test_nodes_that_are_set_down_leave_no_trace_in_the_result(
     undisturbed: Path,
     losses: int,
 ) -> None:
-    program = begin_on_three(start, tmp_path, jobs, slurm, 0.05 + 0.01 * losses)
+    program = begin_on_three(start, tmp_path, jobs, slurm, 0.05 + 0.015 * losses)
     lose_nodes(start, program, slurm, jobs, losses)
     assert program.end(600) == 0, program.stderr
     assert program.events("went_back") == []
