@@ -185,17 +185,22 @@ def test_a_job_is_submitted_and_followed(
 
 
 @pytest.mark.slow
-def test_a_job_whose_time_runs_out_saves_and_goes_on_in_its_next_turn(
-    start: Start, tmp_path: Path, slurm: Slurm, undisturbed: Path
+@pytest.mark.parametrize(("sent", "following"), [("USR1", "requeue"), ("USR2", "submit")])
+def test_a_job_whose_time_runs_out_saves_and_goes_on_in_its_next_turn_or_in_another_job(
+    start: Start, tmp_path: Path, slurm: Slurm, undisturbed: Path, sent: str, following: str
 ) -> None:
-    program = begin(start, tmp_path, slurm.environment, launch="nodes = 2\n")
+    options = f'[launch.options]\nsignal = "{sent}@60"\nnext = "{following}"\n'
+    program = begin(start, tmp_path, slurm.environment, launch=f"nodes = 2\n{options}")
     program.until(lambda: "RUNNING on" in program.stderr, "running")
     job = re.findall(r"slurm   job (\d+)", program.stderr)[0]
     folder = program.work / "runs" / "disturbed"
     program.until(lambda: any(folder.glob("checkpoints/step-*")), "a checkpoint")
-    slurm.ask("scancel", "--batch", "--signal=USR1", job)  # what --signal=B:USR1@60 sends
+    slurm.ask("scancel", "--batch", f"--signal={sent}", job)  # what --signal=B:USR1@60 sends
     assert program.end() == 0, program.stderr
-    assert re.search(r"RUNNING on(.|\n)* PENDING(.|\n)* RUNNING on", program.stderr)
+    again = "PENDING" if following == "requeue" else "COMPLETED"
+    assert re.search(rf"RUNNING on(.|\n)* {again}(.|\n)* RUNNING on", program.stderr)
+    jobs = set(re.findall(r"slurm   job (\d+) RUNNING", program.stderr))
+    assert len(jobs) == (1 if following == "requeue" else 2)
     assert "resumed_step" in (folder / "events.jsonl").read_text()
     assert sha256_of(folder) == sha256_of(undisturbed)
     program.check_no_process_is_left(soon_s=SOON_S)
