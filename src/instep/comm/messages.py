@@ -427,6 +427,8 @@ class StoreGet(Message, frozen=True):
     """Ask for a key; the reply is `StoreValue`, once it is set."""
 
     key: str
+    known: int = 0
+    """How many keys with the same beginning, up to the last `/`, the asker has got already."""
 
 
 class StoreValue(Message, frozen=True):
@@ -434,6 +436,8 @@ class StoreValue(Message, frozen=True):
 
     key: str
     value: bytes
+    more: dict[str, bytes] = {}
+    """What else was set since the asker got something, of keys with the same beginning."""
 
 
 class Emit(Message, frozen=True):

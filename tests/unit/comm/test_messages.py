@@ -17,6 +17,7 @@ EXAMPLES = {
     float | None: 0.25,
     str | None: "text",
     bytes: b"\x00\xff",
+    dict[str, bytes]: {"a": b"\x00"},
     list[int]: [2, 0, 1],
     tuple[int, ...]: (2, 1),
     int | None: 3,
