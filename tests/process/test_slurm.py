@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from started import RECIPES, SOON_S, Start, Started, long, newest_pids, slow
+from started import RECIPES, SOON_S, Start, Started, long, slow
 from test_recovery import check_same_result, undisturbed
 from test_survival import STEPS_OF_A_RUN, reach
 
@@ -97,23 +97,6 @@ def test_three_nodes_give_the_bits_of_one_machine_and_so_do_two_once_one_is_lost
     check_nothing_is_left(program, slurm)
 
 
-@pytest.mark.slow
-def test_a_host_that_is_killed_is_replaced_on_its_node(
-    start: Start, tmp_path: Path, slurm: Slurm, in_allocation: dict[str, str], undisturbed: Path
-) -> None:
-    program = begin(start, tmp_path, in_allocation)
-    program.until(program.is_training, "training")
-    reach(program, 40)
-    (host,) = (e["pid"] for e in program.events("host_joined") if e["host"] == 1)
-    psutil.Process(host).kill()
-    program.until(
-        lambda: [e["host"] for e in program.events("host_joined")].count(1) == 2, "a new host"
-    )
-    assert program.end() == 0, program.stderr
-    check_same_result(program, undisturbed)
-    check_nothing_is_left(program, slurm)
-
-
 @pytest.mark.parametrize("losses", [slow(6), long(20)])
 def test_hosts_and_nodes_that_are_lost_leave_no_trace_in_the_result(
     start: Start,
@@ -137,17 +120,6 @@ def test_hosts_and_nodes_that_are_lost_leave_no_trace_in_the_result(
     assert program.end(300) == 0, program.stderr
     assert program.events("went_back") == []
     check_same_result(program, undisturbed)
-    check_nothing_is_left(program, slurm)
-
-
-@pytest.mark.slow
-def test_nothing_is_left_of_a_client_that_is_killed(
-    start: Start, tmp_path: Path, slurm: Slurm, in_allocation: dict[str, str]
-) -> None:
-    program = begin(start, tmp_path, in_allocation)
-    program.until(program.is_training, "training")
-    assert len(newest_pids(program)) == 3
-    program.process.kill()
     check_nothing_is_left(program, slurm)
 
 
