@@ -2,6 +2,7 @@
 folder of its own."""
 
 import json
+import platform
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import count
@@ -13,6 +14,7 @@ import tiny
 import torch
 from safetensors.torch import load_file
 from started import RECIPES, Start, Started
+from test_encrypted_hosts import Capture, is_tls
 from test_partitions import needs_hosts
 
 from instep.data.order import Order, position
@@ -25,7 +27,9 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(300), needs_hosts]
 SCRIPT = RECIPES / "joins_apart.py"
 SAMPLES, BATCH, EPOCHS, STEPS = 101, 16, 4, 28
 _ENTER = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
-_OWN_DISK = 'mount --bind "$1" "$2" && shift 2 && cd "$1" && shift && exec "$@"'
+_OWN_DISK = (
+    'mount --bind "$1" "$2" && mount --bind "$3" /etc/hosts && cd "$2" && shift 3 && exec "$@"'
+)
 
 
 class Apart:
@@ -44,15 +48,19 @@ class Apart:
         self._start, self._network, self._starts = start, network, count(1)
         self._here = folder / "here"
         self._here.mkdir(parents=True)
+        self._names = folder / "hosts"  # the name of this machine is that of the first host
+        self._names.write_text(f"{network.address('h1')} {platform.node()}\n")
         names = ["one" if shared else host for host in network.hosts]
         self.disks = [folder / f"disk-{name}" for name in names]
         for disk in self.disks:
             disk.mkdir(exist_ok=True)
             token = disk / "token"
-            token.write_text("of this test\n")
+            token.write_text("5a" * 16 + "\n")
             token.chmod(0o600)
 
-    def start(self, processes: Sequence[int], *arguments: object) -> list[Started]:
+    def start(
+        self, processes: Sequence[int], *arguments: object, at_a_file: bool = False
+    ) -> list[Started]:
         """One start of the script, with so many processes on each host."""
         job, size, programs = str(next(self._starts)), sum(processes), []
         for host, local in [(h, n) for h, many in enumerate(processes) for n in range(many)]:
@@ -63,7 +71,7 @@ class Apart:
                 "LOCAL_WORLD_SIZE": str(processes[host]),
                 "TORCHELASTIC_RUN_ID": job,
             }
-            programs.append(self._on(host, [SCRIPT, *arguments], environment))
+            programs.append(self._on(host, [SCRIPT, *arguments], environment, at_a_file))
         return programs
 
     def torchrun(self, processes: int, *arguments: object) -> list[Started]:
@@ -73,20 +81,29 @@ class Apart:
         ran = ["-m", "torch.distributed.run", *each, "--node-rank"]
         return [self._on(host, [*ran, host, SCRIPT, *arguments], {}) for host in (0, 1)]
 
-    def _on(self, host: int, command: list[object], environment: dict[str, str]) -> Started:
+    def _on(
+        self,
+        host: int,
+        command: list[object],
+        environment: dict[str, str],
+        at_a_file: bool = False,
+    ) -> Started:
         said = {
             "INSTEP_RENDEZVOUS": f"{self._network.address('h1')}:29600",
             "INSTEP_TOKEN_FILE": str(self._here / "token"),
         }
         space = f"{self._network.name}-{self._network.hosts[host]}"
         enter = ["ip", "netns", "exec", space, "unshare", "-m", "sh", "-c", _OWN_DISK, "sh"]
-        paths = [self.disks[host], self._here, self._here]
+        paths = [self.disks[host], self._here, self._names]
         program = [*enter, *paths, sys.executable, *command]
-        return self._start("-c", _ENTER, *program, environment={**said, **environment})
+        where = {} if at_a_file else said
+        return self._start("-c", _ENTER, *program, environment={**where, **environment})
 
-    def train(self, processes: Sequence[int], *arguments: object) -> list[Started]:
+    def train(
+        self, processes: Sequence[int], *arguments: object, at_a_file: bool = False
+    ) -> list[Started]:
         """The same to its end, with nothing left of it."""
-        programs = self.start(processes, *arguments)
+        programs = self.start(processes, *arguments, at_a_file=at_a_file)
         for program in programs:
             assert program.end() == 0, "".join(each.stderr for each in programs)
         self.check_nothing_is_left(programs)
@@ -162,14 +179,51 @@ def plain() -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def test_hosts_that_share_no_folder_come_to_what_one_process_does(start: Start, apart: Apart):
+def test_hosts_that_share_no_folder_come_to_what_one_process_does_and_send_no_plain_byte(
+    start: Start, network: netlab.Network, apart: Apart, tmp_path: Path
+):
+    capture = Capture(network, tmp_path)
     apart.train([2, 1], "recipe", 0)
+    check_encrypted(apart.run("recipe"), capture)
     run, one = apart.run("recipe"), alone(start, "recipe", 0)
     assert facts(run) == facts(one)
     assert facts(run)["steps"] == STEPS
     saved, wanted = load_file(run.path / "model.safetensors"), plain()
     for name, tensor in wanted.items():
         torch.testing.assert_close(saved[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def check_encrypted(run: RunFolder, capture: Capture) -> None:
+    streams = [stream for stream in capture.streams() if stream]
+    assert run.last("run_started")["encrypted"] is True
+    assert "Traffic between hosts was encrypted" in (run.path / "report.html").read_text()
+    assert len(streams) >= 2 * 2  # each way, with the master and between workers
+    assert all(map(is_tls, streams))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["recipe", "own"])
+def test_hosts_that_share_a_folder_meet_there_and_send_no_plain_byte(
+    network: netlab.Network, together: Apart, tmp_path: Path, case: str
+):
+    capture = Capture(network, tmp_path)
+    together.train([1, 1], case, 12, at_a_file=True)
+    check_encrypted(together.run(case), capture)
+
+
+@pytest.mark.slow
+def test_on_a_private_network_nothing_is_encrypted_but_the_meeting(
+    start: Start, network: netlab.Network, apart: Apart, tmp_path: Path
+):
+    capture = Capture(network, tmp_path)
+    apart.train([1, 1], "private", 0)
+    streams = [stream for stream in capture.streams() if stream]
+    run = apart.run("private")
+    assert facts(run) == facts(alone(start, "private", 0))
+    assert run.last("run_started")["encrypted"] is False
+    assert "was not encrypted" in (run.path / "report.html").read_text()
+    assert any(b"Heartbeat" in stream for stream in streams)
+    assert not any(b"5a" * 16 in stream for stream in streams)  # the token
 
 
 @pytest.mark.slow
@@ -242,10 +296,9 @@ def test_a_run_that_lost_a_process_is_resumed(start: Start, apart: Apart, rank: 
 
 
 @pytest.mark.slow
-def test_a_process_with_another_token_is_refused_and_process_0_says_so(apart: Apart):
-    (apart.disks[1] / "token").write_text("of another\n")
+def test_a_process_with_another_token_is_refused_and_the_run_ends(apart: Apart):
+    (apart.disks[1] / "token").write_text("a5" * 16 + "\n")
     zero, one = apart.start([1, 1], "recipe", 0)
     assert one.end() == 1
-    assert "refused this process" in one.stderr
-    zero.until(lambda: "another token" in zero.stderr, "told")
+    assert "does not have the token in" in one.stderr
     zero.kill()

@@ -5,6 +5,7 @@ has a run. What only one launcher promises is in a file of its own.
 """
 
 import contextlib
+import json
 import signal
 import socket
 from collections.abc import Callable
@@ -13,8 +14,8 @@ from typing import TypeAlias
 
 import psutil
 import pytest
+from on_ray import cluster as ray_cluster
 from started import RECIPES, SOON_S, Start, Started, newest_pids
-from test_ray import cluster as ray_cluster
 from test_ray import short_folder
 from test_recovery import check_same_result, undisturbed
 from test_survival import STEPS_OF_A_RUN, reach
@@ -106,11 +107,10 @@ def begin(start: Start, tmp_path: Path, request: pytest.FixtureRequest) -> Begin
         if name == "by_hand":
             with socket.create_server(("127.0.0.1", 0)) as free:
                 master = f"127.0.0.1:{free.getsockname()[1]}"
-            token = tmp_path / "token"
-            table = f'[cluster]\nmaster = "{master}"\nworkers = {list(PLACES)}\n'
-            table = table.replace("'", '"') + f'token_file = "{token}"\n'
-            join = ("-m", "instep", "host", "--join", master, "--token-file", token, "--as")
-            machines = [start(*join, place) for place in PLACES]
+            table = f'[cluster]\nmaster = "{master}"\nworkers = {json.dumps(PLACES)}\n'
+            tokens = [tmp_path / "certificates" / f"host-{n}.token" for n in range(len(PLACES))]
+            join = ("-m", "instep", "host", "--join", master, "--token-file")
+            machines = [start(*join, token) for token in tokens]
         job = tmp_path / "job.toml"
         job.write_text(
             f'name = "disturbed"\nrecipe = "{RECIPES / "slow_tiny.py"}:recipe"\nworkers = 2\n'

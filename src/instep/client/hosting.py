@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Collection
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ from instep import spec_file
 from instep.client import meeting as meetings
 from instep.client import refusal
 from instep.client.meeting import Meeting
-from instep.client.placement import Placement, host_address
+from instep.client.placement import Placement, host_address, is_loopback
 from instep.client.results import about, failure, finish, recipe_sha256, refused
 from instep.client.watchdog import MasterWatchdog
+from instep.comm.certificates import Authority, Identity
 from instep.comm.endpoint import Endpoint, Switchboard
 from instep.comm.messages import Over, Welcome
 from instep.control.journal import Begin, Journal
@@ -90,7 +92,9 @@ class Host:
         self._note = {"quiet": quiet, "json": True, "about": {**about(job), "started_by": "join"}}
         self._job, self._place, self._start_point = job, place, BEGINNING
         with refusal.announced(place, meeting):
-            self._switchboard = Switchboard(meeting.host or host_address(place))
+            address = meeting.host or host_address(place)
+            private = job.network == "private" or is_loopback(address)
+            self._switchboard = Switchboard(address, authority=None if private else Authority())
         self._failed: Collection[int] = ()  # processes that failed before they connected
         self._late = threading.Timer(meetings.SAY_AFTER_S, self._say_who_is_missing)
         self._late.daemon = True
@@ -103,7 +107,7 @@ class Host:
                 self._start_point = start_point
                 Journal(self.folder, Begin(time.time(), start_point)).close()
             if place.size > 1:
-                meetings.write(meeting, self._switchboard.endpoint)
+                meetings.write(meeting, self._switchboard.endpoint, self._switchboard.authority)
                 try:
                     self._check_notes()  # again: reading a checkpoint takes time
                 except InstepError:
@@ -152,7 +156,8 @@ class Host:
         others = self._place.size - 1 - len(self._failed)
         with contextlib.suppress(OSError):  # if no file can be written, none can be read
             if others > 0:
-                meetings.write(self._meeting, self._switchboard.endpoint)
+                board = self._switchboard
+                meetings.write(self._meeting, board.endpoint, board.authority)
                 refusal.answer_all(self._switchboard, others, answer, self._meeting)
             else:
                 self._meeting.remove(meetings.ENDPOINT)
@@ -182,7 +187,8 @@ class Host:
 
     def member(self) -> Member:
         """Process 0 is worker 0 of its own master."""
-        return _call(self._switchboard.endpoint, 0)
+        board = self._switchboard
+        return _call(replace(board.endpoint, credentials=board.issue(Identity("worker", 0))), 0)
 
     def formed(self) -> None:
         """All processes are here. The meeting stays open, so that a late process is refused."""
@@ -273,7 +279,7 @@ def meet(meeting: Meeting, rank: int) -> Member:
     while True:
         try:
             timeout_s = meetings.TIMEOUT_S if late is None else LATE_S
-            endpoint = meetings.find(meeting, stale, timeout_s=timeout_s, look=look)
+            endpoint = meetings.find(meeting, stale, rank=rank, timeout_s=timeout_s, look=look)
         except RunError:
             if late is None:
                 raise

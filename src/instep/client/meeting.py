@@ -18,7 +18,7 @@ from typing import Annotated, Protocol
 import msgspec
 
 from instep.client.placement import Placement
-from instep.comm.certificates import Credentials
+from instep.comm.certificates import Authority, Credentials, Identity
 from instep.comm.channel import Address
 from instep.comm.endpoint import Endpoint
 from instep.errors import RunError
@@ -124,6 +124,8 @@ class _Note(msgspec.Struct):
     port: Annotated[int, msgspec.Meta(gt=0, lt=1 << 16)]
     token: str
     credentials: Credentials | None = None
+    authority: str = ""
+    """Of the run, PEM with its key: each process makes its own certificate with it."""
 
 
 def meeting_file(runs: Path, place: Placement) -> MeetingFile:
@@ -131,15 +133,25 @@ def meeting_file(runs: Path, place: Placement) -> MeetingFile:
     return MeetingFile(runs / f".meeting-{place.key}.json")
 
 
-def write(meeting: Meeting, endpoint: Endpoint) -> None:
-    """Say where the master listens."""
+def write(meeting: Meeting, endpoint: Endpoint, authority: Authority | None = None) -> None:
+    """Say where the master listens.
+
+    Args:
+        meeting: where to.
+        endpoint: has the credentials of whoever reads this, if there is no `authority`.
+        authority: of the run, for processes that need certificates of their own.
+    """
     where = endpoint.address
-    note = _Note(where.host, where.port, endpoint.token, endpoint.credentials)
+    if authority is None:
+        note = _Note(where.host, where.port, endpoint.token, endpoint.credentials)
+    else:
+        note = _Note(where.host, where.port, endpoint.token, authority=authority.pem)
     meeting.put(ENDPOINT, msgspec.json.encode(note))
 
 
-def read(meeting: Meeting) -> Endpoint | None:
-    """Where the master listens; None if that is not said, or the note is damaged."""
+def read(meeting: Meeting, rank: int = 0) -> Endpoint | None:
+    """Where the master listens, for the process of that rank; None if that is not said, or the
+    note is damaged."""
     found = meeting.get(ENDPOINT)
     try:
         note = msgspec.json.decode(found, type=_Note) if found is not None else None
@@ -147,13 +159,17 @@ def read(meeting: Meeting) -> Endpoint | None:
         return None
     if note is None:
         return None
-    return Endpoint(Address(note.host, note.port), note.token, credentials=note.credentials)
+    shown = note.credentials
+    if note.authority:
+        shown = Authority(note.authority).issue(Identity("worker", rank))
+    return Endpoint(Address(note.host, note.port), note.token, credentials=shown)
 
 
 def find(
     meeting: Meeting,
     stale: Collection[str] = (),
     *,
+    rank: int = 0,
     timeout_s: float = TIMEOUT_S,
     look: Callable[[], None] = lambda: None,
 ) -> Endpoint:
@@ -162,6 +178,7 @@ def find(
     Args:
         meeting: where the processes meet.
         stale: tokens of former masters, to be ignored.
+        rank: of this process.
         timeout_s: seconds to wait at most.
         look: called now and then; what it raises ends the wait.
 
@@ -171,7 +188,7 @@ def find(
     began, said = time.monotonic(), False
     what, hint = meeting.missing
     while True:
-        endpoint = read(meeting)
+        endpoint = read(meeting, rank)
         if endpoint is not None and endpoint.token not in stale:
             return endpoint
         look()

@@ -102,19 +102,6 @@ def _local_size(environment: Mapping[str, str], name: str, who: str, size: int) 
     return _number(environment, name, who, size)
 
 
-def check_network(place: Placement, network: str) -> None:
-    """Refuse several hosts on a network that may not be private; the same in every process.
-
-    Raises:
-        SpecError: the processes are on several hosts, and `network` is not `private`.
-    """
-    if not place.one_host and network != "private":
-        raise SpecError(
-            f"the {place.size} processes are on several hosts, and traffic between them is not "
-            "encrypted. If only trusted machines reach that network, say network='private'."
-        )
-
-
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches an address.
 

@@ -19,7 +19,8 @@ import msgspec
 
 from instep.client import meeting as meetings
 from instep.client.meeting import Meeting
-from instep.client.placement import Placement
+from instep.client.placement import Placement, is_loopback
+from instep.comm.certificates import Authority
 from instep.comm.channel import Peer
 from instep.comm.endpoint import Switchboard
 from instep.comm.messages import VERSION, Hello, Refused, Welcome
@@ -106,15 +107,15 @@ def announced(place: Placement, meeting: Meeting) -> Iterator[None]:
 def _refuse_all(place: Placement, meeting: Meeting, error: Exception) -> None:
     """Process 0: make the processes that connect raise the same; leave notes for the others.
 
-    Between several hosts that meet at a file it does not listen: nothing says that their network
-    is private.
+    Between several hosts that meet at a file it does not listen: they may not reach its address.
     """
     failed = notes(meeting, 0)
     others = [n for n in range(1, place.size) if n not in failed]
     missing = len(others)
     if (place.one_host or meeting.host) and others:
-        switchboard = Switchboard(meeting.host or "127.0.0.1")
-        meetings.write(meeting, switchboard.endpoint)
+        address = meeting.host or "127.0.0.1"
+        switchboard = Switchboard(address, authority=None if is_loopback(address) else Authority())
+        meetings.write(meeting, switchboard.endpoint, switchboard.authority)
         answer = causes.refused(error)
         missing -= answer_all(switchboard, missing, answer, meeting, timeout_s=BRIEFLY_S)
     if missing:
@@ -136,7 +137,7 @@ def _tell_process_0(place: Placement, meeting: Meeting, error: Exception) -> Non
         time.sleep(0.02)
     mine, stale = _name(place.rank, 0), set[str]()
     while meeting.get(mine) is not None and time.monotonic() < deadline:
-        endpoint = meetings.read(meeting)
+        endpoint = meetings.read(meeting, place.rank)
         if endpoint is None or endpoint.token in stale:
             time.sleep(0.02)
             continue

@@ -1,7 +1,8 @@
 """Where the processes of one start meet whose hosts share no folder: an address of process 0.
 
 Process 0 listens there and keeps the notes (`meeting.py`); the others show a token and read them.
-Nobody is told more than `refused` before that. Only where the run's master listens is said here:
+They also encrypt by it: both ends show certificates of the authority that follows from the token.
+So who does not have it is closed without a word. Only where the run's master listens is said here:
 the processes talk with the master itself. Way in: `meeting_at`.
 """
 
@@ -22,8 +23,10 @@ from pathlib import Path
 from instep.client.meeting import Meeting, meeting_file
 from instep.client.placement import Placement, is_loopback
 from instep.comm import messages as m
+from instep.comm.certificates import Authority, Identity
 from instep.comm.channel import MOST_UNTRUSTED, Address, Channel, Hub, Peer
-from instep.errors import JoinError, PeerError, SpecError
+from instep.comm.tls import context
+from instep.errors import JoinError, PeerError, SpecError, StrangerError
 from instep.launch import join_token
 from instep.launch.gate import PROOF_S, REFUSED
 from instep.launch.node import versions
@@ -42,6 +45,9 @@ ANSWER_S = 5.0
 BUSY_S = 10.0
 """How long the port may still be that of the start before."""
 
+SHORTEST = 32
+"""Characters of a token; of hexadecimal digits, 128 bits."""
+
 SAY_AFTER_S, AGAIN_S = 10.0, 0.2
 
 
@@ -50,7 +56,6 @@ def meeting_at(
     runs: Path,
     rendezvous: str | None,
     token_file: str | Path | None,
-    network: str,
     environment: Mapping[str, str] = os.environ,
 ) -> Meeting:
     """Where the processes of this start meet: at an address if one is given, else at a file.
@@ -60,7 +65,6 @@ def meeting_at(
         runs: folder of run folders.
         rendezvous: `host:port` of process 0; else the environment may say it.
         token_file: the same of the token; process 0 makes the file if there is none.
-        network: of the job.
 
     Raises:
         InstepError: process 0 cannot listen there, or the token cannot be used.
@@ -76,11 +80,7 @@ def meeting_at(
             f"Name its file with token_file or {TOKEN}; process 0 makes it, and each other host "
             "needs a copy that only its user can read."
         )
-    if not is_loopback(address.host) and network != "private":
-        raise SpecError(
-            f"rendezvous = {given!r} is reached by other machines, and traffic between them is not "
-            "encrypted. If only trusted machines reach that network, say network='private'."
-        )
+    is_loopback(address.host)  # that the name leads somewhere
     path = Path(file)
     if place.rank == 0:
         return Rendezvous(address, _made(path), place)
@@ -107,7 +107,8 @@ class Rendezvous:
         self._notes: dict[str, bytes] = {}
         self._said: set[str] = set()
         self._over = threading.Event()
-        self._hub = Hub(_listen(address))
+        shown = Authority.of_secret(token).issue(Identity("master"))
+        self._hub = Hub(_listen(address), context=context(shown, server=True))
         self._hub.most_untrusted = max(MOST_UNTRUSTED, 2 * place.size)  # all may come at once
         self.host: str | None = self._hub.address.host
         self._thread = threading.Thread(target=self._serve, name="instep meeting", daemon=True)
@@ -276,15 +277,25 @@ class RendezvousClient:
             self._why = f"there is no {self._token_file} here"
             return None
         token = _read(self._token_file)
+        shown = Authority.of_secret(token).issue(Identity("worker", self._place.rank))
         try:
-            channel = Channel.connect(self._address, ANSWER_S)
+            made = context(shown, server=False)
+            channel = Channel.connect(self._address, ANSWER_S, made)
         except (PeerError, TimeoutError) as error:
             self._why = _reason(error)
             return None
         answer: m.AnyMessage | None = None
-        with suppress(PeerError):
+        try:
             channel.send(m.Meet(token=token))
-            answer = channel.receive() if channel.wait(ANSWER_S) else None
+            answer = channel.receive(ANSWER_S)
+        except StrangerError:
+            channel.close()
+            raise JoinError(
+                f"what listens at {self._where} does not have the token in {self._token_file}, and "
+                "was told nothing. Copy the file again from the machine of process 0."
+            ) from None
+        except (PeerError, TimeoutError):
+            pass
         if isinstance(answer, m.Met) and answer.start == self._place.key:
             self._channel = channel
             self._compare(answer)
@@ -333,8 +344,10 @@ def _made(file: Path) -> str:
 
 def _read(file: Path) -> str:
     token = join_token.read(file).strip()
-    if not token:
-        raise JoinError(f"the token file {file} is empty. Copy it again.")
+    if len(token) < SHORTEST:
+        raise JoinError(
+            f"the token in {file} is too short to encrypt with. Make one with: openssl rand -hex 16"
+        )
     return token
 
 

@@ -44,7 +44,7 @@ from instep.worker.own.evaluation import EvaluationLoader
 from instep.worker.own.loop import OwnLoader, OwnLoop
 from instep.worker.own.rounds import OwnRounds
 from instep.worker.process import Script
-from instep.worker.training import Training, check_device, choose_device
+from instep.worker.training import Training, check_device, check_encrypted, choose_device
 
 
 def join(
@@ -79,7 +79,7 @@ def join(
         arguments: handed to the recipe function by name.
         seed: decides the order of the data, first parameters, every draw.
         quiet: print no progress.
-        network: `private` if only trusted machines reach the hosts' network.
+        network: `private` if only trusted machines reach the hosts' network: nothing is encrypted.
         resume: continue the run of this name from its newest checkpoint, if there is one;
             the number of processes may have changed. With a recipe, a complete run is no
             error: `steps()` yields nothing.
@@ -98,7 +98,7 @@ def join(
     if Script.started is not None:
         return _within_script(Script.started, recipe)
     place = placement.placement()
-    meeting = meeting_at(place, Path(runs), rendezvous, token_file, network)
+    meeting = meeting_at(place, Path(runs), rendezvous, token_file)
     with refusal.announced(place, meeting):
         meeting.enter()
         job = _job(recipe, name, arguments, seed, network, sections, place.size)
@@ -116,7 +116,6 @@ def join(
                 "some. Use instep.train or instep run with a recipe; or sync.name = 'all_reduce'."
             )
         check_job(job, resumed=resume)
-        placement.check_network(place, job.network)
     host = None
     if place.rank == 0:
         own_loop = recipe is None
@@ -247,6 +246,7 @@ class Session:
         """Seed everything, choose a device, make the recipe if needed; `join` calls it."""
         seed_everything(self.job.seed)
         self.device = choose_device(self.job, self._place.local_rank, self._place.local_size)
+        check_encrypted(self._member, self.device)
         chosen = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 0
         if self._script is not None:
             chosen = share(cores(), self.job.workers, self.job.launch.count)

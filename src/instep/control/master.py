@@ -59,6 +59,10 @@ from instep.system.processes import Watched, has_ended, machine
 TICK_S = 0.1
 """How often the master looks at the time when no message arrives."""
 
+TICK_EACH_S, LONGEST_TICK_S = 2e-4, 0.2
+"""The same with more than 500 connections, for each, and at most: a look at 1,000 processes takes
+1.6 ms. `limits.LOOK_S` is longer."""
+
 ATTACH_S = 2.0
 """How long a process may take to find a new master."""
 
@@ -73,7 +77,7 @@ ASKED_TICK_S = 0.01
 
 LOOK_EACH_S = 0.001
 """For each connection, how long only messages are handled after a look at all processes. It is at
-most `TICK_S`. A look takes the longer the more there are; so its share of the time is the same."""
+most the tick. A look takes the longer the more there are; so its share of the time is the same."""
 
 GATHER_EACH_S = 1e-5
 """For each connection, how long messages gather before they are read: to be woken for each of 5,000
@@ -221,7 +225,7 @@ class Master:
         more: dict[str, Any] = {}
         if start_point.generations:
             more["resumed_step"] = start_point.step
-        if self._hosts.several and not self._hub.address.host.startswith("127."):
+        if not self._hub.address.host.startswith("127."):
             more["encrypted"] = self._encrypted
         self._recorder.emit("run_started", {"job": as_table(self._job), **about, **more})
         if self._hosted or self._journal is not None:
@@ -298,10 +302,11 @@ class Master:
     def _turn(self) -> None:
         self._signs.show()
         few_absent = 0 < len(self._absent) < MANY  # as a rule such a worker has ended
-        tick_s = ASKED_TICK_S if self._stack_requests or few_absent else TICK_S
-        pause_s = min(tick_s, LOOK_EACH_S * len(self._connections))
-        due = self._looked_at + (pause_s if self._unseen else tick_s)
         count = len(self._connections)
+        tick_s = max(TICK_S, min(TICK_EACH_S * count, LONGEST_TICK_S))
+        tick_s = ASKED_TICK_S if self._stack_requests or few_absent else tick_s
+        pause_s = min(tick_s, LOOK_EACH_S * count)
+        due = self._looked_at + (pause_s if self._unseen else tick_s)
         if count > MANY and self._read < count / 10 and not self._hub.untrusted:
             time.sleep(GATHER_EACH_S * count)
         self._read = 0

@@ -710,6 +710,16 @@ def choose_device(job: JobSpec, local_rank: int, local_size: int) -> torch.devic
     return torch.device("cpu")
 
 
+def check_encrypted(member: Member, device: torch.device) -> None:
+    """Refuse a device whose exchanges cannot be encrypted, where they must be."""
+    if member.forwarder is not None and device.type == "cuda":
+        raise SpecError(
+            "GPUs of several hosts exchange gradients by NCCL, which cannot encrypt. If only "
+            'trusted machines reach the network between them, set network = "private"; or train '
+            "with train.device = 'cpu'."
+        )
+
+
 def check_device(job: JobSpec, device: torch.device) -> None:
     """Refuse a precision that the device does not have."""
     if job.train.precision == "float16" and device.type != "cuda":

@@ -32,11 +32,11 @@ JOB: dict[str, Any] = {
     "seed": 5,
     "quiet": True,
     "resume": True,
-    "network": "private",
     "train": TRAIN,
     "checkpoint": {"every": 4},
 }
 CODEC = {"sync": {"codec": "int8"}, "train": {**TRAIN, "determinism": "order"}}
+PRIVATE = {"network": "private"}
 SPLIT = {"mesh": {"shard": 2}}
 CUT = {"mesh": {"tensor": 2}}
 
@@ -67,7 +67,7 @@ def train_in_a_loop_of_its_own() -> instep.Session:
 
 
 if __name__ == "__main__":
-    cases = {"recipe": {}, "codec": CODEC, "split": SPLIT, "cut": CUT}
+    cases = {"recipe": {}, "codec": CODEC, "split": SPLIT, "cut": CUT, "private": PRIVATE}
     session = train_in_a_loop_of_its_own() if CASE == "own" else train_a_recipe(**cases[CASE])
     assert (session.summary is not None) == (session.rank == 0)
     print(session.step)

@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from cryptography import x509
 
 from instep.client import hosting, rendezvous
 from instep.client.meeting import ENDPOINT, MeetingFile, find, read, write
@@ -15,6 +16,8 @@ from instep.client.placement import Placement
 from instep.client.refusal import announced, notes
 from instep.client.rendezvous import Rendezvous, meeting_at
 from instep.comm import messages as m
+from instep.comm import tls
+from instep.comm.certificates import Authority, Identity
 from instep.comm.channel import Address, Channel
 from instep.comm.endpoint import Endpoint
 from instep.errors import InstepError, JoinError, PeerError, RunError, SpecError
@@ -25,9 +28,13 @@ MASTER = Endpoint(Address("127.0.0.1", 4567), "the token of a run")
 REFUSED = m.Refused(kind="JoinError", text="refused", exit_code=9)
 
 
-def answers(port, message):
-    """All that process 0 answers to a message of a stranger, before it hangs up."""
-    channel, found = Channel.connect(Address("127.0.0.1", port)), []
+def answers(port, message, secret=None):
+    """All that process 0 answers to a message, before it hangs up."""
+    made = None
+    if secret is not None:
+        shown = Authority.of_secret(secret).issue(Identity("worker", 1))
+        made = tls.context(shown, server=False)
+    channel, found = Channel.connect(Address("127.0.0.1", port), context=made), []
     channel.send(message)
     with contextlib.suppress(PeerError):
         while True:
@@ -54,7 +61,7 @@ def at(port, tmp_path):
     def begin(rank, key="this start", token_file=None):
         file = token_file or tmp_path / "token"
         where = f"127.0.0.1:{port}"
-        made.append(meeting_at(place(rank, key), tmp_path, where, file, "loopback", {}))
+        made.append(meeting_at(place(rank, key), tmp_path, where, file, {}))
         return made[-1]
 
     yield begin
@@ -84,23 +91,41 @@ def test_who_comes_before_process_0_and_before_its_token_waits(at, tmp_path):
     assert one.put("1-to-0", b"here")
 
 
-def test_another_token_is_refused_with_one_word(at, port, tmp_path, capsys):
+def test_who_has_another_token_is_told_nothing_and_tells_nothing(at, port, tmp_path):
     at(0)
     wrong = tmp_path / "wrong"
-    wrong.write_text("another\n")
+    wrong.write_text("0" * 32 + "\n")
     wrong.chmod(0o600)
-    with pytest.raises(JoinError, match=rf"127.0.0.1:{port} refused this process: .*wrong has an"):
+    with pytest.raises(JoinError, match=rf"127.0.0.1:{port} does not have the token in "):
         at(1, token_file=wrong).enter()
-    assert "refused a process at 127.0.0.1: another token" in capsys.readouterr().err
-    assert answers(port, m.Meet(token="guessed")) == [REFUSED]
+    assert answers(port, m.Meet(token="0" * 32), secret="0" * 32) == []
+
+
+def test_a_token_that_can_be_guessed_is_refused(at, tmp_path):
+    (tmp_path / "token").write_text("secret\n")
+    (tmp_path / "token").chmod(0o600)
+    with pytest.raises(JoinError, match=r"is too short to encrypt with\. Make one with: openssl"):
+        at(0)
 
 
 @pytest.mark.parametrize("message", [m.StoreGet(key=""), m.StoreSet(key="", value=b"mine")])
-def test_without_a_token_nothing_is_read_and_nothing_is_written(at, port, message):
+def test_without_a_token_nothing_is_read_and_nothing_is_written(at, port, tmp_path, message):
     zero = at(0)
     write(zero, MASTER)
-    assert answers(port, message) == [REFUSED]
+    assert answers(port, message) == []
+    assert answers(port, message, (tmp_path / "token").read_text().strip()) == [REFUSED]
     assert read(zero) == MASTER
+
+
+def test_every_process_makes_its_own_certificate_of_the_runs_authority(at):
+    zero, one, authority = at(0), at(1), Authority()
+    write(zero, MASTER, authority)
+    shown = read(one, 1).credentials
+    assert shown.authority == authority.certificate
+    certificate = x509.load_pem_x509_certificate(shown.own.encode())
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert [name.value for name in names] == [Identity("worker", 1).uri]
+    assert read(one, 1).token == MASTER.token
 
 
 def test_strangers_in_any_number_keep_nobody_out(at, port):
@@ -118,10 +143,10 @@ def test_strangers_in_any_number_keep_nobody_out(at, port):
 
 
 def test_a_token_that_others_can_read_is_refused(at, tmp_path):
-    (tmp_path / "token").write_text("abc\n")
+    (tmp_path / "token").write_text("ab" * 16 + "\n")
     (tmp_path / "token").chmod(0o644)
     for rank in (0, 1):
-        with pytest.raises(JoinError, match=r"others can read .*token. Use: chmod 600"):
+        with pytest.raises(JoinError, match=r"others can read .*token\. Use: chmod 600"):
             at(rank).enter()
 
 
@@ -137,7 +162,7 @@ def test_where_nobody_answers_address_port_and_firewall_are_named(at, port, monk
     monkeypatch.setattr(rendezvous, "SAY_AFTER_S", 0.1)
     with pytest.raises(JoinError, match=r"there is no .*token here"):
         at(1).enter()
-    (tmp_path / "token").write_text("abc\n")
+    (tmp_path / "token").write_text("ab" * 16 + "\n")
     (tmp_path / "token").chmod(0o600)
     words = rf"does not answer at 127.0.0.1:{port} \(Connection refused\).* firewall closes port"
     with pytest.raises(JoinError, match=words):
@@ -188,20 +213,19 @@ def test_a_master_whose_port_is_closed_is_named_with_the_reason(at, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("where", "file", "network", "words"),
+    ("where", "file", "words"),
     [
-        ("29600", "token", "private", "needs the machine of process 0 and a free port"),
-        ("node1:0", "token", "private", "needs the machine of process 0 and a free port"),
-        ("127.0.0.1:29600", None, "private", "Name its file with token_file or INSTEP_TOKEN_FILE"),
-        ("192.0.2.1:29600", "token", "loopback", "not encrypted. .* network='private'"),
-        ("no.such.name.invalid:1", "token", "private", "leads to no address"),
-        ("192.0.2.1:29600", "token", "private", "process 0 cannot listen there .* its machine"),
+        ("29600", "token", "needs the machine of process 0 and a free port"),
+        ("node1:0", "token", "needs the machine of process 0 and a free port"),
+        ("127.0.0.1:29600", None, "Name its file with token_file or INSTEP_TOKEN_FILE"),
+        ("no.such.name.invalid:1", "token", "leads to no address"),
+        ("192.0.2.1:29600", "token", "process 0 cannot listen there .* its machine"),
     ],
 )
-def test_the_error_for_a_mistake_is_one_sentence(tmp_path, where, file, network, words):
+def test_the_error_for_a_mistake_is_one_sentence(tmp_path, where, file, words):
     path = tmp_path / file if file else None
     with pytest.raises(InstepError, match=words):
-        meeting_at(place(0), tmp_path, where, path, network, {})
+        meeting_at(place(0), tmp_path, where, path, {})
 
 
 def test_the_environment_may_say_it_and_a_process_alone_needs_none(tmp_path, port):
@@ -209,10 +233,10 @@ def test_the_environment_may_say_it_and_a_process_alone_needs_none(tmp_path, por
         "INSTEP_RENDEZVOUS": f"127.0.0.1:{port}",
         "INSTEP_TOKEN_FILE": str(tmp_path / "token"),
     }
-    found = meeting_at(place(0), tmp_path, None, None, "loopback", said)
+    found = meeting_at(place(0), tmp_path, None, None, said)
     assert isinstance(found, Rendezvous)
     found.close()
     alone = Placement(0, 1, 0, 1, "alone")
-    for at in (meeting_at(alone, tmp_path, None, None, "loopback", said),
-               meeting_at(place(0), tmp_path, None, None, "loopback", {})):  # fmt: skip
+    for at in (meeting_at(alone, tmp_path, None, None, said),
+               meeting_at(place(0), tmp_path, None, None, {})):  # fmt: skip
         assert isinstance(at, MeetingFile)
