@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any
 
+from instep.comm.channel import Address
 from instep.errors import PeerError
 
 
@@ -361,6 +362,7 @@ class Hub:
         self._arrived: deque[tuple[Peer, Any]] = deque()
         self._peers: list[Peer] = []
         self._may_look = False
+        self.address = Address("127.0.0.1", 1)
 
     def accept(self, peer: Peer) -> None:
         """Take a caller in."""
