@@ -1,6 +1,7 @@
 """What do many workers cost the master, and how many bytes of control traffic does each take?
 
-    python benchmarks/master_scale.py [--sizes 2 10 100 1000] [--tls 2 100] [--json FILE]
+    python benchmarks/master_scale.py [--sizes 2 10 100 1000] [--tls 2 100] [--forming 16 64 256]
+                                      [--json FILE]
 
 The master is a process of its own, as a run starts it. Hosts and workers are simulated: one process
 holds a connection for each, with messages and certificates as a run has them. They say `Hello`, get
@@ -9,6 +10,10 @@ holds a connection for each, with messages and certificates as a run has them. T
 Told are the master's processor seconds in each second, as a share of one core, and
 the bytes that a worker sends and receives, TLS included, in each second. The workers send
 heartbeats only, and for `--training` also records of steps four times a second, and traffic once.
+
+For `--forming` they exchange addresses before, as the members of a gloo group do, with messages of
+the real sizes: how long from the first `Form` until each has those of all, and what the master
+takes for it. They do not connect to each other then.
 
 On a busy machine look at the acknowledgements too: where fewer come back than heartbeats leave, the
 master got too little of a processor, and its share of a core says little.
@@ -54,6 +59,8 @@ ON_A_HOST = 8
 AT_ONCE_S = 0.02
 """For so long workers are started before heartbeats are sent again."""
 LIMIT_S = 240.0
+OWN_BYTES, EACH_BYTES = 154, 8
+"""Of a member's addresses in a gloo group: its own, and for each member."""
 FIRST_PID = 1 << 20
 """Of simulated processes, whose machine the master takes for another one."""
 
@@ -62,10 +69,11 @@ class Client:
     """A simulated process: its connection to the master, and what it has sent and received."""
 
     def __init__(self, role: str, number: int, endpoint: Endpoint, host: int) -> None:
-        self.role, self.number, self.host = role, number, host
+        self.role, self.number, self.host, self.generation = role, number, host, 0
         self.sent_bytes = self.received_bytes = self.messages = 0
         self.beats = self.acknowledged = 0
         self.tls: Tls | None = None
+        self.group, self.size, self.known = "", 0, set[str]()
         self._frames, self._unsent = _Frames(LARGEST), bytearray()
         self.socket = socket.create_connection(endpoint.address)
         self.socket.setblocking(False)
@@ -96,6 +104,21 @@ class Client:
         self.sent_bytes += len(data)
         self.flush()
 
+    def meet(self, generation: int, rank: int, size: int) -> None:
+        """Begin to exchange addresses with the others of a group."""
+        self.group, self.size, self.known = f"generation-{generation}/0", size, set()
+        value = bytes(OWN_BYTES + EACH_BYTES * size)
+        self.send(m.StoreSet(key=f"{self.group}/{rank}", value=value))
+        self.ask()
+
+    def ask(self) -> bool:
+        """Ask for the next address; whether none is missing."""
+        keys = (f"{self.group}/{rank}" for rank in range(self.size))
+        key = next((key for key in keys if key not in self.known), None)
+        if key is not None:
+            self.send(m.StoreGet(key=key, known=len(self.known)))
+        return key is None
+
     def flush(self) -> bool:
         """Send what the socket takes; whether something is left."""
         with contextlib.suppress(BlockingIOError):
@@ -124,9 +147,20 @@ class World:
         workers: how many.
         encrypted: whether connections are, as by default between machines.
         training: whether workers also send records and traffic.
+        forming: whether they exchange addresses before they are in the group.
     """
 
-    def __init__(self, folder: Path, workers: int, *, encrypted: bool, training: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        workers: int,
+        *,
+        encrypted: bool = False,
+        training: bool = False,
+        forming: bool = False,
+    ) -> None:
+        self._forming, self._asked_to_form = forming, (0.0, 0.0)
+        self.exchange_s = self.exchange_cpu_s = 0.0
         self.workers: dict[int, Client] = {}
         self.formed: set[int] = set()
         self.training = training
@@ -163,6 +197,7 @@ class World:
             self.close()
             raise
         self.forming_s = time.monotonic() - self.began
+        self.exchange_cpu_s = self.cpu_s - self._asked_to_form[1]
 
     def _start_master(self, signs: int) -> subprocess.Popen[bytes]:
         listener = self._board.listener.fileno()
@@ -234,18 +269,32 @@ class World:
                 self._to_start.append((number, client.number, credentials))
             case m.Welcome() if client.role == "worker":
                 client.send(m.Built(recovers=True))
+            case m.Form(generation=generation, rank=rank, members=members) if self._forming:
+                if not self._asked_to_form[0]:
+                    self._asked_to_form = time.monotonic(), self.cpu_s
+                client.generation = generation
+                client.meet(generation, rank, len(members))
             case m.Form(generation=generation):
-                client.send(m.Formed(generation=generation))
-                if client.number not in self.formed:
-                    self.formed.add(client.number)
-                    self._repeat(lambda: self._beat(client), HEARTBEAT_S)
-                    if self.training:
-                        self._repeat(lambda: self._record(client), FLUSH_S)
-                        self._repeat(lambda: self._meter(client), TRAFFIC_S)
+                self._forms(client, generation)
+            case m.StoreValue(key=key, more=more):
+                client.known |= {key, *more}
+                if client.ask():
+                    self._forms(client, client.generation)
             case m.Ack() if client.role == "worker":
                 client.acknowledged += 1
             case m.Signal() | m.KillAll() | m.Refused():
                 raise RuntimeError(f"the master sent {client.role} {client.number} {message}.")
+
+    def _forms(self, client: Client, generation: int) -> None:
+        client.send(m.Formed(generation=generation))
+        if client.number in self.formed:
+            return
+        self.formed.add(client.number)
+        self.exchange_s = time.monotonic() - self._asked_to_form[0]
+        self._repeat(lambda: self._beat(client), HEARTBEAT_S)
+        if self.training:
+            self._repeat(lambda: self._record(client), FLUSH_S)
+            self._repeat(lambda: self._meter(client), TRAFFIC_S)
 
     def _step(self) -> None:
         now = time.monotonic()
@@ -316,9 +365,9 @@ class World:
 
 
 @contextlib.contextmanager
-def world(workers: int, *, encrypted: bool, training: bool = False) -> Iterator[World]:
+def world(workers: int, **how: bool) -> Iterator[World]:
     with tempfile.TemporaryDirectory() as name:
-        made = World(Path(name), workers, encrypted=encrypted, training=training)
+        made = World(Path(name), workers, **how)
         try:
             yield made
         finally:
@@ -357,6 +406,27 @@ def one_load(workers: int, seconds: float, *, encrypted: bool, training: bool) -
         return found
 
 
+def one_group(workers: int) -> dict[str, Any]:
+    with world(workers, forming=True) as made:
+        totals = made.totals
+        found = {
+            "members": workers,
+            "seconds_of_the_exchange": made.exchange_s,
+            "cpu_s_of_the_master": made.exchange_cpu_s,
+            "messages_of_each_member": totals["messages"] / workers,
+            "megabytes_to_all_members": totals["received_bytes"] / 1e6,
+            "generations": made.generations,
+        }
+    print(
+        f"a group of {workers}: all had the addresses of all after {made.exchange_s:.2f} s and "
+        f"{made.exchange_cpu_s:.2f} s of the master; a member sent "
+        f"{found['messages_of_each_member']:.1f} messages, and all received "
+        f"{found['megabytes_to_all_members']:.1f} MB",
+        flush=True,
+    )
+    return found
+
+
 def load(
     sizes: list[int], tls: list[int], training: list[int], seconds: float
 ) -> list[dict[str, Any]]:
@@ -371,9 +441,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sizes", nargs="+", type=int, default=[2, 10, 100, 1000])
+    parser.add_argument("--sizes", nargs="*", type=int, default=[2, 10, 100, 1000])
     parser.add_argument("--tls", nargs="*", type=int, default=[2, 100])
     parser.add_argument("--training", nargs="*", type=int, default=[2, 10, 100])
+    parser.add_argument("--forming", nargs="*", type=int, default=[16, 64, 256])
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -381,6 +452,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     began = os.getloadavg()[0]
     found = load(args.sizes, args.tls, args.training, args.seconds)
+    groups = [one_group(size) for size in args.forming]
     if args.json:
         about = {
             "date": datetime.date.today().isoformat(),
@@ -389,7 +461,9 @@ def main() -> None:
             "load_before": began,
             "load_after": os.getloadavg()[0],
         }
-        args.json.write_text(json.dumps({**about, "found": found}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps({**about, "found": found, "groups": groups}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

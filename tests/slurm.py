@@ -188,18 +188,34 @@ class Slurm:
         """Whether jobs can have it."""
         return self.ask("sinfo", "-h", "-n", node, "-o", "%T").strip() == "idle"
 
-    def crash(self, node: str) -> None:
-        """Kill everything on a node at once, as if its power failed; Slurm does not know yet."""
-        self._of_node[node].kill()
+    def crash(self, node: str) -> float:
+        """Kill everything on a node at once, as if its power failed; Slurm does not know yet.
+
+        Returns:
+            When that was, Unix seconds.
+        """
+        moment = self._kill(node)
+        self._kill(node)  # what has started meanwhile
+        return moment
+
+    def _kill(self, node: str) -> float:
+        there = []
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 if process.environ().get("SLURMD_NODENAME") == node or node in process.cmdline():
-                    process.kill()
+                    there.append(process)
+        moment = time.time()
+        self._of_node[node].kill()
+        for process in there:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        return moment
 
-    def down(self, node: str) -> None:
+    def down(self, node: str) -> float:
         """The same, and have Slurm know: the node leaves its allocations."""
-        self.crash(node)
+        moment = self.crash(node)
         self.ask("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+        return moment
 
     def processes(self) -> list[psutil.Process]:
         """All that came of it, and those that were given its environment."""

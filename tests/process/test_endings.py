@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from started import SOON_S, Start, Started
+from started import SOON_S, Start, Started, slow
 
 from instep.store.run_folder import RunFolder
 
@@ -85,11 +85,12 @@ def test_ctrl_c_while_a_command_is_still_being_imported_is_one_line(
     program.check_no_process_is_left()
 
 
-def test_sigterm_does_what_ctrl_c_does(run: Start) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGTERM, slow(signal.SIGUSR1), slow(signal.SIGUSR2)])
+def test_what_a_cluster_sends_does_what_ctrl_c_does(run: Start, sent: signal.Signals) -> None:
     program = training(run, "train.merge=never")
-    program.process.send_signal(signal.SIGTERM)
+    program.process.send_signal(sent)
     assert program.end() == 130
-    check_stopped_and_saved(program, "SIGTERM")
+    check_stopped_and_saved(program, sent.name)
 
 
 def test_ctrl_c_twice_ends_at_once_even_if_a_worker_never_comes_back(run: Start) -> None:

@@ -142,7 +142,7 @@ def test_a_node_without_the_recipe_or_with_another_torch_is_named(
     monkeypatch.setattr("instep.launch.node._sha256", lambda file: "another")
     assert f"has another recipe in {RECIPES / 'tiny.py'}. Put recipe" in refusal(job(nodes=1))
     monkeypatch.undo()
-    monkeypatch.setattr("instep.launch.node._versions", lambda: (("instep", "9"), ("torch", "1")))
+    monkeypatch.setattr("instep.launch.node.versions", lambda: (("instep", "9"), ("torch", "1")))
     text = refusal(job(nodes=1))
     assert text.startswith("the node ")
     assert "has instep 0." in text

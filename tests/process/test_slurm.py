@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from started import RECIPES, SOON_S, Start, Started, long, newest_pids, slow
+from started import RECIPES, SOON_S, Start, Started, long, slow
 from test_recovery import check_same_result, undisturbed
 from test_survival import STEPS_OF_A_RUN, reach
 
@@ -97,23 +97,6 @@ def test_three_nodes_give_the_bits_of_one_machine_and_so_do_two_once_one_is_lost
     check_nothing_is_left(program, slurm)
 
 
-@pytest.mark.slow
-def test_a_host_that_is_killed_is_replaced_on_its_node(
-    start: Start, tmp_path: Path, slurm: Slurm, in_allocation: dict[str, str], undisturbed: Path
-) -> None:
-    program = begin(start, tmp_path, in_allocation)
-    program.until(program.is_training, "training")
-    reach(program, 40)
-    (host,) = (e["pid"] for e in program.events("host_joined") if e["host"] == 1)
-    psutil.Process(host).kill()
-    program.until(
-        lambda: [e["host"] for e in program.events("host_joined")].count(1) == 2, "a new host"
-    )
-    assert program.end() == 0, program.stderr
-    check_same_result(program, undisturbed)
-    check_nothing_is_left(program, slurm)
-
-
 @pytest.mark.parametrize("losses", [slow(6), long(20)])
 def test_hosts_and_nodes_that_are_lost_leave_no_trace_in_the_result(
     start: Start,
@@ -137,17 +120,6 @@ def test_hosts_and_nodes_that_are_lost_leave_no_trace_in_the_result(
     assert program.end(300) == 0, program.stderr
     assert program.events("went_back") == []
     check_same_result(program, undisturbed)
-    check_nothing_is_left(program, slurm)
-
-
-@pytest.mark.slow
-def test_nothing_is_left_of_a_client_that_is_killed(
-    start: Start, tmp_path: Path, slurm: Slurm, in_allocation: dict[str, str]
-) -> None:
-    program = begin(start, tmp_path, in_allocation)
-    program.until(program.is_training, "training")
-    assert len(newest_pids(program)) == 3
-    program.process.kill()
     check_nothing_is_left(program, slurm)
 
 
@@ -185,17 +157,22 @@ def test_a_job_is_submitted_and_followed(
 
 
 @pytest.mark.slow
-def test_a_job_whose_time_runs_out_saves_and_goes_on_in_its_next_turn(
-    start: Start, tmp_path: Path, slurm: Slurm, undisturbed: Path
+@pytest.mark.parametrize(("sent", "following"), [("USR1", "requeue"), ("USR2", "submit")])
+def test_a_job_whose_time_runs_out_saves_and_goes_on_in_its_next_turn_or_in_another_job(
+    start: Start, tmp_path: Path, slurm: Slurm, undisturbed: Path, sent: str, following: str
 ) -> None:
-    program = begin(start, tmp_path, slurm.environment, launch="nodes = 2\n")
+    options = f'[launch.options]\nsignal = "{sent}@60"\nnext = "{following}"\n'
+    program = begin(start, tmp_path, slurm.environment, launch=f"nodes = 2\n{options}")
     program.until(lambda: "RUNNING on" in program.stderr, "running")
     job = re.findall(r"slurm   job (\d+)", program.stderr)[0]
     folder = program.work / "runs" / "disturbed"
     program.until(lambda: any(folder.glob("checkpoints/step-*")), "a checkpoint")
-    slurm.ask("scancel", "--batch", "--signal=USR1", job)  # what --signal=B:USR1@60 sends
+    slurm.ask("scancel", "--batch", f"--signal={sent}", job)  # what --signal=B:USR1@60 sends
     assert program.end() == 0, program.stderr
-    assert re.search(r"RUNNING on(.|\n)* PENDING(.|\n)* RUNNING on", program.stderr)
+    again = "PENDING" if following == "requeue" else "COMPLETED"
+    assert re.search(rf"RUNNING on(.|\n)* {again}(.|\n)* RUNNING on", program.stderr)
+    jobs = set(re.findall(r"slurm   job (\d+) RUNNING", program.stderr))
+    assert len(jobs) == (1 if following == "requeue" else 2)
     assert "resumed_step" in (folder / "events.jsonl").read_text()
     assert sha256_of(folder) == sha256_of(undisturbed)
     program.check_no_process_is_left(soon_s=SOON_S)

@@ -80,6 +80,9 @@ class _File:
     def exists(self) -> bool:
         return False
 
+    def is_file(self) -> bool:
+        return False
+
     def glob(self, pattern: str) -> list[_File]:
         return []
 

@@ -10,7 +10,9 @@ from .mutants import MUTANTS, mutated
 from .run import main
 from .world import tell
 
-IN_THE_SUITE, IN_ALL = 150, 10_000
+IN_THE_SUITE, IN_ALL = [*range(150), 316, 790], 10_000
+"""Seeds. In 316 a member is killed after it has handed over, and in 790 a group is stuck."""
+
 
 QUICK = [
     "no record says who holds the state",
@@ -44,11 +46,11 @@ def first_broken(seeds):
 @pytest.fixture(scope="module")
 def stories():
     """The lines of a few hundred stories; each promise was looked after while they were told."""
-    return [tell(seed, verbose=True).engine.story for seed in range(IN_THE_SUITE)]
+    return [tell(seed, verbose=True).engine.story for seed in IN_THE_SUITE]
 
 
 def test_whatever_happens_every_promise_holds(stories):
-    assert len(stories) == IN_THE_SUITE
+    assert len(stories) == len(IN_THE_SUITE)
 
 
 def test_a_seed_tells_the_same_story_again():

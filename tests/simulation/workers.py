@@ -387,9 +387,11 @@ class Worker(Process):
         numbers = []
         known: dict[str, bytes] = {}
         for rank in range(count):
-            self.connection.question = question = m.StoreGet(key=f"{prefix}{rank}")
-            self.connection.send(question)
-            while question.key not in known:
+            key = f"{prefix}{rank}"
+            if key not in known:
+                self.connection.question = question = m.StoreGet(key=key, known=len(known))
+                self.connection.send(question)
+            while key not in known:
                 answer = yield from self._wait_for(m.StoreValue, m.Form, m.Release)
                 if not isinstance(answer, m.StoreValue):
                     self.connection.question = None
@@ -397,8 +399,8 @@ class Worker(Process):
                         raise Released
                     self.connection.put_back(answer)
                     raise PeerError("the members changed while the group was forming.")
-                known[answer.key] = answer.value
-            numbers.append(int(known[question.key]))
+                known |= {answer.key: answer.value, **answer.more}
+            numbers.append(int(known[key]))
         yield from end.connect(numbers, timeout_s)
 
     def _assign(self, form: m.Form, end: End) -> Wait:

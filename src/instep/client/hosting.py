@@ -2,7 +2,7 @@
 
 The master is a process of its own, as under `instep run`; a thread of process 0 is its
 client (`watchdog.py`) and replaces a master that is lost or hangs. It ends with process 0.
-The other processes find the master by the meeting file (`meeting.py`). If the run cannot
+The other processes find the master where all meet (`meeting.py`). If the run cannot
 begin or is complete, process 0 tells them so in the master's place (`refusal.py`). It
 knows nothing of models and loops. Ways in: `Host` for process 0, `meet` for the others.
 """
@@ -10,22 +10,27 @@ knows nothing of models and loops. Ways in: `Host` for process 0, `meet` for the
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import sys
 import threading
 import time
 from collections.abc import Collection
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from instep import spec_file
-from instep.client import meeting, refusal
-from instep.client.placement import Placement, host_address
+from instep.client import meeting as meetings
+from instep.client import refusal
+from instep.client.meeting import Meeting
+from instep.client.placement import Placement, host_address, is_loopback
 from instep.client.results import about, failure, finish, recipe_sha256, refused
 from instep.client.watchdog import MasterWatchdog
+from instep.comm.certificates import Authority, Identity
 from instep.comm.endpoint import Endpoint, Switchboard
 from instep.comm.messages import Over, Welcome
 from instep.control.journal import Begin, Journal
@@ -36,6 +41,7 @@ from instep.store.folder import (
     BEGINNING,
     StartPoint,
     held,
+    id_of,
     make_run_folder,
     remove_run_folder,
     resume_hint,
@@ -49,7 +55,7 @@ AGAIN_S = 10.0
 """How long to retry a master that was lost before it answered."""
 
 LATE_S = 2.0
-"""How long a process that the run refused waits for the meeting file of another start."""
+"""How long a process that the run refused waits for another start."""
 
 
 class Host:
@@ -59,6 +65,7 @@ class Host:
         place: of this process, the first of its start.
         job: what to run.
         runs: folder of run folders.
+        meeting: where the others look for its master.
         quiet: print no progress.
         resume: continue the run of this name, if there is one.
         own_loop: the script has its own training loop, so the job does not know its length.
@@ -72,21 +79,24 @@ class Host:
         place: Placement,
         job: JobSpec,
         runs: Path,
+        meeting: Meeting,
         *,
         quiet: bool,
         resume: bool,
         own_loop: bool,
     ) -> None:
-        self._meeting = meeting.meeting_file(runs, place)
+        self._meeting = meeting
         self._hold = ExitStack()
         self._over: Over | None = None
         self._broke: BaseException | None = None
         self._note = {"quiet": quiet, "json": True, "about": {**about(job), "started_by": "join"}}
         self._job, self._place, self._start_point = job, place, BEGINNING
-        with refusal.announced(place, runs):
-            self._switchboard = Switchboard(host_address(place))
+        with refusal.announced(place, meeting):
+            address = meeting.host or host_address(place)
+            private = job.network == "private" or is_loopback(address)
+            self._switchboard = Switchboard(address, authority=None if private else Authority())
         self._failed: Collection[int] = ()  # processes that failed before they connected
-        self._late = threading.Timer(meeting.SAY_AFTER_S, self._say_who_is_missing)
+        self._late = threading.Timer(meetings.SAY_AFTER_S, self._say_who_is_missing)
         self._late.daemon = True
         self._began = time.time()
         try:
@@ -97,7 +107,7 @@ class Host:
                 self._start_point = start_point
                 Journal(self.folder, Begin(time.time(), start_point)).close()
             if place.size > 1:
-                meeting.write(self._meeting, self._switchboard.endpoint)
+                meetings.write(meeting, self._switchboard.endpoint, self._switchboard.authority)
                 try:
                     self._check_notes()  # again: reading a checkpoint takes time
                 except InstepError:
@@ -109,6 +119,7 @@ class Host:
             if isinstance(error, Exception):
                 self._refuse(error)
             self._switchboard.close()
+            meeting.close()
             raise
         self._thread = threading.Thread(target=self._serve, name="instep master", daemon=True)
         self._thread.start()
@@ -145,10 +156,11 @@ class Host:
         others = self._place.size - 1 - len(self._failed)
         with contextlib.suppress(OSError):  # if no file can be written, none can be read
             if others > 0:
-                meeting.write(self._meeting, self._switchboard.endpoint)
+                board = self._switchboard
+                meetings.write(self._meeting, board.endpoint, board.authority)
                 refusal.answer_all(self._switchboard, others, answer, self._meeting)
             else:
-                self._meeting.unlink(missing_ok=True)
+                self._meeting.remove(meetings.ENDPOINT)
 
     def _serve(self) -> None:
         try:
@@ -158,7 +170,14 @@ class Host:
                 self._over = MasterWatchdog(self.folder, board, None, note).serve()
             else:
                 job, now = spec_file.dump(self._job), time.time()
-                answer = Welcome(job=job, run=str(self.folder), started=now, complete=True)
+                answer = Welcome(
+                    job=job,
+                    run=str(self.folder),
+                    run_id=id_of(self.folder),
+                    started=now,
+                    complete=True,
+                    last_step=RunFolder(self.folder).last_step,
+                )
                 size = self._place.size
                 refusal.answer_all(self._switchboard, size, answer, self._meeting)
         except BaseException as error:
@@ -168,10 +187,11 @@ class Host:
 
     def member(self) -> Member:
         """Process 0 is worker 0 of its own master."""
-        return _call(self._switchboard.endpoint, 0)
+        board = self._switchboard
+        return _call(replace(board.endpoint, credentials=board.issue(Identity("worker", 0))), 0)
 
     def formed(self) -> None:
-        """All processes are here. The meeting file stays, so that a late process is refused."""
+        """All processes are here. The meeting stays open, so that a late process is refused."""
         self._late.cancel()
 
     def _missing(self) -> list[int]:
@@ -198,7 +218,7 @@ class Host:
         try:
             self._thread.join()
             self._late.cancel()
-            self._meeting.unlink(missing_ok=True)
+            self._meeting.remove(meetings.ENDPOINT)
             if isinstance(self._broke, RunError):
                 raise RunError(f"{self._broke}{resume_hint(self.folder)}")
             if isinstance(self._broke, InstepError):
@@ -214,6 +234,7 @@ class Host:
                 summary = self._summary()
         finally:
             self._hold.close()
+            self._meeting.close()
         if over is not None and failed is not None:
             error = failure(over.worker, failed, self.folder)
             refusal.leave_notes(self._meeting, missing, error)
@@ -233,28 +254,32 @@ class Host:
         return finish(self.folder)  # the file is damaged
 
 
+_CLOSED = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+"""Nothing answers, since the network is closed there."""
+
+
 def is_complete(run: RunFolder, job: JobSpec) -> bool:
     """Whether a run completed, and the job asks for no more steps."""
     length = job.train.steps or job.train.passes * run.epoch_steps
     return run.outcome == "completed" and 0 < length <= run.last_step
 
 
-def meet(file: Path, rank: int) -> Member:
-    """Join the master that process 0 runs; a meeting file of a former start is ignored.
+def meet(meeting: Meeting, rank: int) -> Member:
+    """Join the master that process 0 runs; one of a former start is ignored.
 
     Raises:
         InstepError: process 0 refused to begin, is missing, or began without this process.
     """
 
     def look() -> None:
-        for error in refusal.notes(file, rank).values():
+        for error in refusal.notes(meeting, rank).values():
             raise error
 
     stale, late = set(_MET), None
     while True:
         try:
-            timeout_s = meeting.TIMEOUT_S if late is None else LATE_S
-            endpoint = meeting.find(file, stale, timeout_s=timeout_s, look=look)
+            timeout_s = meetings.TIMEOUT_S if late is None else LATE_S
+            endpoint = meetings.find(meeting, stale, rank=rank, timeout_s=timeout_s, look=look)
         except RunError:
             if late is None:
                 raise
@@ -264,7 +289,14 @@ def meet(file: Path, rank: int) -> Member:
             member = _call(endpoint, rank)
         except causes.Unwanted as error:
             late = error
-        except PeerError:
+        except PeerError as error:
+            if isinstance(cause := error.__context__, OSError) and cause.errno in _CLOSED:
+                where = f"{endpoint.address.host}:{endpoint.address.port}"
+                raise RunError(
+                    f"process 0 says that its run is at {where}, and nothing can be reached there "
+                    f"({cause.strerror or cause}). Open all ports between the machines: the run's "
+                    "master and gloo choose theirs."
+                ) from None
             late = None
         else:
             _MET.add(endpoint.token)

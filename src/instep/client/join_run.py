@@ -93,7 +93,7 @@ def join_run(run: Path, workers: int | None, say: Callable[[str], None]) -> list
 
 def _add(run: Path, hosts: int, workers: int) -> tuple[Endpoint, HostsAdded]:
     """Have the master take hosts; where it is, and what it calls them."""
-    endpoint = meeting.read(run / FILE)
+    endpoint = meeting.read(meeting.MeetingFile(run / FILE))
     channel = call(run)
     try:
         channel.send(AddHosts(count=hosts, workers=workers))

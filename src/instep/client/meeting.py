@@ -1,9 +1,10 @@
-"""Small files by which processes find a run's master: where it listens, and the token.
+"""Where the processes of one start (torchrun, Slurm, MPI) find the run's master.
 
-The processes of one start (torchrun, Slurm, MPI) meet at a file in the folder of runs;
-process 0 writes it, the others wait for it. So no port has to be agreed on beforehand, none
-is open to strangers, and torch's `TCPStore`, which is open to them, is not used. A running
-job has such a file in its folder, for `instep scale`. Only its owner may read it.
+Process 0 leaves a note that says where the master listens, with the token, and the others wait for
+it. Errors travel as notes too (`refusal.py`). `MeetingFile` keeps notes as small files in the
+folder of runs: so no port has to be agreed on beforehand, none is open to strangers, and torch's
+`TCPStore`, which is open to them, is not used. Hosts that share no folder meet at an address
+instead (`rendezvous.py`). A running job has such a file in its folder, for `instep scale`.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import sys
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import msgspec
 
 from instep.client.placement import Placement
-from instep.comm.certificates import Credentials
+from instep.comm.certificates import Authority, Credentials, Identity
 from instep.comm.channel import Address
 from instep.comm.endpoint import Endpoint
 from instep.errors import RunError
@@ -28,7 +29,94 @@ SAY_AFTER_S = 10.0
 """A longer wait prints a line."""
 
 TIMEOUT_S = 1800.0
-"""How long process 0 may take to write the file: before a resumed run it reads a checkpoint."""
+"""How long process 0 may take to say where it listens: before a resumed run it reads a
+checkpoint."""
+
+ENDPOINT = ""
+"""The name of the note that says where the master listens."""
+
+
+class Meeting(Protocol):
+    """Notes that the processes of one start leave for each other, by name."""
+
+    lasts: bool
+    """Whether notes of an earlier start may be here."""
+    host: str | None
+    """The address that the master is to listen on; None where it follows from the start."""
+    missing: tuple[str, str]
+    """What process 0 has not done while there is no endpoint, and what to look at."""
+
+    def enter(self) -> None:
+        """Wait until notes can be read.
+
+        Raises:
+            InstepError: they cannot.
+        """
+
+    def put(self, name: str, note: bytes) -> bool:
+        """Leave a note, in place of the one of this name; whether that could be done."""
+
+    def get(self, name: str) -> bytes | None:
+        """A note; None if there is none, or nobody can be asked."""
+
+    def remove(self, name: str) -> None:
+        """Remove a note, if there is one."""
+
+    def names(self) -> list[str]:
+        """Of all notes but that of the endpoint; for process 0."""
+
+    def close(self) -> None:
+        """This process has met the others."""
+
+
+class MeetingFile:
+    """Notes as files, which only their owner may read.
+
+    Args:
+        file: that of the endpoint; the others have its name, and theirs after a dot.
+    """
+
+    lasts = True
+    host: str | None = None
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.missing = (
+            f"written {file}",
+            "whether the folder of runs is shared between the hosts; if it is not, give "
+            "rendezvous='HOST:PORT'",
+        )
+
+    def enter(self) -> None:
+        """Files can be read at any time."""
+
+    def put(self, name: str, note: bytes) -> bool:
+        """Write it all at once."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        replace_plain(self._path(name), note.decode(), 0o600)
+        return True
+
+    def get(self, name: str) -> bytes | None:
+        """As `Meeting.get`."""
+        try:
+            return read_plain(self._path(name))
+        except FileNotFoundError:
+            return None
+
+    def remove(self, name: str) -> None:
+        """As `Meeting.remove`."""
+        self._path(name).unlink(missing_ok=True)
+
+    def names(self) -> list[str]:
+        """As `Meeting.names`."""
+        own = f"{self.file.name}."
+        return [path.name.removeprefix(own) for path in self.file.parent.glob(f"{own}*")]
+
+    def close(self) -> None:
+        """Files stay: a late process is to be refused."""
+
+    def _path(self, name: str) -> Path:
+        return self.file.with_name(f"{self.file.name}.{name}") if name else self.file
 
 
 class _Note(msgspec.Struct):
@@ -36,69 +124,81 @@ class _Note(msgspec.Struct):
     port: Annotated[int, msgspec.Meta(gt=0, lt=1 << 16)]
     token: str
     credentials: Credentials | None = None
+    authority: str = ""
+    """Of the run, PEM with its key: each process makes its own certificate with it."""
 
 
-def meeting_file(runs: Path, place: Placement) -> Path:
-    """Where the processes of one start meet."""
-    return runs / f".meeting-{place.key}.json"
+def meeting_file(runs: Path, place: Placement) -> MeetingFile:
+    """Where the processes of one start meet that share a folder of runs."""
+    return MeetingFile(runs / f".meeting-{place.key}.json")
 
 
-def write(file: Path, endpoint: Endpoint) -> None:
-    """Write the endpoint, all at once, readable by this user only."""
+def write(meeting: Meeting, endpoint: Endpoint, authority: Authority | None = None) -> None:
+    """Say where the master listens.
+
+    Args:
+        meeting: where to.
+        endpoint: has the credentials of whoever reads this, if there is no `authority`.
+        authority: of the run, for processes that need certificates of their own.
+    """
     where = endpoint.address
-    leave(file, _Note(where.host, where.port, endpoint.token, endpoint.credentials))
+    if authority is None:
+        note = _Note(where.host, where.port, endpoint.token, endpoint.credentials)
+    else:
+        note = _Note(where.host, where.port, endpoint.token, authority=authority.pem)
+    meeting.put(ENDPOINT, msgspec.json.encode(note))
 
 
-def leave(file: Path, note: msgspec.Struct) -> None:
-    """Write a note for other processes, all at once, readable by this user only."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    replace_plain(file, msgspec.json.encode(note).decode(), 0o600)
-
-
-def read(file: Path) -> Endpoint | None:
-    """The endpoint in a file; None if there is no file, or it is damaged."""
+def read(meeting: Meeting, rank: int = 0) -> Endpoint | None:
+    """Where the master listens, for the process of that rank; None if that is not said, or the
+    note is damaged."""
+    found = meeting.get(ENDPOINT)
     try:
-        note = msgspec.json.decode(read_plain(file), type=_Note)
-    except (FileNotFoundError, ValueError):
+        note = msgspec.json.decode(found, type=_Note) if found is not None else None
+    except ValueError:
         return None
-    return Endpoint(Address(note.host, note.port), note.token, credentials=note.credentials)
+    if note is None:
+        return None
+    shown = note.credentials
+    if note.authority:
+        shown = Authority(note.authority).issue(Identity("worker", rank))
+    return Endpoint(Address(note.host, note.port), note.token, credentials=shown)
 
 
 def find(
-    file: Path,
+    meeting: Meeting,
     stale: Collection[str] = (),
     *,
+    rank: int = 0,
     timeout_s: float = TIMEOUT_S,
     look: Callable[[], None] = lambda: None,
 ) -> Endpoint:
-    """Wait for the endpoint that process 0 writes.
+    """Wait until process 0 says where the master listens.
 
     Args:
-        file: where the processes meet.
+        meeting: where the processes meet.
         stale: tokens of former masters, to be ignored.
+        rank: of this process.
         timeout_s: seconds to wait at most.
         look: called now and then; what it raises ends the wait.
 
     Raises:
-        RunError: process 0 wrote nothing in that time.
+        RunError: process 0 said nothing in that time.
     """
     began, said = time.monotonic(), False
+    what, hint = meeting.missing
     while True:
-        endpoint = read(file)
+        endpoint = read(meeting, rank)
         if endpoint is not None and endpoint.token not in stale:
             return endpoint
         look()
         waited_s = time.monotonic() - began
         if not said and waited_s > SAY_AFTER_S:
-            print(
-                f"instep: waiting for process 0 to write {file} "
-                "(the folder of runs must be shared between the hosts)",
-                file=sys.stderr,
-            )
+            print(f"instep: process 0 has not {what} yet. Look {hint}.", file=sys.stderr)
             said = True
         if waited_s > timeout_s:
             raise RunError(
-                f"process 0 has not written {file} in {readable_seconds(timeout_s)}. Look at what "
-                "it printed last, and whether the folder of runs is shared between the hosts."
+                f"process 0 has not {what} in {readable_seconds(timeout_s)}. Look at what "
+                f"it printed last, and {hint}."
             )
         time.sleep(0.02)

@@ -102,17 +102,19 @@ def _local_size(environment: Mapping[str, str], name: str, who: str, size: int) 
     return _number(environment, name, who, size)
 
 
-def check_network(place: Placement, network: str) -> None:
-    """Refuse several hosts on a network that may not be private; the same in every process.
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address.
 
     Raises:
-        SpecError: the processes are on several hosts, and `network` is not `private`.
+        SpecError: the name leads to none.
     """
-    if not place.one_host and network != "private":
+    try:
+        return socket.gethostbyname(host).startswith("127.")
+    except OSError as error:
         raise SpecError(
-            f"the {place.size} processes are on several hosts, and traffic between them is not "
-            "encrypted. If only trusted machines reach that network, say network='private'."
-        )
+            f"rendezvous: the name {host!r} leads to no address ({error.strerror}). Give the "
+            "address of the machine of process 0."
+        ) from None
 
 
 def host_address(place: Placement) -> str:

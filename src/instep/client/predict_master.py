@@ -234,11 +234,11 @@ class PredictMaster:
             case m.Emit(name="warning", fields=fields):
                 self._say(f"worker {process.number}: {fields['text']}")
             case m.StoreSet(key=key, value=value):
-                for waiting in self._keys.leave(key, value):
-                    self._hub.send(waiting, m.StoreValue(key=key, value=value))
-            case m.StoreGet(key=key):
-                if (there := self._keys.find(key, process.peer)) is not None:
-                    self._hub.send(process.peer, m.StoreValue(key=key, value=there))
+                for waiting, answer in self._keys.leave(key, value):
+                    self._hub.send(waiting, answer)
+            case m.StoreGet():
+                if (there := self._keys.find(message, process.peer)) is not None:
+                    self._hub.send(process.peer, there)
             case m.Built():
                 process.ready, process.since = True, now
                 self._server.started = 0

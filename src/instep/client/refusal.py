@@ -3,8 +3,8 @@
 There is no master yet, or none that knows of the failure. Process 0 listens in the master's
 place and gives one answer to every process that connects (`answer_all`): the run cannot
 begin or is complete. Another process connects to say why it ends. A process that may not be
-reached in time finds a note beside the meeting file (`meeting.py`), which it removes. Only
-notes written after a process began count for it: older ones are of an earlier start.
+reached in time finds a note where all meet (`meeting.py`), which it removes. Where notes outlive
+their start, only those written after a process began count for it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import hmac
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import msgspec
 
 from instep.client import meeting as meetings
-from instep.client.placement import Placement
+from instep.client.meeting import Meeting
+from instep.client.placement import Placement, is_loopback
+from instep.comm.certificates import Authority
 from instep.comm.channel import Peer
 from instep.comm.endpoint import Switchboard
 from instep.comm.messages import VERSION, Hello, Refused, Welcome
 from instep.errors import InstepError
-from instep.plain_file import read_plain
 from instep.system import causes
 from instep.system.processes import started_at
 from instep.worker.member import Member
@@ -46,20 +46,20 @@ def answer_all(
     switchboard: Switchboard,
     count: int,
     answer: Refused | Welcome,
-    meeting: Path,
+    meeting: Meeting,
     *,
     timeout_s: float = TIMEOUT_S,
 ) -> int:
     """Wait for `count` processes and send all of them the same answer.
 
-    The meeting file is removed first: the first process to get the answer may end all others,
-    and a file that outlived them would mislead the next start.
+    The note that brought them is removed first: the first process to get the answer may end all
+    others, and a note that outlived them would mislead the next start.
 
     Args:
-        switchboard: the one in the meeting file; closed afterwards.
+        switchboard: to which they connect; closed afterwards.
         count: how many processes will connect.
         answer: for each of them.
-        meeting: the meeting file.
+        meeting: where they look for it.
         timeout_s: after so many seconds those that have connected get the answer.
 
     Returns:
@@ -81,7 +81,7 @@ def answer_all(
                     case _:
                         switchboard.hub.drop(peer)
     finally:
-        meeting.unlink(missing_ok=True)
+        meeting.remove(meetings.ENDPOINT)
     for peer in connected.values():
         if peer.socket.fileno() >= 0:
             switchboard.hub.send(peer, answer)
@@ -90,92 +90,94 @@ def answer_all(
 
 
 @contextmanager
-def announced(place: Placement, runs: Path) -> Iterator[None]:
+def announced(place: Placement, meeting: Meeting) -> Iterator[None]:
     """Tell the other processes of this start about an error in the context, and raise it."""
     try:
         yield
     except Exception as error:
-        meeting = meetings.meeting_file(runs, place)
         with contextlib.suppress(OSError, InstepError):  # the error itself matters more
             if place.size > 1 and place.rank == 0:
                 _refuse_all(place, meeting, error)
             elif place.size > 1:
                 _tell_process_0(place, meeting, error)
+        meeting.close()
         raise
 
 
-def _refuse_all(place: Placement, meeting: Path, error: Exception) -> None:
+def _refuse_all(place: Placement, meeting: Meeting, error: Exception) -> None:
     """Process 0: make the processes that connect raise the same; leave notes for the others.
 
-    It does not listen if there are several hosts: nothing says that their network is private.
+    Between several hosts that meet at a file it does not listen: they may not reach its address.
     """
     failed = notes(meeting, 0)
     others = [n for n in range(1, place.size) if n not in failed]
     missing = len(others)
-    if place.one_host and others:
-        switchboard = Switchboard()
-        meetings.write(meeting, switchboard.endpoint)
+    if (place.one_host or meeting.host) and others:
+        address = meeting.host or "127.0.0.1"
+        switchboard = Switchboard(address, authority=None if is_loopback(address) else Authority())
+        meetings.write(meeting, switchboard.endpoint, switchboard.authority)
         answer = causes.refused(error)
         missing -= answer_all(switchboard, missing, answer, meeting, timeout_s=BRIEFLY_S)
     if missing:
         leave_notes(meeting, others, error)
 
 
-def leave_notes(meeting: Path, others: Iterable[int], error: Exception) -> None:
+def leave_notes(meeting: Meeting, others: Iterable[int], error: Exception) -> None:
     """Process 0: leave a note about its error for each process that comes later."""
     with contextlib.suppress(OSError):
         for number in others:
             _leave(meeting, 0, number, error)
 
 
-def _tell_process_0(place: Placement, meeting: Path, error: Exception) -> None:
+def _tell_process_0(place: Placement, meeting: Meeting, error: Exception) -> None:
     """Another process: tell the master of process 0, or leave a note if there is none yet."""
-    mine = _leave(meeting, place.rank, 0, error)  # first: process 0 writes its file, then looks
     deadline = time.monotonic() + BRIEFLY_S
-    stale: set[str] = set()
-    while mine.exists() and time.monotonic() < deadline:
-        endpoint = meetings.read(meeting)
+    # first: process 0 says where it listens, then looks
+    while not _leave(meeting, place.rank, 0, error) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    mine, stale = _name(place.rank, 0), set[str]()
+    while meeting.get(mine) is not None and time.monotonic() < deadline:
+        endpoint = meetings.read(meeting, place.rank)
         if endpoint is None or endpoint.token in stale:
             time.sleep(0.02)
             continue
         stale.add(endpoint.token)
         with contextlib.suppress(InstepError):  # it is gone, or refuses as well
             member = Member(endpoint, place.rank)
-            mine.unlink(missing_ok=True)
+            meeting.remove(mine)
             try:
                 member.failed(causes.failed(error, 0, ""))
             finally:
                 member.close()
 
 
-def _file(meeting: Path, sender: int, to: int) -> Path:
-    return meeting.with_name(f"{meeting.name}.{sender}-to-{to}")
+def _name(sender: int, to: int) -> str:
+    return f"{sender}-to-{to}"
 
 
-def _leave(meeting: Path, sender: int, to: int, error: Exception) -> Path:
-    file = _file(meeting, sender, to)
-    meetings.leave(file, _Note(time.time(), causes.refused(error)))
-    return file
+def _leave(meeting: Meeting, sender: int, to: int, error: Exception) -> bool:
+    note = _Note(time.time(), causes.refused(error))
+    return meeting.put(_name(sender, to), msgspec.json.encode(note))
 
 
-def notes(meeting: Path, to: int) -> dict[int, InstepError]:
+def notes(meeting: Meeting, to: int) -> dict[int, InstepError]:
     """The errors in the notes for a process of this start, by sender; removes the notes.
 
     Process 0 reads those of all processes, the others read that of process 0.
     """
     found: dict[int, InstepError] = {}
-    every = meeting.parent.glob(f"{meeting.name}.*-to-0") if to == 0 else [_file(meeting, 0, to)]
-    for file in every:
+    every = [n for n in meeting.names() if n.endswith("-to-0")] if to == 0 else [_name(0, to)]
+    for name in every:
         note = None
         try:
-            note = msgspec.json.decode(read_plain(file), type=_Note)
-            sender = int(file.name.split(".")[-1].split("-")[0])
-        except FileNotFoundError:
-            continue
+            if (written := meeting.get(name)) is None:
+                continue
+            note = msgspec.json.decode(written, type=_Note)
+            sender = int(name.split("-")[0])
         except (OSError, ValueError):
             pass  # damaged
         with contextlib.suppress(OSError):
-            file.unlink(missing_ok=True)
-        if note is not None and note.time > started_at():
+            meeting.remove(name)
+        if note is not None and (note.time > started_at() or not meeting.lasts):
             found[sender] = causes.as_error(note.refused)
     return found

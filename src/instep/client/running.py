@@ -36,7 +36,7 @@ def published(run: Path, endpoint: Endpoint) -> Iterator[None]:
     """
     path = run / FILE
     try:
-        meeting.write(path, endpoint)
+        meeting.write(meeting.MeetingFile(path), endpoint)
     except OSError as error:
         raise RunError(
             f"{path} cannot be written: {error.strerror}. Make room, or get access."
@@ -80,7 +80,7 @@ def call(run: Path) -> Channel:
     """
     folder = RunFolder(run)  # says what is wrong with the path
     try:
-        endpoint = meeting.read(folder.path / FILE)
+        endpoint = meeting.read(meeting.MeetingFile(folder.path / FILE))
         if endpoint is None:
             raise not_running(run)
         channel = Channel.connect(endpoint.address, context=endpoint.context)

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from instep import spec_file
-from instep.client import meeting, placement, refusal
+from instep.client import placement, refusal
 from instep.client.hosting import Host, meet
 from instep.client.job_checks import check_job
 from instep.client.prepared import Prepared
+from instep.client.rendezvous import meeting_at
 from instep.client.script import print_job_if_asked
 from instep.data.loader import Loader
 from instep.data.reading.choose import cores
@@ -34,7 +35,6 @@ from instep.recipe.quick_start import spare_dynamo
 from instep.recipe.recipe import Recipe
 from instep.recipe.weights import WeightedLoss
 from instep.spec import JobSpec
-from instep.store.run_folder import RunFolder
 from instep.sync import SERVERS
 from instep.system import causes
 from instep.system.kernels import per_machine, set_kernels, share
@@ -44,7 +44,7 @@ from instep.worker.own.evaluation import EvaluationLoader
 from instep.worker.own.loop import OwnLoader, OwnLoop
 from instep.worker.own.rounds import OwnRounds
 from instep.worker.process import Script
-from instep.worker.training import Training, check_device, choose_device
+from instep.worker.training import Training, check_device, check_encrypted, choose_device
 
 
 def join(
@@ -57,6 +57,8 @@ def join(
     quiet: bool = False,
     network: str = "loopback",
     resume: bool = False,
+    rendezvous: str | None = None,
+    token_file: str | Path | None = None,
     **sections: Mapping[str, Any],
 ) -> Session:
     """Become a worker of a run, together with the other processes of this start.
@@ -72,14 +74,19 @@ def join(
     Args:
         recipe: what to train, or the function that makes it; None for your own loop.
         name: of the run and its folder.
-        runs: folder of run folders; must be shared where there are several hosts.
+        runs: folder of run folders. That of process 0 counts; without `rendezvous` all
+            processes must see it.
         arguments: handed to the recipe function by name.
         seed: decides the order of the data, first parameters, every draw.
         quiet: print no progress.
-        network: `private` if only trusted machines reach the hosts' network.
+        network: `private` if only trusted machines reach the hosts' network: nothing is encrypted.
         resume: continue the run of this name from its newest checkpoint, if there is one;
             the number of processes may have changed. With a recipe, a complete run is no
             error: `steps()` yields nothing.
+        rendezvous: `host:port` of the machine of process 0, where the others find it if the hosts
+            share no folder. By default what INSTEP_RENDEZVOUS says.
+        token_file: with what they prove that they belong together; process 0 makes it, and each
+            other host has a copy. By default what INSTEP_TOKEN_FILE says.
         sections: tables of the job file: `train={"epochs": 3}`, `sync={...}`.
 
     Raises:
@@ -91,7 +98,9 @@ def join(
     if Script.started is not None:
         return _within_script(Script.started, recipe)
     place = placement.placement()
-    with refusal.announced(place, Path(runs)):
+    meeting = meeting_at(place, Path(runs), rendezvous, token_file)
+    with refusal.announced(place, meeting):
+        meeting.enter()
         job = _job(recipe, name, arguments, seed, network, sections, place.size)
         hosts, launcher = job.launch.hosts, job.launch.on
         if hosts or launcher:
@@ -107,13 +116,14 @@ def join(
                 "some. Use instep.train or instep run with a recipe; or sync.name = 'all_reduce'."
             )
         check_job(job, resumed=resume)
-        placement.check_network(place, job.network)
     host = None
     if place.rank == 0:
-        host = Host(place, job, Path(runs), quiet=quiet, resume=resume, own_loop=recipe is None)
+        own_loop = recipe is None
+        host = Host(place, job, Path(runs), meeting, quiet=quiet, resume=resume, own_loop=own_loop)
         member = host.member()
     else:
-        member = meet(meeting.meeting_file(Path(runs), place), place.rank)
+        member = meet(meeting, place.rank)
+        meeting.close()
     member.show_itself()
     session = Session(member, place, host)
     try:
@@ -236,6 +246,7 @@ class Session:
         """Seed everything, choose a device, make the recipe if needed; `join` calls it."""
         seed_everything(self.job.seed)
         self.device = choose_device(self.job, self._place.local_rank, self._place.local_size)
+        check_encrypted(self._member, self.device)
         chosen = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 0
         if self._script is not None:
             chosen = share(cores(), self.job.workers, self.job.launch.count)
@@ -361,7 +372,7 @@ class Session:
     def step(self) -> int:
         """The last committed step; above 0 at the start of a resumed run."""
         if self._member.complete:
-            return RunFolder(self.run).last_step
+            return self._member.last_step
         at = self._training or self._loop
         return at.state.progress.step if at else 0
 

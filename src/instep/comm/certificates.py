@@ -98,6 +98,21 @@ class Authority:
             self._key = _new_key()
             self._certificate = self._sign(None, self._key.public_key(), LASTS)
 
+    @classmethod
+    def of_secret(cls, secret: str) -> Authority:
+        """The authority that all who know a secret of 128 random bits or more have in common."""
+        from cryptography.hazmat.primitives import hashes
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+        derived = HKDF(hashes.SHA256(), 48, salt=None, info=b"instep authority")
+        number = int.from_bytes(derived.derive(secret.encode()), "big")
+        made = cls.__new__(cls)
+        made._clock = time.time
+        made._key = ec.derive_private_key(1 + number % (_ORDER - 1), ec.SECP256R1())
+        made._certificate = made._sign(None, made._key.public_key(), LASTS)
+        return made
+
     @property
     def pem(self) -> str:
         """Private key and certificate, for another process that makes certificates of this run."""
@@ -197,6 +212,8 @@ _OTHER_USES = (
 
 
 _CURVE = "secp256r1"
+_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+"""Of that curve."""
 
 
 def new_key() -> str:

@@ -71,12 +71,16 @@ class _Frames:
         self._bytes = bytearray()
         self.largest = largest
 
-    def feed(self, data: bytes) -> list[AnyMessage]:
+    def feed(self, data: bytes | memoryview) -> list[AnyMessage]:
         """Every message that `data` completes.
 
         Raises:
             PeerError: the other end does not speak this protocol.
         """
+        if not self._bytes and len(data) >= _LENGTH.size:  # usually one message, whole
+            (length,) = _LENGTH.unpack_from(data)
+            if len(data) == _LENGTH.size + length and length <= self.largest:
+                return [_message(data[_LENGTH.size :])]
         self._bytes += data
         found: list[AnyMessage] = []
         at = 0
@@ -86,14 +90,18 @@ class _Frames:
                 raise PeerError(f"a frame of {length} bytes arrived; {self.largest} is the most.")
             if len(self._bytes) - at - _LENGTH.size < length:
                 break
-            frame = bytes(self._bytes[at + _LENGTH.size : at + _LENGTH.size + length])
-            try:
-                found.append(decode(frame))
-            except (msgspec.MsgspecError, RecursionError) as error:
-                raise PeerError(f"something that is no message arrived: {error}") from None
+            found.append(_message(self._bytes[at + _LENGTH.size : at + _LENGTH.size + length]))
             at += _LENGTH.size + length
         del self._bytes[:at]
         return found
+
+
+def _message(frame: bytes | bytearray | memoryview) -> AnyMessage:
+    try:
+        found: AnyMessage = decode(frame)
+        return found
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise PeerError(f"something that is no message arrived: {error}") from None
 
 
 def frame(message: AnyMessage) -> bytes:
@@ -354,27 +362,38 @@ class Hub:
     def _read(self, peer: Peer) -> Iterator[tuple[Peer, AnyMessage | None]]:
         try:
             length = peer.socket.recv_into(self._buffer)
-            data = plain = bytes(self._buffer[:length])
-            if data and peer.tls is not None:
-                plain, answer = peer.tls.open(data)
-                peer.unsent += answer
-                self._flush(peer)
+            plain: bytes | memoryview = self._buffer[:length]
+            if length and peer.tls is not None:
+                plain, answer = peer.tls.open(plain)
+                self._write(peer, answer)
             messages = peer.frames.feed(plain) if plain else []
         except BlockingIOError:
             return
         except (OSError, PeerError):
-            data, messages = b"", []
+            length, messages = 0, []
         for message in messages:
             yield peer, message
-        if not data:
+        if not length:
             self.drop(peer)
             yield peer, None
 
     def send(self, peer: Peer, message: AnyMessage) -> None:
         """Queue one message; what the socket cannot take now goes out later."""
         data = frame(message)
-        peer.unsent += data if peer.tls is None else peer.tls.seal(data)
-        self._flush(peer)
+        self._write(peer, data if peer.tls is None else peer.tls.seal(data))
+
+    def _write(self, peer: Peer, data: bytes) -> None:
+        sent = 0
+        if data and not peer.unsent:
+            try:
+                sent = peer.socket.send(data)
+            except BlockingIOError:
+                pass
+            except OSError:
+                return  # it is gone; reading from it says so
+        if sent < len(data):
+            peer.unsent += data[sent:]
+            self._flush(peer)
 
     def _flush(self, peer: Peer) -> None:
         try:

@@ -1,7 +1,7 @@
 """The store by which the ranks of a new group exchange addresses; the master keeps its keys.
 
 Torch's own `TCPStore` listens on every interface, and anybody can write to it. This one opens no
-port: a worker's keys go over its connection to the master. So a group forms in one round trip,
+port: a worker's keys go over its connection to the master. So a group forms in few round trips,
 and the master can end the forming.
 """
 
@@ -53,7 +53,9 @@ class ChannelStore(Store):
         """A value, once it is set; PeerError once another group is to form."""
         name = self._prefix + key
         if name not in self._known:
-            self._connection.question = question = StoreGet(key=name)
+            group, _, _ = name.rpartition("/")
+            known = sum(each.rpartition("/")[0] == group for each in self._known)
+            self._connection.question = question = StoreGet(key=name, known=known)
             self._connection.send(question)
         while name not in self._known:
             answer = self._connection.wait_for(StoreValue, Form, Release)
@@ -63,7 +65,8 @@ class ChannelStore(Store):
                 if self._released is not None and isinstance(answer, Release):
                     raise self._released
                 raise PeerError("the members changed while the group was forming.")
-            self._known[answer.key] = answer.value  # or one of a group that did not form
+            # or those of a group that did not form
+            self._known |= {answer.key: answer.value, **answer.more}
         if self._forwarder is not None:
             return self._forwarder.take(self._prefix, self._known[name])
         return self._known[name]

@@ -82,6 +82,10 @@ class Welcome(Message, frozen=True):
     run: str
     started: float
     """Unix seconds at which the user's command began."""
+    run_id: str = ""
+    """By which a process knows whether it sees that folder; empty where all do."""
+    last_step: int = 0
+    """The last of a run that is complete."""
     checkpoint: str = ""
     """Folder of the checkpoint that the run resumes from; empty for a new run."""
     recovers: bool = False
@@ -152,6 +156,21 @@ class Joined(Message, frozen=True):
     """It may stay, as this one."""
 
     place: str
+
+
+class Meet(Message, frozen=True):
+    """To process 0 of `instep.join`, from another process that looks for its run."""
+
+    token: str
+
+
+class Met(Message, frozen=True):
+    """The answer: it may read and leave notes, by `StoreGet` and `StoreSet`."""
+
+    start: str
+    """What tells the start of process 0 from others."""
+    versions: dict[str, str]
+    """Of process 0."""
 
 
 class Serve(Message, frozen=True):
@@ -427,6 +446,8 @@ class StoreGet(Message, frozen=True):
     """Ask for a key; the reply is `StoreValue`, once it is set."""
 
     key: str
+    known: int = 0
+    """How many keys with the same beginning, up to the last `/`, the asker has got already."""
 
 
 class StoreValue(Message, frozen=True):
@@ -434,6 +455,8 @@ class StoreValue(Message, frozen=True):
 
     key: str
     value: bytes
+    more: dict[str, bytes] = {}
+    """What else was set since the asker got something, of keys with the same beginning."""
 
 
 class Emit(Message, frozen=True):
@@ -546,6 +569,8 @@ AnyMessage: TypeAlias = (
     | Certified
     | Join
     | Joined
+    | Meet
+    | Met
     | Serve
     | EndIfStopped
     | Leave

@@ -76,7 +76,10 @@ WAITING_S = 5.0
 """How long no process has come before it is said which wait for a fellow."""
 
 FIRST_MEETING_S, MEETING_S = 30.0, 2.0
-"""How long the members of the first, and of a later generation may take to connect."""
+"""How long the members of the first, and of a later generation may take to connect, at least."""
+
+MEETING_EACH_S = 0.03
+"""How much time each of many members adds."""
 
 _GETTING_READY = frozenset({Phase.ABSENT, Phase.KILLED, Phase.BUILDING, Phase.READY})
 """Where the processes of a replica are until all of them can be in a group."""
@@ -208,7 +211,7 @@ def _next_generation(state: State, now: float) -> tuple[State, list[Action]]:
         draining=tuple(sorted(chosen - state.wanted)) if state.drains else (),
         begins_at=state.checkpoint if from_checkpoint else None,
         course=generation if from_checkpoint else state.course,
-        timeout_s=MEETING_S * 2 ** min(state.broken, 6) if state.course else FIRST_MEETING_S,
+        timeout_s=_meeting_s(state, len(chosen)),
         changing=False,
         suspect=None,
         seen=None,
@@ -221,6 +224,14 @@ def _next_generation(state: State, now: float) -> tuple[State, list[Action]]:
     log = Log("generation_started", {**fields, "reason": state.why, "seconds": now - state.since})
     after, waits = _say_who_waits(after)
     return after, [log, *waits, *sends]
+
+
+def _meeting_s(state: State, members: int) -> float:
+    """How long the members of the next generation may take to connect."""
+    each_s = MEETING_EACH_S * members
+    if not state.course:
+        return max(FIRST_MEETING_S, each_s)
+    return float(max(MEETING_S, each_s) * 2 ** min(state.broken, 6))
 
 
 def _say_who_waits(state: State) -> tuple[State, list[Action]]:

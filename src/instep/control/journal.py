@@ -1,8 +1,10 @@
 """The master's decisions on disk, so that another master can continue when one is killed.
 
-Each decision that changes the state is a row: the time, the event, and the whole state
-after it. It is written before any action is taken. The next master continues from the
-last row. Beside them: keys that another master must know (`keys.py`).
+Each decision that changes the state is a row: the time, the event, and the state after it. It is
+written before any action is taken. Of the members most rows have only those that this decision
+changed, so that a decision costs about the same whatever their number; some have all. The next
+master continues from the last row, and the rows before it, back to one that has all. Beside them:
+keys that another master must know (`keys.py`).
 """
 
 from __future__ import annotations
@@ -10,17 +12,22 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
-from instep.control.state import Event, State
+from instep.control.state import Event, Member, State
 from instep.errors import RunError
 from instep.plain_file import check_plain
 from instep.store.folder import StartPoint, gone
 
 FILE = "journal.sqlite"
 """In the run folder; of the latest session."""
+
+WHOLE_EVERY = 64
+"""One row of so many has all members."""
 
 
 class Begin(msgspec.Struct, frozen=True):
@@ -29,6 +36,15 @@ class Begin(msgspec.Struct, frozen=True):
     started: float
     """Unix seconds at which the user's command began."""
     start_point: StartPoint
+
+
+class _Row(msgspec.Struct, frozen=True):
+    """A state, or what is new in it."""
+
+    state: State
+    """Its `members` are those that are new, or not as they were in the row before."""
+    gone: list[int]
+    """Numbers of members that the row before had, and this state has not."""
 
 
 class Journal:
@@ -45,6 +61,8 @@ class Journal:
 
     def __init__(self, run: Path, begin: Begin | None = None) -> None:
         self._path = run / FILE
+        self._members: Mapping[int, Member] = {}  # as they were in the row before
+        self._rows_written = 0
         try:
             if begin is not None:
                 self._path.unlink(missing_ok=True)
@@ -55,7 +73,7 @@ class Journal:
             self._rows.execute("CREATE TABLE IF NOT EXISTS begin (begin BLOB)")
             self._rows.execute(
                 "CREATE TABLE IF NOT EXISTS decisions "
-                "(number INTEGER PRIMARY KEY, time REAL, event TEXT, state BLOB)"
+                "(number INTEGER PRIMARY KEY, time REAL, event TEXT, whole INTEGER, state BLOB)"
             )
             self._rows.execute("CREATE TABLE IF NOT EXISTS keys (key TEXT PRIMARY KEY, value BLOB)")
             if begin is not None:
@@ -79,11 +97,19 @@ class Journal:
         Raises:
             RunError: it cannot be written.
         """
-        row = (time.time(), repr(event), msgspec.msgpack.encode(state))
+        whole = self._rows_written % WHOLE_EVERY == 0
+        before = {} if whole else self._members
+        new = {n: each for n, each in state.members.items() if before.get(n) is not each}
+        gone = [n for n in before if n not in state.members]
+        data = msgspec.msgpack.encode(_Row(replace(state, members=new), gone))
         try:
-            self._rows.execute("INSERT INTO decisions (time, event, state) VALUES (?, ?, ?)", row)
+            self._rows.execute(
+                "INSERT INTO decisions (time, event, whole, state) VALUES (?, ?, ?, ?)",
+                (time.time(), repr(event), whole, data),
+            )
         except sqlite3.Error as error:
             raise self._unusable(error) from None
+        self._members, self._rows_written = state.members, self._rows_written + 1
 
     def keep(self, key: str, value: bytes) -> None:
         """Keep a key.
@@ -115,10 +141,16 @@ class Journal:
 
     def last(self) -> State | None:
         """The state after the last decision; None if there is none."""
-        found = self._rows.execute(
-            "SELECT state FROM decisions ORDER BY number DESC LIMIT 1"
-        ).fetchone()
-        return msgspec.msgpack.decode(found[0], type=State) if found else None
+        members, last = dict[int, Member](), None
+        for (data,) in self._rows.execute(
+            "SELECT state FROM decisions "
+            "WHERE number >= (SELECT MAX(number) FROM decisions WHERE whole) ORDER BY number"
+        ):
+            row = msgspec.msgpack.decode(data, type=_Row)
+            last, members = row.state, members | row.state.members
+            for number in row.gone:
+                del members[number]
+        return last and replace(last, members=members)
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""

@@ -19,8 +19,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from instep import spec_file
 from instep.comm import messages as m
 from instep.comm.certificates import Identity
@@ -61,6 +59,10 @@ from instep.system.processes import Watched, has_ended, machine
 TICK_S = 0.1
 """How often the master looks at the time when no message arrives."""
 
+TICK_EACH_S, LONGEST_TICK_S = 2e-4, 0.2
+"""The same with more than 500 connections, for each, and at most: a look at 1,000 processes takes
+1.6 ms. `limits.LOOK_S` is longer."""
+
 ATTACH_S = 2.0
 """How long a process may take to find a new master."""
 
@@ -75,7 +77,7 @@ ASKED_TICK_S = 0.01
 
 LOOK_EACH_S = 0.001
 """For each connection, how long only messages are handled after a look at all processes. It is at
-most `TICK_S`. A look takes the longer the more there are; so its share of the time is the same."""
+most the tick. A look takes the longer the more there are; so its share of the time is the same."""
 
 GATHER_EACH_S = 1e-5
 """For each connection, how long messages gather before they are read: to be woken for each of 5,000
@@ -133,6 +135,7 @@ class Master:
         journal: keeps the decisions; if it has some already, this master replaces a lost one.
         signs: written to at each turn, for the process that watches this one.
         why: how the lost master ended.
+        run_id: by which a process knows whether it sees the folder; empty if all do.
     """
 
     def __init__(
@@ -150,8 +153,10 @@ class Master:
         journal: Journal | None = None,
         signs: SignsOfLife = NO_WATCHDOG,
         why: str = "",
+        run_id: str = "",
     ) -> None:
         self._job, self._run, self._hosted, self._gives_back = job, run, hosted, gives_back
+        self._run_id = run_id
         self._started, self._start_point, self._journal = started, start_point, journal
         self._signs, self._why = signs, why
         self._hub, self._token = switchboard.hub, switchboard.endpoint.token
@@ -171,6 +176,7 @@ class Master:
         self._seen_ended: dict[int, float] = {}
         self._gone: set[tuple[int, int]] = set()  # host and pid of workers that have ended
         self._gathered = False  # whether workers may be started
+        self._reached = s.State(), 0.0, frozenset[int]()  # by `_is_another_holder`, and when
         self._looked_at, self._unseen = 0.0, False  # whether a message has come since then
         self._read = 0  # messages in the last round
         self._unusable: dict[tuple[str, int], int] = {}  # such messages, by role and number
@@ -219,7 +225,7 @@ class Master:
         more: dict[str, Any] = {}
         if start_point.generations:
             more["resumed_step"] = start_point.step
-        if self._hosts.several and not self._hub.address.host.startswith("127."):
+        if not self._hub.address.host.startswith("127."):
             more["encrypted"] = self._encrypted
         self._recorder.emit("run_started", {"job": as_table(self._job), **about, **more})
         if self._hosted or self._journal is not None:
@@ -296,10 +302,11 @@ class Master:
     def _turn(self) -> None:
         self._signs.show()
         few_absent = 0 < len(self._absent) < MANY  # as a rule such a worker has ended
-        tick_s = ASKED_TICK_S if self._stack_requests or few_absent else TICK_S
-        pause_s = min(tick_s, LOOK_EACH_S * len(self._connections))
-        due = self._looked_at + (pause_s if self._unseen else tick_s)
         count = len(self._connections)
+        tick_s = max(TICK_S, min(TICK_EACH_S * count, LONGEST_TICK_S))
+        tick_s = ASKED_TICK_S if self._stack_requests or few_absent else tick_s
+        pause_s = min(tick_s, LOOK_EACH_S * count)
+        due = self._looked_at + (pause_s if self._unseen else tick_s)
         if count > MANY and self._read < count / 10 and not self._hub.untrusted:
             time.sleep(GATHER_EACH_S * count)
         self._read = 0
@@ -372,6 +379,7 @@ class Master:
             m.Welcome(
                 job=spec_file.dump(self._job),
                 run=str(self._run),
+                run_id=self._run_id,
                 started=self._started,
                 checkpoint=str(checkpoint or ""),
                 recovers=self._state.recovers,
@@ -489,10 +497,13 @@ class Master:
 
     def _receive(self, peer: Peer, message: m.AnyMessage) -> None:
         """Handle a message; one that cannot be used ends its connection, and is not sent again."""
-        role, number = self._connections[peer].role, self._connections[peer].number
-        what = self._wrong_with(peer, message)
-        times = self._unusable[role, number] if what else 0
-        if not what or (times >= MOST_UNUSABLE and role != "worker"):
+        connection = self._connections[peer]
+        if not (what := self._wrong_with(peer, message)):
+            self._confirm(peer, message)
+            return
+        role, number = connection.role, connection.number
+        times = self._unusable[role, number]
+        if times >= MOST_UNUSABLE and role != "worker":
             self._confirm(peer, message)  # else it would be sent again
             return
         self._hang_up(peer)
@@ -533,11 +544,11 @@ class Master:
                 forms_again = self._state.recovers and key.startswith(m.keys_of_generation())
                 if self._journal is not None and not forms_again:  # another master needs it
                     self._journal.keep(key, value)
-                for waiting in self._keys.leave(key, value):
-                    self._hub.send(waiting, m.StoreValue(key=key, value=value))
-            case m.StoreGet(key=key):
-                if (there := self._keys.find(key, peer)) is not None:
-                    self._hub.send(peer, m.StoreValue(key=key, value=there))
+                for waiting, answer in self._keys.leave(key, value):
+                    self._hub.send(waiting, answer)
+            case m.StoreGet():
+                if (there := self._keys.find(message, peer)) is not None:
+                    self._hub.send(peer, there)
             case m.Records(ledger=ledger, steps=steps):
                 again = connection.resends > 0
                 new = self._recorder.record(number, ledger, steps, again=again)
@@ -583,7 +594,7 @@ class Master:
                 connection.lease.renew(now)
         else:
             self._last_heartbeat[number] = now, heartbeat
-            self._watch.heartbeat(number, msgspec.structs.replace(heartbeat, number=0), now)
+            self._watch.heartbeat(number, heartbeat, now)
 
     def _handle_client(self, peer: Peer, message: m.AnyMessage) -> None:
         client = self._connections[peer].number
@@ -738,25 +749,24 @@ class Master:
             return
         now = time.monotonic()
         for worker, process in list(self._processes.items()):
-            absent_s = now - self._absent.get(worker, now)
             if process.ended:
                 since = self._seen_ended.setdefault(worker, now)
                 # if its host is lost, nobody else reports the end
                 if not self._hosts.is_there(process.host) or now - since > REPORT_S:
                     self._exited(worker, process.pid, None, process.host)
-            elif self._state.recovers and absent_s > self._timeout_s(worker, process):
+            elif worker in self._absent and self._is_away_too_long(worker, process, now):
                 process.signal(signal.SIGKILL)
         for worker in self._state.joined - self._processes.keys():  # of which no process is known
             if now - self._absent.get(worker, now) > ATTACH_S:
                 self._exited(worker, 0, None)
         self._want_hosts(now)
 
-    def _timeout_s(self, worker: int, process: Process) -> float:
-        """How long a worker may take to find another master; an import may delay it."""
-        if self._state.joined <= self._absent.keys():
-            return UNKNOWN_S  # where all are away, the cause is hardly one of them
-        at_once = worker in self._state.ready or process.stopped
-        return ATTACH_S if at_once else UNKNOWN_S
+    def _is_away_too_long(self, worker: int, process: Process, now: float) -> bool:
+        """Whether a worker should have found another master; an import may delay it."""
+        all_away = self._state.joined <= self._absent.keys()  # the cause is hardly one of them
+        at_once = not all_away and (worker in self._state.ready or process.stopped)
+        timeout_s = ATTACH_S if at_once else UNKNOWN_S
+        return self._state.recovers and now - self._absent[worker] > timeout_s
 
     def _want_hosts(self, now: float) -> None:
         """Ask the client for hosts that are missing."""
@@ -799,6 +809,8 @@ class Master:
         last, heartbeat = self._last_heartbeat.setdefault(worker, (now, None))
         silent_s = now - last
         if heartbeat is not None and worker in self._state.ready:
+            if silent_s <= FLOOR_S and process.killed_at is None:
+                return
             silent = self._hosts.is_quiet(process.host) and silent_s > FLOOR_S
         else:  # an import may hold the interpreter's lock
             silent = self._hosts.is_gone(process.host)
@@ -815,14 +827,22 @@ class Master:
 
     def _is_another_holder(self, worker: int, now: float) -> bool:
         """Whether another replica that holds the run's state can be reached."""
+        known, at, reached = self._reached
+        if known is not self._state or at != now:  # for many workers that are silent at once
+            reached = self._reached_holders(now)
+            self._reached = self._state, now, reached
+        return not reached <= self._state.fellows(worker)
+
+    def _reached_holders(self, now: float) -> frozenset[int]:
+        """Members of replicas that hold the run's state and can be reached."""
         state = self._state
         reached = frozenset(
             other
-            for other in state.holders - state.fellows(worker)
+            for other in state.holders
             if other in self._peers and other in self._last_heartbeat
             if now - self._last_heartbeat[other][0] < FLOOR_S
         )
-        return bool(state.whole(reached))
+        return state.whole(reached)
 
     def _spread(self) -> None:
         """Move workers from hosts that are about to go, or one to a host that has come back, when

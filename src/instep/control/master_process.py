@@ -32,6 +32,7 @@ from instep.plain_file import plain
 from instep.report.figures.summary import committed_losses
 from instep.report.terminal.live import View, make_view
 from instep.spec import JobSpec
+from instep.store.folder import id_of
 from instep.store.run_folder import RunFolder
 from instep.system import causes
 from instep.system.lease import SignsOfLife
@@ -98,6 +99,7 @@ def _serve(
             journal=journal,
             signs=signs,
             why=note["why"],
+            run_id="" if note["hosted"] else id_of(run),  # a host has looked already
         )
         master.serve()
         return master.stale

@@ -207,7 +207,7 @@ class Watch:
         away = away_s(self._now, now)
         self._passed_s = min(now - self._now, LOOK_S) if self._now is not None else 0.0
         self._now = now
-        for seen in self._seen.values():
+        for seen in self._seen.values() if away else ():
             seen.last_heartbeat += away
             seen.since += away
             seen.worked += away
@@ -240,15 +240,17 @@ class Watch:
         if seen is None:
             return
         before, silent = seen.heartbeat, now - seen.last_heartbeat
-        goes_on = silent > STILL_S or before is None or _done(before) != _done(heartbeat)
-        if self._all_still and goes_on:  # the first to wake up is not ahead of the others
+        moves = before is None or _done(before) != _done(heartbeat)
+        if self._all_still and (
+            moves or silent > STILL_S
+        ):  # the first to wake up is not ahead of the others
             self._all_still = False
             seen.since += silent
             for other in self._seen.values():
                 if other is not seen:
                     other.last_heartbeat = other.since = now
         seen.last_heartbeat, seen.alone_s, self._all_silent_s = now, 0.0, 0.0
-        if before is None or _done(before) != _done(heartbeat):
+        if moves:
             first = before is not None and before.phase in OF_A_STEP and not seen.steps
             if before is not None and before.phase not in WAITING and not first:
                 _raise_to(self._stretches, before.phase, now - seen.since)

@@ -35,7 +35,10 @@ class Launcher(Protocol):
 
         Args:
             endpoint: where the master is.
-            logs: existing folder for what the processes print.
+            logs: existing folder for what the processes print; it is in the run's folder.
+
+        Raises:
+            SpecError: at the first call, some machine does not have what the run needs.
         """
 
     def ended(self, host: int = 0) -> int | None:

@@ -23,9 +23,9 @@ from instep.errors import SpecError
 from instep.launch.gate import Gate
 from instep.launch.join_folder import JoinFolder
 from instep.launch.local import TIMEOUT_S
-from instep.launch.node import Needs, id_of
+from instep.launch.node import Needs
 from instep.spec import ClusterSpec, JobSpec, LaunchSpec
-from instep.store.folder import host_log
+from instep.store.folder import host_log, id_of
 from instep.words import plural
 
 

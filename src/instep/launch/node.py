@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from instep.errors import InstepError
 from instep.formats import INSTEP
 from instep.spec import JobSpec
-from instep.store.folder import run_id
+from instep.store.folder import id_of
 
 _SHARED = "Put recipe, data and runs into folders that all nodes share."
 
@@ -33,7 +32,7 @@ class Needs:
     def of(cls, job: JobSpec) -> Needs:
         """As it is here."""
         file = job.recipe.rpartition(":")[0]
-        return cls(file, _sha256(file), _versions(), os.getcwd())
+        return cls(file, _sha256(file), versions(), os.getcwd())
 
     def in_copy(self, copy: str) -> Needs:
         """The same, with the recipe's file in a copy of a folder above it, if it is not in its own
@@ -50,7 +49,7 @@ class Needs:
 
     def missing(self) -> str:
         """What this node does not have, as a sentence without its subject; empty if it has all."""
-        for (name, here), (_, wanted) in zip(_versions(), self.versions, strict=True):
+        for (name, here), (_, wanted) in zip(versions(), self.versions, strict=True):
             if here != wanted:
                 return f"has {name} {here}, and this machine {wanted}. Install the same there."
         if _sha256(self.recipe) == self.sha256:
@@ -88,15 +87,8 @@ def enter(needs: Needs, logs: Path, known: str) -> str:
     return missing
 
 
-def id_of(run: Path) -> str:
-    """The id of the run whose folder this is; empty if there is none."""
-    try:
-        return run_id(run)
-    except (OSError, InstepError):
-        return ""
-
-
-def _versions() -> tuple[tuple[str, str], ...]:
+def versions() -> tuple[tuple[str, str], ...]:
+    """Of what must be the same on all machines of a run."""
     try:
         torch = version("torch")
     except PackageNotFoundError:

@@ -10,10 +10,11 @@ from typing import Any
 
 from instep.comm.endpoint import Endpoint
 from instep.errors import SpecError
-from instep.launch.node import Needs, id_of
+from instep.launch.node import Needs
 from instep.launch.ray_cluster import address_of, last_line, no_room
 from instep.launch.ray_host import Host, Place, kill_if_stopped
 from instep.launch.ray_private import spilling
+from instep.store.folder import id_of
 
 ANSWER_S = 1.0
 """How long an actor that is asked whether it lives may take."""

@@ -12,7 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from instep.errors import SpecError
-from instep.launch.node import Needs, id_of
+from instep.launch.node import Needs
+from instep.store.folder import id_of
 
 SRUN = (
     *("srun", "--ntasks-per-node=1", "--overlap", "--mem=0", "--mpi=none", "--export=ALL"),

@@ -105,6 +105,10 @@ class Pieces:
     def __iter__(self) -> Iterator[str]:
         return iter(self._found)
 
+    def all(self) -> Iterator[tuple[str, Piece]]:
+        """Every piece, with the name of its tensor."""
+        return ((name, piece) for name, pieces in self._found.items() for piece in pieces)
+
     def names(self, kind: str) -> list[str]:
         """What follows `KIND/` in the names of that kind."""
         return [name[len(kind) + 1 :] for name in self._found if name.startswith(f"{kind}/")]

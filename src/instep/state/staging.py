@@ -11,7 +11,8 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
@@ -97,16 +98,36 @@ def write_tensors(
     Raises:
         CheckpointError: a tensor cannot be kept, or the file not be written; then there is none.
     """
+    size, parts = contents(tensors, metadata)
+    return write_contents(path, size, parts)
+
+
+def contents(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> tuple[int, Iterator[bytes | memoryview[Any]]]:
+    """Size and bytes of a safetensors file, tensor by tensor from their own memory.
+
+    Raises:
+        CheckpointError: a tensor cannot be kept.
+    """
     kept, spans, header = _plan(tensors, dict(metadata))
-    size, digest = len(header) + _end(spans), hashlib.sha256(header)
+    data = (raw_bytes(kept[name]).numpy().data for name in spans)
+    return len(header) + _end(spans), chain([header], data)
+
+
+def write_contents(path: Path, size: int, parts: Iterable[bytes | memoryview[Any]]) -> FileEntry:
+    """Write a file of this size, and sync it.
+
+    Raises:
+        CheckpointError: it cannot be written; then there is none.
+    """
+    digest = hashlib.sha256()
     try:
         check_room(path.parent, size)
         with path.open("wb") as file:
-            file.write(header)
-            for name in spans:
-                data = raw_bytes(kept[name]).numpy().data
-                digest.update(data)
-                file.write(data)
+            for part in parts:
+                digest.update(part)
+                file.write(part)
             sync(file)
         return FileEntry(size, digest.hexdigest())
     except OSError as error:

@@ -66,6 +66,14 @@ def run_id(folder: Path) -> str:
     return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
 
 
+def id_of(folder: Path) -> str:
+    """The same; empty also where the folder cannot be read from here."""
+    try:
+        return run_id(folder)
+    except (OSError, ValueError):
+        return ""
+
+
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
     """Lock a run folder, for as long as the context lasts or the process lives.

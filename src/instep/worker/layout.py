@@ -27,6 +27,7 @@ from instep.plain_file import read_plain
 from instep.recipe.forward import Forward, Found
 from instep.spec import JobSpec, MeshSpec
 from instep.state.broadcast import broadcast_bytes
+from instep.worker.member import Member
 from instep.worker.step.passes import parts_of
 
 if TYPE_CHECKING:  # imported where there is one: it takes a second
@@ -35,6 +36,25 @@ if TYPE_CHECKING:  # imported where there is one: it takes a second
 
 _EXAMPLES = 8
 """Micro-batches on which it is tried how a model can be cut into stages."""
+
+
+def found_layout(member: Member, model: nn.Module, example: Example, *, timed: bool) -> Layout:
+    """The same for the first process of a replica; one that does not see the run's folder is told
+    what worker 0 has found.
+
+    Raises:
+        InstepError: as `agreed_layout`.
+        PeerError: there is no master any more.
+    """
+    from instep.parallel.layout import Layout
+
+    if not member.sees_run:
+        member.phase = "meeting"
+        return msgspec.json.decode(member.told("layout"), type=Layout)
+    layout = agreed_layout(member.run, member.job.mesh, model, example, timed=timed)
+    if member.number == 0:
+        member.tell_all("layout", msgspec.json.encode(layout))
+    return layout
 
 
 def agreed_layout(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import tempfile
 import time
 import tomllib
 from collections import deque
@@ -53,6 +54,7 @@ from instep.comm.messages import (
 from instep.comm.metered import tcp_traffic
 from instep.errors import PeerError
 from instep.events import STEPS
+from instep.store.folder import id_of
 from instep.system import causes
 from instep.system.addresses import address_towards
 from instep.system.environment import recipe_here
@@ -128,6 +130,13 @@ class Member:
         job = spec_file.build(tomllib.loads(welcome.job), source="the master")
         self.job = msgspec.structs.replace(job, recipe=recipe_here(job.recipe))
         self.run = Path(welcome.run)
+        """Its folder; only processes that see it touch it."""
+        self.sees_run = not welcome.run_id or id_of(self.run) == welcome.run_id
+        """Whether that folder is here, and not only on the machine of the master."""
+        self.scratch = self.run if self.sees_run else Path(tempfile.gettempdir())
+        """A folder here for files that are gone when they are closed."""
+        self.last_step = welcome.last_step
+        """Of a run that is complete."""
         self.started, self.role = welcome.started, welcome.role
         self.checkpoint = Path(welcome.checkpoint) if welcome.checkpoint else None
         self.phases = dict(phases or {})
@@ -308,6 +317,23 @@ class Member:
         """Have it known to processes that are started from now on."""
         self.known = what
         self._connection.send(StoreSet(key=KNOWN, value=what))
+
+    def tell_all(self, key: str, value: bytes) -> None:
+        """Leave something for workers that do not see the run's folder; `told` returns it there."""
+        self._run_store.set(key, value)
+
+    def told(self, key: str) -> bytes:
+        """What another worker has left; waits for it. Set `phase` as for `replica_store`.
+
+        Raises:
+            Released: the run does not need this worker.
+            PeerError: there is no master any more.
+        """
+        return self._run_store.get(key)
+
+    @property
+    def _run_store(self) -> ChannelStore:
+        return ChannelStore(self._connection, "run/", released=Released)
 
     def wait_to_be_killed(self, timeout_s: float = KILL_S) -> NoReturn:
         """The group inside this worker's replica came apart: usually another process was lost.

@@ -20,7 +20,7 @@ from instep.comm.endpoint import Endpoint
 from instep.comm.messages import PREDICTOR
 from instep.data.reading.choose import cores
 from instep.data.reading.process import own_file_offsets
-from instep.errors import PeerError, RecipeError, SpecError, WorkerError
+from instep.errors import PeerError, RecipeError, WorkerError
 from instep.recipe.build import call, load_function
 from instep.system import causes
 from instep.system.kernels import per_machine, set_kernels, set_threads, share
@@ -28,7 +28,7 @@ from instep.system.output import drop_unwritable_output
 from instep.system.stacks import write_stack_on_signal
 from instep.worker.member import Member, Released, ReplicaBroken
 from instep.worker.predict import Predictor
-from instep.worker.training import Training, choose_device
+from instep.worker.training import Training, check_encrypted, choose_device
 
 
 def main(endpoint: Endpoint, number: int, local_rank: int, phases: Mapping[str, float]) -> int:
@@ -119,12 +119,7 @@ def prepare(member: Member, local_rank: int) -> Training:
     hosts = job.launch.count
     set_kernels(job.train, share(cores(), job.workers, hosts))
     device = choose_device(job, local_rank, per_machine(job.workers, hosts))
-    if member.forwarder is not None and device.type == "cuda":
-        raise SpecError(
-            "GPUs of several hosts exchange gradients by NCCL, which cannot encrypt. If only "
-            'trusted machines reach the network between them, set network = "private"; or train '
-            "with train.device = 'cpu'."
-        )
+    check_encrypted(member, device)
     recipe = call(load_function(job.recipe), job.arguments, job.seed)
     lap("recipe")
     member.phase = "building"

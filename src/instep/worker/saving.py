@@ -29,6 +29,7 @@ from instep.state.manifest import MANIFEST, FileEntry, published, reason
 from instep.state.pieces import CUTS, SHARD
 from instep.state.retention import Best, facts_of
 from instep.state.save import CheckpointWriter, Saved, Shard
+from instep.state.sending import receive_file, send_file
 from instep.state.snapshot import (
     COPIES,
     PART,
@@ -42,6 +43,7 @@ from instep.store.folder import run_id
 from instep.worker.member import Member
 from instep.worker.step.capture import STRATEGY
 from instep.worker.step.engine import Engine
+from instep.worker.step.loading import who_sees
 from instep.worker.step.parts import captured_parts, rank_state
 
 RESUMED_FROM = ("job.toml", "run.id", "events.jsonl", "ledger.bin", "steps.bin")
@@ -332,7 +334,7 @@ def write_shards(
         mine[f"{PART}-{comm.rank}"] = tensors, {CUTS: json.dumps(cuts)}
     if shard := engine.own.shard():
         mine[f"{SHARD}{comm.rank - comm.size + len(form.servers)}"] = shard, {}
-    return _write_files(comm, member, step, files, mine)
+    return _write_files(comm, member, step, files, mine, engine.device)
 
 
 def _write_files(
@@ -341,20 +343,27 @@ def _write_files(
     step: int,
     files: Mapping[str, _File],
     mine: Mapping[str, tuple[Mapping[str, Tensor], dict[str, str]]],
+    device: torch.device,
 ) -> dict[str, Shard] | CheckpointError:
-    """Each member writes its own; all learn whether all could. As `write_shards`."""
-    told = torch.zeros(len(files), _ROW, dtype=torch.int64)
+    """Each member writes its own, rank 0 also those of members that do not see the run's folder;
+    all learn whether all could. As `write_shards`."""
+    told, sees = torch.zeros(len(files), _ROW, dtype=torch.int64), who_sees(member, comm, device)
     for row, (group, file) in enumerate(files.items()):
-        if group not in mine:
-            continue
+        own, entry = mine.get(group), None
         try:
-            entry = write_tensors(file.path, *mine[group])
+            if not sees[file.writer]:
+                if comm.rank == file.writer:
+                    send_file(comm, 0, own, device=device)
+                elif comm.rank == 0:
+                    entry = receive_file(comm, file.writer, file.path, device=device)
+            elif own is not None:
+                entry = write_tensors(file.path, *own)
         except CheckpointError as error:
             cause = error.__cause__
             told[row, 0] = -1 - ((cause.errno or 0) if isinstance(cause, OSError) else 0)
             if int(told[row, 0]) == -1:  # the error has no number
                 member.emit("warning", text=f"no checkpoint of step {step}: {error}")
-        else:
+        if entry is not None:
             told[row] = torch.tensor([entry.size_bytes, *bytes.fromhex(entry.sha256)])
     comm.all_reduce(told).wait()
     written = {

@@ -41,7 +41,7 @@ from instep.words import listed
 from instep.worker import dataset_check, rounds
 from instep.worker.early_reads import EarlyReads
 from instep.worker.evaluate import evaluate
-from instep.worker.layout import agreed_layout, example_of
+from instep.worker.layout import example_of, found_layout
 from instep.worker.loader_watch import LoaderWatch
 from instep.worker.loop import Loop, Passed, Step
 from instep.worker.member import Member
@@ -105,7 +105,7 @@ class Training(Loop):
             self.job.start,
             self.job.lora,
             load=fresh,
-            building=measured(self.job, member.run) if self.job.mesh.ranks > 1 else None,
+            building=measured(self.job, member.scratch) if self.job.mesh.ranks > 1 else None,
         )
         self._reads = make_global(model) if self.job.train.batch_norm == "global" else None
         self._forward = Forward(recipe, model, device, self.job.train.precision)
@@ -182,7 +182,7 @@ class Training(Loop):
         if self._replica is not None:  # all that a state is given to is there
             self._take_host_copy(self._replica)
         self._best()  # refuses a metric that does not exist, before anything is trained
-        if self.job.check.content != "off" and member.run.is_dir():
+        if self.job.check.content != "off" and member.sees_run and member.run.is_dir():
             # contents of samples as steps use them, for the audit
             self._record = Record(member.run / f"contents-{member.number}.bin")
         self._unrepeatable: int | None = None
@@ -237,7 +237,7 @@ class Training(Loop):
             example = example_of(self._forward, self._loader, self.job, self.samples)
             if first:
                 timed = self.job.train.determinism != "bits"
-                layout = agreed_layout(self.member.run, mesh, model, example, timed=timed)
+                layout = found_layout(self.member, model, example, timed=timed)
                 if layout.plan is not None and not layout.plan.cuts and self.member.number == 0:
                     self.member.emit("warning", text=_CUTS_NOTHING.format(mesh.tensor))
         check = MeshCheck(
@@ -708,6 +708,16 @@ def choose_device(job: JobSpec, local_rank: int, local_size: int) -> torch.devic
     if wanted == "cuda" or (wanted == "auto" and enough):
         return torch.device("cuda", local_rank)
     return torch.device("cpu")
+
+
+def check_encrypted(member: Member, device: torch.device) -> None:
+    """Refuse a device whose exchanges cannot be encrypted, where they must be."""
+    if member.forwarder is not None and device.type == "cuda":
+        raise SpecError(
+            "GPUs of several hosts exchange gradients by NCCL, which cannot encrypt. If only "
+            'trusted machines reach the network between them, set network = "private"; or train '
+            "with train.device = 'cpu'."
+        )
 
 
 def check_device(job: JobSpec, device: torch.device) -> None:

@@ -1,11 +1,11 @@
-"""The file at which the processes of one start meet."""
+"""Where the processes of one start meet: at a file."""
 
 import stat
 import threading
 
 import pytest
 
-from instep.client.meeting import find, write
+from instep.client.meeting import MeetingFile, find, write
 from instep.comm.channel import Address
 from instep.comm.endpoint import Endpoint
 from instep.errors import RunError
@@ -15,14 +15,14 @@ ENDPOINT = Endpoint(Address("127.0.0.1", 4567), "a token")
 
 def test_an_invitation_is_found_and_is_for_the_users_eyes_only(tmp_path):
     file = tmp_path / "runs" / "meeting"
-    write(file, ENDPOINT)
-    assert find(file) == ENDPOINT
+    write(MeetingFile(file), ENDPOINT)
+    assert find(MeetingFile(file)) == ENDPOINT
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert [f.name for f in file.parent.iterdir()] == ["meeting"]
 
 
 def test_a_stale_invitation_is_waited_out(tmp_path):
-    file = tmp_path / "meeting"
+    file = MeetingFile(tmp_path / "meeting")
     write(file, ENDPOINT)
     found = []
     waiting = threading.Thread(target=lambda: found.append(find(file, {"a token"})))
@@ -35,16 +35,16 @@ def test_a_stale_invitation_is_waited_out(tmp_path):
 
 def test_who_comes_first_waits_for_the_invitation(tmp_path):
     found = []
-    waiting = threading.Thread(target=lambda: found.append(find(tmp_path / "meeting")))
+    waiting = threading.Thread(target=lambda: found.append(find(MeetingFile(tmp_path / "meeting"))))
     waiting.start()
-    write(tmp_path / "meeting", ENDPOINT)
+    write(MeetingFile(tmp_path / "meeting"), ENDPOINT)
     waiting.join()
     assert found == [ENDPOINT]
 
 
 def test_an_invitation_that_does_not_come_is_not_waited_for_without_end(tmp_path):
     with pytest.raises(RunError, match=r"process 0 has not written .*meeting in 10 ms"):
-        find(tmp_path / "meeting", timeout_s=0.01)
+        find(MeetingFile(tmp_path / "meeting"), timeout_s=0.01)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +65,6 @@ def test_a_damaged_invitation_is_as_good_as_none_until_the_next(tmp_path, text):
     file = tmp_path / "meeting"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(RunError, match="process 0 has not written"):
-        find(file, timeout_s=0.01)
-    write(file, ENDPOINT)
-    assert find(file) == ENDPOINT
+        find(MeetingFile(file), timeout_s=0.01)
+    write(MeetingFile(file), ENDPOINT)
+    assert find(MeetingFile(file)) == ENDPOINT

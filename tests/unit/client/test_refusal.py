@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from instep.client.meeting import MeetingFile
 from instep.client.refusal import answer_all
 from instep.comm.channel import Channel
 from instep.comm.endpoint import Switchboard
@@ -16,9 +17,9 @@ REFUSED = Refused(kind="CheckpointError", text="it is damaged.", exit_code=7)
 
 @pytest.fixture
 def meeting(tmp_path):
-    file = tmp_path / "meeting"
-    file.touch()
-    return file
+    made = MeetingFile(tmp_path / "meeting")
+    made.put("", b"here")
+    return made
 
 
 def told(answer, meeting, numbers, **options):
@@ -27,9 +28,9 @@ def told(answer, meeting, numbers, **options):
 
     def come(number):
         try:
-            found[number] = Member(switchboard.endpoint, number), meeting.exists()
+            found[number] = Member(switchboard.endpoint, number), meeting.file.exists()
         except Exception as error:
-            found[number] = error, meeting.exists()
+            found[number] = error, meeting.file.exists()
 
     threads = [threading.Thread(target=come, args=(number,)) for number in numbers]
     for thread in threads:
@@ -59,7 +60,7 @@ def test_whoever_does_not_come_is_not_waited_for_without_end(meeting):
     count, found = told(REFUSED, meeting, [2], timeout_s=1.0)
     assert count == 1
     assert type(found[2][0]) is CheckpointError
-    assert not meeting.exists()
+    assert not meeting.file.exists()
 
 
 def test_a_run_that_is_over_is_known_as_such(meeting, tmp_path):

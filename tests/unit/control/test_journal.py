@@ -1,5 +1,6 @@
 """What one master knew, the next one knows."""
 
+import random
 import signal
 import sqlite3
 from dataclasses import replace
@@ -11,6 +12,7 @@ from instep.comm.messages import Done, Failed
 from instep.control.decide import decide
 from instep.control.journal import FILE, Begin, Journal
 from instep.control.state import (
+    NEXT,
     Blame,
     Built,
     Ended,
@@ -94,6 +96,44 @@ def test_every_state_can_be_read_back(begun):
         state, _ = decide(state, piece, 1.0)
         begun.write(piece, state)
         assert begun.last() == state
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_next_master_knows_every_member_wherever_the_last_one_was_killed(
+    tmp_path, monkeypatch, seed
+):
+    monkeypatch.setattr("instep.control.journal.WHOLE_EVERY", 5)
+    dice, state = random.Random(seed), State(members=first_members(4))
+    journal = Journal(tmp_path, Begin(12.5, BEGINNING))
+    for _ in range(60):
+        number = dice.randrange(6)
+        what = dice.randrange(3)
+        if what == 0:
+            state = state.note(number, wanted=dice.random() < 0.5, owes=False)
+        elif what == 1:
+            phases = [phase for phase in Phase if phase in NEXT[state.member(number).phase]]
+            state = state.move(number, dice.choice(phases))
+        else:
+            state = replace(state, generation=state.generation + 1)
+        journal.write(Tick(), state)
+        assert journal.last() == state
+        if dice.random() < 0.1:  # another master takes over
+            journal.close()
+            journal = Journal(tmp_path)
+            assert journal.last() == state
+    journal.close()
+
+
+def test_a_decision_about_one_of_many_members_writes_that_one(tmp_path, begun):
+    state = State(members=first_members(1000))
+    begun.write(Tick(), state)
+    begun.write(Joined(7), state.move(7, Phase.BUILDING))
+    begun.close()
+    rows = sqlite3.connect(tmp_path / FILE)
+    (whole,), (one,) = rows.execute("SELECT length(state) FROM decisions ORDER BY number")
+    rows.close()
+    assert whole > 50_000
+    assert one < 1000
 
 
 def test_each_row_has_the_event_and_the_state_after_it(tmp_path, begun):

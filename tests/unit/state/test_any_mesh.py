@@ -31,10 +31,13 @@ def save(comm, folder, own, mesh, step=3, run=None, left=None):
         buffers=SimpleNamespace(moved=None),
         own=SimpleNamespace(shard=dict),
         model=getattr(own, "model", None),
+        device=torch.device("cpu"),
     )
     form = SimpleNamespace(members=list(range(comm.size)), servers=(), generation=1)
     job = SimpleNamespace(mesh=mesh)
-    member = SimpleNamespace(run=run, form=form, job=job, emit=print, number=comm.rank)
+    member = SimpleNamespace(
+        run=run, form=form, job=job, emit=print, number=comm.rank, sees_run=True
+    )
     shards = write_shards(engine, member, left or {})
     if comm.rank == 0:
         if mesh.ranks > 1:

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from instep.comm.memory import run_ranks
@@ -20,25 +21,28 @@ def a_snapshot():
     return Snapshot(step=7, tensors={"model": {"a": torch.zeros(3)}}, facts={})
 
 
-def written(comm, run, parts):
+def written(comm, run, parts, apart=()):
     warnings = []
     member = SimpleNamespace(
-        run=run,
+        run=run if comm.rank not in apart else run / "elsewhere",
+        sees_run=comm.rank not in apart,
         job=SimpleNamespace(mesh=MeshSpec()),
         form=SimpleNamespace(servers=(2, 3), generation=5),
         emit=lambda name, **fields: warnings.append(fields["text"]),
     )
     progress = SimpleNamespace(progress=SimpleNamespace(step=7))
     own = SimpleNamespace(shard=lambda: parts.get(comm.rank, {}))
-    engine = SimpleNamespace(comm=comm, state=progress, own=own)
+    engine = SimpleNamespace(comm=comm, state=progress, own=own, device=torch.device("cpu"))
     return write_shards(engine, member), warnings
 
 
-def test_what_servers_have_written_is_in_the_checkpoint(tmp_path):
+@pytest.mark.parametrize("apart", [(), (3,), (2, 3)], ids=str)
+def test_what_servers_have_written_is_in_the_checkpoint(tmp_path, apart):
     writer = CheckpointWriter(tmp_path / "checkpoints")
     (tmp_path / "checkpoints" / ".saving-6-shard-0-4").write_bytes(b"of a server that was killed")
-    every = run_ranks(4, written, tmp_path, PARTS)
-    assert all(shards == every[0][0] for shards, _ in every)
+    every = run_ranks(4, written, tmp_path, PARTS, apart)
+    entries = [{name: shard.entry for name, shard in shards.items()} for shards, _ in every]
+    assert all(each == entries[0] for each in entries)
     snapshot = a_snapshot()
     writer.save(snapshot, shards=every[0][0])
     writer.finish()
@@ -51,11 +55,12 @@ def test_what_servers_have_written_is_in_the_checkpoint(tmp_path):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [saved.path.name]
 
 
-def test_where_one_cannot_write_there_is_no_checkpoint_and_nothing_is_left(tmp_path):
+@pytest.mark.parametrize("apart", [(), (2, 3)], ids=str)
+def test_where_one_cannot_write_there_is_no_checkpoint_and_nothing_is_left(tmp_path, apart):
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     (folder / ".saving-7-shard-1-5").symlink_to(tmp_path / "nowhere" / "at all")
-    for why, warnings in run_ranks(4, written, tmp_path, PARTS):
+    for why, warnings in run_ranks(4, written, tmp_path, PARTS, apart):
         assert isinstance(why, CheckpointError)
         assert "no checkpoint of step 7: server 3 could not write its part" in str(why)
         assert isinstance(why.__cause__, FileNotFoundError)
@@ -63,9 +68,10 @@ def test_where_one_cannot_write_there_is_no_checkpoint_and_nothing_is_left(tmp_p
     assert not list(folder.iterdir())
 
 
-def test_servers_whose_optimizer_keeps_nothing_write_nothing(tmp_path):
+@pytest.mark.parametrize("apart", [(), (2, 3)], ids=str)
+def test_servers_whose_optimizer_keeps_nothing_write_nothing(tmp_path, apart):
     (tmp_path / "checkpoints").mkdir()
-    every = run_ranks(4, written, tmp_path, {})
+    every = run_ranks(4, written, tmp_path, {}, apart)
     assert [shards for shards, _ in every] == [{}] * 4
     assert not list((tmp_path / "checkpoints").iterdir())
 

@@ -240,6 +240,7 @@ def read_checkpoint(
     turns: Sequence[Moved] = (),
     *,
     rank: MeshRank | None = None,
+    lent: Snapshot | None = None,
 ) -> Snapshot | None:
     """What a checkpoint on disk holds; None without one, for the state of a run's beginning.
 
@@ -251,18 +252,23 @@ def read_checkpoint(
         model: its first parameter says on which device tensors are wanted.
         turns: with the optimizers.
         rank: of a replica that is a mesh.
+        lent: the checkpoint, as another machine lends it (`state/lent.py`).
 
     Raises:
         CheckpointError: it cannot be read.
     """
     if checkpoint is None:
         return None
-    if rank is None and not (checkpoint.is_dir() and is_meshed(read_manifest(checkpoint))):
+    if (
+        lent is None
+        and rank is None
+        and not (checkpoint.is_dir() and is_meshed(read_manifest(checkpoint)))
+    ):
         return load(checkpoint, next(model.parameters()).device)
     order = {
         f"optimizer{_of(each)}": parameter_order(each.update.optimizer, model) for each in turns
     }
-    snapshot = open_pieces(checkpoint, order)
+    snapshot = lent or open_pieces(checkpoint, order)
     saved_on = snapshot.facts.get("mesh")
     if rank is not None or saved_on is not None:  # of other parts of the model
         for group in [group for group in snapshot.tensors if group.startswith(STRATEGY)]:

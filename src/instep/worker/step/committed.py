@@ -110,18 +110,36 @@ class CommittedState:
         """
         self.progress = restore(snapshot, source, self._model, self._turns, rank=self._rank)
 
-    def load(self, checkpoint: Path | None, *, ends: bool = False) -> None:
-        """Take the state of a checkpoint, or of a beginning.
+    def load(
+        self, checkpoint: Path | None, *, ends: bool = False, lent: Snapshot | None = None
+    ) -> None:
+        """Take the state of a checkpoint, which another machine may lend, or of a beginning.
 
         Raises:
             CheckpointError: it cannot be read, or is of another model or optimizer.
         """
-        snapshot = read_checkpoint(checkpoint, self._model, self._turns, rank=self._rank)
+        snapshot = read_checkpoint(checkpoint, self._model, self._turns, rank=self._rank, lent=lent)
         self.progress, self.own = Progress(), {}
         if snapshot is not None:
             self.restore(snapshot, checkpoint)
             self.own = snapshot.tensors.get("own", {})
         self.last, self.settled, self.ended = None, self.progress.step, ends
+
+    def copy(self, comm: Comm, root: int, *, mine: bool) -> None:
+        """Members that could not load what the others have just loaded copy it from rank `root`;
+        every member calls it.
+
+        Args:
+            mine: whether this one has loaded it.
+
+        Raises:
+            PeerError: a member went away meanwhile.
+        """
+        own = self.capture() if comm.rank == root else None
+        taken = broadcast.broadcast_snapshot(own, comm, root, self._device)
+        if not mine:
+            self.restore(taken, "a peer's checkpoint")
+            self.settled = self.progress.step
 
     def inside(self, generation: int) -> None:
         """The steps of a generation are about to begin."""

@@ -25,7 +25,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -54,6 +53,7 @@ from instep.worker.step.clock import Clock
 from instep.worker.step.committed import Commit, CommittedState
 from instep.worker.step.gradients import Gradients
 from instep.worker.step.host_copy import HostCopy
+from instep.worker.step.loading import load
 from instep.worker.step.notes import Notes
 from instep.worker.step.observers import Observer
 from instep.worker.step.own_state import OwnState
@@ -144,7 +144,7 @@ class Engine:
         self._mesh, self._split = mesh, split
         self._parts = member.job.per_commit.micro_batches
         self._exact = self._parts + more if member.job.train.determinism == "bits" else 0
-        self._device = parameters[0].device
+        self.device = parameters[0].device
         self.saves: Callable[[], bool] = lambda: False
         """Whether it is time for a checkpoint; asked on rank 0."""
         self.take = self.gradient
@@ -168,7 +168,7 @@ class Engine:
         """What this worker alone has."""
         # what one rank of a mesh has staged, no other of its replica has
         self._votes = votes or self.own.memory is not None or mesh.ranks > 1
-        whole = mesh.ranks > 1 and self._device.type == "cpu"
+        whole = mesh.ranks > 1 and self.device.type == "cpu"
         self._host_copy = HostCopy() if whole else None
         self._uncopied = [0.0] * 3
         """Where this process has no room for its copy: 1, the bytes that it needs, those it has."""
@@ -232,7 +232,7 @@ class Engine:
                 # only a fresh process has the state of a beginning; another takes this one's place
                 os.kill(os.getpid(), signal.SIGKILL)
             self._drop()
-            self.state.load(Path(form.checkpoint) if form.checkpoint else None, ends=form.ends)
+            load(self.state, self.member, comm, column, self.device)
             self.own.load(self.state.own if column.rank == 0 else {})
             self.state.tried = form.generation
             return False
@@ -278,7 +278,7 @@ class Engine:
         """
         if self._host_copy is None:
             return None
-        found = self._host_copy.of_all(comm, self._device)
+        found = self._host_copy.of_all(comm, self.device)
         if found is None:
             return None
         self.state.take(found[1], "the memory of this host")
@@ -631,7 +631,7 @@ class Engine:
     def _passes_done(self) -> float:
         """The time now (of `perf_counter`), once a GPU is done with what it was given."""
         since = time.perf_counter()
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             return since
         torch.cuda.current_stream().synchronize()  # not what is under way between GPUs
         return self.clock.lap(since, "backward")
@@ -695,7 +695,7 @@ class Engine:
             self.assignment.prepared(staged.course, staged.step, staged.where)
         if self._votes and self.comm.size > 1:
             self._in_doubt = True
-            self.comm.all_reduce(torch.ones(1, device=self._device)).wait()
+            self.comm.all_reduce(torch.ones(1, device=self.device)).wait()
 
     # ---- the commit
 

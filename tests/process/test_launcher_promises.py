@@ -1,0 +1,206 @@
+"""Every launcher keeps the same promises for a run: hosts come, are lost, come again, and all end.
+
+`tests/contract/test_launchers.py` holds each launcher's methods against `launch/base.py`. Here each
+has a run. What only one launcher promises is in a file of its own.
+"""
+
+import contextlib
+import json
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+import psutil
+import pytest
+from on_ray import cluster as ray_cluster
+from started import RECIPES, SOON_S, Start, Started, newest_pids
+from test_ray import short_folder
+from test_recovery import check_same_result, undisturbed
+from test_survival import STEPS_OF_A_RUN, reach
+
+from instep.launch import LAUNCHERS
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+__all__ = ["ray_cluster", "short_folder", "undisturbed"]  # the fixtures
+
+PLACES = ("127.0.0.2:1", "127.0.0.3:1")
+LOOPBACK = 'address = "127.0.0.1"\n'
+ON = {
+    "local": '[launch]\non = "local"\n',
+    "hosts": f'[launch]\nhosts = ["env HOST=1", "env HOST=2"]\n{LOOPBACK}',
+    "by_hand": "",
+    "ray": f'[launch]\non = "ray"\nnodes = 2\n{LOOPBACK}',
+    "slurm": f'[launch]\non = "slurm"\nnodes = 2\n{LOOPBACK}',
+}
+"""What the job file says of where the run is."""
+
+
+def each(*quick: str, cannot: str = "") -> list[object]:
+    """The launchers, as parameters: those that are quick, and others, which are slow tests."""
+    there = [name for name in LAUNCHERS if name != cannot]
+    return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in there]
+
+
+class Run:
+    """A run on a launcher, and what was started beside it."""
+
+    def __init__(self, program: Started, machines: list[Started]) -> None:
+        self.program, self.machines = program, machines
+
+    def host(self, number: int) -> int:
+        """The newest fork server of a host, by its pid."""
+        joined = self.program.events("host_joined")
+        return [int(e["pid"]) for e in joined if e["host"] == number][-1]
+
+    def processes_of(self, number: int) -> list[psutil.Process]:
+        """That fork server, and all that it has started."""
+        host = psutil.Process(self.host(number))
+        return [host, *host.children(recursive=True)]
+
+    def signal_host(self, number: int, what: signal.Signals) -> None:
+        """Send a signal to all of them."""
+        for process in self.processes_of(number):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended with another
+                process.send_signal(what)
+
+    def places(self) -> dict[int, int]:
+        """The host of each worker that has not ended."""
+        ended = {e["pid"] for e in self.program.events("process_ended")}
+        joined = [e for e in self.program.events("worker_joined") if e["pid"] not in ended]
+        return {int(e["worker"]): int(e["host"]) for e in joined}
+
+    def trains(self, hosts: int) -> bool:
+        """Whether both workers are in the group, on so many hosts."""
+        if not self.program.is_training():
+            return False
+        formed = self.program.events("generation_started")
+        places = self.places()
+        members = formed[-1]["members"] if formed else []
+        return len(members) == 2 and {places.get(n) for n in members} == set(range(hosts))
+
+    def check_nothing_is_left(self) -> None:
+        for each in (self.program, *self.machines):
+            each.check_no_process_is_left(soon_s=SOON_S)
+            each.check_no_file_is_left()
+
+
+Begin: TypeAlias = Callable[..., Run]
+
+
+@pytest.fixture
+def begin(start: Start, tmp_path: Path, request: pytest.FixtureRequest) -> Begin:
+    """Start a run of two workers, on two hosts where the launcher has several."""
+
+    def on(name: str, *settings: str) -> Run:
+        environment: dict[str, str] = {}
+        table, machines = ON[name], []
+        if name == "ray":
+            request.getfixturevalue("short_folder")
+            request.getfixturevalue("ray_cluster")
+        if name == "slurm":
+            allocation = request.getfixturevalue("slurm").allocation(2)
+            environment = allocation.__enter__()
+            request.addfinalizer(lambda: allocation.__exit__(None, None, None))
+        if name == "by_hand":
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                master = f"127.0.0.1:{free.getsockname()[1]}"
+            table = f'[cluster]\nmaster = "{master}"\nworkers = {json.dumps(PLACES)}\n'
+            tokens = [tmp_path / "certificates" / f"host-{n}.token" for n in range(len(PLACES))]
+            join = ("-m", "instep", "host", "--join", master, "--token-file")
+            machines = [start(*join, token) for token in tokens]
+        job = tmp_path / "job.toml"
+        job.write_text(
+            f'name = "disturbed"\nrecipe = "{RECIPES / "slow_tiny.py"}:recipe"\nworkers = 2\n'
+            f"seed = 5\n[train]\nsteps = {STEPS_OF_A_RUN}\nglobal_batch = 16\n"
+            f'determinism = "bits"\nvalidate_every = 40\n[checkpoint]\nevery = 25\n{table}'
+        )
+        sets = [word for setting in settings for word in ("--set", setting)]
+        program = start("-m", "instep", "run", job, *sets, environment=environment)
+        return Run(program, machines)
+
+    return on
+
+
+def hosts_of(name: str) -> int:
+    return 1 if name == "local" else 2
+
+
+@pytest.mark.parametrize("name", each("local", "hosts", "by_hand"))
+def test_hosts_come_each_has_its_workers_and_all_of_them_end(begin: Begin, name: str) -> None:
+    run = begin(name, "train.steps=20")
+    assert run.program.end(200) == 0, run.program.stderr
+    assert [machine.end() for machine in run.machines] == [0] * len(run.machines)
+    hosts = set(range(hosts_of(name)))
+    assert {e["host"] for e in run.program.events("host_joined")} == hosts
+    joined = run.program.events("worker_joined")
+    assert sorted(e["host"] for e in joined) == [0, hosts_of(name) - 1]
+    run.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("name", each())
+def test_a_host_that_is_killed_is_added_again_and_the_result_does_not_show(
+    begin: Begin, undisturbed: Path, name: str
+) -> None:
+    run = begin(name, "arguments.pause_s=0.02")
+    program, hosts = run.program, hosts_of(name)
+    program.until(lambda: run.trains(hosts), "training")
+    reach(program, 30)
+    lost = run.host(hosts - 1)
+    run.signal_host(hosts - 1, signal.SIGKILL)
+    program.until(lambda: run.host(hosts - 1) != lost, "another host in its place")
+    program.until(lambda: run.trains(hosts), "whole again")
+    assert program.end(200) == 0, program.stderr
+    assert bool(program.events("went_back")) == (name == "local")  # nobody had the state
+    check_same_result(program, undisturbed)
+    run.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("name", each(cannot="local"))
+def test_the_others_go_on_without_a_host_that_falls_silent(
+    begin: Begin, undisturbed: Path, name: str
+) -> None:
+    run = begin(name, "arguments.pause_s=0.02")
+    program = run.program
+    program.until(lambda: run.trains(2), "training")
+    reach(program, 30)
+    run.signal_host(1, signal.SIGSTOP)
+    program.until(lambda: len(program.events("generation_started")) > 1, "going on without it")
+    assert program.end(200) == 0, program.stderr
+    assert program.events("went_back") == []
+    check_same_result(program, undisturbed)
+    run.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("name", each("local"))
+def test_a_worker_that_is_given_notice_hands_over_and_nothing_is_computed_twice(
+    begin: Begin, undisturbed: Path, name: str
+) -> None:
+    run = begin(name)
+    program = run.program
+    program.until(lambda: run.trains(hosts_of(name)), "training")
+    reach(program, 10)
+    psutil.Process(newest_pids(program)[1]).terminate()
+    program.until(lambda: len(program.events("generation_started")) > 1, "another in its place")
+    assert program.end(200) == 0, program.stderr
+    assert program.events("worker_leaving")[0]["worker"] == 1  # a later one moves to its host
+    assert program.events("worker_lost") == program.events("went_back") == []
+    check_same_result(program, undisturbed)
+    run.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("name", each())
+def test_nothing_is_left_of_a_run_whose_client_is_killed(begin: Begin, name: str) -> None:
+    run = begin(name, "arguments.pause_s=0.05")
+    run.program.until(lambda: run.trains(hosts_of(name)), "training")
+    there = [each for number in range(hosts_of(name)) for each in run.processes_of(number)]
+    run.program.process.kill()
+    _, alive = psutil.wait_procs(there, timeout=SOON_S)
+    assert [process.pid for process in alive] == []
+    run.program.check_no_process_is_left(soon_s=SOON_S)
+    for machine in run.machines:  # they wait for the next run
+        machine.process.send_signal(signal.SIGINT)
+        machine.end()
+        machine.check_no_process_is_left(soon_s=SOON_S)
