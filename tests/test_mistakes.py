@@ -190,7 +190,10 @@ IN_A_JOB_FILE = [
         '[sync]\nname = "allreduce"',
         ["no sync strategy is called 'allreduce'", "Did you mean 'all_reduce'?"],
     ),
-    Job('[sync]\ncodec = "topk"', ["no codec is called 'topk'. Known: int8, none."]),
+    Job(
+        '[sync]\ncodec = "topk"',
+        ["no codec is called 'topk'. Known: bfloat16, float16, int4, int8, none, sign."],
+    ),
     Job("[mesh]\nschedule = 'gpipe'", ["mesh.schedule = 'gpipe' is for mesh.stages above 1."]),
     Job(
         "workers = 4\n[mesh]\nstages = 2\nshard = 2",
