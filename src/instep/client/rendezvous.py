@@ -24,7 +24,7 @@ from instep.client.meeting import Meeting, meeting_file
 from instep.client.placement import Placement, is_loopback
 from instep.comm import messages as m
 from instep.comm.certificates import Authority, Identity
-from instep.comm.channel import MOST_UNTRUSTED, Address, Channel, Hub, Peer
+from instep.comm.channel import MOST_UNTRUSTED, Address, Channel, Hub, Peer, why_failed
 from instep.comm.tls import context
 from instep.errors import JoinError, PeerError, SpecError, StrangerError
 from instep.launch import join_token
@@ -172,15 +172,14 @@ class Rendezvous:
         self._hub.send(peer, m.Met(start=self._start, versions=dict(versions())))
 
     def _refuse(self, peer: Peer) -> None:
-        self._hub.send(peer, m.Refused(kind="JoinError", text=REFUSED, exit_code=9))
+        code = JoinError.exit_code
+        self._hub.send(peer, m.Refused(kind="JoinError", text=REFUSED, exit_code=code))
         self._hub.drop(peer)
 
     def _say(self, peer: Peer) -> None:
-        with suppress(OSError):  # it has left
-            who = str(peer.socket.getpeername()[0])
-            if who not in self._said:
-                self._said.add(who)
-                print(f"instep: refused a process at {who}: another token", file=sys.stderr)
+        if (who := peer.address) and who not in self._said:
+            self._said.add(who)
+            print(f"instep: refused a process at {who}: another token", file=sys.stderr)
 
 
 class RendezvousClient:
@@ -282,7 +281,7 @@ class RendezvousClient:
             made = context(shown, server=False)
             channel = Channel.connect(self._address, ANSWER_S, made)
         except (PeerError, TimeoutError) as error:
-            self._why = _reason(error)
+            self._why = why_failed(error)
             return None
         answer: m.AnyMessage | None = None
         try:
@@ -364,8 +363,3 @@ def _listen(address: Address) -> socket.socket:
                 f"rendezvous = '{address.host}:{address.port}': process 0 cannot listen there "
                 f"({error.strerror}). Give an address of its machine, and a port that is free."
             ) from None
-
-
-def _reason(error: Exception) -> str:
-    text = str(error).rpartition("(")[2].rstrip(").") or str(error)
-    return text.partition("] ")[2] or text
