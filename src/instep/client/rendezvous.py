@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from instep.client.meeting import Meeting, meeting_file
+from instep.client.meeting import SAY_AFTER_S, Meeting, meeting_file
 from instep.client.placement import Placement, is_loopback
 from instep.comm import messages as m
 from instep.comm.certificates import Authority, Identity
@@ -48,7 +48,8 @@ BUSY_S = 10.0
 SHORTEST = 32
 """Characters of a token; of hexadecimal digits, 128 bits."""
 
-SAY_AFTER_S, AGAIN_S = 10.0, 0.2
+AGAIN_S = 0.2
+"""Between two attempts to connect, or to listen."""
 
 
 def meeting_at(
