@@ -27,11 +27,11 @@ from instep.comm.certificates import Authority, Identity
 from instep.comm.channel import MOST_UNTRUSTED, Address, Channel, Hub, Peer, why_failed
 from instep.comm.tls import context
 from instep.errors import JoinError, PeerError, SpecError, StrangerError
-from instep.launch import join_token
 from instep.launch.gate import PROOF_S, REFUSED
+from instep.launch.join_token import read_secret
 from instep.launch.node import versions
-from instep.plain_file import replace_plain
-from instep.units import readable_seconds
+from instep.plain_file import PRIVATE, replace_plain
+from instep.units import host_and_port, readable_seconds
 
 AT, TOKEN = "INSTEP_RENDEZVOUS", "INSTEP_TOKEN_FILE"
 """Environment variables."""
@@ -320,20 +320,20 @@ class RendezvousClient:
 
 
 def _address(given: str) -> Address:
-    host, _, port = given.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+    try:
+        return Address(*host_and_port(given))
+    except ValueError:
         raise SpecError(
             f"rendezvous = {given!r}: needs the machine of process 0 and a free port of it, such "
             "as 'node1:29600'."
-        )
-    return Address(host, int(port))
+        ) from None
 
 
 def _made(file: Path) -> str:
     """The token of a file, which is made if there is none."""
     if not file.exists():
         try:
-            replace_plain(file, secrets.token_hex(16) + "\n", 0o600)
+            replace_plain(file, secrets.token_hex(16) + "\n", PRIVATE)
         except OSError as error:
             raise SpecError(
                 f"token_file = {str(file)!r} cannot be written: {error.strerror}. Name a file in a "
@@ -343,7 +343,7 @@ def _made(file: Path) -> str:
 
 
 def _read(file: Path) -> str:
-    token = join_token.read(file).strip()
+    token = read_secret(file).strip()
     if len(token) < SHORTEST:
         raise JoinError(
             f"the token in {file} is too short to encrypt with. Make one with: openssl rand -hex 16"
