@@ -165,12 +165,16 @@ def host(args: argparse.Namespace) -> int:
     """Let this machine join a run whose job file has [cluster], and work for it."""
     from instep.comm.channel import Address
     from instep.launch.joining import Machine
+    from instep.units import host_and_port
 
-    name, _, port = args.join.rpartition(":")
-    if not name or not port.isdecimal():
-        raise SpecError(f"--join {args.join!r}: needs a machine and a port, such as node1:2220.")
+    try:
+        master = Address(*host_and_port(args.join))
+    except ValueError:
+        raise SpecError(
+            f"--join {args.join!r}: needs a machine and a port, such as node1:2220."
+        ) from None
     machine = Machine(
-        Address(name, int(port)),
+        master,
         Path(args.token_file).absolute(),
         lambda text: print(f"host    {text}", file=sys.stderr, flush=True),
     )
@@ -178,7 +182,7 @@ def host(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"runs": runs}))
     else:
-        print(f"host    the run is over; its report is on {name}")
+        print(f"host    the run is over; its report is on {master.host}")
     return 0
 
 

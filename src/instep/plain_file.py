@@ -12,6 +12,9 @@ import os
 import stat
 from pathlib import Path
 
+PRIVATE = 0o600
+"""Mode of a file that only its owner may read or write."""
+
 _KINDS = (
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a named pipe"),
@@ -112,6 +115,11 @@ def replace_plain(path: Path, text: str, mode: int = 0o666, *, durable: bool = F
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def is_private(about: os.stat_result) -> bool:
+    """Whether a file is ours, and nobody else's."""
+    return about.st_uid == os.geteuid() and not stat.S_IMODE(about.st_mode) & 0o077
 
 
 def _check(mode: int, path: str | os.PathLike[str]) -> None:

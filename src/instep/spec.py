@@ -25,7 +25,7 @@ import msgspec
 from msgspec import Meta, field
 
 from instep.formats import FORMAT
-from instep.units import seconds_in
+from instep.units import host_and_port, seconds_in
 
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
@@ -602,12 +602,13 @@ class ClusterSpec(Section, frozen=True, kw_only=True):
         if not given and not self.master:
             return
         for key, place in [*given, ("master", self.master)]:
-            host, _, port = place.rpartition(":")
-            if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            try:
+                host_and_port(place)
+            except ValueError:
                 raise ValueError(
                     f"{key} has {place!r}: needs a machine and a port from 1 to 65535, such as "
                     "'node1:2222'."
-                )
+                ) from None
         if not self.workers:
             raise ValueError("workers is empty: name a machine for them, such as 'node1:2222'.")
         every = (self.master, *self.places)

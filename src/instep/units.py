@@ -59,6 +59,18 @@ def seconds_in(text: str) -> float:
     return sum(float(number) * _SECONDS_IN[unit or "s"] for number, unit in parts)
 
 
+def host_and_port(text: str) -> tuple[str, int]:
+    """`'node1:2222'` -> `('node1', 2222)`.
+
+    Raises:
+        ValueError: it is no such text, or the port is not from 1 to 65535.
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"{text!r} is no machine with a port from 1 to 65535")
+    return host, int(port)
+
+
 def readable_count(count: float) -> str:
     """`9380` -> `'9,380'`: an integer with a comma for thousands."""
     return f"{count:,.0f}"

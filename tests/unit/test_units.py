@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instep.units import (
+    host_and_port,
     readable_bytes,
     readable_count,
     readable_seconds,
@@ -101,3 +102,14 @@ def test_what_is_no_length_of_time_is_refused(text):
 def test_a_time_that_was_made_readable_can_be_read_again(seconds):
     shown = seconds_in(readable_seconds(seconds))
     assert shown == seconds if seconds < 3600 else 0 <= seconds - shown < 60
+
+
+def test_a_machine_and_its_port_are_read_from_one_text():
+    assert host_and_port("node1:2222") == ("node1", 2222)
+    assert host_and_port("::1:65535") == ("::1", 65535)
+
+
+@pytest.mark.parametrize("text", ["", "node1", ":2222", "node1:", "node1:0", "node1:65536", "a:b"])
+def test_what_is_no_machine_with_a_port_is_refused(text):
+    with pytest.raises(ValueError, match="is no machine with a port from 1 to 65535"):
+        host_and_port(text)

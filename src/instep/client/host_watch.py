@@ -45,7 +45,7 @@ class HostWatch:
         """Whether hosts that are not needed may be ended."""
         return isinstance(self._launcher, Elastic)
 
-    def news(self) -> Iterator[HostEnded | HostsLeave]:
+    def events(self) -> Iterator[HostEnded | HostsLeave]:
         """Those that have ended by themselves, once each; and those whose machines are about to go,
         again and again, as another master does not know."""
         for number in self._numbers:

@@ -165,8 +165,8 @@ class _Joined:
                     self._asked = max(self._asked, 1)
                 case HostWanted(numbers=numbers):
                     self._hosts.start(numbers)
-        for ended in self._hosts.news():
-            self._connection.send(ended)
+        for event in self._hosts.events():
+            self._connection.send(event)
         if self._asked > self._told:
             self._told = self._asked
             self._say("leaving the run, once its workers have left these nodes")

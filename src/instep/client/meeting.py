@@ -22,7 +22,7 @@ from instep.comm.certificates import Authority, Credentials, Identity
 from instep.comm.channel import Address
 from instep.comm.endpoint import Endpoint
 from instep.errors import RunError
-from instep.plain_file import read_plain, replace_plain
+from instep.plain_file import PRIVATE, read_plain, replace_plain
 from instep.units import readable_seconds
 
 SAY_AFTER_S = 10.0
@@ -93,7 +93,7 @@ class MeetingFile:
     def put(self, name: str, note: bytes) -> bool:
         """Write it all at once."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        replace_plain(self._path(name), note.decode(), 0o600)
+        replace_plain(self._path(name), note.decode(), PRIVATE)
         return True
 
     def get(self, name: str) -> bytes | None:

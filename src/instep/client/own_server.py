@@ -10,16 +10,15 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from instep.client.host_watch import last_line
 from instep.comm.channel import Peer
 from instep.comm.endpoint import Switchboard
 from instep.comm.messages import Adopt, Heartbeat, Signal, StartWorker
 from instep.errors import RunError
 from instep.launch.local import LocalLauncher
-from instep.plain_file import read_plain
 from instep.store.folder import host_log
 from instep.system.lease import Lease
 from instep.system.limits import FLOOR_S
@@ -131,8 +130,4 @@ class OwnServer:
         self._launcher.stop()
 
     def _last_line(self) -> str:
-        lines: list[str] = []
-        with suppress(OSError):
-            text = read_plain(host_log(self.logs, 0)).decode(errors="replace")
-            lines = [line.strip() for line in text.splitlines() if line.strip()]
-        return lines[-1] if lines else "it has printed nothing."
+        return last_line(host_log(self.logs, 0)) or "it has printed nothing."

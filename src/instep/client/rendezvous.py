@@ -20,18 +20,18 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from instep.client.meeting import Meeting, meeting_file
+from instep.client.meeting import SAY_AFTER_S, Meeting, meeting_file
 from instep.client.placement import Placement, is_loopback
 from instep.comm import messages as m
 from instep.comm.certificates import Authority, Identity
-from instep.comm.channel import MOST_UNTRUSTED, Address, Channel, Hub, Peer
+from instep.comm.channel import MOST_UNTRUSTED, Address, Channel, Hub, Peer, why_failed
 from instep.comm.tls import context
 from instep.errors import JoinError, PeerError, SpecError, StrangerError
-from instep.launch import join_token
 from instep.launch.gate import PROOF_S, REFUSED
+from instep.launch.join_token import read_secret
 from instep.launch.node import versions
-from instep.plain_file import replace_plain
-from instep.units import readable_seconds
+from instep.plain_file import PRIVATE, replace_plain
+from instep.units import host_and_port, readable_seconds
 
 AT, TOKEN = "INSTEP_RENDEZVOUS", "INSTEP_TOKEN_FILE"
 """Environment variables."""
@@ -48,7 +48,8 @@ BUSY_S = 10.0
 SHORTEST = 32
 """Characters of a token; of hexadecimal digits, 128 bits."""
 
-SAY_AFTER_S, AGAIN_S = 10.0, 0.2
+AGAIN_S = 0.2
+"""Between two attempts to connect, or to listen."""
 
 
 def meeting_at(
@@ -172,15 +173,14 @@ class Rendezvous:
         self._hub.send(peer, m.Met(start=self._start, versions=dict(versions())))
 
     def _refuse(self, peer: Peer) -> None:
-        self._hub.send(peer, m.Refused(kind="JoinError", text=REFUSED, exit_code=9))
+        code = JoinError.exit_code
+        self._hub.send(peer, m.Refused(kind="JoinError", text=REFUSED, exit_code=code))
         self._hub.drop(peer)
 
     def _say(self, peer: Peer) -> None:
-        with suppress(OSError):  # it has left
-            who = str(peer.socket.getpeername()[0])
-            if who not in self._said:
-                self._said.add(who)
-                print(f"instep: refused a process at {who}: another token", file=sys.stderr)
+        if (who := peer.address) and who not in self._said:
+            self._said.add(who)
+            print(f"instep: refused a process at {who}: another token", file=sys.stderr)
 
 
 class RendezvousClient:
@@ -282,7 +282,7 @@ class RendezvousClient:
             made = context(shown, server=False)
             channel = Channel.connect(self._address, ANSWER_S, made)
         except (PeerError, TimeoutError) as error:
-            self._why = _reason(error)
+            self._why = why_failed(error)
             return None
         answer: m.AnyMessage | None = None
         try:
@@ -320,20 +320,20 @@ class RendezvousClient:
 
 
 def _address(given: str) -> Address:
-    host, _, port = given.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+    try:
+        return Address(*host_and_port(given))
+    except ValueError:
         raise SpecError(
             f"rendezvous = {given!r}: needs the machine of process 0 and a free port of it, such "
             "as 'node1:29600'."
-        )
-    return Address(host, int(port))
+        ) from None
 
 
 def _made(file: Path) -> str:
     """The token of a file, which is made if there is none."""
     if not file.exists():
         try:
-            replace_plain(file, secrets.token_hex(16) + "\n", 0o600)
+            replace_plain(file, secrets.token_hex(16) + "\n", PRIVATE)
         except OSError as error:
             raise SpecError(
                 f"token_file = {str(file)!r} cannot be written: {error.strerror}. Name a file in a "
@@ -343,7 +343,7 @@ def _made(file: Path) -> str:
 
 
 def _read(file: Path) -> str:
-    token = join_token.read(file).strip()
+    token = read_secret(file).strip()
     if len(token) < SHORTEST:
         raise JoinError(
             f"the token in {file} is too short to encrypt with. Make one with: openssl rand -hex 16"
@@ -364,8 +364,3 @@ def _listen(address: Address) -> socket.socket:
                 f"rendezvous = '{address.host}:{address.port}': process 0 cannot listen there "
                 f"({error.strerror}). Give an address of its machine, and a port that is free."
             ) from None
-
-
-def _reason(error: Exception) -> str:
-    text = str(error).rpartition("(")[2].rstrip(").") or str(error)
-    return text.partition("] ")[2] or text

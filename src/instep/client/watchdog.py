@@ -175,8 +175,8 @@ class MasterWatchdog:
             self._master.kill()  # it does not end the run; the next one will
 
     def _look_after(self, connection: MasterConnection) -> None:
-        for news in self._hosts.news() if self._hosts is not None else ():
-            connection.send(news)
+        for event in self._hosts.events() if self._hosts is not None else ():
+            connection.send(event)
         self._watch_signs()
         code = self._master.poll()
         if code is None:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
@@ -239,6 +240,12 @@ class Channel:
         self._socket.close()
 
 
+def why_failed(error: Exception) -> str:
+    """Why a connection failed, without our own words around it."""
+    text = str(error).rpartition("(")[2].rstrip(").") or str(error)
+    return text.partition("] ")[2] or text
+
+
 def _calling(context: ssl.SSLContext) -> Tls:
     from instep.comm.tls import Tls
 
@@ -268,6 +275,13 @@ class Peer:
     def certificate(self) -> bytes:
         """That certificate, DER; empty where there is none."""
         return b"" if self.tls is None else self.tls.certificate
+
+    @property
+    def address(self) -> str:
+        """Of the other end; empty once it has left."""
+        with suppress(OSError):
+            return str(self.socket.getpeername()[0])
+        return ""
 
     def __repr__(self) -> str:
         return f"Peer({self.socket.fileno()})"

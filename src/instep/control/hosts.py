@@ -178,11 +178,7 @@ class Hosts:
         """These are no longer part of the run; the connections of those that are there."""
         self.retire(numbers)
         self._numbers -= set(numbers)
-        left = [(number, self._there.pop(number)) for number in numbers if number in self._there]
-        for number, _ in left:
-            self._left[number] = self._now
-            self._forget_starts(number)
-        return [host.peer for _, host in left]
+        return [self._lose(number).peer for number in numbers if number in self._there]
 
     def has_left(self, number: int) -> bool:
         """Whether a host was removed."""
@@ -247,10 +243,13 @@ class Hosts:
         host = self._there.get(number)
         if host is None or host.peer is not peer:
             return False
-        del self._there[number]
+        self._lose(number)
+        return True
+
+    def _lose(self, number: int) -> _Host:
         self._left[number] = self._now
         self._forget_starts(number)
-        return True
+        return self._there.pop(number)
 
     def _forget_starts(self, number: int) -> None:
         self._underway = {w: h for w, h in self._underway.items() if h != number}
@@ -348,8 +347,12 @@ class Hosts:
 
     # ---- hosts that go, and those that are given back
 
-    def leave(self, numbers: Collection[int]) -> None:
-        """The machines of these hosts, and of no others, are about to go."""
+    def drain(self, numbers: Collection[int]) -> None:
+        """The machines of these hosts, and of no others, are about to go.
+
+        Unlike retired hosts, these may start again, on other machines; the run keeps its number of
+        workers.
+        """
         self._draining = frozenset(numbers)
 
     def to_move(self, placed: Mapping[int, int], stay: Collection[int]) -> list[int]:

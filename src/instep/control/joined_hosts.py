@@ -74,7 +74,7 @@ class JoinedHosts:
         self._groups: list[Group] = []
         # by client
         self._peers: dict[int, Peer] = {}
-        self._heard: dict[int, float] = {}
+        self._last_heartbeat: dict[int, float] = {}
         self._since: dict[int, float] = {}  # since when hosts are there, or about to leave
 
     def restore(self, value: bytes, now: float) -> None:
@@ -82,7 +82,7 @@ class JoinedHosts:
         self._groups = msgspec.msgpack.decode(value, type=list[Group])
         for group in self._groups:
             self._hosts.add(group.numbers)
-            self._heard[group.client] = self._since[group.client] = now
+            self._last_heartbeat[group.client] = self._since[group.client] = now
             if group.leaving:
                 self._hosts.retire(group.numbers)
             if group.left:
@@ -107,7 +107,7 @@ class JoinedHosts:
         first = max(numbers, default=self._hosts.count - 1) + 1
         group = Group([*range(first, first + count)], workers)
         self._groups.append(group)
-        self._heard[group.client] = self._since[group.client] = now
+        self._last_heartbeat[group.client] = self._since[group.client] = now
         self._hosts.add(group.numbers)
         self._emit("hosts_added", {"hosts": group.numbers, "workers": workers})
         self._save()
@@ -117,9 +117,9 @@ class JoinedHosts:
         """Whether hosts that are there have this client."""
         return any(group.client == number and not group.left for group in self._groups)
 
-    def hears(self, client: int, peer: Peer, now: float) -> None:
+    def heartbeat(self, client: int, peer: Peer, now: float) -> None:
         """A client has connected, or shown that it lives."""
-        self._peers[client], self._heard[client] = peer, now
+        self._peers[client], self._last_heartbeat[client] = peer, now
 
     def closed(self, peer: Peer) -> None:
         """A client's connection is closed; it may come back."""
@@ -150,7 +150,7 @@ class JoinedHosts:
             client = group.client
             if group.left:
                 continue
-            if not group.leaving and now - self._heard[client] > LOST_S:
+            if not group.leaving and now - self._last_heartbeat[client] > LOST_S:
                 self.leave(client, now, f"their client was silent for {LOST_S:g} s")
             if group.leaving:
                 self._clear(group, state, placed, now)

@@ -393,7 +393,7 @@ class Master:
         if hello.role == "host":
             self._welcome_host(peer, hello)
         if self._joined_hosts.is_client(hello.number) and hello.role == "client":
-            self._joined_hosts.hears(hello.number, peer, time.monotonic())
+            self._joined_hosts.heartbeat(hello.number, peer, time.monotonic())
 
     def _has_shown(self, peer: Peer, hello: m.Hello) -> bool:
         """Whether a process is what its certificate says, where there are certificates."""
@@ -604,7 +604,7 @@ class Master:
                     self._decide(s.Interrupted(by, self._recorder.committed))
             case m.Heartbeat(number=number):
                 self._connections[peer].heartbeat = number
-                self._joined_hosts.hears(client, peer, time.monotonic())
+                self._joined_hosts.heartbeat(client, peer, time.monotonic())
             case m.AddHosts(count=count, workers=workers):
                 self._hub.send(peer, self._add_hosts(count, workers))
             case m.RemoveHosts():
@@ -619,7 +619,7 @@ class Master:
                     text = f"{host} ended with code {code}; it is tried again. "
                     self._warn(f"{text}{detail}".strip())
             case m.HostsLeave(numbers=numbers):
-                self._hosts.leave(numbers)
+                self._hosts.drain(numbers)
             case m.Scale(workers=workers):
                 refusal = refuse_scale(self._state, self._job, workers)
                 self._hub.send(peer, m.Answer(refusal=refusal))

@@ -26,6 +26,7 @@ from instep.launch.local import TIMEOUT_S
 from instep.launch.node import Needs
 from instep.spec import ClusterSpec, JobSpec, LaunchSpec
 from instep.store.folder import host_log, id_of
+from instep.units import host_and_port
 from instep.words import plural
 
 
@@ -55,7 +56,7 @@ class ByHandLauncher:
         self._hosts = [_Host() for _ in cluster.places]
         self._folder = JoinFolder(Path(cluster.certificates))
         self._folder.prepare(len(cluster.places))
-        port = int(cluster.master.rpartition(":")[2])
+        _, port = host_and_port(cluster.master)
         self._gate = Gate((address, port), cluster.places, self._folder, self._say)
 
     @classmethod
@@ -133,7 +134,7 @@ def _address(job: JobSpec) -> str:
     Raises:
         SpecError: it is no address, or all of them.
     """
-    name, given = job.cluster.master.rpartition(":")[0], f"cluster.master = {job.cluster.master!r}"
+    name, given = host_and_port(job.cluster.master)[0], f"cluster.master = {job.cluster.master!r}"
     try:
         address = socket.gethostbyname(name)
     except OSError as error:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from instep.comm import messages as m
@@ -117,10 +116,10 @@ class Gate:
                 case _:
                     raise JoinError("it does not ask to join")
         except JoinError as error:
-            self._say(f"a machine at {_address(peer)} was refused: {error}")
+            self._say(f"a machine at {peer.address} was refused: {error}")
             self._refuse(peer, REFUSED)
         except (SpecError, OSError) as error:  # of the folder; it tries again
-            self._say(f"a machine at {_address(peer)} cannot join: {error}")
+            self._say(f"a machine at {peer.address} cannot join: {error}")
             self._hub.drop(peer)
 
     def _say(self, text: str) -> None:
@@ -188,9 +187,3 @@ class Gate:
 def _taken(place: _Place) -> str:
     who = f"{place.name} has joined already ({place.who})"
     return f"{who}. End that one, or use the token file of another machine."
-
-
-def _address(peer: Peer) -> str:
-    with suppress(OSError):  # it has left
-        return str(peer.socket.getpeername()[0])
-    return ""

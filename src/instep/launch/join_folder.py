@@ -25,8 +25,8 @@ import msgspec
 
 from instep.comm.certificates import Authority, Credentials, Identity, valid_until
 from instep.errors import JoinError, SpecError
-from instep.launch.join_token import Token, is_private
-from instep.plain_file import plain, read_plain, replace_plain
+from instep.launch.join_token import Token
+from instep.plain_file import PRIVATE, is_private, plain, read_plain, replace_plain
 
 LASTS_S = 24 * 3600.0
 """How long a token waits for its machine."""
@@ -190,7 +190,7 @@ class JoinFolder:
 
     def _write(self, file: Path, text: str) -> None:
         """All at once, for the owner alone, and on disk when it returns."""
-        replace_plain(file, text, 0o600, durable=True)
+        replace_plain(file, text, PRIVATE, durable=True)
         folder = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
@@ -200,7 +200,7 @@ class JoinFolder:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         flags = os.O_RDWR | os.O_CREAT
-        file = plain(self._path / ".lock", flags, 0o600)
+        file = plain(self._path / ".lock", flags, PRIVATE)
         try:
             with suppress(OSError):  # the file system has no locks
                 fcntl.flock(file, fcntl.LOCK_EX)

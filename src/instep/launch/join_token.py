@@ -8,9 +8,7 @@ key itself. Key and certificate stay beside the token file, and all later connec
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import stat
 import time
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -21,7 +19,7 @@ from instep.comm import messages as m
 from instep.comm.certificates import Credentials, new_key, public_key, valid_until
 from instep.comm.channel import Address, Channel
 from instep.errors import JoinError
-from instep.plain_file import read_plain, replace_plain
+from instep.plain_file import PRIVATE, is_private, read_plain, replace_plain
 
 ANSWER_S = 15.0
 """How long to wait for a connection, and for an answer."""
@@ -50,7 +48,7 @@ class Token(NamedTuple):
         Raises:
             JoinError: there is none, or others can read it.
         """
-        found = _TOKEN.fullmatch(read(path).replace("\r\n", "\n"))
+        found = _TOKEN.fullmatch(read_secret(path).replace("\r\n", "\n"))
         if found is None:
             raise JoinError(f"{path} is no token file. Copy it again from where it was made.")
         return cls(*found.groups())
@@ -140,14 +138,14 @@ def _kept(file: Path) -> _Kept | None:
     if not file.exists():
         return None
     try:
-        return msgspec.json.decode(read(file), type=_Kept)
+        return msgspec.json.decode(read_secret(file), type=_Kept)
     except msgspec.MsgspecError:
         return None
 
 
 def _keep(file: Path, kept: _Kept) -> None:
     try:
-        replace_plain(file, msgspec.json.encode(kept).decode(), 0o600, durable=True)
+        replace_plain(file, msgspec.json.encode(kept).decode(), PRIVATE, durable=True)
     except OSError as error:
         raise JoinError(
             f"the certificate of this machine cannot be kept in {file}: {error.strerror}. Copy the "
@@ -155,7 +153,7 @@ def _keep(file: Path, kept: _Kept) -> None:
         ) from None
 
 
-def read(path: Path) -> str:
+def read_secret(path: Path) -> str:
     """The text of a file with a secret, which only its owner may read.
 
     Raises:
@@ -171,8 +169,3 @@ def read(path: Path) -> str:
     if not is_private(about):
         raise JoinError(f"others can read {path}. Use: chmod 600 {path}")
     return text
-
-
-def is_private(about: os.stat_result) -> bool:
-    """Whether a file is ours, and nobody else's."""
-    return about.st_uid == os.geteuid() and not stat.S_IMODE(about.st_mode) & 0o077

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from instep.comm import messages as m
-from instep.comm.channel import Address, Channel
+from instep.comm.channel import Address, Channel, why_failed
 from instep.comm.connection import GIVE_UP_S
 from instep.comm.endpoint import Endpoint
 from instep.comm.tls import context
@@ -91,7 +91,7 @@ class Machine:
         except StrangerError:
             raise JoinError(stranger(self.master, self.token_file)) from None
         except (PeerError, TimeoutError, FileNotFoundError) as error:
-            return _reason(error)
+            return why_failed(error)
 
     def _asked(self) -> tuple[Channel, str] | str:
         shown = credentials(self.master, self.token_file)
@@ -163,9 +163,3 @@ def _pauses() -> Iterator[float]:
     yield from PAUSES_S
     while True:
         yield PAUSES_S[-1]
-
-
-def _reason(error: Exception) -> str:
-    """Why a connection failed, without our own words around it."""
-    text = str(error).rpartition("(")[2].rstrip(").") or str(error)
-    return text.partition("] ")[2] or text

@@ -121,18 +121,22 @@ def write_contents(path: Path, size: int, parts: Iterable[bytes | memoryview[Any
     Raises:
         CheckpointError: it cannot be written; then there is none.
     """
-    digest = hashlib.sha256()
     try:
         check_room(path.parent, size)
         with path.open("wb") as file:
-            for part in parts:
-                digest.update(part)
-                file.write(part)
-            sync(file)
-        return FileEntry(size, digest.hexdigest())
+            return _write(file, size, parts)
     except OSError as error:
         path.unlink(missing_ok=True)
         raise CheckpointError(f"{path} was not saved: {reason(error)}.") from error
+
+
+def _write(file: IO[bytes], size: int, parts: Iterable[bytes | memoryview[Any]]) -> FileEntry:
+    digest = hashlib.sha256()
+    for part in parts:  # both calls let other threads run meanwhile
+        digest.update(part)
+        file.write(part)
+    sync(file)
+    return FileEntry(size, digest.hexdigest())
 
 
 class StagedFile:
@@ -180,15 +184,10 @@ class StagedFile:
 
     def write(self, file: IO[bytes]) -> FileEntry:
         """Write header and data, and sync them to the disk; returns size and hash."""
-        digest = hashlib.sha256()
         data: memoryview[Any] = self._data.numpy().data
         pieces: list[bytes | memoryview[Any]] = [self.header]
         pieces += [data[at : at + _CHUNK_BYTES] for at in range(0, len(data), _CHUNK_BYTES)]
-        for piece in pieces:  # both calls let other threads run meanwhile
-            digest.update(piece)
-            file.write(piece)
-        sync(file)
-        return FileEntry(self.size_bytes, digest.hexdigest())
+        return _write(file, self.size_bytes, pieces)
 
 
 def _layout_of(tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:

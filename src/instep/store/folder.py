@@ -20,7 +20,7 @@ from typing import IO, Any
 from instep import spec_file
 from instep.comm.messages import Figures
 from instep.errors import RunError
-from instep.plain_file import check_plain, plain
+from instep.plain_file import PRIVATE, check_plain, plain
 from instep.spec import JobSpec
 
 
@@ -53,9 +53,6 @@ _FILES = (
     *("contents-*.bin", "logs/*.log", "huggingface/*.json"),
 )
 """Files that a run reads or writes in its folder."""
-
-OWNERS = 0o600
-"""Mode of the files that are locked."""
 
 _NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
 
@@ -123,12 +120,12 @@ def open_own(path: Path, mode: str = "ab", *, buffering: int = -1) -> IO[Any]:
     file = open(path, mode, buffering=buffering, opener=_owners)  # noqa: SIM115 closed by the caller
     with suppress(OSError):  # another user owns it, or the file system has no modes
         if os.fstat(file.fileno()).st_mode & 0o077:
-            os.fchmod(file.fileno(), OWNERS)
+            os.fchmod(file.fileno(), PRIVATE)
     return file
 
 
 def _owners(path: str, flags: int) -> int:
-    return plain(path, flags, OWNERS)
+    return plain(path, flags, PRIVATE)
 
 
 def lock(file: IO[Any]) -> bool:

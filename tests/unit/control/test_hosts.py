@@ -322,20 +322,20 @@ def test_a_host_process_that_reconnects_replaces_its_former_connection(three):
 
 def test_workers_move_from_a_host_that_is_about_to_go_and_none_starts_there(three):
     placed = {0: 0, 1: 1, 2: 2, 3: 2}
-    three.hosts.leave([2])
+    three.hosts.drain([2])
     assert three.hosts.to_move(placed, stay=()) == [2, 3]
     assert three.hosts.to_move(placed, stay={3}) == [2]
     three.start([4, 5], placed=[0, 0, 1, 1])
     assert three.starts() == {4: 0, 5: 1}
-    three.hosts.leave([])
+    three.hosts.drain([])
     assert three.hosts.to_move(placed, stay=()) == []
 
 
 def test_workers_stay_on_a_host_that_is_about_to_go_if_no_other_can_take_them(three):
     assert three.hosts.ready(three.now)
-    three.hosts.leave([0, 1, 2])
+    three.hosts.drain([0, 1, 2])
     assert three.hosts.to_move({0: 0, 1: 1}, stay=()) == []
-    three.hosts.leave([0])
+    three.hosts.drain([0])
     three.wait(FLOOR_S + 0.2, 0)
     assert three.hosts.to_move({0: 0}, stay=()) == []
     three.start([1])
@@ -343,7 +343,7 @@ def test_workers_stay_on_a_host_that_is_about_to_go_if_no_other_can_take_them(th
 
 
 def test_a_host_that_is_about_to_go_is_given_back_once_it_is_empty_and_wanted_elsewhere(three):
-    three.hosts.leave([2])
+    three.hosts.drain([2])
     assert three.hosts.give_back([0, 1, 2], workers=3) is None
     assert three.hosts.give_back([0, 1], workers=3) == 2
     assert not three.hosts.leaves(2, peer(2))  # its end is no loss

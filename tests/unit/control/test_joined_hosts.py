@@ -49,7 +49,7 @@ class Run(Story):
         """Let time pass, in which these clients are heard from; what was observed."""
         self.now += seconds
         for client in heard:
-            self.joined.hears(client, f"client {client}", self.now)
+            self.joined.heartbeat(client, f"client {client}", self.now)
         self.seen.clear()
         self.joined.turn(lambda: self.state, self.placed, self.now)
         return self.seen

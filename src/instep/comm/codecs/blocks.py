@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from instep.comm.codecs.base import CUT
+from instep.comm.codecs.kernels import SMALLEST
 from instep.errors import SpecError
-
-SMALLEST = torch.finfo(torch.float32).tiny
-"""Scales below it have lost bits of their precision, and may be flushed to zero."""
 
 _SMALLEST_BLOCK = 16
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from instep.comm.codecs.blocks import SMALLEST, Blocks
-from instep.comm.codecs.kernels import add_signs, encode_signs
+from instep.comm.codecs.blocks import Blocks
+from instep.comm.codecs.kernels import SMALLEST, add_signs, encode_signs
 
 
 class Sign(Blocks):
