@@ -33,6 +33,9 @@ TIMEOUT_S = 90.0
 SOON_S = 10.0
 """For processes to be gone whose master was killed."""
 
+EXECUTE = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
+"""After `-c`: become the program of the words that follow."""
+
 _MARK = "INSTEP_TEST_MARK"
 _SHARED = Path("/dev/shm")
 

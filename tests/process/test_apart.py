@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file
-from started import RECIPES, Start, Started
+from started import EXECUTE, RECIPES, Start, Started
 from test_encrypted_hosts import Capture, is_tls
 from test_partitions import needs_hosts
 
@@ -26,7 +26,6 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(300), needs_hosts]
 
 SCRIPT = RECIPES / "joins_apart.py"
 SAMPLES, BATCH, EPOCHS, STEPS = 101, 16, 4, 28
-_ENTER = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
 _OWN_DISK = (
     'mount --bind "$1" "$2" && mount --bind "$3" /etc/hosts && cd "$2" && shift 3 && exec "$@"'
 )
@@ -97,7 +96,7 @@ class Apart:
         paths = [self.disks[host], self._here, self._names]
         program = [*enter, *paths, sys.executable, *command]
         where = {} if at_a_file else said
-        return self._start("-c", _ENTER, *program, environment={**where, **environment})
+        return self._start("-c", EXECUTE, *program, environment={**where, **environment})
 
     def train(
         self, processes: Sequence[int], *arguments: object, at_a_file: bool = False

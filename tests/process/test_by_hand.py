@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from started import RECIPES, SOON_S, Start, Started, kill
+from started import EXECUTE, RECIPES, SOON_S, Start, Started, kill
 from test_encrypted_hosts import Capture, is_tls
 from test_recovery import check_same_result, undisturbed
 from test_survival import STEPS_OF_A_RUN, reach
@@ -71,7 +71,7 @@ class Cluster:
         """A machine with an address of its own."""
         words = ("host", "--join", self.master, "--token-file", self.token_file(place))
         there = ("ip", "netns", "exec", space, sys.executable, "-m", "instep", *words)
-        return self._start("-c", "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])", *there)
+        return self._start("-c", EXECUTE, *there)
 
 
 def check_nothing_is_left(*programs: Started) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from started import SOON_S, Start
+from started import EXECUTE, SOON_S, Start
 
 from instep import cli
 from instep.lab import netlab
@@ -22,7 +22,6 @@ ROOT = Path(__file__).resolve().parents[2]
 CONTAINERS = ROOT / "containers"
 EXAMPLE = ROOT / "examples" / "01_digits"
 NO = netlab.why_not()
-EXECUTE = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
 
 RAY_JOB = {"entrypoint", "shutdownAfterJobFinishes", "rayClusterSpec"}
 RAY_CLUSTER = {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs"}
