@@ -106,7 +106,8 @@ def replace_plain(path: Path, text: str, mode: int = 0o666, *, durable: bool = F
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        beside.unlink(missing_ok=True)  # of a process that was killed, or of somebody else
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         with open(os.open(beside, flags, mode), "w", encoding="utf-8") as file:
             file.write(text)
             if durable:

@@ -12,7 +12,7 @@ from instep.control.journal import FILE, Journal
 from instep.data.samples.contents import Record
 from instep.errors import RunError
 from instep.events import STEPS, EventLog, cut_torn_record
-from instep.plain_file import NotPlain, check_plain, plain, read_plain, write_plain
+from instep.plain_file import NotPlain, check_plain, plain, read_plain, replace_plain, write_plain
 from instep.store.folder import held
 from instep.store.ledger import Ledger
 
@@ -65,3 +65,13 @@ def test_a_folder_is_not_taken_where_a_file_is_none(tmp_path: Path, kind: str, n
     words = f"{name} cannot be used: it is a {kind} and not a file. Remove it"
     with pytest.raises(RunError, match=words), held(tmp_path):
         pass
+
+
+def test_a_secret_is_not_written_into_a_file_that_somebody_else_has_open(tmp_path: Path) -> None:
+    """Who knows the name of the file beside it, and makes that first, reads nothing."""
+    guessed = tmp_path / f".secret.{os.getpid()}"
+    guessed.touch(0o666)
+    with guessed.open() as reader:
+        replace_plain(tmp_path / "secret", "a key", 0o600)
+        assert reader.read() == ""
+    assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600

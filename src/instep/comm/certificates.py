@@ -1,7 +1,8 @@
 """A run's own authority, and the certificates by which its processes know each other.
 
 A certificate says what a process is: `instep:worker/3/1` is worker 3, on host 1. Whoever
-has the authority's key can make any of them, so it stays with the client and the master.
+has the authority's key can make any of them, so it stays with the client and the
+master; of a run of `instep.join`, with its processes.
 Nothing here knows of connections. `cryptography` makes the certificates, and is imported
 only where one is made.
 """

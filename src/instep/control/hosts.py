@@ -227,9 +227,10 @@ class Hosts:
         return before.peer if before is not None and before.pid == pid else None
 
     def fails(self, number: int) -> bool:
-        """A host has ended by itself; whether all have."""
+        """A host has ended by itself; whether all have, but for those that left or were given
+        back."""
         self._failed.add(number)
-        return self._failed >= self._numbers
+        return self._failed >= self._numbers - self._retired - self._given_back
 
     def heartbeat(self, number: int, peer: Peer, now: float, stopped: Collection[int] = ()) -> None:
         """A heartbeat of a host, with its processes that were stopped."""

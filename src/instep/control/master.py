@@ -541,6 +541,8 @@ class Master:
             case m.Heartbeat():
                 self._handle_heartbeat(peer, connection, message)
             case m.StoreSet(key=key, value=value):
+                if key == JOINED_HOSTS:  # the master's own
+                    raise TypeError(message)
                 forms_again = self._state.recovers and key.startswith(m.keys_of_generation())
                 if self._journal is not None and not forms_again:  # another master needs it
                     self._journal.keep(key, value)

@@ -97,9 +97,23 @@ def credentials(gate: Address, token_file: Path) -> Credentials:
         if not kept.certificate:
             kept.certificate = _bought(gate, token, public_key(kept.key))
             _keep(file, kept)
-    if valid_until(kept.certificate) < time.time():
-        raise JoinError(f"the certificate in {file} has run out. Get a new token file.")
+    _check(kept, file)
     return kept.credentials
+
+
+def _check(kept: _Kept, file: Path) -> None:
+    """JoinError if what is kept has run out, or is damaged."""
+    from instep.comm.tls import context
+
+    try:
+        if valid_until(kept.certificate) < time.time():
+            raise JoinError(f"the certificate in {file} has run out. Get a new token file.")
+        context(kept.credentials, server=False)
+    except (ValueError, OSError) as error:  # an SSLError is one
+        raise JoinError(
+            f"the certificate in {file} is damaged ({error}). Remove the file, and get a new token "
+            "file: `instep certificates --renew`, on the machine of `instep run`, makes one."
+        ) from None
 
 
 def _bought(gate: Address, token: Token, key: str) -> str:

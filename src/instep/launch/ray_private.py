@@ -70,7 +70,7 @@ def on_loopback(ray: Any) -> Iterator[None]:
     """
     setting = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
     constants, given = ray._private.ray_constants, os.environ.get(setting)
-    before = constants.ENABLE_RAY_CLUSTER
+    before = getattr(constants, "ENABLE_RAY_CLUSTER", False)
     os.environ[setting], constants.ENABLE_RAY_CLUSTER = "0", False
     try:
         yield

@@ -353,6 +353,13 @@ def test_a_host_that_is_about_to_go_is_given_back_once_it_is_empty_and_wanted_el
     assert three.hosts.give_back([0, 1], workers=3) is None
 
 
+def test_all_hosts_have_failed_once_those_have_that_were_not_given_back(three):
+    three.hosts.drain([2])
+    assert three.hosts.give_back([0, 1], workers=3) == 2
+    assert not three.hosts.fails(0)
+    assert three.hosts.fails(1)
+
+
 def test_hosts_that_are_too_many_are_given_back_after_a_while_and_taken_again(three):
     assert three.hosts.give_back([1], workers=1) is None
     three.wait(BALANCE_S, 0, 1, 2)

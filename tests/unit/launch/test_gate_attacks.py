@@ -497,6 +497,18 @@ def test_a_certificate_that_has_run_out_is_said(served, folder, tmp_path):
         credentials(served.address, file)
 
 
+@pytest.mark.parametrize("part", ["certificate", "key", "authority"])
+def test_a_certificate_that_is_damaged_is_said(served, folder, tmp_path, part):
+    file = copied(folder, tmp_path)
+    credentials(served.address, file)
+    beside = file.with_name("token.certificate")
+    kept = json.loads(beside.read_text())
+    kept[part] = kept[part].replace("A", "", 1)
+    beside.write_text(json.dumps(kept))
+    with pytest.raises(JoinError, match=r"token.certificate is damaged .*Remove the file"):
+        credentials(served.address, file)
+
+
 def test_another_token_takes_the_place_of_the_first(served, folder, tmp_path):
     file = copied(folder, tmp_path)
     first = credentials(served.address, file)
