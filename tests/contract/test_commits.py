@@ -40,7 +40,7 @@ SAME = {
 ends with the parameters of an undisturbed one."""
 
 OPTIONS = {
-    "all_reduce": [{}, {"bucket_mb": 0.00005}, {"codec": "int8"}, {"codec": "sign"}],
+    "all_reduce": [{}, {"bucket_mb": 0.00005}, {"codec": "int8"}],
     "averaging": [{}, {"local_optimizers": "kept"}],
     "server_sync": [{"servers": 1}, {"servers": 2}, {"servers": 2, "bucket_mb": 0.00005}],
 }

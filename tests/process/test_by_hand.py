@@ -119,6 +119,7 @@ def test_a_machine_that_is_killed_and_started_again_takes_its_place(
     check_nothing_is_left(program, first, again)
 
 
+@pytest.mark.slow
 def test_machines_of_a_client_that_is_killed_end_what_they_started_and_wait_for_the_next_run(
     start: Start, tmp_path: Path
 ) -> None:
@@ -167,6 +168,7 @@ def test_whoever_is_not_expected_is_refused_in_a_sentence(start: Start, tmp_path
     check_nothing_is_left(program, first, stranger, second_one, thief, wrong)
 
 
+@pytest.mark.slow
 def test_servers_start_on_the_machines_that_are_theirs_with_tokens_that_were_there_before(
     start: Start, tmp_path: Path
 ) -> None:

@@ -128,7 +128,7 @@ def hosts_of(name: str) -> int:
     return 1 if name == "local" else 2
 
 
-@pytest.mark.parametrize("name", each("local", "hosts", "by_hand"))
+@pytest.mark.parametrize("name", each("local", "hosts"))
 def test_hosts_come_each_has_its_workers_and_all_of_them_end(begin: Begin, name: str) -> None:
     run = begin(name, "train.steps=20")
     assert run.program.end(200) == 0, run.program.stderr
@@ -174,7 +174,7 @@ def test_the_others_go_on_without_a_host_that_falls_silent(
     run.check_nothing_is_left()
 
 
-@pytest.mark.parametrize("name", each("local"))
+@pytest.mark.parametrize("name", each())
 def test_a_worker_that_is_given_notice_hands_over_and_nothing_is_computed_twice(
     begin: Begin, undisturbed: Path, name: str
 ) -> None:
