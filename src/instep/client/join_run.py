@@ -34,6 +34,7 @@ from instep.launch.node import Needs
 from instep.launch.slurm import SlurmLauncher
 from instep.launch.slurm_cluster import allocation, check_nodes, is_over, nodes_of
 from instep.store.run_folder import RunFolder
+from instep.system.environment import SCHEDULERS
 from instep.system.processes import on_signals
 from instep.words import plural
 
@@ -138,7 +139,7 @@ class _Joined:
         connection.keep()
         connection.listen(Heartbeat, lambda _: None)
         try:
-            with on_signals(self._ask_to_leave):
+            with on_signals(self._ask_to_leave, *SCHEDULERS):
                 for endpoint in self._each.values():
                     self._launcher.start(endpoint, self._logs)
                 while self._asked < 2 and self._turn():
