@@ -108,7 +108,8 @@ def scaled_to(run: RunFolder) -> int:
         elif event["event"] != "scaled":
             pass
         elif hosts := event.get("hosts"):
-            if (more := int(event["workers"]) - int(event.get("before", event["workers"]))) > 0:
+            after = int(event["workers"])
+            if (more := after - int(event.get("before") or after)) > 0:
                 brought[tuple(hosts)] = more
         elif began.get("workers", in_job) == in_job:  # else job.toml was changed by hand since
             wanted = int(event["workers"])
