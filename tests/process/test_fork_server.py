@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from started import RECIPES, SOON_S, TIMEOUT_S, Start, slow
 
@@ -15,6 +16,7 @@ from instep.comm import messages as m
 from instep.comm.channel import LARGEST, Peer
 from instep.comm.endpoint import Switchboard
 from instep.launch.local import LocalLauncher
+from instep.system.environment import SCHEDULERS
 
 pytestmark = pytest.mark.process
 
@@ -114,4 +116,35 @@ def test_on_a_lifeline_all_end_with_the_process_that_started_them_though_the_mas
         starter.process.wait()
         starter.check_no_process_is_left(soon_s=SOON_S)
     finally:
+        master.board.close()
+
+
+@pytest.mark.parametrize("sent", SCHEDULERS)
+def test_a_signal_before_a_time_limit_ends_no_process_of_a_host(tmp_path: Path, sent: int) -> None:
+    """Slurm sends it to every process of a step, if it is not told to signal the script alone."""
+    master, launcher = Master(), LocalLauncher()
+    (tmp_path / "logs").mkdir()
+    try:
+        launcher.start(master.board.endpoint, tmp_path / "logs")
+        peer, hello = master.wait_for(m.Hello, role="host")
+        job = f'recipe = "{RECIPES / "tiny.py"}:recipe"\n[launch]\nhosts = ["here", "there"]\n'
+        welcome = m.Welcome(job=job, run=str(tmp_path), started=time.time())
+        master.board.hub.send(peer, welcome)
+        log = str(tmp_path / "logs" / "worker-0.log")
+        master.board.hub.send(peer, m.StartWorker(number=0, log=log))
+        _, worker = master.wait_for(m.Hello, role="worker", number=0)
+        spare = {each.pid for each in psutil.Process(hello.pid).children()} - {worker.pid}
+        for pid in (worker.pid, *spare, hello.pid):
+            os.kill(pid, sent)
+        master.board.hub.send(peer, m.StartWorker(number=1, log=log))
+        master.wait_for(m.Hello, role="worker", number=1)
+        assert not any(isinstance(message, m.Exited) for _, message in master.heard)
+        os.kill(hello.pid, signal.SIGKILL)
+        there, again = master.wait_for(m.Hello, role="host")  # its spare was there
+        assert {again.pid} == spare
+        master.board.hub.send(there, welcome)
+        master.board.hub.send(there, m.Signal(pid=worker.pid, signals=[signal.SIGKILL]))
+        master.wait_for(m.Exited, pid=worker.pid)
+    finally:
+        launcher.stop()
         master.board.close()

@@ -71,8 +71,9 @@ def test_a_node_that_joins_has_a_worker_until_it_leaves_and_no_worker_is_lost(
     kill(pid_of(program, "master_started"))  # another master knows of it too
     program.until(lambda: len(program.events("master_started")) == 2, "another master")
     reach(program, step_of(program) + 5)
-    joined.process.send_signal(signal.SIGTERM)
+    joined.process.send_signal(signal.SIGUSR1)  # as --signal=B:USR1@60 does
     assert joined.end() == 0, joined.stderr
+    assert f"n2 joined {program.run.resolve()} with 1 worker more" in joined.stderr
     assert "left the run, which goes on" in joined.stderr
     joined.check_no_process_is_left()
     train_on(program, [0, 1])

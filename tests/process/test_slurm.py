@@ -138,6 +138,20 @@ def test_steps_whose_srun_was_killed_are_ended_with_the_run(
 
 
 @pytest.mark.slow
+def test_a_signal_to_all_job_steps_ends_no_host(
+    start: Start, tmp_path: Path, slurm: Slurm, in_allocation: dict[str, str], undisturbed: Path
+) -> None:
+    """What `--signal=USR1@60` without `B:` sends."""
+    program = begin(start, tmp_path, in_allocation)
+    program.until(program.is_training, "training")
+    slurm.ask("scancel", "--signal=USR1", in_allocation["SLURM_JOB_ID"])
+    assert program.end() == 0, program.stderr
+    assert program.events("host_lost") == program.events("worker_lost") == []
+    check_same_result(program, undisturbed)
+    check_nothing_is_left(program, slurm)
+
+
+@pytest.mark.slow
 def test_a_job_is_submitted_and_followed(
     start: Start, tmp_path: Path, slurm: Slurm, undisturbed: Path
 ) -> None:

@@ -99,7 +99,7 @@ def submit(
     check_job(job)
     check_no_hosts(job.launch, "Slurm")
     options = sbatch_options(job.launch.options)
-    _check_size(job)
+    check_size(job)
     try:
         folder = _make_folder(runs.resolve(), job.name, named=named)
         (folder / JOB).write_text(spec_file.dump(job), encoding="utf-8")
@@ -135,13 +135,14 @@ def _make_folder(runs: Path, wanted: str, *, named: bool) -> Path:
     )
 
 
-def _check_size(job: JobSpec) -> None:
+def check_size(job: JobSpec) -> None:
     """Refuse more nodes than there are; Slurm would have the job wait for them forever.
 
     Raises:
         SpecError: names both numbers.
     """
-    there = dict(line.split() for line in ask("sinfo", "--noheader", "-o", "%P %D").splitlines())
+    listed = ask("sinfo", "--noheader", "--noconvert", "-o", "%P %D")  # 1024, not 1K
+    there = dict(line.split() for line in listed.splitlines())
     wanted = str(job.launch.options.get("partition", ""))
     sizes = {name.rstrip("*"): int(nodes) for name, nodes in there.items()}
     default = [name.rstrip("*") for name in there if name.endswith("*")]

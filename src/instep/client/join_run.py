@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 
 from instep.client import meeting
 from instep.client.host_watch import HostWatch
-from instep.client.running import FILE, call, not_running
+from instep.client.running import FILE, await_answer, call, not_running
 from instep.comm.connection import MasterConnection
 from instep.comm.endpoint import Endpoint
 from instep.comm.messages import (
@@ -23,6 +23,7 @@ from instep.comm.messages import (
     Heartbeat,
     Hello,
     HostsAdded,
+    HostsJoined,
     HostWanted,
     Leave,
     Over,
@@ -34,6 +35,7 @@ from instep.launch.node import Needs
 from instep.launch.slurm import SlurmLauncher
 from instep.launch.slurm_cluster import allocation, check_nodes, is_over, nodes_of
 from instep.store.run_folder import RunFolder
+from instep.system.environment import SCHEDULERS
 from instep.system.processes import on_signals
 from instep.words import plural
 
@@ -79,9 +81,9 @@ def join_run(run: Path, workers: int | None, say: Callable[[str], None]) -> list
     if os.path.isdir(added.folder):
         os.chdir(added.folder)  # where the hosts will be too
     launcher = SlurmLauncher(number, nodes, first=added.numbers[0])
-    say(f"{', '.join(nodes)} joined {run} with {plural(workers, 'worker')} more")
+    names = dict(zip(added.numbers, nodes, strict=True))
     try:
-        _Joined(folder, number, launcher, endpoint, added, say).serve()
+        _Joined(folder, number, launcher, endpoint, added, names, say).serve()
     except PeerError as error:
         if not RunFolder(folder).ending:
             raise RunError(f"{folder} was lost: {error}") from None
@@ -97,6 +99,7 @@ def _add(run: Path, hosts: int, workers: int) -> tuple[Endpoint, HostsAdded]:
     channel = call(run)
     try:
         channel.send(AddHosts(count=hosts, workers=workers))
+        await_answer(channel)
         added = channel.wait_for(HostsAdded)
     except PeerError:
         endpoint = None
@@ -119,8 +122,10 @@ class _Joined:
         launcher: SlurmLauncher,
         endpoint: Endpoint,
         added: HostsAdded,
+        names: Mapping[int, str],
         say: Callable[[str], None],
     ) -> None:
+        self._names, self._address = names, endpoint.address
         self._run, self._allocation, self._say = run, allocation, say
         shown = zip_longest(added.numbers, added.credentials)
         self._each = {n: replace(endpoint, host=n, credentials=own) for n, own in shown}
@@ -138,7 +143,7 @@ class _Joined:
         connection.keep()
         connection.listen(Heartbeat, lambda _: None)
         try:
-            with on_signals(self._ask_to_leave):
+            with on_signals(self._ask_to_leave, *SCHEDULERS):
                 for endpoint in self._each.values():
                     self._launcher.start(endpoint, self._logs)
                 while self._asked < 2 and self._turn():
@@ -159,6 +164,8 @@ class _Joined:
                 case Leave():
                     self._say("left the run, which goes on")
                     return False
+                case HostsJoined(workers=workers, missing=missing):
+                    self._show(workers, missing)
                 case Refused():
                     raise PeerError("it goes on without these nodes.")
                 case HostWanted() if is_over(self._allocation):
@@ -172,3 +179,16 @@ class _Joined:
             self._say("leaving the run, once its workers have left these nodes")
             self._connection.send(RemoveHosts())
         return True
+
+    def _show(self, workers: int, missing: Collection[int]) -> None:
+        there = [name for number, name in self._names.items() if number not in missing]
+        if there:
+            more = plural(workers, "worker")
+            self._say(f"{', '.join(there)} joined {self._run} with {more} more")
+        if missing:
+            names = ", ".join(self._names[number] for number in missing)
+            at = f"{self._address.host}, port {self._address.port}"
+            self._say(
+                f"{names} did not connect to the run's master at {at} so far. Can they reach "
+                f"it? Each says more in {self._logs}."
+            )

@@ -62,7 +62,7 @@ def scale(run: Path, workers: int) -> None:
     channel = call(run)
     try:
         channel.send(Scale(workers=workers))
-        _await(channel)
+        await_answer(channel)
         answer = channel.wait_for(Answer)
     except PeerError:
         raise not_running(run) from None
@@ -85,14 +85,19 @@ def call(run: Path) -> Channel:
             raise not_running(run)
         channel = Channel.connect(endpoint.address, context=endpoint.context)
         channel.send(Hello(token=endpoint.token, role="client", number=1, pid=os.getpid()))
-        _await(channel)
+        await_answer(channel)
         channel.wait_for(Welcome)
     except (OSError, PeerError):
         raise not_running(run) from None
     return channel
 
 
-def _await(channel: Channel) -> None:
+def await_answer(channel: Channel) -> None:
+    """Wait for a message of a master.
+
+    Raises:
+        PeerError: none comes; a master that was lost meanwhile would have been replaced.
+    """
     if not channel.wait(ANSWER_S):
         raise PeerError("no answer came.")
 

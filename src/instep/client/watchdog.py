@@ -30,11 +30,9 @@ from instep.errors import RunError
 from instep.launch.base import Launcher
 from instep.store.folder import gone
 from instep.system.causes import as_error
+from instep.system.environment import SCHEDULERS
 from instep.system.lease import Lease
 from instep.system.processes import on_signals, start_with_retries
-
-SCHEDULERS = (signal.SIGUSR1, signal.SIGUSR2)
-"""What a cluster may be told to send before a time limit, besides SIGTERM."""
 
 LINGER_S = 2.0
 """How long a master may take to end once the run is over."""

@@ -294,6 +294,14 @@ class HostsAdded(Message, frozen=True):
     """Where the run was started."""
 
 
+class HostsJoined(Message, frozen=True):
+    """To that client: the run has more workers now; or nothing yet, as all hosts are late."""
+
+    workers: int
+    missing: list[int]
+    """Hosts that have not connected."""
+
+
 class RemoveHosts(Message, frozen=True):
     """From that client: its hosts are about to go; the reply is `Leave`, once they may."""
 
@@ -586,6 +594,7 @@ AnyMessage: TypeAlias = (
     | Scale
     | AddHosts
     | HostsAdded
+    | HostsJoined
     | RemoveHosts
     | Answer
     | Over

@@ -76,6 +76,7 @@ class JoinedHosts:
         self._peers: dict[int, Peer] = {}
         self._last_heartbeat: dict[int, float] = {}
         self._since: dict[int, float] = {}  # since when hosts are there, or about to leave
+        self._told: set[int] = set()  # clients that know that all their hosts are late
 
     def restore(self, value: bytes, now: float) -> None:
         """Know what the master before knew."""
@@ -154,13 +155,22 @@ class JoinedHosts:
                 self.leave(client, now, f"their client was silent for {LOST_S:g} s")
             if group.leaving:
                 self._clear(group, state, placed, now)
-            elif not group.counted and state().course and self._are_there(group, now):
-                self._count(group, state)
+            elif not group.counted and state().course:
+                self._gather(group, state, now)
 
-    def _are_there(self, group: Group, now: float) -> bool:
-        missing = set(group.numbers).intersection(self._hosts.missing)
-        late = now - self._since[group.client] > GATHER_S
-        return not missing or (late and len(missing) < len(group.numbers))
+    def _gather(self, group: Group, state: Callable[[], s.State], now: float) -> None:
+        """Have more workers once all hosts are there, or some are and the others late."""
+        client = group.client
+        missing = sorted(set(group.numbers).intersection(self._hosts.missing))
+        late = now - self._since[client] > GATHER_S
+        if not missing or (late and len(missing) < len(group.numbers)):
+            self._count(group, state)
+        elif not late or client in self._told:
+            return
+        if client in self._peers:
+            self._told.add(client)
+            workers = group.workers if group.counted else 0
+            self._send(self._peers[client], m.HostsJoined(workers=workers, missing=missing))
 
     def _count(
         self, group: Group, state: Callable[[], s.State], leaving: Collection[int] = ()

@@ -97,14 +97,24 @@ def scaled_to(run: RunFolder) -> int:
     """
     workers = in_job = run.spec.workers
     began: Mapping[str, Any] = {}
+    brought: dict[tuple[int, ...], int] = {}  # workers, by the hosts that they came with
     for event in run.events:
         if event["event"] == "run_started":
             began = event.get("job") or {}
             workers = in_job
-        elif event["event"] != "scaled" or event.get("hosts"):
+            brought.clear()
+        elif event["event"] == "hosts_leaving":
+            brought.pop(tuple(event.get("hosts", ())), None)
+        elif event["event"] != "scaled":
             pass
-        elif began.get("workers", in_job) == in_job:
-            workers = int(event["workers"])  # else job.toml was changed by hand since
+        elif hosts := event.get("hosts"):
+            after = int(event["workers"])
+            if (more := after - int(event.get("before") or after)) > 0:
+                brought[tuple(hosts)] = more
+        elif began.get("workers", in_job) == in_job:  # else job.toml was changed by hand since
+            wanted = int(event["workers"])
+            own = wanted - sum(brought.values())
+            workers = own if own > 0 else wanted  # then none leave with the hosts
     return workers
 
 

@@ -48,7 +48,7 @@ from instep.comm.messages import (
 from instep.data.samples.last_read import Pages, use_page
 from instep.errors import PeerError
 from instep.plain_file import plain
-from instep.system.environment import END, SETTINGS, recipe_here
+from instep.system.environment import END, SCHEDULERS, SETTINGS, recipe_here
 from instep.system.lease import Lease
 from instep.system.limits import FLOOR_S
 from instep.system.malloc import return_freed_memory
@@ -86,6 +86,8 @@ def main() -> None:
     """Serve one run."""
     began = time.time()
     die_with_parent(END)
+    for number in SCHEDULERS:
+        signal.signal(number, signal.SIG_IGN)  # here and in the workers
     note = os.environ.pop(_ENDPOINT, "") or sys.stdin.readline()
     seen = json.loads(note)
     if seen.get("lifeline"):

@@ -1,13 +1,17 @@
-"""The environment of every process of a run, and the signal that ends a fork server."""
+"""The environment of every process of a run, and the signals that they know."""
 
 from __future__ import annotations
 
 import os
 import signal
 
-END = signal.SIGUSR1
-"""Ends a fork server. It ignores SIGTERM: a service manager sends that to every process of a
-run, and the client decides what follows."""
+SCHEDULERS = (signal.SIGUSR1, signal.SIGUSR2)
+"""What a cluster may be told to send before a time limit, besides SIGTERM."""
+
+END = signal.SIGALRM
+"""Ends a fork server. It ignores SIGTERM and `SCHEDULERS`: a service manager or a cluster sends
+those to every process of a run, and the client decides what follows. `srun` has to pass it on,
+and passes on no real-time signal."""
 
 INSIDE = "INSTEP_INSIDE"
 """Set in every process that a launcher starts: a recipe that starts another run is refused."""

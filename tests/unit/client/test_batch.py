@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from instep.client.batch import sbatch_options, script
+from instep.client.batch import check_size, sbatch_options, script
 from instep.errors import SpecError
 from instep.spec_file import build
 
@@ -59,3 +59,18 @@ def test_options_are_those_of_sbatch():
 def test_other_options_are_refused(options, says):
     with pytest.raises(SpecError, match=says):
         sbatch_options(options)
+
+
+def test_a_partition_of_a_thousand_nodes_is_counted(tmp_path, monkeypatch):
+    """`sinfo` writes 1K for 1,024 nodes if it may; a real Slurm of so many is too large here."""
+    sinfo = tmp_path / "sinfo"
+    sinfo.write_text(
+        '#!/bin/sh\ncase "$*" in *--noconvert*) echo "all* 1024";; *) echo "all* 1K";; esac\n'
+    )
+    sinfo.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    check_size(job_with(nodes=1024))
+    with pytest.raises(
+        SpecError, match=r"launch.nodes = 1025, and .* are: all 1024. Ask for fewer"
+    ):
+        check_size(job_with(nodes=1025))

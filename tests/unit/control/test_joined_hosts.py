@@ -64,6 +64,8 @@ class Run(Story):
             self.connect(number)
         (scaled,) = self.turn(0.1, heard=[group.client])
         assert scaled == Scaled(2 + workers, tuple(group.numbers))
+        joined = m.HostsJoined(workers=workers, missing=[])
+        assert self.said.pop() == (f"client {group.client}", joined)
         for worker, number in zip(range(2, 2 + workers), group.numbers, strict=True):
             self.placed[worker] = number
             self.come(worker)
@@ -80,9 +82,23 @@ def test_the_run_has_more_workers_once_all_hosts_are_there_or_some_are_late():
     run.connect(2)
     for _ in range(round(GATHER_S) - 1):
         assert run.turn(1.0, heard=[3]) == []
+    assert run.said == []
     assert run.turn(1.0, heard=[3]) == [Scaled(4, (2, 3))]
+    assert run.said == [("client 3", m.HostsJoined(workers=2, missing=[3]))]
     assert run.turn(0.1, heard=[3]) == []
     assert run.new(Start) == [Start(2), Start(3)]
+
+
+def test_their_client_is_told_once_that_none_has_connected():
+    run = Run()
+    run.add(2, 2)
+    for _ in range(3 * round(GATHER_S)):
+        assert run.turn(1.0, heard=[3]) == []
+    assert run.said == [("client 3", m.HostsJoined(workers=0, missing=[2, 3]))]
+    for number in (2, 3):
+        run.connect(number)
+    assert run.turn(0.1, heard=[3]) == [Scaled(4, (2, 3))]
+    assert run.said[1:] == [("client 3", m.HostsJoined(workers=2, missing=[]))]
 
 
 def test_their_client_starts_them_again_and_the_runs_own_the_others():

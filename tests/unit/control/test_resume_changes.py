@@ -42,6 +42,8 @@ def test_none_gives_a_key_its_default_again_and_tables_change_what_they_name(run
 
 
 STARTED = {"event": "run_started", "job": {"workers": 2}}
+JOINED = {"before": 2, "workers": 5, "hosts": [2]}
+LEAVING = {"event": "hosts_leaving", "hosts": [2], "why": "a test"}
 
 
 @pytest.mark.parametrize(
@@ -51,6 +53,11 @@ STARTED = {"event": "run_started", "job": {"workers": 2}}
         ([STARTED, {"workers": 4}], 4),
         ([STARTED, {"workers": 4}, {"workers": 3}], 3),
         ([STARTED, {"workers": 4}, {"workers": 6, "hosts": [1]}], 4),  # those hosts may be gone
+        ([STARTED, JOINED, {"workers": 8}], 5),  # three of them leave with those hosts
+        ([STARTED, JOINED, {"workers": 8}, {"before": 8, "workers": 5, "hosts": [2]}], 5),
+        ([STARTED, JOINED, {"workers": 2}], 2),  # too few for three to leave
+        ([STARTED, JOINED, LEAVING, {"workers": 4}], 4),
+        ([STARTED, JOINED, STARTED, {"workers": 4}], 4),
         ([STARTED, {"workers": 4}, STARTED], 2),  # since then it was resumed with --workers 2
         ([STARTED | {"job": {"workers": 5}}, {"workers": 4}], 2),  # since then the file was changed
         ([], 2),
