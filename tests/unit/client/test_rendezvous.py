@@ -15,8 +15,8 @@ from instep.client.meeting import ENDPOINT, MeetingFile, find, read, write
 from instep.client.placement import Placement
 from instep.client.refusal import announced, notes
 from instep.client.rendezvous import Rendezvous, meeting_at
+from instep.comm import channel, tls
 from instep.comm import messages as m
-from instep.comm import tls
 from instep.comm.certificates import Authority, Identity
 from instep.comm.channel import Address, Channel
 from instep.comm.endpoint import Endpoint
@@ -34,12 +34,12 @@ def answers(port, message, secret=None):
     if secret is not None:
         shown = Authority.of_secret(secret).issue(Identity("worker", 1))
         made = tls.context(shown, server=False)
-    channel, found = Channel.connect(Address("127.0.0.1", port), context=made), []
-    channel.send(message)
+    caller, found = Channel.connect(Address("127.0.0.1", port), context=made), []
+    caller.send(message)
     with contextlib.suppress(PeerError):
         while True:
-            found.append(channel.receive())
-    channel.close()
+            found.append(caller.receive())
+    caller.close()
     return found
 
 
@@ -208,7 +208,30 @@ def test_a_master_whose_port_is_closed_is_named_with_the_reason(at, monkeypatch)
             raise PeerError("no master answers.") from None
 
     monkeypatch.setattr(hosting, "_call", unreachable)
-    with pytest.raises(RunError, match=r"at 127.0.0.1:4567, .*timed out.* Open all ports"):
+    with pytest.raises(RunError, match=r"at 127.0.0.1:4567, .*timed out.* open all ports"):
+        hosting.meet(one, 1)
+
+
+def test_a_master_whose_port_swallows_packets_is_named_after_some_seconds(at, monkeypatch):
+    monkeypatch.setattr(channel, "CONNECT_S", 0.3)
+    monkeypatch.setattr(hosting, "AGAIN_S", 0.1)
+    zero, one = at(0), at(1)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as queue:
+        with contextlib.suppress(TimeoutError):
+            while True:  # until the kernel drops what asks for a connection
+                queue.enter_context(socket.create_connection(full.getsockname(), timeout=0.1))
+        write(zero, Endpoint(Address(*full.getsockname()), "the token of a run"))
+        with pytest.raises(RunError, match=r"nothing can be reached there \(timed out\)"):
+            hosting.meet(one, 1)
+
+
+def test_a_master_that_is_gone_or_behind_a_firewall_that_refuses_is_named(at, monkeypatch):
+    monkeypatch.setattr(hosting, "LATE_S", 0.3)
+    zero, one = at(0), at(1)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        gone = Address(*taken.getsockname())
+    write(zero, Endpoint(gone, "the token of a run"))
+    with pytest.raises(RunError, match=rf"at 127.0.0.1:{gone.port}, .*\(Connection refused\)"):
         hosting.meet(one, 1)
 
 
