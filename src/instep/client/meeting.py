@@ -57,7 +57,11 @@ class Meeting(Protocol):
         """Leave a note, in place of the one of this name; whether that could be done."""
 
     def get(self, name: str) -> bytes | None:
-        """A note; None if there is none, or nobody can be asked."""
+        """A note; None if there is none, or nobody can be asked for now.
+
+        Raises:
+            JoinError: process 0 is gone.
+        """
 
     def remove(self, name: str) -> None:
         """Remove a note, if there is one."""

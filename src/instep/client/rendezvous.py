@@ -42,6 +42,9 @@ NO_ANSWER_S = 300.0
 ANSWER_S = 5.0
 """How long to wait for a connection, and for an answer."""
 
+LOST_S = 30.0
+"""How long process 0 may not be there once it has been: it is not started again."""
+
 BUSY_S = 10.0
 """How long the port may still be that of the start before."""
 
@@ -200,6 +203,11 @@ class RendezvousClient:
         self._where = f"{address.host}:{address.port}"
         self._channel: Channel | None = None
         self._why = ""
+        start = f"{self._where} {place.key}"
+        # between two sessions of a script process 0 may do something of its own
+        self._may_be_away_s = NO_ANSWER_S if start in _MET else LOST_S
+        _MET.add(start)
+        self._away_since: float | None = None
         self.missing = (
             f"said at {self._where} where its run is",
             "whether it is still there, or reads a checkpoint",
@@ -233,15 +241,31 @@ class RendezvousClient:
         return self._send(m.StoreSet(key=name, value=note))
 
     def get(self, name: str) -> bytes | None:
-        """As `Meeting.get`."""
-        if not self._send(m.StoreGet(key=name)):
-            return None
-        with suppress(PeerError):
+        """As `Meeting.get`.
+
+        Raises:
+            JoinError: process 0 is gone.
+        """
+        if self._send(m.StoreGet(key=name)):
             assert self._channel is not None, "it was sent"
-            if self._channel.wait(ANSWER_S):
-                return self._channel.wait_for(m.StoreValue).value or None
-        self.close()
+            with suppress(PeerError, TimeoutError):
+                answer = self._channel.receive(ANSWER_S)
+                if isinstance(answer, m.StoreValue):
+                    self._away_since = None
+                    return answer.value or None
+            self.close()
+        self._give_up_if_lost()
         return None
+
+    def _give_up_if_lost(self) -> None:
+        now = time.monotonic()
+        if self._away_since is None:
+            self._away_since = now
+        elif now - self._away_since > self._may_be_away_s:
+            raise JoinError(
+                f"process 0 was at {self._where} and does not answer there any more ({self._why}), "
+                f"for {readable_seconds(self._may_be_away_s)}. Look at what it printed last."
+            )
 
     def remove(self, name: str) -> None:
         """As `Meeting.remove`."""
@@ -317,6 +341,10 @@ class RendezvousClient:
                     f"the machine of process {self._place.rank} has {name} {here}, and that of "
                     f"process 0 {there}. Install the same on both."
                 )
+
+
+_MET: set[str] = set()
+"""The starts, and where they meet, whose process 0 this process has asked before."""
 
 
 def _address(given: str) -> Address:

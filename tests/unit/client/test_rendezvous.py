@@ -235,6 +235,31 @@ def test_a_master_that_is_gone_or_behind_a_firewall_that_refuses_is_named(at, mo
         hosting.meet(one, 1)
 
 
+def test_a_process_0_that_was_there_and_is_gone_is_not_waited_for_without_end(at, monkeypatch):
+    monkeypatch.setattr(rendezvous, "LOST_S", 0.3)
+    zero, one = at(0), at(1)
+    one.enter()
+    assert read(one) is None
+    zero.close()
+    words = r"was at 127.0.0.1:\d+ and does not answer there any more \(Connection refused\)"
+    with pytest.raises(JoinError, match=words):
+        find(one)
+
+
+def test_between_two_sessions_process_0_may_be_away_for_longer(at, monkeypatch):
+    monkeypatch.setattr(rendezvous, "LOST_S", 0.1)
+    zero, _, again = at(0), at(1), at(1)
+    again.enter()
+    zero.close()
+    found = []
+    waiting = threading.Thread(target=lambda: found.append(find(again)))
+    waiting.start()
+    time.sleep(0.7)
+    write(at(0), MASTER)
+    waiting.join(10)
+    assert found == [MASTER]
+
+
 @pytest.mark.parametrize(
     ("where", "file", "words"),
     [
