@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from instep.client.meeting import SAY_AFTER_S, Meeting, meeting_file
-from instep.client.placement import Placement, is_loopback
+from instep.client.placement import Placement, address_of
 from instep.comm import messages as m
 from instep.comm.certificates import Authority, Identity
 from instep.comm.channel import MOST_UNTRUSTED, Address, Channel, Hub, Peer, why_failed
@@ -84,7 +84,7 @@ def meeting_at(
             f"Name its file with token_file or {TOKEN}; process 0 makes it, and each other host "
             "needs a copy that only its user can read."
         )
-    is_loopback(address.host)  # that the name leads somewhere
+    _check_reachable(address, place)
     path = Path(file)
     if place.rank == 0:
         return Rendezvous(address, _made(path), place)
@@ -355,6 +355,16 @@ def _address(given: str) -> Address:
             f"rendezvous = {given!r}: needs the machine of process 0 and a free port of it, such "
             "as 'node1:29600'."
         ) from None
+
+
+def _check_reachable(address: Address, place: Placement) -> None:
+    leads_to = address_of(address.host)
+    if leads_to == "0.0.0.0" or (leads_to.startswith("127.") and not place.one_host):
+        raise SpecError(
+            f"rendezvous = '{address.host}:{address.port}': {address.host} leads to {leads_to} on "
+            f"the machine of process {place.rank}, which other machines cannot reach. Give the "
+            "network address of the machine of process 0."
+        )
 
 
 def _made(file: Path) -> str:

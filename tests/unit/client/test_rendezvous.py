@@ -276,6 +276,19 @@ def test_the_error_for_a_mistake_is_one_sentence(tmp_path, where, file, words):
         meeting_at(place(0), tmp_path, where, path, {})
 
 
+@pytest.mark.parametrize(("where", "leads_to"), [("0.0.0.0", "0.0.0.0"), ("node1", "127.0.1.1")])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_an_address_that_other_machines_cannot_reach_is_refused(
+    tmp_path, monkeypatch, where, leads_to, rank
+):
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: leads_to)  # as in Debian's /etc/hosts
+    apart = Placement(rank, 3, 0, 1, "this start")
+    words = rf"{where} leads to {leads_to} on the machine of process {rank}, which other machines "
+    with pytest.raises(SpecError, match=words):
+        meeting_at(apart, tmp_path, f"{where}:29600", tmp_path / "token", {})
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_environment_may_say_it_and_a_process_alone_needs_none(tmp_path, port):
     said = {
         "INSTEP_RENDEZVOUS": f"127.0.0.1:{port}",
