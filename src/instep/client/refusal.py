@@ -21,7 +21,7 @@ from instep.client import meeting as meetings
 from instep.client.meeting import Meeting
 from instep.client.placement import Placement, is_loopback
 from instep.comm.certificates import Authority
-from instep.comm.channel import Peer
+from instep.comm.channel import MOST_UNTRUSTED, Peer
 from instep.comm.endpoint import Switchboard
 from instep.comm.messages import VERSION, Hello, Refused, Welcome
 from instep.errors import InstepError
@@ -68,23 +68,26 @@ def answer_all(
     connected: dict[int, Peer] = {}
     token = switchboard.endpoint.token.encode()
     deadline = time.monotonic() + timeout_s
+    hub = switchboard.hub
+    hub.most_untrusted = max(MOST_UNTRUSTED, 2 * count)  # all may come at once
     try:
         while len(connected) < count and (left_s := deadline - time.monotonic()) > 0:
-            for peer, message in switchboard.hub.receive(left_s):
+            for peer, message in hub.receive(left_s):
                 match message:
                     case Hello(version=version) if version == VERSION and hmac.compare_digest(
                         message.token.encode(), token
                     ):
+                        hub.trust(peer)
                         connected[message.number] = peer
                     case None:
                         pass
                     case _:
-                        switchboard.hub.drop(peer)
+                        hub.drop(peer)
     finally:
         meeting.remove(meetings.ENDPOINT)
     for peer in connected.values():
         if peer.socket.fileno() >= 0:
-            switchboard.hub.send(peer, answer)
+            hub.send(peer, answer)
     switchboard.close()
     return len(connected)
 

@@ -6,7 +6,7 @@ import pytest
 
 from instep.client.meeting import MeetingFile
 from instep.client.refusal import answer_all
-from instep.comm.channel import Channel
+from instep.comm.channel import MOST_UNTRUSTED, Channel
 from instep.comm.endpoint import Switchboard
 from instep.comm.messages import Hello, Refused, Welcome
 from instep.errors import CheckpointError, PeerError, WorkerError
@@ -61,6 +61,18 @@ def test_whoever_does_not_come_is_not_waited_for_without_end(meeting):
     assert count == 1
     assert type(found[2][0]) is CheckpointError
     assert not meeting.file.exists()
+
+
+def test_more_processes_than_strangers_may_come_all_hear_the_answer(meeting):
+    switchboard, count = Switchboard(), MOST_UNTRUSTED + 10
+    channels = [Channel.connect(switchboard.endpoint.address) for _ in range(count)]
+    for number, channel in enumerate(channels):
+        token = switchboard.endpoint.token
+        channel.send(Hello(token=token, role="worker", number=number, pid=1))
+    assert answer_all(switchboard, count, REFUSED, meeting) == count
+    for channel in channels:
+        assert channel.receive() == REFUSED
+        channel.close()
 
 
 def test_a_run_that_is_over_is_known_as_such(meeting, tmp_path):
