@@ -215,30 +215,30 @@ class Host:
         Raises:
             InstepError: a worker failed.
         """
-        try:
-            self._thread.join()
-            self._late.cancel()
-            self._meeting.remove(meetings.ENDPOINT)
-            if isinstance(self._broke, RunError):
-                raise RunError(f"{self._broke}{resume_hint(self.folder)}")
-            if isinstance(self._broke, InstepError):
-                raise self._broke
-            if self._broke is not None:
-                raise RunError(f"the run's master failed: {self._broke!r}.") from self._broke
-            over = self._over
-            failed = over.failed if over is not None else None
-            missing = self._missing() if failed is not None else []
-            if failed is not None and refused(failed, self.folder, self._start_point):
-                remove_run_folder(self.folder)
-            else:
-                summary = self._summary()
-        finally:
-            self._hold.close()
-            self._meeting.close()
-        if over is not None and failed is not None:
-            error = failure(over.worker, failed, self.folder)
-            refusal.leave_notes(self._meeting, missing, error)
-            raise error
+        with contextlib.closing(self._meeting):
+            try:
+                self._thread.join()
+                self._late.cancel()
+                self._meeting.remove(meetings.ENDPOINT)
+                if isinstance(self._broke, RunError):
+                    raise RunError(f"{self._broke}{resume_hint(self.folder)}")
+                if isinstance(self._broke, InstepError):
+                    raise self._broke
+                if self._broke is not None:
+                    raise RunError(f"the run's master failed: {self._broke!r}.") from self._broke
+                over = self._over
+                failed = over.failed if over is not None else None
+                missing = self._missing() if failed is not None else []
+                if failed is not None and refused(failed, self.folder, self._start_point):
+                    remove_run_folder(self.folder)
+                else:
+                    summary = self._summary()
+            finally:
+                self._hold.close()
+            if over is not None and failed is not None:
+                error = failure(over.worker, failed, self.folder)
+                refusal.leave_notes(self._meeting, missing, error)
+                raise error
         return summary
 
     def _summary(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import msgspec
@@ -35,6 +35,9 @@ TIMEOUT_S = 60.0
 BRIEFLY_S = 3.0
 """How long a process that fails before that tries to reach the others."""
 
+DOOR_S = 5.0
+"""How long process 0 lets others read its notes that can be read only while it is there."""
+
 
 class _Note(msgspec.Struct):
     time: float
@@ -49,7 +52,7 @@ def answer_all(
     meeting: Meeting,
     *,
     timeout_s: float = TIMEOUT_S,
-) -> int:
+) -> set[int]:
     """Wait for `count` processes and send all of them the same answer.
 
     The note that brought them is removed first: the first process to get the answer may end all
@@ -63,7 +66,7 @@ def answer_all(
         timeout_s: after so many seconds those that have connected get the answer.
 
     Returns:
-        How many got it.
+        The numbers of those that got it.
     """
     connected: dict[int, Peer] = {}
     token = switchboard.endpoint.token.encode()
@@ -89,7 +92,7 @@ def answer_all(
         if peer.socket.fileno() >= 0:
             hub.send(peer, answer)
     switchboard.close()
-    return len(connected)
+    return {*connected}
 
 
 @contextmanager
@@ -114,22 +117,28 @@ def _refuse_all(place: Placement, meeting: Meeting, error: Exception) -> None:
     """
     failed = notes(meeting, 0)
     others = [n for n in range(1, place.size) if n not in failed]
-    missing = len(others)
     if (place.one_host or meeting.host) and others:
         address = meeting.host or "127.0.0.1"
         switchboard = Switchboard(address, authority=None if is_loopback(address) else Authority())
         meetings.write(meeting, switchboard.endpoint, switchboard.authority)
         answer = causes.refused(error)
-        missing -= answer_all(switchboard, missing, answer, meeting, timeout_s=BRIEFLY_S)
-    if missing:
-        leave_notes(meeting, others, error)
+        told = answer_all(switchboard, len(others), answer, meeting, timeout_s=BRIEFLY_S)
+        others = [n for n in others if n not in told]
+    leave_notes(meeting, others, error)
 
 
-def leave_notes(meeting: Meeting, others: Iterable[int], error: Exception) -> None:
-    """Process 0: leave a note about its error for each process that comes later."""
+def leave_notes(meeting: Meeting, others: Collection[int], error: Exception) -> None:
+    """Process 0: leave a note about its error for each process that comes later.
+
+    Where notes end with process 0, wait a while for those processes: who reads a note removes it.
+    """
+    left = {_name(0, number) for number in others}
     with contextlib.suppress(OSError):
         for number in others:
             _leave(meeting, 0, number, error)
+    deadline = time.monotonic() + DOOR_S
+    while not meeting.lasts and left & {*meeting.names()} and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def _tell_process_0(place: Placement, meeting: Meeting, error: Exception) -> None:

@@ -10,7 +10,7 @@ import time
 import pytest
 from cryptography import x509
 
-from instep.client import hosting, rendezvous
+from instep.client import hosting, refusal, rendezvous
 from instep.client.meeting import ENDPOINT, MeetingFile, find, read, write
 from instep.client.placement import Placement
 from instep.client.refusal import announced, notes
@@ -233,6 +233,24 @@ def test_a_master_that_is_gone_or_behind_a_firewall_that_refuses_is_named(at, mo
     write(zero, Endpoint(gone, "the token of a run"))
     with pytest.raises(RunError, match=rf"at 127.0.0.1:{gone.port}, .*\(Connection refused\)"):
         hosting.meet(one, 1)
+
+
+def test_who_comes_late_to_a_process_0_that_failed_gets_the_cause(at, monkeypatch):
+    monkeypatch.setattr(refusal, "BRIEFLY_S", 0.1)
+    zero, one = at(0), at(1)
+
+    def fails():
+        with pytest.raises(SpecError), announced(Placement(0, 2, 0, 2, "this start"), zero):
+            raise SpecError("there is no epoks.")
+
+    failing = threading.Thread(target=fails)
+    failing.start()
+    time.sleep(0.5)
+    one.enter()
+    with pytest.raises(SpecError, match="no epoks"):
+        hosting.meet(one, 1)
+    failing.join(2)
+    assert not failing.is_alive()  # it does not stay once all know
 
 
 def test_a_process_0_that_was_there_and_is_gone_is_not_waited_for_without_end(at, monkeypatch):
