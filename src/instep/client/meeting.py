@@ -43,6 +43,8 @@ class Meeting(Protocol):
     """Whether notes of an earlier start may be here."""
     host: str | None
     """The address that the master is to listen on; None where it follows from the start."""
+    pause_s: float
+    """Between two looks at the notes."""
     missing: tuple[str, str]
     """What process 0 has not done while there is no endpoint, and what to look at."""
 
@@ -82,6 +84,7 @@ class MeetingFile:
 
     lasts = True
     host: str | None = None
+    pause_s = 0.02
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -205,4 +208,4 @@ def find(
                 f"process 0 has not {what} in {readable_seconds(timeout_s)}. Look at what "
                 f"it printed last, and {hint}."
             )
-        time.sleep(0.02)
+        time.sleep(meeting.pause_s)

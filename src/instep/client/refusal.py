@@ -146,12 +146,12 @@ def _tell_process_0(place: Placement, meeting: Meeting, error: Exception) -> Non
     deadline = time.monotonic() + BRIEFLY_S
     # first: process 0 says where it listens, then looks
     while not _leave(meeting, place.rank, 0, error) and time.monotonic() < deadline:
-        time.sleep(0.02)
+        time.sleep(meeting.pause_s)
     mine, stale = _name(place.rank, 0), set[str]()
     while meeting.get(mine) is not None and time.monotonic() < deadline:
         endpoint = meetings.read(meeting, place.rank)
         if endpoint is None or endpoint.token in stale:
-            time.sleep(0.02)
+            time.sleep(meeting.pause_s)
             continue
         stale.add(endpoint.token)
         with contextlib.suppress(InstepError):  # it is gone, or refuses as well

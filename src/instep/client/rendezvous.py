@@ -48,6 +48,13 @@ LOST_S = 30.0
 BUSY_S = 10.0
 """How long the port may still be that of the start before."""
 
+LOOKS = 500
+"""How often a second all processes together look for notes: process 0 reads a checkpoint meanwhile,
+and has two requests of each look to answer."""
+
+LONGEST_S = 1.0
+"""Between two looks, however many processes there are."""
+
 SHORTEST = 32
 """Characters of a token; of hexadecimal digits, 128 bits."""
 
@@ -104,6 +111,7 @@ class Rendezvous:
     """
 
     lasts = False
+    pause_s = 0.02
     missing = ("made its run ready", "whether it is still there")
 
     def __init__(self, address: Address, token: str, place: Placement) -> None:
@@ -203,6 +211,7 @@ class RendezvousClient:
         self._where = f"{address.host}:{address.port}"
         self._channel: Channel | None = None
         self._why = ""
+        self.pause_s = min(LONGEST_S, place.size / LOOKS)
         start = f"{self._where} {place.key}"
         # between two sessions of a script process 0 may do something of its own
         self._may_be_away_s = NO_ANSWER_S if start in _MET else LOST_S

@@ -128,6 +128,19 @@ def test_every_process_makes_its_own_certificate_of_the_runs_authority(at):
     assert read(one, 1).token == MASTER.token
 
 
+@pytest.mark.parametrize(("size", "most"), [(100, 4), (500, 2)])
+def test_processes_of_a_large_start_look_less_often(at, tmp_path, port, monkeypatch, size, most):
+    at(0)
+    one = meeting_at(Placement(1, size, 1, size, "this start"), tmp_path, f"127.0.0.1:{port}",
+                     tmp_path / "token", {})  # fmt: skip
+    one.enter()
+    looks = []
+    with pytest.raises(RunError):
+        find(one, timeout_s=0.5, look=lambda: looks.append(1))
+    assert 1 < len(looks) <= most
+    one.close()
+
+
 def test_strangers_in_any_number_keep_nobody_out(at, port):
     zero, one = at(0), at(1)
     write(zero, MASTER)
