@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -255,12 +256,14 @@ if __name__ == "__main__":
 """Arguments: folder of runs, who has a wrong key or recipe, who joins late, the file it awaits."""
 
 
-def early(start: Start, folder: Path, wrong: object, late: int) -> tuple[list[Started], Path]:
+def early(
+    start: Start, folder: Path, wrong: object, late: int, **environment: str
+) -> tuple[list[Started], Path]:
     script, go = folder / "early.py", folder / "go"
     script.write_text(EARLY_WORDS)
     path = {"PYTHONPATH": f"{RECIPES}:{os.environ.get('PYTHONPATH', '')}"}
     command = (script, folder / "runs", wrong, late, go)
-    tasks = [start(*command, environment={**slurm_task(n), **path}) for n in (0, 1)]
+    tasks = [start(*command, environment={**slurm_task(n), **path, **environment}) for n in (0, 1)]
     return tasks, go
 
 
@@ -320,6 +323,20 @@ def test_a_process_that_joins_after_process_0_has_failed_gets_the_cause(
     assert one.end(20) == 1
     assert "ValueError: process 0 has no data" in one.stderr
     assert [path.name for path in (tmp_path / "runs").iterdir() if path.name != "early"] == []
+
+
+def test_where_all_meet_at_an_address_a_late_process_gets_the_cause_too(
+    start: Start, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    where = {"INSTEP_RENDEZVOUS": f"127.0.0.1:{port}", "INSTEP_TOKEN_FILE": str(tmp_path / "token")}
+    (zero, one), go = early(start, tmp_path, wrong="recipe", late=1, **where)
+    events = tmp_path / "runs" / "early" / "events.jsonl"
+    zero.until(lambda: events.exists() and "worker_failed" in events.read_text(), "failed")
+    go.touch()
+    assert (zero.end(20), one.end(20)) == (1, 1)
+    assert "ValueError: process 0 has no data" in one.stderr
 
 
 @pytest.mark.slow

@@ -55,7 +55,7 @@ AGAIN_S = 10.0
 """How long to retry a master that was lost before it answered."""
 
 LATE_S = 2.0
-"""How long a process that the run refused waits for another start."""
+"""How long a process that the run refused, or that found nobody, waits for another start."""
 
 
 class Host:
@@ -215,30 +215,30 @@ class Host:
         Raises:
             InstepError: a worker failed.
         """
-        try:
-            self._thread.join()
-            self._late.cancel()
-            self._meeting.remove(meetings.ENDPOINT)
-            if isinstance(self._broke, RunError):
-                raise RunError(f"{self._broke}{resume_hint(self.folder)}")
-            if isinstance(self._broke, InstepError):
-                raise self._broke
-            if self._broke is not None:
-                raise RunError(f"the run's master failed: {self._broke!r}.") from self._broke
-            over = self._over
-            failed = over.failed if over is not None else None
-            missing = self._missing() if failed is not None else []
-            if failed is not None and refused(failed, self.folder, self._start_point):
-                remove_run_folder(self.folder)
-            else:
-                summary = self._summary()
-        finally:
-            self._hold.close()
-            self._meeting.close()
-        if over is not None and failed is not None:
-            error = failure(over.worker, failed, self.folder)
-            refusal.leave_notes(self._meeting, missing, error)
-            raise error
+        with contextlib.closing(self._meeting):
+            try:
+                self._thread.join()
+                self._late.cancel()
+                self._meeting.remove(meetings.ENDPOINT)
+                if isinstance(self._broke, RunError):
+                    raise RunError(f"{self._broke}{resume_hint(self.folder)}")
+                if isinstance(self._broke, InstepError):
+                    raise self._broke
+                if self._broke is not None:
+                    raise RunError(f"the run's master failed: {self._broke!r}.") from self._broke
+                over = self._over
+                failed = over.failed if over is not None else None
+                missing = self._missing() if failed is not None else []
+                if failed is not None and refused(failed, self.folder, self._start_point):
+                    remove_run_folder(self.folder)
+                else:
+                    summary = self._summary()
+            finally:
+                self._hold.close()
+            if over is not None and failed is not None:
+                error = failure(over.worker, failed, self.folder)
+                refusal.leave_notes(self._meeting, missing, error)
+                raise error
         return summary
 
     def _summary(self) -> dict[str, Any]:
@@ -254,7 +254,7 @@ class Host:
         return finish(self.folder)  # the file is damaged
 
 
-_CLOSED = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+_CLOSED = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 """Nothing answers, since the network is closed there."""
 
 
@@ -275,7 +275,8 @@ def meet(meeting: Meeting, rank: int) -> Member:
         for error in refusal.notes(meeting, rank).values():
             raise error
 
-    stale, late = set(_MET), None
+    stale = set(_MET)
+    late: InstepError | None = None
     while True:
         try:
             timeout_s = meetings.TIMEOUT_S if late is None else LATE_S
@@ -290,17 +291,24 @@ def meet(meeting: Meeting, rank: int) -> Member:
         except causes.Unwanted as error:
             late = error
         except PeerError as error:
-            if isinstance(cause := error.__context__, OSError) and cause.errno in _CLOSED:
-                where = f"{endpoint.address.host}:{endpoint.address.port}"
-                raise RunError(
-                    f"process 0 says that its run is at {where}, and nothing can be reached there "
-                    f"({cause.strerror or cause}). Open all ports between the machines: the run's "
-                    "master and gloo choose theirs."
-                ) from None
-            late = None
+            cause = error.__context__
+            if isinstance(cause, TimeoutError) or getattr(cause, "errno", None) in _CLOSED:
+                raise _unreachable(endpoint, cause) from None
+            gone = isinstance(cause, ConnectionRefusedError) and not meeting.lasts
+            late = _unreachable(endpoint, cause) if gone else None
         else:
             _MET.add(endpoint.token)
             return member
+
+
+def _unreachable(endpoint: Endpoint, cause: BaseException | None) -> RunError:
+    where = f"{endpoint.address.host}:{endpoint.address.port}"
+    why = getattr(cause, "strerror", None) or cause
+    return RunError(
+        f"process 0 says that its run is at {where}, and nothing can be reached there ({why}). "
+        "Look whether process 0 has ended, and open all ports between the machines: the run's "
+        "master and gloo choose theirs."
+    )
 
 
 _MET: set[str] = set()

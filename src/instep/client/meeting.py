@@ -43,6 +43,8 @@ class Meeting(Protocol):
     """Whether notes of an earlier start may be here."""
     host: str | None
     """The address that the master is to listen on; None where it follows from the start."""
+    pause_s: float
+    """Between two looks at the notes."""
     missing: tuple[str, str]
     """What process 0 has not done while there is no endpoint, and what to look at."""
 
@@ -57,7 +59,11 @@ class Meeting(Protocol):
         """Leave a note, in place of the one of this name; whether that could be done."""
 
     def get(self, name: str) -> bytes | None:
-        """A note; None if there is none, or nobody can be asked."""
+        """A note; None if there is none, or nobody can be asked for now.
+
+        Raises:
+            JoinError: process 0 is gone.
+        """
 
     def remove(self, name: str) -> None:
         """Remove a note, if there is one."""
@@ -78,6 +84,7 @@ class MeetingFile:
 
     lasts = True
     host: str | None = None
+    pause_s = 0.02
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -201,4 +208,4 @@ def find(
                 f"process 0 has not {what} in {readable_seconds(timeout_s)}. Look at what "
                 f"it printed last, and {hint}."
             )
-        time.sleep(0.02)
+        time.sleep(meeting.pause_s)

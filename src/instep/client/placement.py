@@ -108,8 +108,17 @@ def is_loopback(host: str) -> bool:
     Raises:
         SpecError: the name leads to none.
     """
+    return address_of(host).startswith("127.")
+
+
+def address_of(host: str) -> str:
+    """The address that a name leads to.
+
+    Raises:
+        SpecError: it leads to none.
+    """
     try:
-        return socket.gethostbyname(host).startswith("127.")
+        return socket.gethostbyname(host)
     except OSError as error:
         raise SpecError(
             f"rendezvous: the name {host!r} leads to no address ({error.strerror}). Give the "

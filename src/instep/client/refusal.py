@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import msgspec
@@ -21,7 +21,7 @@ from instep.client import meeting as meetings
 from instep.client.meeting import Meeting
 from instep.client.placement import Placement, is_loopback
 from instep.comm.certificates import Authority
-from instep.comm.channel import Peer
+from instep.comm.channel import MOST_UNTRUSTED, Peer
 from instep.comm.endpoint import Switchboard
 from instep.comm.messages import VERSION, Hello, Refused, Welcome
 from instep.errors import InstepError
@@ -34,6 +34,9 @@ TIMEOUT_S = 60.0
 
 BRIEFLY_S = 3.0
 """How long a process that fails before that tries to reach the others."""
+
+DOOR_S = 5.0
+"""How long process 0 lets others read its notes that can be read only while it is there."""
 
 
 class _Note(msgspec.Struct):
@@ -49,7 +52,7 @@ def answer_all(
     meeting: Meeting,
     *,
     timeout_s: float = TIMEOUT_S,
-) -> int:
+) -> set[int]:
     """Wait for `count` processes and send all of them the same answer.
 
     The note that brought them is removed first: the first process to get the answer may end all
@@ -63,30 +66,33 @@ def answer_all(
         timeout_s: after so many seconds those that have connected get the answer.
 
     Returns:
-        How many got it.
+        The numbers of those that got it.
     """
     connected: dict[int, Peer] = {}
     token = switchboard.endpoint.token.encode()
     deadline = time.monotonic() + timeout_s
+    hub = switchboard.hub
+    hub.most_untrusted = max(MOST_UNTRUSTED, 2 * count)  # all may come at once
     try:
         while len(connected) < count and (left_s := deadline - time.monotonic()) > 0:
-            for peer, message in switchboard.hub.receive(left_s):
+            for peer, message in hub.receive(left_s):
                 match message:
                     case Hello(version=version) if version == VERSION and hmac.compare_digest(
                         message.token.encode(), token
                     ):
+                        hub.trust(peer)
                         connected[message.number] = peer
                     case None:
                         pass
                     case _:
-                        switchboard.hub.drop(peer)
+                        hub.drop(peer)
     finally:
         meeting.remove(meetings.ENDPOINT)
     for peer in connected.values():
         if peer.socket.fileno() >= 0:
-            switchboard.hub.send(peer, answer)
+            hub.send(peer, answer)
     switchboard.close()
-    return len(connected)
+    return {*connected}
 
 
 @contextmanager
@@ -111,22 +117,28 @@ def _refuse_all(place: Placement, meeting: Meeting, error: Exception) -> None:
     """
     failed = notes(meeting, 0)
     others = [n for n in range(1, place.size) if n not in failed]
-    missing = len(others)
     if (place.one_host or meeting.host) and others:
         address = meeting.host or "127.0.0.1"
         switchboard = Switchboard(address, authority=None if is_loopback(address) else Authority())
         meetings.write(meeting, switchboard.endpoint, switchboard.authority)
         answer = causes.refused(error)
-        missing -= answer_all(switchboard, missing, answer, meeting, timeout_s=BRIEFLY_S)
-    if missing:
-        leave_notes(meeting, others, error)
+        told = answer_all(switchboard, len(others), answer, meeting, timeout_s=BRIEFLY_S)
+        others = [n for n in others if n not in told]
+    leave_notes(meeting, others, error)
 
 
-def leave_notes(meeting: Meeting, others: Iterable[int], error: Exception) -> None:
-    """Process 0: leave a note about its error for each process that comes later."""
+def leave_notes(meeting: Meeting, others: Collection[int], error: Exception) -> None:
+    """Process 0: leave a note about its error for each process that comes later.
+
+    Where notes end with process 0, wait a while for those processes: who reads a note removes it.
+    """
+    left = {_name(0, number) for number in others}
     with contextlib.suppress(OSError):
         for number in others:
             _leave(meeting, 0, number, error)
+    deadline = time.monotonic() + DOOR_S
+    while not meeting.lasts and left & {*meeting.names()} and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def _tell_process_0(place: Placement, meeting: Meeting, error: Exception) -> None:
@@ -134,12 +146,12 @@ def _tell_process_0(place: Placement, meeting: Meeting, error: Exception) -> Non
     deadline = time.monotonic() + BRIEFLY_S
     # first: process 0 says where it listens, then looks
     while not _leave(meeting, place.rank, 0, error) and time.monotonic() < deadline:
-        time.sleep(0.02)
+        time.sleep(meeting.pause_s)
     mine, stale = _name(place.rank, 0), set[str]()
     while meeting.get(mine) is not None and time.monotonic() < deadline:
         endpoint = meetings.read(meeting, place.rank)
         if endpoint is None or endpoint.token in stale:
-            time.sleep(0.02)
+            time.sleep(meeting.pause_s)
             continue
         stale.add(endpoint.token)
         with contextlib.suppress(InstepError):  # it is gone, or refuses as well

@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from instep.client.meeting import SAY_AFTER_S, Meeting, meeting_file
-from instep.client.placement import Placement, is_loopback
+from instep.client.placement import Placement, address_of
 from instep.comm import messages as m
 from instep.comm.certificates import Authority, Identity
 from instep.comm.channel import MOST_UNTRUSTED, Address, Channel, Hub, Peer, why_failed
@@ -42,8 +42,18 @@ NO_ANSWER_S = 300.0
 ANSWER_S = 5.0
 """How long to wait for a connection, and for an answer."""
 
+LOST_S = 30.0
+"""How long process 0 may not be there once it has been: it is not started again."""
+
 BUSY_S = 10.0
 """How long the port may still be that of the start before."""
+
+LOOKS = 500
+"""How often a second all processes together look for notes: process 0 reads a checkpoint meanwhile,
+and has two requests of each look to answer."""
+
+LONGEST_S = 1.0
+"""Between two looks, however many processes there are."""
 
 SHORTEST = 32
 """Characters of a token; of hexadecimal digits, 128 bits."""
@@ -81,7 +91,7 @@ def meeting_at(
             f"Name its file with token_file or {TOKEN}; process 0 makes it, and each other host "
             "needs a copy that only its user can read."
         )
-    is_loopback(address.host)  # that the name leads somewhere
+    _check_reachable(address, place)
     path = Path(file)
     if place.rank == 0:
         return Rendezvous(address, _made(path), place)
@@ -101,6 +111,7 @@ class Rendezvous:
     """
 
     lasts = False
+    pause_s = 0.02
     missing = ("made its run ready", "whether it is still there")
 
     def __init__(self, address: Address, token: str, place: Placement) -> None:
@@ -200,6 +211,12 @@ class RendezvousClient:
         self._where = f"{address.host}:{address.port}"
         self._channel: Channel | None = None
         self._why = ""
+        self.pause_s = min(LONGEST_S, place.size / LOOKS)
+        start = f"{self._where} {place.key}"
+        # between two sessions of a script process 0 may do something of its own
+        self._may_be_away_s = NO_ANSWER_S if start in _MET else LOST_S
+        _MET.add(start)
+        self._away_since: float | None = None
         self.missing = (
             f"said at {self._where} where its run is",
             "whether it is still there, or reads a checkpoint",
@@ -233,15 +250,31 @@ class RendezvousClient:
         return self._send(m.StoreSet(key=name, value=note))
 
     def get(self, name: str) -> bytes | None:
-        """As `Meeting.get`."""
-        if not self._send(m.StoreGet(key=name)):
-            return None
-        with suppress(PeerError):
+        """As `Meeting.get`.
+
+        Raises:
+            JoinError: process 0 is gone.
+        """
+        if self._send(m.StoreGet(key=name)):
             assert self._channel is not None, "it was sent"
-            if self._channel.wait(ANSWER_S):
-                return self._channel.wait_for(m.StoreValue).value or None
-        self.close()
+            with suppress(PeerError, TimeoutError):
+                answer = self._channel.receive(ANSWER_S)
+                if isinstance(answer, m.StoreValue):
+                    self._away_since = None
+                    return answer.value or None
+            self.close()
+        self._give_up_if_lost()
         return None
+
+    def _give_up_if_lost(self) -> None:
+        now = time.monotonic()
+        if self._away_since is None:
+            self._away_since = now
+        elif now - self._away_since > self._may_be_away_s:
+            raise JoinError(
+                f"process 0 was at {self._where} and does not answer there any more ({self._why}), "
+                f"for {readable_seconds(self._may_be_away_s)}. Look at what it printed last."
+            )
 
     def remove(self, name: str) -> None:
         """As `Meeting.remove`."""
@@ -319,6 +352,10 @@ class RendezvousClient:
                 )
 
 
+_MET: set[str] = set()
+"""The starts, and where they meet, whose process 0 this process has asked before."""
+
+
 def _address(given: str) -> Address:
     try:
         return Address(*host_and_port(given))
@@ -327,6 +364,16 @@ def _address(given: str) -> Address:
             f"rendezvous = {given!r}: needs the machine of process 0 and a free port of it, such "
             "as 'node1:29600'."
         ) from None
+
+
+def _check_reachable(address: Address, place: Placement) -> None:
+    leads_to = address_of(address.host)
+    if leads_to == "0.0.0.0" or (leads_to.startswith("127.") and not place.one_host):
+        raise SpecError(
+            f"rendezvous = '{address.host}:{address.port}': {address.host} leads to {leads_to} on "
+            f"the machine of process {place.rank}, which other machines cannot reach. Give the "
+            "network address of the machine of process 0."
+        )
 
 
 def _made(file: Path) -> str:

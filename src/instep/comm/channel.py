@@ -46,6 +46,9 @@ MOST_HANDSHAKES = 4
 ACCEPTED = 32
 """New connections that are accepted before messages are read again."""
 
+CONNECT_S = 10.0
+"""How long to wait for a master that does not answer at all, unless another time is given."""
+
 FULL_S = 0.5
 """How long no connection is accepted after the process could open no more files."""
 
@@ -140,11 +143,11 @@ class Channel:
         It does so when it is read from, and nothing is sent to it before.
 
         Raises:
-            PeerError: no master listens there.
+            PeerError: no master listens there, or none answers where no time is given.
             TimeoutError: the address cannot be reached, or does not answer in that time.
         """
         try:
-            connection = socket.create_connection(address, timeout=timeout_s)
+            connection = socket.create_connection(address, timeout=timeout_s or CONNECT_S)
             connection.settimeout(None)
             return cls(connection, None if context is None else _calling(context))
         except OSError as error:

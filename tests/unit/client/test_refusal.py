@@ -6,7 +6,7 @@ import pytest
 
 from instep.client.meeting import MeetingFile
 from instep.client.refusal import answer_all
-from instep.comm.channel import Channel
+from instep.comm.channel import MOST_UNTRUSTED, Channel
 from instep.comm.endpoint import Switchboard
 from instep.comm.messages import Hello, Refused, Welcome
 from instep.errors import CheckpointError, PeerError, WorkerError
@@ -23,7 +23,7 @@ def meeting(tmp_path):
 
 
 def told(answer, meeting, numbers, **options):
-    """What each of these processes makes of the answer, and whether the file was there still."""
+    """Who got the answer, what each made of it, and whether the file was there still."""
     switchboard, found = Switchboard(), {}
 
     def come(number):
@@ -35,15 +35,15 @@ def told(answer, meeting, numbers, **options):
     threads = [threading.Thread(target=come, args=(number,)) for number in numbers]
     for thread in threads:
         thread.start()
-    count = answer_all(switchboard, answer=answer, meeting=meeting, **{"count": 3, **options})
+    heard = answer_all(switchboard, answer=answer, meeting=meeting, **{"count": 3, **options})
     for thread in threads:
         thread.join()
-    return count, found
+    return heard, found
 
 
 def test_all_raise_the_same_kind_of_error_once_the_meeting_file_is_gone(meeting):
-    count, found = told(REFUSED, meeting, [1, 2, 3])
-    assert count == 3
+    heard, found = told(REFUSED, meeting, [1, 2, 3])
+    assert heard == {1, 2, 3}
     for error, was_there in found.values():
         assert type(error) is CheckpointError
         assert (str(error), error.exit_code) == ("it is damaged.", 7)
@@ -57,10 +57,22 @@ def test_an_error_that_is_not_ours_arrives_as_that_of_a_worker(meeting):
 
 
 def test_whoever_does_not_come_is_not_waited_for_without_end(meeting):
-    count, found = told(REFUSED, meeting, [2], timeout_s=1.0)
-    assert count == 1
+    heard, found = told(REFUSED, meeting, [2], timeout_s=1.0)
+    assert heard == {2}
     assert type(found[2][0]) is CheckpointError
     assert not meeting.file.exists()
+
+
+def test_more_processes_than_strangers_may_come_all_hear_the_answer(meeting):
+    switchboard, count = Switchboard(), MOST_UNTRUSTED + 10
+    channels = [Channel.connect(switchboard.endpoint.address) for _ in range(count)]
+    for number, channel in enumerate(channels):
+        token = switchboard.endpoint.token
+        channel.send(Hello(token=token, role="worker", number=number, pid=1))
+    assert answer_all(switchboard, count, REFUSED, meeting) == {*range(count)}
+    for channel in channels:
+        assert channel.receive() == REFUSED
+        channel.close()
 
 
 def test_a_run_that_is_over_is_known_as_such(meeting, tmp_path):
@@ -76,7 +88,7 @@ def test_a_stranger_is_told_nothing(meeting):
     switchboard = Switchboard()
     channel = Channel.connect(switchboard.endpoint.address)
     channel.send(Hello(token="guessed", role="worker", number=1, pid=1))
-    assert answer_all(switchboard, 1, REFUSED, meeting, timeout_s=0.2) == 0
+    assert answer_all(switchboard, 1, REFUSED, meeting, timeout_s=0.2) == set()
     with pytest.raises(PeerError):
         channel.receive()
     channel.close()

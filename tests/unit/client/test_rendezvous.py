@@ -10,13 +10,13 @@ import time
 import pytest
 from cryptography import x509
 
-from instep.client import hosting, rendezvous
+from instep.client import hosting, refusal, rendezvous
 from instep.client.meeting import ENDPOINT, MeetingFile, find, read, write
 from instep.client.placement import Placement
 from instep.client.refusal import announced, notes
 from instep.client.rendezvous import Rendezvous, meeting_at
+from instep.comm import channel, tls
 from instep.comm import messages as m
-from instep.comm import tls
 from instep.comm.certificates import Authority, Identity
 from instep.comm.channel import Address, Channel
 from instep.comm.endpoint import Endpoint
@@ -34,12 +34,12 @@ def answers(port, message, secret=None):
     if secret is not None:
         shown = Authority.of_secret(secret).issue(Identity("worker", 1))
         made = tls.context(shown, server=False)
-    channel, found = Channel.connect(Address("127.0.0.1", port), context=made), []
-    channel.send(message)
+    caller, found = Channel.connect(Address("127.0.0.1", port), context=made), []
+    caller.send(message)
     with contextlib.suppress(PeerError):
         while True:
-            found.append(channel.receive())
-    channel.close()
+            found.append(caller.receive())
+    caller.close()
     return found
 
 
@@ -128,6 +128,19 @@ def test_every_process_makes_its_own_certificate_of_the_runs_authority(at):
     assert read(one, 1).token == MASTER.token
 
 
+@pytest.mark.parametrize(("size", "most"), [(100, 4), (500, 2)])
+def test_processes_of_a_large_start_look_less_often(at, tmp_path, port, monkeypatch, size, most):
+    at(0)
+    one = meeting_at(Placement(1, size, 1, size, "this start"), tmp_path, f"127.0.0.1:{port}",
+                     tmp_path / "token", {})  # fmt: skip
+    one.enter()
+    looks = []
+    with pytest.raises(RunError):
+        find(one, timeout_s=0.5, look=lambda: looks.append(1))
+    assert 1 < len(looks) <= most
+    one.close()
+
+
 def test_strangers_in_any_number_keep_nobody_out(at, port):
     zero, one = at(0), at(1)
     write(zero, MASTER)
@@ -208,8 +221,74 @@ def test_a_master_whose_port_is_closed_is_named_with_the_reason(at, monkeypatch)
             raise PeerError("no master answers.") from None
 
     monkeypatch.setattr(hosting, "_call", unreachable)
-    with pytest.raises(RunError, match=r"at 127.0.0.1:4567, .*timed out.* Open all ports"):
+    with pytest.raises(RunError, match=r"at 127.0.0.1:4567, .*timed out.* open all ports"):
         hosting.meet(one, 1)
+
+
+def test_a_master_whose_port_swallows_packets_is_named_after_some_seconds(at, monkeypatch):
+    monkeypatch.setattr(channel, "CONNECT_S", 0.3)
+    monkeypatch.setattr(hosting, "AGAIN_S", 0.1)
+    zero, one = at(0), at(1)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as queue:
+        with contextlib.suppress(TimeoutError):
+            while True:  # until the kernel drops what asks for a connection
+                queue.enter_context(socket.create_connection(full.getsockname(), timeout=0.1))
+        write(zero, Endpoint(Address(*full.getsockname()), "the token of a run"))
+        with pytest.raises(RunError, match=r"nothing can be reached there \(timed out\)"):
+            hosting.meet(one, 1)
+
+
+def test_a_master_that_is_gone_or_behind_a_firewall_that_refuses_is_named(at, monkeypatch):
+    monkeypatch.setattr(hosting, "LATE_S", 0.3)
+    zero, one = at(0), at(1)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        gone = Address(*taken.getsockname())
+    write(zero, Endpoint(gone, "the token of a run"))
+    with pytest.raises(RunError, match=rf"at 127.0.0.1:{gone.port}, .*\(Connection refused\)"):
+        hosting.meet(one, 1)
+
+
+def test_who_comes_late_to_a_process_0_that_failed_gets_the_cause(at, monkeypatch):
+    monkeypatch.setattr(refusal, "BRIEFLY_S", 0.1)
+    zero, one = at(0), at(1)
+
+    def fails():
+        with pytest.raises(SpecError), announced(Placement(0, 2, 0, 2, "this start"), zero):
+            raise SpecError("there is no epoks.")
+
+    failing = threading.Thread(target=fails)
+    failing.start()
+    time.sleep(0.5)
+    one.enter()
+    with pytest.raises(SpecError, match="no epoks"):
+        hosting.meet(one, 1)
+    failing.join(2)
+    assert not failing.is_alive()  # it does not stay once all know
+
+
+def test_a_process_0_that_was_there_and_is_gone_is_not_waited_for_without_end(at, monkeypatch):
+    monkeypatch.setattr(rendezvous, "LOST_S", 0.3)
+    zero, one = at(0), at(1)
+    one.enter()
+    assert read(one) is None
+    zero.close()
+    words = r"was at 127.0.0.1:\d+ and does not answer there any more \(Connection refused\)"
+    with pytest.raises(JoinError, match=words):
+        find(one)
+
+
+def test_between_two_sessions_process_0_may_be_away_for_longer(at, monkeypatch):
+    monkeypatch.setattr(rendezvous, "LOST_S", 0.1)
+    zero, _, again = at(0), at(1), at(1)
+    again.enter()
+    zero.close()
+    found = []
+    waiting = threading.Thread(target=lambda: found.append(find(again)))
+    waiting.start()
+    time.sleep(0.7)
+    write(at(0), MASTER)
+    waiting.join(10)
+    assert found == [MASTER]
 
 
 @pytest.mark.parametrize(
@@ -226,6 +305,19 @@ def test_the_error_for_a_mistake_is_one_sentence(tmp_path, where, file, words):
     path = tmp_path / file if file else None
     with pytest.raises(InstepError, match=words):
         meeting_at(place(0), tmp_path, where, path, {})
+
+
+@pytest.mark.parametrize(("where", "leads_to"), [("0.0.0.0", "0.0.0.0"), ("node1", "127.0.1.1")])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_an_address_that_other_machines_cannot_reach_is_refused(
+    tmp_path, monkeypatch, where, leads_to, rank
+):
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: leads_to)  # as in Debian's /etc/hosts
+    apart = Placement(rank, 3, 0, 1, "this start")
+    words = rf"{where} leads to {leads_to} on the machine of process {rank}, which other machines "
+    with pytest.raises(SpecError, match=words):
+        meeting_at(apart, tmp_path, f"{where}:29600", tmp_path / "token", {})
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_environment_may_say_it_and_a_process_alone_needs_none(tmp_path, port):
