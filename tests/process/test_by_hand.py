@@ -102,6 +102,7 @@ def test_machines_join_before_and_after_the_run_begins(
     check_nothing_is_left(program, first, second)
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_killed_and_started_again_takes_its_place(
     start: Start, tmp_path: Path, undisturbed: Path
 ) -> None:

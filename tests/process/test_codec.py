@@ -44,7 +44,7 @@ def test_after_kills_the_result_is_that_of_an_undisturbed_run(start: Start, tmp_
     undisturbed = begin(start, tmp_path, "undisturbed", 0.0)
     assert undisturbed.end() == 0, undisturbed.stderr
     draw = random.Random(7)
-    program = begin(start, tmp_path, "killed", 0.015)
+    program = begin(start, tmp_path, "killed", 0.008)
     program.until(program.is_training, "training")
     for _ in range(5):
         time.sleep(draw.uniform(0.1, 0.5))  # the moment is what is drawn

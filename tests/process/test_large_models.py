@@ -79,7 +79,7 @@ def test_a_model_is_built_without_memory_and_each_process_reads_its_part(run: St
 @pytest.mark.parametrize(
     ("arguments", "from_file"),
     [
-        ({}, False),
+        slow({}, False),
         slow({"drawn": True, "copied": True}, False),
         slow({"drawn": True}, True),
     ],

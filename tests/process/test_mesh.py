@@ -108,7 +108,7 @@ def test_a_mesh_trains_what_a_plain_loop_does(run: Start, workers, mesh):
 
 
 @pytest.mark.parametrize(
-    "mesh", [{"tensor": 2}, slow({"stages": 2, "pipeline_batches": 2})], ids=str
+    "mesh", [slow({"tensor": 2}), slow({"stages": 2, "pipeline_batches": 2})], ids=str
 )
 def test_processes_with_one_micro_batch_leave_out_what_one_of_them_cannot_read(
     run: Start, tmp_path, mesh
@@ -262,6 +262,7 @@ def test_compiled_blocks_train_what_a_plain_loop_does(run: Start):
     assert len(program.events("mesh_checked")) == 1
 
 
+@pytest.mark.slow
 def test_a_machine_that_cannot_compile_is_refused_before_the_first_step(
     run: Start, tmp_path, monkeypatch
 ):
