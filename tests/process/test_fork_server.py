@@ -97,7 +97,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("first", ["the server", slow("the starter")])
+@pytest.mark.parametrize("first", ["the server", slow("a stopped one"), slow("the starter")])
 def test_on_a_lifeline_all_end_with_the_process_that_started_them_though_the_master_lives(
     tmp_path: Path, start: Start, first: str
 ) -> None:
@@ -118,6 +118,8 @@ def test_on_a_lifeline_all_end_with_the_process_that_started_them_though_the_mas
             spare, _ = master.wait_for(m.Hello, role="host")
             master.board.hub.send(spare, welcome)
             master.wait_for(m.Heartbeat, stopped=[])
+        elif first == "a stopped one":
+            os.kill(hello.pid, signal.SIGSTOP)
         assert len(starter.processes()) >= 3  # starter, server and worker; and the spare
         starter.process.kill()
         starter.process.wait()

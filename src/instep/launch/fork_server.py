@@ -58,6 +58,7 @@ from instep.system.processes import (
     SPARE,
     Watched,
     die_with_parent,
+    die_with_pipe,
     is_stopped,
     machine,
     name_process,
@@ -74,10 +75,6 @@ MOST_PAGES = 256
 PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 6.4, 6.4)
 """How long to wait before each further attempt at a fork that failed."""
 
-LIFELINE_S = 0.1
-"""How long a lifeline may take to end after the server: whoever held it is killed thread by thread,
-and the server may be the first to end."""
-
 ADOPTED_S = 0.05
 """Seconds between two looks at workers that this server did not start."""
 
@@ -91,7 +88,7 @@ def main() -> None:
     note = os.environ.pop(_ENDPOINT, "") or sys.stdin.readline()
     seen = json.loads(note)
     if seen.get("lifeline"):
-        die_with_parent(signal.SIGKILL)  # its spare ends what is left, also if this one is stopped
+        die_with_pipe(sys.stdin.fileno())
     endpoint = Endpoint.of(seen)
     _settle(seen["folder"])
     connection = _call(endpoint)
@@ -291,10 +288,6 @@ class Server:
             left = _wait_for_end(theirs, server)
             os.close(theirs)
             name_process(name)
-            if self._lifeline >= 0 and wait_readable([self._lifeline], LIFELINE_S):
-                for _, worker in left.values():
-                    worker.signal(signal.SIGKILL)
-                return
             for each in (self._wake_read, self._wake_write):
                 os.close(each)
             Server(
