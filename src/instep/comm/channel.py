@@ -389,6 +389,8 @@ class Hub:
         except (OSError, PeerError):
             length, messages = 0, []
         for message in messages:
+            if length and peer.socket.fileno() < 0:
+                return  # it was dropped for an earlier one
             yield peer, message
         if not length:
             self.drop(peer)

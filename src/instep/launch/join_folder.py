@@ -168,11 +168,14 @@ class JoinFolder:
         """
         with self._locked():
             about = self._known().get(host)
-        return (
-            about is not None
-            and about.used
-            and ssl.PEM_cert_to_DER_cert(about.certificate) == certificate
-        )
+        try:
+            return (
+                about is not None
+                and about.used
+                and ssl.PEM_cert_to_DER_cert(about.certificate) == certificate
+            )
+        except ValueError:  # it is damaged
+            return False
 
     # ---- files
 
@@ -182,7 +185,7 @@ class JoinFolder:
             return msgspec.json.decode(read_plain(file), type=dict[int, _Host])
         except FileNotFoundError:
             return {}
-        except msgspec.MsgspecError as error:
+        except ValueError as error:  # also where text is none
             raise SpecError(f"{file} is damaged ({error}): {self._anew()}") from None
 
     def _remember(self, known: dict[int, _Host]) -> None:
