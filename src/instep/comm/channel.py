@@ -208,11 +208,18 @@ class Channel:
             self._read()
         return self._inbox.popleft()
 
-    def wait_for(self, wanted: type[Wanted]) -> Wanted:
-        """The next message of one class; others that arrive before it stay for later."""
+    def wait_for(self, wanted: type[Wanted], timeout_s: float | None = None) -> Wanted:
+        """The next message of one class; others that arrive before it stay for later.
+
+        Raises:
+            PeerError: the master is gone.
+            TimeoutError: it has not arrived in that time.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         passed: list[AnyMessage] = []
         while True:
-            message = self.receive()
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            message = self.receive(left_s)
             if isinstance(message, wanted):
                 self._inbox.extendleft(reversed(passed))
                 return message

@@ -18,7 +18,7 @@ import secrets
 import ssl
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -30,6 +30,9 @@ from instep.plain_file import PRIVATE, is_private, plain, read_plain, replace_pl
 
 LASTS_S = 24 * 3600.0
 """How long a token waits for its machine."""
+
+LOCKED_S = 2.0
+"""How long another process may keep the folder, which needs milliseconds unless it was stopped."""
 
 
 class _Host(msgspec.Struct):
@@ -205,11 +208,23 @@ class JoinFolder:
         flags = os.O_RDWR | os.O_CREAT
         file = plain(self._path / ".lock", flags, PRIVATE)
         try:
-            with suppress(OSError):  # the file system has no locks
-                fcntl.flock(file, fcntl.LOCK_EX)
+            self._lock(file)
             yield
         finally:
             os.close(file)
+
+    def _lock(self, file: int) -> None:
+        deadline = time.monotonic() + LOCKED_S
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.01)
+            except OSError:  # the file system has no locks
+                return
+            else:
+                return
+        raise SpecError(f"another process has locked {self._path} for {LOCKED_S:g} s. End it.")
 
     @contextmanager
     def _speaking(self) -> Iterator[None]:
