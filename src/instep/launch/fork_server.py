@@ -43,11 +43,11 @@ from instep.comm.messages import (
     Refused,
     Signal,
     StartWorker,
-    Welcome,
 )
 from instep.data.samples.last_read import Pages, use_page
 from instep.errors import PeerError
 from instep.plain_file import plain
+from instep.system.causes import Unwanted, as_error
 from instep.system.environment import END, SCHEDULERS, SETTINGS, recipe_here
 from instep.system.lease import Lease
 from instep.system.limits import FLOOR_S
@@ -95,8 +95,8 @@ def main() -> None:
     _import_torch()  # while the master gets ready to answer
     preloading = time.time()
     welcome = connection.welcome()
-    if not isinstance(welcome, Welcome):
-        return
+    if isinstance(welcome, Refused):
+        sys.exit(_refused(welcome))
     phases = {"interpreter": began - welcome.started, "import torch": preloading - began}
     job = tomllib.loads(welcome.job)
     file, _, function = recipe_here(job["recipe"]).rpartition(":")
@@ -113,6 +113,15 @@ def main() -> None:
     several = bool(launch.get("hosts") or launch.get("nodes"))
     lifeline = sys.stdin.fileno() if seen.get("lifeline") else -1
     Server(connection, endpoint, phases, several=several, lifeline=lifeline).serve()
+
+
+def _refused(answer: Refused) -> int:
+    """The exit code of a server that the master does not take."""
+    error = as_error(answer)
+    if isinstance(error, Unwanted):
+        return 0  # the run goes on without it
+    print(f"instep: {error}", file=sys.stderr)
+    return error.exit_code
 
 
 def _settle(folder: str) -> None:
