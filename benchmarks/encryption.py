@@ -3,7 +3,8 @@
     python benchmarks/encryption.py links [--rates 1gbit 100mbit] [--turns 3] [--json FILE]
     python benchmarks/encryption.py strangers [--idle 2000] [--turns 8] [--json FILE]
 
-`links`: two emulated hosts (`netlab.py`) with a worker each, whose steps are mostly exchange of a
+`links`: two emulated hosts (see `instep netlab`)
+with a worker each, whose steps are mostly exchange of a
 large gradient. Whole runs take turns, encrypted and with `network = "private"`. Told are the median
 time of a step, as a ratio, and the processor time of a forwarder, as a share of one core.
 
