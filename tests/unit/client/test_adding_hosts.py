@@ -36,7 +36,7 @@ def test_a_master_that_stops_answering_is_not_waited_for(tmp_path, monkeypatch, 
     try:
         with (
             running.published(tmp_path, board.for_client()),
-            pytest.raises(RunError, match="does not answer, for 0.5 s"),
+            pytest.raises(RunError, match=r"does not answer, for 0\.5 s"),
         ):
             _add(tmp_path, 1, 1)
     finally:
