@@ -58,9 +58,9 @@ def context(credentials: Credentials, *, server: bool, newcomers: bool = False) 
 
 def _private_file() -> IO[bytes]:
     """Without a name, so that nothing is left of it, however this process ends."""
-    if sys.platform == "linux":  # and on no disk
-        return open(os.memfd_create("key"), "wb")
-    return tempfile.TemporaryFile()
+    if sys.platform != "linux":
+        return tempfile.TemporaryFile()
+    return open(os.memfd_create("key"), "wb")  # on no disk either
 
 
 def identity_of(connection: ssl.SSLObject | ssl.SSLSocket) -> Identity:
