@@ -520,19 +520,19 @@ def test_a_worker_number_says_its_place_in_the_mesh():
 def test_another_strategy_takes_away_the_options_of_the_one_before(overrides, sync):
     given = {"name": "averaging", "participants": 4, "options": {"local_steps": 2}}
     table = {"recipe": "a.py:recipe", "sync": given}
-    spec_file.apply_overrides(table, overrides)
+    apply_overrides(table, overrides)
     assert table["sync"] == sync
-    assert spec_file.build(table, source="a test").sync.name == sync["name"]
+    assert build(table, source="a test").sync.name == sync["name"]
 
 
 @pytest.mark.parametrize(
     ("name", "local_steps", "kept"), [("averaging", 10, False), ("diloco", 20, True)]
 )
 def test_a_strategy_says_what_its_rounds_are_if_the_job_does_not(name, local_steps, kept):
-    job = spec_file.build({"recipe": "a.py:recipe", "sync": {"name": name}}, source="a test")
+    job = build({"recipe": "a.py:recipe", "sync": {"name": name}}, source="a test")
     assert (job.local_steps, job.keeps_optimizers) == (local_steps, kept)
     assert job.per_commit.micro_batches == job.sync.participants == 8
     assert job.per_commit.global_batch == local_steps * 64
     sync = {"name": name, "options": {"fraction": 0.3, "local_optimizers": "kept"}}
-    job = spec_file.build({"recipe": "a.py:recipe", "sync": sync}, source="a test")
+    job = build({"recipe": "a.py:recipe", "sync": sync}, source="a test")
     assert (job.sync.taking_part, job.keeps_optimizers) == (2, True)

@@ -61,32 +61,26 @@ class _Move(NamedTuple):
 class Segments:
     """The parameters one after the other, cut where neither ranks nor participants matter.
 
+    A segment is of one parameter: values of others do not show in how it is encoded, so that all
+    ranks of a mesh that have the same of a parameter decode the same bits.
+
     Args:
         parameters: what this rank has of them.
-        holders: on a mesh, which ranks of the replica have the same of each. What the same
-            several ranks have is cut apart from the rest, so that they decode the same bits.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], holders: Sequence[tuple[int, ...]]) -> None:
-        several = [each if len(each) > 1 else () for each in holders] or [()] * len(parameters)
-        order = sorted(range(len(parameters)), key=lambda n: (len(several[n]), several[n], n))
-        self.places = [slice(0, 0)] * len(parameters)
-        self.cuts: list[int] = [0]
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        sizes = [parameter.numel() for parameter in parameters]
+        each = -(-sum(sizes) // (_MOST_SEGMENTS * CUT)) * CUT
+        each = max(CUT, min(each, _LONGEST))
+        self.places = list[slice]()
+        self.cuts: list[int] = []
         """Where segments begin, and where the last one ends."""
-        at, groups = 0, list[list[int]]()
-        for n in order:
-            if not groups or several[groups[-1][0]] != several[n]:
-                groups.append([])
-            groups[-1].append(n)
-        for group in groups:
-            begin = at
-            for n in group:
-                self.places[n] = slice(at, at + parameters[n].numel())
-                at += parameters[n].numel()
-            each = -(-(at - begin) // (_MOST_SEGMENTS * CUT)) * CUT
-            each = max(CUT, min(each, _LONGEST))
-            self.cuts += [*range(begin + each, at, each), at] if at > begin else []
-        self.length = at
+        self.length = 0
+        for size in sizes:
+            begin, self.length = self.length, self.length + size
+            self.places.append(slice(begin, self.length))
+            self.cuts += range(begin, self.length, each)
+        self.cuts.append(self.length)
 
     def of(self, start: int, stop: int) -> Iterator[tuple[int, slice]]:
         """Number and place of the segments from one cut to another."""
@@ -96,8 +90,9 @@ class Segments:
 
     def stretches(self, owners: Sequence[int], size: int) -> list[tuple[int, int]]:
         """By rank, from where to where it owns them; those that own nothing have an empty one."""
-        segments, end = len(self.cuts) - 1, self.length
-        marks = [self.cuts[n * segments // len(owners)] for n in range(len(owners))] + [end]
+        end, count = self.length, len(owners)
+        marks = [min(cut for cut in self.cuts if cut * count >= n * end) for n in range(count)]
+        marks.append(end)
         found = [(end, end)] * size
         for place, rank in enumerate(owners):
             found[rank] = marks[place], marks[place + 1]
@@ -155,7 +150,7 @@ class Coded:
         """Lay out segments, and take over what those that leave hold."""
         Wide(parameters)  # refuses what is wider than float32
         self._parameters, self._comm, self._device = list(parameters), comm, parameters[0].device
-        self._segments = Segments(parameters, mesh.holders if mesh is not None else ())
+        self._segments = Segments(parameters)
         owners = [rank for rank in range(comm.size) if rank not in draining]
         self._stretches = self._segments.stretches(owners, comm.size)
         self._memory = memory if self._device.type == "cpu" else None
