@@ -1,0 +1,295 @@
+"""Connections between workers and the server: a question with a body of bytes, an answer with one.
+
+Each worker has one, and none to other workers, so one that breaks is nobody else's affair. A thread
+of the server waits for each; what arrives it hands to the server's main thread, which alone decides
+anything. A worker shows the secret that it got from the master; the server accepts nobody else.
+
+What questions and answers mean is not known here. Way in: `Door` on the server, `Line.to` on a
+worker.
+"""
+
+from __future__ import annotations
+
+import hmac
+import queue
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+from torch import Tensor
+
+from instep.comm.channel import Address
+from instep.errors import PeerError
+
+LOOK_S = 0.1
+"""How often a thread that waits looks whether it should."""
+
+PROOF_S = 2.0
+"""How long a caller may take to show the secret."""
+
+MOST_UNPROVEN = 64
+"""Callers that have not; more are turned away."""
+
+MOST_HEAD = 1 << 20
+"""Bytes of the longest question or answer, without its body."""
+
+_SIZES = struct.Struct("!IQ")
+
+Head = TypeVar("Head", bound=msgspec.Struct)
+
+
+class Ask(msgspec.Struct, array_like=True):
+    """A worker wants a lease; its body is what it has computed under the last one."""
+
+    token: int = -1
+    """Of that lease; -1 if there was none."""
+    total: float = 0.0
+    weight: float = 0.0
+    skipped: int = 0
+    present: list[bool] = []
+    """As in `commits.Push`."""
+    known: int = 0
+    """The last step that it knows to be complete."""
+
+
+class Grant(msgspec.Struct, array_like=True):
+    """A lease; its body is what to compute with. Or the end, without both."""
+
+    counted: bool
+    """Whether the push was a commit."""
+    complete: list[tuple[int, float, float | None]]
+    """Steps that are complete, after the one that was known: number, loss, norm."""
+    token: int = -1
+    step: int = 0
+    number: int = 0
+    held_s: float = 0.0
+    """How long there was nothing to lease."""
+    ends: str = ""
+    """The rule by which the run has ended; empty while it goes on."""
+    finite: bool = True
+    """Whether its last loss was."""
+
+
+class _Call(msgspec.Struct, array_like=True):
+    secret: bytes
+    worker: int
+
+
+class Line:
+    """One end of a connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connection
+
+    @classmethod
+    def to(cls, address: Address, secret: bytes, worker: int) -> Line:
+        """Connect to the server.
+
+        Raises:
+            PeerError: it is not there.
+        """
+        try:
+            connection = socket.create_connection(address, timeout=PROOF_S)
+        except OSError as error:
+            raise PeerError(f"the server does not answer ({error}).") from None
+        line = cls(connection)
+        line.send(_Call(secret, worker), ())
+        return line
+
+    def send(self, head: msgspec.Struct, body: Sequence[Tensor]) -> None:
+        """Send a head, and tensors of bytes.
+
+        Raises:
+            PeerError: the other end is gone.
+        """
+        encoded, parts = msgspec.msgpack.encode(head), [memoryview(t.numpy()) for t in body]
+        sizes = _SIZES.pack(len(encoded), sum(part.nbytes for part in parts))
+        try:
+            self._socket.settimeout(None)
+            for part in (sizes + encoded, *parts):
+                self._socket.sendall(part)
+        except OSError as error:
+            raise PeerError(f"the connection is gone ({error}).") from None
+
+    def receive(
+        self, kind: type[Head], body: Sequence[Tensor], waits: Callable[[], None] = lambda: None
+    ) -> Head:
+        """The next head; its body, if it has one, is written into tensors of bytes.
+
+        Args:
+            kind: what it is.
+            body: [bytes] each, together as long as the body.
+            waits: called now and then meanwhile; what it raises is raised here.
+
+        Raises:
+            PeerError: the other end is gone, or sends something else.
+        """
+        length, rest = _SIZES.unpack(self._take(_SIZES.size, waits))
+        parts = [memoryview(tensor.numpy()) for tensor in body]
+        if length > MOST_HEAD or rest not in (0, sum(part.nbytes for part in parts)):
+            raise PeerError(f"a message of {length} and {rest} bytes has arrived.")
+        try:
+            head = msgspec.msgpack.decode(self._take(length, waits), type=kind)
+        except msgspec.MsgspecError as error:
+            raise PeerError(f"something that is no message has arrived: {error}") from None
+        for part in parts if rest else ():
+            self._fill(part, waits)
+        return head
+
+    def _take(self, size: int, waits: Callable[[], None]) -> bytearray:
+        taken = bytearray(size)
+        self._fill(memoryview(taken), waits)
+        return taken
+
+    def _fill(self, into: memoryview, waits: Callable[[], None]) -> None:
+        self._socket.settimeout(LOOK_S)
+        while into.nbytes:
+            try:
+                got = self._socket.recv_into(into)
+            except TimeoutError:
+                waits()
+                continue
+            except OSError as error:
+                raise PeerError(f"the connection is gone ({error}).") from None
+            if not got:
+                raise PeerError("the connection is gone (the other end closed it).")
+            into = into[got:]
+
+    def close(self) -> None:
+        """Close; other threads that use it find the connection gone."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+class Guest:
+    """A worker that is connected to the server."""
+
+    def __init__(self, door: Door, line: Line, worker: int, body: Sequence[Tensor]) -> None:
+        self.worker, self.body = worker, body
+        """What it has sent with its last question."""
+        self._door, self._line = door, line
+        self._answers = queue.SimpleQueue[tuple[Grant, Sequence[Tensor]] | None]()
+
+    def answer(self, grant: Grant, body: Sequence[Tensor] = ()) -> None:
+        """Answer its question; the body is not to change before the next one."""
+        self._answers.put((grant, body))
+
+    def close(self) -> None:
+        """Answer nothing more."""
+        self._answers.put(None)
+        self._line.close()
+
+    def _serve(self) -> None:
+        door = self._door
+        with suppress(PeerError):
+            while True:
+                ask = self._line.receive(Ask, self.body, door.check)
+                door.arrived(self, ask)
+                answer = self._answers.get()
+                if answer is None:
+                    break
+                self._line.send(*answer)
+        self._line.close()
+        door.arrived(self, None)
+
+
+class Door:
+    """Where workers connect to the server.
+
+    Args:
+        host: the address to listen on.
+        room: gives the tensors of bytes into which the body of a worker's questions goes.
+    """
+
+    def __init__(self, host: str, room: Callable[[], Sequence[Tensor]]) -> None:
+        self.secret = secrets.token_bytes(32)
+        """What a worker has to show."""
+        self._room, self._closed = room, False
+        self._listener = socket.create_server((host, 0), backlog=1024)
+        self.address = Address(*self._listener.getsockname()[:2])
+        self._arrivals = queue.SimpleQueue[tuple[Guest, Ask | None]]()
+        self._unproven = threading.BoundedSemaphore(MOST_UNPROVEN)
+        self._end: Grant | None = None
+        self._ending = threading.Lock()
+        self._start(self._accept)
+
+    def next(self, timeout_s: float) -> tuple[Guest, Ask | None] | None:
+        """A question; or None in place of it, from one that is gone. None if nothing arrives."""
+        try:
+            return self._arrivals.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def end(self, grant: Grant) -> None:
+        """Answer all questions with this from now on, whichever thread is busy."""
+        with self._ending:
+            self._end = grant
+        while (arrived := self.next(0)) is not None:
+            self.arrived(*arrived)
+
+    def arrived(self, guest: Guest, ask: Ask | None) -> None:
+        """A question has come, or the end of a connection; in the guest's thread."""
+        with self._ending:
+            if self._end is None:
+                self._arrivals.put((guest, ask))
+            elif ask is not None:
+                guest.answer(self._end)
+
+    def check(self) -> None:
+        """Raise PeerError once the door is closed."""
+        if self._closed:
+            raise PeerError("the server has ended.")
+
+    def close(self) -> None:
+        """Let nobody in; connections end. A second call does nothing."""
+        self._closed = True
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _start(self, run: Callable[[], None]) -> None:
+        threading.Thread(target=run, name="instep serves", daemon=True).start()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # closed, or no more files
+                time.sleep(LOOK_S)
+                continue
+            if not self._unproven.acquire(blocking=False):
+                connection.close()
+                continue
+            self._start(partial(self._admit, Line(connection)))
+
+    def _admit(self, line: Line) -> None:
+        try:
+            call = self._proven(line)
+        finally:
+            self._unproven.release()
+        if call is None:
+            line.close()
+            return
+        Guest(self, line, call.worker, self._room())._serve()
+
+    def _proven(self, line: Line) -> _Call | None:
+        deadline = time.monotonic() + PROOF_S
+
+        def waits() -> None:
+            if time.monotonic() > deadline:
+                raise PeerError("no proof in time.")
+
+        with suppress(PeerError):
+            call = line.receive(_Call, (), waits)
+            if hmac.compare_digest(call.secret, self.secret):
+                return call
+        return None
