@@ -13,6 +13,8 @@ STRATEGIES = Registry(
     {
         "all_reduce": "instep.sync.all_reduce:AllReduce",
         "averaging": "instep.sync.averaging:Averaging",
+        "bounded_stale": "instep.sync.bounded_stale:BoundedStale",
+        "server_async": "instep.sync.server_async:ServerAsync",
         "server_sync": "instep.sync.server_sync:ServerSync",
     },
 )
@@ -20,7 +22,11 @@ STRATEGIES = Registry(
 ROUNDS = frozenset({"averaging"})
 """Those in which participants take steps of their own, and one commit is a round of them."""
 
-SERVERS = frozenset({"server_sync"})
+LEASED = frozenset({"bounded_stale", "server_async"})
+"""Those in which no step waits for all workers: a server leases micro-batches, and each of them is
+an update of its own."""
+
+SERVERS = frozenset({"server_sync"}) | LEASED
 """Those with parameter servers: members that get no work, and move parameters for the workers."""
 
 

@@ -15,7 +15,7 @@ from instep.sync.bounded_stale import BoundedStale
 from instep.sync.leases import Unit
 from instep.sync.server_async import ServerAsync
 from instep.worker.leased.commits import Commits, Push
-from instep.worker.leased.portions import Portions, buffers_of, changes, pack, views
+from instep.worker.leased.portions import Parcel, Portions, buffers_of, changes
 from instep.worker.step.leased import LeasedUpdate
 
 SAMPLES, TRAIN = 90, TrainSpec(global_batch=16, micro_batches=4, steps=40)
@@ -60,26 +60,24 @@ class Worker:
     def __init__(self, server, number):
         self.server, self.number, self.lease = server, number, None
         self.model = copy.deepcopy(MODEL)
-        self.parameters = pack(list(self.model.parameters()))
-        self.buffers = pack(buffers_of(self.model))
+        self.parcel = Parcel(self.model, list(self.model.parameters()))
 
     def ask(self):
         granted = self.server.commits.grant(self.number, 0.0)
         if granted is None:
             return False
-        self.lease, (parameters, buffers) = granted
-        self.parameters.flat.copy_(parameters)
-        self.buffers.flat.copy_(buffers)
-        self.parameters.store()
-        self.buffers.store()
+        self.lease, flats = granted
+        for mine, sent in zip(self.parcel.flats, flats, strict=True):
+            mine.copy_(sent)
+        self.parcel.store()
         return True
 
     def push(self):
         self.model.zero_grad()
         loss = loss_of(self.model, self.server.portions, self.lease.unit)
         loss.backward()
-        moved = pack(buffers_of(self.model))
-        changes(buffers_of(self.model), views(self.buffers), views(moved))
+        moved = Parcel(self.model, list(self.model.parameters()))
+        changes(buffers_of(self.model), self.parcel.buffers, moved.buffers)
         first, stop = self.server.portions.of(self.lease.unit)
         gradients = [p.grad.clone() for p in self.model.parameters()]
         weight = stop - first
@@ -91,7 +89,7 @@ class Worker:
                 0,
                 [True] * len(gradients),
                 gradients,
-                views(moved),
+                moved.buffers,
             ),
             0.0,
         )

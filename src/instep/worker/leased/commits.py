@@ -11,14 +11,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from instep.state.packing import pack_state, unpack_state
-from instep.sync.cuts import Packed
 from instep.sync.leases import Committed, Lease, Leases, Unit
 from instep.sync.server_async import ServerAsync
-from instep.worker.leased.portions import Portions, buffers_of, change, pack, views
+from instep.worker.leased.portions import Parcel, Portions, buffers_of, change
 from instep.worker.step.leased import LeasedUpdate
 
 USUAL = 64
@@ -44,13 +42,6 @@ class Push(NamedTuple):
     """Of the mean loss, like the parameters; what is not present holds anything."""
     changes: Sequence[Tensor]
     """What the pass has added to the buffers."""
-
-
-class _Given(NamedTuple):
-    """What one worker computes with."""
-
-    parameters: Packed
-    buffers: Packed
 
 
 class _Part(NamedTuple):
@@ -104,7 +95,7 @@ class Commits:
         for commit, number, *figures in unpack_state({}, left["parts"]) if left else ():
             self._parts[Unit(commit, number)] = _Part(*figures)
         self._step = step
-        self._given: dict[int, _Given] = {}
+        self._given: dict[int, Parcel] = {}  # what each worker computes with
         self._usual = deque[float](maxlen=USUAL)
         self.leases = Leases(
             portions.count,
@@ -132,11 +123,9 @@ class Commits:
         if lease is None:
             return None
         if worker not in self._given:
-            self._given[worker] = _Given(pack(self._parameters), pack(buffers_of(self._model)))
-        given = self._given[worker]
-        for packed in given:
-            packed.load()
-        return lease, [packed.flat for packed in given]
+            self._given[worker] = Parcel(self._model, self._parameters)
+        self._given[worker].load()
+        return lease, self._given[worker].flats
 
     def leave(self, worker: int) -> None:
         """A worker is gone."""
@@ -171,7 +160,7 @@ class Commits:
         return committed
 
     def _move(self, push: Push, committed: Committed) -> float | None:
-        then = views(self._given[committed.lease.worker].parameters)
+        then = self._given[committed.lease.worker].parameters
         every = zip(self._parameters, push.present, push.gradients, then, strict=True)
         for parameter, present, gradient, before in every:
             parameter.grad = gradient if present else None

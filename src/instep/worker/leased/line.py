@@ -27,6 +27,7 @@ from torch import Tensor
 
 from instep.comm.channel import Address
 from instep.errors import PeerError
+from instep.worker.leased.portions import Parcel
 
 LOOK_S = 0.1
 """How often a thread that waits looks whether it should."""
@@ -173,8 +174,8 @@ class Line:
 class Guest:
     """A worker that is connected to the server."""
 
-    def __init__(self, door: Door, line: Line, worker: int, body: Sequence[Tensor]) -> None:
-        self.worker, self.body = worker, body
+    def __init__(self, door: Door, line: Line, worker: int) -> None:
+        self.worker, self.body = worker, door.room()
         """What it has sent with its last question."""
         self._door, self._line = door, line
         self._answers = queue.SimpleQueue[tuple[Grant, Sequence[Tensor]] | None]()
@@ -192,7 +193,7 @@ class Guest:
         door = self._door
         with suppress(PeerError):
             while True:
-                ask = self._line.receive(Ask, self.body, door.check)
+                ask = self._line.receive(Ask, self.body.flats, door.check)
                 door.arrived(self, ask)
                 answer = self._answers.get()
                 if answer is None:
@@ -207,13 +208,13 @@ class Door:
 
     Args:
         host: the address to listen on.
-        room: gives the tensors of bytes into which the body of a worker's questions goes.
+        room: gives what the body of a worker's questions goes into.
     """
 
-    def __init__(self, host: str, room: Callable[[], Sequence[Tensor]]) -> None:
+    def __init__(self, host: str, room: Callable[[], Parcel]) -> None:
         self.secret = secrets.token_bytes(32)
         """What a worker has to show."""
-        self._room, self._closed = room, False
+        self.room, self._closed = room, False
         self._listener = socket.create_server((host, 0), backlog=1024)
         self.address = Address(*self._listener.getsockname()[:2])
         self._arrivals = queue.SimpleQueue[tuple[Guest, Ask | None]]()
@@ -279,7 +280,7 @@ class Door:
         if call is None:
             line.close()
             return
-        Guest(self, line, call.worker, self._room())._serve()
+        Guest(self, line, call.worker)._serve()
 
     def _proven(self, line: Line) -> _Call | None:
         deadline = time.monotonic() + PROOF_S

@@ -52,19 +52,46 @@ class Portions:
         return epochs * whole + rest * self.count(1)
 
 
-def pack(tensors: Sequence[Tensor]) -> Packed:
-    """Room for these tensors in one flat memory; `load` and `store` copy from and to them."""
+class Parcel:
+    """Room for what travels: something for each parameter that is trained, and for each buffer.
+
+    Args:
+        model: whose.
+        parameters: those that are trained.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Sequence[Tensor]) -> None:
+        self._packed = _pack(parameters), _pack(buffers_of(model))
+        self.flats = [packed.flat for packed in self._packed]
+        """[bytes] each, to be sent."""
+        self.parameters, self.buffers = map(_views, self._packed)
+
+    def load(self) -> None:
+        """Take the values of parameters and buffers."""
+        for packed in self._packed:
+            packed.load()
+
+    def store(self) -> None:
+        """Give parameters and buffers these values."""
+        for packed in self._packed:
+            packed.store()
+
+    def store_buffers(self) -> None:
+        """Give these values to the buffers alone."""
+        self._packed[1].store()
+
+
+def _pack(tensors: Sequence[Tensor]) -> Packed:
     pieces = [Piece(n, 0, tensor.numel()) for n, tensor in enumerate(tensors)]
     return Packed(pieces, tensors)
 
 
-def views(packed: Packed) -> list[Tensor]:
-    """The tensors in it, in the order in which `pack` was given them."""
+def _views(packed: Packed) -> list[Tensor]:
     return [packed.views[piece] for piece in sorted(packed.views)]
 
 
 def buffers_of(model: nn.Module) -> list[Tensor]:
-    """The buffers of a model that a pass can change, each once."""
+    """The buffers of a model, each once; those without elements are left out."""
     return [buffer for buffer in model.buffers() if buffer.numel()]
 
 
