@@ -83,13 +83,13 @@ class Leases:
         self._done: defaultdict[int, set[int]] = defaultdict(set)  # of steps after `complete`
         for unit in beyond:
             self._done[unit.step].add(unit.number)
-        self._next = Unit(step + 1, 0)  # the first that has never been leased
         self._free: list[Unit] = []  # a heap of those whose lease ended without a commit
         self._leases: dict[int, Lease] = {}  # that count, by token, the oldest first
         self._of_worker: dict[int, int] = {}
         self._token = first_token
         self._last: int | None = None
         self._completed()
+        self._next = Unit(self.complete + 1, 0)  # the first that has never been leased
 
     def lease(self, worker: int, now: float, limit_s: float = float("inf")) -> Lease | None:
         """A unit for a worker, which gives up the lease that it had; None if it has to wait.

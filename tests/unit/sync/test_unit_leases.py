@@ -163,8 +163,9 @@ def test_nothing_is_leased_after_the_step_that_is_to_be_the_last():
     assert leases.lease(8, now=0.0).unit == Unit(3, 0)
 
 
+@pytest.mark.parametrize("told", [0, 3], ids=["of all", "before the last steps"])
 @pytest.mark.parametrize("seed", range(20))
-def test_another_server_continues_from_what_is_committed(seed):
+def test_another_server_continues_from_what_is_committed(seed, told):
     world = World(seed, staleness=2, workers=3, steps=40)
     for _ in range(60):
         world.turn()
@@ -172,11 +173,13 @@ def test_another_server_continues_from_what_is_committed(seed):
     world.leases = Leases(
         world.units,
         staleness=2,
-        step=before.complete,
-        beyond=before.beyond,
+        step=before.complete - told,
+        beyond=[unit for unit in world.done if unit.step > before.complete - told],
         version=before.version,
         first_token=before._token,
     )
+    assert world.leases.complete == before.complete
+    assert world.leases.begun <= before.begun
     world.leases.stop_after(world.steps)
     world.late += [lease.token for lease, _ in world.working.values()]
     world.waiting |= world.working.keys()
