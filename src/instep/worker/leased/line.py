@@ -3,6 +3,7 @@
 Each worker has one, and none to other workers, so one that breaks is nobody else's affair. A thread
 of the server waits for each; what arrives it hands to the server's main thread, which alone decides
 anything. A worker shows the secret that it got from the master; the server accepts nobody else.
+Between hosts connections are encrypted, and both ends have a certificate that says who they are.
 
 What questions and answers mean is not known here. Way in: `Door` on the server, `Line.to` on a
 worker.
@@ -14,20 +15,24 @@ import hmac
 import queue
 import secrets
 import socket
+import ssl
 import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from torch import Tensor
 
 from instep.comm.channel import Address
-from instep.errors import PeerError
+from instep.errors import PeerError, StrangerError
 from instep.worker.leased.portions import Parcel
+
+if TYPE_CHECKING:
+    from instep.comm.certificates import Credentials
 
 LOOK_S = 0.1
 """How often a thread that waits looks whether it should."""
@@ -91,15 +96,33 @@ class Line:
         self._socket = connection
 
     @classmethod
-    def to(cls, address: Address, secret: bytes, worker: int) -> Line:
+    def to(
+        cls,
+        address: Address,
+        server: int,
+        secret: bytes,
+        worker: int,
+        credentials: Credentials | None = None,
+    ) -> Line:
         """Connect to the server.
 
+        Args:
+            address: where it is.
+            server, worker: the numbers of both ends.
+            secret: what the server wants to be shown.
+            credentials: of this end, where connections are encrypted.
+
         Raises:
-            PeerError: it is not there.
+            PeerError: it is not there, or is another.
         """
         try:
             connection = socket.create_connection(address, timeout=PROOF_S)
-        except OSError as error:
+            if credentials is not None:
+                from instep.comm.tls import context
+
+                connection = context(credentials, server=False).wrap_socket(connection)
+                _check(connection, server)
+        except (OSError, ValueError) as error:
             raise PeerError(f"the server does not answer ({error}).") from None
         line = cls(connection)
         line.send(_Call(secret, worker), ())
@@ -111,11 +134,12 @@ class Line:
         Raises:
             PeerError: the other end is gone.
         """
-        encoded, parts = msgspec.msgpack.encode(head), [memoryview(t.numpy()) for t in body]
+        encoded, parts = msgspec.msgpack.encode(head), [tensor.numpy().data for tensor in body]
         sizes = _SIZES.pack(len(encoded), sum(part.nbytes for part in parts))
         try:
             self._socket.settimeout(None)
-            for part in (sizes + encoded, *parts):
+            self._socket.sendall(sizes + encoded)
+            for part in parts:
                 self._socket.sendall(part)
         except OSError as error:
             raise PeerError(f"the connection is gone ({error}).") from None
@@ -134,7 +158,7 @@ class Line:
             PeerError: the other end is gone, or sends something else.
         """
         length, rest = _SIZES.unpack(self._take(_SIZES.size, waits))
-        parts = [memoryview(tensor.numpy()) for tensor in body]
+        parts = [tensor.numpy().data for tensor in body]
         if length > MOST_HEAD or rest not in (0, sum(part.nbytes for part in parts)):
             raise PeerError(f"a message of {length} and {rest} bytes has arrived.")
         try:
@@ -169,6 +193,19 @@ class Line:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+
+def _check(connection: socket.socket, number: int) -> None:
+    """Raise PeerError unless the other end of an encrypted connection is the process meant."""
+    from instep.comm.tls import identity_of
+
+    assert isinstance(connection, ssl.SSLSocket), "it is encrypted"
+    try:
+        shown = identity_of(connection)
+    except StrangerError as error:
+        raise PeerError(str(error)) from None
+    if shown.role not in ("worker", "server") or shown.number != number:
+        raise PeerError(f"{shown.role} {shown.number} shows up as {number}.")
 
 
 class Guest:
@@ -209,12 +246,19 @@ class Door:
     Args:
         host: the address to listen on.
         room: gives what the body of a worker's questions goes into.
+        credentials: of this end, where connections are encrypted.
     """
 
-    def __init__(self, host: str, room: Callable[[], Parcel]) -> None:
+    def __init__(
+        self, host: str, room: Callable[[], Parcel], credentials: Credentials | None = None
+    ) -> None:
         self.secret = secrets.token_bytes(32)
         """What a worker has to show."""
-        self.room, self._closed = room, False
+        self.room, self._closed, self._context = room, False, None
+        if credentials is not None:
+            from instep.comm.tls import context
+
+            self._context = context(credentials, server=True)
         self._listener = socket.create_server((host, 0), backlog=1024)
         self.address = Address(*self._listener.getsockname()[:2])
         self._arrivals = queue.SimpleQueue[tuple[Guest, Ask | None]]()
@@ -270,27 +314,34 @@ class Door:
             if not self._unproven.acquire(blocking=False):
                 connection.close()
                 continue
-            self._start(partial(self._admit, Line(connection)))
+            self._start(partial(self._admit, connection))
 
-    def _admit(self, line: Line) -> None:
+    def _admit(self, connection: socket.socket) -> None:
         try:
-            call = self._proven(line)
+            guest = self._proven(connection)
+        except (PeerError, OSError):
+            guest = None
         finally:
             self._unproven.release()
-        if call is None:
-            line.close()
+        if guest is None:
+            connection.close()
             return
-        Guest(self, line, call.worker)._serve()
+        guest._serve()
 
-    def _proven(self, line: Line) -> _Call | None:
+    def _proven(self, connection: socket.socket) -> Guest | None:
+        """The worker at the other end, if it is one."""
         deadline = time.monotonic() + PROOF_S
 
         def waits() -> None:
             if time.monotonic() > deadline:
                 raise PeerError("no proof in time.")
 
-        with suppress(PeerError):
-            call = line.receive(_Call, (), waits)
-            if hmac.compare_digest(call.secret, self.secret):
-                return call
-        return None
+        if self._context is not None:
+            connection.settimeout(PROOF_S)
+            connection = self._context.wrap_socket(connection, server_side=True)
+        line = Line(connection)
+        call = line.receive(_Call, (), waits)
+        if self._context is not None:
+            _check(connection, call.worker)
+        known = hmac.compare_digest(call.secret, self.secret)
+        return Guest(self, line, call.worker) if known else None

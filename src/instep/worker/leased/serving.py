@@ -57,6 +57,8 @@ class Where(msgspec.Struct):
 
     host: str
     port: int
+    number: int
+    """Of the server."""
     secret: bytes
 
 
@@ -178,9 +180,10 @@ class Serving(Training):
 
     def _open(self) -> None:
         room = partial(Parcel, self.engine.model, self.engine.parameters)
-        self._door = Door(self.member.address, room)
-        where = Where(*self._door.address, self._door.secret)
-        self.member.tell_all(SERVER, msgspec.msgpack.encode(where))
+        member = self.member
+        self._door = Door(member.outside, room, member.credentials)
+        where = Where(*self._door.address, member.number, self._door.secret)
+        member.tell_all(SERVER, msgspec.msgpack.encode(where))
 
     def _keep_up(self) -> None:
         """Be in the generation that the master has begun; nothing else of it matters here.

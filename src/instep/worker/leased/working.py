@@ -134,7 +134,13 @@ class Working(Training):
                 continue
             where = msgspec.msgpack.decode(told, type=Where)
             try:
-                return Line.to(Address(where.host, where.port), where.secret, self.member.number)
+                return Line.to(
+                    Address(where.host, where.port),
+                    where.number,
+                    where.secret,
+                    self.member.number,
+                    self.member.credentials,
+                )
             except PeerError:
                 time.sleep(AGAIN_S)
                 self._keep_up()
