@@ -181,6 +181,7 @@ def test_where_nobody_is_left_a_run_goes_back_to_its_newest_checkpoint(
 ) -> None:
     sync = 'name = "bounded_stale"\noptions = { staleness = 0 }'
     program = begin(start, tmp_path, 1, sync, 0.006)
+    program.until(program.is_training, "training")
     program.until(lambda: len(program.events("checkpoint_saved")) > 1, "saved")
     for pid in newest_pids(program).values():
         kill(pid)

@@ -22,6 +22,7 @@ from instep.report.figures.proof import Proof, fault_counts, prove
 from instep.report.figures.recovery import computed_twice, quantiles, recoveries
 from instep.report.figures.summary import finite, loss_per_step
 from instep.store.run_folder import RunFolder
+from instep.sync import LEASED
 from instep.units import readable_count, readable_seconds
 from instep.words import command, plural
 
@@ -99,6 +100,11 @@ class Verdict:
     def bits(self) -> bool:
         """Whether the run promises the same bits; else losses agree to `TOLERANCE`."""
         return self.run.spec.train.determinism == "bits"
+
+    @property
+    def timed(self) -> bool:
+        """Whether the result depends on timing, so that no two runs have the same losses."""
+        return self.run.spec.sync.name in LEASED
 
     @property
     def done(self) -> list[Injected]:
@@ -231,6 +237,9 @@ class Verdict:
             why += "; a step of it can be replayed" if self.bits else ""
             yield f"hash    nothing to compare with: {why}"
             return
+        if self.timed:
+            yield f"hash    {sha256[:12]}, not compared, nor are losses: they depend on timing"
+            return
         if not self.bits:
             yield f"hash    {sha256[:12]}, not compared: determinism = 'order' allows other bits"
         elif sha256 == str(_sha256(self.undisturbed)):
@@ -244,6 +253,8 @@ class Verdict:
             return "does not hold"
         if self.undisturbed is None:
             return "holds, as far as can be said without an undisturbed run"
+        if self.timed:
+            return "holds: the same samples as undisturbed; the result depends on timing"
         return "holds: the same result as undisturbed" if self.bits else "holds, to rounding"
 
     def _next(self) -> str:
@@ -288,7 +299,8 @@ def judge(
     for workers in np.unique(full):
         then = np.flatnonzero(full == workers)
         recovery_s[then] = recoveries(raw, formed, [moments[n] for n in then], int(workers))
-    count, other = _losses(run, undisturbed) if undisturbed else (0, None)
+    compared = undisturbed is not None and run.spec.sync.name not in LEASED
+    count, other = _losses(run, undisturbed) if undisturbed and compared else (0, None)
     return Verdict(
         run=run,
         undisturbed=undisturbed,

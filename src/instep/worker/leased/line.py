@@ -115,17 +115,18 @@ class Line:
         Raises:
             PeerError: it is not there, or is another.
         """
+        connection = None
         try:
             connection = socket.create_connection(address, timeout=PROOF_S)
             if credentials is not None:
-                from instep.comm.tls import context
-
-                connection = context(credentials, server=False).wrap_socket(connection)
+                connection = _encrypted(connection, credentials, server=False)
                 _check(connection, server)
-        except (OSError, ValueError) as error:
+            line = cls(connection)
+            line.send(_Call(secret, worker), ())
+        except (OSError, PeerError) as error:
+            if connection is not None:
+                connection.close()
             raise PeerError(f"the server does not answer ({error}).") from None
-        line = cls(connection)
-        line.send(_Call(secret, worker), ())
         return line
 
     def send(self, head: msgspec.Struct, body: Sequence[Tensor]) -> None:
@@ -195,6 +196,16 @@ class Line:
         self._socket.close()
 
 
+def _encrypted(
+    connection: socket.socket, credentials: Credentials, *, server: bool
+) -> socket.socket:
+    """The same connection, after a handshake in which both ends have shown a certificate."""
+    from instep.comm.tls import context
+
+    connection.settimeout(PROOF_S)
+    return context(credentials, server=server).wrap_socket(connection, server_side=server)
+
+
 def _check(connection: socket.socket, number: int) -> None:
     """Raise PeerError unless the other end of an encrypted connection is the process meant."""
     from instep.comm.tls import identity_of
@@ -254,11 +265,7 @@ class Door:
     ) -> None:
         self.secret = secrets.token_bytes(32)
         """What a worker has to show."""
-        self.room, self._closed, self._context = room, False, None
-        if credentials is not None:
-            from instep.comm.tls import context
-
-            self._context = context(credentials, server=True)
+        self.room, self._closed, self._credentials = room, False, credentials
         self._listener = socket.create_server((host, 0), backlog=1024)
         self.address = Address(*self._listener.getsockname()[:2])
         self._arrivals = queue.SimpleQueue[tuple[Guest, Ask | None]]()
@@ -270,7 +277,7 @@ class Door:
     def next(self, timeout_s: float) -> tuple[Guest, Ask | None] | None:
         """A question; or None in place of it, from one that is gone. None if nothing arrives."""
         try:
-            return self._arrivals.get(timeout=timeout_s)
+            return self._arrivals.get(timeout_s > 0, timeout_s)
         except queue.Empty:
             return None
 
@@ -318,30 +325,32 @@ class Door:
 
     def _admit(self, connection: socket.socket) -> None:
         try:
+            if self._credentials is not None:
+                connection = _encrypted(connection, self._credentials, server=True)
             guest = self._proven(connection)
         except (PeerError, OSError):
-            guest = None
-        finally:
-            self._unproven.release()
-        if guest is None:
             connection.close()
             return
+        finally:
+            self._unproven.release()
         guest._serve()
 
-    def _proven(self, connection: socket.socket) -> Guest | None:
-        """The worker at the other end, if it is one."""
+    def _proven(self, connection: socket.socket) -> Guest:
+        """The worker at the other end.
+
+        Raises:
+            PeerError: it is none of this run.
+        """
         deadline = time.monotonic() + PROOF_S
 
         def waits() -> None:
             if time.monotonic() > deadline:
                 raise PeerError("no proof in time.")
 
-        if self._context is not None:
-            connection.settimeout(PROOF_S)
-            connection = self._context.wrap_socket(connection, server_side=True)
         line = Line(connection)
         call = line.receive(_Call, (), waits)
-        if self._context is not None:
+        if self._credentials is not None:
             _check(connection, call.worker)
-        known = hmac.compare_digest(call.secret, self.secret)
-        return Guest(self, line, call.worker) if known else None
+        if not hmac.compare_digest(call.secret, self.secret):
+            raise PeerError("it does not know the secret.")
+        return Guest(self, line, call.worker)

@@ -147,7 +147,7 @@ class Serving(Training):
                 "newest checkpoint."
             )
         if form.checkpoint is not None:
-            self._commits = self._left = self._row = None
+            self._left = None
             self._copy.clear()
         super()._form()
         if self._row is not None:  # the process before may have been killed before it was written
@@ -262,14 +262,15 @@ class Serving(Training):
     # ---- what workers ask
 
     def _turn(self) -> None:
-        """Take in one question, if one arrives, and answer all that can be answered."""
+        """Take in what arrives, and answer all that can be answered."""
         assert self._door is not None, "join() comes first"
         since = time.perf_counter()
         arrived = self._door.next(LOOK_S)
         since = self.engine.clock.lap(since, "wait")
         self._keep_up()
-        if arrived is not None:
+        while arrived is not None:
             self._arrived(*arrived)
+            arrived = self._door.next(0.0)
         self._answer()
         self.engine.clock.lap(since, "update")
 

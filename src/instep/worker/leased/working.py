@@ -114,6 +114,7 @@ class Working(Training):
                 return self._work(line)
             except PeerError as error:  # raised again, if there is no master either
                 print(f"instep: {error}", flush=True)
+                time.sleep(AGAIN_S)
             finally:
                 line.close()
 
