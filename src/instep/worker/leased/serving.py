@@ -185,6 +185,11 @@ class Serving(Training):
         where = Where(*self._door.address, member.number, self._door.secret)
         member.tell_all(SERVER, msgspec.msgpack.encode(where))
 
+    def _leave(self, error: PeerError | None = None) -> None:
+        if self.engine.started:
+            self.engine.buffers.after_update()  # or they would be taken back
+        super()._leave(error)
+
     def _keep_up(self) -> None:
         """Be in the generation that the master has begun; nothing else of it matters here.
 
@@ -242,13 +247,12 @@ class Serving(Training):
             self._ends_at = self._ends_at or begun
         if self.engine.saves():
             self._saves_at = self._saves_at or begun
-        told = step == self._ends_at
-        saves, self._saves_at = (
-            step == self._saves_at,
-            None if step == self._saves_at else self._saves_at,
-        )
+        told, saves = step == self._ends_at, step == self._saves_at
+        if saves:
+            self._saves_at = None
         ends = told or step in (self.last_step, self.job.train.stop_after_steps)
         done = Commit(step, figures.loss, figures.norm, told, ends, figures.skipped, saves=saves)
+        self.engine.buffers.after_update()  # pushes have moved some
         self.state.commit(done, where)
         self._complete.append((step, figures.loss, figures.norm))
         clock, norm = self.engine.clock, math.nan if figures.norm is None else figures.norm

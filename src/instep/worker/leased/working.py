@@ -27,6 +27,7 @@ from instep.worker.leased.portions import Parcel, Portions, buffers_of, changes
 from instep.worker.leased.serving import SERVER, Where
 from instep.worker.loop import Step
 from instep.worker.member import Member
+from instep.worker.step.buffers import Buffers
 from instep.worker.step.clock import Clock
 from instep.worker.step.turns import key_of_pass
 from instep.worker.training import Training
@@ -61,6 +62,7 @@ class Working(Training):
         model, parameters = self.engine.model, self.engine.parameters
         self._taken = Parcel(model, parameters)  # as the server sent them
         self._pushed = Parcel(model, parameters)  # gradients, and what a pass has added to buffers
+        self._watched = Buffers(model)
         self._shares: dict[int, _Share] = {}
         self._known = 0
         self._agreed = False
@@ -198,6 +200,7 @@ class Working(Training):
         ask.present = self._pack_gradients()
         now = buffers_of(self.engine.model)
         changes(now, self._taken.buffers, self._pushed.buffers)
+        self._watched.after_pass(0.0, unit.number)  # each module has its own tensors again
         clock.lap(since, "backward")
         return ask
 
