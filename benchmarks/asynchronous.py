@@ -1,10 +1,10 @@
 """What do servers that wait for nobody gain where a worker is slow, and what do they lose?
 
-    python benchmarks/asynchronous.py slow [--steps 120] [--rounds 1] [--json FILE]
-    python benchmarks/asynchronous.py loss [--epochs 6] [--seeds 3] [--json FILE]
+    python benchmarks/asynchronous.py slow [--steps 160] [--rounds 2] [--only NAME ...]
+    python benchmarks/asynchronous.py loss [--epochs 6] [--seeds 3]
 
 `slow`: one of four workers is twice as slow for a tenth of the time (samples are slept, so two
-cores are enough). For each strategy: the rate from its fifth step on, over that of the same run in
+cores are enough, and all_reduce deals evenly). For each strategy: the rate from its fifth step on, over that of the same run in
 which nobody is slow. The runs take turns.
 
 `loss`: the last validation loss of four workers, over that of `all_reduce` with updates of the same
@@ -51,9 +51,11 @@ def rate(run: RunFolder) -> float:
 
 def slow(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """How much of its rate each strategy keeps."""
-    kept: dict[str, list[float]] = {name: [] for name in SLOW}
+    kept: dict[str, list[float]] = {name: [] for name in args.only}
     for number in range(args.rounds):
         for name, sync in SLOW.items():
+            if name not in args.only:
+                continue
             rates = []
             for times in (2.0, 1.0):
                 mark = folder / f"mark-{number}-{name}-{times}"
@@ -71,6 +73,7 @@ def slow(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                         "global_batch": PARTS * UNIT,
                         "micro_batches": PARTS,
                         "threads": 1,
+                        "deal": "even",
                     },
                 )
                 rates.append(rate(RunFolder(done.path)))
@@ -113,8 +116,9 @@ def loss(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["slow", "loss"])
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--only", nargs="+", choices=list(SLOW), default=list(SLOW))
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--json", type=Path)

@@ -293,14 +293,16 @@ def judge(
     moments = [each.time for each in injected if not each.missed]
     back = [int(e["resumed_step"]) for e in run.named("went_back")]
     intended = {*back, *(e["clean_step"] for e in run.named("corruption_found"))}
+    leased = run.spec.sync.name in LEASED  # steps overlap there: only the whole ledger can tell
+    falls = () if leased else falls
     lost = {f: set(range(f.after + 1, f.before + 1)) for f in falls}
     full = np.array([_members_at(run, moment) for moment in moments])
     recovery_s = np.full(len(moments), np.nan)
     for workers in np.unique(full):
         then = np.flatnonzero(full == workers)
         recovery_s[then] = recoveries(raw, formed, [moments[n] for n in then], int(workers))
-    compared = undisturbed is not None and run.spec.sync.name not in LEASED
-    count, other = _losses(run, undisturbed) if undisturbed and compared else (0, None)
+    count, other = _losses(run, undisturbed) if undisturbed and not leased else (0, None)
+    again = set() if leased else computed_twice(raw, formed)
     return Verdict(
         run=run,
         undisturbed=undisturbed,
@@ -310,7 +312,7 @@ def judge(
         losses=count,
         other_loss=other,
         proof=prove(run),
-        twice=tuple(sorted(computed_twice(raw, formed).union(*lost.values()))),
+        twice=tuple(sorted(again.union(*lost.values()))),
         gone_back=tuple(sorted(set().union(*(s for f, s in lost.items() if f.after in back)))),
         deepest=max((len(s) for f, s in lost.items() if f.after not in intended), default=0),
         left=tuple(left),
