@@ -236,7 +236,7 @@ class SyncSpec(Section, frozen=True, kw_only=True):
 
     servers: Positive = 1
     """Of `server_sync`: how many parameter servers share the parameters. They are processes beside
-    the workers, and hold the optimizer's state."""
+    the workers, and hold the optimizer's state. `bounded_stale` and `server_async` have one."""
 
     codec: str = "none"
     """How gradients are encoded for sending: `none` sends them as they are; `bfloat16` and

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from instep.errors import PeerError, RecipeError, RunError
-from instep.sync import STRATEGIES
+from instep.sync import LEASED, STRATEGIES
 from instep.sync.all_reduce import AllReduce
 from instep.sync.coded import Coded
 from instep.sync.server_sync import ServerSync
@@ -52,6 +52,7 @@ OPTIONS = {
 CASES = [
     (name, options, determinism)
     for name in STRATEGIES
+    if name not in LEASED
     for options in OPTIONS.get(name, [{}])
     for determinism in SAME.get(name, ("order",))
     if "codec" not in options or (determinism == "order") == (name == "all_reduce")
