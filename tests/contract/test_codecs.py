@@ -14,7 +14,7 @@ from instep.errors import SpecError
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs/guides/adding-a-codec.md"
 SHOWN = "the one of the guide"
-NAMES = [*CODECS, SHOWN]
+NAMES = [*(name for name in CODECS if hasattr(CODECS[name], "encode")), SHOWN]
 COUNTS = [0, 1, 2, 3, 255, 256, 257, 1000, 4097, 140_001]
 EPS = 2.0**-22
 BLOCK = CODECS["int8"]().block

@@ -21,7 +21,13 @@ from instep.comm.codecs.base import Codec
 from instep.errors import SpecError
 from instep.registry import Registry
 
-REDUCERS = Registry("reducer", {"two_phase": "instep.sync.two_phase:TwoPhase"})
+REDUCERS = Registry(
+    "reducer",
+    {
+        "powersgd": "instep.sync.powersgd:PowerSgd",
+        "two_phase": "instep.sync.two_phase:TwoPhase",
+    },
+)
 
 
 class Place(NamedTuple):

@@ -13,6 +13,7 @@ JOBS = {
     "averaging": {"sync": {"name": "averaging", "participants": 8}},
     "server_sync": {"sync": {"name": "server_sync"}},
     "codec": {"sync": {"codec": "int8"}},
+    "powersgd": {"sync": {"codec": "powersgd"}},
     "shard": {"mesh": {"shard": 2}},
     "tensor": {"mesh": {"tensor": 2}},
     "stages": {"mesh": {"stages": 2}},
@@ -27,7 +28,7 @@ JOBS = {
     "turns": {},
     "batch_loss": {},
 }
-NEEDS = {"corruption": {"bits"}}
+NEEDS = {"corruption": {"bits"}, "powersgd": {"codec"}}
 """Settings that another brings along."""
 
 

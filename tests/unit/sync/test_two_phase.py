@@ -25,7 +25,7 @@ BUCKETS = [
 
 SHAPES = {place.name: place.shape for bucket in BUCKETS for place in bucket}
 SIZES = [1, 2, 3, 5]
-NAMES = list(CODECS)
+NAMES = [name for name in CODECS if not hasattr(CODECS[name], "reducer")]
 
 
 FEW = [[Place("long", (700,))], [Place("few", (2,))]]
