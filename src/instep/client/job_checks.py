@@ -127,7 +127,8 @@ def _check_sync(job: JobSpec) -> None:
             f"sync.servers = {sync.servers}: {sync.name} has no servers. Leave the key out, or "
             "use sync.name = 'server_sync'."
         )
-    if sync.options or sync.codec_options:  # only then: it imports torch
+    own = ":" in sync.codec  # is imported by the workers, with the recipe
+    if (sync.options or sync.codec_options) and not own:  # only then: it imports torch
         from instep.sync.base import strategy_of
 
         strategy_of(sync)
