@@ -19,6 +19,51 @@ from instep.sync.reducers import Place
 from instep.sync.whole_buckets import WholeBuckets
 
 
+class Payloads:
+    """Payloads of any size, of which every rank gets those of all.
+
+    Args:
+        comm: the ranks.
+        sizes: for each bucket, the most bytes of its payload.
+        device: where they live.
+    """
+
+    def __init__(self, comm: Comm, sizes: Sequence[int], device: torch.device | str) -> None:
+        self._comm = comm
+        self.out = [torch.zeros(_aligned(n), dtype=torch.uint8, device=device) for n in sizes]
+        """For each bucket, where to write this rank's."""
+
+    def gather(self, used: Sequence[int], totals: Sequence[Tensor], codec: Codec) -> None:
+        """Make each bucket the sum of what all ranks have encoded of it.
+
+        Args:
+            used: for each bucket, the bytes of this rank's payload.
+            totals: the buckets; what is in them is replaced.
+            codec: decodes.
+
+        Raises:
+            PeerError: a rank went away.
+        """
+        if not used:
+            return
+        comm, count = self._comm, len(used)
+        own = torch.tensor(used, device=self.out[0].device)
+        every = own.new_zeros(comm.size * count)
+        comm.all_gather(every, own).wait()
+        sizes = every.view(comm.size, count).tolist()
+        work, rooms = list[Work](), list[Tensor]()
+        for number, out in enumerate(self.out):
+            longest = _aligned(max(each[number] for each in sizes))
+            rooms.append(out.new_empty(comm.size * longest))
+            work.append(comm.all_gather(rooms[-1], out[:longest]))
+        for number, total in enumerate(totals):
+            work[number].wait()
+            total.zero_()
+            for rank, payload in enumerate(rooms[number].view(comm.size, -1)):
+                if total.numel():
+                    codec.add_into(total, payload[: sizes[rank][number]])
+
+
 class Gather:
     """A `Reducer` for every codec; one with a true attribute `exact` drops nothing."""
 
@@ -47,10 +92,8 @@ class Gather:
         count = 0 if self._exact else layout.room(comm.rank)
         self._slots = room or (torch.zeros(count, device=device), torch.zeros(count, device=device))
         self._residuals = [[] if self._exact else layout.cut(slot)[0] for slot in self._slots]
-        self._out = [
-            torch.zeros(_aligned(codec.size(length)), dtype=torch.uint8, device=device)
-            for length in layout.lengths
-        ]
+        sizes = [codec.size(length) for length in layout.lengths]
+        self._payloads = Payloads(comm, sizes, device)
         self._forget()
 
     def _forget(self) -> None:
@@ -71,35 +114,21 @@ class Gather:
         if not self._exact:
             values += self._residuals[self._committed][number]
             left = self._residuals[1 - self._committed][number]
-        mixed = (key * 1_000_003 + number) * 65_537 + self._comm.rank
-        self._used.append(self._codec.encode(values, self._out[number], key=mixed, left=left))
+        out, mixed = (
+            self._payloads.out[number],
+            (key * 1_000_003 + number) * 65_537 + self._comm.rank,
+        )
+        self._used.append(self._codec.encode(values, out, key=mixed, left=left))
         self._flats.append(values)
 
     @torch.no_grad()
     def finish(self) -> None:
         """Gather the sizes, and then the payloads of each bucket."""
-        assert len(self._flats) == len(self._out), "each bucket begins first"
+        assert len(self._flats) == len(self._layout.buckets), "each bucket begins first"
         self._is_staged = True
         if self._tell is not None:
             self._tell(1 - self._committed)
-        if not self._flats:
-            return
-        comm, count, device = self._comm, len(self._flats), self._slots[0].device
-        own = torch.tensor(self._used, device=device)
-        every = own.new_zeros(comm.size * count)
-        comm.all_gather(every, own).wait()
-        sizes = every.view(comm.size, count).tolist()
-        work, rooms = list[Work](), list[Tensor]()
-        for number, out in enumerate(self._out):
-            longest = _aligned(max(each[number] for each in sizes))
-            rooms.append(out.new_empty(comm.size * longest))
-            work.append(comm.all_gather(rooms[-1], out[:longest]))
-        for number, flat in enumerate(self._flats):
-            work[number].wait()
-            flat.zero_()
-            for rank, payload in enumerate(rooms[number].view(comm.size, -1)):
-                if flat.numel():
-                    self._codec.add_into(flat, payload[: sizes[rank][number]])
+        self._payloads.gather(self._used, self._flats, self._codec)
 
     def apply(self) -> None:
         """The staged residuals are the committed ones."""

@@ -23,6 +23,7 @@ from instep.registry import Registry
 REDUCERS = Registry(
     "reducer",
     {
+        "dgc": "instep.sync.dgc:Dgc",
         "gather": "instep.sync.gather:Gather",
         "powersgd": "instep.sync.powersgd:PowerSgd",
         "two_phase": "instep.sync.two_phase:TwoPhase",

@@ -19,6 +19,7 @@ CODECS = Registry(
         "int8": "instep.comm.codecs.int8:Int8",
         "int4": "instep.comm.codecs.int4:Int4",
         "sign": "instep.comm.codecs.sign:Sign",
+        "dgc": "instep.comm.codecs.dgc:DGC",
         "nonzero": "instep.comm.codecs.nonzero:NonZero",
         "powersgd": "instep.comm.codecs.powersgd:PowerSGD",
         "top_k": "instep.comm.codecs.top_k:TopK",
