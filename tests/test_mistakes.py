@@ -209,7 +209,7 @@ IN_A_JOB_FILE = [
     ),
     Job(
         '[sync]\ncodec = "topk"',
-        ["no codec is called 'topk'. Known: bfloat16, float16, int4, int8, none, sign."],
+        ["no codec is called 'topk'. Did you mean 'top_k'? Known: bfloat16, "],
     ),
     Job("[mesh]\nschedule = 'gpipe'", ["mesh.schedule = 'gpipe' is for mesh.stages above 1."]),
     Job(

@@ -124,7 +124,9 @@ def _check_sync(job: JobSpec) -> None:
             f"sync.servers = {sync.servers}: {sync.name} has one server. Leave the key out."
         )
     apart = ROUND_OPTIONS if sync.name in ROUNDS else {}
-    if sync.options.keys() - apart or sync.codec_options:  # only then: it imports torch
+    own = ":" in sync.codec  # is imported by the workers, with the recipe
+    options = sync.options.keys() - apart or sync.codec_options
+    if options and not own:  # only then: it imports torch
         from instep.sync.base import strategy_of
 
         strategy_of(sync)

@@ -103,8 +103,8 @@ def main() -> None:
     if any(job.get("mesh", {}).get(axis, 1) > 1 for axis in ("shard", "tensor", "stages")):
         return_freed_memory()
         _import_meshes()
-    if "codec" in job.get("sync", {}):
-        CODECS[job["sync"]["codec"]]  # with its compiled loops
+    if (codec := job.get("sync", {}).get("codec")) in CODECS:
+        CODECS[codec]  # with its compiled loops
     script = function == "__main__"  # which does more than define functions
     if not script and not os.environ.get(_NO_PRELOAD) and not _preload(Path(file)):
         _start_again(note)

@@ -37,6 +37,7 @@ from instep.worker.step.alike import check_lengths
 from instep.worker.step.assignment import NOTHING_FINISHED, Finished, Lockstep
 from instep.worker.step.committed import Commit, CommittedState
 from instep.worker.step.engine import Agreement, Engine, Weighed, make_comms
+from instep.worker.step.momentum import move_momentum
 from instep.worker.step.observers import Observer
 from instep.worker.step.passes import Share
 from instep.worker.step.skipping import SkipReporter
@@ -116,7 +117,10 @@ class Loop(ABC):
         self.device = parameters[0].device
         self.phase, self.step = "building", 0
         self._model, self._update, self._loader = model, update, loader
-        turns = turns or [TurnState("", parameters, update, strategy_of(self.job.sync))]
+        if not turns:
+            strategy = strategy_of(self.job.sync)
+            move_momentum(update.optimizer, strategy, self.job.sync.codec)
+            turns = [TurnState("", parameters, update, strategy)]
         self.engine = Engine(
             member, model, parameters, turns, ends=self._ends, more=more, split=split
         )
