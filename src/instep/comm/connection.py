@@ -32,6 +32,7 @@ from instep.comm.messages import (
     Welcome,
 )
 from instep.errors import PeerError
+from instep.units import readable_seconds
 
 if TYPE_CHECKING:
     import ssl
@@ -95,8 +96,22 @@ class MasterConnection:
         self._channel = Channel.connect(address, context=context)
         self._channel.send(hello)
 
-    def welcome(self) -> Welcome | Refused:
-        """The first master's reply to `hello`; those of later masters are dropped."""
+    def welcome(self, timeout_s: float = GIVE_UP_S) -> Welcome | Refused:
+        """The first master's reply to `hello`; those of later masters are dropped.
+
+        Raises:
+            PeerError: there is no master any more, or none has answered in that time.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not any(isinstance(message, Welcome | Refused) for message in self._inbox):
+            if self._gone is not None:
+                raise self._gone
+            if (left_s := deadline - time.monotonic()) < 0:
+                self.close()
+                where = f"{self._address.host}:{self._address.port}"
+                waited = readable_seconds(timeout_s)
+                raise PeerError(f"no master answers at {where} (it was silent for {waited}).")
+            self._take_in(left_s)
         answer = self.wait_for(Welcome, Refused)
         self._welcomed = True
         return answer

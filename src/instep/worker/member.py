@@ -21,7 +21,7 @@ import numpy as np
 
 from instep import spec_file
 from instep.comm.channel_store import ChannelStore
-from instep.comm.connection import MasterConnection
+from instep.comm.connection import GIVE_UP_S, MasterConnection
 from instep.comm.endpoint import Endpoint
 from instep.comm.messages import (
     KNOWN,
@@ -73,6 +73,9 @@ LAST_WORD_S = 20.0
 """How long a worker that has failed waits for a master to report to: one that hangs is replaced in
 less."""
 
+WELCOME_S = 90.0
+"""How long a process of `instep.join` waits for an answer: before process 0 gives one, it may wait
+a minute for the others (`client/refusal.py`)."""
 
 KILL_S = 2.0
 """How long a worker whose replica came apart waits for the master to kill it."""
@@ -95,7 +98,7 @@ class Member:
         phases: seconds that parts of the start took, so far.
 
     Raises:
-        PeerError: no master answers there.
+        PeerError: no master answers there, or not in time.
         InstepError: the run cannot be started or resumed; process 0 says why.
     """
 
@@ -115,8 +118,9 @@ class Member:
             node=platform.node(),
         )
         self._connection = MasterConnection(endpoint.address, hello, endpoint.context)
-        self._connection.lasting = phases is not None  # forked: another master may answer
-        welcome = self._connection.welcome()
+        forked = phases is not None
+        self._connection.lasting = forked  # another master may answer
+        welcome = self._connection.welcome(GIVE_UP_S if forked else WELCOME_S)
         if isinstance(welcome, Refused):
             self._connection.close()
             raise causes.as_error(welcome)
