@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Protocol
 
@@ -165,10 +166,14 @@ def read(meeting: Meeting, rank: int = 0) -> Endpoint | None:
     note is damaged."""
     if (note := _note(meeting)) is None:
         return None
-    shown = note.credentials
-    if note.authority:
-        shown = Authority(note.authority).issue(Identity("worker", rank))
-    return Endpoint(Address(note.host, note.port), note.token, credentials=shown)
+    with suppress(ValueError):
+        shown = note.credentials
+        if note.authority:
+            shown = Authority(note.authority).issue(Identity("worker", rank))
+        endpoint = Endpoint(Address(note.host, note.port), note.token, credentials=shown)
+        _ = endpoint.context  # once, and kept: it is what is damaged as a rule
+        return endpoint
+    return None
 
 
 def _note(meeting: Meeting) -> _Note | None:

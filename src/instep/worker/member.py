@@ -21,7 +21,7 @@ import numpy as np
 
 from instep import spec_file
 from instep.comm.channel_store import ChannelStore
-from instep.comm.connection import GIVE_UP_S, MasterConnection
+from instep.comm.connection import MasterConnection
 from instep.comm.endpoint import Endpoint
 from instep.comm.messages import (
     KNOWN,
@@ -58,7 +58,8 @@ from instep.store.folder import id_of
 from instep.system import causes
 from instep.system.addresses import address_towards
 from instep.system.environment import recipe_here
-from instep.system.processes import machine
+from instep.system.limits import FLOOR_S
+from instep.system.processes import is_stopped, machine
 
 if TYPE_CHECKING:
     from instep.comm.forwarder import Forwarder
@@ -73,9 +74,6 @@ LAST_WORD_S = 20.0
 """How long a worker that has failed waits for a master to report to: one that hangs is replaced in
 less."""
 
-WELCOME_S = 90.0
-"""How long a process of `instep.join` waits for an answer: before process 0 gives one, it may wait
-a minute for the others (`client/refusal.py`)."""
 
 KILL_S = 2.0
 """How long a worker whose replica came apart waits for the master to kill it."""
@@ -98,7 +96,7 @@ class Member:
         phases: seconds that parts of the start took, so far.
 
     Raises:
-        PeerError: no master answers there, or not in time.
+        PeerError: no master answers there.
         InstepError: the run cannot be started or resumed; process 0 says why.
     """
 
@@ -118,9 +116,8 @@ class Member:
             node=platform.node(),
         )
         self._connection = MasterConnection(endpoint.address, hello, endpoint.context)
-        forked = phases is not None
-        self._connection.lasting = forked  # another master may answer
-        welcome = self._connection.welcome(GIVE_UP_S if forked else WELCOME_S)
+        self._connection.lasting = phases is not None  # forked: another master may answer
+        welcome = self._connection.welcome()
         if isinstance(welcome, Refused):
             self._connection.close()
             raise causes.as_error(welcome)
@@ -174,7 +171,7 @@ class Member:
         self._asked = self._answered = 0
         self._ledger = bytearray()
         self._steps: list[tuple[Any, ...]] = []
-        self._flushed = self._metered = time.monotonic()
+        self._flushed = self._metered = self._forwarder_ran_at = time.monotonic()
 
     def show_itself(self) -> None:
         """Send heartbeats from now on, though this worker is not ready yet.
@@ -185,7 +182,16 @@ class Member:
             self._connection.listen(self._heartbeat, self._arrived, self._lapsed)
 
     def _heartbeat(self) -> Heartbeat:
+        self._end_stopped_forwarder()
         return self.at() if self.at is not None else Heartbeat(phase=self.phase)
+
+    def _end_stopped_forwarder(self) -> None:
+        """In the listening thread: end it, for another to be started with the next group."""
+        now, forwarder = time.monotonic(), self.forwarder
+        if forwarder is None or not is_stopped(forwarder.pid):
+            self._forwarder_ran_at = now
+        elif now - self._forwarder_ran_at > FLOOR_S:
+            forwarder.kill()
 
     def wait_for_group(self) -> Form:
         """Wait for the next generation, and return its members.

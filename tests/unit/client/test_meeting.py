@@ -10,10 +10,10 @@ import pytest
 from instep.client import hosting, meeting
 from instep.client.meeting import ENDPOINT as NAME
 from instep.client.meeting import MeetingFile, find, write
+from instep.comm import connection
 from instep.comm.channel import Address
 from instep.comm.endpoint import Endpoint
 from instep.errors import PeerError, RunError
-from instep.worker import member
 
 ENDPOINT = Endpoint(Address("127.0.0.1", 4567), "a token")
 
@@ -145,8 +145,8 @@ def test_what_takes_a_connection_and_says_nothing_is_named_after_a_while(
     tmp_path, quick, monkeypatch
 ):
     at = MeetingFile(tmp_path / "meeting")
-    monkeypatch.setattr(member, "WELCOME_S", 0.3)
+    monkeypatch.setattr(connection, "ANSWER_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         write(at, Endpoint(Address(*silent.getsockname()), "the token of a run"))
-        with pytest.raises(RunError, match=r"127.0.0.1:\d+, .*\(it was silent for 300 ms\)"):
+        with pytest.raises(RunError, match=r"127.0.0.1:\d+, .*does not answer, for 0.3 s"):
             hosting.meet(at, 1)
