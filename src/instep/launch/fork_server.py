@@ -66,6 +66,11 @@ from instep.system.processes import (
 )
 from instep.system.stacks import send
 
+_CLOSED = (
+    " The master of a run chooses its port: open all ports between the machines, and look whether "
+    "this one reaches that address."
+)
+
 _NO_PRELOAD = "INSTEP_NO_PRELOAD"
 _ENDPOINT = "INSTEP_ENDPOINT"
 
@@ -91,7 +96,11 @@ def main() -> None:
         die_with_pipe(sys.stdin.fileno())
     endpoint = Endpoint.of(seen)
     _settle(seen["folder"])
-    connection = _call(endpoint)
+    try:
+        connection = _call(endpoint)
+    except PeerError as error:
+        elsewhere = not endpoint.address.host.startswith("127.")
+        sys.exit(f"{error}{_CLOSED if elsewhere else ''}")
     _import_torch()  # while the master gets ready to answer
     preloading = time.time()
     welcome = connection.welcome()
