@@ -172,6 +172,8 @@ def ray_apart(network: Network, short_folder: None) -> Iterator[Apart]:
             started.append(made)
             reach_port(outside, port)
         wait = "[launch.options]\nwait_s = 60\n"
+        for host in network.hosts:
+            await_node(f"{outside}:{port}", network.address(host))
         environment = {**OPEN, "RAY_ADDRESS": f"{outside}:{port}"}
         yield environment, f'[launch]\non = "ray"\nnodes = 2\n{wait}', []
     finally:
@@ -179,6 +181,23 @@ def ray_apart(network: Network, short_folder: None) -> Iterator[Apart]:
             for process in [*psutil.Process(each.pid).children(recursive=True), each]:
                 process.kill()
             each.wait()
+
+
+def await_node(cluster: str, address: str) -> None:
+    """Wait until a Ray cluster has a node of this address."""
+    ask = f"import ray; ray.init({cluster!r}, logging_level='error', log_to_driver=False); "
+    ask += "print([n['NodeManagerAddress'] for n in ray.nodes() if n['Alive']])"
+    deadline, said = time.monotonic() + SOON_S, ""
+    while address not in said:
+        assert time.monotonic() < deadline, said
+        told = subprocess.run(
+            [sys.executable, "-c", ask],
+            env={**os.environ, **OPEN},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        said = told.stdout
 
 
 def reach_port(host: str, port: int) -> None:
