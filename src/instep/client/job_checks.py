@@ -127,6 +127,11 @@ def _check_sync(job: JobSpec) -> None:
             f"sync.servers = {sync.servers}: {sync.name} has no servers. Leave the key out, or "
             "use sync.name = 'server_sync'."
         )
+    if sync.name in SERVERS and sync.options.get("copy") and sync.servers < 2:
+        raise SpecError(
+            f"sync.options.copy = true with sync.servers = {sync.servers}: another server keeps "
+            "the copy. Set sync.servers = 2 or more, or leave it out."
+        )
     if sync.options or sync.codec_options:  # only then: it imports torch
         from instep.sync.base import strategy_of
 
