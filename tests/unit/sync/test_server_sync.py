@@ -458,7 +458,7 @@ def test_a_server_whose_host_is_lost_has_its_state_from_the_copy_of_another(make
                     own.copy_(given)
             rank.update.scheduler.load_state_dict(ranks[0].update.scheduler.state_dict())
             rank.update.optimizer.load_state_dict(ranks[0].update.optimizer.state_dict())
-            rank.strategy.load_state(ranks[0].strategy.state())
+            rank.strategy.load_state(learnt)
         rank.start(comm, parts=PARTS, at=Attempt(0, 2, 2))
         for step in (2, 3):
             rank.exchange(step)
@@ -466,6 +466,7 @@ def test_a_server_whose_host_is_lost_has_its_state_from_the_copy_of_another(make
         return rank.tensors(), [], rank.strategy.state()
 
     ranks = run_ranks(5, before)
+    learnt = ranks[0].strategy.state()
     wanted = run_ranks(2, lambda comm: trained(comm, make, parts=PARTS))[0]
     for rank in run_ranks(5, after, ranks):
         same(rank, (wanted[0], [], wanted[2]))
