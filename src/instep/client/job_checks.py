@@ -123,6 +123,11 @@ def _check_sync(job: JobSpec) -> None:
         raise SpecError(
             f"sync.servers = {sync.servers}: {sync.name} has one server. Leave the key out."
         )
+    if sync.name == "server_sync" and sync.options.get("copy") and sync.servers < 2:
+        raise SpecError(
+            f"sync.options.copy = true with sync.servers = {sync.servers}: another server keeps "
+            "the copy. Set sync.servers = 2 or more, or leave it out."
+        )
     apart = ROUND_OPTIONS if sync.name in ROUNDS else {}
     own = ":" in sync.codec  # is imported by the workers, with the recipe
     options = sync.options.keys() - apart or sync.codec_options
