@@ -32,6 +32,7 @@ from instep.store.audit import audit
 from instep.store.ledger import cut_back
 from instep.sync.averaging import Averaging
 from instep.sync.base import make_strategy
+from instep.sync.server_sync import ServerSync
 from instep.worker.local_optimizers import LocalOptimizers
 from instep.worker.step.assignment import Lockstep
 from instep.worker.step.engine import Engine, Weighed
@@ -315,9 +316,22 @@ class Rank:
         """Of the commit: its number, tensors and counters, to the bit."""
         snapshot = self.engine.state.capture()
         text = hashlib.sha256(repr((snapshot.step, snapshot.facts)).encode())
-        for name, tensor in sorted(self.tensors().items()):
+        for name, tensor in sorted(self._completed().items()):
             text.update(name.encode() + tensor.contiguous().numpy().tobytes())
         return text.hexdigest()
+
+    def _completed(self) -> dict[str, Tensor]:
+        """The same as `tensors`; a server's part of the parameters within those of a worker."""
+        own = self.tensors()
+        if not isinstance(self.strategy, ServerSync) or self.strategy.whole:
+            return own
+        worker = self.world.members[0]
+        names = [f"model {name}" for name, _ in self.model.named_parameters()]
+        whole = {name: worker.tensors()[name].clone() for name in names}
+        for slot, start, stop in self.engine.update.held:  # type: ignore[attr-defined]
+            part = own[names[slot]].reshape(-1)[start:stop]
+            whole[names[slot]].view(-1)[start:stop] = part
+        return own | whole
 
     # ---- its life
 

@@ -271,6 +271,18 @@ def audit(args: argparse.Namespace) -> int:
     return 0
 
 
+def netlab(args: argparse.Namespace) -> int:
+    """Emulate hosts on this machine: a network with links to slow, cut and heal (Linux, root)."""
+    from instep.lab.netlab_shell import ACTIONS
+
+    answer = ACTIONS[args.action](args)
+    if isinstance(answer, int):
+        return answer
+    if args.json:
+        print(json.dumps(answer))
+    return 0
+
+
 def _how_many(given: str) -> int | None:
     if given == "all":
         return None
@@ -506,6 +518,7 @@ COMMANDS = {
     "chaos": chaos,
     "export": export,
     "predict": predict,
+    "netlab": netlab,
 }
 
 
@@ -635,7 +648,39 @@ def _parser() -> argparse.ArgumentParser:
     add("--workers", type=int, metavar="N", help="number of worker processes")
     text = "change a value of the job; may be repeated"
     add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=text)
+
+    _add_netlab(commands)
     return parser
+
+
+def _add_netlab(commands: argparse._SubParsersAction[_Parser]) -> None:
+    netlab = _command(commands, "netlab")
+    text = "number K of the network, if there are several (netlab-K-...)"
+    netlab.add_argument("--network", type=int, metavar="K", help=text)
+    actions = netlab.add_subparsers(dest="action", metavar="action", required=True)
+
+    def action(name: str, text: str) -> Callable[..., Any]:
+        made: _Parser = actions.add_parser(name, help=text, description=text)
+        made.set_defaults(parser=made)
+        return made.add_argument
+
+    add = action("up", "make a network, and keep it until Ctrl-C")
+    add("--hosts", type=int, default=3, metavar="N", help="how many (default: %(default)s)")
+    add("--rate", metavar="RATE", help="of each link, each way, such as 100mbit")
+    add = action("run", "run a command in a host")
+    add("host", help="h1, h2, ... or outside")
+    add("words", nargs="+", metavar="COMMAND", help="after --, with its arguments")
+    add = action("partition", "let packets pass only inside groups of hosts")
+    add("groups", nargs="+", metavar="HOST,HOST", help="such as h1,h2 h3,outside")
+    action("cut", "cut hosts off from all others")("hosts", nargs="+", metavar="HOST")
+    action("heal", "undo partitions and cuts")
+    add = action("slow", "set the rate of a host's link")
+    add("host", help="h1, h2, ... or outside")
+    add("rate", help="such as 10mbit; none: no limit")
+    action("traffic", "what each host has sent and received")
+    action("list", "the networks on this machine")
+    add = action("clean", "remove networks whose creator has ended, and the processes in them")
+    add("--living", action="store_true", help="also those of living creators")
 
 
 def _add_changes(add: Callable[..., Any]) -> None:

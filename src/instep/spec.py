@@ -244,8 +244,8 @@ class SyncSpec(Section, frozen=True, kw_only=True):
 
     codec: str = "none"
     """How gradients are encoded for sending: `none` sends them as they are; `bfloat16` and
-    `float16` send 16 bits a value, `int8`, `int4` and `sign` 8, 4 and 1. With a codec the result
-    depends on the number of workers."""
+    `float16` send 16 bits a value, `int8`, `int4` and `sign` 8, 4 and 1; `top_k` sends the largest
+    1 % of the values. With a codec the result depends on the number of workers."""
 
     codec_options: dict[str, Any] = {}
     """Options of the codec, which has their names, defaults and checks."""

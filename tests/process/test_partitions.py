@@ -1,6 +1,8 @@
 """A run on emulated hosts: whoever is cut off writes nothing more, and the result does not show."""
 
 import json
+import re
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ from started import RECIPES, SOON_S, Start, Started, kill, newest_pids
 from test_recovery import check_same_result, undisturbed
 from test_survival import STEPS_OF_A_RUN, reach
 
+import instep
 from instep.lab import netlab
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -206,6 +209,21 @@ def test_hosts_that_cannot_be_begun_end_the_run_with_what_they_said(
     program = begin(start, tmp_path, hosts, "127.0.0.1", 2)
     assert program.end() == 5
     assert "ended with code" in program.error
+    program.check_no_process_is_left()
+
+
+def test_hosts_with_another_version_end_the_run_at_once_with_what_to_install(
+    start: Start, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(Path(instep.__file__).parent, other / "instep")
+    messages = other / "instep" / "comm" / "messages.py"
+    text = re.sub(r"^VERSION = .*$", "VERSION = 1", messages.read_text(), flags=re.M)
+    messages.write_text(text)
+    hosts = [f"env HOST={n} PYTHONPATH={other}" for n in range(2)]
+    program = begin(start, tmp_path, hosts, "127.0.0.1", 2)
+    assert program.end(30) == 5
+    assert "has another version of instep than the run. Install the same one" in program.error
     program.check_no_process_is_left()
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from instep.client import meeting
 from instep.client.host_watch import HostWatch
-from instep.client.running import FILE, await_answer, call, not_running
+from instep.client.running import ANSWER_S, FILE, call, not_running, silent
 from instep.comm.connection import MasterConnection
 from instep.comm.endpoint import Endpoint
 from instep.comm.messages import (
@@ -99,10 +99,11 @@ def _add(run: Path, hosts: int, workers: int) -> tuple[Endpoint, HostsAdded]:
     channel = call(run)
     try:
         channel.send(AddHosts(count=hosts, workers=workers))
-        await_answer(channel)
-        added = channel.wait_for(HostsAdded)
+        added = channel.wait_for(HostsAdded, ANSWER_S)
     except PeerError:
         endpoint = None
+    except TimeoutError:
+        raise silent(run) from None
     finally:
         channel.close()
     if endpoint is None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Protocol
 
@@ -160,16 +161,17 @@ def read(meeting: Meeting, rank: int = 0) -> Endpoint | None:
     """Where the master listens, for the process of that rank; None if that is not said, or the
     note is damaged."""
     found = meeting.get(ENDPOINT)
-    try:
-        note = msgspec.json.decode(found, type=_Note) if found is not None else None
-    except ValueError:
+    if found is None:
         return None
-    if note is None:
-        return None
-    shown = note.credentials
-    if note.authority:
-        shown = Authority(note.authority).issue(Identity("worker", rank))
-    return Endpoint(Address(note.host, note.port), note.token, credentials=shown)
+    with suppress(ValueError):
+        note = msgspec.json.decode(found, type=_Note)
+        shown = note.credentials
+        if note.authority:
+            shown = Authority(note.authority).issue(Identity("worker", rank))
+        endpoint = Endpoint(Address(note.host, note.port), note.token, credentials=shown)
+        _ = endpoint.context  # once, and kept: it is what is damaged as a rule
+        return endpoint
+    return None
 
 
 def find(

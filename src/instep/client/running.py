@@ -62,10 +62,11 @@ def scale(run: Path, workers: int) -> None:
     channel = call(run)
     try:
         channel.send(Scale(workers=workers))
-        await_answer(channel)
-        answer = channel.wait_for(Answer)
+        answer = channel.wait_for(Answer, ANSWER_S)
     except PeerError:
         raise not_running(run) from None
+    except TimeoutError:
+        raise silent(run) from None
     finally:
         channel.close()
     if answer.refusal:
@@ -84,22 +85,23 @@ def call(run: Path) -> Channel:
         if endpoint is None:
             raise not_running(run)
         channel = Channel.connect(endpoint.address, context=endpoint.context)
-        channel.send(Hello(token=endpoint.token, role="client", number=1, pid=os.getpid()))
-        await_answer(channel)
-        channel.wait_for(Welcome)
     except (OSError, PeerError):
         raise not_running(run) from None
+    try:
+        channel.send(Hello(token=endpoint.token, role="client", number=1, pid=os.getpid()))
+        channel.wait_for(Welcome, ANSWER_S)
+    except (PeerError, TimeoutError) as error:
+        channel.close()
+        raise (silent if isinstance(error, TimeoutError) else not_running)(run) from None
     return channel
 
 
-def await_answer(channel: Channel) -> None:
-    """Wait for a message of a master.
-
-    Raises:
-        PeerError: none comes; a master that was lost meanwhile would have been replaced.
-    """
-    if not channel.wait(ANSWER_S):
-        raise PeerError("no answer came.")
+def silent(run: Path) -> RunError:
+    """That a run's master says nothing; if it was lost, another would have taken its place."""
+    return RunError(
+        f"the master of {run} does not answer, for {ANSWER_S:g} s. Look whether its processes were "
+        "stopped, and try again."
+    )
 
 
 def not_running(run: Path) -> RunError:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -82,6 +83,9 @@ class Authority:
     Args:
         pem: of `pem` of the authority that another process made; by default a new one.
         clock: Unix seconds.
+
+    Raises:
+        ValueError: `pem` is damaged.
     """
 
     def __init__(self, pem: str = "", *, clock: Callable[[], float] = time.time) -> None:
@@ -92,9 +96,13 @@ class Authority:
         self._key: EllipticCurvePrivateKey
         self._certificate: Certificate
         if pem:
-            key = serialization.load_pem_private_key(pem.encode(), password=None)
-            self._key = key  # type: ignore[assignment]  # its kind is that of `pem`
-            self._certificate = x509.load_pem_x509_certificate(pem.encode())
+            with _reading():
+                key = serialization.load_pem_private_key(pem.encode(), password=None)
+                self._key = key  # type: ignore[assignment]  # its kind is that of `pem`
+                self._certificate = x509.load_pem_x509_certificate(pem.encode())
+                self._certificate.verify_directly_issued_by(self._certificate)
+                if key.public_key() != self._certificate.public_key():
+                    raise ValueError("its key and its certificate do not belong together")
         else:
             self._key = _new_key()
             self._certificate = self._sign(None, self._key.public_key(), LASTS)
@@ -140,14 +148,11 @@ class Authority:
         Raises:
             ValueError: that is no such key.
         """
-        from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ec
 
-        try:
+        with _reading():
             key = serialization.load_pem_public_key(public_key.encode())
-        except UnsupportedAlgorithm as error:
-            raise ValueError(str(error)) from None
         if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name != _CURVE:
             raise ValueError(f"a public key on {_CURVE} is wanted.")
         return _pem(self._sign(identity, key, LASTS))
@@ -223,22 +228,44 @@ def new_key() -> str:
 
 
 def public_key(own: str) -> str:
-    """The public key that belongs to a private one, PEM both."""
+    """The public key that belongs to a private one, PEM both.
+
+    Raises:
+        ValueError: it is none.
+    """
     from cryptography.hazmat.primitives.serialization import (
         Encoding,
         PublicFormat,
         load_pem_private_key,
     )
 
-    key = load_pem_private_key(own.encode(), password=None).public_key()
+    with _reading():
+        key = load_pem_private_key(own.encode(), password=None).public_key()
     return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode()
 
 
 def valid_until(pem: str) -> float:
-    """When a certificate runs out, Unix seconds."""
+    """When a certificate runs out, Unix seconds.
+
+    Raises:
+        ValueError: it is none.
+    """
     from cryptography import x509
 
-    return x509.load_pem_x509_certificate(pem.encode()).not_valid_after_utc.timestamp()
+    with _reading():
+        return x509.load_pem_x509_certificate(pem.encode()).not_valid_after_utc.timestamp()
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Whatever `cryptography` raises for text that is damaged becomes a ValueError."""
+    from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+    from cryptography.x509 import InvalidVersion
+
+    try:
+        yield
+    except (InvalidSignature, InvalidVersion, TypeError, UnsupportedAlgorithm) as error:
+        raise ValueError(str(error) or "its signature does not fit") from None
 
 
 def _new_key() -> EllipticCurvePrivateKey:

@@ -208,11 +208,18 @@ class Channel:
             self._read()
         return self._inbox.popleft()
 
-    def wait_for(self, wanted: type[Wanted]) -> Wanted:
-        """The next message of one class; others that arrive before it stay for later."""
+    def wait_for(self, wanted: type[Wanted], timeout_s: float | None = None) -> Wanted:
+        """The next message of one class; others that arrive before it stay for later.
+
+        Raises:
+            PeerError: the master is gone.
+            TimeoutError: it has not arrived in that time.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         passed: list[AnyMessage] = []
         while True:
-            message = self.receive()
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            message = self.receive(left_s)
             if isinstance(message, wanted):
                 self._inbox.extendleft(reversed(passed))
                 return message
@@ -389,6 +396,8 @@ class Hub:
         except (OSError, PeerError):
             length, messages = 0, []
         for message in messages:
+            if length and peer.socket.fileno() < 0:
+                return  # it was dropped for an earlier one
             yield peer, message
         if not length:
             self.drop(peer)

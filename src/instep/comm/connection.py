@@ -48,7 +48,14 @@ RECONNECT_S = 1.0
 """Seconds between two attempts to reconnect."""
 
 GIVE_UP_S = 600.0
-"""How long a process tries to reach its master."""
+"""How long a process tries to reach its master, or one that answers."""
+
+ANSWER_S = 120.0
+"""How long the first master may take to answer: on a busy machine it begins slowly."""
+
+AGAIN_S = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8)
+"""Pauses before further connections where one was closed without an answer, as by a master that is
+flooded with strangers."""
 
 One = TypeVar("One", bound=AnyMessage)
 Other = TypeVar("Other", bound=AnyMessage)
@@ -91,15 +98,32 @@ class MasterConnection:
         self._sent_at: dict[int, float] = {}  # of the heartbeats after that
         self._heartbeats = 0
         self._severed = False
+        self._unanswered = 0  # connections in a row on which nothing has arrived
+        self._tries_since: float | None = None  # without an answer
         self._beat_at = self._reconnected_at = time.monotonic()
         self._channel = Channel.connect(address, context=context)
         self._channel.send(hello)
 
     def welcome(self) -> Welcome | Refused:
-        """The first master's reply to `hello`; those of later masters are dropped."""
-        answer = self.wait_for(Welcome, Refused)
+        """The first master's reply to `hello`; those of later masters are dropped.
+
+        Raises:
+            PeerError: there is no master, or what listens there does not answer.
+        """
+        deadline, passed = time.monotonic() + ANSWER_S, []
+        while not isinstance(message := self._first(deadline), (Welcome, Refused)):
+            passed.append(message)
         self._welcomed = True
-        return answer
+        with self._lock:
+            self._inbox.extendleft(reversed(passed))
+        return message
+
+    def _first(self, deadline: float) -> AnyMessage:
+        while (left_s := deadline - time.monotonic()) > 0:
+            if (message := self.look(left_s)) is not None:
+                return message
+        where = f"{self._address.host}:{self._address.port}"
+        raise PeerError(f"what listens at {where} does not answer, for {ANSWER_S:g} s.")
 
     def fileno(self) -> int:
         """Of the present connection, for `select`; -1 while there is none."""
@@ -145,23 +169,29 @@ class MasterConnection:
         with self._lock:
             self._channel.close()
             self._severed = True
-        channel, gone = None, None
+        channel, gone, why = None, None, "it does not answer"
         try:
             channel = Channel.connect(self._address, RECONNECT_S / 2, self._context)
             channel.give_up_after(2 * (self._lease_s or LEASE_S))
         except TimeoutError as error:
-            if _now() - self._answered_at > GIVE_UP_S:
-                gone = PeerError(f"the master cannot be reached ({error}).")
+            why = str(error)
         except PeerError as error:  # the client is gone too
             gone = error
+        if self._has_tried_for_long():
+            gone = gone or PeerError(f"the master cannot be reached ({why}).")
         with self._arrived:
             self._reconnected_at = time.monotonic()
             self._gone = self._gone or gone
-            if channel is not None and self._closed:
+            if channel is not None and (self._closed or gone is not None):
                 channel.close()
             elif channel is not None:
                 self._severed = not self._introduce(channel)
             self._arrived.notify_all()
+
+    def _has_tried_for_long(self) -> bool:
+        now = time.monotonic()
+        self._tries_since = now if self._tries_since is None else self._tries_since
+        return now - self._tries_since > GIVE_UP_S
 
     def _introduce(self, channel: Channel) -> bool:
         """Send `hello` on a new connection, and everything that was not acknowledged.
@@ -356,6 +386,7 @@ class MasterConnection:
                     self._arrived.notify_all()
         if not messages:
             return []
+        self._unanswered, self._tries_since = 0, None
         with self._arrived:
             found = [message for message in messages if not self._is_own(message)]
             self._inbox.extend(found)
@@ -394,7 +425,9 @@ class MasterConnection:
 
     def _connect_to_next(self, error: PeerError) -> None:
         self._channel.close()
-        while self.lasting and not self._closed:
+        while self.lasting and not self._closed and not self._has_tried_for_long():
+            time.sleep(AGAIN_S[min(self._unanswered, len(AGAIN_S) - 1)])
+            self._unanswered += 1
             try:
                 channel = Channel.connect(self._address, context=self._context)
             except PeerError as refused:  # the client is gone too

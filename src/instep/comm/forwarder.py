@@ -47,6 +47,10 @@ MOST_UNPROVEN = 256
 FULL_S = 0.5
 """How long no caller is accepted after the process could open no more files."""
 
+STRANGERS, AT_ONCE_S = 0.05, 0.1
+"""The part of its time that the process gives to handshakes with callers from machines without a
+worker, and how much it gives before it counts."""
+
 LAST_S = 5.0
 """How long bytes that a worker has sent may take to leave, once it has ended."""
 
@@ -154,6 +158,15 @@ class Forwarder:
                 value = value.replace(there, _sockaddr(left.number, here))
         return value
 
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self._process.pid
+
+    def kill(self) -> None:
+        """End its process at once; groups that it carries break, and the next begins another."""
+        self._process.kill()
+
     def close(self) -> None:
         """End it; it still sends what it has."""
         with self._lock:
@@ -228,6 +241,9 @@ class _Server:
         self._open: dict[tuple[str, int, int], tuple[socket.socket, asyncio.Task[None]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._unproven: dict[asyncio.Task[None], None] = {}  # the oldest first
+        self._machines: set[str] = set()  # addresses of those that have workers
+        self._next_stranger = asyncio.Lock()
+        self._spent_s = self._spent_at = 0.0  # on strangers, beyond their part
 
     async def run(self) -> None:
         """Serve until standard input ends."""
@@ -245,6 +261,7 @@ class _Server:
     async def _answer(self, request: dict[str, Any]) -> int:
         match request:
             case {"open": [number, host, port, there], "group": group}:
+                self._machines.add(host)
                 return await self._open_way(group, number, host, port, there)
             case {"expose": port, "group": group}:
                 self._exposed[port] = group
@@ -313,12 +330,15 @@ class _Server:
                 continue
             caller.setblocking(False)
             self._keep(serve(caller))
+            await asyncio.sleep(0)  # else nothing else happens while callers come
 
     async def _serve(self, far: socket.socket) -> None:
         """One caller, whatever it is."""
         task = asyncio.current_task()
         assert task is not None
-        self._unproven[task] = None
+        stranger = far.getpeername()[0] not in self._machines
+        if stranger:
+            self._unproven[task] = None
         if len(self._unproven) > MOST_UNPROVEN:
             next(iter(self._unproven)).cancel()
         with far, socket.socket() as near:
@@ -326,7 +346,7 @@ class _Server:
             theirs = Tls(self._accepts, server=True, accepted=_is_worker)
             try:
                 async with asyncio.timeout(PROOF_S):
-                    wanted = await _prove(theirs, far)
+                    wanted = await _prove(theirs, far, self._step if stranger else _step)
                     while len(wanted) < _PORT.size:
                         wanted += await _read(theirs, far)
                     (port,) = _PORT.unpack_from(wanted)
@@ -338,16 +358,40 @@ class _Server:
             except (OSError, PeerError, TimeoutError):
                 return  # and not a word to whoever it is
             finally:
-                del self._unproven[task]
+                self._unproven.pop(task, None)
             await _carry(near, far, theirs, wanted[_PORT.size :])
+
+    async def _step(self, theirs: Tls, data: memoryview) -> tuple[bytes, bytes]:
+        """A step of a stranger's handshake: one after the other, and few for long."""
+        clock = asyncio.get_running_loop().time
+        async with self._next_stranger:
+            now = clock()
+            self._spent_s = max(0.0, self._spent_s - STRANGERS * (now - self._spent_at))
+            self._spent_at = now
+            if self._spent_s > AT_ONCE_S:
+                await asyncio.sleep((self._spent_s - AT_ONCE_S) / STRANGERS)
+            began = clock()
+            try:
+                return theirs.open(data)
+            finally:
+                self._spent_s += clock() - began
 
 
 def _is_worker(peer: Identity, number: int | None = None) -> bool:
     return peer.role in ("worker", "server") and number in (None, peer.number)
 
 
-async def _prove(ours: Tls, far: socket.socket) -> bytes:
-    """Shake hands; returns what has arrived after that.
+async def _step(ours: Tls, data: memoryview) -> tuple[bytes, bytes]:
+    """As `Tls.open`."""
+    return ours.open(data)
+
+
+async def _prove(
+    ours: Tls,
+    far: socket.socket,
+    step: Callable[[Tls, memoryview], Coroutine[Any, Any, tuple[bytes, bytes]]] = _step,
+) -> bytes:
+    """Shake hands, in such steps; returns what has arrived after that.
 
     Raises:
         PeerError: the other end is none that is meant.
@@ -355,7 +399,7 @@ async def _prove(ours: Tls, far: socket.socket) -> bytes:
     await _send(far, ours.begin())
     rest = b""
     while ours.peer is None:
-        rest, answer = ours.open(await _receive(far))
+        rest, answer = await step(ours, await _receive(far))
         await _send(far, answer)
     return rest
 

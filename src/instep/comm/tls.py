@@ -7,16 +7,21 @@ session is resumed and no early data taken, so captured bytes are worth nothing.
 
 from __future__ import annotations
 
+import os
 import ssl
+import sys
 import tempfile
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any
 
 from instep.comm.certificates import Credentials, Identity
 from instep.errors import StrangerError
 
 Accepted = Callable[[Identity], bool]
 """Whether the process at the other end is the one that is meant."""
+
+_FILES = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
+"""Where an open file has a name by its number."""
 
 _RECORD = 1 << 14  # bytes of the longest record of TLS
 
@@ -28,6 +33,9 @@ def context(credentials: Credentials, *, server: bool, newcomers: bool = False) 
         credentials: of this end; a newcomer has no certificate.
         server: whether it is the end that accepts.
         newcomers: whether it takes newcomers too; they get what `accepted` of `Tls` says.
+
+    Raises:
+        ValueError: the credentials are damaged.
     """
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     made.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -36,13 +44,23 @@ def context(credentials: Credentials, *, server: bool, newcomers: bool = False) 
     made.verify_flags |= ssl.VERIFY_X509_STRICT
     if server:
         made.num_tickets = 0
-    made.load_verify_locations(cadata=credentials.authority)
-    if credentials.own:
-        with tempfile.NamedTemporaryFile("w") as file:  # mode 0600; ssl reads keys from files only
-            file.write(credentials.own)
-            file.flush()
-            made.load_cert_chain(file.name)
+    try:
+        made.load_verify_locations(cadata=credentials.authority)
+        if credentials.own:
+            with _private_file() as file:  # ssl reads keys from files only
+                file.write(credentials.own.encode())
+                file.flush()
+                made.load_cert_chain(f"{_FILES}/{file.fileno()}")
+    except (ssl.SSLError, TypeError, ValueError) as error:
+        raise ValueError(f"the credentials are damaged ({error})") from None
     return made
+
+
+def _private_file() -> IO[bytes]:
+    """Without a name, so that nothing is left of it, however this process ends."""
+    if sys.platform != "linux":
+        return tempfile.TemporaryFile()
+    return open(os.memfd_create("key"), "wb")  # on no disk either
 
 
 def identity_of(connection: ssl.SSLObject | ssl.SSLSocket) -> Identity:

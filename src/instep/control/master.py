@@ -45,7 +45,7 @@ from instep.control.resume import go_back
 from instep.control.stack_requests import StackRequests
 from instep.control.verdicts import Verdicts
 from instep.control.watch import Watch
-from instep.errors import InstepError, PeerError
+from instep.errors import InstepError, PeerError, SpecError
 from instep.report.terminal.live import View
 from instep.spec import JobSpec, as_table
 from instep.store.folder import BEGINNING, StartPoint, resume_hint
@@ -84,7 +84,8 @@ GATHER_EACH_S = 1e-5
 heartbeats a second costs more than to handle it. Not where the last round brought many."""
 
 MANY = 50
-"""Connections above which messages gather; with fewer, each is answered at once."""
+"""Connections above which messages gather, and every other heartbeat is acknowledged; with fewer,
+each is answered at once."""
 
 _CONFIRMED = 64
 """At the latest after so many messages an acknowledgement is sent."""
@@ -359,14 +360,20 @@ class Master:
         known = hmac.compare_digest(hello.token.encode(), self._token.encode())
         known &= self._has_shown(peer, hello)
         roles = ("worker", "host", "client")
-        if not known or hello.version != m.VERSION or hello.role not in roles:
+        if not known or hello.role not in roles:
             self._hub.drop(peer)
+            return
+        if hello.version != m.VERSION:
+            text = (
+                f"{hello.role} {hello.number} has another version of instep than the run. Install "
+                "the same one on all machines."
+            )
+            self._refuse(peer, "SpecError", text, SpecError.exit_code)
             return
         self._hub.trust(peer)
         if not self._may_come(peer, hello):
             text = "the run has replaced this process: another has its place."
-            self._hub.send(peer, m.Refused(kind="Unwanted", text=text, exit_code=5))
-            self._hub.drop(peer)
+            self._refuse(peer, "Unwanted", text, PeerError.exit_code)
             return
         self._connections[peer] = _Connection(hello.role, hello.number, hello.resends)
         if (
@@ -394,6 +401,10 @@ class Master:
             self._welcome_host(peer, hello)
         if self._joined_hosts.is_client(hello.number) and hello.role == "client":
             self._joined_hosts.heartbeat(hello.number, peer, time.monotonic())
+
+    def _refuse(self, peer: Peer, kind: str, text: str, code: int) -> None:
+        self._hub.send(peer, m.Refused(kind=kind, text=text, exit_code=code))
+        self._hub.drop(peer)
 
     def _has_shown(self, peer: Peer, hello: m.Hello) -> bool:
         """Whether a process is what its certificate says, where there are certificates."""
@@ -651,11 +662,14 @@ class Master:
         is_worker = connection.role == "worker"
         if is_worker and _is_abandoned(self._processes.get(connection.number)):
             return  # its lease is to run out
-        if not isinstance(message, m.Heartbeat):
+        if isinstance(message, m.Heartbeat):
+            due = len(self._connections) <= MANY or message.number % 2 == 0
+        else:
             connection.handled += 1
             connection.resends = max(0, connection.resends - 1)
-        often = connection.handled % _CONFIRMED == 0  # so many between two heartbeats
-        if isinstance(message, (m.Heartbeat, m.Failed)) or not is_worker or often:
+            often = connection.handled % _CONFIRMED == 0  # so many between two heartbeats
+            due = isinstance(message, m.Failed) or not is_worker or often
+        if due:
             acknowledged = m.Ack(count=connection.handled, heartbeat=connection.heartbeat)
             self._hub.send(peer, acknowledged)
 

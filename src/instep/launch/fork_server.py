@@ -43,11 +43,11 @@ from instep.comm.messages import (
     Refused,
     Signal,
     StartWorker,
-    Welcome,
 )
 from instep.data.samples.last_read import Pages, use_page
 from instep.errors import PeerError
 from instep.plain_file import plain
+from instep.system.causes import Unwanted, as_error
 from instep.system.environment import END, SCHEDULERS, SETTINGS, recipe_here
 from instep.system.lease import Lease
 from instep.system.limits import FLOOR_S
@@ -58,6 +58,7 @@ from instep.system.processes import (
     SPARE,
     Watched,
     die_with_parent,
+    die_with_pipe,
     is_stopped,
     machine,
     name_process,
@@ -74,10 +75,6 @@ MOST_PAGES = 256
 PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 6.4, 6.4)
 """How long to wait before each further attempt at a fork that failed."""
 
-LIFELINE_S = 0.1
-"""How long a lifeline may take to end after the server: whoever held it is killed thread by thread,
-and the server may be the first to end."""
-
 ADOPTED_S = 0.05
 """Seconds between two looks at workers that this server did not start."""
 
@@ -91,15 +88,15 @@ def main() -> None:
     note = os.environ.pop(_ENDPOINT, "") or sys.stdin.readline()
     seen = json.loads(note)
     if seen.get("lifeline"):
-        die_with_parent(signal.SIGKILL)  # its spare ends what is left, also if this one is stopped
+        die_with_pipe(sys.stdin.fileno())
     endpoint = Endpoint.of(seen)
     _settle(seen["folder"])
     connection = _call(endpoint)
     _import_torch()  # while the master gets ready to answer
     preloading = time.time()
     welcome = connection.welcome()
-    if not isinstance(welcome, Welcome):
-        return
+    if isinstance(welcome, Refused):
+        sys.exit(_refused(welcome))
     phases = {"interpreter": began - welcome.started, "import torch": preloading - began}
     job = tomllib.loads(welcome.job)
     file, _, function = recipe_here(job["recipe"]).rpartition(":")
@@ -116,6 +113,15 @@ def main() -> None:
     several = bool(launch.get("hosts") or launch.get("nodes"))
     lifeline = sys.stdin.fileno() if seen.get("lifeline") else -1
     Server(connection, endpoint, phases, several=several, lifeline=lifeline).serve()
+
+
+def _refused(answer: Refused) -> int:
+    """The exit code of a server that the master does not take."""
+    error = as_error(answer)
+    if isinstance(error, Unwanted):
+        return 0  # the run goes on without it
+    print(f"instep: {error}", file=sys.stderr)
+    return error.exit_code
 
 
 def _settle(folder: str) -> None:
@@ -291,10 +297,6 @@ class Server:
             left = _wait_for_end(theirs, server)
             os.close(theirs)
             name_process(name)
-            if self._lifeline >= 0 and wait_readable([self._lifeline], LIFELINE_S):
-                for _, worker in left.values():
-                    worker.signal(signal.SIGKILL)
-                return
             for each in (self._wake_read, self._wake_write):
                 os.close(each)
             Server(

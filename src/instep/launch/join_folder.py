@@ -18,7 +18,7 @@ import secrets
 import ssl
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -30,6 +30,9 @@ from instep.plain_file import PRIVATE, is_private, plain, read_plain, replace_pl
 
 LASTS_S = 24 * 3600.0
 """How long a token waits for its machine."""
+
+LOCKED_S = 2.0
+"""How long another process may keep the folder, which needs milliseconds unless it was stopped."""
 
 
 class _Host(msgspec.Struct):
@@ -168,11 +171,14 @@ class JoinFolder:
         """
         with self._locked():
             about = self._known().get(host)
-        return (
-            about is not None
-            and about.used
-            and ssl.PEM_cert_to_DER_cert(about.certificate) == certificate
-        )
+        try:
+            return (
+                about is not None
+                and about.used
+                and ssl.PEM_cert_to_DER_cert(about.certificate) == certificate
+            )
+        except ValueError:  # it is damaged
+            return False
 
     # ---- files
 
@@ -182,7 +188,7 @@ class JoinFolder:
             return msgspec.json.decode(read_plain(file), type=dict[int, _Host])
         except FileNotFoundError:
             return {}
-        except msgspec.MsgspecError as error:
+        except ValueError as error:  # also where text is none
             raise SpecError(f"{file} is damaged ({error}): {self._anew()}") from None
 
     def _remember(self, known: dict[int, _Host]) -> None:
@@ -202,11 +208,23 @@ class JoinFolder:
         flags = os.O_RDWR | os.O_CREAT
         file = plain(self._path / ".lock", flags, PRIVATE)
         try:
-            with suppress(OSError):  # the file system has no locks
-                fcntl.flock(file, fcntl.LOCK_EX)
+            self._lock(file)
             yield
         finally:
             os.close(file)
+
+    def _lock(self, file: int) -> None:
+        deadline = time.monotonic() + LOCKED_S
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.01)
+            except OSError:  # the file system has no locks
+                return
+            else:
+                return
+        raise SpecError(f"another process has locked {self._path} for {LOCKED_S:g} s. End it.")
 
     @contextmanager
     def _speaking(self) -> Iterator[None]:

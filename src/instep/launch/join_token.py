@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -25,7 +26,7 @@ ANSWER_S = 15.0
 """How long to wait for a connection, and for an answer."""
 
 _TOKEN = re.compile(
-    r"([0-9a-f]{32})\n(-----BEGIN CERTIFICATE-----\n[^-]*-----END CERTIFICATE-----)\s*"
+    r"([0-9a-f]{32})\n(-----BEGIN CERTIFICATE-----\n[\w+/=\n]*-----END CERTIFICATE-----)\s*", re.A
 )
 
 
@@ -49,7 +50,7 @@ class Token(NamedTuple):
             JoinError: there is none, or others can read it.
         """
         found = _TOKEN.fullmatch(read_secret(path).replace("\r\n", "\n"))
-        if found is None:
+        if found is None or not _is_certificate(found[2]):
             raise JoinError(f"{path} is no token file. Copy it again from where it was made.")
         return cls(*found.groups())
 
@@ -67,6 +68,15 @@ class _Kept(msgspec.Struct):
     @property
     def credentials(self) -> Credentials:
         return Credentials(self.key + self.certificate, self.authority)
+
+
+def _is_certificate(text: str) -> bool:
+    from instep.comm.tls import context
+
+    with suppress(ValueError):
+        context(Credentials("", text), server=False)
+        return True
+    return False
 
 
 def credentials(gate: Address, token_file: Path) -> Credentials:
@@ -91,7 +101,7 @@ def credentials(gate: Address, token_file: Path) -> Credentials:
             raise FileNotFoundError(f"there is no {token_file}")
         token = Token.read(token_file)
         sha256 = hashlib.sha256(token.text.encode()).hexdigest()
-        if kept is None or kept.token != sha256:
+        if kept is None or kept.token != sha256 or not (kept.certificate or _has_key(kept)):
             kept = _Kept(sha256, token.authority, new_key())
             _keep(file, kept)  # whoever asks again, also after a restart, asks with the same key
         if not kept.certificate:
@@ -99,6 +109,12 @@ def credentials(gate: Address, token_file: Path) -> Credentials:
             _keep(file, kept)
     _check(kept, file)
     return kept.credentials
+
+
+def _has_key(kept: _Kept) -> bool:
+    with suppress(ValueError):
+        return bool(public_key(kept.key))
+    return False
 
 
 def _check(kept: _Kept, file: Path) -> None:
@@ -109,7 +125,7 @@ def _check(kept: _Kept, file: Path) -> None:
         if valid_until(kept.certificate) < time.time():
             raise JoinError(f"the certificate in {file} has run out. Get a new token file.")
         context(kept.credentials, server=False)
-    except (ValueError, OSError) as error:  # an SSLError is one
+    except ValueError as error:
         raise JoinError(
             f"the certificate in {file} is damaged ({error}). Remove the file, and get a new token "
             "file: `instep certificates --renew`, on the machine of `instep run`, makes one."

@@ -11,7 +11,7 @@ this generation or in the next.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
@@ -79,8 +79,8 @@ class Mover(Protocol):
     def limit(self, squares: Tensor) -> float:
         """Take in the squares of all gradients (`norm.squares`); what to multiply them by."""
 
-    def step(self, number: int) -> None:
-        """Move the pieces by their `.grad`."""
+    def step(self, number: int, pieces: Collection[Piece]) -> None:
+        """Move some of the pieces by their `.grad`; in one step each once."""
 
     def states(self) -> dict[str, Tensor]:
         """What it keeps for the pieces, as `SLOT/NAME/START:STOP`: the tensors themselves."""
@@ -94,6 +94,31 @@ class Servers(NamedTuple):
 
     ranks: Sequence[int]
     mover: Mover
+
+
+@runtime_checkable
+class Scattered(Protocol):
+    """A strategy in which a server has the newest values of its own part of the parameters only."""
+
+    whole: bool
+    """Whether this rank has all of the last commit."""
+
+    def make_whole(
+        self, comm: Comm, root: int, servers: Sequence[int], memory: Memory | None
+    ) -> None:
+        """Only servers are left that have the last commit, and one of them is to give it to the
+        others: the rest give it their parts before. Every rank calls it, before `start`.
+
+        Args:
+            comm: the ranks of the next generation.
+            root: the rank that is to have all.
+            servers: ranks.
+            memory: of this rank; what the process before left may be there.
+
+        Raises:
+            WorkerError: the part of a server is lost.
+            PeerError: a rank went away.
+        """
 
 
 class InMesh(NamedTuple):

@@ -3,13 +3,18 @@
 As in the parameter server of Li et al. (2014, OSDI), but in lockstep: every step waits for all
 workers. Gradients fill buckets as in `all_reduce.py`, whose promises about sums hold here. But a
 full bucket is not summed by all: each segment of it goes to the server that has it (`cuts.py`),
-which adds up in rank order. When all have agreed on the step, `prepare` has the servers move
-their parts, and send them to all; so all hold the same parameters, servers too, and
-any that is left can give them to a new worker.
+which adds up in rank order, moves its part, and sends it to the workers. So all workers
+hold the same parameters, and each server those of its part.
+
+A server moves a segment as soon as all workers have sent it, and sends it back while others are
+still coming: both directions of its link are busy. It guesses then what is known only when
+all have told their notes: that the step is like the last one (`_Guess`). Where it was not, servers
+undo what they have moved, and move all after the exchange, in `prepare`; as they do where
+something has to be known of the whole gradient, such as its norm.
 
 A server's optimizer state is its own alone. It lies in ordinary memory, moves there before it is
-known whether the step happens, and is copied into a slot of memory that outlives the process. A
-step that does not happen is undone by the other slot.
+known whether the step happens, and is copied with the parameters of the part into a slot of memory
+that outlives the process. A step that does not happen is undone by the other slot.
 
 It knows nothing of how an optimizer works (`base.Mover`), nor of votes.
 """
@@ -28,10 +33,14 @@ from instep.comm.buckets import Bucket, laid_out_like, lay_out
 from instep.errors import RecipeError, SpecError, WorkerError
 from instep.records import BEGINNING, Attempt, Law
 from instep.sync import norm
+from instep.sync.arriving import summed
 from instep.sync.base import InMesh, Memory, Mover, Piece, Price, Result, Servers
-from instep.sync.cuts import Packed, Part, cut
+from instep.sync.cuts import Packed, Part, Segment, cut
 from instep.sync.gathering import Gathering
 from instep.sync.sums import Exact, Plain
+
+_PARAMETERS = "parameters"
+"""In memory that outlives a server: the part that it has moved, [bytes]."""
 
 
 class _Shared(NamedTuple):
@@ -39,8 +48,9 @@ class _Shared(NamedTuple):
 
     parts: list[Part]
     """Of each server."""
-    new: list[Packed]
-    """Each part, moved towards the next commit. Of this server it is what its optimizer moves."""
+    new: dict[int, Packed]
+    """By server, its part, moved towards the next commit. A worker has all; a server has its own,
+    which is what its optimizer moves."""
 
 
 class ServerSync(Gathering):
@@ -48,7 +58,8 @@ class ServerSync(Gathering):
 
     Args:
         bucket_mb: megabytes at which a bucket is full and starts on its way.
-        overlap: send during the backward pass; off, all is sent after it.
+        overlap: send during the backward pass, and have servers move what is there; off, all is
+            sent after the pass, and moved when all is there.
 
     Raises:
         SpecError: an option is refused.
@@ -62,10 +73,15 @@ class ServerSync(Gathering):
         self._held: Attempt | None = None  # under which memory has the state of the last commit
         self._begins = False  # from what the optimizer has
         self._mine = -1  # which server this is; -1 for a worker
-        self._moved = False  # whether this server's part has moved in this step
+        self._moved = False  # whether anything of this server's part has moved in this step
+        self._early = False  # whether servers move in this step what has come, before all has
+        self._under_way: list[Work] = []  # new parameters
         self._memory: Memory | None = None
         self._attempt = BEGINNING
         self._mover: Mover
+        self.whole = True
+        """Whether this rank has all parameters of the last commit; a server has those of its part,
+        once it has moved them."""
 
     start_in_doubt = -1
 
@@ -106,23 +122,35 @@ class ServerSync(Gathering):
         if self._shared is None:
             self._share_out()
         assert self._shared is not None
+        self._segments: list[list[tuple[int, Segment]]] = [[] for _ in self._buckets]
+        for server, part in enumerate(self._shared.parts):
+            for segment in part.segments:
+                self._segments[segment.bucket].append((server, segment))
         if self._mine >= 0:
             self._shared.new[self._mine].load()
             self._hold(at)
         comm.all_reduce(torch.zeros(1)).wait()  # after it, each knows that all servers hold
-        self._moved = False
+        self._moved = self._early = False
+        self._under_way = []
+        self._guess = _Guess()
+        mover = self._mover
+        self._moves_early = self._overlap and mover.by_element and not mover.clips
 
     def _share_out(self) -> None:
         """Cut the parameters, and the state that the optimizer has for them."""
         mover, count = self._mover, len(self._servers)
         every = cut(self._buckets[:-1], self._parameters, count, by_element=mover.by_element)
-        new = [Packed(part.pieces, self._parameters) for part in every]
+        new = {
+            server: Packed(part.pieces, self._parameters)
+            for server, part in enumerate(every)
+            if self._mine in (server, -1)
+        }
         self._shared = _Shared(every, new)
         own = new[self._mine].views if self._mine >= 0 else {}
         mover.hold({piece: Parameter(view) for piece, view in own.items()})
         if self._left is not None and self._mine >= 0:
             assert self._memory is not None
-            mover.load_states(self._left)
+            mover.load_states(_of_optimizer(self._left))
             self._held = Attempt(*self._memory.stamps()[0])
         self._left = None
 
@@ -135,19 +163,16 @@ class ServerSync(Gathering):
         assert self._memory is not None, "a server needs memory that outlives it"
         held = self._held
         if (held is None and at.number and not self._begins) or (held and held[:2] != at[:2]):
-            raise WorkerError(
-                f"the optimizer state of server {self._mine} of {len(self._servers)} was lost with "
-                "the memory of its host, or its fork server, and no other process has it. Resume "
-                "the run: it continues from the newest checkpoint."
-            )
+            raise _lost(self._mine, len(self._servers))
         if held is None:
             self._stage(at)
             self._held = at
 
     def _stage(self, attempt: Attempt) -> None:
-        """Copy the optimizer's state into the slot of a commit."""
+        """Copy the optimizer's state, and what it has moved, into the slot of a commit."""
         assert self._memory is not None
-        states = self._mover.states()
+        assert self._shared is not None
+        states = self._mover.states() | {_PARAMETERS: self._shared.new[self._mine].flat}
         layout = {name: (tuple(state.shape), state.dtype) for name, state in states.items()}
         if layout != self._layout:  # an optimizer makes its state in its first steps
             self._memory.lay_out(layout)
@@ -169,6 +194,7 @@ class ServerSync(Gathering):
     def begin_step(self, attempt: Attempt) -> None:
         """What the servers move from here on belongs to this commit."""
         self._attempt = attempt
+        self._early = self._moves_early and self._guess.counts(attempt.number)
 
     # ---- gradients
 
@@ -184,60 +210,116 @@ class ServerSync(Gathering):
     def _send(self, number: int, bucket: Bucket) -> Work:
         if not bucket.members:
             return self._comm.all_reduce(bucket.flat)
-        assert self._shared is not None
         under_way = list[Work]()
-        for server, part in enumerate(self._shared.parts):
-            for segment in part.segments:
-                if segment.bucket != number:
-                    continue
-                flat = bucket.flat[segment.start : segment.stop]
-                if self._mine < 0:
-                    under_way.append(self._comm.send(flat, self._servers[server]))
-                elif self._mine == server:
-                    under_way.append(_Sum(flat, self._comm, self._workers))
+        for server, segment in self._segments[number] if self._mine < 0 else ():
+            flat = bucket.flat[segment.start : segment.stop]
+            under_way.append(self._comm.send(flat, self._servers[server]))
+            if self._early:
+                self._pull(server, segment)
         return _All(under_way)
+
+    def _pull(self, server: int, segment: Segment) -> None:
+        """Have the new parameters of a segment come to this worker."""
+        assert self._shared is not None
+        into = self._shared.new[server].of(segment)
+        self._under_way.append(self._comm.receive(into, self._servers[server]))
+
+    def _finish(self) -> None:
+        """Servers add up what the workers send, and move what is complete, if they may."""
+        if self._mine >= 0:
+            assert self._shared is not None
+            segments = self._shared.parts[self._mine].segments
+            places = [self._buckets[s.bucket].flat[s.start : s.stop] for s in segments]
+            arrived = summed(self._comm, self._workers, places)
+            for segment, _ in zip(segments, arrived, strict=True):
+                if self._early:
+                    guess = self._guess
+                    self._move([segment], self._gradients([segment], guess.there, guess.scale))
+                    self._give([segment])
+        super()._finish()
+        self._await_new()
+
+    def _await_new(self) -> None:
+        works, self._under_way = self._under_way, []
+        for work in works:
+            work.wait()
+
+    @torch.no_grad()
+    def exchange(self, notes: Tensor) -> Tensor | None:
+        """All that the workers have to send; where servers moved it at once, all that is new."""
+        agreed = super().exchange(notes)
+        if agreed is None:
+            self._undo()
+        return agreed
 
     # ---- the commit
 
     @torch.no_grad()
     def prepare(self, step: int, scale: float) -> None:
-        """Servers move their parts and send them; everybody has then all that is new."""
-        shared, comm = self._shared, self._comm
+        """If that has not been done yet: servers move their parts, and send them to the workers."""
+        shared = self._shared
         assert shared is not None
         assert self._agreed, "exchange comes first"
-        coming = [
-            comm.receive(packed.flat, self._servers[server])
-            for server, packed in enumerate(shared.new)
-            if server != self._mine and len(packed.flat)
-        ]
-        gradients = self._gradients(scale) if self._mine >= 0 else {}
-        factor = self._tell_all(gradients)
-        if self._mine >= 0:
+        there = [seen > 0 for seen in self._agreed]
+        known = there if self._sums.finite() else []
+        right = self._guess.compare(self._attempt.number, known, scale, used=self._early)
+        if self._early and not right:
+            self._undo()
+            self._sums.take_back()
+        if self._early and right:
+            self._tell_all({})
+        elif self._mine >= 0:
+            segments = shared.parts[self._mine].segments
+            gradients = self._gradients(segments, there, scale)
+            factor = self._tell_all(gradients)
             if factor != 1.0:
                 for gradient in gradients.values():
                     gradient.mul_(factor)
-            self._moved = True
-            self._mover.step(step)
+            self._move(segments, gradients)
+            self._give(segments)
+        else:
+            for server, part in enumerate(shared.parts):
+                for segment in part.segments:
+                    self._pull(server, segment)
+            self._tell_all({})
+        if self._mine >= 0:
             self._stage(self._attempt)
-            own = shared.new[self._mine].flat
-            others = [rank for rank in range(comm.size) if rank != comm.rank]
-            coming += [comm.send(own, rank) for rank in others if len(own)]
-        for work in coming:
-            work.wait()
+        self._await_new()
 
-    def _gradients(self, scale: float) -> dict[Piece, Tensor]:
-        """Of this server's part, where any worker had one; the optimizer's parameters get them."""
+    def _gradients(
+        self, segments: Sequence[Segment], there: Sequence[bool], scale: float
+    ) -> dict[Piece, Tensor]:
+        """Of segments of this server, for the parameters that have one."""
         gradients = {}
-        for piece, parameter in self._mover.held.items():
-            parameter.grad = None
-            if self._agreed[piece.slot]:
-                _, whole = self._home[piece.slot]
-                agreed = whole.view(-1)[piece.start : piece.stop].view(parameter.shape)
-                gradient = laid_out_like(self._sums.gradient(piece.slot, agreed), parameter)
-                if scale != 1.0:
-                    gradient.mul_(scale)
-                parameter.grad = gradients[piece] = gradient
+        for piece in _pieces(segments):
+            if not there[piece.slot]:
+                continue
+            parameter = self._mover.held[piece]
+            _, whole = self._home[piece.slot]
+            agreed = whole.view(-1)[piece.start : piece.stop].view(parameter.shape)
+            if not self._agreed:  # a guess: the sum may be needed once more
+                agreed = agreed.clone()
+            gradient = laid_out_like(self._sums.gradient(piece.slot, agreed), parameter)
+            gradients[piece] = gradient.mul_(scale) if scale != 1.0 else gradient
         return gradients
+
+    def _move(self, segments: Sequence[Segment], gradients: Mapping[Piece, Tensor]) -> None:
+        """Have the optimizer move these segments by the gradients that there are."""
+        self._moved = True
+        pieces, held = _pieces(segments), self._mover.held
+        for piece in pieces:
+            held[piece].grad = gradients.get(piece)
+        self._mover.step(self._attempt.number, pieces)
+        for piece in pieces:
+            held[piece].grad = None
+
+    def _give(self, segments: Sequence[Segment]) -> None:
+        """Send what has moved of this server's part to the workers."""
+        assert self._shared is not None
+        own = self._shared.new[self._mine]
+        self._under_way += [
+            self._comm.send(own.of(segment), rank) for segment in segments for rank in self._workers
+        ]
 
     def _tell_all(self, gradients: Mapping[Piece, Tensor]) -> float:
         """Sum the norm over the servers, and tell all what the sums were like.
@@ -272,12 +354,12 @@ class ServerSync(Gathering):
     def apply(self, update: Callable[[], Result]) -> Result:
         """Give the model the parameters that the servers have moved."""
         assert self._shared is not None
-        for packed in self._shared.new:
+        for packed in self._shared.new.values():
             packed.store()
         result = update()
         self._sums.end_step(self._sizes)
         if self._mine >= 0:
-            self._held = self._attempt
+            self._held, self.whole = self._attempt, len(self._servers) == 1
         self._moved = False
         self._forget()
         return result
@@ -285,18 +367,23 @@ class ServerSync(Gathering):
     @torch.no_grad()
     def abandon(self) -> None:
         """Undo what this server has moved."""
+        self._undo()
+        self._under_way = []
+        self._sums.abandon()
+        self._forget()
+
+    def _undo(self) -> None:
+        """This server's part, and the optimizer's state for it, are those of the last commit."""
         if self._moved:
             assert self._shared is not None
             assert self._memory is not None
             assert self._held is not None
             before = self._memory.at(*self._held)
             assert before is not None, "the slot of the last commit is kept"
-            self._mover.load_states(before)
+            self._mover.load_states(_of_optimizer(before))
             self._shared.new[self._mine].load()
             self._memory.forget(*self._attempt)
             self._moved = False
-        self._sums.abandon()
-        self._forget()
 
     def stop(self) -> None:
         """The optimizer stays where it is."""
@@ -310,6 +397,7 @@ class ServerSync(Gathering):
     def load_own(self, state: Mapping[str, Tensor]) -> None:
         """Begin from what the optimizer itself has."""
         self._shared, self._held, self._left, self._begins = None, None, None, True
+        self.whole = True
 
     def load_left(
         self,
@@ -319,6 +407,32 @@ class ServerSync(Gathering):
     ) -> None:
         """What lies in memory is what this server holds."""
         self._left = {name: tensor.clone() for name, tensor in tensors.items()}
+
+    @torch.no_grad()
+    def make_whole(
+        self, comm: Comm, root: int, servers: Sequence[int], memory: Memory | None
+    ) -> None:
+        """Give this server the parts of the others, if it is `root` and lacks them."""
+        wanted = torch.tensor([0, *BEGINNING])
+        if comm.rank == root and not self.whole:
+            assert self._held is not None, "it has been part of a commit"
+            wanted = torch.tensor([1, *self._held])
+        comm.broadcast(wanted, root)
+        lacks, *commit = wanted.tolist()
+        for server, rank in enumerate(servers) if lacks else ():
+            if comm.rank == root != rank:
+                assert self._shared is not None
+                packed = Packed(self._shared.parts[server].pieces, self._parameters)
+                if len(packed.flat):
+                    comm.receive(packed.flat, rank).wait()
+                    packed.store()
+            elif comm.rank == rank != root:
+                left = memory.at(*commit) if memory is not None else None
+                if left is None:
+                    raise _lost(server, len(servers))
+                if len(left[_PARAMETERS]):
+                    comm.send(left[_PARAMETERS], root).wait()
+        self.whole = self.whole or comm.rank == root
 
     @staticmethod
     def price(parameter_bytes: int, replicas: int) -> Price:
@@ -338,26 +452,52 @@ class _All:
             work.wait()
 
 
-class _Sum:
-    """What all workers send of one segment, on its way here.
+class _Guess:
+    """That a step is like the one before it, as far as it matters to who moves parameters early.
 
-    Args:
-        into: the segment; gets the sum, in rank order.
-        comm: the group.
-        workers: ranks.
+    The same parameters have a gradient, it is finite, and it needs the same scale. After a wrong
+    guess twice as many steps as the last time have none: moving in vain costs time.
     """
 
-    def __init__(self, into: Tensor, comm: Comm, workers: Sequence[int]) -> None:
-        self._into = into
-        self._parts = [into, *(torch.empty_like(into) for _ in workers[1:])]
-        self._works = [
-            comm.receive(part, rank) for part, rank in zip(self._parts, workers, strict=True)
-        ]
+    def __init__(self) -> None:
+        self.there: Sequence[bool] = ()
+        """Which parameters have a gradient; empty where nothing is guessed."""
+        self.scale = 1.0
+        self._wrong = 0
+        self._next = 0
 
-    @torch.no_grad()
-    def wait(self) -> None:
-        """Return when the sum is here."""
-        for number, (work, part) in enumerate(zip(self._works, self._parts, strict=True)):
-            work.wait()
-            if number:
-                self._into += part
+    def counts(self, step: int) -> bool:
+        """Whether there is a guess for a step."""
+        return bool(self.there) and step >= self._next
+
+    def compare(self, step: int, there: Sequence[bool], scale: float, *, used: bool) -> bool:
+        """Whether the guess was right; the next one is that all is as in this step.
+
+        Args:
+            step: its number.
+            there: as it was; empty where it is not to be guessed from.
+            scale: as it was.
+            used: whether parameters were moved by the guess.
+        """
+        right = bool(there) and (there, scale) == (self.there, self.scale)
+        if used and not right:
+            self._wrong += 1
+            self._next = step + 2**self._wrong
+        self.there, self.scale = there, scale
+        return right
+
+
+def _pieces(segments: Sequence[Segment]) -> list[Piece]:
+    return [piece for segment in segments for piece in segment.pieces]
+
+
+def _of_optimizer(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in kept.items() if name != _PARAMETERS}
+
+
+def _lost(server: int, servers: int) -> WorkerError:
+    return WorkerError(
+        f"the optimizer state of server {server} of {servers} was lost with the memory of its "
+        "host, or its fork server, and no other process has it. Resume the run: it continues from "
+        "the newest checkpoint."
+    )

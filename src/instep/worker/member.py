@@ -58,7 +58,8 @@ from instep.store.folder import id_of
 from instep.system import causes
 from instep.system.addresses import address_towards
 from instep.system.environment import recipe_here
-from instep.system.processes import machine
+from instep.system.limits import FLOOR_S
+from instep.system.processes import is_stopped, machine
 
 if TYPE_CHECKING:
     from instep.comm.forwarder import Forwarder
@@ -170,7 +171,7 @@ class Member:
         self._asked = self._answered = 0
         self._ledger = bytearray()
         self._steps: list[tuple[Any, ...]] = []
-        self._flushed = self._metered = time.monotonic()
+        self._flushed = self._metered = self._forwarder_ran_at = time.monotonic()
 
     def show_itself(self) -> None:
         """Send heartbeats from now on, though this worker is not ready yet.
@@ -181,7 +182,16 @@ class Member:
             self._connection.listen(self._heartbeat, self._arrived, self._lapsed)
 
     def _heartbeat(self) -> Heartbeat:
+        self._end_stopped_forwarder()
         return self.at() if self.at is not None else Heartbeat(phase=self.phase)
+
+    def _end_stopped_forwarder(self) -> None:
+        """In the listening thread: end it, for another to be started with the next group."""
+        now, forwarder = time.monotonic(), self.forwarder
+        if forwarder is None or not is_stopped(forwarder.pid):
+            self._forwarder_ran_at = now
+        elif now - self._forwarder_ran_at > FLOOR_S:
+            forwarder.kill()
 
     def wait_for_group(self) -> Form:
         """Wait for the next generation, and return its members.

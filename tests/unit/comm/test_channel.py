@@ -143,6 +143,18 @@ def test_a_valid_message_before_nonsense_in_one_packet_does_not_keep_the_connect
             arrived += heard(hub, 1)
 
 
+def test_a_peer_that_is_dropped_for_its_first_message_is_not_heard_any_more(hub):
+    """A stranger could have a thousand handled that came in one packet."""
+    with socket.create_connection(hub.address) as stranger:
+        stranger.sendall(1000 * frame(Release()))
+        heard = 0
+        while not heard:
+            for peer, _ in hub.receive(0.05):
+                heard += 1
+                hub.drop(peer)
+    assert heard == 1
+
+
 def test_a_thousand_strings_of_random_bytes_disturb_no_other_connection(hub, channel):
     """Each stranger sends nonsense and hangs up; the worker beside them is served throughout."""
     gone = 0

@@ -375,5 +375,59 @@ def test_a_process_that_is_refused_when_it_reconnects_learns_so_and_its_lease_st
     assert lapses
 
 
+@pytest.fixture
+def briefly(monkeypatch):
+    for name in ("GIVE_UP_S", "ANSWER_S"):
+        monkeypatch.setattr(f"instep.comm.connection.{name}", 1.0)
+
+
+def test_a_master_that_accepts_connections_and_never_answers_is_given_up(
+    masters, connection, briefly, monkeypatch
+):
+    """The system still accepts for a master that is stopped, and another program may have its
+    port."""
+    monkeypatch.setattr("instep.comm.connection.RECONNECT_S", 0.2)
+    connection.keep(0.1)
+    connection.listen(Heartbeat, lambda _: None)
+    with pytest.raises(PeerError, match="it does not answer"):
+        connection.receive()
+
+
+def test_the_first_answer_is_not_waited_for_without_end(masters, connection, briefly):
+    with pytest.raises(PeerError, match=r"127.0.0.1:\d+ does not answer, for 1 s"):
+        connection.welcome()
+
+
+@contextlib.contextmanager
+def hangs_up():
+    """Somebody who listens, and closes each connection; how many there were."""
+    with listen() as listener:
+        count, over = [], threading.Event()
+        listener.settimeout(0.05)
+
+        def serve():
+            while not over.is_set():
+                with contextlib.suppress(TimeoutError):
+                    listener.accept()[0].close()
+                    count.append(None)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield Address(*listener.getsockname()), count
+        over.set()
+        thread.join()
+
+
+def test_who_is_closed_without_an_answer_does_not_call_again_and_again_without_a_pause(briefly):
+    """A master of another version closes each connection, and is busy with no more than a few."""
+    with hangs_up() as (address, count):
+        connection = MasterConnection(address, HELLO)
+        connection.lasting = True
+        with pytest.raises(PeerError):
+            connection.welcome()
+        connection.close()
+    assert 2 < len(count) < 20
+
+
 def test_without_a_lease_nothing_lapses(connection):
     assert not connection.lapsed

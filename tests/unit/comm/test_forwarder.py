@@ -4,6 +4,7 @@ import datetime
 import socket
 import struct
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 
@@ -291,3 +292,33 @@ def test_callers_that_say_nothing_keep_no_worker_out(forwarders):
                 address = ("127.0.0.1", each._known_port())
                 strangers.enter_context(socket.create_connection(address, 5))
         on_ranks(both, total)
+
+
+def test_callers_from_machines_without_a_worker_get_a_small_part_of_a_forwarder(
+    authority, forwarders
+):
+    """Each handshake that they begin costs it a signature. Workers are served at once meanwhile."""
+    both = forwarders("a", "b")
+    on_ranks(both, total)  # from now on each knows where the other is
+    made = showing(Authority().issue(Identity("worker", 1)).own)
+
+    def answered(source, seconds):
+        """How many handshakes the first forwarder goes on with."""
+        count, end = 0, time.monotonic() + seconds
+        while time.monotonic() < end:
+            ours = tls.Tls(made, server=False, accepted=lambda _: True)
+            with socket.create_connection(
+                ("127.0.0.1", both[0]._known_port()), 5, source_address=(source, 0)
+            ) as caller:
+                caller.sendall(ours.begin())
+                count += bool(caller.recv(1))
+        return count
+
+    answered("127.0.0.9", 0.5)  # more than it gives at once
+    with ThreadPoolExecutor(1) as pool:
+        strangers = pool.submit(answered, "127.0.0.9", 0.5)
+        for each in both:
+            each.begin("another group")
+            each.begin("group")
+        on_ranks(both, total)
+        assert strangers.result() < answered("127.0.0.1", 0.5) / 2

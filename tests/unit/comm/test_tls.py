@@ -10,6 +10,8 @@ import threading
 import time
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
 
 from helpers import random_bytes
 from instep.comm import tls
@@ -266,6 +268,14 @@ def another_key(own, other):
     return key + certificate
 
 
+def as_authority(own):
+    """What a worker can make of its own key and certificate."""
+    made = Authority()
+    made._key = serialization.load_pem_private_key(own.encode(), password=None)
+    made._certificate = x509.load_pem_x509_certificate(own.encode())
+    return made
+
+
 WRONG = {
     "no certificate": lambda run: without_certificate(),
     "another run's": lambda run: showing(Authority().issue(WORKER).own),
@@ -275,7 +285,7 @@ WRONG = {
     "the master's": lambda run: showing(run.issue(Identity("master")).own),
     "the authority's own": lambda run: showing(run.pem),
     "one made by a worker": lambda run: showing(
-        Authority(run.issue(WORKER).own).issue(Identity("client")).own
+        as_authority(run.issue(WORKER).own).issue(Identity("client")).own
     ),
     "TLS 1.2": lambda run: at_most_1_2(run.issue(WORKER).own),
     "no TLS at all": lambda run: frame(Release()),

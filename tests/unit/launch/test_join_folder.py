@@ -1,5 +1,6 @@
 """The folder of `instep certificates`: tokens that work once and run out, and nobody else reads."""
 
+import fcntl
 import json
 import ssl
 import threading
@@ -149,6 +150,17 @@ def test_no_certificate_leaves_unless_it_is_on_disk_that_the_token_is_used(
             folder.certify(secret(folder), key)
     assert not json.loads((tmp_path / "certificates" / "hosts.json").read_text())["0"]["public_key"]
     assert folder.certify(secret(folder), key)
+
+
+def test_a_process_that_was_stopped_while_it_had_the_folder_is_not_waited_for(
+    tmp_path, folder, monkeypatch
+):
+    monkeypatch.setattr("instep.launch.join_folder.LOCKED_S", 0.2)
+    with open(tmp_path / "certificates" / ".lock") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(SpecError, match="another process has locked"):
+            folder.is_current(0, b"")
+    assert not folder.is_current(0, b"")
 
 
 def test_another_token_shuts_out_what_the_first_one_bought(folder, key):

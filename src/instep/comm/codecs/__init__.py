@@ -19,5 +19,6 @@ CODECS = Registry(
         "int8": "instep.comm.codecs.int8:Int8",
         "int4": "instep.comm.codecs.int4:Int4",
         "sign": "instep.comm.codecs.sign:Sign",
+        "top_k": "instep.comm.codecs.top_k:TopK",
     },
 )

@@ -40,7 +40,7 @@ from instep.errors import PeerError, RecipeError, SpecError, Unrepeatable, Worke
 from instep.records import Attempt
 from instep.state.boxes import MeshRank
 from instep.store.ledger import Ledger, mend
-from instep.sync.base import InMesh, Mover, Servers, Strategy
+from instep.sync.base import InMesh, Mover, Scattered, Servers, Strategy
 from instep.sync.norm import norm, squares
 from instep.system.host_memory import NoRoom
 from instep.units import readable_bytes
@@ -252,6 +252,9 @@ class Engine:
             step = self.state.progress.step
             mend(ledger, step, self._records, wait=self.member.waits_for_writer)
         fresh = not self.state.held
+        servers = [form.members.index(number) for number in form.servers]
+        if isinstance(self.strategy, Scattered) and {*there.holders} <= {*servers}:
+            self.strategy.make_whole(comm, there.root, servers, self.own.memory)
         self.state.share(column, self._within_column(there))
         if fresh:
             self.own.take_what_was_left()
@@ -345,7 +348,8 @@ class Engine:
             PeerError: a member went away meanwhile.
         """
         if compare:
-            check_parameters(self.model, column)
+            whole = not isinstance(self.strategy, Scattered) or self.strategy.whole
+            check_parameters(self.model, column, whole=whole)
         member, form = self.member, self.member.form
         assert form is not None, "no generation yet"
         self.assignment = assignment
