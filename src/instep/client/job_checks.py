@@ -109,6 +109,11 @@ def _check_sync(job: JobSpec) -> None:
             f"sync.participants = {sync.participants}: {sync.name} agrees on every step. Leave the "
             "key out, or use sync.name = 'averaging'."
         )
+    if sync.name not in ROUNDS and job.stop.spread is not None:
+        raise SpecError(
+            f"stop.spread = {job.stop.spread:g}: {sync.name} has no participants that could be "
+            "apart. Leave the key out, or use sync.name = 'averaging'."
+        )
     if sync.name not in SERVERS and job.server_hosts:
         raise SpecError(
             f"cluster.servers = {list(job.cluster.servers)}: {sync.name} has no servers. Leave "
