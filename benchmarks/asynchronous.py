@@ -4,8 +4,8 @@
     python benchmarks/asynchronous.py loss [--epochs 6] [--seeds 3]
 
 `slow`: one of four workers is twice as slow for a tenth of the time (samples are slept, so two
-cores are enough, and all_reduce deals evenly). For each strategy: the rate from its fifth step on, over that of the same run in
-which nobody is slow. The runs take turns.
+cores are enough; all_reduce deals evenly). For each strategy: the rate from its fifth step on,
+over that of the same run in which nobody is slow. The runs take turns.
 
 `loss`: the last validation loss of four workers, over that of `all_reduce` with updates of the same
 size, for several seeds. A gradient is late by about three updates.
