@@ -78,7 +78,6 @@ _APART = "each micro-batch is computed apart, and nobody waits for those of othe
 _ONE_OPTIMIZER = "its strategy agrees on the gradient of one optimizer; all_reduce agrees on each"
 
 CLASHES: dict[tuple[str, str], str] = {
-    ("averaging", "codec"): _OWN_STEPS,
     ("averaging", "batch_norm"): _OWN_STEPS,
     ("averaging", "float16"): _OWN_STEPS,
     ("averaging", "corruption"): _OWN_STEPS,
@@ -102,7 +101,8 @@ CLASHES: dict[tuple[str, str], str] = {
     ("leased", "own_loop"): "your own loop calls the optimizer, which is on the server",
     ("leased", "turns"): _ONE_OPTIMIZER,
     ("leased", "batch_loss"): _APART,
-    ("codec", "bits"): "what a codec drops depends on how many workers there are",
+    ("codec", "bits"): "what a codec drops depends on how many workers there are, unless it "
+    "belongs to participants (averaging)",
     ("codec", "corruption"): "gradients are not compared to the bit",
     ("codec", "float16"): "the scale of the loss changes",
     ("codec", "turns"): "it carries over what it drops of a single gradient",
@@ -132,10 +132,15 @@ CLASHES: dict[tuple[str, str], str] = {
 """Pairs of settings, and why they do not go together."""
 
 
+UNLESS = {("codec", "bits"): "averaging"}
+"""Pairs that do go together where a third setting is asked for."""
+
+
 def clashes(job: JobSpec, recipe: Traits | None = None) -> Iterator[tuple[str, str]]:
     """The pairs that a job asks for, and a recipe where it is known, and that clash."""
     for pair in CLASHES:
-        if all(SETTINGS[name].asked(job, recipe) for name in pair):
+        unless = pair in UNLESS and SETTINGS[UNLESS[pair]].asked(job, recipe)
+        if not unless and all(SETTINGS[name].asked(job, recipe) for name in pair):
             yield pair
 
 
