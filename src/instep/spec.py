@@ -153,6 +153,10 @@ class StopSpec(Section, frozen=True, kw_only=True):
     gradient_norm: Annotated[float, Meta(gt=0)] | None = None
     """Stop if the global norm of the gradient, before clipping, is below this."""
 
+    spread: Annotated[float, Meta(gt=0)] | None = None
+    """Of the strategies with rounds: stop if the participants are this many times as far from their
+    mean as the mean has moved in the round."""
+
     time_limit: str | Annotated[float, Meta(gt=0)] | None = None
     """Stop when the whole run has taken this long: `"90s"`, `"30m"`, `"1h30m"`, or seconds."""
 
@@ -182,7 +186,7 @@ class StopSpec(Section, frozen=True, kw_only=True):
         return self.gradient_norm is not None
 
     def __post_init__(self) -> None:
-        for name in ("target", "least_change", "rise", "gradient_norm", "time_limit"):
+        for name in ("target", "least_change", "rise", "gradient_norm", "spread", "time_limit"):
             value = getattr(self, name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{name} = {value}: needs to be a finite number.")
@@ -241,7 +245,9 @@ class SyncSpec(Section, frozen=True, kw_only=True):
     codec: str = "none"
     """How gradients are encoded for sending: `none` sends them as they are; `bfloat16` and
     `float16` send 16 bits a value, `int8`, `int4` and `sign` 8, 4 and 1; `top_k` sends the largest
-    1 % of the values. With a codec the result depends on the number of workers."""
+    1 % of the values, `dgc` fewer, with SGD's momentum, `nonzero` all but zeros, `powersgd` two
+    thin factors of each matrix; `module:Class` is one of your own, in a file beside the recipe's.
+    With a codec the result depends on the number of workers."""
 
     codec_options: dict[str, Any] = {}
     """Options of the codec, which has their names, defaults and checks."""

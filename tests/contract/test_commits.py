@@ -44,10 +44,15 @@ ends with the parameters of an undisturbed one."""
 OPTIONS = {
     "all_reduce": [{}, {"bucket_mb": 0.00005}, {"codec": "int8"}],
     "averaging": [{}, {"local_optimizers": "kept"}],
+    "server_sync": [
+        {"servers": 1},
+        {"servers": 2},
+        {"servers": 2, "copy": True},
+        {"servers": 2, "bucket_mb": 0.00005},
+    ],
     "diloco": [{"codec": "int4"}],  # a codec in rounds, and state of the outer step
     "fedprox": [],  # which are the same class with other rules
     "fedopt": [],
-    "server_sync": [{"servers": 1}, {"servers": 2}, {"servers": 2, "bucket_mb": 0.00005}],
 }
 CASES = [
     (name, options, determinism)

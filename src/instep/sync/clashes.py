@@ -49,6 +49,9 @@ SETTINGS = {
     ),
     "leased": Setting("sync.name = {job.sync.name!r}", lambda job, _: job.sync.name in LEASED),
     "codec": Setting("sync.codec = {job.sync.codec!r}", lambda job, _: job.sync.codec != "none"),
+    "powersgd": Setting(
+        "sync.codec = {job.sync.codec!r}", lambda job, _: job.sync.codec == "powersgd"
+    ),
     "shard": Setting("mesh.shard = {job.mesh.shard}", lambda job, _: job.mesh.shard > 1),
     "tensor": Setting("mesh.tensor = {job.mesh.tensor}", lambda job, _: job.mesh.tensor > 1),
     "stages": Setting("mesh.stages = {job.mesh.stages}", lambda job, _: job.mesh.stages > 1),
@@ -119,6 +122,7 @@ CLASHES: dict[tuple[str, str], str] = {
 } | {
     (axis, setting): why
     for setting, why in {
+        "powersgd": "its factors are of whole matrices, and a process of a replica has parts",
         "server_sync": "servers share out whole parameters, and a process of a replica has parts",
         "leased": "the server has whole parameters, and a process of a replica has parts",
         "float16": "the scale of the loss follows from whole gradients",

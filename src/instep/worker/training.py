@@ -48,6 +48,7 @@ from instep.worker.member import Member
 from instep.worker.mesh_check import MeshCheck, check_validation
 from instep.worker.observed import Observed, make_observers
 from instep.worker.optimizer_check import OptimizerCheck
+from instep.worker.probe import Probe
 from instep.worker.replica import Replica, check_model
 from instep.worker.shared_steps import MembersChanged, SharedSteps
 from instep.worker.step.assignment import Finished
@@ -167,6 +168,9 @@ class Training(Loop):
             if embeds or self._reads is not None or self._replica is not None
             else None
         )
+        if isinstance(update, rounds.RoundUpdate) and self._replica is None:
+            probe = Probe(self._forward, self._validation, self._validation_samples)
+            update.probe = probe.predictions
         self._rounds = (
             rounds.Rounds(
                 self.engine,

@@ -14,6 +14,7 @@ JOBS = {
     "server_sync": {"sync": {"name": "server_sync"}},
     "leased": {"sync": {"name": "server_async"}},
     "codec": {"sync": {"codec": "int8"}},
+    "powersgd": {"sync": {"codec": "powersgd"}},
     "shard": {"mesh": {"shard": 2}},
     "tensor": {"mesh": {"tensor": 2}},
     "stages": {"mesh": {"stages": 2}},
@@ -28,7 +29,7 @@ JOBS = {
     "turns": {},
     "batch_loss": {},
 }
-NEEDS = {"corruption": {"bits"}}
+NEEDS = {"corruption": {"bits"}, "powersgd": {"codec"}}
 """Settings that another brings along."""
 STRATEGIES = {"averaging", "server_sync", "leased"}
 """A job has one."""
