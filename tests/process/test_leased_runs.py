@@ -4,6 +4,7 @@ With one worker no gradient is late, so the whole run is a plain loop over the m
 """
 
 import copy
+import json
 import random
 from collections import Counter
 from pathlib import Path
@@ -49,9 +50,7 @@ def plain_loop(steps: int) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def begin(
-    start: Start, folder: Path, workers: int, sync: str, pause_s: float, steps: int = STEPS
-) -> Started:
+def write_job(folder: Path, workers: int, sync: str, pause_s: float, steps: int = STEPS) -> Path:
     job = folder / "job.toml"
     job.write_text(
         f'name = "leased"\nrecipe = "{RECIPES / "slow_tiny.py"}:recipe"\nworkers = {workers}\n'
@@ -59,7 +58,11 @@ def begin(
         f"validate_every = 40\n[sync]\n{sync}\n[checkpoint]\nevery = 25\n"
         f"[arguments]\npause_s = {pause_s}\n"
     )
-    return start("-m", "instep", "run", job)
+    return job
+
+
+def begin(start: Start, folder: Path, *given: Any) -> Started:
+    return start("-m", "instep", "run", write_job(folder, *given))
 
 
 def check_exact(run: RunFolder, steps: int = STEPS) -> None:
@@ -220,3 +223,16 @@ def test_where_nobody_is_left_a_run_goes_back_to_its_newest_checkpoint(
     run = RunFolder(program.run)
     check_exact(run)
     check_equal(run, plain_loop(STEPS))
+
+
+@pytest.mark.slow
+def test_whoever_is_killed_or_stopped_chaos_finds_no_fault(start: Start, tmp_path: Path) -> None:
+    job = write_job(tmp_path, 3, 'name = "server_async"', 0.02)
+    faults = ("--kills", 4, "--hangs", 3, "--roles", "worker,server,master")
+    program = start("-m", "instep", "chaos", job, *faults, "--json")
+    assert program.end(400) == 0, program.stdout
+    verdict = json.loads(program.stdout.splitlines()[-1])
+    assert verdict["holds"]
+    assert verdict["injected"] == 7
+    assert verdict["losses_compared"] == 0
+    program.check_no_process_is_left()
