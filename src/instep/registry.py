@@ -56,7 +56,13 @@ class Registry(Mapping[str, Any]):
         return getattr(found, attribute)
 
     def factory(
-        self, name: str, options: Mapping[str, Any], *, where: str, apart: Collection[str] = ()
+        self,
+        name: str,
+        options: Mapping[str, Any],
+        *,
+        where: str,
+        apart: Collection[str] = (),
+        beside: Collection[str] = (),
     ) -> Any:
         """The part, which has these options: a class or function that takes them by name.
 
@@ -64,12 +70,14 @@ class Registry(Mapping[str, Any]):
             options: of the job file.
             where: the section that has them, for messages.
             apart: parameters that are no options.
+            beside: options that are no parameters: others read them.
 
         Raises:
             SpecError: nothing has that name, or it has no such option.
         """
         part = self[name]
         known = [option for option in inspect.signature(part).parameters if option not in apart]
+        known += beside
         for option in options:
             if option not in known:
                 raise SpecError(

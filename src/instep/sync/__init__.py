@@ -6,19 +6,21 @@ of its own, and add its line here. The suite in `tests/contract` finds it, and
 """
 
 from instep.registry import Registry
-from instep.spec import SyncSpec
+from instep.spec import ROUNDS, SyncSpec
+
+__all__ = ["ROUNDS", "SERVERS", "STRATEGIES", "servers_of"]
 
 STRATEGIES = Registry(
     "sync strategy",
     {
         "all_reduce": "instep.sync.all_reduce:AllReduce",
-        "averaging": "instep.sync.averaging:Averaging",
+        "averaging": "instep.sync.averaging:averaging",
+        "diloco": "instep.sync.diloco:diloco",
+        "fedopt": "instep.sync.fedopt:fedopt",
+        "fedprox": "instep.sync.fedprox:fedprox",
         "server_sync": "instep.sync.server_sync:ServerSync",
     },
 )
-
-ROUNDS = frozenset({"averaging"})
-"""Those in which participants take steps of their own, and one commit is a round of them."""
 
 SERVERS = frozenset({"server_sync"})
 """Those with parameter servers: members that get no work, and move parameters for the workers."""

@@ -23,8 +23,8 @@ from instep.comm.base import Comm
 from instep.comm.codecs import CODECS, OWN
 from instep.errors import SpecError
 from instep.records import BEGINNING, Attempt, Law
-from instep.spec import SyncSpec
-from instep.sync import STRATEGIES
+from instep.spec import ROUND_OPTIONS, SyncSpec
+from instep.sync import ROUNDS, STRATEGIES
 
 Result = TypeVar("Result")
 
@@ -199,11 +199,12 @@ class Strategy(Protocol):
     def begin_step(self, attempt: Attempt) -> None:
         """The passes of a step are about to run, or to run once more, towards this commit."""
 
-    def begin_pass(self, weight: float, *, last: bool) -> None:
+    def begin_pass(self, weight: float, *, last: bool, unit: int = 0) -> None:
         """A backward pass is about to run whose gradients count `weight`.
 
         `last` says that this rank runs no other in this step, so what is
-        ready may be sent while the pass continues.
+        ready may be sent while the pass continues. `unit` is the number of what it computes,
+        the same whichever rank does; for strategies that remember something for each.
         """
 
     def gradient(self, slot: int, gradient: Tensor) -> None:
@@ -352,7 +353,11 @@ def make_strategy(
         SpecError: there is no such strategy or codec, or it has no such option, or the
             option's value is refused; or the strategy has no use for the codec.
     """
-    factory = STRATEGIES.factory(name, options, where="sync.options", apart=["codec"])
+    beside = ROUND_OPTIONS if name in ROUNDS else {}
+    factory = STRATEGIES.factory(
+        name, options, where="sync.options", apart=["codec"], beside=list(beside)
+    )
+    options = {option: value for option, value in options.items() if option not in beside}
     made = CODECS.factory(codec, codec_options, where="sync.codec_options")(**codec_options)
     if missing := [
         part for part in OWN if not hasattr(made, part) and not hasattr(made, "reducer")

@@ -34,6 +34,10 @@ class Setting(NamedTuple):
     asked: Callable[[JobSpec, Traits | None], bool]
 
 
+NOT_IN_ROUNDS = frozenset({"dgc", "nonzero", "powersgd"})
+"""Codecs that sum over workers in a way of their own."""
+
+
 def _turns(job: JobSpec, recipe: Traits | None) -> bool:
     return recipe is not None and bool(recipe.turns)
 
@@ -50,6 +54,10 @@ SETTINGS = {
     "codec": Setting("sync.codec = {job.sync.codec!r}", lambda job, _: job.sync.codec != "none"),
     "powersgd": Setting(
         "sync.codec = {job.sync.codec!r}", lambda job, _: job.sync.codec == "powersgd"
+    ),
+    "dgc": Setting("sync.codec = {job.sync.codec!r}", lambda job, _: job.sync.codec == "dgc"),
+    "no_rounds": Setting(
+        "sync.codec = {job.sync.codec!r}", lambda job, _: job.sync.codec in NOT_IN_ROUNDS
     ),
     "shard": Setting("mesh.shard = {job.mesh.shard}", lambda job, _: job.mesh.shard > 1),
     "tensor": Setting("mesh.tensor = {job.mesh.tensor}", lambda job, _: job.mesh.tensor > 1),
@@ -79,7 +87,8 @@ _ON_THE_HOST = "servers and workers compute on the CPU"
 _ONE_OPTIMIZER = "its strategy agrees on the gradient of one optimizer; all_reduce agrees on each"
 
 CLASHES: dict[tuple[str, str], str] = {
-    ("averaging", "codec"): _OWN_STEPS,
+    ("averaging", "no_rounds"): "rounds encode segments of what each participant gives, in a fixed "
+    "number of bytes",
     ("averaging", "batch_norm"): _OWN_STEPS,
     ("averaging", "float16"): _OWN_STEPS,
     ("averaging", "corruption"): _OWN_STEPS,
@@ -93,7 +102,8 @@ CLASHES: dict[tuple[str, str], str] = {
     ("server_sync", "corruption"): "it compares states that every worker has",
     ("server_sync", "own_loop"): "your own loop calls the optimizer, which is on the servers",
     ("server_sync", "turns"): _ONE_OPTIMIZER,
-    ("codec", "bits"): "what a codec drops depends on how many workers there are",
+    ("codec", "bits"): "what a codec drops depends on how many workers there are, unless it "
+    "belongs to participants (averaging)",
     ("codec", "corruption"): "gradients are not compared to the bit",
     ("codec", "float16"): "the scale of the loss changes",
     ("codec", "turns"): "it carries over what it drops of a single gradient",
@@ -110,6 +120,7 @@ CLASHES: dict[tuple[str, str], str] = {
 } | {
     (axis, setting): why
     for setting, why in {
+        "dgc": "its limit is of whole gradients, and a process of a replica has parts",
         "powersgd": "its factors are of whole matrices, and a process of a replica has parts",
         "server_sync": "servers share out whole parameters, and a process of a replica has parts",
         "float16": "the scale of the loss follows from whole gradients",
@@ -123,10 +134,15 @@ CLASHES: dict[tuple[str, str], str] = {
 """Pairs of settings, and why they do not go together."""
 
 
+UNLESS = {("codec", "bits"): "averaging"}
+"""Pairs that do go together where a third setting is asked for."""
+
+
 def clashes(job: JobSpec, recipe: Traits | None = None) -> Iterator[tuple[str, str]]:
     """The pairs that a job asks for, and a recipe where it is known, and that clash."""
     for pair in CLASHES:
-        if all(SETTINGS[name].asked(job, recipe) for name in pair):
+        unless = pair in UNLESS and SETTINGS[UNLESS[pair]].asked(job, recipe)
+        if not unless and all(SETTINGS[name].asked(job, recipe) for name in pair):
             yield pair
 
 

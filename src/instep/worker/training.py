@@ -94,7 +94,7 @@ class Training(Loop):
         samples = len(recipe.train)
         fresh = member.checkpoint is None  # else the checkpoint has the parameters
         last_step = self.job.per_commit.length(samples)
-        averages, local_steps = self.job.sync.participants > 0, self.job.sync.local_steps
+        averages, local_steps = self.job.sync.rounds is not None, self.job.local_steps
         if averages:
             rounds.check_length(self.job, samples)
         embeds = recipe.batch_loss is not None
@@ -462,7 +462,7 @@ class Training(Loop):
         trial = try_recipe(self._forward, self._loader, self.job, self.samples)
         if self._validation is not None and self.member.number == 0:
             self._validated = try_validation(self._forward, self._validation, self._first_batch)
-        if not self.job.sync.participants:
+        if self.job.sync.rounds is None:
             return trial
         reason = "each participant of a round is computed apart"
         return trial._replace(merge=False, reason=reason, verdict=rounds.verdict(self.job))

@@ -14,6 +14,8 @@ JOBS = {
     "server_sync": {"sync": {"name": "server_sync"}},
     "codec": {"sync": {"codec": "int8"}},
     "powersgd": {"sync": {"codec": "powersgd"}},
+    "dgc": {"sync": {"codec": "dgc"}},
+    "no_rounds": {"sync": {"codec": "nonzero"}},
     "shard": {"mesh": {"shard": 2}},
     "tensor": {"mesh": {"tensor": 2}},
     "stages": {"mesh": {"stages": 2}},
@@ -28,7 +30,12 @@ JOBS = {
     "turns": {},
     "batch_loss": {},
 }
-NEEDS = {"corruption": {"bits"}, "powersgd": {"codec"}}
+NEEDS = {
+    "corruption": {"bits"},
+    "powersgd": {"codec", "no_rounds"},
+    "dgc": {"codec", "no_rounds"},
+    "no_rounds": {"codec"},
+}
 """Settings that another brings along."""
 
 

@@ -487,7 +487,7 @@ class Engine:
         for observer in self.observers.values():
             observer.begin_step(step, where)
 
-    def begin_pass(self, part: Pass, weight: float, *, last: bool) -> None:
+    def begin_pass(self, part: Pass, weight: float, *, last: bool, unit: int | None = None) -> None:
         """A backward pass is about to run that counts `weight`, over the samples of the step.
 
         Raises:
@@ -499,7 +499,7 @@ class Engine:
                 "have moved in part: this process cannot go on. Let the error end the program; "
                 "another takes up the last commit."
             )
-        self.strategy.begin_pass(weight, last=last)
+        self.strategy.begin_pass(weight, last=last, unit=part.number if unit is None else unit)
         for observer in self.observers.values():
             observer.begin_pass(part)
 
