@@ -11,15 +11,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from instep.comm.codecs import CODECS
-from instep.sync import ROUNDS, STRATEGIES
+from instep.sync import LEASED, ROUNDS, STRATEGIES
 from instep.sync.clashes import AXES, CLASHES, NOT_IN_ROUNDS, SETTINGS
 
 PAGE = Path(__file__).resolve().parent / "concepts" / "what-goes-together.md"
 
 
 def setting_of(strategy: str) -> tuple[str, ...]:
-    """What the table calls it: all with rounds are averaging there."""
-    return ("averaging" if strategy in ROUNDS else strategy,)
+    """What the table calls it: those of a kind have one name there."""
+    kinds = {"averaging": ROUNDS, "leased": LEASED}
+    return next(((kind,) for kind, names in kinds.items() if strategy in names), (strategy,))
 
 
 def codec_settings(codec: str) -> tuple[str, ...]:

@@ -88,6 +88,7 @@ IN_A_JOB_FILE = [
         ["all_reduce has no option 'bucket_md'", "Did you mean 'bucket_mb'?"],
     ),
     Job("[sync]\nparticipants = 2", ["sync.participants = 2: all_reduce agrees on every step"]),
+    Job("[stop]\nspread = 2.0", ["stop.spread = 2: all_reduce has no participants"]),
     Job("[sync]\nservers = 2", ["servers = 2: all_reduce has no servers", "'server_sync'"]),
     Job(
         '[sync]\nname = "server_sync"\nservers = 0',

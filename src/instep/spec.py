@@ -153,6 +153,10 @@ class StopSpec(Section, frozen=True, kw_only=True):
     gradient_norm: Annotated[float, Meta(gt=0)] | None = None
     """Stop if the global norm of the gradient, before clipping, is below this."""
 
+    spread: Annotated[float, Meta(gt=0)] | None = None
+    """Of the strategies with rounds: stop if the participants are this many times as far from their
+    mean as the mean has moved in the round."""
+
     time_limit: str | Annotated[float, Meta(gt=0)] | None = None
     """Stop when the whole run has taken this long: `"90s"`, `"30m"`, `"1h30m"`, or seconds."""
 
@@ -182,7 +186,7 @@ class StopSpec(Section, frozen=True, kw_only=True):
         return self.gradient_norm is not None
 
     def __post_init__(self) -> None:
-        for name in ("target", "least_change", "rise", "gradient_norm", "time_limit"):
+        for name in ("target", "least_change", "rise", "gradient_norm", "spread", "time_limit"):
             value = getattr(self, name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{name} = {value}: needs to be a finite number.")
@@ -236,7 +240,7 @@ class SyncSpec(Section, frozen=True, kw_only=True):
 
     servers: Positive = 1
     """Of `server_sync`: how many parameter servers share the parameters. They are processes beside
-    the workers, and hold the optimizer's state."""
+    the workers, and hold the optimizer's state. `bounded_stale` and `server_async` have one."""
 
     codec: str = "none"
     """How gradients are encoded for sending: `none` sends them as they are; `bfloat16` and

@@ -205,6 +205,53 @@ def test_a_strategy_with_rounds_has_the_same_bits_on_any_workers_and_resumed(run
     assert hashes == {resumed.summary["parameters_sha256"]}
 
 
+CODED = (*sync_of("diloco"), 'sync.codec="int4"', *BITS)
+
+
+@pytest.mark.slow
+def test_diloco_with_int4_has_the_same_bits_on_any_workers_resumed_and_after_kills(run: Start):
+    """What a codec leaves out goes with its participant, or with its elements."""
+    sums = {
+        workers: trained(run, workers, *CODED, recipe="classes", local="kept").summary
+        for workers in (1, 2, 3)
+    }
+    hashes = {each["parameters_sha256"] for each in sums.values()}
+    stopped = trained(run, 3, *CODED, "train.stop_after_steps=2", recipe="classes", local="kept")
+    resumed = instep.resume(stopped.run, workers=2, quiet=True)
+    hashes.add(resumed.summary["parameters_sha256"])
+    assert len(hashes) == 1
+    plain = trained(run, 2, *CODED, 'sync.codec="none"', recipe="classes", local="kept")
+    assert plain.summary["parameters_sha256"] not in hashes
+
+
+@pytest.mark.slow
+def test_workers_killed_in_rounds_with_a_codec_leave_no_trace(run: Start, start: Start):
+    longer = (*QUICK, *CODED, "train.steps=60", "data.loaders=0", optimizers("reset"))
+    program = run("averages.py:classes", *longer, "workers=3", "arguments.pause_s=0.002")
+    program.until(program.is_training, "training")
+    draw = random.Random(4)
+    for _ in range(3):
+        time.sleep(draw.uniform(0.3, 0.9))  # the moment is what is drawn
+        kill(draw.choice(list(newest_pids(program).values())))
+    asked = start("-m", "instep", "scale", program.run, "--workers", 2)
+    assert asked.end() == 0, asked.stderr
+    assert program.end(200) == 0, program.stderr
+    assert program.events("worker_lost")
+    alone = trained(run, 1, *longer, recipe="classes")
+    assert program.summary["parameters_sha256"] == alone.summary["parameters_sha256"]
+    assert program.summary["missing_samples"] == program.summary["repeated_samples"] == 0
+
+
+def test_how_far_participants_are_apart_is_noted_and_can_end_a_run(run: Start):
+    program = trained(run, 2, *CODED, "stop.spread=1e-3", recipe="classes")
+    apart = program.events("participants_apart")
+    assert [each["step"] for each in apart] == [1]
+    assert apart[0]["distance"] > 1e-3 * apart[0]["way"] > 0
+    assert 0 < apart[0]["divergence"] < 1
+    assert (program.summary["rule"], program.summary["steps"]) == ("spread", 1)
+    assert "times as far from their mean as it moved, above 0.001" in program.summary["rule_text"]
+
+
 def optimizers(local):
     return f'sync.options.local_optimizers="{local}"'
 

@@ -19,11 +19,14 @@ from torch.nn import Parameter
 
 from instep.comm.base import Comm
 from instep.comm.codecs.base import Codec
+from instep.comm.codecs.none import Identity
+from instep.errors import SpecError
 from instep.records import BEGINNING, Attempt, Law
 from instep.sync.all_reduce import AllReduce
 from instep.sync.base import InMesh, Memory, Price, Result, Servers
 from instep.sync.coded import Coded
 from instep.sync.outer import Outer
+from instep.sync.spread import Given, Spread, spread
 
 KEPT, OUTER = "kept/", "outer/"
 """Begin the names of what `Kept` and the outer rule give, in the strategy's state."""
@@ -54,6 +57,7 @@ class Averaging:
     Args:
         bucket_mb: megabytes of one message, at most.
         codec: how what participants give looks on the wire; None sends it as it is.
+        combine: `mean`, or `median` of each element over the participants.
         pull: how strongly participants are drawn back to where the round began; they do it.
         outer: moves the parameters at the end of a round; None moves them to the mean.
 
@@ -66,14 +70,23 @@ class Averaging:
         *,
         bucket_mb: float = 8.0,
         codec: Codec | None = None,
+        combine: str = "mean",
         pull: float = 0.0,
         outer: Outer | None = None,
     ) -> None:
-        plain = AllReduce(bucket_mb=bucket_mb, overlap=False)
-        self._mean: AllReduce | Coded = plain if codec is None else Coded(codec)
+        if combine not in ("mean", "median"):
+            raise SpecError(f"sync.options.combine = {combine!r}: needs to be 'mean' or 'median'.")
+        self._mean: AllReduce | Coded = AllReduce(bucket_mb=bucket_mb, overlap=False)
+        if codec is not None or combine == "median":
+            self._mean = Coded(codec or Identity(), median=combine == "median")
         self.pull, self._outer = pull, outer
         self._parameters: list[Parameter] = []
-        self._given: list[tuple[int, float, list[tuple[int, Tensor]]]] = []  # what by slot
+        self._given: list[Given] = []
+        self._handed: list[Tensor | None] | None = None  # what was agreed on, by parameter
+        self._mesh: InMesh | None = None
+        self.spread: Spread | None = None
+        """How far the participants of the last round were apart; None before it."""
+        self._next_spread: Spread | None = None
         self._comm: Comm
         self.kept: Kept | None = None
         """What participants remember; None where they begin each round anew."""
@@ -93,6 +106,7 @@ class Averaging:
     ) -> None:
         """Lay out the buckets."""
         self._given, self._comm, self._parameters = [], comm, list(parameters)
+        self._handed, self._mesh = None, mesh
         self._mean.start(
             parameters,
             comm,
@@ -124,12 +138,12 @@ class Averaging:
 
     def begin_pass(self, weight: float, *, last: bool, unit: int = 0) -> None:
         """What comes now is that participant's."""
-        self._given.append((unit, weight, []))
+        self._given.append(Given(unit, weight, []))
         self._mean.begin_pass(weight, last=last, unit=unit)
 
     def gradient(self, slot: int, gradient: Tensor) -> None:
         """Add it up, and keep it."""
-        self._given[-1][2].append((slot, gradient))
+        self._given[-1].way.append((slot, gradient))
         self._mean.gradient(slot, gradient)
 
     @torch.no_grad()
@@ -137,27 +151,56 @@ class Averaging:
         """All talking. Where the lattices had to be chosen anew, it is done once more."""
         agreed = self._mean.exchange(notes)
         if agreed is None:
-            for unit, weight, given in self._given:
-                self._mean.begin_pass(weight, last=False, unit=unit)
-                for slot, gradient in given:
+            for given in self._given:
+                self._mean.begin_pass(given.weight, last=False, unit=given.unit)
+                for slot, gradient in given.way:
                     self._mean.gradient(slot, gradient)
             agreed = self._mean.exchange(notes)
             assert agreed is not None, "the sum was to be computed for a third time"
-        self._given = []
         return agreed
 
+    def predicts(self, probabilities: Tensor) -> None:
+        """What the participant of this pass predicts on samples that stay the same."""
+        self._given[-1] = self._given[-1]._replace(predicted=probabilities)
+
     def prepare(self, step: int, scale: float) -> None:
-        """Every rank gets what participants remember; it lies staged."""
+        """Every rank gets what participants remember, and hears how far they are apart."""
         self._mean.prepare(step, scale)
+        self._next_spread = self._measured(scale)
+        self._given = []
         if self.kept is not None:
             self.kept.exchange(self._comm)
 
+    def _measured(self, scale: float) -> Spread:
+        """How far this round's participants are apart."""
+        agreed, mesh = self._agreed_on(), self._mesh
+        return spread(
+            self._given,
+            [mean if mean is None or scale == 1.0 else mean * scale for mean in agreed],
+            self._comm if mesh is None else mesh.everyone,
+            holders=[max(1, len(each)) for each in mesh.holders] if mesh else [1] * len(agreed),
+            replicas=self._comm.size,
+            first=self._comm.rank == 0,
+            device=self._parameters[0].device,
+        )
+
+    def _agreed_on(self) -> list[Tensor | None]:
+        """By parameter, what to take off it; the sums give that only once."""
+        if self._handed is None:
+            self._mean.hand_out()
+            self._handed = [parameter.grad for parameter in self._parameters]
+            for parameter in self._parameters:
+                parameter.grad = None
+        return self._handed
+
     def hand_out(self) -> None:
         """Give each parameter the mean, as its `.grad`."""
-        self._mean.hand_out()
+        for parameter, mean in zip(self._parameters, self._agreed_on(), strict=True):
+            parameter.grad = mean
 
     def apply(self, update: Callable[[], Result]) -> Result:
         """Move by what was handed out, or by what the outer rule makes of it."""
+        self._given, self._handed, self.spread = [], None, self._next_spread
         if self.kept is not None:
             self.kept.apply()
         if self._outer is not None:
@@ -166,7 +209,7 @@ class Averaging:
 
     def abandon(self) -> None:
         """The round does not happen; what participants gave is given again."""
-        self._given = []
+        self._given, self._handed = [], None
         if self.kept is not None:
             self.kept.abandon()
         self._mean.abandon()
@@ -220,10 +263,12 @@ class Averaging:
         return AllReduce.price(parameter_bytes, replicas)
 
 
-def averaging(*, bucket_mb: float = 8.0, codec: Codec | None = None) -> Averaging:
-    """Parameters become the mean of those of the participants.
+def averaging(
+    *, combine: str = "mean", bucket_mb: float = 8.0, codec: Codec | None = None
+) -> Averaging:
+    """Parameters become the mean of those of the participants, or the median.
 
     Raises:
         SpecError: an option is refused.
     """
-    return Averaging(bucket_mb=bucket_mb, codec=codec)
+    return Averaging(bucket_mb=bucket_mb, codec=codec, combine=combine)

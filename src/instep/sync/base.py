@@ -147,10 +147,11 @@ class Strategy(Protocol):
     exchanges and applies the same steps in the same order.
     """
 
-    laws: Mapping[str, Law]
-    """What this rank alone remembers, by kind, and what becomes of it when another takes its
-    place; empty where `state` is all there is. With it a commit needs a vote: what one rank
-    alone has staged cannot be copied from another that committed."""
+    @property
+    def laws(self) -> Mapping[str, Law]:
+        """What this rank alone remembers, by kind, and what becomes of it when another takes its
+        place; empty where `state` is all there is. With it a commit needs a vote: what one rank
+        alone has staged cannot be copied from another that committed."""
 
     def start(
         self,

@@ -27,6 +27,7 @@ from torch.nn import Parameter
 from instep.comm.base import Comm, Work
 from instep.comm.buckets import laid_out_like
 from instep.comm.codecs.base import ALIGNED_BYTES, CUT, Codec
+from instep.comm.codecs.none import Identity
 from instep.errors import SpecError
 from instep.records import BEGINNING, Attempt, Law
 from instep.sync.base import InMesh, Memory, Price, Result, Servers
@@ -104,6 +105,8 @@ class Coded:
 
     Args:
         codec: `segmentable` and `fixed_size`.
+        median: of each element, take the median over the participants, which count alike, instead
+            of adding up.
 
     Raises:
         SpecError: the codec is not.
@@ -111,12 +114,13 @@ class Coded:
 
     start_in_doubt = -1
 
-    def __init__(self, codec: Codec) -> None:
+    def __init__(self, codec: Codec, *, median: bool = False) -> None:
         if hasattr(codec, "reducer") or not (codec.segmentable and codec.fixed_size):
             raise SpecError(
                 "sync.codec: rounds need a codec that is segmentable and of fixed size. Use int8."
             )
-        self._codec = codec
+        self._codec, self._median = codec, median
+        self._lossy = not isinstance(codec, Identity)
         self._made: dict[int, int] = {}  # by participant and `SUM`: the commit it was last in
         self._held: dict[Piece, Tensor] = {}
         self._next: tuple[dict[Piece, Tensor], dict[int, int]] | None = None  # staged
@@ -130,6 +134,8 @@ class Coded:
     def laws(self) -> Mapping[str, Law]:
         """What is left out: of each participant, one rank has it, so that a checkpoint can have
         the sum over all; and in the sums, one rank of each element."""
+        if not self._lossy:
+            return {}
         return dict.fromkeys(
             ["residual", *(f"residual-{of}" for of in sorted(self._made))], Law.SUM
         )
@@ -148,6 +154,11 @@ class Coded:
         mesh: InMesh | None = None,
     ) -> None:
         """Lay out segments, and take over what those that leave hold."""
+        if not self._lossy and any(p.dtype == torch.float64 for p in parameters):
+            raise SpecError(
+                "sync.options.combine = 'median': the model has parameters of torch.float64, and "
+                "the median is taken in float32. Leave it out, or use float32."
+            )
         Wide(parameters)  # refuses what is wider than float32
         self._parameters, self._comm, self._device = list(parameters), comm, parameters[0].device
         self._segments = Segments(parameters)
@@ -179,6 +190,7 @@ class Coded:
         self._given: dict[int, Tensor] = {}  # by participant, weighted
         self._seen = [0.0] * len(self._parameters)
         self._now = (0, 0.0)  # participant and weight of this pass
+        self._weight = 0.0  # of all that is given here
         self._agreed: tuple[Tensor, list[float]] | None = None
 
     def begin_step(self, attempt: Attempt) -> None:
@@ -187,7 +199,8 @@ class Coded:
 
     def begin_pass(self, weight: float, *, last: bool, unit: int = 0) -> None:
         """What comes now is another participant's."""
-        self._now = unit, weight
+        self._now = unit, 1.0 if self._median else weight
+        self._weight += weight
 
     @torch.no_grad()
     def gradient(self, slot: int, gradient: Tensor) -> None:
@@ -204,19 +217,18 @@ class Coded:
         """All talking."""
         comm, rank = self._comm, self._comm.rank
         row = self._row()
-        told = torch.zeros(len(self._seen) + len(notes) + comm.size, dtype=torch.float64)
-        told[: len(self._seen)] = torch.tensor(self._seen, dtype=torch.float64)
-        told[len(self._seen) : len(self._seen) + len(notes)] = notes
-        told[len(told) - comm.size + rank] = len(row)
-        agreed = told.to(self._device)
+        lengths = torch.zeros(comm.size, dtype=torch.float64)
+        lengths[rank] = len(row)
+        own = torch.tensor([*self._seen, self._weight], dtype=torch.float64)
+        agreed = torch.cat([own, lengths, notes]).to(self._device)
         comm.all_reduce(agreed).wait()
-        agreed = agreed.cpu()
-        lengths = [int(each) for each in agreed[len(told) - comm.size :].tolist()]
-        gives, holds = self._rows(row, max(lengths))
+        told, lengths, notes = agreed.cpu().split([len(own), comm.size, len(notes)])
+        gives, holds = self._rows(row, int(lengths.max()))
         held = self._collect(gives, holds)
+        *marks, weight = told.tolist()
         total = self._sum(gives, held)
-        self._agreed = total, agreed[: len(self._seen)].tolist()
-        return agreed[len(self._seen) : len(self._seen) + len(notes)]
+        self._agreed = total.mul_(weight) if self._median else total, marks
+        return notes
 
     # ---- who has what
 
@@ -320,13 +332,19 @@ class Coded:
         }
         come = self._to_owners(sent, gives)
         total = torch.zeros(stop - start, device=self._device)
-        for of in sorted(given):
-            self._decode(total, come[of], start, stop)
+        if self._median and given:
+            every = torch.zeros(len(given), stop - start, device=self._device)
+            for row, of in zip(every, sorted(given), strict=True):
+                self._decode(row, come[of], start, stop)
+            total = median(every)
+        else:
+            for of in sorted(given):
+                self._decode(total, come[of], start, stop)
         out = torch.zeros(0, dtype=torch.uint8, device=self._device)
         if stop > start:
             left = staged[Piece(SUM, start, stop, number)]
             out = self._encoded(total.add_(before[SUM]), left, SUM, start)
-        self._next = staged, made
+        self._next = (staged, made) if self._lossy else ({}, {})
         if self._memory is not None:
             self._memory.staged(*self._attempt)
         result = torch.zeros(self._segments.length, device=self._device)
@@ -511,6 +529,16 @@ class Coded:
     def price(parameter_bytes: int, replicas: int) -> Price:
         """With as many participants as replicas: each is sent to the owners, and sums to all."""
         return Price(2 * (replicas - 1) / replicas * parameter_bytes, 2 * (replicas - 1))
+
+
+def median(values: Tensor) -> Tensor:
+    """Of each column: [n], of [participants, n]; of the two in the middle, their mean.
+
+    A value that is no number counts as a large one.
+    """
+    values = values.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf).sort(0).values
+    low, high = (len(values) - 1) // 2, len(values) // 2
+    return values[low] if low == high else (values[low] + values[high]) / 2
 
 
 def _moves(rank: int, want: Piece, holds: Sequence[Sequence[Piece]]) -> Iterator[_Move]:

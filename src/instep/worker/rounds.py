@@ -61,6 +61,8 @@ class RoundUpdate(Update):
         """The optimizer states of participants; None where they are not kept."""
         self.begin: list[Tensor] = []
         """The parameters of the round's beginning, while a participant takes its steps."""
+        self.probe: Callable[[], Tensor | None] = lambda: None
+        """What the model predicts where all participants do; None for nothing."""
         self.mu = 0.0
         """How strongly participants are drawn back to these."""
 
@@ -141,6 +143,8 @@ class Way(NamedTuple):
     """How far its parameters came, backwards."""
     buffers: dict[int, Tensor]
     """That it moved, as `Buffers` numbers them."""
+    predicted: Tensor | None
+    """What it predicts where all do, if they do."""
     optimizer: dict[str, Tensor]
     """Its optimizer's state, as `LocalOptimizers` packs it; empty where it is not kept."""
 
@@ -188,7 +192,10 @@ class Participant:
         ]
         optimizer = local.pack() if local is not None else {}
         counted = self.total, self.weight, self.whole, self.size, self.skipped
-        return Way(self.part, self.number, *counted, moved, buffers.moved_by_pass(), optimizer)
+        predicted = self._update.probe()
+        return Way(
+            self.part, self.number, *counted, moved, buffers.moved_by_pass(), predicted, optimizer
+        )
 
     def put_back(self) -> None:
         """All but the buffers is as at the round's beginning; a second call does nothing."""
@@ -254,6 +261,8 @@ def give(engine: Engine, update: RoundUpdate, way: Way) -> dict[int, Weighed]:
     engine.begin_pass(part, way.whole / whole, last=False, unit=way.participant)
     for slot, moved in enumerate(way.moved):
         engine.gradient(slot, moved)
+    if way.predicted is not None and isinstance(engine.strategy, Averaging):
+        engine.strategy.predicts(way.predicted)
     engine.end_pass(part, way.size / whole)
     return {part.number: Weighed(way.total, way.weight)}
 

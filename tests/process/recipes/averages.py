@@ -112,6 +112,19 @@ def all_sorts(pause_s: float = 0.0) -> instep.Recipe:
     )
 
 
+def classes(pause_s: float = 0.0) -> instep.Recipe:
+    """In float32, with a validation set; what is right follows from the inputs."""
+    inputs, target = (tensor.float() for tensor in pairs().tensors)
+    data = TensorDataset(inputs, (target.sum(1) > 0).long())
+    return instep.Recipe(
+        model=lambda: nn.Sequential(nn.Linear(6, 128), nn.BatchNorm1d(128), nn.Linear(128, 2)),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+        train=Slow(data, pause_s) if pause_s else data,
+        validate=data,
+    )
+
+
 def weighed(model: nn.Module, batch: tuple[Tensor, Tensor]) -> instep.WeightedLoss:
     """A mean over weights that differ much from sample to sample."""
     inputs, target = batch

@@ -233,3 +233,37 @@ def test_a_codec_of_another_kind_is_refused():
 def test_all_strategies_with_rounds_take_a_codec():
     for name in ("averaging", "fedprox", "fedopt", "diloco"):
         assert make_strategy(name, {}, "int4").laws
+
+
+def test_the_median_stands_a_participant_that_sends_garbage():
+    """Element by element, in plain PyTorch; participants count alike, whatever their weights."""
+    ways = [dict(contribution(n, 1)) for n in range(5)]
+    for slot in ways[3]:
+        ways[3][slot] = torch.full(SHAPES[slot], [1e30, -1e30, torch.nan, torch.inf][slot])
+
+    def body(comm, count):
+        parameters_ = parameters()
+        strategy = make_strategy("averaging", {"combine": "median"})
+        strategy.start(parameters_, comm, notes=0)
+        strategy.begin_step(Attempt(0, 1, 1))
+        for n in range(comm.rank, count, comm.size):
+            strategy.begin_pass(0.2, last=False, unit=n)
+            for slot, way in ways[n].items():
+                strategy.gradient(slot, way)
+        strategy.exchange(torch.zeros(0, dtype=torch.float64))
+        strategy.hand_out()
+        return [p.grad for p in parameters_]
+
+    for ranks in (1, 3):
+        for grads in run_ranks(ranks, body, 5):
+            for slot, grad in enumerate(grads):
+                if slot == 1:
+                    assert grad is None
+                    continue
+                every = torch.stack([way[slot] for way in ways])
+                every = every.nan_to_num(nan=torch.inf, posinf=torch.inf)
+                torch.testing.assert_close(grad, every.median(0).values)
+                assert grad.abs().max() < 20
+    even = run_ranks(2, body, 2)[0]
+    torch.testing.assert_close(even[0], 0.4 * (ways[0][0] + ways[1][0]) / 2)
+    assert make_strategy("averaging", {"combine": "median"}).laws == {}
