@@ -19,7 +19,9 @@ from typing import Any
 import torch
 
 from instep.comm.codecs import CODECS
+from instep.comm.codecs.base import CUT
 from instep.comm.codecs.blocks import Blocks
+from instep.comm.codecs.top_k import TopK
 
 
 def main() -> None:
@@ -43,8 +45,9 @@ def measured(codec: Any, count: int, turns: int) -> dict[str, Any]:
         "encode, error feedback": lambda: codec.encode(values, payload, key=1, left=left),
         "decode and add": lambda: codec.add_into(total, payload),
     }
-    if isinstance(codec, Blocks):
-        rows = values[: count // codec.block * codec.block].view(-1, codec.block)
+    if isinstance(codec, (Blocks, TopK)):
+        width = codec.block if isinstance(codec, Blocks) else CUT
+        rows = values[: count // width * width].view(-1, width)
         works["torch: encode, error feedback"] = lambda: codec.coded(rows)
     answer = {}
     for name, work in works.items():

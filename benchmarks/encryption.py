@@ -1,9 +1,10 @@
 """What does encryption between hosts cost, and do strangers slow a run that is encrypted?
 
     python benchmarks/encryption.py links [--rates 1gbit 100mbit] [--turns 3] [--json FILE]
-    python benchmarks/encryption.py strangers [--idle 2000] [--json FILE]
+    python benchmarks/encryption.py strangers [--idle 2000] [--turns 8] [--json FILE]
 
-`links`: two emulated hosts (`netlab.py`) with a worker each, whose steps are mostly exchange of a
+`links`: two emulated hosts (see `instep netlab`)
+with a worker each, whose steps are mostly exchange of a
 large gradient. Whole runs take turns, encrypted and with `network = "private"`. Told are the median
 time of a step, as a ratio, and the processor time of a forwarder, as a share of one core.
 
@@ -161,7 +162,7 @@ def links(rates: list[str], turns: int, steps: int, megabytes: int) -> dict[str,
     return found
 
 
-def strangers(idle: int, seconds: float) -> dict[str, Any]:
+def strangers(idle: int, seconds: float, turns: int) -> dict[str, Any]:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 3 * idle + 1000), most))
     found: dict[str, Any] = {}
@@ -172,7 +173,7 @@ def strangers(idle: int, seconds: float) -> dict[str, Any]:
         run = Run(Path(name), "wide.py:recipe", hosts, own, 10_000_000, extra)
         try:
             run.until(50)
-            endpoint = meeting.read(run.folder / FILE)
+            endpoint = meeting.read(meeting.MeetingFile(run.folder / FILE))
             assert endpoint is not None
             assert endpoint.credentials is not None
 
@@ -191,7 +192,7 @@ def strangers(idle: int, seconds: float) -> dict[str, Any]:
                     ):
                         one.sendall(b"\x16\x03\x01\x01\x00" + os.urandom(256))
 
-            for turn in range(3):
+            for turn in range(turns):
                 alone = measure()
                 with contextlib.ExitStack() as stack:
                     for _ in range(idle):
@@ -217,6 +218,10 @@ def strangers(idle: int, seconds: float) -> dict[str, Any]:
                 )
             if run.process.poll() is not None:
                 raise RuntimeError("the run has ended.")
+            every = [list(each.values()) for each in found.values()]
+            for place, what in ((1, "idle connections"), (2, "random frames")):
+                ratio = statistics.median(each[place] / each[0] for each in every)
+                print(f"{what}: {ratio:.3f} in the median of {turns} turns")
         finally:
             run.end()
     return found
@@ -239,7 +244,7 @@ def main() -> None:
     if args.what == "links":
         found = links(args.rates, args.turns, args.steps, args.megabytes)
     else:
-        found = strangers(args.idle, args.seconds)
+        found = strangers(args.idle, args.seconds, args.turns)
     if args.json:
         about = {
             "date": datetime.date.today().isoformat(),

@@ -219,6 +219,7 @@ class World:
             "token": self._board.endpoint.token,
             "authority": self._board.authority and self._board.authority.pem,
             "hosted": True,
+            "gives_back": False,
             "why": "",
         }
         assert master.stdin is not None

@@ -2,7 +2,7 @@
 
     python benchmarks/partitions.py [--partitions 50] [--hosts 5] [--seed 1] [--json FILE]
 
-One run, a worker on each emulated host (`netlab.py`), to the bit. Again and again some of the
+One run, a worker on each emulated host (`instep netlab`), to the bit. Again and again some of the
 hosts, drawn by chance, are cut off from the others and from the master (packets vanish,
 nobody is told), and after 2 to 5 s the network is healed. Every process writes down each move
 of its parameters beside the run's own recorder. Told are:

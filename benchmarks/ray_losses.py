@@ -37,12 +37,10 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from recovery import TRAIN, UnderInstep, disturb, percentiles
+from recovery import UnderInstep, disturb, percentiles, sameness
 from rivals.contender import recovery
 
-import instep
 from instep.events import read_events
-from instep.store.run_folder import RunFolder
 
 RECIPE = f"{Path(__file__).parent / 'recipes' / 'one_is_slow.py'}:recipe"
 WORKERS, GLOBAL_BATCH = 3, 24
@@ -197,7 +195,13 @@ def on_ray(nodes: Nodes, kinds: list[str], draw: random.Random, network: str) ->
             steps, events = run.steps(), run.events
             lengths = np.diff([step.end for step in steps])
             result = {
-                **sameness(run.run, folder),
+                **sameness(
+                    run.run,
+                    folder,
+                    RECIPE,
+                    {"micro_batches": 6},
+                    arguments=arguments(folder, 0.0),
+                ),
                 "usual_step_s": round(float(np.median(lengths)), 4),
                 "went_back": len(events("went_back")),
                 "workers_lost": len(events("worker_lost")),
@@ -242,30 +246,6 @@ def on_this_machine(kills: int, draw: random.Random) -> list[float]:
             return [each.full_s for each in found if each is not None]
         finally:
             run.end()
-
-
-def sameness(path: Path, folder: Path) -> dict[str, object]:
-    """Whether a run has the bits of an undisturbed one on one worker."""
-    run = RunFolder(path)
-    steps = run.last("model_saved")["step"]
-    train = {**TRAIN, "global_batch": GLOBAL_BATCH, "micro_batches": 6, "steps": 1_000_000}
-    whole = instep.train(
-        RECIPE,
-        name="whole",
-        runs=folder,
-        seed=7,
-        workers=1,
-        quiet=True,
-        train={**train, "stop_after_steps": steps},
-        arguments=arguments(folder, 0.0),
-    )
-    hashes = whole.summary["parameters_sha256"], run.last("model_saved")["parameters_sha256"]
-    return {
-        "steps": steps,
-        "same_bits_as_undisturbed": hashes[0] == hashes[1],
-        "repeated_samples": run.audit.repeated,
-        "missing_samples": run.audit.missing,
-    }
 
 
 def spread(values: list[float]) -> dict[str, Any]:

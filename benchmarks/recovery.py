@@ -172,14 +172,23 @@ def turn(
     return [each for each in found if each is not None], known
 
 
-def sameness(path: Path, folder: Path) -> dict[str, object]:
-    """Whether the disturbed run has the bits of an undisturbed one on one worker."""
+def sameness(
+    path: Path,
+    folder: Path,
+    recipe: object = RECIPE,
+    train: Mapping[str, object] = MappingProxyType({}),
+    **job: object,
+) -> dict[str, object]:
+    """Whether the disturbed run has the bits of an undisturbed one on one worker.
+
+    `recipe`, `train` and `job`: what the disturbed run had, besides `TRAIN`.
+    """
     run = RunFolder(path)
     steps = run.last("model_saved")["step"]
-    train = {**TRAIN, "global_batch": run.spec.train.global_batch, "steps": 1_000_000}
-    train["stop_after_steps"] = steps
-    job = {"name": "whole", "runs": folder, "seed": 7, "train": train, "workers": 1}
-    whole = instep.train(RECIPE, quiet=True, **job)
+    given = {**TRAIN, "global_batch": run.spec.train.global_batch, **train, "steps": 1_000_000}
+    given["stop_after_steps"] = steps
+    job = {"name": "whole", "runs": folder, "seed": 7, "train": given, "workers": 1, **job}
+    whole = instep.train(recipe, quiet=True, **job)
     hashes = whole.summary["parameters_sha256"], run.last("model_saved")["parameters_sha256"]
     return {
         "steps": steps,

@@ -32,6 +32,7 @@ from instep.store.audit import audit
 from instep.store.ledger import cut_back
 from instep.sync.averaging import Averaging
 from instep.sync.base import make_strategy
+from instep.sync.server_sync import ServerSync
 from instep.worker.local_optimizers import LocalOptimizers
 from instep.worker.step.assignment import Lockstep
 from instep.worker.step.engine import Engine, Weighed
@@ -315,9 +316,22 @@ class Rank:
         """Of the commit: its number, tensors and counters, to the bit."""
         snapshot = self.engine.state.capture()
         text = hashlib.sha256(repr((snapshot.step, snapshot.facts)).encode())
-        for name, tensor in sorted(self.tensors().items()):
+        for name, tensor in sorted(self._completed().items()):
             text.update(name.encode() + tensor.contiguous().numpy().tobytes())
         return text.hexdigest()
+
+    def _completed(self) -> dict[str, Tensor]:
+        """The same as `tensors`; a server's part of the parameters within those of a worker."""
+        own = self.tensors()
+        if not isinstance(self.strategy, ServerSync) or self.strategy.whole:
+            return own
+        worker = self.world.members[0]
+        names = [f"model {name}" for name, _ in self.model.named_parameters()]
+        whole = {name: worker.tensors()[name].clone() for name in names}
+        for slot, start, stop in self.engine.update.held:  # type: ignore[attr-defined]
+            part = own[names[slot]].reshape(-1)[start:stop]
+            whole[names[slot]].view(-1)[start:stop] = part
+        return own | whole
 
     # ---- its life
 
@@ -465,7 +479,7 @@ class World:
         self.votes, self.turns, self._invariant = votes, turns, invariant
         self.run.mkdir(parents=True, exist_ok=True)
         (self.run / "ledger.bin").unlink(missing_ok=True)
-        self._ranks = 0
+        self._ranks, self._loses_hosts = 0, False
         self.members = [self._newcomer() for _ in range(workers)]
         self.script = Script()
         self.generation = 0
@@ -479,9 +493,11 @@ class World:
         return Rank(self, self._ranks - 1)
 
     def _replacement(self, dead: Rank) -> Rank:
-        """In the place of one that died, with the memory of its host."""
+        """In the place of one that died, with the memory of its host; or on another host, the first
+        time, where another server has a copy."""
         newcomer = Rank(self, dead.number)
-        newcomer.engine.own.memory = dead.engine.own.memory
+        if not (self._loses_hosts and dead in self.members[-self.servers :]):
+            newcomer.engine.own.memory = dead.engine.own.memory
         return newcomer
 
     # ---- what ranks tell
@@ -523,6 +539,9 @@ class World:
             if self.ranks > 1:
                 self.members = self._whole_replicas(fates, replace=replace)
                 continue
+            ended = fates[len(fates) - self.servers :] if self.servers else []
+            copied = bool(self.options.get("copy"))
+            self._loses_hosts = copied and number == 0 and ended.count("killed") == 1
             if self.strategy_votes and (replace or self.servers):
                 workers = len(self.members) - self.servers
                 spared = "killed" in fates[:workers] and set(fates[:workers]) != {"killed"}

@@ -247,6 +247,23 @@ def report(args: argparse.Namespace) -> int:
     return 0
 
 
+def compare(args: argparse.Namespace) -> int:
+    """Run a job and alternatives to it in turns, and say which pays, by how much."""
+    from instep.lab.alternatives import alternatives_of
+    from instep.lab.compare import Hosts, compare
+
+    found = compare(
+        alternatives_of(Path(args.job), _overrides(args), args.changes),
+        Path(args.runs),
+        lambda text: print(text, file=sys.stderr, flush=True),
+        repeats=args.repeats,
+        hosts=Hosts(args.hosts, args.rate),
+    )
+    for line in [json.dumps(found.as_table())] if args.json else found.lines():
+        print(line)
+    return found.exit_code
+
+
 def audit(args: argparse.Namespace) -> int:
     """Check in a run's ledger that every sample was used exactly once in every epoch."""
     from instep.report.figures.proof import prove
@@ -268,6 +285,18 @@ def audit(args: argparse.Namespace) -> int:
     for each in (proof, contents):
         if each is not None and not each.exact:
             raise RunError(each.fault)
+    return 0
+
+
+def netlab(args: argparse.Namespace) -> int:
+    """Emulate hosts on this machine: a network with links to slow, cut and heal (Linux, root)."""
+    from instep.lab.netlab_shell import ACTIONS
+
+    answer = ACTIONS[args.action](args)
+    if isinstance(answer, int):
+        return answer
+    if args.json:
+        print(json.dumps(answer))
     return 0
 
 
@@ -501,11 +530,13 @@ COMMANDS = {
     "host": host,
     "certificates": certificates,
     "report": report,
+    "compare": compare,
     "audit": audit,
     "replay": replay,
     "chaos": chaos,
     "export": export,
     "predict": predict,
+    "netlab": netlab,
 }
 
 
@@ -574,6 +605,20 @@ def _parser() -> argparse.ArgumentParser:
     add("other", nargs="?", help="a second run folder, to compare with the first")
     add("--to", metavar="FILE.html", help="file to write (default: in the run folder)")
 
+    add = _command(commands, "compare").add_argument
+    add("job", help="job file, TOML")
+    text = "one alternative: what it changes, with commas between; may be repeated"
+    form = "SECTION.KEY=VALUE,..."
+    add("--with", dest="changes", action="append", default=[], metavar=form, help=text)
+    text = "turns in which each runs once (default: 3 to 8, until the spread is small enough)"
+    add("--repeats", type=int, metavar="N", help=text)
+    text = "emulated hosts to run on (needs root on Linux)"
+    add("--hosts", type=int, default=0, metavar="N", help=text)
+    add("--rate", metavar="RATE", help="of each host's link, each way, such as 100mbit")
+    text = "folder in which the folder of the comparison is made (default: %(default)s)"
+    add("--runs", default="runs", help=text)
+    _add_changes(add)
+
     add = _command(commands, "audit").add_argument
     add("run", help="run folder; the run may still be running")
     add(
@@ -635,7 +680,39 @@ def _parser() -> argparse.ArgumentParser:
     add("--workers", type=int, metavar="N", help="number of worker processes")
     text = "change a value of the job; may be repeated"
     add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=text)
+
+    _add_netlab(commands)
     return parser
+
+
+def _add_netlab(commands: argparse._SubParsersAction[_Parser]) -> None:
+    netlab = _command(commands, "netlab")
+    text = "number K of the network, if there are several (netlab-K-...)"
+    netlab.add_argument("--network", type=int, metavar="K", help=text)
+    actions = netlab.add_subparsers(dest="action", metavar="action", required=True)
+
+    def action(name: str, text: str) -> Callable[..., Any]:
+        made: _Parser = actions.add_parser(name, help=text, description=text)
+        made.set_defaults(parser=made)
+        return made.add_argument
+
+    add = action("up", "make a network, and keep it until Ctrl-C")
+    add("--hosts", type=int, default=3, metavar="N", help="how many (default: %(default)s)")
+    add("--rate", metavar="RATE", help="of each link, each way, such as 100mbit")
+    add = action("run", "run a command in a host")
+    add("host", help="h1, h2, ... or outside")
+    add("words", nargs="+", metavar="COMMAND", help="after --, with its arguments")
+    add = action("partition", "let packets pass only inside groups of hosts")
+    add("groups", nargs="+", metavar="HOST,HOST", help="such as h1,h2 h3,outside")
+    action("cut", "cut hosts off from all others")("hosts", nargs="+", metavar="HOST")
+    action("heal", "undo partitions and cuts")
+    add = action("slow", "set the rate of a host's link")
+    add("host", help="h1, h2, ... or outside")
+    add("rate", help="such as 10mbit; none: no limit")
+    action("traffic", "what each host has sent and received")
+    action("list", "the networks on this machine")
+    add = action("clean", "remove networks whose creator has ended, and the processes in them")
+    add("--living", action="store_true", help="also those of living creators")
 
 
 def _add_changes(add: Callable[..., Any]) -> None:

@@ -8,13 +8,14 @@ import torch
 
 from helpers import run_processes
 from instep.comm.codecs import CODECS
+from instep.comm.codecs import places as codec_places
 from instep.comm.codecs.base import ALIGNED_BYTES, CUT
 from instep.comm.codecs.short import Short
 from instep.errors import SpecError
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs/guides/adding-a-codec.md"
 SHOWN = "the one of the guide"
-NAMES = [*CODECS, SHOWN]
+NAMES = [*(name for name in CODECS if hasattr(CODECS[name], "encode")), SHOWN]
 COUNTS = [0, 1, 2, 3, 255, 256, 257, 1000, 4097, 140_001]
 EPS = 2.0**-22
 BLOCK = CODECS["int8"]().block
@@ -210,16 +211,13 @@ def test_another_process_decodes_the_same_bits(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("tiny", "subnormal")])
-def test_int8_is_off_by_half_a_level_of_its_block_at_most(kind):
-    for count in COUNTS:
-        codec, values = CODECS["int8"](), KINDS[kind](count)
+@pytest.mark.parametrize(("name", "block", "top"), [("int8", BLOCK, 127), ("int4", 64, 7)])
+def test_a_value_is_off_by_half_a_level_of_its_block_at_most(name, block, top, kind):
+    for count in COUNTS[1:]:
+        codec, values = CODECS[name](block=block), KINDS[kind](count)
         got = decoded(codec, encoded(codec, values), count)
-        for first in range(0, count, BLOCK):
-            block, back = (
-                values[first : first + BLOCK].double(),
-                got[first : first + BLOCK].double(),
-            )
-            assert (back - block).abs().max() <= block.abs().max() / 254 * (1 + 1e-5)
+        for part, back in zip(values.double().split(block), got.double().split(block), strict=True):
+            assert (back - part).abs().max() <= part.abs().max() / (2 * top) * (1 + 1e-5)
 
 
 def test_int8_is_four_times_smaller_but_for_a_scale_in_each_block():
@@ -242,15 +240,6 @@ def test_a_codec_is_as_much_smaller_as_its_bits_but_for_the_scales(name, bits, s
     scales = 32 / codec.block if hasattr(codec, "block") else 0
     assert codec.size(1 << 20) == (1 << 20) * (bits + scales) / 8
     assert 4 * (1 << 20) / codec.size(1 << 20) >= smaller
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("tiny", "subnormal")])
-def test_int4_is_off_by_half_a_level_of_its_block_at_most(kind):
-    for count in COUNTS[1:]:
-        codec, values = CODECS["int4"](block=64), KINDS[kind](count)
-        got = decoded(codec, encoded(codec, values), count)
-        for block, back in zip(values.double().split(64), got.double().split(64), strict=True):
-            assert (back - block).abs().max() <= block.abs().max() / 14 * (1 + 1e-5)
 
 
 def test_a_sign_stands_for_the_mean_magnitude_of_its_block():
@@ -321,3 +310,75 @@ def test_int8_loses_no_block_but_the_one_that_is_not_finite():
     got = decoded(codec, encoded(codec, values), 3 * BLOCK).view(3, BLOCK)
     assert got.isnan().all(1).tolist() == [False, True, False]
     assert got[::2].isfinite().all()
+
+
+def test_top_k_needs_17_bits_for_each_value_that_it_sends():
+    codec, count = CODECS["top_k"](), 100 * CUT
+    payload = encoded(codec, normal(count))
+    assert 8 * payload.numel() / int(decoded(codec, payload, count).count_nonzero()) <= 17
+
+
+@pytest.mark.parametrize("density", [1 / CUT, 0.003, 0.01, 0.3, 1])
+def test_top_k_sends_the_largest_and_leaves_the_others_as_they_are(density):
+    codec, values = CODECS["top_k"](density=density), normal(3 * CUT + 700)
+    left = torch.empty(values.numel())
+    got = decoded(codec, encoded(codec, values, left=left), values.numel())
+    for part, back, rest in zip(*(v.split(CUT) for v in (values, got, left)), strict=True):
+        count = codec.chosen(part.numel())
+        assert count == -int(-density * part.numel() // 1)
+        largest = part.abs().topk(count).indices
+        sent = torch.zeros(part.numel(), dtype=torch.bool)
+        sent[largest] = True
+        assert torch.equal(rest[~sent], part[~sent])
+        assert not back[~sent].any()
+        near = 1.01 * part.abs().max() / (2 * 127)
+        assert (back[sent] - part[sent]).abs().max() <= near
+
+
+@pytest.mark.parametrize("density", [1 / CUT, 0.003, 0.01, 0.3, 1])
+@pytest.mark.parametrize("kind", [*KINDS, "many alike"])
+def test_compiled_top_k_is_that_of_torchs_operations(kind, density):
+    codec = CODECS["top_k"](density=density)
+    for count in [n for n in COUNTS if n < 100_000] + [5 * CUT + 9]:
+        values = normal(count).round() if kind == "many alike" else KINDS[kind](count)
+        values[3 * CUT + 5 :: 2000] = torch.nan
+        left, total, wanted = torch.empty(count), torch.ones(count), torch.ones(count)
+        payload = encoded(codec, values, left=left)
+        codec.add_into(total, payload, 0.3)
+        for part in codec._parts(count):
+            scales, levels, places = part.of(payload)
+            found = codec.coded(values[part.values].view(-1, part.width))
+            near = {"rtol": 0, "atol": 0, "equal_nan": True}
+            torch.testing.assert_close(scales.view(torch.bfloat16), found.scales, **near)
+            assert torch.equal(levels, found.levels.flatten())
+            packed = codec_places.packed(found.places, part.width, codec.low)
+            assert torch.equal(places, packed.flatten())
+            read = codec_places.unpacked(packed, part.chosen, codec.low)
+            assert torch.equal(read, found.places)
+            assert torch.equal(left[part.values], found.left.flatten())
+            codec.add_in_torch(part, wanted, payload, 0.3)
+        torch.testing.assert_close(total, wanted, equal_nan=True, rtol=3e-7, atol=0)
+
+
+@pytest.mark.parametrize("density", [0, 0.0002, 1.01, True, "0.1", float("nan")])
+def test_a_density_that_cannot_be_is_refused(density):
+    with pytest.raises(SpecError, match=r"codec_options.density = .*needs a number from 1/4096"):
+        CODECS["top_k"](density=density)
+
+
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.2])
+def test_nonzero_packs_places_near_their_entropy(density):
+    count = 200_000
+    values = normal(count) * (
+        torch.rand(count, generator=torch.Generator().manual_seed(1)) < density
+    )
+    payload, sent = encoded(CODECS["nonzero"](), values), int(values.count_nonzero())
+    assert torch.equal(decoded(CODECS["nonzero"](), payload, count), values)
+    share = torch.tensor(sent / count, dtype=torch.float64)
+    entropy = -(share * share.log2() + (1 - share) * (1 - share).log2()) / share
+    assert 8 * (payload.numel() - 8) / sent - 32 <= entropy + 0.7
+    places = values.nonzero().flatten()
+    low = (count // sent).bit_length() - 1
+    packed = codec_places.packed(places.unsqueeze(0), count, low)[0]
+    assert torch.equal(payload[8 + 4 * sent :], packed)
+    assert torch.equal(codec_places.unpacked(packed.unsqueeze(0), sent, low)[0], places)

@@ -44,17 +44,24 @@ class Master:
         raise AssertionError(f"no {kind.__name__} with {fields}")
 
 
+def begin(launcher: LocalLauncher, master: Master, run: Path) -> tuple[Peer, m.Hello, m.Welcome]:
+    """A fork server of a run on several hosts; its spare will need the welcome too."""
+    (run / "logs").mkdir()
+    launcher.start(master.board.endpoint, run / "logs")
+    peer, hello = master.wait_for(m.Hello, role="host")
+    assert isinstance(hello, m.Hello)
+    job = f'recipe = "{RECIPES / "tiny.py"}:recipe"\n[launch]\nhosts = ["here", "there"]\n'
+    welcome = m.Welcome(job=job, run=str(run), started=time.time())
+    master.board.hub.send(peer, welcome)
+    return peer, hello, welcome
+
+
 def test_the_spare_of_a_killed_server_signals_its_workers_and_reports_their_exits(
     tmp_path: Path,
 ) -> None:
     master, launcher = Master(), LocalLauncher()
-    (tmp_path / "logs").mkdir()
     try:
-        launcher.start(master.board.endpoint, tmp_path / "logs")
-        peer, hello = master.wait_for(m.Hello, role="host")
-        job = f'recipe = "{RECIPES / "tiny.py"}:recipe"\n[launch]\nhosts = ["here", "there"]\n'
-        welcome = m.Welcome(job=job, run=str(tmp_path), started=time.time())
-        master.board.hub.send(peer, welcome)
+        peer, hello, welcome = begin(launcher, master, tmp_path)
         pids = []
         for number in (0, 1):
             log = str(tmp_path / "logs" / f"worker-{number}.log")
@@ -90,7 +97,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("first", ["the server", slow("the starter")])
+@pytest.mark.parametrize("first", ["the server", slow("a stopped one"), slow("the starter")])
 def test_on_a_lifeline_all_end_with_the_process_that_started_them_though_the_master_lives(
     tmp_path: Path, start: Start, first: str
 ) -> None:
@@ -111,6 +118,8 @@ def test_on_a_lifeline_all_end_with_the_process_that_started_them_though_the_mas
             spare, _ = master.wait_for(m.Hello, role="host")
             master.board.hub.send(spare, welcome)
             master.wait_for(m.Heartbeat, stopped=[])
+        elif first == "a stopped one":
+            os.kill(hello.pid, signal.SIGSTOP)
         assert len(starter.processes()) >= 3  # starter, server and worker; and the spare
         starter.process.kill()
         starter.process.wait()
@@ -123,13 +132,8 @@ def test_on_a_lifeline_all_end_with_the_process_that_started_them_though_the_mas
 def test_a_signal_before_a_time_limit_ends_no_process_of_a_host(tmp_path: Path, sent: int) -> None:
     """Slurm sends it to every process of a step, if it is not told to signal the script alone."""
     master, launcher = Master(), LocalLauncher()
-    (tmp_path / "logs").mkdir()
     try:
-        launcher.start(master.board.endpoint, tmp_path / "logs")
-        peer, hello = master.wait_for(m.Hello, role="host")
-        job = f'recipe = "{RECIPES / "tiny.py"}:recipe"\n[launch]\nhosts = ["here", "there"]\n'
-        welcome = m.Welcome(job=job, run=str(tmp_path), started=time.time())
-        master.board.hub.send(peer, welcome)
+        peer, hello, welcome = begin(launcher, master, tmp_path)
         log = str(tmp_path / "logs" / "worker-0.log")
         master.board.hub.send(peer, m.StartWorker(number=0, log=log))
         _, worker = master.wait_for(m.Hello, role="worker", number=0)

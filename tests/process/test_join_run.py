@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from started import Start, Started, kill, pid_of
-from test_recovery import check_same_result, undisturbed
-from test_slurm import begin, check_nothing_is_left
+from test_recovery import undisturbed
+from test_slurm import begin, check_end, check_nothing_is_left
 from test_survival import reach, step_of
 
 from slurm import Slurm, until
@@ -53,13 +53,6 @@ def train_on(program: Started, hosts: list[int]) -> None:
     """Wait until these are the hosts of its workers, and it has trained on them."""
     program.until(lambda: hosts_of_members(program) == hosts, f"on hosts {hosts}")
     reach(program, step_of(program) + 5)
-
-
-def check_end(program: Started, undisturbed: Path, slurm: Slurm) -> None:
-    assert program.end() == 0, program.stderr
-    assert program.events("went_back") == []
-    check_same_result(program, undisturbed)
-    check_nothing_is_left(program, slurm)
 
 
 @pytest.mark.slow

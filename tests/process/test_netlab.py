@@ -17,8 +17,7 @@ import pytest
 from instep.lab import netlab
 from instep.lab.netlab import Network, NetworkError
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-TOOL = BENCHMARKS / "netlab.py"
+TOOL = ["-m", "instep", "netlab"]
 TIMEOUT_S = 30.0
 NO = netlab.why_not()
 pytestmark = [pytest.mark.process, pytest.mark.skipif(NO is not None, reason=str(NO))]
@@ -219,7 +218,7 @@ def test_nothing_is_left_when_building_fails(monkeypatch):
 
 
 def test_a_network_is_steered_from_elsewhere_and_cleaned_up_when_its_creator_was_killed():
-    tool = [sys.executable, str(TOOL)]
+    tool = [sys.executable, *TOOL]
     creator = subprocess.Popen([*tool, "up", "--hosts", "2"], stdout=subprocess.PIPE, text=True)
     try:
         assert creator.stdout is not None
@@ -235,6 +234,11 @@ def test_a_network_is_steered_from_elsewhere_and_cleaned_up_when_its_creator_was
             assert not hears(two, 0.3)
             subprocess.run([*tool, *here, "heal"], check=True)
             assert two.recv(9) == b"later"
+        said = subprocess.run([*tool, "--json", *here, "traffic"], check=True, capture_output=True)
+        counted = json.loads(said.stdout)["traffic"]["h1"]
+        assert counted == found.traffic("h1")._asdict()
+        exits = [*tool, *here, "run", "h1", "--", sys.executable, "-c", "raise SystemExit(7)"]
+        assert subprocess.run(exits).returncode == 7
         inside = found.run("h2", ["sleep", "1000"])
         assert name not in netlab.clean()
         assert inside.poll() is None
@@ -252,7 +256,7 @@ def test_a_network_is_steered_from_elsewhere_and_cleaned_up_when_its_creator_was
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_up_and_takes_the_network_away(number):
     ours = signal.signal(signal.SIGINT, signal.default_int_handler)
-    command = [sys.executable, str(TOOL), "up", "--hosts", "1"]
+    command = [sys.executable, *TOOL, "up", "--hosts", "1"]
     creator = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     signal.signal(signal.SIGINT, ours)
     try:

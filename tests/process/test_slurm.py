@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from started import RECIPES, SOON_S, Start, Started, long, slow
+from started import RECIPES, SOON_S, TIMEOUT_S, Start, Started, long, slow
 from test_recovery import check_same_result, undisturbed
 from test_survival import STEPS_OF_A_RUN, reach
 
@@ -75,6 +75,16 @@ def check_nothing_is_left(program: Started, slurm: Slurm) -> None:
     until(lambda: steps_of(slurm) == [], "the end of all steps")
 
 
+def check_end(
+    program: Started, undisturbed: Path, slurm: Slurm, limit_s: float = TIMEOUT_S
+) -> None:
+    """That it ends as if nothing had been, without going back, and leaves nothing."""
+    assert program.end(limit_s) == 0, program.stderr
+    assert program.events("went_back") == []
+    check_same_result(program, undisturbed)
+    check_nothing_is_left(program, slurm)
+
+
 @pytest.mark.slow
 def test_three_nodes_give_the_bits_of_one_machine_and_so_do_two_once_one_is_lost(
     start: Start, tmp_path: Path, slurm: Slurm, in_allocation: dict[str, str], undisturbed: Path
@@ -117,10 +127,7 @@ def test_hosts_and_nodes_that_are_lost_leave_no_trace_in_the_result(
         else:
             psutil.Process(hosts_of(program)[lost]).kill()
         program.until(lambda n=generations: is_whole_again(program, n), "whole again")
-    assert program.end(300) == 0, program.stderr
-    assert program.events("went_back") == []
-    check_same_result(program, undisturbed)
-    check_nothing_is_left(program, slurm)
+    check_end(program, undisturbed, slurm, 300)
 
 
 @pytest.mark.slow
@@ -232,8 +239,13 @@ def test_ctrl_c_leaves_the_job_and_a_cancelled_one_saves_and_is_not_queued_again
             "launch.nodes = 9, and the nodes of Slurm's partitions are: all 3. Ask for fewer",
         ),
         ('[launch.options]\npartition = "gpu"\n', "sbatch failed: .*partition"),
+        (
+            "cpus = 99\n",
+            r"no nodes .* have what the job asks for: partition all has 3 of 16 cores, .* MB\. "
+            r"Ask for less with launch\.cpus, .* The script is above",
+        ),
     ],
-    ids=["too few nodes", "no such partition"],
+    ids=["too few nodes", "no such partition", "too many cores"],
 )
 def test_what_slurm_refuses_is_said_at_once_and_leaves_nothing(
     start: Start, tmp_path: Path, slurm: Slurm, more: str, expected: str

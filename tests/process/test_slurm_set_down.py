@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from started import Start, Started, kill, long, newest_pids, slow
 from test_join_run import hosts_of_members, join
-from test_recovery import check_same_result, undisturbed
-from test_slurm import begin, check_nothing_is_left
+from test_recovery import undisturbed
+from test_slurm import begin, check_end
 from test_survival import begin as begin_here
 
 from instep.events import STEPS, read_records
@@ -84,10 +84,7 @@ def test_nodes_that_are_set_down_leave_no_trace_in_the_result(
 ) -> None:
     program = begin_on_three(start, tmp_path, jobs, slurm, 0.05 + 0.015 * losses)
     lose_nodes(start, program, slurm, jobs, losses)
-    assert program.end(600) == 0, program.stderr
-    assert program.events("went_back") == []
-    check_same_result(program, undisturbed)
-    check_nothing_is_left(program, slurm)
+    check_end(program, undisturbed, slurm, 600)
 
 
 @pytest.mark.timed

@@ -126,6 +126,7 @@ class MasterConnection:
         while (left_s := deadline - time.monotonic()) > 0:
             if (message := self.look(left_s)) is not None:
                 return message
+        self.close()
         where = f"{self._address.host}:{self._address.port}"
         raise PeerError(f"what listens at {where} does not answer, for {ANSWER_S:g} s.")
 

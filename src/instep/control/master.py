@@ -85,7 +85,8 @@ GATHER_EACH_S = 1e-5
 heartbeats a second costs more than to handle it. Not where the last round brought many."""
 
 MANY = 50
-"""Connections above which messages gather; with fewer, each is answered at once."""
+"""Connections above which messages gather, and every other heartbeat is acknowledged; with fewer,
+each is answered at once."""
 
 _CONFIRMED = 64
 """At the latest after so many messages an acknowledgement is sent."""
@@ -669,11 +670,14 @@ class Master:
         is_worker = connection.role == "worker"
         if is_worker and _is_abandoned(self._processes.get(connection.number)):
             return  # its lease is to run out
-        if not isinstance(message, m.Heartbeat):
+        if isinstance(message, m.Heartbeat):
+            due = len(self._connections) <= MANY or message.number % 2 == 0
+        else:
             connection.handled += 1
             connection.resends = max(0, connection.resends - 1)
-        often = connection.handled % _CONFIRMED == 0  # so many between two heartbeats
-        if isinstance(message, (m.Heartbeat, m.Failed)) or not is_worker or often:
+            often = connection.handled % _CONFIRMED == 0  # so many between two heartbeats
+            due = isinstance(message, m.Failed) or not is_worker or often
+        if due:
             acknowledged = m.Ack(count=connection.handled, heartbeat=connection.heartbeat)
             self._hub.send(peer, acknowledged)
 

@@ -10,7 +10,7 @@ firewall of this machine looks at them. A partition moves ports to other
 bridges: links stay up, neighbours stay known, packets vanish and no error is reported.
 The kernel holds everything about a network, so another process can find and change it.
 File system, clock, CPU and process ids are shared: this emulates a network, not
-machines. It knows nothing of runs. `benchmarks/netlab.py` is its command line. Way in: `Network`.
+machines. It knows nothing of runs. `netlab_shell.py` is its command line. Way in: `Network`.
 """
 
 from __future__ import annotations
@@ -334,7 +334,7 @@ def _take_a_number() -> int:
             continue
         return number
     raise NetworkError(
-        "there are 256 networks already; `netlab.clean()` removes those of ended processes."
+        "there are 256 networks already; `instep netlab clean` removes those of ended processes."
     )
 
 

@@ -58,12 +58,18 @@ from instep.system.processes import (
     SPARE,
     Watched,
     die_with_parent,
+    die_with_pipe,
     is_stopped,
     machine,
     name_process,
     wait_readable,
 )
 from instep.system.stacks import send
+
+_CLOSED = (
+    " The master of a run chooses its port: open all ports between the machines, and look whether "
+    "this one reaches that address."
+)
 
 _NO_PRELOAD = "INSTEP_NO_PRELOAD"
 _ENDPOINT = "INSTEP_ENDPOINT"
@@ -73,10 +79,6 @@ MOST_PAGES = 256
 
 PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 6.4, 6.4)
 """How long to wait before each further attempt at a fork that failed."""
-
-LIFELINE_S = 0.1
-"""How long a lifeline may take to end after the server: whoever held it is killed thread by thread,
-and the server may be the first to end."""
 
 ADOPTED_S = 0.05
 """Seconds between two looks at workers that this server did not start."""
@@ -91,10 +93,14 @@ def main() -> None:
     note = os.environ.pop(_ENDPOINT, "") or sys.stdin.readline()
     seen = json.loads(note)
     if seen.get("lifeline"):
-        die_with_parent(signal.SIGKILL)  # its spare ends what is left, also if this one is stopped
+        die_with_pipe(sys.stdin.fileno())
     endpoint = Endpoint.of(seen)
     _settle(seen["folder"])
-    connection = _call(endpoint)
+    try:
+        connection = _call(endpoint)
+    except PeerError as error:
+        elsewhere = not endpoint.address.host.startswith("127.")
+        sys.exit(f"{error}{_CLOSED if elsewhere else ''}")
     _import_torch()  # while the master gets ready to answer
     preloading = time.time()
     try:
@@ -109,8 +115,8 @@ def main() -> None:
     if any(job.get("mesh", {}).get(axis, 1) > 1 for axis in ("shard", "tensor", "stages")):
         return_freed_memory()
         _import_meshes()
-    if "codec" in job.get("sync", {}):
-        CODECS[job["sync"]["codec"]]  # with its compiled loops
+    if (codec := job.get("sync", {}).get("codec")) in CODECS:
+        CODECS[codec]  # with its compiled loops
     script = function == "__main__"  # which does more than define functions
     if not script and not os.environ.get(_NO_PRELOAD) and not _preload(Path(file)):
         _start_again(note)
@@ -302,10 +308,6 @@ class Server:
             left = _wait_for_end(theirs, server)
             os.close(theirs)
             name_process(name)
-            if self._lifeline >= 0 and wait_readable([self._lifeline], LIFELINE_S):
-                for _, worker in left.values():
-                    worker.signal(signal.SIGKILL)
-                return
             for each in (self._wake_read, self._wake_write):
                 os.close(each)
             Server(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -100,6 +101,12 @@ class LocalLauncher:
         """Have the fork server kill its workers and end."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(END)
+
+    def kill(self) -> None:
+        """End at once all that comes of the fork server that was started last."""
+        for group in self._groups[-1:]:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
 
     def stop(self) -> None:
         """Ask, and wait; SIGKILL ends what is left."""

@@ -47,7 +47,7 @@ class Host:
         self._copy = os.getcwd()  # of the driver's `working_dir`, if it has one
         # Ray looks for orphans of pid 1 only, and there may be another process that adopts them
         raylet = Watched(os.getppid())
-        threading.Thread(target=_end_with, args=(raylet,), daemon=True).start()
+        threading.Thread(target=_end_with, args=(raylet, self._local), daemon=True).start()
 
     def place(self, needs: Needs) -> Place:
         """Where this is."""
@@ -85,9 +85,10 @@ class Host:
             self._local.stop()
 
 
-def _end_with(process: Watched) -> None:
+def _end_with(process: Watched, local: LocalLauncher) -> None:
     while not process.wait(LOOK_S):
         pass
+    local.kill()
     os._exit(1)
 
 

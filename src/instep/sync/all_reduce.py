@@ -11,7 +11,7 @@ Two things ride in the spare end of the last bucket and cost no message of
 their own: the caller's notes, and which parameters had a gradient at all. A
 parameter that no rank used keeps no gradient, as on one process.
 
-With a codec the buckets travel in two phases (`two_phase.py`), and notes in a message of
+With a codec a reducer sums the buckets (`reducers.py`), and notes travel in a message of
 their own. What the codec drops is this rank's alone to carry over, so it lies in memory
 that outlives the process.
 """
@@ -19,6 +19,7 @@ that outlives the process.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -32,8 +33,8 @@ from instep.errors import SpecError
 from instep.records import BEGINNING, Attempt, Law
 from instep.sync.base import InMesh, Memory, Price, Result, Servers
 from instep.sync.gathering import Gathering
+from instep.sync.reducers import Layout, Place, Reducer, reducer_of
 from instep.sync.sums import Exact, Plain, Sums, Wide
-from instep.sync.two_phase import Layout, Place, TwoPhase
 
 
 class AllReduce(Gathering):
@@ -52,9 +53,12 @@ class AllReduce(Gathering):
         self, *, bucket_mb: float = 8.0, overlap: bool = True, codec: Codec | None = None
     ) -> None:
         super().__init__(bucket_mb=bucket_mb, overlap=overlap)
-        self._codec = codec
-        self.laws = {"residual": Law.SUM} if codec is not None else {}
-        self._two: TwoPhase | None = None
+        self.codec = codec
+        self._reducer: Reducer | None = None
+        self.laws: Mapping[str, Law] = {}
+        if codec is not None:
+            self._reduces = reducer_of(codec)
+            self.laws = dict.fromkeys(self._reduces.kinds(codec), Law.SUM)
         self._holders: Sequence[tuple[int, ...]] = ()
         self._carried = _Carried({})  # what was dropped before, between two generations
         self._next: tuple[int, _Carried] | None = None  # the same, if this generation's start holds
@@ -76,8 +80,9 @@ class AllReduce(Gathering):
     ) -> None:
         """Lay out the buckets."""
         self._keep()
+        shared = self.state()
         sums: Sums
-        if self._codec is None:
+        if self.codec is None:
             sums = Exact(parameters, comm, parts) if parts else Plain()
         elif parts:
             raise SpecError(
@@ -88,15 +93,19 @@ class AllReduce(Gathering):
             sums = Wide(parameters)
         self._holders = mesh.holders if mesh is not None else ()
         self._gather(parameters, comm, sums, notes)
-        if self._codec is not None:
+        if self.codec is not None:
             everyone = mesh.everyone if mesh is not None else comm
-            self._carry_over(self._codec, everyone, memory, at, draining)
+            self._loaded = shared
+            self._reducer = self._carry_over(self.codec, everyone, memory, at, draining)
+            self._reducer.load_state(shared)
+            self._loaded = None
 
     def _keep(self) -> None:
         """What the group of before has dropped is carried over."""
-        if self._two is not None:
-            self._carried = _Carried.of(self._two.layout, self._comm.rank, self._two.residual)
-            self._two = None
+        if self._reducer is not None:
+            if self.laws:
+                self._carried = _Carried.of(self._layout, self._comm.rank, self._reducer.carried)
+            self._loaded, self._reducer = self.state(), None
 
     def _carry_over(
         self,
@@ -105,13 +114,15 @@ class AllReduce(Gathering):
         memory: Memory | None,
         at: Attempt,
         draining: Sequence[int],
-    ) -> None:
+    ) -> Reducer:
         """Lay out what the codec drops, beginning with what was dropped before.
 
         What there was before counts until every rank has got so far.
         """
         comm, device = self._comm, self._buckets[0].flat.device
-        layout = _layout(self._buckets[:-1], self._parameters, comm.size, draining)
+        layout = self._laid_out(self._buckets[:-1], self._parameters, comm.size, draining)
+        if not self.laws:
+            return self._reduces(codec, comm, layout, device=device)
         count = layout.room(comm.rank)
         place = torch.tensor([comm.rank, comm.size, *draining])
         slots = torch.zeros(count, device=device), torch.zeros(count, device=device)
@@ -134,20 +145,20 @@ class AllReduce(Gathering):
             slot = memory.stage(*at._replace(number=at.number + 1))
             slot["place"].copy_(place)
             slots = slots[0], slot["residual"]
-        self._memory, self._next = memory, None
-        self._two = TwoPhase(codec, comm, layout, slots, device=device, staged=self._stamp)
+        self._memory, self._next, self._layout = memory, None, layout
+        return self._reduces(codec, comm, layout, slots, device=device, staged=self._stamp)
 
     def _handed_over(self, draining: Sequence[int]) -> _Carried:
         """What this rank carries once those that leave have given theirs to the lowest other."""
         comm, totals = self._comm, dict[str, Tensor]()
         taker = min(rank for rank in range(comm.size) if rank not in draining)
-        for slot, parameter in enumerate(self._parameters):
+        for kind, (slot, parameter) in product(self.laws, enumerate(self._parameters)):
             nothing = torch.zeros_like(parameter, dtype=torch.float32)
-            mine = self._carried.totals.get(str(slot), nothing)
+            mine = self._carried.totals.get(f"{kind}/{slot}", nothing)
             given = mine.clone() if comm.rank in draining else nothing.clone()
             comm.all_reduce(given).wait()
             if comm.rank not in draining:
-                totals[str(slot)] = mine + given if comm.rank == taker else mine
+                totals[f"{kind}/{slot}"] = mine + given if comm.rank == taker else mine
         return _Carried(totals)
 
     @property
@@ -176,22 +187,22 @@ class AllReduce(Gathering):
         limits, types = [self._bucket_bytes], self._sums.types
         buckets = lay_out(self._parameters, limits, types=types, holders=self._holders)
         last, alike = buckets[-1].flat, any(len(each) > 1 for each in self._holders)
-        if self._codec is None and not alike and last.dtype in (torch.float32, torch.float64):
+        if self.codec is None and not alike and last.dtype in (torch.float32, torch.float64):
             return lay_out(self._parameters, limits, spare=spare)
         wide = torch.float64 if self._sums.types else torch.float32
         room = torch.zeros(spare, dtype=wide, device=last.device)
         return [*buckets, Bucket(room, (), (), room)]
 
     def _send(self, number: int, bucket: Bucket) -> Work:
-        if self._two is None or not bucket.members:
+        if self._reducer is None or not bucket.members:
             return self._comm.all_reduce(bucket.flat)
-        self._two.begin(number, bucket.flat, key=self._attempt.number)
+        self._reducer.begin(number, bucket.flat, key=self._attempt.number)
         return _Begun()
 
     def _finish(self) -> None:
         super()._finish()
-        if self._two is not None:
-            self._two.finish()
+        if self._reducer is not None:
+            self._reducer.finish()
 
     def prepare(self, step: int, scale: float) -> None:
         """`exchange` did it all."""
@@ -209,22 +220,22 @@ class AllReduce(Gathering):
 
     def _is_late(self, index: int) -> bool:
         """Whether a gradient of an earlier step arrives, of which a codec had dropped it."""
-        return self._two is not None and bool(self._home[index][1].any())
+        return self._reducer is not None and bool(self._home[index][1].any())
 
     def apply(self, update: Callable[[], Result]) -> Result:
         """Move by what was handed out; the next pass starts from none."""
         result = update()
         self._sums.end_step()  # not before: a step that does not happen must teach nothing
-        if self._two is not None:
-            self._two.apply()
+        if self._reducer is not None:
+            self._reducer.apply()
         self._forget()
         return result
 
     def abandon(self) -> None:
         """The next step starts from what the last one left."""
         self._sums.abandon()
-        if self._two is not None:
-            self._two.abandon()
+        if self._reducer is not None:
+            self._reducer.abandon()
         self._forget()
 
     def stop(self) -> None:
@@ -232,12 +243,15 @@ class AllReduce(Gathering):
 
     def own_state(self) -> dict[str, Tensor]:
         """What the codec dropped here, and is still to be sent."""
-        totals = self._two.own_state() if self._two is not None else self._carried.totals
-        return {f"residual/{slot}": residual for slot, residual in totals.items()}
+        return dict(self._carried.totals) if self._reducer is None else self._reducer.own_state()
+
+    def state(self) -> dict[str, Tensor]:
+        """What the sums remember, and the reducer."""
+        return super().state() | (self._reducer.state() if self._reducer is not None else {})
 
     def load_own(self, state: Mapping[str, Tensor]) -> None:
         """Kept until `start`."""
-        self._carried = _Carried({k.removeprefix("residual/"): v for k, v in state.items()})
+        self._carried = _Carried(state)
         self._next = None
 
     def load_left(
@@ -250,9 +264,23 @@ class AllReduce(Gathering):
         rank, size, *idle = tensors["place"].tolist()
         limits, types = [self._bucket_bytes], Wide(parameters).types
         buckets = lay_out(parameters, limits, types=types, holders=holders)
-        layout = _layout(buckets, parameters, size, idle)
+        layout = self._laid_out(buckets, parameters, size, idle)
         if len(tensors["residual"]) == layout.room(rank):
             self._carried = _Carried.of(layout, rank, tensors["residual"])
+
+    def _laid_out(
+        self,
+        buckets: Sequence[Bucket],
+        parameters: Sequence[Tensor],
+        size: int,
+        idle: Sequence[int],
+    ) -> Layout:
+        """How what is carried over lies: parameters are called by their numbers."""
+        places = [
+            [Place(str(m), tuple(parameters[m].shape)) for m in bucket.members]
+            for bucket in buckets
+        ]
+        return self._reduces.layout(places, size, idle)
 
     @staticmethod
     def price(parameter_bytes: int, replicas: int) -> Price:
@@ -261,10 +289,10 @@ class AllReduce(Gathering):
 
 
 class _Carried(NamedTuple):
-    """Residuals between two generations."""
+    """What a rank alone remembers, between two generations."""
 
     totals: Mapping[str, Tensor]
-    """By parameter, in its shape."""
+    """As `own_state` gives it."""
     flat: Tensor | None = None
     """The same as it lay in memory, of one rank among the owners of segments."""
     rank: int = 0
@@ -285,18 +313,7 @@ class _Carried(NamedTuple):
 
 
 class _Begun:
-    """A bucket that `TwoPhase` has under way."""
+    """A bucket that the reducer has under way."""
 
     def wait(self) -> None:
         """Its `finish` does."""
-
-
-def _layout(
-    buckets: Sequence[Bucket], parameters: Sequence[Tensor], size: int, idle: Sequence[int]
-) -> Layout:
-    """Where everything lies: parameters are called by their numbers."""
-    return Layout(
-        [[Place(str(m), tuple(parameters[m].shape)) for m in bucket.members] for bucket in buckets],
-        size,
-        idle,
-    )

@@ -18,12 +18,15 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from instep.comm.base import Comm
-from instep.records import BEGINNING, Attempt
+from instep.comm.codecs.base import Codec
+from instep.records import BEGINNING, Attempt, Law
 from instep.sync.all_reduce import AllReduce
-from instep.sync.base import InMesh, Memory, NothingOfItsOwn, Price, Result, Servers
+from instep.sync.base import InMesh, Memory, Price, Result, Servers
+from instep.sync.coded import Coded
+from instep.sync.outer import Outer
 
-KEPT = "kept/"
-"""Begins the names of what `Kept` gives, in the strategy's state."""
+KEPT, OUTER = "kept/", "outer/"
+"""Begin the names of what `Kept` and the outer rule give, in the strategy's state."""
 
 
 class Kept(Protocol):
@@ -45,19 +48,32 @@ class Kept(Protocol):
         """Take up what `state` gave."""
 
 
-class Averaging(NothingOfItsOwn):
+class Averaging:
     """Weighted mean of what participants give, each in one pass.
 
     Args:
         bucket_mb: megabytes of one message, at most.
+        codec: how what participants give looks on the wire; None sends it as it is.
+        pull: how strongly participants are drawn back to where the round began; they do it.
+        outer: moves the parameters at the end of a round; None moves them to the mean.
 
     Raises:
         SpecError: `bucket_mb` is not a positive number.
     """
 
-    def __init__(self, *, bucket_mb: float = 8.0) -> None:
-        self._mean = AllReduce(bucket_mb=bucket_mb, overlap=False)
-        self._given: list[tuple[float, list[tuple[int, Tensor]]]] = []  # weight, what by slot
+    def __init__(
+        self,
+        *,
+        bucket_mb: float = 8.0,
+        codec: Codec | None = None,
+        pull: float = 0.0,
+        outer: Outer | None = None,
+    ) -> None:
+        plain = AllReduce(bucket_mb=bucket_mb, overlap=False)
+        self._mean: AllReduce | Coded = plain if codec is None else Coded(codec)
+        self.pull, self._outer = pull, outer
+        self._parameters: list[Parameter] = []
+        self._given: list[tuple[int, float, list[tuple[int, Tensor]]]] = []  # what by slot
         self._comm: Comm
         self.kept: Kept | None = None
         """What participants remember; None where they begin each round anew."""
@@ -76,7 +92,7 @@ class Averaging(NothingOfItsOwn):
         mesh: InMesh | None = None,
     ) -> None:
         """Lay out the buckets."""
-        self._given, self._comm = [], comm
+        self._given, self._comm, self._parameters = [], comm, list(parameters)
         self._mean.start(
             parameters,
             comm,
@@ -88,14 +104,32 @@ class Averaging(NothingOfItsOwn):
             mesh=mesh,
         )
 
-    def begin_pass(self, weight: float, *, last: bool) -> None:
-        """What comes now is another participant's."""
-        self._given.append((weight, []))
-        self._mean.begin_pass(weight, last=last)
+    @property
+    def laws(self) -> Mapping[str, Law]:
+        """What a codec has left out, and what becomes of it."""
+        return self._mean.laws
+
+    @property
+    def start_in_doubt(self) -> int:
+        """The generation whose `start` this rank is in doubt about."""
+        return self._mean.start_in_doubt
+
+    def resolve(self, generation: int) -> None:
+        """What changes hands counts, or does not."""
+        self._mean.resolve(generation)
+
+    def begin_step(self, attempt: Attempt) -> None:
+        """The participants of a round are about to give."""
+        self._mean.begin_step(attempt)
+
+    def begin_pass(self, weight: float, *, last: bool, unit: int = 0) -> None:
+        """What comes now is that participant's."""
+        self._given.append((unit, weight, []))
+        self._mean.begin_pass(weight, last=last, unit=unit)
 
     def gradient(self, slot: int, gradient: Tensor) -> None:
         """Add it up, and keep it."""
-        self._given[-1][1].append((slot, gradient))
+        self._given[-1][2].append((slot, gradient))
         self._mean.gradient(slot, gradient)
 
     @torch.no_grad()
@@ -103,8 +137,8 @@ class Averaging(NothingOfItsOwn):
         """All talking. Where the lattices had to be chosen anew, it is done once more."""
         agreed = self._mean.exchange(notes)
         if agreed is None:
-            for weight, given in self._given:
-                self._mean.begin_pass(weight, last=False)
+            for unit, weight, given in self._given:
+                self._mean.begin_pass(weight, last=False, unit=unit)
                 for slot, gradient in given:
                     self._mean.gradient(slot, gradient)
             agreed = self._mean.exchange(notes)
@@ -114,6 +148,7 @@ class Averaging(NothingOfItsOwn):
 
     def prepare(self, step: int, scale: float) -> None:
         """Every rank gets what participants remember; it lies staged."""
+        self._mean.prepare(step, scale)
         if self.kept is not None:
             self.kept.exchange(self._comm)
 
@@ -122,9 +157,11 @@ class Averaging(NothingOfItsOwn):
         self._mean.hand_out()
 
     def apply(self, update: Callable[[], Result]) -> Result:
-        """Move by what was handed out."""
+        """Move by what was handed out, or by what the outer rule makes of it."""
         if self.kept is not None:
             self.kept.apply()
+        if self._outer is not None:
+            self._outer.replace(self._parameters)
         return self._mean.apply(update)
 
     def abandon(self) -> None:
@@ -139,19 +176,54 @@ class Averaging(NothingOfItsOwn):
         self._mean.stop()
 
     def state(self) -> dict[str, Tensor]:
-        """How fine lattices are, where there are any, and what participants remember."""
-        kept = self.kept.state() if self.kept is not None else {}
-        return {**self._mean.state(), **{KEPT + name: tensor for name, tensor in kept.items()}}
+        """How fine lattices are, where there are any, what participants and the outer rule keep."""
+        state = self._mean.state()
+        for prefix, part in self._parts.items():
+            state |= {prefix + name: tensor for name, tensor in part.state().items()}
+        return state
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Take up what `state` gave."""
-        kept = {name.removeprefix(KEPT): t for name, t in state.items() if name.startswith(KEPT)}
-        self._mean.load_state({name: t for name, t in state.items() if not name.startswith(KEPT)})
-        if self.kept is not None:
-            self.kept.load_state(kept)
-        assert self.kept is not None or not kept, "what participants remember has no place yet"
+        rest = dict(state)
+        for prefix, part in self._parts.items():
+            names = [name for name in rest if name.startswith(prefix)]
+            part.load_state({name.removeprefix(prefix): rest.pop(name) for name in names})
+        assert not any(name.startswith((KEPT, OUTER)) for name in rest), "it has no place yet"
+        self._mean.load_state(rest)
+
+    @property
+    def _parts(self) -> dict[str, Kept | Outer]:
+        """What remembers something, by how the names of its tensors begin."""
+        parts: dict[str, Kept | Outer | None] = {KEPT: self.kept, OUTER: self._outer}
+        return {prefix: part for prefix, part in parts.items() if part is not None}
+
+    def own_state(self) -> dict[str, Tensor]:
+        """What a codec has left out here."""
+        return self._mean.own_state()
+
+    def load_own(self, state: Mapping[str, Tensor]) -> None:
+        """Take up what `own_state` gave."""
+        self._mean.load_own(state)
+
+    def load_left(
+        self,
+        tensors: Mapping[str, Tensor],
+        parameters: Sequence[Parameter],
+        holders: Sequence[tuple[int, ...]] = (),
+    ) -> None:
+        """The same, of a process that is gone."""
+        self._mean.load_left(tensors, parameters, holders)
 
     @staticmethod
     def price(parameter_bytes: int, replicas: int) -> Price:
         """What a round costs; with `determinism = "bits"` twice that where lattices are new."""
         return AllReduce.price(parameter_bytes, replicas)
+
+
+def averaging(*, bucket_mb: float = 8.0, codec: Codec | None = None) -> Averaging:
+    """Parameters become the mean of those of the participants.
+
+    Raises:
+        SpecError: an option is refused.
+    """
+    return Averaging(bucket_mb=bucket_mb, codec=codec)

@@ -1,9 +1,10 @@
 """Which server has which part of the parameters; the same on every rank.
 
-Every bucket is cut into one segment for each server, so that all of them have something to do as
-soon as the first is full. A segment is as long as its share, rounded to where a cut may be: between
-parameters, or at a multiple of `CUT` elements within one. The norm is summed in blocks of which
-no cut divides one. Nothing here knows gradients or optimizers.
+Every bucket is shared out to all servers, so that all of them have something to do as soon as the
+first is full. Shares are equal, rounded to where a cut may be: between parameters, or at a
+multiple of `CUT` elements within one. A share is cut into segments of at most `LONGEST_BYTES`
+where that is possible: a server can send one back while the next is still coming. The norm is
+summed in blocks of which no cut divides one. Nothing here knows gradients or optimizers.
 """
 
 from __future__ import annotations
@@ -20,15 +21,20 @@ from instep.sync.base import Piece
 CUT = 1 << 16
 """Elements: a multiple of `norm.BLOCK`, and of what processors add at once."""
 
+LONGEST_BYTES = 1 << 19
+"""Of a segment: long beside what a message costs, short beside a bucket."""
+
 _ALIGNED = 64
 
 
 class Segment(NamedTuple):
-    """Elements [start, stop) of a bucket."""
+    """Elements [start, stop) of a bucket: what is sent in one message."""
 
     bucket: int
     start: int
     stop: int
+    pieces: tuple[Piece, ...]
+    """The same, by parameter."""
 
 
 class Part(NamedTuple):
@@ -36,8 +42,11 @@ class Part(NamedTuple):
 
     segments: list[Segment]
     """In the order of the buckets."""
-    pieces: list[Piece]
-    """The same, by parameter."""
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """The same, by parameter."""
+        return [piece for segment in self.segments for piece in segment.pieces]
 
 
 def cut(
@@ -51,53 +60,70 @@ def cut(
         servers: how many.
         by_element: whether a parameter may be cut, if its elements lie in their order.
     """
-    parts = [Part([], []) for _ in range(servers)]
+    parts = [Part([]) for _ in range(servers)]
     bytes_of = [0] * servers
     for number, bucket in enumerate(buckets):
         begins, at = [], 0
-        divisible = [by_element and parameters[m].is_contiguous() for m in bucket.members]
         for member in bucket.members:
             begins.append(at)
             at += parameters[member].numel()
-        segments = list(_segments(number, begins, at, servers, divisible))
+        places = [
+            place
+            for member, begin in zip(bucket.members, begins, strict=True)
+            for place in _places(begin, parameters[member], by_element=by_element)
+        ]
+        shares = list(_shares([*places, at], servers))
+        each = parameters[bucket.members[0]].element_size()
         # the largest to who has least so far: a bucket that cannot be cut is not always the same's
-        for segment in sorted(segments, key=lambda one: one.start - one.stop):
+        for start, stop in sorted(shares, key=lambda share: share[0] - share[1]):
             server = bytes_of.index(min(bytes_of))
-            pieces = list(_pieces(segment, bucket.members, begins, parameters))
-            parts[server].segments.append(segment)
-            parts[server].pieces.extend(pieces)
-            bytes_of[server] += sum(
-                (piece.stop - piece.start) * parameters[piece.slot].element_size()
-                for piece in pieces
-            )
+            bytes_of[server] += each * (stop - start)
+            inside = [place for place in [*places, at] if start < place <= stop]
+            for first, last in _short(start, inside, LONGEST_BYTES // each):
+                pieces = _pieces(first, last, bucket.members, begins, parameters)
+                parts[server].segments.append(Segment(number, first, last, tuple(pieces)))
     return parts
 
 
-def _segments(
-    number: int, begins: Sequence[int], length: int, servers: int, divisible: Sequence[bool]
-) -> Iterator[Segment]:
-    """Of one bucket; none is empty."""
-    ends = [*begins[1:], length]
-    places = {
-        place
-        for begin, end, can in zip(begins, ends, divisible, strict=True)
-        for place in (range(begin, end, CUT) if can else (begin,))
-    }
-    at = 0
+def _places(begin: int, parameter: Tensor, *, by_element: bool) -> Sequence[int]:
+    """Where a cut may be from a parameter on, which begins there in its bucket."""
+    if by_element and parameter.is_contiguous() and parameter.numel():
+        return range(begin, begin + parameter.numel(), CUT)
+    return (begin,)
+
+
+def _shares(places: Sequence[int], servers: int) -> Iterator[tuple[int, int]]:
+    """Of one bucket, which ends with the last place; none is empty."""
+    at, length = 0, places[-1]
     for server in range(1, servers + 1):
         wanted = length * server / servers
-        stop = length if server == servers else min(places, key=lambda place: abs(place - wanted))
+        stop = min(places, key=lambda place: abs(place - wanted))
         if stop > at:
-            yield Segment(number, at, stop)
+            yield at, stop
             at = stop
 
 
+def _short(start: int, places: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Cut what begins at `start`, and ends with the last place, to at most so many elements."""
+    last = start
+    for place in places:
+        if place - start > most and last > start:
+            yield start, last
+            start = last
+        last = place
+    if last > start:
+        yield start, last
+
+
 def _pieces(
-    segment: Segment, members: Sequence[int], begins: Sequence[int], parameters: Sequence[Tensor]
+    first: int,
+    last: int,
+    members: Sequence[int],
+    begins: Sequence[int],
+    parameters: Sequence[Tensor],
 ) -> Iterator[Piece]:
     for member, begin in zip(members, begins, strict=True):
-        start = max(segment.start - begin, 0)
-        stop = min(segment.stop - begin, parameters[member].numel())
+        start, stop = max(first - begin, 0), min(last - begin, parameters[member].numel())
         if start < stop:
             yield Piece(member, start, stop)
 
@@ -111,11 +137,13 @@ class Packed:
     """
 
     def __init__(self, pieces: Sequence[Piece], parameters: Sequence[Tensor]) -> None:
-        places, at = [], 0
+        places, at = list[int](), 0
+        self._ends = dict[Piece, tuple[int, int]]()
         for piece in pieces:
             places.append(at)
             size = (piece.stop - piece.start) * parameters[piece.slot].element_size()
             at += -(-size // _ALIGNED) * _ALIGNED
+            self._ends[piece] = places[-1], at
         self.flat = torch.zeros(at, dtype=torch.uint8)
         """[bytes]"""
         self.views: dict[Piece, Tensor] = {}
@@ -129,6 +157,10 @@ class Packed:
                 part = part.as_strided(whole.shape, torch.empty_like(whole, device="meta").stride())
             self.views[piece] = part
         self._parameters = list(parameters)
+
+    def of(self, segment: Segment) -> Tensor:
+        """[bytes] of `flat`: a segment of the part whose pieces these are."""
+        return self.flat[self._ends[segment.pieces[0]][0] : self._ends[segment.pieces[-1]][1]]
 
     @torch.no_grad()
     def load(self) -> None:

@@ -249,6 +249,10 @@ class Lattice:
         if tops:
             self._sums.append((index, torch.stack(tops).abs_().amax()))
 
+    def take_back(self) -> None:
+        """Forget what `value` was given in this step."""
+        self._sums = []
+
     def sizes(self) -> list[int]:
         """[tensors]: bits of the largest number of each sum that `value` was given; 0 where none
         was, or only zeros."""

@@ -3,13 +3,21 @@
 As in the parameter server of Li et al. (2014, OSDI), but in lockstep: every step waits for all
 workers. Gradients fill buckets as in `all_reduce.py`, whose promises about sums hold here. But a
 full bucket is not summed by all: each segment of it goes to the server that has it (`cuts.py`),
-which adds up in rank order. When all have agreed on the step, `prepare` has the servers move
-their parts, and send them to all; so all hold the same parameters, servers too, and
-any that is left can give them to a new worker.
+which adds up in rank order, moves its part, and sends it to the workers. So all workers
+hold the same parameters, and each server those of its part.
+
+A server moves a segment as soon as all workers have sent it, and sends it back while others are
+still coming: both directions of its link are busy. It guesses then what is known only when
+all have told their notes: that the step is like the last one (`_Guess`). Where it was not, servers
+undo what they have moved, and move all after the exchange, in `prepare`; as they do where
+something has to be known of the whole gradient, such as its norm.
 
 A server's optimizer state is its own alone. It lies in ordinary memory, moves there before it is
-known whether the step happens, and is copied into a slot of memory that outlives the process. A
-step that does not happen is undone by the other slot.
+known whether the step happens, and is copied with the parameters of the part into a slot of memory
+that outlives the process. A step that does not happen is undone by the other slot.
+
+With `copy` the next server keeps a copy of a server's part: it is sent the summed gradients, and
+takes the same steps. Who lacks a part when a generation begins gets it from the other that has it.
 
 It knows nothing of how an optimizer works (`base.Mover`), nor of votes.
 """
@@ -25,13 +33,19 @@ from torch.nn import Parameter
 
 from instep.comm.base import Comm, Work
 from instep.comm.buckets import Bucket, laid_out_like, lay_out
+from instep.comm.named import receive_named, send_named
 from instep.errors import RecipeError, SpecError, WorkerError
 from instep.records import BEGINNING, Attempt, Law
 from instep.sync import norm
+from instep.sync.arriving import summed
 from instep.sync.base import InMesh, Memory, Mover, Piece, Price, Result, Servers
-from instep.sync.cuts import Packed, Part, cut
+from instep.sync.cuts import Packed, Part, Segment, cut
 from instep.sync.gathering import Gathering
 from instep.sync.sums import Exact, Plain
+
+_PARAMETERS = "parameters/"
+"""In memory that outlives a server, before the number of a server: the part that it has moved,
+[bytes]."""
 
 
 class _Shared(NamedTuple):
@@ -39,8 +53,9 @@ class _Shared(NamedTuple):
 
     parts: list[Part]
     """Of each server."""
-    new: list[Packed]
-    """Each part, moved towards the next commit. Of this server it is what its optimizer moves."""
+    new: dict[int, Packed]
+    """By server, its part, moved towards the next commit. A worker has all; a server has its own,
+    and that of which it keeps a copy: what its optimizer moves."""
 
 
 class ServerSync(Gathering):
@@ -48,24 +63,35 @@ class ServerSync(Gathering):
 
     Args:
         bucket_mb: megabytes at which a bucket is full and starts on its way.
-        overlap: send during the backward pass; off, all is sent after it.
+        overlap: send during the backward pass, and have servers move what is there; off, all is
+            sent after the pass, and moved when all is there.
+        copy: have the next server keep a copy of each server's part and state.
 
     Raises:
         SpecError: an option is refused.
     """
 
-    def __init__(self, *, bucket_mb: float = 8.0, overlap: bool = True) -> None:
+    def __init__(self, *, bucket_mb: float = 8.0, overlap: bool = True, copy: bool = False) -> None:
         super().__init__(bucket_mb=bucket_mb, overlap=overlap)
+        if not isinstance(copy, bool):
+            raise SpecError(f"sync.options.copy = {copy!r}: needs to be true or false.")
+        self._copy = copy
         self.laws = {"optimizer": Law.MOVE}
         self._shared: _Shared | None = None
         self._left: dict[str, Tensor] | None = None  # of the process before, until `start`
         self._held: Attempt | None = None  # under which memory has the state of the last commit
         self._begins = False  # from what the optimizer has
         self._mine = -1  # which server this is; -1 for a worker
-        self._moved = False  # whether this server's part has moved in this step
+        self._moved = False  # whether anything of this server's part has moved in this step
+        self._early = False  # whether servers move in this step what has come, before all has
+        self._under_way: list[Work] = []  # new parameters
         self._memory: Memory | None = None
         self._attempt = BEGINNING
+        self._sizes: list[int] | None = None
         self._mover: Mover
+        self.whole = True
+        """Whether this rank has all parameters of the last commit; a server has those of its part,
+        once it has moved them."""
 
     start_in_doubt = -1
 
@@ -103,51 +129,98 @@ class ServerSync(Gathering):
         self._servers, self._mover, self._memory = list(servers.ranks), servers.mover, memory
         self._workers = [rank for rank in range(comm.size) if rank not in self._servers]
         self._mine = self._servers.index(comm.rank) if comm.rank in self._servers else -1
+        if self._copy and len(self._servers) < 2:
+            raise SpecError(
+                "sync.options.copy = true: another server keeps the copy, so there must be two. "
+                "Set sync.servers = 2 or more, or leave it out."
+            )
         if self._shared is None:
             self._share_out()
         assert self._shared is not None
-        if self._mine >= 0:
-            self._shared.new[self._mine].load()
-            self._hold(at)
+        self._segments: list[list[tuple[int, Segment]]] = [[] for _ in self._buckets]
+        for server, part in enumerate(self._shared.parts):
+            for segment in part.segments:
+                self._segments[segment.bucket].append((server, segment))
+        for packed in self._shared.new.values() if self._mine >= 0 else ():
+            packed.load()
+        self._hold(at)
         comm.all_reduce(torch.zeros(1)).wait()  # after it, each knows that all servers hold
-        self._moved = False
+        self._moved = self._early = False
+        self._under_way = []
+        self._guess = _Guess()
+        mover = self._mover
+        self._moves_early = self._overlap and mover.by_element and not mover.clips
 
     def _share_out(self) -> None:
         """Cut the parameters, and the state that the optimizer has for them."""
         mover, count = self._mover, len(self._servers)
         every = cut(self._buckets[:-1], self._parameters, count, by_element=mover.by_element)
-        new = [Packed(part.pieces, self._parameters) for part in every]
+        new = {
+            server: Packed(part.pieces, self._parameters)
+            for server, part in enumerate(every)
+            if self._mine < 0 or server in self._kept
+        }
         self._shared = _Shared(every, new)
-        own = new[self._mine].views if self._mine >= 0 else {}
-        mover.hold({piece: Parameter(view) for piece, view in own.items()})
+        held = [packed.views.items() for packed in new.values()] if self._mine >= 0 else []
+        mover.hold({piece: Parameter(view) for views in held for piece, view in views})
         if self._left is not None and self._mine >= 0:
             assert self._memory is not None
-            mover.load_states(self._left)
+            mover.load_states(_of_optimizer(self._left))
             self._held = Attempt(*self._memory.stamps()[0])
         self._left = None
 
+    @property
+    def _kept(self) -> list[int]:
+        """The servers whose parts this server has: itself, and the one of which it has a copy."""
+        count = len(self._servers)
+        return [self._mine, (self._mine - 1) % count] if self._copy else [self._mine]
+
     def _hold(self, at: Attempt) -> None:
-        """Have memory hold the state of the last commit, which is what the optimizer has now.
+        """Have memory hold the state of the last commit, which is what the optimizer has then.
 
         Raises:
             WorkerError: it was lost with the process before.
         """
-        assert self._memory is not None, "a server needs memory that outlives it"
         held = self._held
-        if (held is None and at.number and not self._begins) or (held and held[:2] != at[:2]):
-            raise WorkerError(
-                f"the optimizer state of server {self._mine} of {len(self._servers)} was lost with "
-                "the memory of its host, or its fork server, and no other process has it. Resume "
-                "the run: it continues from the newest checkpoint."
-            )
-        if held is None:
+        lacks = (held is None and at.number and not self._begins) or (held and held[:2] != at[:2])
+        if self._copy:
+            self._take_copies(bool(self._mine >= 0 and lacks))
+        elif self._mine >= 0 and lacks:
+            raise _lost(self._mine, len(self._servers))
+        if self._mine >= 0 and (held is None or lacks):
             self._stage(at)
             self._held = at
 
+    def _take_copies(self, lacks: bool) -> None:
+        """Give servers that lack their state, and that of their copy, what others have of it."""
+        assert self._shared is not None
+        lacking = torch.zeros(len(self._servers))
+        lacking[self._mine] += float(lacks)
+        self._comm.all_reduce(lacking).wait()
+        taken, count = dict[str, Tensor](), len(self._servers)
+        for server, part in enumerate(self._shared.parts):
+            keeps = [server, (server + 1) % count]
+            having = [one for one in keeps if not lacking[one]]
+            for one in keeps:
+                if not lacking[one] or self._mine < 0:
+                    continue
+                if self._mine == one:
+                    if not having:
+                        raise _lost(server, count)
+                    taken |= receive_named(self._comm, self._servers[having[0]])
+                elif having and self._mine == having[0]:
+                    own = _of_part(part, self._mover.states())
+                    send_named(self._comm, own, self._servers[one])
+        if lacks:
+            self._mover.load_states(taken)
+
     def _stage(self, attempt: Attempt) -> None:
-        """Copy the optimizer's state into the slot of a commit."""
+        """Copy the optimizer's state, and what it has moved, into the slot of a commit."""
         assert self._memory is not None
+        assert self._shared is not None
         states = self._mover.states()
+        for server in self._kept:
+            states[f"{_PARAMETERS}{server}"] = self._shared.new[server].flat
         layout = {name: (tuple(state.shape), state.dtype) for name, state in states.items()}
         if layout != self._layout:  # an optimizer makes its state in its first steps
             self._memory.lay_out(layout)
@@ -169,6 +242,7 @@ class ServerSync(Gathering):
     def begin_step(self, attempt: Attempt) -> None:
         """What the servers move from here on belongs to this commit."""
         self._attempt = attempt
+        self._early = self._moves_early and self._guess.counts(attempt.number)
 
     # ---- gradients
 
@@ -184,87 +258,174 @@ class ServerSync(Gathering):
     def _send(self, number: int, bucket: Bucket) -> Work:
         if not bucket.members:
             return self._comm.all_reduce(bucket.flat)
-        assert self._shared is not None
         under_way = list[Work]()
-        for server, part in enumerate(self._shared.parts):
-            for segment in part.segments:
-                if segment.bucket != number:
-                    continue
-                flat = bucket.flat[segment.start : segment.stop]
-                if self._mine < 0:
-                    under_way.append(self._comm.send(flat, self._servers[server]))
-                elif self._mine == server:
-                    under_way.append(_Sum(flat, self._comm, self._workers))
+        for server, segment in self._segments[number] if self._mine < 0 else ():
+            flat = bucket.flat[segment.start : segment.stop]
+            under_way.append(self._comm.send(flat, self._servers[server]))
+            if self._early:
+                self._pull(server, segment)
         return _All(under_way)
+
+    def _pull(self, server: int, segment: Segment) -> None:
+        """Have the new parameters of a segment come to this worker."""
+        assert self._shared is not None
+        into = self._shared.new[server].of(segment)
+        self._under_way.append(self._comm.receive(into, self._servers[server]))
+
+    def _finish(self) -> None:
+        """Servers add up what the workers send, and move what is complete, if they may."""
+        if self._mine >= 0:
+            assert self._shared is not None
+            places = self._places(self._mine)
+            arrived = summed(self._comm, self._workers, list(places.values()))
+            for (segment, place), _ in zip(places.items(), arrived, strict=True):
+                if self._copy:
+                    self._under_way.append(self._comm.send(place, self._next))
+                if self._early:
+                    self._move_early(segment)
+                    self._give([segment])
+            if self._copy:
+                self._follow()
+        super()._finish()
+        self._await_new()
+
+    def _places(self, server: int) -> dict[Segment, Tensor]:
+        """Where the sums of a server's part lie."""
+        assert self._shared is not None
+        return {
+            segment: self._buckets[segment.bucket].flat[segment.start : segment.stop]
+            for segment in self._shared.parts[server].segments
+        }
+
+    @property
+    def _next(self) -> int:
+        """The rank that keeps a copy of this server's part."""
+        return self._servers[(self._mine + 1) % len(self._servers)]
+
+    def _follow(self) -> None:
+        """Get the sums of the part of which this server keeps a copy."""
+        places, source = self._places(self._kept[1]), self._servers[self._kept[1]]
+        coming = [self._comm.receive(place, source) for place in places.values()]
+        for segment, message in zip(places, coming, strict=True):
+            message.wait()
+            if self._early:
+                self._move_early(segment)
+
+    def _move_early(self, segment: Segment) -> None:
+        gradients = self._gradients([segment], self._guess.there, self._guess.scale)
+        self._move([segment], gradients)
+
+    def _await_new(self) -> None:
+        works, self._under_way = self._under_way, []
+        for work in works:
+            work.wait()
+
+    @torch.no_grad()
+    def exchange(self, notes: Tensor) -> Tensor | None:
+        """All that the workers have to send; where servers moved it at once, all that is new."""
+        agreed = super().exchange(notes)
+        if agreed is None:
+            self._undo()
+        return agreed
 
     # ---- the commit
 
     @torch.no_grad()
     def prepare(self, step: int, scale: float) -> None:
-        """Servers move their parts and send them; everybody has then all that is new."""
-        shared, comm = self._shared, self._comm
+        """If that has not been done yet: servers move their parts, and send them to the workers."""
+        shared = self._shared
         assert shared is not None
         assert self._agreed, "exchange comes first"
-        coming = [
-            comm.receive(packed.flat, self._servers[server])
-            for server, packed in enumerate(shared.new)
-            if server != self._mine and len(packed.flat)
-        ]
-        gradients = self._gradients(scale) if self._mine >= 0 else {}
-        factor = self._tell_all(gradients)
-        if self._mine >= 0:
+        there = [seen > 0 for seen in self._agreed]
+        known = there if self._sums.finite() else []
+        right = self._guess.compare(self._attempt.number, known, scale, used=self._early)
+        if self._early and not right:
+            self._undo()
+            self._sums.take_back()
+        if self._mine >= 0 and not (self._early and right):
+            segments = shared.parts[self._mine].segments
+            kept = [segment for server in self._kept for segment in shared.parts[server].segments]
+            gradients = self._gradients(kept, there, scale)
+            factor = self._limit({p: gradients[p] for p in _pieces(segments) if p in gradients})
             if factor != 1.0:
                 for gradient in gradients.values():
                     gradient.mul_(factor)
-            self._moved = True
-            self._mover.step(step)
+            self._move(kept, gradients)
+            self._give(segments)
+        elif not (self._early and right):
+            for server, part in enumerate(shared.parts):
+                for segment in part.segments:
+                    self._pull(server, segment)
+            self._limit({})
+        if self._mine >= 0:
             self._stage(self._attempt)
-            own = shared.new[self._mine].flat
-            others = [rank for rank in range(comm.size) if rank != comm.rank]
-            coming += [comm.send(own, rank) for rank in others if len(own)]
-        for work in coming:
-            work.wait()
+        self._await_new()
+        self._tell_sizes()
 
-    def _gradients(self, scale: float) -> dict[Piece, Tensor]:
-        """Of this server's part, where any worker had one; the optimizer's parameters get them."""
+    def _gradients(
+        self, segments: Sequence[Segment], there: Sequence[bool], scale: float
+    ) -> dict[Piece, Tensor]:
+        """Of segments of this server, for the parameters that have one."""
         gradients = {}
-        for piece, parameter in self._mover.held.items():
-            parameter.grad = None
-            if self._agreed[piece.slot]:
-                _, whole = self._home[piece.slot]
-                agreed = whole.view(-1)[piece.start : piece.stop].view(parameter.shape)
-                gradient = laid_out_like(self._sums.gradient(piece.slot, agreed), parameter)
-                if scale != 1.0:
-                    gradient.mul_(scale)
-                parameter.grad = gradients[piece] = gradient
+        for piece in _pieces(segments):
+            if not there[piece.slot]:
+                continue
+            parameter = self._mover.held[piece]
+            _, whole = self._home[piece.slot]
+            agreed = whole.view(-1)[piece.start : piece.stop].view(parameter.shape)
+            if not self._agreed:  # a guess: the sum may be needed once more
+                agreed = agreed.clone()
+            gradient = laid_out_like(self._sums.gradient(piece.slot, agreed), parameter)
+            gradients[piece] = gradient.mul_(scale) if scale != 1.0 else gradient
         return gradients
 
-    def _tell_all(self, gradients: Mapping[Piece, Tensor]) -> float:
-        """Sum the norm over the servers, and tell all what the sums were like.
+    def _move(self, segments: Sequence[Segment], gradients: Mapping[Piece, Tensor]) -> None:
+        """Have the optimizer move these segments by the gradients that there are."""
+        self._moved = True
+        pieces, held = _pieces(segments), self._mover.held
+        for piece in pieces:
+            held[piece].grad = gradients.get(piece)
+        self._mover.step(self._attempt.number, pieces)
+        for piece in pieces:
+            held[piece].grad = None
 
-        Returns:
-            What the gradients are multiplied by, so that their norm is within its limit.
-        """
+    def _give(self, segments: Sequence[Segment]) -> None:
+        """Send what has moved of this server's part to the workers."""
+        assert self._shared is not None
+        own = self._shared.new[self._mine]
+        self._under_way += [
+            self._comm.send(own.of(segment), rank) for segment in segments for rank in self._workers
+        ]
+
+    def _limit(self, gradients: Mapping[Piece, Tensor]) -> float:
+        """What gradients are multiplied by, so that the norm of all is within its limit; all ranks
+        call it, servers with those of their parts."""
         firsts, blocks = [], 0
         for parameter in self._parameters if self._mover.clips else ():
             firsts.append(blocks)
             blocks += norm.blocks(parameter.numel())
-        seen = self._sums.sizes()  # of each parameter; or nothing
-        told = torch.zeros(blocks + len(self._servers) * len(seen), dtype=torch.float64)
-        for piece, gradient in gradients.items() if blocks else ():
+        if not blocks:
+            return 1.0
+        squares = torch.zeros(blocks, dtype=torch.float64)
+        for piece, gradient in gradients.items():
             first = firsts[piece.slot] + piece.start // norm.BLOCK
             own = norm.squares([gradient])
-            told[first : first + len(own)] = own
+            squares[first : first + len(own)] = own
+        self._comm.all_reduce(squares).wait()
+        return self._mover.limit(squares)
+
+    def _tell_sizes(self) -> None:
+        """Tell all what the sums were like; it returns once every server has staged its part.
+
+        Else a server could be gone that had not, when all others have voted: for them the
+        step happens, if none of them can know.
+        """
+        seen = self._sums.sizes()  # of each parameter; or nothing
+        told = torch.zeros(len(self._servers), max(1, len(seen)), dtype=torch.float64)
         if self._mine >= 0 and seen:
-            at = blocks + self._mine * len(seen)
-            told[at : at + len(seen)] = torch.tensor(seen, dtype=torch.float64)
-        if len(told):
-            self._comm.all_reduce(told).wait()
-        self._sizes: list[int] | None = None
-        if seen:
-            table = told[blocks:].view(len(self._servers), len(seen))
-            self._sizes = [int(size) for size in table.amax(0).tolist()]
-        return self._mover.limit(told[:blocks]) if blocks else 1.0
+            told[self._mine] = torch.tensor(seen, dtype=torch.float64)
+        self._comm.all_reduce(told).wait()
+        self._sizes = [int(size) for size in told.amax(0).tolist()] if seen else None
 
     def hand_out(self) -> None:
         """Gradients are with the servers, and have moved what they are for."""
@@ -272,12 +433,13 @@ class ServerSync(Gathering):
     def apply(self, update: Callable[[], Result]) -> Result:
         """Give the model the parameters that the servers have moved."""
         assert self._shared is not None
-        for packed in self._shared.new:
+        for packed in self._shared.new.values():
             packed.store()
         result = update()
         self._sums.end_step(self._sizes)
         if self._mine >= 0:
             self._held = self._attempt
+            self.whole = len(self._kept) == len(self._servers)
         self._moved = False
         self._forget()
         return result
@@ -285,18 +447,24 @@ class ServerSync(Gathering):
     @torch.no_grad()
     def abandon(self) -> None:
         """Undo what this server has moved."""
+        self._undo()
+        self._under_way = []
+        self._sums.abandon()
+        self._forget()
+
+    def _undo(self) -> None:
+        """This server's part, and the optimizer's state for it, are those of the last commit."""
         if self._moved:
             assert self._shared is not None
             assert self._memory is not None
             assert self._held is not None
             before = self._memory.at(*self._held)
             assert before is not None, "the slot of the last commit is kept"
-            self._mover.load_states(before)
-            self._shared.new[self._mine].load()
+            self._mover.load_states(_of_optimizer(before))
+            for packed in self._shared.new.values():
+                packed.load()
             self._memory.forget(*self._attempt)
             self._moved = False
-        self._sums.abandon()
-        self._forget()
 
     def stop(self) -> None:
         """The optimizer stays where it is."""
@@ -305,11 +473,15 @@ class ServerSync(Gathering):
 
     def own_state(self) -> dict[str, Tensor]:
         """The optimizer's state for this server's part."""
-        return {f"optimizer/{name}": state for name, state in self._mover.states().items()}
+        if self._shared is None or self._mine < 0:
+            return {}
+        states = _of_part(self._shared.parts[self._mine], self._mover.states())
+        return {f"optimizer/{name}": state for name, state in states.items()}
 
     def load_own(self, state: Mapping[str, Tensor]) -> None:
         """Begin from what the optimizer itself has."""
         self._shared, self._held, self._left, self._begins = None, None, None, True
+        self.whole = True
 
     def load_left(
         self,
@@ -319,6 +491,42 @@ class ServerSync(Gathering):
     ) -> None:
         """What lies in memory is what this server holds."""
         self._left = {name: tensor.clone() for name, tensor in tensors.items()}
+
+    @torch.no_grad()
+    def make_whole(
+        self, comm: Comm, root: int, servers: Sequence[int], memory: Memory | None
+    ) -> None:
+        """Give this server the parts of the others, if it is `root` and lacks them."""
+        wanted = torch.tensor([0, *BEGINNING])
+        if comm.rank == root and not self.whole:
+            assert self._held is not None, "it has been part of a commit"
+            wanted = torch.tensor([1, *self._held])
+        comm.broadcast(wanted, root)
+        lacks, *commit = wanted.tolist()
+        if not lacks:
+            return
+        left = memory.at(*commit) if memory is not None and comm.rank in servers else None
+        has = torch.zeros(len(servers), len(servers))  # which has whose part
+        for server in range(len(servers)) if left else ():
+            has[servers.index(comm.rank), server] = float(f"{_PARAMETERS}{server}" in (left or {}))
+        comm.all_reduce(has).wait()
+        for server in range(len(servers)):
+            givers = [rank for rank, row in zip(servers, has, strict=True) if row[server]]
+            if not givers:
+                raise _lost(server, len(servers))
+            if root in givers:
+                continue
+            if comm.rank == root:
+                assert self._shared is not None
+                packed = Packed(self._shared.parts[server].pieces, self._parameters)
+                if len(packed.flat):
+                    comm.receive(packed.flat, givers[0]).wait()
+                    packed.store()
+            elif comm.rank == givers[0] and left is not None:
+                own = left[f"{_PARAMETERS}{server}"]
+                if len(own):
+                    comm.send(own, root).wait()
+        self.whole = self.whole or comm.rank == root
 
     @staticmethod
     def price(parameter_bytes: int, replicas: int) -> Price:
@@ -338,26 +546,59 @@ class _All:
             work.wait()
 
 
-class _Sum:
-    """What all workers send of one segment, on its way here.
+class _Guess:
+    """That a step is like the one before it, as far as it matters to who moves parameters early.
 
-    Args:
-        into: the segment; gets the sum, in rank order.
-        comm: the group.
-        workers: ranks.
+    The same parameters have a gradient, it is finite, and it needs the same scale. After a wrong
+    guess twice as many steps as the last time have none: moving in vain costs time.
     """
 
-    def __init__(self, into: Tensor, comm: Comm, workers: Sequence[int]) -> None:
-        self._into = into
-        self._parts = [into, *(torch.empty_like(into) for _ in workers[1:])]
-        self._works = [
-            comm.receive(part, rank) for part, rank in zip(self._parts, workers, strict=True)
-        ]
+    def __init__(self) -> None:
+        self.there: Sequence[bool] = ()
+        """Which parameters have a gradient; empty where nothing is guessed."""
+        self.scale = 1.0
+        self._wrong = 0
+        self._next = 0
 
-    @torch.no_grad()
-    def wait(self) -> None:
-        """Return when the sum is here."""
-        for number, (work, part) in enumerate(zip(self._works, self._parts, strict=True)):
-            work.wait()
-            if number:
-                self._into += part
+    def counts(self, step: int) -> bool:
+        """Whether there is a guess for a step."""
+        return bool(self.there) and step >= self._next
+
+    def compare(self, step: int, there: Sequence[bool], scale: float, *, used: bool) -> bool:
+        """Whether the guess was right; the next one is that all is as in this step.
+
+        Args:
+            step: its number.
+            there: as it was; empty where it is not to be guessed from.
+            scale: as it was.
+            used: whether parameters were moved by the guess.
+        """
+        right = bool(there) and (there, scale) == (self.there, self.scale)
+        if used and not right:
+            self._wrong += 1
+            self._next = step + 2**self._wrong
+        self.there, self.scale = there, scale
+        return right
+
+
+def _pieces(segments: Sequence[Segment]) -> list[Piece]:
+    return [piece for segment in segments for piece in segment.pieces]
+
+
+def _of_optimizer(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in kept.items() if not name.startswith(_PARAMETERS)}
+
+
+def _of_part(part: Part, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of what an optimizer keeps, that for the pieces of a part."""
+    pieces = {(str(slot), f"{start}:{stop}") for slot, start, stop in part.pieces}
+    every = ((name, name.split("/"), state) for name, state in states.items())
+    return {name: state for name, (slot, *_, at), state in every if (slot, at) in pieces}
+
+
+def _lost(server: int, servers: int) -> WorkerError:
+    return WorkerError(
+        f"the optimizer state of server {server} of {servers} was lost with the memory of its "
+        "host, or its fork server, and no other process has it. Resume the run: it continues from "
+        "the newest checkpoint."
+    )

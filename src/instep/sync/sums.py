@@ -40,12 +40,18 @@ class Sums(Protocol):
     def settle(self, raised: Sequence[float]) -> bool:
         """Take in what all ranks told; False if the passes of the step must run again."""
 
+    def finite(self) -> bool:
+        """Whether all gradients of the step were, as far as that was asked; after `settle`."""
+
     def gradient(self, index: int, agreed: Tensor) -> Tensor:
         """The gradient, shaped like `agreed`, of which it may use the memory."""
 
     def sizes(self) -> list[int]:
         """What this rank has seen of the sums that it handed out, of each parameter, or nothing;
         of parts of a sum on several ranks, the largest counts."""
+
+    def take_back(self) -> None:
+        """What was handed out of this step so far does not count: it is handed out anew."""
 
     def end_step(self, sizes: Sequence[int] | None = None) -> None:
         """All gradients of the step have been handed out; `sizes` where other ranks did."""
@@ -86,6 +92,10 @@ class Plain:
         """Whatever was summed is the sum."""
         return True
 
+    def finite(self) -> bool:
+        """Nobody asked."""
+        return True
+
     def gradient(self, index: int, agreed: Tensor) -> Tensor:
         """The sum itself."""
         return agreed
@@ -93,6 +103,9 @@ class Plain:
     def sizes(self) -> list[int]:
         """Nothing is asked of them."""
         return []
+
+    def take_back(self) -> None:
+        """Nothing is remembered of it."""
 
     def end_step(self, sizes: Sequence[int] | None = None) -> None:
         """Nothing is remembered between steps."""
@@ -209,6 +222,10 @@ class Exact:
         largest: list[float] = shared.amax(0).tolist()
         return largest
 
+    def finite(self) -> bool:
+        """As the ranks told."""
+        return all(self._finite)
+
     def gradient(self, index: int, agreed: Tensor) -> Tensor:
         """In the memory of the sum, where that is as wide."""
         dtype = self._parameters[index].dtype
@@ -220,6 +237,10 @@ class Exact:
     def sizes(self) -> list[int]:
         """Bits of the largest number of each."""
         return self._lattice.sizes()
+
+    def take_back(self) -> None:
+        """Sizes that were seen may not have been those of what was agreed on."""
+        self._lattice.take_back()
 
     def end_step(self, sizes: Sequence[int] | None = None) -> None:
         """Learn how fine the lattices of the next step may be."""

@@ -19,24 +19,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from instep.comm.base import Comm, Work
 from instep.comm.codecs.base import ALIGNED_BYTES, Codec
-from instep.errors import SpecError
+from instep.sync.reducers import Place
 
 
-class Place(NamedTuple):
-    """A parameter within a bucket."""
-
-    name: str
-    shape: tuple[int, ...]
-
-
-class Layout:
+class Segments:
     """Where everything lies, by the buckets' members and the ranks; the same on every rank.
 
     Args:
@@ -84,16 +76,13 @@ class Layout:
         return cut
 
     def state_of(self, slot: Tensor, rank: int) -> dict[str, Tensor]:
-        """A rank's total residual for each parameter, in its shape, from one of its slots.
-
-        A process that finds the memory of one that is gone reads it by this.
-        """
+        """A rank's total residual for each parameter, in its shape, from one of its slots."""
         state = {}
         for number, (sent, owned) in enumerate(self.cut(slot, rank)):
             total = sent.clone()
             total[self.segment(number, rank)] += owned
             for place, part in zip(self.buckets[number], self.members(number, total), strict=True):
-                state[place.name] = part.clone()
+                state[f"residual/{place.name}"] = part.clone()
         return state
 
     def fill(self, slot: Tensor, rank: int, state: Mapping[str, Tensor]) -> None:
@@ -101,8 +90,8 @@ class Layout:
         slot.zero_()
         for number, (sent, _) in enumerate(self.cut(slot, rank)):
             for place, part in zip(self.buckets[number], self.members(number, sent), strict=True):
-                if place.name in state:
-                    part.copy_(state[place.name])
+                if (key := f"residual/{place.name}") in state:
+                    part.copy_(state[key])
 
     def members(self, number: int, flat: Tensor) -> list[Tensor]:
         """The parts of a bucket, in their shapes, as views."""
@@ -112,43 +101,30 @@ class Layout:
 
 
 class TwoPhase:
-    """Sums of buckets over the ranks of a group; one transaction after another.
+    """A `Reducer` for codecs that are `segmentable` and `fixed_size`: others cannot be dealt."""
 
-    A step: `begin` for each bucket in its order, `finish`, and `apply` or `abandon`. Every
-    rank makes the same calls in the same order; each talks in the order of the buckets.
+    @staticmethod
+    def kinds(codec: Codec) -> tuple[str, ...]:
+        """What is dropped is carried over."""
+        return ("residual",)
 
-    Args:
-        codec: `segmentable` and `fixed_size`.
-        comm: the ranks.
-        layout: made for as many ranks.
-        room: memory for the residuals of this rank, two slots of `layout.room` float32. The first
-            is the committed one, and what stands in it counts.
-        device: where the buckets live.
-        staged: called in each step once all that this step leaves lies in the staged slot, and
-            before the last message without which no other rank can finish. Its argument is
-            the number of that slot, 0 or 1.
-
-    Raises:
-        SpecError: the codec's payloads cannot be dealt to owners.
-    """
+    @staticmethod
+    def layout(buckets: Sequence[Sequence[Place]], size: int, idle: Sequence[int]) -> Segments:
+        """Each rank that is not idle owns a segment of each bucket."""
+        return Segments(buckets, size, idle)
 
     def __init__(
         self,
         codec: Codec,
         comm: Comm,
-        layout: Layout,
+        layout: Segments,
         room: tuple[Tensor, Tensor] | None = None,
         *,
         device: torch.device | str = "cpu",
         staged: Callable[[int], None] | None = None,
     ) -> None:
-        if not (codec.segmentable and codec.fixed_size):
-            raise SpecError(
-                "sync.codec: an exchange in two phases needs a codec that is segmentable and of "
-                "fixed size. Use int8."
-            )
         assert layout.size == comm.size, "the layout is made for another number of ranks"
-        self._codec, self._comm, self.layout = codec, comm, layout
+        self._codec, self._comm, self._layout = codec, comm, layout
         self._tell = staged
         count = layout.room(comm.rank)
         self._slots = room or _ordinary(count, device)
@@ -181,26 +157,16 @@ class TwoPhase:
         return self._committed
 
     @property
-    def residual(self) -> Tensor:
-        """What this rank carries over since the last commit, as it lies in memory."""
+    def carried(self) -> Tensor:
+        """The committed slot."""
         return self._slots[self._committed]
 
     @torch.no_grad()
     def begin(self, number: int, flat: Tensor, *, key: int = 0) -> None:
-        """Send a bucket on its way.
-
-        Args:
-            number: of the bucket, the next one.
-            flat: its memory, float32: this rank's contribution, weighted so that those of
-                all ranks add up to what is wanted. Not to be touched until `finish` is over.
-            key: the same for the whole step on every rank, and another in each step.
-
-        Raises:
-            PeerError: a rank went away; the step can only be abandoned.
-        """
+        """Encode a bucket, and send each segment to its owner."""
         assert number == len(self._flats), "buckets begin in their order"
         assert flat.dtype == torch.float32, "sums are in float32"
-        layout, comm = self.layout, self._comm
+        layout, comm = self._layout, self._comm
         values = flat[: layout.lengths[number]]
         old, new = self._cut[self._committed][number][0], self._cut[1 - self._committed][number][0]
         values += old
@@ -214,12 +180,8 @@ class TwoPhase:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for all; each bucket then holds the sum, with the same bits on every rank.
-
-        Raises:
-            PeerError: a rank went away. What this rank has staged stays as it is.
-        """
-        assert len(self._flats) == len(self.layout.buckets), "each bucket begins first"
+        """Add up this rank's segments, and gather the sums of all."""
+        assert len(self._flats) == len(self._layout.buckets), "each bucket begins first"
         last = len(self._flats) - 1
         for number, work in enumerate(self._work):
             work.wait()
@@ -236,7 +198,7 @@ class TwoPhase:
     def _add_up(self, number: int) -> Tensor:
         """The payload of the sum of this rank's segment."""
         rank = self._comm.rank
-        part = self.layout.segment(number, rank)
+        part = self._layout.segment(number, rank)
         total = self._total[: _length(part)].zero_()
         payloads = self._in[number].view(self._comm.size, -1)
         for payload in payloads:
@@ -254,7 +216,7 @@ class TwoPhase:
     def _read(self, number: int) -> None:
         values = self._flats[number].zero_()
         for owner, payload in enumerate(self._out[number].view(self._comm.size, -1)):
-            self._decode(values[self.layout.segment(number, owner)], payload)
+            self._decode(values[self._layout.segment(number, owner)], payload)
 
     def _encode(self, values: Tensor, out: Tensor, left: Tensor, key: tuple[int, ...]) -> None:
         if values.numel():
@@ -265,39 +227,25 @@ class TwoPhase:
             self._codec.add_into(total, payload[: self._codec.size(total.numel())])
 
     def apply(self) -> None:
-        """The step happens: the staged residuals are the committed ones.
-
-        All of them must have been staged; `finish` may have raised after that.
-        """
+        """The staged residuals are the committed ones."""
         assert self._is_staged, "what is staged is not complete"
         self._committed = 1 - self._committed
         self._forget()
 
     def abandon(self) -> None:
-        """The step does not happen: the residuals are as before it. A second call does nothing.
-
-        After a PeerError the group can do nothing more; another object takes `own_state` up.
-        """
+        """The residuals are as before."""
         self._forget()
 
     def own_state(self) -> dict[str, Tensor]:
-        """This rank's total residual for each parameter, as committed, in the parameter's shape.
+        """This rank's total residual for each parameter, as committed."""
+        return self._layout.state_of(self._slots[self._committed], self._comm.rank)
 
-        Its sum over the ranks is what has to be conserved.
-        """
-        return self.layout.state_of(self._slots[self._committed], self._comm.rank)
+    def state(self) -> dict[str, Tensor]:
+        """Nothing."""
+        return {}
 
-    @torch.no_grad()
-    def load_own(self, state: Mapping[str, Tensor]) -> None:
-        """Take up what others or another time left, in place of what is here.
-
-        Args:
-            state: residual by parameter, in its shape; those that are not named are zero.
-        """
-        assert not self._flats, "a step is under way"
-        names = {place.name for bucket in self.layout.buckets for place in bucket}
-        assert state.keys() <= names, f"no parameter is called {sorted(state.keys() - names)}"
-        self.layout.fill(self._slots[self._committed], self._comm.rank, state)
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Nothing to take up."""
 
 
 def _length(part: slice) -> int:

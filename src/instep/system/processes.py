@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import platform
 import select
@@ -26,6 +27,7 @@ MEMBERS = {"worker": "instep-worker", "server": "instep-server"}
 """The names of processes that are members of a run, by role; `ps` shows them."""
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_F_SETSIG = 10
 
 
 def die_with_parent(number: signal.Signals) -> None:
@@ -39,6 +41,16 @@ def die_with_parent(number: signal.Signals) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number))
     if os.getppid() != parent:  # it ended before the kernel was asked
         os.kill(os.getpid(), number)
+
+
+def die_with_pipe(pipe: int) -> None:
+    """Have the kernel kill all processes of this one's group once nobody can write into a pipe any
+    more, or somebody does; also those that are stopped (Linux)."""
+    if sys.platform != "linux":
+        return
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(pipe, _F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def name_process(name: str) -> str:

@@ -31,10 +31,12 @@ def drawn(workers):
 class Worker:
     """One process's strategy, with memory of the host that outlives it."""
 
-    def __init__(self, number, memory=None):
+    def __init__(self, number, memory=None, codec="int8"):
         self.number, self.memory = number, memory or HostMemory()
         self.parameters = [Parameter(torch.zeros(shape)) for shape in SHAPES]
-        self.strategy = make_strategy("all_reduce", {"bucket_mb": 0.001}, "int8")
+        self.strategy = make_strategy(
+            "all_reduce", {"bucket_mb": 0.001}, codec, OPTIONS.get(codec, {})
+        )
 
     def start(self, comm, at, draining=()):
         self.strategy.start(
@@ -58,6 +60,10 @@ class Worker:
     def residual(self):
         own = self.strategy.own_state()
         return [own.get(f"residual/{slot}", torch.zeros(s)) for slot, s in enumerate(SHAPES)]
+
+
+CODECS = pytest.mark.parametrize("codec", ["int8", "top_k", "powersgd"])
+OPTIONS = {"powersgd": {"rank": 1, "start_after": 3}}
 
 
 class Run:
@@ -114,8 +120,9 @@ class Run:
         assert any(float(r.abs().max()) > 1e-4 for w in workers for r in w.residual())
 
 
-def test_nothing_is_lost_from_4_to_3_to_4_workers():
-    run, workers = Run(), [Worker(n) for n in range(4)]
+@CODECS
+def test_nothing_is_lost_from_4_to_3_to_4_workers(codec):
+    run, workers = Run(), [Worker(n, codec=codec) for n in range(4)]
     run.generation_of(workers, 20)
     run.check(workers)
     run.generation_of(workers, 1, draining=[3])
@@ -123,19 +130,20 @@ def test_nothing_is_lost_from_4_to_3_to_4_workers():
     assert not any(bool(residual.any()) for residual in workers[3].residual())
     run.generation_of(workers[:3], 20)
     run.check(workers[:3])
-    workers = [*workers[:3], Worker(4)]
+    workers = [*workers[:3], Worker(4, codec=codec)]
     run.generation_of(workers, 20)
     run.check(workers)
 
 
-def test_nothing_is_lost_through_a_checkpoint_on_another_number_of_workers():
+@CODECS
+def test_nothing_is_lost_through_a_checkpoint_on_another_number_of_workers(codec):
     """It holds the sum over the workers, and the lowest rank of those that resume takes it up."""
-    run, workers = Run(), [Worker(n) for n in range(3)]
+    run, workers = Run(), [Worker(n, codec=codec) for n in range(3)]
     run.generation_of(workers, 20)
     names = workers[0].strategy.own_state().keys()
     saved = {name: sum(w.strategy.own_state()[name] for w in workers) for name in names}
     assert len(saved) == len(SHAPES)
-    resumed = [Worker(n) for n in range(2)]
+    resumed = [Worker(n, codec=codec) for n in range(2)]
     for worker in resumed:
         worker.strategy.load_own(saved if worker.number == 0 else {})
     run.check(resumed)
@@ -143,11 +151,12 @@ def test_nothing_is_lost_through_a_checkpoint_on_another_number_of_workers():
     run.check(resumed)
 
 
-def test_a_killed_worker_s_residual_is_taken_up_from_the_memory_of_its_host():
-    run, workers = Run(), [Worker(n) for n in range(3)]
+@CODECS
+def test_a_killed_worker_s_residual_is_taken_up_from_the_memory_of_its_host(codec):
+    run, workers = Run(), [Worker(n, codec=codec) for n in range(3)]
     run.generation_of(workers, 5)
     before = workers[1].residual()
-    replacement = Worker(1, workers[1].memory)  # all else that it had is gone
+    replacement = Worker(1, workers[1].memory, codec)  # all else that it had is gone
     stamp = Attempt(*replacement.memory.stamps()[0])
     assert stamp == Attempt(0, 5, 1)
     replacement.strategy.load_left(replacement.memory.at(*stamp), replacement.parameters)

@@ -4,6 +4,9 @@ Workers and servers are threads. What is compared is another strategy, and a pla
 """
 
 import copy
+import math
+import threading
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -117,7 +120,25 @@ class Rank:
         self.strategy.stop()
 
     def tensors(self):
-        return [p.detach().clone() for p in self.parameters]
+        """What it has of the parameters; a server not more than its own part."""
+        if self.strategy.whole if self.servers else True:
+            return [p.detach().clone() for p in self.parameters]
+        own = [torch.full_like(p, math.nan) for p in self.parameters]
+        for piece in self.update.held:
+            found, room = self.parameters[piece.slot], own[piece.slot]
+            room.view(-1)[piece.start : piece.stop] = found.detach().reshape(-1)[
+                piece.start : piece.stop
+            ]
+        return own
+
+
+def alike(found, wanted):
+    """To the bit, as far as a rank has it."""
+    for own, other in zip(found, wanted, strict=True):
+        there = ~own.isnan()
+        if not torch.equal(own[there], other[there]):
+            return False
+    return True
 
 
 def trained(comm, make, servers=0, *, parts=0, scale=1.0, **how):
@@ -138,17 +159,17 @@ def trained(comm, make, servers=0, *, parts=0, scale=1.0, **how):
 
 def same(found, wanted):
     (ours, norms, state), (theirs, other_norms, other_state) = found, wanted
-    assert all(map(torch.equal, ours, theirs))
+    assert alike(ours, theirs)
     assert norms == other_norms
     assert state.keys() == other_state.keys()
     assert all(torch.equal(state[name], other_state[name]) for name in state)
 
 
-@pytest.mark.parametrize("limit", [None, 0.5])
+@pytest.mark.parametrize(("limit", "scale"), [(None, 1.0), (None, 0.75), (0.5, 0.75)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 3), (3, 2)])
-def test_with_bits_it_is_an_all_reduce_to_the_bit(workers, servers, name, limit):
-    make, how = OPTIMIZERS[name], {"parts": PARTS, "limit": limit, "scale": 0.75}
+def test_with_bits_it_is_an_all_reduce_to_the_bit(workers, servers, name, limit, scale):
+    make, how = OPTIMIZERS[name], {"parts": PARTS, "limit": limit, "scale": scale}
     wanted = run_ranks(2, lambda comm: trained(comm, make, **how))
     found = run_ranks(workers + servers, lambda comm: trained(comm, make, servers, **how))
     for each in found:
@@ -173,11 +194,174 @@ def test_it_is_a_plain_loop_to_rounding(make, options):
         scheduler.step()
     how = {"limit": 0.5, "options": options, "wide": True}
     every = run_ranks(5, lambda comm: trained(comm, make, 2, **how))
-    for ours, found, _ in every:
-        assert all(map(torch.equal, ours, every[0][0]))
+    for rank, (ours, found, _) in enumerate(every):
+        assert alike(ours, every[0][0])
         assert found == pytest.approx(norms, rel=1e-9)
-        for tensor, wanted in zip(ours, model.parameters(), strict=True):
+        for tensor, wanted in zip(ours, model.parameters(), strict=True) if rank < 3 else ():
             torch.testing.assert_close(tensor, wanted.detach(), rtol=1e-9, atol=1e-12)
+
+
+# ---- what has come moves at once
+
+
+class Watched:
+    """A group that notes what a rank receives; `gives` is called before it sends."""
+
+    def __init__(self, comm, gives=lambda: None):
+        self._comm, self._gives = comm, gives
+        self.rank, self.size, self.messages = comm.rank, comm.size, []
+
+    def __getattr__(self, name):
+        return getattr(self._comm, name)
+
+    def send(self, tensor, to):
+        self._gives()
+        return self._comm.send(tensor, to)
+
+    def receive(self, tensor, source):
+        self.messages.append(self._comm.receive(tensor, source))
+        return self.messages[-1]
+
+
+def test_a_server_sends_back_what_has_come_while_more_is_coming():
+    """No worker sends its second bucket of step 2 before the first has come back, moved."""
+    steps, waited = [0], []
+
+    def body(comm):
+        rank = Rank(OPTIMIZERS["sgd"], 1)
+        watched = Watched(comm)
+        rank.start(watched, parts=PARTS)
+        first = len(rank.strategy._segments[0])
+
+        def gives():
+            if steps[0] == 1 and comm.rank < 2 and len(watched.messages) == first:
+                waits = [threading.Thread(target=m.wait, daemon=True) for m in watched.messages]
+                for thread in waits:
+                    thread.start()
+                    thread.join(10)
+                    assert not thread.is_alive(), "nothing comes back"
+                waited.append(comm.rank)
+
+        rank.exchange(0)
+        rank.commit(0)
+        comm.all_reduce(torch.zeros(1)).wait()
+        steps[0], watched._gives = 1, gives
+        watched.messages.clear()
+        rank.exchange(1)
+        rank.commit(1)
+        return rank.tensors()
+
+    found = run_ranks(3, body)
+    assert {0, 1} <= {*waited}
+    wanted = run_ranks(1, two_steps)
+    assert alike(found[0], wanted[0])
+
+
+def two_steps(comm):
+    rank = Rank(OPTIMIZERS["sgd"])
+    rank.start(comm, parts=PARTS)
+    for step in (0, 1):
+        rank.exchange(step)
+        rank.commit(step)
+    return rank.tensors()
+
+
+class Odd(NamedTuple):
+    """What a step is like."""
+
+    there: tuple[int, int] = (1, 1)
+    size: float = 1.0
+    scale: float = 1.0
+    nan: bool = False
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize(
+    "odd",
+    [Odd((1, 0)), Odd((0, 1)), Odd((0, 0)), Odd(size=1e5), Odd(scale=0.5), Odd(nan=True)],
+    ids=str,
+)
+def test_where_a_step_is_not_like_the_last_servers_begin_it_again(odd, servers):
+    story = [Odd(), Odd(), odd, Odd(), Odd(), Odd(), odd, odd, Odd()]
+    drawn = torch.Generator().manual_seed(2)
+    slots = [[torch.randn(shape, generator=drawn) for shape in ((400, 300), (7,))] for _ in story]
+    moved_in_vain = []
+
+    def body(comm, servers):
+        parameters = [nn.Parameter(torch.ones(400, 300)), nn.Parameter(torch.ones(7))]
+        kind, name = (ServedUpdate, "server_sync") if servers else (Update, "all_reduce")
+        update = update_of(kind, parameters, OPTIMIZERS["sgd"])
+        strategy, memory = make_strategy(name, {"bucket_mb": 0.1}), HostMemory()
+        given = Servers(range(2, 2 + servers), update) if servers else None
+        strategy.start(parameters, comm, notes=0, parts=2, memory=memory, at=FIRST, servers=given)
+        ends = []
+        for number, (step, gradients) in enumerate(zip(story, slots, strict=True), 1):
+            agreed = None
+            strategy.begin_step(Attempt(0, number, 1))
+            while agreed is None:
+                if comm.rank < 2:
+                    strategy.begin_pass(0.5, last=True)
+                    for slot in [slot for slot in (1, 0) if step.there[slot]]:
+                        gradient = gradients[slot] * step.size * (1 + comm.rank)
+                        gradient.view(-1)[3] *= math.nan if step.nan else 1.0
+                        strategy.gradient(slot, gradient)
+                agreed = strategy.exchange(torch.zeros(0, dtype=torch.float64))
+            before = servers and comm.rank == 2 and strategy._moved
+            strategy.prepare(number, step.scale)
+            if before and strategy._guess._wrong > len(moved_in_vain):
+                moved_in_vain.append(number)
+            strategy.hand_out()
+            for parameter in parameters:
+                if parameter.grad is not None and step.scale != 1.0:
+                    parameter.grad.mul_(step.scale)
+            strategy.apply(lambda: update.apply(number))  # noqa: B023
+            ends.append([p.detach().clone() for p in parameters] + [*strategy.state().values()])
+        return ends
+
+    wanted = run_ranks(2, body, 0)[0]
+    for rank in run_ranks(2 + servers, body, servers)[:2]:
+        for own, other in zip(rank, wanted, strict=True):
+            for one, two in zip(own, other, strict=True):
+                assert torch.equal(one.nan_to_num(7.0), two.nan_to_num(7.0))
+    assert moved_in_vain == [] if odd.size > 1 else moved_in_vain[0] == 3
+
+
+# ---- who has which part
+
+
+def resnet_50():
+    shapes = [(64, 3, 7, 7), (64,), (64,)]
+    before = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            for shape in ((width, before, 1, 1), (width, width, 3, 3), (4 * width, width, 1, 1)):
+                shapes += [shape, (shape[0],), (shape[0],)]
+            if not block:
+                shapes += [(4 * width, before, 1, 1), (4 * width,), (4 * width,)]
+            before = 4 * width
+    return [*shapes, (1000, 2048), (1000,)]
+
+
+def transformer(width=768, layers=12, words=50_257, places=1024):
+    shapes = [(words, width), (places, width)]
+    for _ in range(layers):
+        shapes += [(width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,)]
+        shapes += [(width,), (width,), (4 * width, width), (4 * width,), (width, 4 * width)]
+        shapes += [(width,)]
+    return [*shapes, (width,), (width,)]
+
+
+@pytest.mark.parametrize("servers", [2, 3, 4, 7])
+@pytest.mark.parametrize(
+    ("shapes", "elements"), [(resnet_50(), 25_557_032), (transformer(), 124_439_808)]
+)
+def test_servers_have_equal_parts_of_large_models(shapes, elements, servers):
+    parameters = [torch.empty(shape, device="meta") for shape in shapes]
+    assert sum(p.numel() for p in parameters) == elements
+    parts = cut(lay_out(parameters, [8_000_000]), parameters, servers, by_element=True)
+    loads = [sum(s.stop - s.start for s in part.segments) for part in parts]
+    assert sum(loads) == elements
+    assert max(loads) / (elements / servers) <= 1.02
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3, 4])
@@ -210,7 +394,7 @@ def test_a_step_that_does_not_happen_leaves_nothing_on_a_server():
             rank.exchange(2)
             before = rank.tensors()
             rank.strategy.abandon()
-            assert all(map(torch.equal, rank.tensors(), before))
+            assert alike(rank.tensors(), before)
             assert all(p.grad is None for p in rank.parameters)
         rank.exchange(1)
         rank.commit(1)
@@ -250,6 +434,99 @@ def test_another_process_goes_on_with_the_memory_of_a_server(make):
     found = run_ranks(3, after, run_ranks(3, before))
     wanted = run_ranks(3, lambda comm: trained(comm, make, 1))
     assert all(map(torch.equal, found[0], wanted[0][0]))
+
+
+@pytest.mark.parametrize("make", [OPTIMIZERS["adamw"], lambda p: Whole(p, lr=0.1, momentum=0.9)])
+@pytest.mark.parametrize("lost", [(2,), (3,), (4,)])
+def test_a_server_whose_host_is_lost_has_its_state_from_the_copy_of_another(make, lost):
+    options = {"copy": True}
+
+    def before(comm):
+        rank = Rank(make, 3, options=options)
+        rank.start(comm, parts=PARTS)
+        for step in (0, 1):
+            rank.exchange(step)
+            rank.commit(step)
+        return rank
+
+    def after(comm, ranks):
+        rank = ranks[comm.rank]
+        if comm.rank in lost:
+            rank = Rank(make, 3, options=options)
+            with torch.no_grad():
+                for own, given in zip(rank.parameters, ranks[0].parameters, strict=True):
+                    own.copy_(given)
+            rank.update.scheduler.load_state_dict(ranks[0].update.scheduler.state_dict())
+            rank.update.optimizer.load_state_dict(ranks[0].update.optimizer.state_dict())
+            rank.strategy.load_state(learnt)
+        rank.start(comm, parts=PARTS, at=Attempt(0, 2, 2))
+        for step in (2, 3):
+            rank.exchange(step)
+            rank.commit(step)
+        return rank.tensors(), [], rank.strategy.state()
+
+    ranks = run_ranks(5, before)
+    learnt = ranks[0].strategy.state()
+    wanted = run_ranks(2, lambda comm: trained(comm, make, parts=PARTS))[0]
+    for rank in run_ranks(5, after, ranks):
+        same(rank, (wanted[0], [], wanted[2]))
+
+
+@pytest.mark.parametrize("limit", [None, 0.5])
+@pytest.mark.parametrize("servers", [2, 3])
+def test_servers_with_copies_are_an_all_reduce_to_the_bit(servers, limit):
+    how = {"parts": PARTS, "limit": limit}
+    wanted = run_ranks(2, lambda comm: trained(comm, OPTIMIZERS["adamw"], **how))
+    how["options"] = {"copy": True}
+    for rank in run_ranks(2 + servers, lambda c: trained(c, OPTIMIZERS["adamw"], servers, **how)):
+        same(rank, wanted[0])
+
+
+def test_a_copy_on_the_only_server_is_refused():
+    with pytest.raises(SpecError, match=r"copy = true.*two.*sync.servers"):
+        run_ranks(2, lambda comm: trained(comm, OPTIMIZERS["sgd"], 1, options={"copy": True}))
+
+
+@pytest.mark.parametrize("lost", [(), (3,), (2, 4)])
+@pytest.mark.parametrize("copies", [False, True])
+def test_servers_alone_have_the_whole_model_together(lost, copies):
+    """All workers are gone, and some servers too, which left their memory."""
+
+    def before(comm):
+        rank = Rank(OPTIMIZERS["adamw"], 3, options={"copy": copies})
+        rank.start(comm, parts=PARTS)
+        for step in (0, 1):
+            rank.exchange(step)
+            rank.commit(step)
+        return rank
+
+    def after(comm, ranks):
+        rank = ranks[comm.rank]
+        if comm.rank in {0, 1, *lost}:
+            rank = Rank(OPTIMIZERS["adamw"], 3, options={"copy": copies}, memory=rank.memory)
+        root = min({2, 3, 4} - {*lost})
+        memory = rank.memory if comm.rank > 1 else None
+        assert rank.strategy.whole == (comm.rank in {0, 1, *lost})
+        rank.strategy.make_whole(comm, root, [2, 3, 4], memory)
+        return rank.tensors() if comm.rank == root else None
+
+    ranks = run_ranks(5, before)
+    wanted = [p.detach().clone() for p in ranks[0].parameters]
+    found = [tensors for tensors in run_ranks(5, after, ranks) if tensors]
+    assert len(found) == 1
+    assert all(map(torch.equal, found[0], wanted))
+
+
+def test_servers_that_cannot_have_the_whole_model_together_say_so():
+    def body(comm):
+        rank = Rank(OPTIMIZERS["sgd"], 2)
+        rank.start(comm)
+        rank.exchange(0)
+        rank.commit(0)
+        rank.strategy.make_whole(comm, 1, [1, 2], HostMemory() if comm.rank == 2 else rank.memory)
+
+    with pytest.raises(WorkerError, match=r"server 1 of 2 was lost .* newest checkpoint"):
+        run_ranks(3, body)
 
 
 def test_a_server_whose_state_is_lost_says_so():
@@ -369,7 +646,7 @@ def test_an_optimizer_finds_what_the_user_marked_parameters_with(servers):
 
     wanted = run_ranks(2, lambda comm: trained(comm, make, parts=PARTS))
     for rank in run_ranks(2 + servers, lambda comm: trained(comm, make, servers, parts=PARTS)):
-        assert all(map(torch.equal, rank[0], wanted[0][0]))
+        assert alike(rank[0], wanted[0][0])
 
 
 class Lists(torch.optim.SGD):
@@ -441,7 +718,7 @@ def test_what_is_taken_up_lies_in_memory_as_its_parameter_does():
     own = nn.Parameter(Packed([piece], [whole]).views[piece])
     own.grad = torch.ones_like(own)
     update.hold({piece: own})
-    update.step(1)
+    update.step(1, [piece])
     kept = {name: state.contiguous() for name, state in update.states().items()}
     update.load_states(kept)
     for name, state in update.states().items():

@@ -11,7 +11,9 @@ from instep.comm.alone import AloneComm
 from instep.comm.codecs import CODECS
 from instep.comm.memory import run_ranks
 from instep.errors import PeerError, SpecError
-from instep.sync.two_phase import Layout, Place, TwoPhase
+from instep.sync.gather import Gather
+from instep.sync.reducers import Place, reducer_of
+from instep.sync.two_phase import Segments, TwoPhase
 
 BUCKETS = [
     [Place("wide", (40, 17)), Place("bias", (3,))],
@@ -24,7 +26,7 @@ BUCKETS = [
 
 SHAPES = {place.name: place.shape for bucket in BUCKETS for place in bucket}
 SIZES = [1, 2, 3, 5]
-NAMES = list(CODECS)
+NAMES = [name for name in CODECS if reducer_of(CODECS[name]) is TwoPhase]
 
 
 FEW = [[Place("long", (700,))], [Place("few", (2,))]]
@@ -33,7 +35,7 @@ FEW = [[Place("long", (700,))], [Place("few", (2,))]]
 def contribution(rank, size, step, number, buckets=BUCKETS):
     """[elements] of one bucket; weights differ and add up to 1, levels differ from rank to rank."""
     weight = 2 * (rank + 1) / (size * (size + 1))
-    length = Layout(buckets, size).lengths[number]
+    length = Segments(buckets, size).lengths[number]
     seed = 1_000_003 * step + 101 * rank + number
     drawn = torch.randn(length, generator=torch.Generator().manual_seed(seed))
     return weight * (drawn * 10.0 ** (rank - 1) + 0.3)
@@ -61,24 +63,24 @@ def exchange(two, comm, step, buckets=BUCKETS):
 
 
 def made(comm, codec="int8", buckets=BUCKETS, **given):
-    return TwoPhase(CODECS[codec](), comm, Layout(buckets, comm.size), **given)
+    return TwoPhase(CODECS[codec](), comm, Segments(buckets, comm.size), **given)
 
 
 def some_steps(comm, codec, steps, abandoned=()):
     """The sum of each step that happened, for each bucket; and the residuals at the end."""
     two, results = made(comm, codec), []
     for step in range(steps):
-        before = two.own_state()
+        before = residuals(two)
         results.append(exchange(two, comm, step))
         if step in abandoned:
             two.abandon()
             two.abandon()
             results.pop()
-            after = two.own_state()
+            after = residuals(two)
             assert all(torch.equal(after[name], before[name]) for name in before)
         else:
             two.apply()
-    return results, two.own_state()
+    return results, residuals(two)
 
 
 def on(size, codec, steps, abandoned=()):
@@ -87,13 +89,25 @@ def on(size, codec, steps, abandoned=()):
     return run_ranks(size, some_steps, codec, steps, abandoned)
 
 
+def residuals(two):
+    """This rank's, by parameter."""
+    return {key.removeprefix("residual/"): part for key, part in two.own_state().items()}
+
+
+def room_of(layout, rank, state):
+    """Two slots, of which the first holds these residuals."""
+    slots = torch.zeros(layout.room(rank)), torch.zeros(layout.room(rank))
+    layout.fill(slots[0], rank, {f"residual/{name}": part for name, part in state.items()})
+    return slots
+
+
 def bits(tensors):
     return b"".join(tensor.numpy().tobytes() for tensor in tensors)
 
 
 def by_name(flats, buckets=BUCKETS):
     """Like `own_state`, of each bucket's flat memory."""
-    layout = Layout(buckets, 1)
+    layout = Segments(buckets, 1)
     return {
         place.name: part
         for number, flat in enumerate(flats)
@@ -156,7 +170,7 @@ def test_processes_come_to_the_bits_of_threads(tmp_path, size):
 
 def trained(comm, steps):
     """Hash of the parameters after each step of SGD on a quadratic that differs between ranks."""
-    layout = Layout([[Place("first", (31,))], [Place("second", (300,))]], comm.size)
+    layout = Segments([[Place("first", (31,))], [Place("second", (300,))]], comm.size)
     two = TwoPhase(CODECS["int8"](), comm, layout)
     parameters, seen = [torch.zeros(31), torch.ones(300)], hashlib.sha256()
     generator = torch.Generator().manual_seed(comm.rank)
@@ -188,13 +202,13 @@ def test_what_nobody_holds_any_more_is_handed_over_with_its_sum(codec):
     states, given, got = [{}] * 4, 0.0, 0.0
 
     def body(comm, first):
-        two = made(comm, codec)
-        two.load_own(states[comm.rank])
+        layout = Segments(BUCKETS, comm.size)
+        two = made(comm, codec, room=room_of(layout, comm.rank, states[comm.rank]))
         results = []
         for step in range(first, first + 5):
             results.append(exchange(two, comm, step))
             two.apply()
-        return results, two.own_state()
+        return results, residuals(two)
 
     for first, size in ((0, 4), (5, 3), (10, 4)):
         if size < len(states):
@@ -212,13 +226,12 @@ def test_what_nobody_holds_any_more_is_handed_over_with_its_sum(codec):
 
 def test_own_state_is_taken_up_as_it_was_given():
     def body(comm):
-        two, other = made(comm), made(comm)
+        two = made(comm)
         exchange(two, comm, 0)
         two.apply()
-        state = two.own_state()
-        other.load_own(state)
-        other.load_own(state)
-        again = other.own_state()
+        state = residuals(two)
+        room = room_of(Segments(BUCKETS, comm.size), comm.rank, state)
+        again = residuals(made(comm, room=room))
         return all(torch.equal(again[name], state[name]) for name in SHAPES)
 
     assert run_ranks(3, body) == [True] * 3
@@ -226,7 +239,7 @@ def test_own_state_is_taken_up_as_it_was_given():
 
 def test_what_is_not_finite_is_seen_by_all_and_gone_in_the_next_step():
     def body(comm):
-        two = TwoPhase(CODECS["int8"](), comm, Layout([[Place("a", (600,))]], comm.size))
+        two = TwoPhase(CODECS["int8"](), comm, Segments([[Place("a", (600,))]], comm.size))
         seen = []
         for step in range(2):
             flat = torch.full((600,), 0.5)
@@ -293,14 +306,14 @@ def deadly_step(comm, victim, dies_at, agree):
     """
     slots, told = [], []
 
-    frail, layout = Frail(comm, None), Layout(FEW, comm.size)
+    frail, layout = Frail(comm, None), Segments(FEW, comm.size)
     count = layout.room(comm.rank)
     slots.extend([torch.zeros(count), torch.zeros(count)])
     two = made(frail, buckets=FEW, room=tuple(slots), staged=told.append)
     exchange(two, comm, 0, FEW)
     two.apply()
     told.clear()
-    before, result = two.own_state(), None
+    before, result = residuals(two), None
     if comm.rank == victim:
         frail.dies_at, frail.passed = dies_at, 0
     try:
@@ -310,12 +323,13 @@ def deadly_step(comm, victim, dies_at, agree):
     if agree(result is not None):
         assert told, "the result of a step is somewhere, and a rank's residual is not"
         # what whoever takes over from a dead process finds in its memory
-        after = layout.state_of(slots[told[0]], comm.rank)
+        found = layout.state_of(slots[told[0]], comm.rank)
         two.apply()
-        assert all(torch.equal(two.own_state()[name], after[name]) for name in after)
+        assert all(torch.equal(two.own_state()[key], found[key]) for key in found)
+        after = residuals(two)
     else:
         two.abandon()
-        after = two.own_state()
+        after = residuals(two)
     return before, after, result
 
 
@@ -362,7 +376,7 @@ def test_staged_is_said_before_the_last_message_and_once_all_lies_there():
         def staged(slot):
             said.append((slot, frail.passed, slots[slot].clone()))
 
-        count = Layout(FEW, comm.size).room(comm.rank)
+        count = Segments(FEW, comm.size).room(comm.rank)
         slots.extend([torch.zeros(count), torch.full((count,), torch.nan)])
         two = made(frail, buckets=FEW, room=tuple(slots), staged=staged)
         exchange(two, comm, 0, FEW)
@@ -378,9 +392,18 @@ def test_staged_is_said_before_the_last_message_and_once_all_lies_there():
     assert run_ranks(3, body) == [after] * 3
 
 
-def test_a_codec_whose_payloads_cannot_be_dealt_is_refused():
-    class Whole:
-        linear, segmentable, unbiased, fixed_size = False, False, False, True
+class Whole:
+    linear, segmentable, unbiased, fixed_size = False, False, False, True
 
-    with pytest.raises(SpecError, match="segmentable"):
-        TwoPhase(Whole(), AloneComm(), Layout(BUCKETS, 1))
+
+def test_a_codec_whose_payloads_cannot_be_dealt_is_gathered():
+    assert reducer_of(Whole()) is Gather
+
+
+def test_a_codec_may_name_its_reducer():
+    codec = Whole()
+    codec.reducer = "two_phase"
+    assert reducer_of(codec) is TwoPhase
+    codec.reducer = "two_phases"
+    with pytest.raises(SpecError, match="Did you mean 'two_phase'"):
+        reducer_of(codec)

@@ -27,7 +27,7 @@ _MAGNITUDE = int32(0x7FFFFFFF)
 _FLOATS, _BITS, _BYTES = "float32[::1]", "int32[::1]", "uint8[::1]"
 
 
-def _compiled(*arguments: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def compiled(*arguments: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Compile for arguments of these types; without a file where none can be written."""
 
     def of(loop: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,7 +54,7 @@ def _scale_of(bits: Any, top: Any, largest_scale: Any) -> Any:
     return min(_ONE if scale < _TINY else scale, largest_scale)
 
 
-@_compiled(_FLOATS, _BITS, "int64", "float32", "float32", _FLOATS, "int8[::1]", _FLOATS)
+@compiled(_FLOATS, _BITS, "int64", "float32", "float32", _FLOATS, "int8[::1]", _FLOATS)
 def encode_bytes(
     values: Any, bits: Any, block: int, top: float, largest: float, scales: Any, out: Any, left: Any
 ) -> None:
@@ -78,7 +78,7 @@ def encode_bytes(
                 levels[i] = int8(int32(rint(given[i] / scale)))
 
 
-@_compiled(_FLOATS, "int8[::1]", _FLOATS, "int64", "float32")
+@compiled(_FLOATS, "int8[::1]", _FLOATS, "int64", "float32")
 def add_bytes(total: Any, levels: Any, scales: Any, block: int, weight: float) -> None:
     """Add `weight` times level times scale."""
     for number in range(scales.size):
@@ -88,7 +88,7 @@ def add_bytes(total: Any, levels: Any, scales: Any, block: int, weight: float) -
             sums[i] += weight * float32(given[i]) * scale
 
 
-@_compiled(_FLOATS, _BITS, "int64", "float32", "float32", _FLOATS, _BYTES, _FLOATS)
+@compiled(_FLOATS, _BITS, "int64", "float32", "float32", _FLOATS, _BYTES, _FLOATS)
 def encode_halves(
     values: Any, bits: Any, block: int, top: float, largest: float, scales: Any, out: Any, left: Any
 ) -> None:
@@ -113,7 +113,7 @@ def encode_halves(
                 rest[i] = given[i] - rint(given[i] / scale) * scale
 
 
-@_compiled(_FLOATS, _BYTES, _FLOATS, "int64", "float32")
+@compiled(_FLOATS, _BYTES, _FLOATS, "int64", "float32")
 def add_halves(total: Any, levels: Any, scales: Any, block: int, weight: float) -> None:
     """Add `weight` times level times scale."""
     for number in range(scales.size):
@@ -145,7 +145,7 @@ def _mean_of(values: Any) -> Any:
     return float32(mean) if mean >= SMALLEST else float32(0.0)
 
 
-@_compiled(_FLOATS, "int64", _FLOATS, _BYTES, _FLOATS)
+@compiled(_FLOATS, "int64", _FLOATS, _BYTES, _FLOATS)
 def encode_signs(values: Any, block: int, scales: Any, out: Any, left: Any) -> None:
     """Eight signs in a byte, the first one lowest: 1 where a value is negative."""
     for number in range(scales.size):
@@ -169,7 +169,7 @@ def encode_signs(values: Any, block: int, scales: Any, out: Any, left: Any) -> N
                 rest[i] = given[i] + (scale if given[i] < 0 else -scale)
 
 
-@_compiled(_FLOATS, _BYTES, _FLOATS, "int64", "float32")
+@compiled(_FLOATS, _BYTES, _FLOATS, "int64", "float32")
 def add_signs(total: Any, signs: Any, scales: Any, block: int, weight: float) -> None:
     """Add `weight` times the scale, with its sign."""
     for number in range(scales.size):
@@ -188,7 +188,7 @@ def _from_bfloat16(bits: Any) -> Any:
     return uint32(uint32(bits) << uint32(16)).view(float32)
 
 
-@_compiled("uint32[::1]", _FLOATS, "uint16[::1]", _FLOATS)
+@compiled("uint32[::1]", _FLOATS, "uint16[::1]", _FLOATS)
 def encode_bfloat16(bits: Any, values: Any, out: Any, left: Any) -> None:
     """To the nearest, and to the largest instead of infinity. `bits`: the values as integers."""
     for i in range(out.size):
@@ -203,7 +203,7 @@ def encode_bfloat16(bits: Any, values: Any, out: Any, left: Any) -> None:
         left[i] = values[i] - _from_bfloat16(out[i]) if finite else float32(0.0)
 
 
-@_compiled(_FLOATS, "uint16[::1]", "float32")
+@compiled(_FLOATS, "uint16[::1]", "float32")
 def add_bfloat16(total: Any, given: Any, weight: float) -> None:
     """Add `weight` times each."""
     for i in range(total.size):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -105,10 +105,12 @@ class ServedUpdate(Update):
         self._norm = norm(squares.tolist())
         return self.factor(self._norm)
 
-    def step(self, number: int) -> None:
-        """Move what is held here by its `.grad`."""
+    def step(self, number: int, pieces: Collection[Piece]) -> None:
+        """Move some of what is held here by its `.grad`."""
         set_generators(key(self._seed, OF_UPDATE, number))
-        self._states = self._moved(self.held, self._states)
+        self._states.update(
+            self._moved({piece: self.held[piece] for piece in pieces}, self._states)
+        )
 
     def _moved(
         self, held: Mapping[Piece, nn.Parameter], states: Mapping[Piece, dict[str, Any]]
