@@ -217,10 +217,12 @@ def test_hosts_that_cannot_be_begun_end_the_run_with_what_they_said(
 def test_workers_that_reach_the_master_and_not_each_other_are_told_of_and_waited_for(
     start: Start, tmp_path: Path, network: netlab.Network, undisturbed: Path
 ) -> None:
-    """A firewall between two hosts, which somebody opens after a while."""
+    """A route between two hosts is gone for a while."""
+    program = on(start, tmp_path, network, 2)
+    program.until(program.is_training, "training")
+    reach(program, 30)
     route = ("blackhole", network.address("h2"))
     network.run("h1", ["ip", "route", "add", *route]).wait()
-    program = on(start, tmp_path, network, 2)
     program.until(lambda: "all ports between their hosts" in program.stderr, "told of")
     network.run("h1", ["ip", "route", "del", *route]).wait()
     assert program.end() == 0, program.stderr

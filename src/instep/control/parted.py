@@ -1,6 +1,7 @@
-"""Notices workers that reach the master and not each other: no group of them lasts.
+"""Notices workers that reach the master and do not reach each other any more: no group lasts.
 
 A network that is parted is waited for, without end, as it may come back. The user is told once.
+Where they have never reached each other, `crash_loop.py` ends the run.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Parted:
         if committed != self._committed:
             self._committed, self._broken, self._told = committed, broken, False
         times = broken - self._broken
-        if self._told or times < MOST_APART:
+        if self._told or times < MOST_APART or committed < 1:
             return ""
         self._told = True
         cause = f" ({self.cause.rstrip('.')})" if self.cause else ""
