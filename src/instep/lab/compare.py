@@ -212,7 +212,7 @@ def _read(record: Path) -> dict[str, Any]:
 
 def _asked(alternatives: Sequence[Alternative], hosts: Hosts) -> str:
     """What tells one comparison from another: jobs, recipe, version and hosts."""
-    told = [INSTEP, recipe_sha256(alternatives[0].job), list(hosts)]
+    told = [INSTEP, recipe_sha256(alternatives[0].job), hosts.count, hosts.rate]
     told += [[each.name, spec_file.dump(each.job)] for each in alternatives]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
