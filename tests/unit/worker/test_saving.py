@@ -81,7 +81,7 @@ def after(saver, step, last=False, metrics=None, **shards):
     engine = SimpleNamespace(
         state=saver.state,
         clock=Clock(),
-        ledger_bytes=step * LEDGER.itemsize,
+        ledger=SimpleNamespace(size_bytes=step * LEDGER.itemsize),
         buffers=SimpleNamespace(moved=set()),
     )
     due = last or saver.late() or saver.is_best(step, metrics)
