@@ -106,6 +106,26 @@ IN_A_JOB_FILE = [
         ["does not go with train.device = 'cuda'", "compute on the CPU"],
     ),
     Job(
+        '[sync]\nname = "bounded_stale"\nservers = 2',
+        ["sync.servers = 2: bounded_stale has one server", "Leave the key out."],
+    ),
+    Job(
+        '[sync]\nname = "bounded_stale"\noptions = { staleness = -1 }',
+        ["staleness = -1: it is how many steps", "use sync.name = 'server_async'"],
+    ),
+    Job(
+        '[sync]\nname = "server_async"\noptions = { staleness = 2 }',
+        ["server_async has no option 'staleness'"],
+    ),
+    Job(
+        '[sync]\nname = "server_async"\noptions = { compensation = -0.1 }',
+        ["compensation = -0.1: it is a factor of 0 or more"],
+    ),
+    Job(
+        '[sync]\nname = "server_async"\n[train]\ndeterminism = "bits"',
+        ["does not go with train.determinism = 'bits'", "depends on timing"],
+    ),
+    Job(
         "[sync]\nlocal_steps = 4",
         ["sync.local_steps is now called sync.options.local_steps."],
     ),
@@ -210,7 +230,7 @@ IN_A_JOB_FILE = [
     ),
     Job(
         '[sync]\ncodec = "topk"',
-        ["no codec is called 'topk'. Known: bfloat16, float16, int4, int8, none, sign."],
+        ["no codec is called 'topk'. Did you mean 'top_k'? Known: bfloat16, "],
     ),
     Job("[mesh]\nschedule = 'gpipe'", ["mesh.schedule = 'gpipe' is for mesh.stages above 1."]),
     Job(

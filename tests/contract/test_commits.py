@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from instep.errors import PeerError, RecipeError, RunError
-from instep.sync import STRATEGIES
+from instep.sync import LEASED, STRATEGIES
 from instep.sync.all_reduce import AllReduce
 from instep.sync.coded import Coded
 from instep.sync.server_sync import ServerSync
@@ -44,14 +44,20 @@ ends with the parameters of an undisturbed one."""
 OPTIONS = {
     "all_reduce": [{}, {"bucket_mb": 0.00005}, {"codec": "int8"}],
     "averaging": [{}, {"local_optimizers": "kept"}],
+    "server_sync": [
+        {"servers": 1},
+        {"servers": 2},
+        {"servers": 2, "copy": True},
+        {"servers": 2, "bucket_mb": 0.00005},
+    ],
     "diloco": [{"codec": "int4"}],  # a codec in rounds, and state of the outer step
     "fedprox": [],  # which are the same class with other rules
     "fedopt": [],
-    "server_sync": [{"servers": 1}, {"servers": 2}, {"servers": 2, "bucket_mb": 0.00005}],
 }
 CASES = [
     (name, options, determinism)
     for name in STRATEGIES
+    if name not in LEASED
     for options in OPTIONS.get(name, [{}])
     for determinism in SAME.get(name, ("order",))
     if "codec" not in options or (determinism == "order") == (name == "all_reduce")

@@ -9,13 +9,14 @@ from torch import nn
 from instep.comm.memory import run_ranks
 from instep.errors import SpecError
 from instep.records import Attempt
-from instep.sync import SERVERS, STRATEGIES
+from instep.sync import LEASED, SERVERS, STRATEGIES
 from instep.sync.base import Servers, make_strategy
 from instep.system.host_memory import HostMemory
 from instep.worker.step.gradients import Gradients
 from instep.worker.step.served import ServedUpdate
 
-NAMES = list(STRATEGIES)
+NAMES = [name for name in STRATEGIES if name not in LEASED]
+"""Those that take each step together; the others are tested by `test_leased_commits.py`."""
 OPTIONS = {
     "all_reduce": [{}, {"bucket_mb": 0.0004}, {"overlap": False}],
     "averaging": [{}, {"bucket_mb": 0.0004}],
@@ -293,7 +294,7 @@ def test_a_step_in_which_nobody_has_a_pass_leaves_no_gradient(name):
     assert run_ranks(ranks, body) == [(None, [float(ranks)])] * ranks
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_the_price_grows_with_replicas_and_parameters_and_is_never_negative(name):
     price = make_strategy(name, {}).price
     assert price(1_000_000, 1) >= (0, 0)

@@ -117,13 +117,14 @@ def run_on(
     recipe: str = "tiny.py",
     top: str = "",
     rest: str = "",
+    **train: object,
 ) -> Started:
     hosts = [f"ip netns exec {network.name}-{host}" for host in network.hosts]
     job = folder / "job.toml"
     job.write_text(
         f'name = "encrypted"\nrecipe = "{RECIPES / recipe}:recipe"\nworkers = {workers}\nseed = 5\n'
         f"{top}\n[train]\n"
-        + "".join(f"{name} = {json.dumps(value)}\n" for name, value in TRAIN.items())
+        + "".join(f"{name} = {json.dumps(value)}\n" for name, value in {**TRAIN, **train}.items())
         + f"[launch]\nhosts = {json.dumps(hosts)}\n"
         f'address = "{network.address(netlab.OUTSIDE)}"\n{rest}\n'
     )
@@ -190,6 +191,22 @@ def check_encrypted(
     program.check_no_process_is_left()
 
 
+@pytest.mark.slow
+def test_a_server_that_leases_is_reached_over_encrypted_links_too(
+    start: Start, tmp_path: Path
+) -> None:
+    rest = '[sync]\nname = "bounded_stale"'
+    with netlab.Network(2) as network:
+        capture = Capture(network, tmp_path)
+        program = run_on(start, tmp_path, network, 2, rest=rest, determinism="order")
+        assert program.end() == 0, program.stderr
+        streams = [stream for stream in capture.streams() if stream]
+    assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0
+    assert sum(map(len, streams)) > 4 * 500 * STEPS  # parameters and gradients
+    assert all(map(is_tls, streams))
+    program.check_no_process_is_left()
+
+
 def test_what_finds_plain_bytes_finds_them_where_nothing_is_encrypted(
     start: Start, tmp_path: Path, undisturbed: str
 ) -> None:
@@ -218,7 +235,7 @@ def forwarders(program: Started) -> dict[int, psutil.Process]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["worker", "forwarder", "host", "master"])
+@pytest.mark.parametrize("what", ["worker", "forwarder", "host", "master", "stopped forwarder"])
 def test_a_killed_process_of_an_encrypted_run_is_replaced(
     start: Start, tmp_path: Path, undisturbed: str, what: str
 ) -> None:
@@ -230,6 +247,8 @@ def test_a_killed_process_of_an_encrypted_run_is_replaced(
             assert kill(pids[1])
         elif what == "forwarder":
             forwarders(program)[pids[1]].kill()
+        elif what == "stopped forwarder":
+            forwarders(program)[pids[1]].suspend()
         elif what == "host":
             assert kill(program.events("host_joined")[0]["pid"])
         else:

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -164,17 +165,23 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 def test_a_cluster_that_is_not_there_is_refused_at_once() -> None:
     code = (
-        "from instep.launch.ray_cluster import connect\n"
-        "for address in ('127.0.0.1:9', 'head'):\n"
-        "    try:\n        connect(address, 1)\n"
+        "import sys\n"
+        "from instep.launch import ray_cluster\n"
+        "ray_cluster.CONNECT_S = 0.5\n"
+        "for address in sys.argv[1:]:\n"
+        "    try:\n        ray_cluster.connect(address, 1)\n"
         "    except Exception as error:\n        print(type(error).__name__, error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    refused, wrong = done.stdout.splitlines()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]  # of something else than Ray
+        command = [sys.executable, "-c", code, "127.0.0.1:9", "head", f"127.0.0.1:{port}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+    refused, wrong, another = done.stdout.splitlines()
     assert refused.startswith("SpecError no Ray cluster at '127.0.0.1:9': ")
     assert "refused" in refused
     assert wrong.startswith("SpecError no Ray cluster at 'head': ")
     assert "Give host:port of its head node" in wrong
+    assert another.startswith(f"SpecError no Ray cluster at '127.0.0.1:{port}': timed out. ")
 
 
 @pytest.mark.slow

@@ -239,8 +239,13 @@ def test_ctrl_c_leaves_the_job_and_a_cancelled_one_saves_and_is_not_queued_again
             "launch.nodes = 9, and the nodes of Slurm's partitions are: all 3. Ask for fewer",
         ),
         ('[launch.options]\npartition = "gpu"\n', "sbatch failed: .*partition"),
+        (
+            "cpus = 99\n",
+            r"no nodes .* have what the job asks for: partition all has 3 of 16 cores, .* MB\. "
+            r"Ask for less with launch\.cpus, .* The script is above",
+        ),
     ],
-    ids=["too few nodes", "no such partition"],
+    ids=["too few nodes", "no such partition", "too many cores"],
 )
 def test_what_slurm_refuses_is_said_at_once_and_leaves_nothing(
     start: Start, tmp_path: Path, slurm: Slurm, more: str, expected: str

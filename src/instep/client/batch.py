@@ -52,6 +52,9 @@ OURS = frozenset(
 FORGOTTEN = "FORGOTTEN"
 """The state of a job that Slurm no longer knows."""
 
+NEVER = "node configuration is not available"
+"""What sbatch says of a job for which there are no nodes, whether they are in use or not."""
+
 OVER = (
     *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE"),
     *("BOOT_FAIL", "PREEMPTED", FORGOTTEN),
@@ -111,6 +114,7 @@ def submit(
         ) from None
     say(text)
     try:
+        check_nodes_fit(folder / "batch.sh")
         number = ask("sbatch", "--parsable", str(folder / "batch.sh")).strip().split(";")[0]
     except SpecError as error:
         for each in folder.iterdir():
@@ -154,6 +158,26 @@ def check_size(job: JobSpec) -> None:
             f"launch.nodes = {job.launch.nodes}, and the nodes of Slurm's partitions are: {parts}. "
             "Ask for fewer, or for another with launch.options.partition."
         )
+
+
+def check_nodes_fit(batch: Path) -> None:
+    """Refuse a script that asks for more cores or memory than the nodes have, in use or not; Slurm
+    would have the job wait for them forever.
+
+    Raises:
+        SpecError: names what the nodes have.
+    """
+    try:
+        ask("sbatch", "--test-only", str(batch))
+    except SpecError as error:
+        if NEVER not in str(error):
+            return  # submitting it says the same, or it is no reason not to
+        listed = ask("sinfo", "--noheader", "--noconvert", "-o", "%P has %D of %c cores, %m MB")
+        nodes = "; ".join(line.strip() for line in listed.replace("*", "").splitlines())
+        raise SpecError(
+            f"no nodes of this Slurm cluster have what the job asks for: partition {nodes}. Ask "
+            "for less with launch.cpus, launch.nodes, workers and launch.options"
+        ) from None
 
 
 def sbatch_options(given: Mapping[str, Any]) -> list[str]:

@@ -31,6 +31,7 @@ from instep.client.placement import Placement, host_address, is_loopback
 from instep.client.results import about, failure, finish, recipe_sha256, refused
 from instep.client.watchdog import MasterWatchdog
 from instep.comm.certificates import Authority, Identity
+from instep.comm.channel import why_failed
 from instep.comm.endpoint import Endpoint, Switchboard
 from instep.comm.messages import Over, Welcome
 from instep.control.journal import Begin, Journal
@@ -56,6 +57,10 @@ AGAIN_S = 10.0
 
 LATE_S = 2.0
 """How long a process that the run refused, or that found nobody, waits for another start."""
+
+FORMER_S = 60.0
+"""The same, where what it found may be left of a former start, whose process 0 was killed. Process
+0 removes that when it begins."""
 
 
 class Host:
@@ -92,6 +97,8 @@ class Host:
         self._note = {"quiet": quiet, "json": True, "about": {**about(job), "started_by": "join"}}
         self._job, self._place, self._start_point = job, place, BEGINNING
         with refusal.announced(place, meeting):
+            with contextlib.suppress(OSError):
+                meeting.remove(meetings.ENDPOINT)  # of a former start
             address = meeting.host or host_address(place)
             private = job.network == "private" or is_loopback(address)
             self._switchboard = Switchboard(address, authority=None if private else Authority())
@@ -277,37 +284,47 @@ def meet(meeting: Meeting, rank: int) -> Member:
 
     stale = set(_MET)
     late: InstepError | None = None
+    timeout_s, former = meetings.TIMEOUT_S, False
     while True:
         try:
-            timeout_s = meetings.TIMEOUT_S if late is None else LATE_S
             endpoint = meetings.find(meeting, stale, rank=rank, timeout_s=timeout_s, look=look)
         except RunError:
             if late is None:
                 raise
-            raise late from None
+            if not former or meetings.is_of_this_start(meeting) is not None:
+                raise late from None
+            late, timeout_s = None, meetings.TIMEOUT_S  # process 0 has come, and removed it
+            continue
         stale.add(endpoint.token)
         try:
             member = _call(endpoint, rank)
         except causes.Unwanted as error:
-            late = error
+            late, timeout_s, former = error, LATE_S, False
         except PeerError as error:
+            late = _unreachable(meeting, endpoint, error)
             cause = error.__context__
             if isinstance(cause, TimeoutError) or getattr(cause, "errno", None) in _CLOSED:
-                raise _unreachable(endpoint, cause) from None
-            gone = isinstance(cause, ConnectionRefusedError) and not meeting.lasts
-            late = _unreachable(endpoint, cause) if gone else None
+                raise late from None
+            former = not meetings.is_of_this_start(meeting)
+            timeout_s = FORMER_S if former else LATE_S
         else:
             _MET.add(endpoint.token)
             return member
 
 
-def _unreachable(endpoint: Endpoint, cause: BaseException | None) -> RunError:
-    where = f"{endpoint.address.host}:{endpoint.address.port}"
-    why = getattr(cause, "strerror", None) or cause
+def _unreachable(meeting: Meeting, endpoint: Endpoint, error: PeerError) -> RunError:
+    host, port = endpoint.address
+    why = getattr(error.__context__, "strerror", None) or error.__context__ or why_failed(error)
+    if meeting.lasts and is_loopback(host):
+        hint = (
+            "; if it is on another machine, set LOCAL_WORLD_SIZE to the number of processes on "
+            "each, as torchrun does"
+        )
+    else:
+        hint = ", and open all ports between the machines: the run's master and gloo choose theirs"
     return RunError(
-        f"process 0 says that its run is at {where}, and nothing can be reached there ({why}). "
-        "Look whether process 0 has ended, and open all ports between the machines: the run's "
-        "master and gloo choose theirs."
+        f"process 0 says that its run is at {host}:{port}, and nothing can be reached there "
+        f"({why}). Look whether process 0 has ended{hint}."
     )
 
 

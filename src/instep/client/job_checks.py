@@ -18,7 +18,7 @@ from instep.launch import LAUNCHERS
 from instep.recipe.start_file import start_file
 from instep.spec import OF_AXIS, ROUND_OPTIONS, JobSpec, MeshSpec, SyncSpec
 from instep.state.model_file import check_hash
-from instep.sync import ROUNDS, SERVERS, STRATEGIES, clashes
+from instep.sync import LEASED, ROUNDS, SERVERS, STRATEGIES, clashes
 from instep.system.environment import ASKED, INSIDE
 
 WILDCARDS = ("::", "::0", "[::]", "*")
@@ -124,8 +124,19 @@ def _check_sync(job: JobSpec) -> None:
             f"sync.servers = {sync.servers}: {sync.name} has no servers. Leave the key out, or "
             "use sync.name = 'server_sync'."
         )
+    if sync.name in LEASED and sync.servers != 1:
+        raise SpecError(
+            f"sync.servers = {sync.servers}: {sync.name} has one server. Leave the key out."
+        )
+    if sync.name == "server_sync" and sync.options.get("copy") and sync.servers < 2:
+        raise SpecError(
+            f"sync.options.copy = true with sync.servers = {sync.servers}: another server keeps "
+            "the copy. Set sync.servers = 2 or more, or leave it out."
+        )
     apart = ROUND_OPTIONS if sync.name in ROUNDS else {}
-    if sync.options.keys() - apart or sync.codec_options:  # only then: it imports torch
+    own = ":" in sync.codec  # is imported by the workers, with the recipe
+    options = sync.options.keys() - apart or sync.codec_options
+    if options and not own:  # only then: it imports torch
         from instep.sync.base import strategy_of
 
         strategy_of(sync)

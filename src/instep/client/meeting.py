@@ -24,6 +24,7 @@ from instep.comm.channel import Address
 from instep.comm.endpoint import Endpoint
 from instep.errors import RunError
 from instep.plain_file import PRIVATE, read_plain, replace_plain
+from instep.system.processes import started_at
 from instep.units import readable_seconds
 
 SAY_AFTER_S = 10.0
@@ -134,6 +135,8 @@ class _Note(msgspec.Struct):
     credentials: Credentials | None = None
     authority: str = ""
     """Of the run, PEM with its key: each process makes its own certificate with it."""
+    time: float = 0.0
+    """Unix seconds at which it was written."""
 
 
 def meeting_file(runs: Path, place: Placement) -> MeetingFile:
@@ -150,21 +153,20 @@ def write(meeting: Meeting, endpoint: Endpoint, authority: Authority | None = No
         authority: of the run, for processes that need certificates of their own.
     """
     where = endpoint.address
+    note = _Note(where.host, where.port, endpoint.token, time=time.time())
     if authority is None:
-        note = _Note(where.host, where.port, endpoint.token, endpoint.credentials)
+        note.credentials = endpoint.credentials
     else:
-        note = _Note(where.host, where.port, endpoint.token, authority=authority.pem)
+        note.authority = authority.pem
     meeting.put(ENDPOINT, msgspec.json.encode(note))
 
 
 def read(meeting: Meeting, rank: int = 0) -> Endpoint | None:
     """Where the master listens, for the process of that rank; None if that is not said, or the
     note is damaged."""
-    found = meeting.get(ENDPOINT)
-    if found is None:
+    if (note := _note(meeting)) is None:
         return None
     with suppress(ValueError):
-        note = msgspec.json.decode(found, type=_Note)
         shown = note.credentials
         if note.authority:
             shown = Authority(note.authority).issue(Identity("worker", rank))
@@ -172,6 +174,22 @@ def read(meeting: Meeting, rank: int = 0) -> Endpoint | None:
         _ = endpoint.context  # once, and kept: it is what is damaged as a rule
         return endpoint
     return None
+
+
+def _note(meeting: Meeting) -> _Note | None:
+    found = meeting.get(ENDPOINT)
+    try:
+        return None if found is None else msgspec.json.decode(found, type=_Note)
+    except ValueError:
+        return None
+
+
+def is_of_this_start(meeting: Meeting) -> bool | None:
+    """Whether the endpoint there is certainly not one that an earlier start has left; None if there
+    is none."""
+    if (note := _note(meeting)) is None:
+        return None
+    return not meeting.lasts or note.time > started_at()
 
 
 def find(

@@ -37,11 +37,7 @@ _VARIABLES = {
         ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
         ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"),
     ),
-    "Slurm": (
-        ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
-        ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
-    ),
-    "MPI": (
+    "MPI": (  # before Slurm, in whose jobs mpirun is used too
         (
             "OMPI_COMM_WORLD_RANK",
             "OMPI_COMM_WORLD_SIZE",
@@ -50,7 +46,14 @@ _VARIABLES = {
         ),
         ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
     ),
+    "Slurm": (
+        ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+        ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+    ),
 }
+
+_NO_TASKS = ("", "4294967290", "4294967291")
+"""What SLURM_STEP_ID says in a batch script and in an interactive shell."""
 
 
 def placement(environment: Mapping[str, str] = os.environ) -> Placement:
@@ -63,6 +66,8 @@ def placement(environment: Mapping[str, str] = os.environ) -> Placement:
     for who, (names, identity) in _VARIABLES.items():
         if names[0] not in environment or names[1] not in environment:
             continue
+        if who == "Slurm" and environment.get("SLURM_STEP_ID", "") in _NO_TASKS:
+            continue  # there Slurm says that this is task 0 of all that the job may start
         rank, size = (_number(environment, name, who) for name in names[:2])
         local_rank = _number(environment, names[2], who, rank)
         local_size = _local_size(environment, names[3], who, size)

@@ -32,6 +32,14 @@ MOST_LOOPS = 2
 MOST_APART = 10
 """A group that breaks so often while all its processes live is not formed again."""
 
+MOST_UNFORMED = 4
+"""The same, of hosts whose workers have never formed a group: no network has parted them."""
+
+CLOSED = (
+    " Workers of several hosts connect to each other at ports that they choose: open all ports "
+    "between the machines."
+)
+
 OUT_OF_SYSTEM = (
     " The system gives the process no more memory, threads or files: raise its limits "
     "(ulimit -a shows them), or use fewer workers."
@@ -86,7 +94,7 @@ def judge_group(state: State, committed: int, why: str = "") -> tuple[State, Bla
     """Count a group that came apart though every process lives.
 
     Hosts that a network may part are waited for: then a failure counts only if a worker says
-    that it is the cause itself.
+    that it is the cause itself, or if there has never been a group.
 
     Args:
         state: the present one.
@@ -97,16 +105,20 @@ def judge_group(state: State, committed: int, why: str = "") -> tuple[State, Bla
         The state after it; and who is to blame, where the run ends with it.
     """
     seen = state.seen
-    if state.parted and (seen is None or not seen.mine):
+    mine = seen is not None and seen.mine
+    before = any(member.formed for member in state.members.values())
+    if state.parted and before and not mine:
         return state, None
     apart = _once_more(state.apart, committed)
     state, (farthest, times) = replace(state, apart=apart), apart
-    if times < MOST_APART:
+    if times < (MOST_UNFORMED if state.parted and not mine else MOST_APART):
         return state, None
     what = seen.cause if seen is not None and seen.cause else why or "no worker has said why."
     cause = f"{what.rstrip('.')}. The group came apart {times} times and {_no_more_than(farthest)}."
-    if seen is not None and seen.mine:
+    if mine:
         cause += OUT_OF_SYSTEM
+    elif state.parted:
+        cause += CLOSED
     step = committed + 1 if committed else 0
     return state, Blame(seen.worker if seen else -1, endings.failed("group", cause, step))
 

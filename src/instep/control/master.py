@@ -40,6 +40,7 @@ from instep.control.joined_hosts import KEY as JOINED_HOSTS
 from instep.control.joined_hosts import JoinedHosts
 from instep.control.journal import Journal
 from instep.control.keys import Keys
+from instep.control.parted import Parted
 from instep.control.recorder import Recorder
 from instep.control.resume import go_back
 from instep.control.stack_requests import StackRequests
@@ -166,7 +167,7 @@ class Master:
         self._machine = machine()
         self._recorder, self._verdicts = Recorder(run, views), Verdicts(job, start_point.figures)
         self._keys, self._stack_requests = Keys(), StackRequests(run)
-        self._watch = Watch(ranks=job.mesh.ranks)
+        self._watch, self._parted = Watch(ranks=job.mesh.ranks), Parted()
         self._connections: dict[Peer, _Connection] = {}
         # of workers, by number
         self._peers: dict[int, Peer] = {}
@@ -341,6 +342,9 @@ class Master:
         for peer in self._hub.late(_HELLO_S + _HELLO_EACH_S * len(self._state.wanted)):
             self._hub.drop(peer)
         self._observe(s.Tick(self._recorder.committed))
+        if self._hosts.several:
+            told = self._parted.look(self._recorder.committed, self._state.broken)
+            self._warn(*[told] if told else [])
         self._recorder.show(lambda view: view.tick(time.monotonic()))
 
     def _close(self) -> None:
@@ -415,13 +419,15 @@ class Master:
     def _welcome_host(self, peer: Peer, hello: m.Hello) -> None:
         number, now = hello.number, time.monotonic()
         self._recorder.emit("host_joined", {"pid": hello.pid, "host": number})
-        before = self._hosts.joins(peer, number, hello.pid, now)
+        before = self._hosts.joins(peer, number, hello.pid, now, hello.machine)
         if before is not None:
             self._hang_up(before)
         if hello.machine == self._machine:  # its first imports may take long
             self._connections[peer].lease = Lease(hello.pid, now, first_s=math.inf)
         own = [(n, process.pid) for n, process in self._processes.items() if process.host == number]
-        if there := [(worker, pid) for worker, pid in own if worker in self._peers]:
+        there = [(n, pid) for n, pid in own if n in self._peers]
+        # on another machine these numbers are those of other programs
+        if there := [each for each in there if self._hellos[each[0]].machine == hello.machine]:
             self._hub.send(peer, m.Adopt(workers=there))
         self._gathered = self._hosts.ready(now)
         self._observe(s.HostJoined())
@@ -455,7 +461,8 @@ class Master:
         if hello.role == "client":
             return hello.number < 2 or self._joined_hosts.is_client(hello.number)
         if hello.role == "host":
-            return not self._hosts.has_left(hello.number)
+            replaced = self._hosts.was_replaced(hello.number, hello.machine, hello.pid)
+            return not (replaced or self._hosts.has_left(hello.number))
         number, state = hello.number, self._state
         process = self._processes.get(number)
         if self._hosts.is_abandoned(hello.host, hello.pid) or _is_abandoned(process):
@@ -584,6 +591,7 @@ class Master:
             case m.Formed(generation=generation):
                 self._decide(s.Formed(number, generation))
             case m.Broken(generation=generation, cause=cause, mine=mine, holds=holds):
+                self._parted.cause = cause or self._parted.cause
                 self._decide(s.Broke(number, generation, cause, mine, holds))
             case m.Notice():
                 self._decide(s.Noticed(number))

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from instep.errors import SpecError
-from instep.launch.ray_private import draining, on_loopback
+from instep.launch.ray_private import draining, on_loopback, show_token
 from instep.words import plural
 
 CONNECT_S = 5.0
-"""How long a cluster may take to accept a connection."""
+"""How long a cluster may take to accept a connection, and to answer."""
 
 ANSWER_S = 0.5
 """How long the raylet of a node may take."""
@@ -66,7 +66,8 @@ def connect(address: str, cpus: int, working_dir: str = "") -> tuple[Any, bool]:
     try:
         if address != "auto":
             host, _, port = address.rpartition(":")
-            socket.create_connection((host, int(port)), CONNECT_S).close()
+            _check_speaks_grpc(host, int(port))
+        show_token()
         ray.init(address, **quiet)
     except (OSError, ValueError, RuntimeError) as error:
         if working_dir and "package" in str(error).lower():
@@ -79,6 +80,23 @@ def connect(address: str, cpus: int, working_dir: str = "") -> tuple[Any, bool]:
             "such as 10.0.0.1:6379; or leave RAY_ADDRESS and --ray-address out, to start one."
         ) from None
     return ray, True
+
+
+def _check_speaks_grpc(host: str, port: int) -> None:
+    """Raise OSError where nothing listens, or something that cannot be Ray's: its own attempts
+    would take minutes."""
+    with socket.create_connection((host, port), CONNECT_S) as connection:
+        if os.environ.get("RAY_USE_TLS", "0") != "0":
+            return
+        connection.sendall(_HTTP_2)
+        answer = connection.recv(len(_SETTINGS))
+    if answer[3:4] != _SETTINGS[3:4]:
+        raise OSError("what listens there is no head node of Ray")
+
+
+_SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+_HTTP_2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _SETTINGS
+"""How both ends of HTTP/2, and so of gRPC, begin: RFC 9113, section 3.4."""
 
 
 def _folder(path: str) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from instep.comm.base import Comm
-from instep.comm.codecs import CODECS
+from instep.comm.codecs import CODECS, OWN
 from instep.errors import SpecError
 from instep.records import BEGINNING, Attempt, Law
 from instep.spec import ROUND_OPTIONS, SyncSpec
@@ -360,6 +360,13 @@ def make_strategy(
     )
     options = {option: value for option, value in options.items() if option not in beside}
     made = CODECS.factory(codec, codec_options, where="sync.codec_options")(**codec_options)
+    if missing := [
+        part for part in OWN if not hasattr(made, part) and not hasattr(made, "reducer")
+    ]:
+        raise SpecError(
+            f"sync.codec = {codec!r} lacks {', '.join(missing)}. A codec has all of "
+            f"{', '.join(OWN)}: see the guide on adding a codec."
+        )
     if codec == "none":
         return cast(Strategy, factory(**options))
     if "codec" not in inspect.signature(factory).parameters:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.comm.base import Comm
-from instep.comm.messages import NOT_FINITE, ON_REQUEST, SPREAD
+from instep.comm.messages import NOT_FINITE, ON_REQUEST, SPREAD, Form
 from instep.data.loader import Loader, Read, Skipped, Slice
 from instep.data.order import Position, position, steps_in_epoch
 from instep.data.samples import last_read
@@ -39,6 +39,7 @@ from instep.worker.step.alike import check_lengths
 from instep.worker.step.assignment import NOTHING_FINISHED, Finished, Lockstep
 from instep.worker.step.committed import Commit, CommittedState
 from instep.worker.step.engine import Agreement, Engine, Weighed, make_comms
+from instep.worker.step.momentum import move_momentum
 from instep.worker.step.observers import Observer
 from instep.worker.step.passes import Share
 from instep.worker.step.skipping import SkipReporter
@@ -118,7 +119,10 @@ class Loop(ABC):
         self.device = parameters[0].device
         self.phase, self.step = "building", 0
         self._model, self._update, self._loader = model, update, loader
-        turns = turns or [TurnState("", parameters, update, strategy_of(self.job.sync))]
+        if not turns:
+            strategy = strategy_of(self.job.sync)
+            move_momentum(update.optimizer, strategy, self.job.sync.codec)
+            turns = [TurnState("", parameters, update, strategy)]
         self.engine = Engine(
             member, model, parameters, turns, ends=self._ends, more=more, split=split
         )
@@ -269,6 +273,16 @@ class Loop(ABC):
         self.step = self.state.progress.step
         self.member.broken(error, holds=self.state.held)
 
+    @property
+    def _group(self) -> Form:
+        """The members with which this one takes steps."""
+        assert self.member.form is not None, "no generation yet"
+        return self.member.form
+
+    def _make_comms(self) -> tuple[Comm, Comm]:
+        """As `engine.make_comms`."""
+        return make_comms(self.member, self.device, self.member.address)
+
     def _form(self) -> None:
         """Form the group, agree on the last commit, and get ready for the next step.
 
@@ -276,7 +290,7 @@ class Loop(ABC):
             PeerError: a member was lost meanwhile.
         """
         member, engine = self.member, self.engine
-        self._comms = make_comms(member, self.device, member.address)
+        self._comms = self._make_comms()
         comm, column = self._comms
         try:
             if member.superseded:  # the message came before there was anything to interrupt
@@ -284,12 +298,11 @@ class Loop(ABC):
             check_lengths(comm, self.device, **self._lengths())
             given = engine.begin(comm, column)
             self._before_steps(comm)
-            assert member.form is not None, "no generation yet"
             engine.start(
                 comm,
                 column,
                 Lockstep(
-                    member.form,
+                    self._group,
                     self.job.per_commit,
                     self.samples,
                     by_speed=self._by_speed,
@@ -315,7 +328,7 @@ class Loop(ABC):
         elif comm.rank == 0 and self._saver is None:
             self._saver = Saver(member, self._model, self._best())
             engine.saves = self._saver.late
-        anew = member.form.checkpoint is not None
+        anew = self._group.checkpoint is not None
         for observer in self.observers.values():
             observer.formed(anew=anew)
 

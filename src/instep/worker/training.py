@@ -35,7 +35,7 @@ from instep.recipe.tuning import NOTHING, Begun
 from instep.spec import JobSpec
 from instep.state.intact import discard_after
 from instep.state.retention import Best, best_rule
-from instep.sync import SERVERS, clashes
+from instep.sync import LEASED, SERVERS, clashes
 from instep.system.malloc import return_unused_memory
 from instep.words import listed
 from instep.worker import dataset_check, rounds
@@ -54,6 +54,7 @@ from instep.worker.shared_steps import MembersChanged, SharedSteps
 from instep.worker.step.assignment import Finished
 from instep.worker.step.committed import Commit
 from instep.worker.step.engine import Weighed
+from instep.worker.step.leased import LeasedUpdate
 from instep.worker.step.passes import OF_PASS, Pass, Share
 from instep.worker.step.served import ServedUpdate
 from instep.worker.step.turns import key_of_pass, make_turns
@@ -130,7 +131,7 @@ class Training(Loop):
         turns = make_turns(built, self.job, scaler)
         make_update = partial(rounds.RoundUpdate, local_steps=local_steps) if averages else Update
         if self.job.sync.name in SERVERS:
-            make_update = ServedUpdate
+            make_update = LeasedUpdate if self.job.sync.name in LEASED else ServedUpdate
         update = make_update(
             built.optimizer,
             built.scheduler,
@@ -516,6 +517,12 @@ class Training(Loop):
             reasons.append(
                 f"sync.codec = {self.job.sync.codec!r} rounds gradients, and what is carried over "
                 "depends on the number of workers. Leave it out"
+            )
+        if self.job.sync.name in LEASED:
+            reasons.append(
+                f"with sync.name = {self.job.sync.name!r} each micro-batch is an update of its "
+                "own, in the order in which they arrive: the result depends on timing. Use "
+                "all_reduce"
             )
         if self._replica is not None and self._replica.draws_by_block:
             reasons.append(

@@ -1,14 +1,19 @@
 """Where the processes of one start meet: at a file."""
 
+import socket
 import stat
 import threading
+import time
 
 import pytest
 
+from instep.client import hosting, meeting
+from instep.client.meeting import ENDPOINT as NAME
 from instep.client.meeting import MeetingFile, find, write
+from instep.comm import connection
 from instep.comm.channel import Address
 from instep.comm.endpoint import Endpoint
-from instep.errors import RunError
+from instep.errors import PeerError, RunError
 
 ENDPOINT = Endpoint(Address("127.0.0.1", 4567), "a token")
 
@@ -68,3 +73,80 @@ def test_a_damaged_invitation_is_as_good_as_none_until_the_next(tmp_path, text):
         find(MeetingFile(file), timeout_s=0.01)
     write(MeetingFile(file), ENDPOINT)
     assert find(MeetingFile(file)) == ENDPOINT
+
+
+@pytest.fixture
+def gone():
+    """Where nothing listens any more."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = Address(*taken.getsockname())
+    return Endpoint(address, "the token of a run")
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(hosting, "LATE_S", 0.1)
+    monkeypatch.setattr(hosting, "FORMER_S", 0.6)
+    monkeypatch.setattr(hosting, "AGAIN_S", 0.1)
+
+
+def test_a_master_of_this_start_that_refuses_connections_is_named_at_once(tmp_path, gone, quick):
+    at, began = MeetingFile(tmp_path / "meeting"), time.monotonic()
+    write(at, gone)
+    with pytest.raises(RunError, match=r"127.0.0.1:\d+, .*\(Connection refused\)"):
+        hosting.meet(at, 1)
+    assert time.monotonic() - began < 0.5
+
+
+def test_what_a_former_start_may_have_left_is_waited_out_longer_but_not_for_ever(
+    tmp_path, gone, quick, monkeypatch
+):
+    at, began = MeetingFile(tmp_path / "meeting"), time.monotonic()
+    write(at, gone)
+    monkeypatch.setattr(meeting, "started_at", lambda: time.time() + 1)  # after the note
+    with pytest.raises(RunError, match=r"\(Connection refused\)"):
+        hosting.meet(at, 1)
+    assert 0.6 <= time.monotonic() - began < 5
+
+
+def test_once_process_0_has_removed_what_was_left_its_own_is_waited_for(
+    tmp_path, gone, quick, monkeypatch
+):
+    at, found = MeetingFile(tmp_path / "meeting"), []
+    monkeypatch.setattr(hosting, "FORMER_S", 0.2)
+    write(at, gone)
+    monkeypatch.setattr(meeting, "started_at", lambda: time.time() + 1)
+    waiting = threading.Thread(target=lambda: found.append(hosting.meet(at, 1)))
+    monkeypatch.setattr(hosting, "Member", _refused_once(found))
+    waiting.start()
+    while not found:
+        time.sleep(0.01)
+    at.remove(NAME)
+    time.sleep(0.3)
+    write(at, ENDPOINT)
+    waiting.join()
+    assert found == ["refused", ENDPOINT]
+
+
+def _refused_once(found):
+    def member(endpoint, _):
+        if endpoint == ENDPOINT:
+            return endpoint
+        found.append("refused")
+        try:
+            raise ConnectionRefusedError(111, "Connection refused")
+        except ConnectionRefusedError:
+            raise PeerError("no master answers.") from None
+
+    return member
+
+
+def test_what_takes_a_connection_and_says_nothing_is_named_after_a_while(
+    tmp_path, quick, monkeypatch
+):
+    at = MeetingFile(tmp_path / "meeting")
+    monkeypatch.setattr(connection, "ANSWER_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        write(at, Endpoint(Address(*silent.getsockname()), "the token of a run"))
+        with pytest.raises(RunError, match=r"127.0.0.1:\d+, .*does not answer, for 0.3 s"):
+            hosting.meet(at, 1)

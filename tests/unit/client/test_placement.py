@@ -16,7 +16,14 @@ TORCHRUN = {
     "MASTER_ADDR": "host",
     "MASTER_PORT": "29500",
 }
-SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "77"}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+}
+BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}
 MPI = {
     "OMPI_COMM_WORLD_RANK": "0",
     "OMPI_COMM_WORLD_SIZE": "2",
@@ -39,6 +46,10 @@ MPI = {
         (SLURM | {"SLURM_NNODES": "2"}, (5, 8, 1, 4)),
         (SLURM, (5, 8, 1, 8)),
         (MPI, (0, 2, 0, 2)),
+        (BATCH_SCRIPT, (0, 1, 0, 1)),
+        (BATCH_SCRIPT | {"SLURM_STEP_ID": "4294967290"}, (0, 1, 0, 1)),
+        (BATCH_SCRIPT | MPI | {"OMPI_COMM_WORLD_RANK": "1"}, (1, 2, 0, 2)),
+        (SLURM | MPI | {"OMPI_COMM_WORLD_RANK": "1"}, (1, 2, 0, 2)),
     ],
 )
 def test_a_process_finds_its_place_in_the_environment(environment, expected):

@@ -24,6 +24,7 @@ from instep.control.crash_loop import (
     MOST_APART,
     MOST_LOOPS,
     MOST_LOSSES,
+    MOST_UNFORMED,
     OUT_OF_SYSTEM,
 )
 from instep.control.decide import BROKEN_S, BUILDING_S, FIRST_MEETING_S, MEETING_S, decide
@@ -871,9 +872,11 @@ def test_a_group_that_breaks_forms_again_if_no_process_has_exited():
     assert patience == [FIRST_MEETING_S] * 2 + [2 * MEETING_S] * 2
 
 
-def apart(times, committed=lambda n: 0, cause=NO_THREAD, mine=False, parted=False):
+def apart(times, committed=lambda n: 0, cause=NO_THREAD, mine=False, parted=False, before=False):
     """State and actions after as many groups have come apart, every process living."""
     state = replace(ready(), parted=parted)
+    if before:
+        state = state.note(0, formed=state.generation)
     actions, now = [], 0.0
     for n in range(times):
         first = Broke(0, state.generation, "another worker went away.")
@@ -914,9 +917,18 @@ def test_groups_that_come_apart_with_commits_between_are_formed_each_time():
     assert "no step after 5 was committed" in failed["cause"]
 
 
-def test_hosts_that_do_not_reach_each_other_are_waited_for_and_want_of_memory_is_not():
-    assert blamed(apart(200, parted=True)[1]) == []
+def test_hosts_that_a_network_has_parted_are_waited_for_and_want_of_memory_is_not():
+    assert blamed(apart(200, parted=True, before=True)[1]) == []
     assert len(blamed(apart(MOST_APART, parted=True, mine=True)[1])) == 1
+
+
+def test_hosts_that_have_never_reached_each_other_end_the_run_with_what_to_look_at():
+    assert blamed(apart(MOST_UNFORMED - 1, parted=True)[1]) == []
+    state, actions = apart(MOST_UNFORMED, parted=True)
+    (failed,) = blamed(actions)
+    assert failed["cause"].startswith("another worker went away. The group came apart 4 times and")
+    assert failed["cause"].endswith("open all ports between the machines.")
+    assert state.blame.failed.exit_code == 5
 
 
 def test_a_group_that_breaks_waits_for_the_replacement_of_the_killed_worker():
