@@ -227,7 +227,8 @@ def test_diloco_with_int4_has_the_same_bits_on_any_workers_resumed_and_after_kil
 @pytest.mark.slow
 def test_workers_killed_in_rounds_with_a_codec_leave_no_trace(run: Start, start: Start):
     longer = (*QUICK, *CODED, "train.steps=60", "data.loaders=0", optimizers("reset"))
-    program = run("averages.py:classes", *longer, "workers=3", "arguments.pause_s=0.002")
+    settings = in_order((*longer, "workers=3", "arguments.pause_s=0.002"))
+    program = run("averages.py:classes", *settings)
     program.until(program.is_training, "training")
     draw = random.Random(4)
     for _ in range(3):
@@ -256,9 +257,14 @@ def optimizers(local):
     return f'sync.options.local_optimizers="{local}"'
 
 
+def in_order(settings):
+    """The strategy's name first: it takes away options that stand before it."""
+    return sorted(settings, key=lambda each: not each.startswith("sync.name"))
+
+
 def trained(run, workers, *settings, recipe="all_moves", local="reset"):
     settings = (*QUICK, optimizers(local), *settings, f"workers={workers}")
-    settings = sorted(settings, key=lambda each: not each.startswith("sync.name"))  # drops options
+    settings = in_order(settings)
     program = run(f"averages.py:{recipe}", *settings)
     assert program.end() == 0, program.stderr
     assert program.summary["missing_samples"] == program.summary["repeated_samples"] == 0

@@ -34,12 +34,13 @@ QUICK = (
 OPTIMIZERS = {"sgd": splits.sgd, "adamw": lambda p: torch.optim.AdamW(p, lr=0.01)}
 
 
-def federated_averaging(mesh, local, optimizer="adamw"):
+def federated_averaging(mesh, local, optimizer="adamw", *, mu=0.0, nesterov=False):
     """Each participant by itself, its samples cut into as many parts as ranks split them; `mesh`
-    of all rounds, or of each."""
+    of all rounds, or of each. It may be drawn back with `mu`, and rounds end with DiLoCo's step."""
     torch.manual_seed(0)
     server, order = splits.recipe().model, Order(splits.SAMPLES, 0)
     moments = {participant: {} for participant in range(PARTICIPANTS)}
+    outer = torch.optim.SGD(server.parameters(), lr=0.7, momentum=0.9, nesterov=True)
     for step, own in enumerate([mesh] * ROUNDS if isinstance(mesh, dict) else mesh, 1):
         epoch, first, stop = position(step, splits.SAMPLES, BATCH * LOCAL_STEPS)
         parts = -(-(stop - first) * PARTICIPANTS // (BATCH * LOCAL_STEPS))
@@ -58,13 +59,22 @@ def federated_averaging(mesh, local, optimizer="adamw"):
                     keyed = key(0, 1, step, participant, number)
                     keyed = key(0, 1, keyed, place) if own else keyed
                     add_gradients(model, order.indices(epoch, *cut), end - begin, keyed, own)
+                for mine, begin in zip(model.parameters(), server.parameters(), strict=True):
+                    if mine.grad is not None and mu:
+                        mine.grad += mu * (mine.detach() - begin.detach())
                 nn.utils.clip_grad_norm_(trained, CLIP)
                 moves.step()
             if local == "kept":
                 moments[participant] = moves.state_dict()["state"]
             for name, tensor in model.state_dict().items():
                 mean[name] += (high - low) / (stop - first) * tensor
-        server.load_state_dict(mean)
+        if not nesterov:
+            server.load_state_dict(mean)
+            continue
+        for name, parameter in server.named_parameters():
+            if parameter.requires_grad:
+                parameter.grad = parameter.detach() - mean[name]
+        outer.step()
     return server.state_dict()
 
 
@@ -112,6 +122,26 @@ def test_a_run_equals_federated_averaging_in_plain_pytorch(run: Start, workers, 
     assert program.end(300) == 0, program.stderr
     check_equal(program, wanted)
     assert program.summary["missing_samples"] == program.summary["repeated_samples"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "plain"), [("fedprox", {"mu": 0.8}), ("diloco", {"nesterov": True})]
+)
+def test_other_strategies_with_rounds_are_their_papers_on_a_mesh(run: Start, name, plain):
+    """What draws a participant back counts in the norm that is clipped."""
+    wanted = federated_averaging({"shard": 2}, "reset", **plain)
+    other = federated_averaging({"shard": 2}, "reset")
+    assert float((wanted["enter.weight"] - other["enter.weight"]).abs().max()) > 1e-3
+    keys = [f'sync.name="{name}"', *QUICK[:4], *QUICK[5:], "mesh.shard=2", "workers=4"]
+    keys += ["sync.options.mu=0.8"] if name == "fedprox" else []
+    keys += ['sync.options.local_optimizers="reset"', 'arguments.optimizer="adamw"']
+    program = run("splits.py:recipe", *keys)
+    assert program.end(300) == 0, program.stderr
+    check_equal(program, wanted)
+    apart = program.events("participants_apart")
+    assert [each["step"] for each in apart] == list(range(1, ROUNDS + 1))
+    assert all(each["distance"] > 0 for each in apart)
 
 
 @pytest.mark.slow

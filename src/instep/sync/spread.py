@@ -102,7 +102,8 @@ def _apart(given: Given, agreed: Sequence[Tensor | None], holders: Sequence[int]
 
 def _square(tensor: Tensor) -> float:
     dense = tensor.to_dense() if tensor.is_sparse else tensor
-    return float(torch.linalg.vector_norm(dense, dtype=torch.float64)) ** 2
+    length = float(torch.linalg.vector_norm(dense, dtype=torch.float64))
+    return length * length
 
 
 def _divergence(
