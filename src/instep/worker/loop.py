@@ -116,7 +116,9 @@ class Loop(ABC):
         self.device = parameters[0].device
         self.phase, self.step = "building", 0
         self._model, self._update, self._loader = model, update, loader
-        turns = turns or [TurnState("", parameters, update, strategy_of(self.job.sync))]
+        turns = turns or [
+            TurnState("", parameters, update, strategy_of(self.job.sync, self.job.seed))
+        ]
         self.engine = Engine(
             member, model, parameters, turns, ends=self._ends, more=more, split=split
         )
