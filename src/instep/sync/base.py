@@ -337,9 +337,9 @@ class NothingOfItsOwn:
         """Nothing was left."""
 
 
-def strategy_of(sync: SyncSpec) -> Strategy:
-    """As `make_strategy`, of a job."""
-    return make_strategy(sync.name, sync.options, sync.codec, sync.codec_options)
+def strategy_of(sync: SyncSpec, seed: int = 0) -> Strategy:
+    """As `make_strategy`, of a job with this seed."""
+    return make_strategy(sync.name, sync.options, sync.codec, sync.codec_options, seed)
 
 
 def make_strategy(
@@ -347,6 +347,7 @@ def make_strategy(
     options: Mapping[str, Any],
     codec: str = "none",
     codec_options: Mapping[str, Any] = MappingProxyType({}),
+    seed: int = 0,
 ) -> Strategy:
     """A strategy by its name in the job file, with its options checked, and its codec's.
 
@@ -359,7 +360,9 @@ def make_strategy(
         name, options, where="sync.options", apart=["codec"], beside=list(beside)
     )
     options = {option: value for option, value in options.items() if option not in beside}
-    made = CODECS.factory(codec, codec_options, where="sync.codec_options")(**codec_options)
+    coder = CODECS.factory(codec, codec_options, where="sync.codec_options", apart=["seed"])
+    seeds = {"seed": seed} if "seed" in inspect.signature(coder).parameters else {}
+    made = coder(**codec_options, **seeds)
     if missing := [
         part for part in OWN if not hasattr(made, part) and not hasattr(made, "reducer")
     ]:

@@ -105,8 +105,8 @@ class TwoPhase:
 
     @staticmethod
     def kinds(codec: Codec) -> tuple[str, ...]:
-        """What is dropped is carried over."""
-        return ("residual",)
+        """What is dropped is carried over, unless the codec is right on average."""
+        return () if codec.unbiased else ("residual",)
 
     @staticmethod
     def layout(buckets: Sequence[Sequence[Place]], size: int, idle: Sequence[int]) -> Segments:
@@ -125,10 +125,10 @@ class TwoPhase:
     ) -> None:
         assert layout.size == comm.size, "the layout is made for another number of ranks"
         self._codec, self._comm, self._layout = codec, comm, layout
-        self._tell = staged
-        count = layout.room(comm.rank)
+        self._tell, self._feeds_back = staged, bool(self.kinds(codec))
+        count = layout.room(comm.rank) if self._feeds_back else 0
         self._slots = room or _ordinary(count, device)
-        self._cut = [layout.cut(slot, comm.rank) for slot in self._slots]
+        self._cut = [layout.cut(slot, comm.rank) for slot in self._slots if self._feeds_back]
         self._committed = 0
         buckets = range(len(layout.buckets))
         # never 0: each bucket is a message that all wait for, also if nothing is in it
@@ -168,12 +168,12 @@ class TwoPhase:
         assert flat.dtype == torch.float32, "sums are in float32"
         layout, comm = self._layout, self._comm
         values = flat[: layout.lengths[number]]
-        old, new = self._cut[self._committed][number][0], self._cut[1 - self._committed][number][0]
-        values += old
+        left = self._carry_over(values, number, 0)
         payloads = self._out[number].view(comm.size, -1)
         for owner in range(comm.size):
             part = layout.segment(number, owner)
-            self._encode(values[part], payloads[owner], new[part], (key, number, owner, comm.rank))
+            rest = left[part] if left is not None else None
+            self._encode(values[part], payloads[owner], rest, (key, number, owner, comm.rank))
         self._flats.append(values)
         self._keys.append(key)
         self._work.append(comm.all_to_all(self._in[number], self._out[number]))
@@ -203,10 +203,16 @@ class TwoPhase:
         payloads = self._in[number].view(self._comm.size, -1)
         for payload in payloads:
             self._decode(total, payload)
-        old, new = self._cut[self._committed][number][1], self._cut[1 - self._committed][number][1]
-        total += old
-        self._encode(total, payloads[0], new, (self._keys[number], number, rank, -1))
+        left = self._carry_over(total, number, 1)
+        self._encode(total, payloads[0], left, (self._keys[number], number, rank, -1))
         return payloads[0]
+
+    def _carry_over(self, values: Tensor, number: int, part: int) -> Tensor | None:
+        """Add the committed residual, of what is sent (0) or owned (1); where the next one goes."""
+        if not self._feeds_back:
+            return None
+        values += self._cut[self._committed][number][part]
+        return self._cut[1 - self._committed][number][part]
 
     def _stage(self) -> None:
         self._is_staged = True
@@ -218,7 +224,9 @@ class TwoPhase:
         for owner, payload in enumerate(self._out[number].view(self._comm.size, -1)):
             self._decode(values[self._layout.segment(number, owner)], payload)
 
-    def _encode(self, values: Tensor, out: Tensor, left: Tensor, key: tuple[int, ...]) -> None:
+    def _encode(
+        self, values: Tensor, out: Tensor, left: Tensor | None, key: tuple[int, ...]
+    ) -> None:
         if values.numel():
             self._codec.encode(values, out, key=_mixed(key), left=left)
 
@@ -238,6 +246,8 @@ class TwoPhase:
 
     def own_state(self) -> dict[str, Tensor]:
         """This rank's total residual for each parameter, as committed."""
+        if not self._feeds_back:
+            return {}
         return self._layout.state_of(self._slots[self._committed], self._comm.rank)
 
     def state(self) -> dict[str, Tensor]:

@@ -120,7 +120,7 @@ class Loop(ABC):
         self.phase, self.step = "building", 0
         self._model, self._update, self._loader = model, update, loader
         if not turns:
-            strategy = strategy_of(self.job.sync)
+            strategy = strategy_of(self.job.sync, self.job.seed)
             move_momentum(update.optimizer, strategy, self.job.sync.codec)
             turns = [TurnState("", parameters, update, strategy)]
         self.engine = Engine(

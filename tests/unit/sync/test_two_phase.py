@@ -144,9 +144,9 @@ def test_over_many_steps_only_the_residuals_are_missing(codec, size):
     missing = total([state for _, state in ranks])
     largest = 10.0 ** (size - 2)
     for name, part in by_name(got).items():
-        off = (part + missing[name] - by_name(wanted)[name]).abs()
+        off = (part + missing.get(name, 0) - by_name(wanted)[name]).abs()
         assert (off <= 200 * 2**-23 * max(largest, 1)).all(), name
-        assert missing[name].shape == SHAPES[name]
+        assert codec == "none" or missing[name].shape == SHAPES[name]
     assert codec == "none" or any(part.abs().sum() > 0 for part in missing.values())
 
 
@@ -220,7 +220,7 @@ def test_what_nobody_holds_any_more_is_handed_over_with_its_sum(codec):
         got += sum(by_name(result)["long"].double() for result in ranks[0][0])
         steps = range(first, first + 5)
         given += sum(by_name(exact(size, step))["long"] for step in steps)
-    missing = total(states)["long"]
+    missing = total(states).get("long", 0)
     torch.testing.assert_close(got + missing, given, rtol=1e-6, atol=1e-4)
 
 

@@ -30,11 +30,13 @@ class Codec(Protocol):
 
     @property
     def segmentable(self) -> bool:
-        """Whether values that are cut at multiples of `CUT` decode to the same values as uncut."""
+        """Whether values may be cut at multiples of `CUT`: the parts decode to the same values as
+        the whole, or with random rounding to values that are as near."""
 
     @property
     def unbiased(self) -> bool:
-        """Whether the mean of the decoded values, over all keys, is what was encoded."""
+        """Whether the mean of the decoded values, over all keys, is what was encoded. Then what is
+        dropped need not be carried over."""
 
     @property
     def fixed_size(self) -> bool:

@@ -20,10 +20,11 @@ from instep.comm.codecs.kernels import SMALLEST
 from instep.errors import SpecError
 
 _SMALLEST_BLOCK = 16
+_WORD = 0xFFFFFFFFFFFFFFFF
 
 
 class Blocks(ABC):
-    """A scale for each block, and `bits` for each value; deterministic.
+    """A scale for each block, and `bits` for each value.
 
     Args:
         block: how many values share a scale; a power of two.
@@ -57,10 +58,10 @@ class Blocks(ABC):
         scales, packed = self._parts(out, values.numel())
         if values.device.type == "cpu":
             rest = torch.empty(0) if left is None else left
-            self._encode_here(values.numpy(), scales.numpy(), packed.numpy(), rest.numpy())
+            self._encode_here(values.numpy(), scales.numpy(), packed.numpy(), rest.numpy(), key)
         else:
             for piece, blocks, places in self._pieces(values.numel()):
-                scale, levels, rest = self.coded(self._rows(values[piece]))
+                scale, levels, rest = self.coded(self._rows(values[piece]), key, piece.start)
                 scales[blocks].copy_(scale.flatten())
                 packed[places].copy_(levels)
                 if left is not None:
@@ -80,11 +81,13 @@ class Blocks(ABC):
                 rows += (weight * levels) * scales[blocks].unsqueeze(1)
 
     @abstractmethod
-    def coded(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def coded(self, rows: Tensor, key: int = 0, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Of whole blocks: the scales [blocks, 1], the packed levels [bytes], and what is left.
 
         Args:
             rows: [blocks, width] float32.
+            key: as for `encode`.
+            first: where among the values of the payload they begin.
         """
 
     @abstractmethod
@@ -92,7 +95,7 @@ class Blocks(ABC):
         """So many levels from their bytes: [count] float32."""
 
     @abstractmethod
-    def _encode_here(self, values: Any, scales: Any, packed: Any, left: Any) -> None:
+    def _encode_here(self, values: Any, scales: Any, packed: Any, left: Any, key: int) -> None:
         """By a compiled loop."""
 
     @abstractmethod
@@ -124,10 +127,27 @@ class Levels(Blocks):
     """Each block cut into even levels, from minus to plus its largest magnitude (Dettmers et al.
     2022, arXiv:2110.02861, have uneven levels).
 
-    Values are rounded to the nearest level. What is left is at most half the distance of two. A
+    Values are rounded to the nearest level, and what is left is at most half the distance of two;
+    or at random to one of the two beside it, so that the mean over all keys is the value. A
     block without a value of `top` times 1.2e-38 or more is sent as zeros, because its scale would
     lose precision.
+
+    Args:
+        block: how many values share a scale; a power of two.
+        rounding: `nearest` or `random`.
+        seed: another one draws other numbers.
+
+    Raises:
+        SpecError: an option is refused.
     """
+
+    def __init__(self, *, block: int = 1024, rounding: str = "nearest", seed: int = 0) -> None:
+        super().__init__(block=block)
+        if rounding not in ("nearest", "random"):
+            raise SpecError(
+                f"sync.codec_options.rounding = {rounding!r}: needs to be 'nearest' or 'random'."
+            )
+        self.unbiased, self._seed = rounding == "random", seed
 
     @property
     def top(self) -> int:
@@ -140,16 +160,36 @@ class Levels(Blocks):
         most = torch.tensor(torch.finfo(torch.float32).max / self.top)
         return float(torch.nextafter(most, torch.tensor(0.0)))
 
-    def coded(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The levels nearest to the values."""
+    def coded(self, rows: Tensor, key: int = 0, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """The levels nearest to the values, or beside them."""
         scales = rows.abs().amax(1, keepdim=True) / self.top
         broken = scales.isfinite().logical_not_()
         scales = scales.masked_fill_(scales < SMALLEST, 1.0).clamp_(max=self.largest)
         scales.masked_fill_(broken, torch.nan)
-        levels = torch.round(rows / scales).masked_fill_(broken, 0.0)
+        levels = rows / scales
+        if self.unbiased:
+            levels += _drawn(rows, first, *self._halves(key))
+            levels.floor_().clamp_(-self.top, self.top)
+        levels = levels.round_().masked_fill_(broken, 0.0)
         left = (rows - levels * scales).masked_fill_(broken, 0.0)
         return scales, self.pack(levels.flatten()), left
+
+    def _halves(self, key: int) -> tuple[int, int]:
+        """32 bits each of key and seed, mixed (the finalizer of SplitMix64)."""
+        x = (key + 0x9E3779B97F4A7C15 * (self._seed + 1)) & _WORD
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _WORD
+        x ^= x >> 31
+        return x & 0xFFFFFFFF, x >> 32
 
     @abstractmethod
     def pack(self, levels: Tensor) -> Tensor:
         """The bytes of whole numbers from -`top` to `top`: [bytes] uint8."""
+
+
+def _drawn(rows: Tensor, first: int, low: int, high: int) -> Tensor:
+    """A number above 0 and below 1 for each value: what `kernels._rounded` draws."""
+    x = torch.arange(first, first + rows.numel(), device=rows.device).view_as(rows) ^ low
+    x = (x ^ (x >> 16)) * 0x7FEB352D & 0xFFFFFFFF
+    x = (x ^ (x >> 15) ^ high) * 0x846CA68B & 0xFFFFFFFF
+    return ((x >> 16).float() + 0.5) * 2.0**-16

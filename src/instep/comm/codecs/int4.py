@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from instep.comm.codecs.blocks import Levels
-from instep.comm.codecs.kernels import add_halves, encode_halves
+from instep.comm.codecs.kernels import add_halves, draw_halves, encode_halves
 
 
 class Int4(Levels):
@@ -27,9 +27,12 @@ class Int4(Levels):
         pairs = torch.stack([packed & 15, packed >> 4], 1).flatten()
         return pairs[:count].float() - 8
 
-    def _encode_here(self, values: Any, scales: Any, packed: Any, left: Any) -> None:
-        bits = values.view("int32")
-        encode_halves(values, bits, self.block, self.top, self.largest, scales, packed, left)
+    def _encode_here(self, values: Any, scales: Any, packed: Any, left: Any, key: int) -> None:
+        given = values, values.view("int32"), self.block, self.top, self.largest
+        if self.unbiased:
+            draw_halves(*given, scales, packed, left, *self._halves(key))
+        else:
+            encode_halves(*given, scales, packed, left)
 
     def _add_here(self, total: Any, packed: Any, scales: Any, weight: float) -> None:
         add_halves(total, packed, scales, self.block, weight)

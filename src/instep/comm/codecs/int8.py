@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from instep.comm.codecs.blocks import Levels
-from instep.comm.codecs.kernels import add_bytes, encode_bytes
+from instep.comm.codecs.kernels import add_bytes, draw_bytes, encode_bytes
 
 
 class Int8(Levels):
@@ -24,9 +24,12 @@ class Int8(Levels):
         """From signed bytes."""
         return packed.view(torch.int8).float()
 
-    def _encode_here(self, values: Any, scales: Any, packed: Any, left: Any) -> None:
-        bits, levels = values.view("int32"), packed.view("int8")
-        encode_bytes(values, bits, self.block, self.top, self.largest, scales, levels, left)
+    def _encode_here(self, values: Any, scales: Any, packed: Any, left: Any, key: int) -> None:
+        given = values, values.view("int32"), self.block, self.top, self.largest
+        if self.unbiased:
+            draw_bytes(*given, scales, packed.view("int8"), left, *self._halves(key))
+        else:
+            encode_bytes(*given, scales, packed.view("int8"), left)
 
     def _add_here(self, total: Any, packed: Any, scales: Any, weight: float) -> None:
         add_bytes(total, packed.view("int8"), scales, self.block, weight)

@@ -78,6 +78,46 @@ def encode_bytes(
                 levels[i] = int8(int32(rint(given[i] / scale)))
 
 
+@njit(inline="always")
+def _rounded(value: Any, scale: Any, place: Any, low: Any, high: Any, top: Any) -> Any:
+    """The level below or above a value, drawn so that the mean is the value.
+
+    Drawn are 16 bits of a hash of the place and the key (constants of "lowbias32" by C. Wellons).
+    They stand for the middles of 65,536 equal parts, so that -`top` and `top` stay what they are.
+    """
+    x = uint32(uint32(place) ^ low)
+    x = uint32(uint32(x ^ (x >> uint32(16))) * uint32(0x7FEB352D))
+    x = uint32(uint32(x ^ (x >> uint32(15)) ^ high) * uint32(0x846CA68B))
+    part = float32(int32(x >> uint32(16))) + float32(0.5)
+    level = np.floor(value / scale + part * float32(2.0**-16))
+    return min(max(level, -top), top)
+
+
+@compiled(
+    *(_FLOATS, _BITS, "int64", "float32", "float32"),
+    *(_FLOATS, "int8[::1]", _FLOATS, "uint32", "uint32"),
+)
+def draw_bytes(
+    values: Any, bits: Any, block: int, top: float, largest: float,
+    scales: Any, out: Any, left: Any, low: int, high: int,
+) -> None:  # fmt: skip
+    """As `encode_bytes`, rounded at random by the two halves of a key."""
+    for number in range(scales.size):
+        first, stop = number * block, min((number + 1) * block, values.size)
+        given, levels = values[first:stop], out[first:stop]
+        scale = scales[number] = _scale_of(bits[first:stop], top, largest)
+        if np.isnan(scale):
+            levels[:] = 0
+            left[first:stop] = 0.0
+            continue
+        for i in range(given.size):
+            levels[i] = int8(int32(_rounded(given[i], scale, first + i, low, high, top)))
+        if left.size:
+            rest = left[first:stop]
+            for i in range(given.size):
+                rest[i] = given[i] - float32(levels[i]) * scale
+
+
 @compiled(_FLOATS, "int8[::1]", _FLOATS, "int64", "float32")
 def add_bytes(total: Any, levels: Any, scales: Any, block: int, weight: float) -> None:
     """Add `weight` times level times scale."""
@@ -111,6 +151,37 @@ def encode_halves(
             rest = left[first:stop]
             for i in range(given.size):
                 rest[i] = given[i] - rint(given[i] / scale) * scale
+
+
+@compiled(
+    *(_FLOATS, _BITS, "int64", "float32", "float32"),
+    *(_FLOATS, _BYTES, _FLOATS, "uint32", "uint32"),
+)
+def draw_halves(
+    values: Any, bits: Any, block: int, top: float, largest: float,
+    scales: Any, out: Any, left: Any, low: int, high: int,
+) -> None:  # fmt: skip
+    """As `encode_halves`, rounded at random by the two halves of a key."""
+    for number in range(scales.size):
+        first, stop = number * block, min((number + 1) * block, values.size)
+        given = values[first:stop]
+        pairs = out[first // 2 : (stop + 1) // 2]
+        scale = scales[number] = _scale_of(bits[first:stop], top, largest)
+        if np.isnan(scale):
+            pairs[:] = uint8(0x88)
+            left[first:stop] = 0.0
+            continue
+        for i in range(given.size // 2):
+            one = _rounded(given[2 * i], scale, first + 2 * i, low, high, top)
+            other = _rounded(given[2 * i + 1], scale, first + 2 * i + 1, low, high, top)
+            pairs[i] = uint8((int32(one) + 8) | ((int32(other) + 8) << 4))
+        if given.size % 2:
+            one = _rounded(given[-1], scale, stop - 1, low, high, top)
+            pairs[given.size // 2] = uint8((int32(one) + 8) | 0x80)
+        if left.size:
+            rest = left[first:stop]
+            for i in range(given.size):
+                rest[i] = given[i] - _rounded(given[i], scale, first + i, low, high, top) * scale
 
 
 @compiled(_FLOATS, _BYTES, _FLOATS, "int64", "float32")

@@ -21,7 +21,7 @@ class Sign(Blocks):
 
     bits = 1
 
-    def coded(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def coded(self, rows: Tensor, key: int = 0, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """The signs, with what all values of a block have on average."""
         scales = rows.abs().mean(1, keepdim=True, dtype=torch.float64)
         scales = scales.masked_fill_(scales < SMALLEST, 0.0).float()
@@ -36,7 +36,7 @@ class Sign(Blocks):
         negative = (packed.unsqueeze(1) >> _places(packed)) & 1
         return 1 - 2 * negative.flatten()[:count].float()
 
-    def _encode_here(self, values: Any, scales: Any, packed: Any, left: Any) -> None:
+    def _encode_here(self, values: Any, scales: Any, packed: Any, left: Any, key: int) -> None:
         encode_signs(values, self.block, scales, packed, left)
 
     def _add_here(self, total: Any, packed: Any, scales: Any, weight: float) -> None:

@@ -44,7 +44,7 @@ def make_turns(built: Built, job: JobSpec, scaler: torch.amp.GradScaler) -> list
                 scaler=scaler,
                 turn=number,
             ),
-            strategy_of(job.sync),
+            strategy_of(job.sync, job.seed),
         )
         for number, turn in enumerate(built.turns)
     ]
