@@ -297,6 +297,29 @@ def test_training_goes_on_within_two_seconds_of_the_death_of_a_server(
 
 
 @pytest.mark.slow
+def test_frozen_parameters_never_travel(tmp_path: Path) -> None:
+    """2 MB that are frozen, in 20 steps of two workers: less than half of that is sent in all."""
+    recipe = tmp_path / "frozen.py"
+    recipe.write_text(
+        "import torch, instep\n"
+        "from torch import nn\n"
+        "def recipe():\n"
+        "    model = nn.Sequential(nn.Embedding(50_000, 10), nn.Linear(10, 3))\n"
+        "    model[0].requires_grad_(False)\n"
+        "    data = [(torch.tensor(n % 7), n % 3) for n in range(64)]\n"
+        "    make = lambda parameters: torch.optim.Adam(parameters)\n"
+        "    return instep.Recipe(model=model, loss=nn.CrossEntropyLoss(), optimizer=make, "
+        "train=data)\n"
+    )
+    sync = {"name": "server_sync", "servers": 1}
+    train = {"steps": 20, "global_batch": 16}
+    run = instep.train(
+        f"{recipe}:recipe", runs=tmp_path, quiet=True, workers=2, train=train, sync=sync
+    )
+    assert 0 < run.summary["wire_bytes"] < 1_000_000
+
+
+@pytest.mark.slow
 def test_workers_come_and_go_while_servers_stay(
     start: Start, tmp_path: Path, undisturbed: Path
 ) -> None:
