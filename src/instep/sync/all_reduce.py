@@ -63,14 +63,13 @@ class AllReduce(Gathering):
             raise SpecError(
                 f"sync.options.encode_vectors = {encode_vectors!r}: needs to be true or false."
             )
-        # momentum that a codec takes is that of vectors too
-        self._encode_vectors = encode_vectors or getattr(codec, "takes_momentum", False)
         self.codec = codec
         self._reducer: Reducer | None = None
         self.laws: Mapping[str, Law] = {}
         if codec is not None:
             self._reduces = reducer_of(codec)
             self.laws = dict.fromkeys(self._reduces.kinds(codec), Law.SUM)
+        self._encode_vectors = encode_vectors or "momentum" in self.laws  # which they need too
         self._holders: Sequence[tuple[int, ...]] = ()
         self._carried = _Carried({})  # what was dropped before, between two generations
         self._next: tuple[int, _Carried] | None = None  # the same, if this generation's start holds
