@@ -106,9 +106,9 @@ def trained(comm: Any, name: str, model: Reader, data: Tensor, seed: int, target
     codec, options = CODECS[name]
     own = {"whole_top_k": WholeTopK, "gathered_top_k": GatheredTopK}
     strategy = (
-        AllReduce(codec=own[name]())
+        AllReduce(codec=own[name](), encode_vectors=True)
         if name in own
-        else make_strategy("all_reduce", {}, codec, options)
+        else make_strategy("all_reduce", {"encode_vectors": True}, codec, options)
     )
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=2e-3)

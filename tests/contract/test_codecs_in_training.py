@@ -31,7 +31,7 @@ class Worker:
     def __init__(self, name, memory=None):
         self.name, self.memory = name, memory or HostMemory()
         self.parameters = [Parameter(torch.zeros(shape)) for shape in SHAPES]
-        options = {"bucket_mb": 1e-6}
+        options = {"bucket_mb": 1e-6, "encode_vectors": True}
         self.strategy = make_strategy("all_reduce", options, name, OPTIONS.get(name, {}))
         if name == "dgc":
             self.strategy.codec.momentum = 0.9

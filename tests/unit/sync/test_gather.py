@@ -25,7 +25,7 @@ def drawn(rank, step):
 
 
 def trained(comm, codec, steps=3, bucket_mb=0.001):
-    strategy = make_strategy("all_reduce", {"bucket_mb": bucket_mb}, codec)
+    strategy = make_strategy("all_reduce", {"bucket_mb": bucket_mb, "encode_vectors": True}, codec)
     parameters = [Parameter(torch.zeros(shape)) for shape in SHAPES]
     strategy.start(parameters, comm, notes=1)
     results = []

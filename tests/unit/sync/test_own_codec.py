@@ -40,6 +40,9 @@ class Half:
 """
 
 
+VECTORS = {"encode_vectors": True}
+
+
 @pytest.fixture(autouse=True)
 def module(tmp_path, monkeypatch):
     (tmp_path / "my_own_codecs.py").write_text(CODE)
@@ -51,7 +54,7 @@ def module(tmp_path, monkeypatch):
 def test_it_sums_gradients_by_its_path():
     def body(comm):
         options = {"limit": 3.0}
-        strategy = make_strategy("all_reduce", {}, "my_own_codecs:Halves", options)
+        strategy = make_strategy("all_reduce", VECTORS, "my_own_codecs:Halves", options)
         weight = Parameter(torch.zeros(3))
         strategy.start([weight], comm, notes=0)
         strategy.begin_pass(1.0, last=True)

@@ -34,7 +34,8 @@ def drawn(rank, step, shapes=SHAPES):
 
 def trained(comm, steps, options, bucket_mb=0.002, change=lambda step, gradients: None):
     """What is agreed on in each step."""
-    strategy = make_strategy("all_reduce", {"bucket_mb": bucket_mb}, "powersgd", options)
+    buckets = {"bucket_mb": bucket_mb, "encode_vectors": True}
+    strategy = make_strategy("all_reduce", buckets, "powersgd", options)
     parameters = [Parameter(torch.zeros(shape)) for shape in SHAPES]
     strategy.start(parameters, comm, notes=1)
     results = []
