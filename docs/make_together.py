@@ -11,15 +11,19 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from instep.comm.codecs import CODECS
-from instep.sync import STRATEGIES
-from instep.sync.clashes import AXES, CLASHES
+from instep.sync import LEASED, STRATEGIES
+from instep.sync.clashes import AXES, CLASHES, SETTINGS
 
 PAGE = Path(__file__).resolve().parent / "concepts" / "what-goes-together.md"
 
 ROWS: dict[str, tuple[str, ...]] = {
-    **{f"`sync.name = {name!r}`": (name,) for name in STRATEGIES},
+    **{f"`sync.name = {name!r}`": ("leased" if name in LEASED else name,) for name in STRATEGIES},
     "averaging, `local_optimizers = 'kept'`": ("averaging",),
-    **{f"`sync.codec = {name!r}`": ("codec",) for name in CODECS if name != "none"},
+    **{
+        f"`sync.codec = {name!r}`": ("codec", name) if name in SETTINGS else ("codec",)
+        for name in CODECS
+        if name != "none"
+    },
     "`train.determinism = 'bits'`": ("bits",),
     "averaging with `determinism = 'bits'`": ("averaging", "bits"),
     "`train.batch_norm = 'global'`": ("batch_norm",),

@@ -479,7 +479,7 @@ class World:
         self.votes, self.turns, self._invariant = votes, turns, invariant
         self.run.mkdir(parents=True, exist_ok=True)
         (self.run / "ledger.bin").unlink(missing_ok=True)
-        self._ranks = 0
+        self._ranks, self._loses_hosts = 0, False
         self.members = [self._newcomer() for _ in range(workers)]
         self.script = Script()
         self.generation = 0
@@ -493,9 +493,11 @@ class World:
         return Rank(self, self._ranks - 1)
 
     def _replacement(self, dead: Rank) -> Rank:
-        """In the place of one that died, with the memory of its host."""
+        """In the place of one that died, with the memory of its host; or on another host, the first
+        time, where another server has a copy."""
         newcomer = Rank(self, dead.number)
-        newcomer.engine.own.memory = dead.engine.own.memory
+        if not (self._loses_hosts and dead in self.members[-self.servers :]):
+            newcomer.engine.own.memory = dead.engine.own.memory
         return newcomer
 
     # ---- what ranks tell
@@ -537,6 +539,9 @@ class World:
             if self.ranks > 1:
                 self.members = self._whole_replicas(fates, replace=replace)
                 continue
+            ended = fates[len(fates) - self.servers :] if self.servers else []
+            copied = bool(self.options.get("copy"))
+            self._loses_hosts = copied and number == 0 and ended.count("killed") == 1
             if self.strategy_votes and (replace or self.servers):
                 workers = len(self.members) - self.servers
                 spared = "killed" in fates[:workers] and set(fates[:workers]) != {"killed"}

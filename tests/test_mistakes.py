@@ -49,8 +49,24 @@ IN_A_JOB_FILE = [
         ["batch_norm = 'global' with merge = 'never'", "Leave merge out."],
     ),
     Job(
-        '[sync]\nname = "averaging"',
-        ["'averaging' needs sync.participants", "Set it to 2 or more."],
+        '[sync]\nname = "averaging"\noptions = { fraction = 0.1 }',
+        ["workers = 2 but sync.participants * sync.options.fraction = 1"],
+    ),
+    Job(
+        '[sync]\nname = "averaging"\noptions = { local_steps = 0 }',
+        ["[sync] options.local_steps = 0: needs a whole number of at least 1."],
+    ),
+    Job(
+        '[sync]\nname = "fedopt"\noptions = { rule = "adan" }',
+        ["sync.options.rule = 'adan'. Did you mean 'adam'?"],
+    ),
+    Job(
+        '[sync]\nname = "diloco"\noptions = { outer_momentum = 1 }',
+        ["sync.options.outer_momentum = 1: needs a number of at least 0 and below 1."],
+    ),
+    Job(
+        '[sync]\nname = "fedprox"\noptions = { mui = 1 }',
+        ["fedprox has no option 'mui'. Did you mean 'mu'?"],
     ),
     Job(
         '[sync]\nname = "averaging"\nparticipants = 1',
@@ -71,6 +87,8 @@ IN_A_JOB_FILE = [
         "[sync.options]\nbucket_md = 1",
         ["all_reduce has no option 'bucket_md'", "Did you mean 'bucket_mb'?"],
     ),
+    Job("[sync]\nparticipants = 2", ["sync.participants = 2: all_reduce agrees on every step"]),
+    Job("[stop]\nspread = 2.0", ["stop.spread = 2: all_reduce has no participants"]),
     Job("[sync]\nservers = 2", ["servers = 2: all_reduce has no servers", "'server_sync'"]),
     Job(
         '[sync]\nname = "server_sync"\nservers = 0',
@@ -89,7 +107,7 @@ IN_A_JOB_FILE = [
     ),
     Job(
         "[sync]\nlocal_steps = 4",
-        ["sync.local_steps = 4: all_reduce agrees on every step", "use sync.name = 'averaging'"],
+        ["sync.local_steps is now called sync.options.local_steps."],
     ),
     Job("name = ", ["job.toml is not valid TOML", "line 1"]),
     Job('name = "é', ["job.toml is not valid TOML"]),
@@ -192,7 +210,7 @@ IN_A_JOB_FILE = [
     ),
     Job(
         '[sync]\ncodec = "topk"',
-        ["no codec is called 'topk'. Known: bfloat16, float16, int4, int8, none, sign."],
+        ["no codec is called 'topk'. Did you mean 'top_k'? Known: bfloat16, "],
     ),
     Job("[mesh]\nschedule = 'gpipe'", ["mesh.schedule = 'gpipe' is for mesh.stages above 1."]),
     Job(

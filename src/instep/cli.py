@@ -249,6 +249,23 @@ def report(args: argparse.Namespace) -> int:
     return 0
 
 
+def compare(args: argparse.Namespace) -> int:
+    """Run a job and alternatives to it in turns, and say which pays, by how much."""
+    from instep.lab.alternatives import alternatives_of
+    from instep.lab.compare import Hosts, compare
+
+    found = compare(
+        alternatives_of(Path(args.job), _overrides(args), args.changes),
+        Path(args.runs),
+        lambda text: print(text, file=sys.stderr, flush=True),
+        repeats=args.repeats,
+        hosts=Hosts(args.hosts, args.rate),
+    )
+    for line in [json.dumps(found.as_table())] if args.json else found.lines():
+        print(line)
+    return found.exit_code
+
+
 def audit(args: argparse.Namespace) -> int:
     """Check in a run's ledger that every sample was used exactly once in every epoch."""
     from instep.report.figures.proof import prove
@@ -515,6 +532,7 @@ COMMANDS = {
     "host": host,
     "certificates": certificates,
     "report": report,
+    "compare": compare,
     "audit": audit,
     "replay": replay,
     "chaos": chaos,
@@ -588,6 +606,20 @@ def _parser() -> argparse.ArgumentParser:
     add("run", help="run folder")
     add("other", nargs="?", help="a second run folder, to compare with the first")
     add("--to", metavar="FILE.html", help="file to write (default: in the run folder)")
+
+    add = _command(commands, "compare").add_argument
+    add("job", help="job file, TOML")
+    text = "one alternative: what it changes, with commas between; may be repeated"
+    form = "SECTION.KEY=VALUE,..."
+    add("--with", dest="changes", action="append", default=[], metavar=form, help=text)
+    text = "turns in which each runs once (default: 3 to 8, until the spread is small enough)"
+    add("--repeats", type=int, metavar="N", help=text)
+    text = "emulated hosts to run on (needs root on Linux)"
+    add("--hosts", type=int, default=0, metavar="N", help=text)
+    add("--rate", metavar="RATE", help="of each host's link, each way, such as 100mbit")
+    text = "folder in which the folder of the comparison is made (default: %(default)s)"
+    add("--runs", default="runs", help=text)
+    _add_changes(add)
 
     add = _command(commands, "audit").add_argument
     add("run", help="run folder; the run may still be running")

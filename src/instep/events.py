@@ -167,6 +167,7 @@ EVENTS = {
     "sample_skipped": "worker, generation, dataset (training, validation), epoch, index, step, "
     "cause",
     "traffic": "worker, sent_bytes, received_bytes (since the start, counted by the kernel)",
+    "participants_apart": "step, distance, way, divergence",
     "epoch_finished": "epoch, step, loss, samples",
     "validated": "step, epoch, metrics (name to value), samples, skipped, seconds, scheduled",
     "mesh_checked": "tensors (gradients that were compared with those of one process), distance "
@@ -200,6 +201,7 @@ _NEEDED = {
     "dataset_known": ("dataset", "samples", "contents", "differed"),
     "sample_skipped": ("generation", "dataset", "epoch", "index", "step"),
     "traffic": ("worker", "sent_bytes", "received_bytes"),
+    "participants_apart": ("step",),
     "epoch_finished": ("epoch", "step", "loss", "samples"),
     "validated": ("step", "metrics"),
     "checkpoint_saved": ("step",),

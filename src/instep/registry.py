@@ -21,24 +21,48 @@ class Registry(Mapping[str, Any]):
     Args:
         kind: a noun for one entry, such as `"sync strategy"`.
         entries: name to `"module:attribute"`.
+        open: whether a user's own part may be named so too, in place of one of the table.
     """
 
-    def __init__(self, kind: str, entries: dict[str, str]) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, entries: dict[str, str], *, open: bool = False) -> None:
+        self.kind, self._open = kind, open
         self._entries = dict(entries)
 
     def __getitem__(self, name: str) -> Any:
         """The part itself, imported now.
 
         Raises:
-            SpecError: nothing has that name.
+            SpecError: nothing has that name, or a user's own cannot be imported.
         """
         self.check(name)
+        if name not in self._entries:
+            return self._imported(name)
         module, attribute = self._entries[name].split(":")
         return getattr(import_module(module), attribute)
 
+    def _imported(self, name: str) -> Any:
+        """A user's own part."""
+        module, _, attribute = name.partition(":")
+        try:
+            found = import_module(module)
+        except ImportError as error:
+            raise SpecError(
+                f"the {self.kind} {name!r} cannot be imported: {error}. Put {module}.py beside the "
+                "recipe's file, or install it."
+            ) from error
+        if not hasattr(found, attribute):
+            classes = [name for name, value in vars(found).items() if inspect.isclass(value)]
+            raise SpecError(f"{module} has no {attribute!r}. {near_miss(attribute, classes)}")
+        return getattr(found, attribute)
+
     def factory(
-        self, name: str, options: Mapping[str, Any], *, where: str, apart: Collection[str] = ()
+        self,
+        name: str,
+        options: Mapping[str, Any],
+        *,
+        where: str,
+        apart: Collection[str] = (),
+        beside: Collection[str] = (),
     ) -> Any:
         """The part, which has these options: a class or function that takes them by name.
 
@@ -46,12 +70,14 @@ class Registry(Mapping[str, Any]):
             options: of the job file.
             where: the section that has them, for messages.
             apart: parameters that are no options.
+            beside: options that are no parameters: others read them.
 
         Raises:
             SpecError: nothing has that name, or it has no such option.
         """
         part = self[name]
         known = [option for option in inspect.signature(part).parameters if option not in apart]
+        known += beside
         for option in options:
             if option not in known:
                 raise SpecError(
@@ -69,6 +95,14 @@ class Registry(Mapping[str, Any]):
         return len(self._entries)
 
     def check(self, name: str) -> None:
-        """Raise `SpecError` unless `name` is in the table; imports nothing."""
-        if name not in self._entries:
+        """Raise `SpecError` unless `name` is in the table, or reads like a user's own; imports
+        nothing."""
+        if name not in self._entries and not (self._open and _is_path(name)):
             raise SpecError(f"no {self.kind} is called {name!r}. {near_miss(name, self)}")
+
+
+def _is_path(name: str) -> bool:
+    """Whether it reads `module:attribute`."""
+    module, colon, attribute = name.partition(":")
+    parts = [*module.split("."), attribute]
+    return bool(colon) and all(part.isidentifier() for part in parts)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import ast
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date, datetime, time
 from functools import cache
 from pathlib import Path
@@ -153,6 +153,10 @@ class StopSpec(Section, frozen=True, kw_only=True):
     gradient_norm: Annotated[float, Meta(gt=0)] | None = None
     """Stop if the global norm of the gradient, before clipping, is below this."""
 
+    spread: Annotated[float, Meta(gt=0)] | None = None
+    """Of the strategies with rounds: stop if the participants are this many times as far from their
+    mean as the mean has moved in the round."""
+
     time_limit: str | Annotated[float, Meta(gt=0)] | None = None
     """Stop when the whole run has taken this long: `"90s"`, `"30m"`, `"1h30m"`, or seconds."""
 
@@ -182,7 +186,7 @@ class StopSpec(Section, frozen=True, kw_only=True):
         return self.gradient_norm is not None
 
     def __post_init__(self) -> None:
-        for name in ("target", "least_change", "rise", "gradient_norm", "time_limit"):
+        for name in ("target", "least_change", "rise", "gradient_norm", "spread", "time_limit"):
             value = getattr(self, name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{name} = {value}: needs to be a finite number.")
@@ -197,6 +201,37 @@ class StopSpec(Section, frozen=True, kw_only=True):
             )
 
 
+class RoundSpec(Section, frozen=True, kw_only=True):
+    """Options of the strategies with rounds that say what a round is."""
+
+    local_steps: Positive = 10
+    """How many steps a participant takes in a round, before all are averaged."""
+
+    local_optimizers: Literal["reset", "kept"] = "reset"
+    """Whether a participant's optimizer state (moments, momentum) is dropped at the end of a
+    round, or kept for its next one."""
+
+    fraction: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """How much of the participants are in a round; which, is drawn for each by the seed."""
+
+
+ROUNDS: Mapping[str, RoundSpec] = {
+    "averaging": RoundSpec(),
+    "fedprox": RoundSpec(),
+    "fedopt": RoundSpec(),
+    "diloco": RoundSpec(local_steps=20, local_optimizers="kept"),
+}
+"""Strategies in which participants take steps of their own, and one commit is a round of them; with
+the defaults of these options."""
+
+ROUND_OPTIONS = {
+    "local_steps": "needs a whole number of at least 1",
+    "local_optimizers": "needs to be 'reset' or 'kept'",
+    "fraction": "needs a number above 0, and at most 1",
+}
+"""What each needs to be."""
+
+
 class SyncSpec(Section, frozen=True, kw_only=True):
     """How replicas agree."""
 
@@ -205,29 +240,52 @@ class SyncSpec(Section, frozen=True, kw_only=True):
 
     servers: Positive = 1
     """Of `server_sync`: how many parameter servers share the parameters. They are processes beside
-    the workers, and hold the optimizer's state."""
+    the workers, and hold the optimizer's state. `bounded_stale` and `server_async` have one."""
 
     codec: str = "none"
     """How gradients are encoded for sending: `none` sends them as they are; `bfloat16` and
     `float16` send 16 bits a value, `int8`, `int4` and `sign` 8, 4 and 1; `top_k` sends the largest
-    1 % of the values. With a codec the result depends on the number of workers."""
+    1 % of the values, `dgc` fewer, with SGD's momentum, `nonzero` all but zeros, `powersgd` two
+    thin factors of each matrix; `module:Class` is one of your own, in a file beside the recipe's.
+    With a codec the result depends on the number of workers."""
 
     codec_options: dict[str, Any] = {}
     """Options of the codec, which has their names, defaults and checks."""
 
-    participants: Natural = 0
-    """Of `averaging`, which needs 1 or more: how many take local steps side by side in a round.
-    Fixed for the job, at any number of workers; they take the place of `train.micro_batches`."""
-
-    local_steps: Positive = 1
-    """Of `averaging`: how many steps a participant takes in a round, before all are averaged."""
-
-    local_optimizers: Literal["reset", "kept"] = "reset"
-    """Of `averaging`: whether a participant's optimizer state (moments, momentum) is dropped at the
-    end of a round, or kept for its next one. Kept states are sent to all workers in every round."""
+    participants: Positive = 8
+    """Of the strategies with rounds (`averaging`, `fedprox`, `fedopt`, `diloco`): how many take
+    local steps of their own. Fixed for the job, at any number of workers; they take the place of
+    `train.micro_batches`."""
 
     options: dict[str, Any] = {}
     """Options of the strategy, which has their names, defaults and checks."""
+
+    @property
+    def rounds(self) -> RoundSpec | None:
+        """What the options say of the rounds; None for a strategy that agrees on every step."""
+        if self.name not in ROUNDS:
+            return None
+        given = {key: self.options[key] for key in ROUND_OPTIONS if key in self.options}
+        return msgspec.structs.replace(ROUNDS[self.name], **given) if given else ROUNDS[self.name]
+
+    @property
+    def taking_part(self) -> int:
+        """How many participants there are in a round; 0 for a strategy without rounds."""
+        rounds = self.rounds
+        return max(1, int(rounds.fraction * self.participants + 0.5)) if rounds is not None else 0
+
+    def __post_init__(self) -> None:
+        if self.name not in ROUNDS:
+            return
+        try:
+            msgspec.convert(
+                {key: self.options[key] for key in ROUND_OPTIONS if key in self.options}, RoundSpec
+            )
+        except msgspec.ValidationError as error:
+            key = next(key for key in ROUND_OPTIONS if f"`$.{key}`" in str(error))
+            raise ValueError(
+                f"options.{key} = {self.options[key]!r}: {ROUND_OPTIONS[key]}."
+            ) from None
 
     @property
     def own_state(self) -> bool:
@@ -699,20 +757,40 @@ class JobSpec(Section, frozen=True, kw_only=True):
         step = self.per_iteration
         if step is self.train:
             return step
-        return msgspec.structs.replace(step, global_batch=step.global_batch * self.sync.local_steps)
+        return msgspec.structs.replace(step, global_batch=step.global_batch * self.local_steps)
+
+    @property
+    def local_steps(self) -> int:
+        """Steps of a participant in one commit; 1 for a strategy without rounds."""
+        rounds = self.sync.rounds
+        return rounds.local_steps if rounds is not None else 1
+
+    @property
+    def keeps_optimizers(self) -> bool:
+        """Whether participants keep the states of their optimizers from round to round."""
+        rounds = self.sync.rounds
+        return rounds is not None and rounds.local_optimizers == "kept"
 
     @property
     def per_iteration(self) -> TrainSpec:
         """`train`, with the portions of one step, or of one local step of all participants."""
-        if not self.sync.participants:
+        if self.sync.rounds is None:
             return self.train
-        return msgspec.structs.replace(self.train, micro_batches=self.sync.participants)
+        return msgspec.structs.replace(self.train, micro_batches=self.sync.taking_part)
+
+    @property
+    def portions(self) -> str:
+        """The key that says how many portions a commit has."""
+        rounds = self.sync.rounds
+        if rounds is None:
+            return "train.micro_batches"
+        return "sync.participants" + (" * sync.options.fraction" if rounds.fraction < 1 else "")
 
     @property
     def unit(self) -> int:
         """How many micro-batches a replica is dealt as one: one for each of its `shard` ranks. A
         participant of a round is one by itself, and the ranks share its samples."""
-        return 1 if self.sync.participants else self.mesh.shard
+        return self.mesh.shard if self.sync.rounds is None else 1
 
     @property
     def most_workers(self) -> int:
@@ -726,16 +804,16 @@ class JobSpec(Section, frozen=True, kw_only=True):
         return "each replica" if self.unit == 1 else "each `shard` rank of each replica"
 
     def __post_init__(self) -> None:
-        if self.sync.participants > self.train.global_batch:
-            raise ValueError(
-                f"sync.participants = {self.sync.participants} but train.global_batch = "
-                f"{self.train.global_batch}: a participant needs at least one sample of each local "
-                f"step. Set sync.participants to at most {self.train.global_batch}."
-            )
-        key, most = "train.micro_batches", self.per_commit.micro_batches
+        key, most = self.portions, self.per_commit.micro_batches
         what = "micro-batch of each step"
-        if self.sync.participants:
-            key, what = "sync.participants", "participant of each round"
+        if self.sync.rounds is not None:
+            what = "participant of each round"
+            if most > self.train.global_batch:
+                raise ValueError(
+                    f"{key} = {most} but train.global_batch = {self.train.global_batch}: a "
+                    "participant needs at least one sample of each local step. "
+                    f"Set {key} to at most {self.train.global_batch}."
+                )
         elif most > self.train.global_batch:
             raise ValueError(
                 f"train.micro_batches = {most} but train.global_batch = {self.train.global_batch}: "

@@ -22,7 +22,7 @@ import msgspec
 
 from instep.errors import SpecError, file_beside, near_miss
 from instep.formats import FORMAT, other_format
-from instep.spec import OF_AXIS, JobSpec, Section, as_table, documentation
+from instep.spec import OF_AXIS, ROUNDS, JobSpec, Section, as_table, documentation
 
 
 def load(path: Path, overrides: Iterable[str] = ()) -> JobSpec:
@@ -87,6 +87,8 @@ _RENAMED = {
     "checkpoint.every_steps": "checkpoint.every. Set it to a number of steps, a time such as '5m', "
     "or 'never' (formerly 0).",
     "launch.name": "launch.on. The meaning is the same.",
+    "sync.local_steps": "sync.options.local_steps. The meaning is the same.",
+    "sync.local_optimizers": "sync.options.local_optimizers. The meaning is the same.",
 }
 """Keys of earlier versions: the present name of each, and what to write."""
 
@@ -98,7 +100,8 @@ def apply_overrides(table: dict[str, Any], overrides: Iterable[str]) -> None:
     that fails, so quotes are needed only for text that looks like a number or a boolean.
     Python's spellings (`False`, `None`, `.5`) are refused: read as text, they would count
     as true, or not as a number. Setting an axis of `[mesh]` to 1 also takes away the keys that
-    are for this axis, unless they are set after it.
+    are for this axis, and another `sync.name` the options of the one before, unless they are set
+    after it.
 
     Raises:
         SpecError: a string has no `=`, its path goes through a plain value, or its value
@@ -117,8 +120,10 @@ def apply_overrides(table: dict[str, Any], overrides: Iterable[str]) -> None:
             target = target.setdefault(key, {})
             if not isinstance(target, dict):
                 raise SpecError(f"--set {override!r}: {key!r} is a value, not a section.")
+        before, where = target.get(keys[-1]), ".".join(keys)
         target[keys[-1]] = _value(text.strip(), override)
-        _drop_replaced(target, ".".join(keys), target[keys[-1]])
+        if where != "sync.name" or before != target[keys[-1]]:
+            _drop_replaced(target, where, target[keys[-1]])
 
 
 def _drop_replaced(
@@ -136,6 +141,8 @@ def _drop_replaced(
     section, _, key = where.rpartition(".")
     if section == "mesh" and value in (1, None):  # the axis is not there now
         others = OF_AXIS.get(key, ())
+    if where == "sync.name":
+        others = ("options",) if value in ROUNDS else ("options", "participants")
     for other in others:
         if given.get(other) is None:
             table.pop(other, None)
@@ -157,8 +164,10 @@ def lay_over(table: dict[str, Any], changes: Mapping[str, Any], section: str = "
             table[key] = under if isinstance(under, dict) else {}
             lay_over(table[key], value, where)
         else:
+            before = table.get(key)
             table[key] = os.fspath(value) if isinstance(value, os.PathLike) else value
-            _drop_replaced(table, where, value, changes)
+            if where != "sync.name" or before != value:
+                _drop_replaced(table, where, value, changes)
 
 
 def _value(text: str, override: str) -> Any:

@@ -91,6 +91,20 @@ def stop_words(asked: dict[str, Any]) -> str:
     return f"{asked['why']}, at step {readable_count(asked['step'])}"
 
 
+def apart_in_words(apart: dict[str, Any]) -> str:
+    """`participants 2.31 times as far from their mean as it moved; predictions 0.012 nats apart`.
+
+    From a `participants_apart` event.
+    """
+    distance, way = apart.get("distance"), apart.get("way")
+    told = "a mean that has not moved"
+    if distance is not None and way:
+        told = f"participants {distance / way:.3g} times as far from their mean as it moved"
+    if (divergence := apart.get("divergence")) is not None:
+        told += f"; predictions {divergence:.3g} nats apart"
+    return told
+
+
 def start_in_words(loaded: dict[str, Any]) -> str:
     """`body.safetensors: 40 of 42 tensors match; missing: head.bias, head.weight.`
 

@@ -209,7 +209,7 @@ def test_one_hash_on_1_2_and_3_workers_resumed_and_with_servers(file: Path, tmp_
 def test_rounds_of_averaging_move_adapters_alone_and_alike_on_1_and_2_workers(
     file: Path, tmp_path: Path
 ) -> None:
-    sync = {"name": "averaging", "participants": 2, "local_steps": 3}
+    sync = {"name": "averaging", "participants": 2, "options": {"local_steps": 3}}
     job = BITS | DRAWN | {"sync": sync}
     runs = [trained(file, tmp_path, workers=n, **job) for n in (1, 2)]
     assert digest(runs[0]) == digest(runs[1])

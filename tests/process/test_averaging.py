@@ -31,25 +31,42 @@ QUICK = (
     "train.threads=1",
     'sync.name="averaging"',
     f"sync.participants={PARTICIPANTS}",
-    f"sync.local_steps={LOCAL_STEPS}",
+    f"sync.options.local_steps={LOCAL_STEPS}",
 )
 BITS = ('train.determinism="bits"',)
 LOCAL = ("reset", "kept")
 
 
-def federated_averaging(local, participants=PARTICIPANTS, rounds=ROUNDS, *, advanced="session"):
-    """Each participant by itself: its own copy of all there is. Of ours the order and the keys."""
+def federated_averaging(
+    local,
+    participants=PARTICIPANTS,
+    rounds=ROUNDS,
+    *,
+    advanced="session",
+    model=recipes.model,
+    mu=0.0,
+    outer=None,
+    fraction=1.0,
+):
+    """Each participant by itself: its own copy of all there is. Of ours the order and the keys.
+
+    `outer` is given the parameters of the server, and returns what is called with their means.
+    """
     torch.manual_seed(0)
-    server, order = recipes.model(), Order(recipes.SAMPLES, 0)
+    server, order = model(), Order(recipes.SAMPLES, 0)
+    trained = [parameter for parameter in server.parameters() if parameter.requires_grad]
+    outer = outer(trained) if outer is not None else None
+    every, participants = participants, int(fraction * participants + 0.5)
     data = recipes.pairs().tensors
-    moments = {participant: {} for participant in range(participants)}
+    moments = {participant: {} for participant in range(every)}
     for step in range(1, rounds + 1):
         epoch, first, stop = position(step, recipes.SAMPLES, BATCH * LOCAL_STEPS)
         parts = -(-(stop - first) * participants // (BATCH * LOCAL_STEPS))
         before = (step - 1) * LOCAL_STEPS
         mean = {name: torch.zeros_like(t).double() for name, t in server.state_dict().items()}
-        for participant in range(parts):
-            low, high = micro_batch(first, stop, participant, parts)
+        drawn = sorted(sorted(range(every), key=lambda n: key(0, 7, step, n))[:participants])
+        for place, participant in enumerate((drawn if fraction < 1 else range(every))[:parts]):
+            low, high = micro_batch(first, stop, place, parts)
             model = copy.deepcopy(server)
             optimizer = recipes.adam(model.parameters())
             optimizer.load_state_dict({**optimizer.state_dict(), "state": moments[participant]})
@@ -62,6 +79,9 @@ def federated_averaging(local, participants=PARTICIPANTS, rounds=ROUNDS, *, adva
                 torch.manual_seed(key(0, 1, step, participant, number))
                 optimizer.zero_grad()
                 nn.functional.mse_loss(model(inputs), target).backward()
+                for mine, begin in zip(model.parameters(), server.parameters(), strict=True):
+                    if mine.grad is not None and mu:
+                        mine.grad += mu * (mine.detach() - begin.detach())
                 nn.utils.clip_grad_norm_(model.parameters(), CLIP)
                 optimizer.step()
                 if advanced == "session":
@@ -72,7 +92,14 @@ def federated_averaging(local, participants=PARTICIPANTS, rounds=ROUNDS, *, adva
                 mean[name] += (high - low) / (stop - first) * tensor
         counts = server.state_dict()
         whole = {n: t if counts[n].is_floating_point() else t.round() for n, t in mean.items()}
+        begin = [parameter.detach().clone() for parameter in trained]
         server.load_state_dict(whole)
+        if outer is not None:
+            means = [parameter.detach().clone() for parameter in trained]
+            with torch.no_grad():
+                for parameter, before in zip(trained, begin, strict=True):
+                    parameter.copy_(before)
+            outer(means)
     return server.state_dict()
 
 
@@ -81,12 +108,157 @@ def wanted():
     return {local: federated_averaging(local) for local in LOCAL}
 
 
+def nesterov(parameters):
+    """The outer step of DiLoCo, by the optimizer of PyTorch."""
+    optimizer = torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+    def step(means):
+        for parameter, mean in zip(parameters, means, strict=True):
+            parameter.grad = parameter.detach() - mean
+        optimizer.step()
+
+    return step
+
+
+def yogi(parameters):
+    """FedYogi, line by line as in Algorithm 2 of Reddi et al. 2021."""
+    first = [torch.zeros_like(parameter) for parameter in parameters]
+    second = [torch.full_like(parameter, 1e-3**2) for parameter in parameters]
+
+    @torch.no_grad()
+    def step(means):
+        for n, (x, mean) in enumerate(zip(parameters, means, strict=True)):
+            delta = mean - x
+            first[n] = 0.9 * first[n] + (1 - 0.9) * delta
+            v, squared = second[n], delta**2
+            second[n] = v - (1 - 0.99) * squared * torch.sign(v - squared)
+            x.add_(0.1 * first[n] / (second[n].sqrt() + 1e-3))
+
+    return step
+
+
+def sync_of(name, **options):
+    return [f'sync.name="{name}"'] + [
+        f"sync.options.{key}=" + (f'"{value}"' if isinstance(value, str) else str(value))
+        for key, value in options.items()
+    ]
+
+
+FAMILY = {
+    "fedprox": (sync_of("fedprox", mu=0.8), {"mu": 0.8}),
+    "fedopt": (sync_of("fedopt", rule="yogi"), {"outer": yogi}),
+    "diloco": (sync_of("diloco"), {"outer": nesterov}),
+    "some": (sync_of("averaging", fraction=0.5), {"fraction": 0.5}),
+    "all": (
+        sync_of("diloco", fraction=0.7),
+        {"outer": nesterov, "fraction": 0.7},
+    ),
+}
+"""Settings, and what they are in plain PyTorch."""
+
+
+@pytest.mark.parametrize(
+    ("workers", "kind", "local"),
+    [
+        (2, "diloco", "kept"),
+        *(slow(2, kind, "reset") for kind in FAMILY),
+        slow(3, "all", "kept"),
+        slow(1, "fedprox", "kept"),
+    ],
+)
+def test_a_strategy_with_rounds_equals_its_paper_in_plain_pytorch(run: Start, workers, kind, local):
+    """With buffers, frozen, shared and unused parameters, and a shorter last round."""
+    settings, plain = FAMILY[kind]
+    program = trained(run, workers, *settings, recipe="all_sorts", local=local)
+    usual = federated_averaging(local, model=recipes.sorts)
+    wanted = federated_averaging(local, model=recipes.sorts, **plain)
+    assert (usual["first.weight"] - wanted["first.weight"]).abs().max() > 1e-3
+    check_equal(program, wanted)
+    assert wanted["never"].tolist() == [1.0] * 3
+    assert program.summary["same_as_one_machine"].startswith("no: sync.name = ")
+
+
+SAME = [
+    sync_of("fedprox", mu=0.0),
+    sync_of("fedopt", rule="momentum", outer_momentum=0, outer_lr=1),
+    sync_of("diloco", outer_momentum=0, outer_lr=1.0),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", SAME, ids=lambda settings: settings[0])
+def test_what_moves_to_the_mean_is_averaging_to_the_bit(run: Start, alone, settings):
+    program = trained(run, 2, *BITS, *settings)
+    assert program.summary["parameters_sha256"] == alone("reset")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fedprox", "fedopt", "diloco", "all"])
+def test_a_strategy_with_rounds_has_the_same_bits_on_any_workers_and_resumed(run: Start, kind):
+    settings = [*FAMILY[kind][0], *BITS]
+    hashes = {
+        trained(run, workers, *settings, local="kept").summary["parameters_sha256"]
+        for workers in (1, 2, 3)
+    }
+    stopped = trained(run, 2, *settings, "train.stop_after_steps=3", local="kept")
+    resumed = instep.resume(stopped.run, workers=3, quiet=True)
+    assert hashes == {resumed.summary["parameters_sha256"]}
+
+
+CODED = (*sync_of("diloco"), 'sync.codec="int4"', *BITS)
+
+
+@pytest.mark.slow
+def test_diloco_with_int4_has_the_same_bits_on_any_workers_resumed_and_after_kills(run: Start):
+    """What a codec leaves out goes with its participant, or with its elements."""
+    sums = {
+        workers: trained(run, workers, *CODED, recipe="classes", local="kept").summary
+        for workers in (1, 2, 3)
+    }
+    hashes = {each["parameters_sha256"] for each in sums.values()}
+    stopped = trained(run, 3, *CODED, "train.stop_after_steps=2", recipe="classes", local="kept")
+    resumed = instep.resume(stopped.run, workers=2, quiet=True)
+    hashes.add(resumed.summary["parameters_sha256"])
+    assert len(hashes) == 1
+    plain = trained(run, 2, *CODED, 'sync.codec="none"', recipe="classes", local="kept")
+    assert plain.summary["parameters_sha256"] not in hashes
+
+
+@pytest.mark.slow
+def test_workers_killed_in_rounds_with_a_codec_leave_no_trace(run: Start, start: Start):
+    longer = (*QUICK, *CODED, "train.steps=60", "data.loaders=0", optimizers("reset"))
+    program = run("averages.py:classes", *longer, "workers=3", "arguments.pause_s=0.002")
+    program.until(program.is_training, "training")
+    draw = random.Random(4)
+    for _ in range(3):
+        time.sleep(draw.uniform(0.3, 0.9))  # the moment is what is drawn
+        kill(draw.choice(list(newest_pids(program).values())))
+    asked = start("-m", "instep", "scale", program.run, "--workers", 2)
+    assert asked.end() == 0, asked.stderr
+    assert program.end(200) == 0, program.stderr
+    assert program.events("worker_lost")
+    alone = trained(run, 1, *longer, recipe="classes")
+    assert program.summary["parameters_sha256"] == alone.summary["parameters_sha256"]
+    assert program.summary["missing_samples"] == program.summary["repeated_samples"] == 0
+
+
+def test_how_far_participants_are_apart_is_noted_and_can_end_a_run(run: Start):
+    program = trained(run, 2, *CODED, "stop.spread=1e-3", recipe="classes")
+    apart = program.events("participants_apart")
+    assert [each["step"] for each in apart] == [1]
+    assert apart[0]["distance"] > 1e-3 * apart[0]["way"] > 0
+    assert 0 < apart[0]["divergence"] < 1
+    assert (program.summary["rule"], program.summary["steps"]) == ("spread", 1)
+    assert "times as far from their mean as it moved, above 0.001" in program.summary["rule_text"]
+
+
 def optimizers(local):
-    return f'sync.local_optimizers="{local}"'
+    return f'sync.options.local_optimizers="{local}"'
 
 
 def trained(run, workers, *settings, recipe="all_moves", local="reset"):
     settings = (*QUICK, optimizers(local), *settings, f"workers={workers}")
+    settings = sorted(settings, key=lambda each: not each.startswith("sync.name"))  # drops options
     program = run(f"averages.py:{recipe}", *settings)
     assert program.end() == 0, program.stderr
     assert program.summary["missing_samples"] == program.summary["repeated_samples"] == 0
@@ -95,8 +267,9 @@ def trained(run, workers, *settings, recipe="all_moves", local="reset"):
 
 def check_equal(program, wanted):
     found = load_file(program.run / "model.safetensors")
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-10, msg=name)
+    assert wanted.keys() - found.keys() <= {"again.weight"}  # which is the first's
+    for name, value in found.items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-9, atol=1e-10, msg=name)
 
 
 @pytest.mark.parametrize(
@@ -323,7 +496,7 @@ def test_killed_workers_of_a_loop_of_ones_own_leave_no_trace(start: Start, run: 
 WITHIN = """
 import averages, instep, torch
 from torch import nn
-sync = {"name": "averaging", "participants": 2, "local_steps": 3}
+sync = {"name": "averaging", "participants": 2, "options": {"local_steps": 3}}
 with instep.join(train={"epochs": 2, "global_batch": 20}, sync=sync) as session:
     model = averages.model()
     optimizer = averages.adam(model.parameters())
@@ -409,5 +582,5 @@ def test_one_local_step_of_plain_sgd_is_a_step_of_one_machine(run: Start):
         with torch.no_grad():
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 parameter.sub_(0.1 * gradient)
-    settings = ("sync.local_steps=1", "train.steps=10", "train.max_grad_norm=1e9")
+    settings = ("sync.options.local_steps=1", "train.steps=10", "train.max_grad_norm=1e9")
     check_equal(trained(run, 2, *settings, recipe="plain_sgd"), model.state_dict())

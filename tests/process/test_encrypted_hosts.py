@@ -218,7 +218,7 @@ def forwarders(program: Started) -> dict[int, psutil.Process]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["worker", "forwarder", "host", "master"])
+@pytest.mark.parametrize("what", ["worker", "forwarder", "host", "master", "stopped forwarder"])
 def test_a_killed_process_of_an_encrypted_run_is_replaced(
     start: Start, tmp_path: Path, undisturbed: str, what: str
 ) -> None:
@@ -230,6 +230,8 @@ def test_a_killed_process_of_an_encrypted_run_is_replaced(
             assert kill(pids[1])
         elif what == "forwarder":
             forwarders(program)[pids[1]].kill()
+        elif what == "stopped forwarder":
+            forwarders(program)[pids[1]].suspend()
         elif what == "host":
             assert kill(program.events("host_joined")[0]["pid"])
         else:

@@ -6,20 +6,28 @@ has a run. What only one launcher promises is in a file of its own.
 
 import contextlib
 import json
+import os
 import signal
 import socket
-from collections.abc import Callable
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 import psutil
 import pytest
+from on_ray import STORE_BYTES
 from on_ray import cluster as ray_cluster
-from started import RECIPES, SOON_S, Start, Started, newest_pids
+from started import EXECUTE, RECIPES, SOON_S, Start, Started, newest_pids
+from test_partitions import needs_hosts
 from test_ray import short_folder
 from test_recovery import check_same_result, undisturbed
 from test_survival import STEPS_OF_A_RUN, reach
 
+import slurm
+from instep.lab.netlab import OUTSIDE, Network
 from instep.launch import LAUNCHERS
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
@@ -87,30 +95,140 @@ class Run:
             each.check_no_file_is_left()
 
 
+OPEN = {"RAY_AUTH_MODE": "disabled"}
+"""Else a Ray cluster that is not on loopback has a token, which `HOME` has."""
+
 Begin: TypeAlias = Callable[..., Run]
+Apart: TypeAlias = tuple[dict[str, str], str, list[Started]]
+"""The environment of a run on hosts of a network, its table, and the machines that join."""
+
+
+def join(
+    start: Start, folder: Path, address: str, places: Sequence[str], enter: Sequence[list[str]]
+) -> tuple[str, list[Started]]:
+    """The table of a cluster, and machines that join it; `enter` has the words before each."""
+    with socket.create_server((address, 0)) as free:
+        master = f"{address}:{free.getsockname()[1]}"
+    table = f'[cluster]\nmaster = "{master}"\nworkers = {json.dumps(places)}\n'
+    words = (sys.executable, "-m", "instep", "host", "--join", master, "--token-file")
+    tokens = [folder / "certificates" / f"host-{n}.token" for n in range(len(places))]
+    machines = zip(enter, tokens, strict=True)
+    return table, [start("-c", EXECUTE, *before, *words, token) for before, token in machines]
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    with Network(2) as made:
+        yield made
+
+
+def entering(network: Network) -> list[list[str]]:
+    return [["ip", "netns", "exec", f"{network.name}-{host}"] for host in network.hosts]
+
+
+@pytest.fixture
+def hosts_apart(network: Network) -> Apart:
+    hosts = json.dumps([" ".join(words) for words in entering(network)])
+    return {}, f'[launch]\nhosts = {hosts}\naddress = "{network.address(OUTSIDE)}"\n', []
+
+
+@pytest.fixture
+def by_hand_apart(network: Network, start: Start, tmp_path: Path) -> Apart:
+    places = [f"{network.address(host)}:1" for host in network.hosts]
+    return {}, *join(start, tmp_path, network.address(OUTSIDE), places, entering(network))
+
+
+@pytest.fixture
+def slurm_apart(network: Network, tmp_path: Path) -> Iterator[Apart]:
+    if reason := slurm.why_not():
+        pytest.skip(reason)
+    (folder := tmp_path / "slurm").mkdir()
+    cluster = slurm.Slurm(folder, 2, network)
+    table = f'[launch]\non = "slurm"\nnodes = 2\naddress = "{network.address(OUTSIDE)}"\n'
+    try:
+        with cluster.allocation(2) as environment:
+            yield environment, table, []
+    finally:
+        cluster.close()
+
+
+@pytest.fixture
+def ray_apart(network: Network, short_folder: None) -> Iterator[Apart]:
+    pytest.importorskip("ray")
+    outside = network.address(OUTSIDE)
+    with socket.create_server((outside, 0)) as free:
+        port = free.getsockname()[1]
+    ray = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats"]
+    ray += [f"--object-store-memory={STORE_BYTES}"]
+    head = ["--head", f"--port={port}", "--include-dashboard=false", "--num-cpus=0"]
+    nodes = [[*ray, *head, f"--node-ip-address={outside}"]]
+    for host, before in zip(network.hosts, entering(network), strict=True):
+        more = [f"--address={outside}:{port}", "--num-cpus=2"]
+        nodes.append([*before, *ray, *more, f"--node-ip-address={network.address(host)}"])
+    started = []
+    try:
+        for node in nodes:
+            made = subprocess.Popen(node, stdout=subprocess.DEVNULL, env={**os.environ, **OPEN})
+            started.append(made)
+            reach_port(outside, port)
+        wait = "[launch.options]\nwait_s = 60\n"
+        for host in network.hosts:
+            await_node(f"{outside}:{port}", network.address(host))
+        environment = {**OPEN, "RAY_ADDRESS": f"{outside}:{port}"}
+        yield environment, f'[launch]\non = "ray"\nnodes = 2\n{wait}', []
+    finally:
+        for each in started:
+            for process in [*psutil.Process(each.pid).children(recursive=True), each]:
+                process.kill()
+            each.wait()
+
+
+def await_node(cluster: str, address: str) -> None:
+    """Wait until a Ray cluster has a node of this address."""
+    ask = f"import ray; ray.init({cluster!r}, logging_level='error', log_to_driver=False); "
+    ask += "print([n['NodeManagerAddress'] for n in ray.nodes() if n['Alive']])"
+    deadline, said = time.monotonic() + SOON_S, ""
+    while address not in said:
+        assert time.monotonic() < deadline, said
+        told = subprocess.run(
+            [sys.executable, "-c", ask],
+            env={**os.environ, **OPEN},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        said = told.stdout
+
+
+def reach_port(host: str, port: int) -> None:
+    """Wait until something listens there."""
+    deadline = time.monotonic() + SOON_S
+    while True:
+        with contextlib.suppress(OSError):
+            socket.create_connection((host, port), 1).close()
+            return
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 @pytest.fixture
 def begin(start: Start, tmp_path: Path, request: pytest.FixtureRequest) -> Begin:
     """Start a run of two workers, on two hosts where the launcher has several."""
 
-    def on(name: str, *settings: str) -> Run:
+    def on(name: str, *settings: str, network: Network | None = None) -> Run:
         environment: dict[str, str] = {}
         table, machines = ON[name], []
-        if name == "ray":
+        if network is not None:
+            environment, table, machines = request.getfixturevalue(f"{name}_apart")
+        elif name == "ray":
             request.getfixturevalue("short_folder")
             request.getfixturevalue("ray_cluster")
-        if name == "slurm":
+        elif name == "slurm":
             allocation = request.getfixturevalue("slurm").allocation(2)
             environment = allocation.__enter__()
             request.addfinalizer(lambda: allocation.__exit__(None, None, None))
-        if name == "by_hand":
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                master = f"127.0.0.1:{free.getsockname()[1]}"
-            table = f'[cluster]\nmaster = "{master}"\nworkers = {json.dumps(PLACES)}\n'
-            tokens = [tmp_path / "certificates" / f"host-{n}.token" for n in range(len(PLACES))]
-            join = ("-m", "instep", "host", "--join", master, "--token-file")
-            machines = [start(*join, token) for token in tokens]
+        elif name == "by_hand":
+            table, machines = join(start, tmp_path, "127.0.0.1", PLACES, [[], []])
         job = tmp_path / "job.toml"
         job.write_text(
             f'name = "disturbed"\nrecipe = "{RECIPES / "slow_tiny.py"}:recipe"\nworkers = 2\n'
@@ -170,6 +288,28 @@ def test_the_others_go_on_without_a_host_that_falls_silent(
     program.until(lambda: len(program.events("generation_started")) > 1, "going on without it")
     assert program.end(200) == 0, program.stderr
     assert program.events("went_back") == []
+    check_same_result(program, undisturbed)
+    run.check_nothing_is_left()
+
+
+@needs_hosts
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in LAUNCHERS if name != "local"])
+def test_the_others_go_on_without_a_host_that_is_cut_off_and_it_comes_back(
+    begin: Begin, undisturbed: Path, network: Network, name: str
+) -> None:
+    run = begin(name, "arguments.pause_s=0.02", network=network)
+    program = run.program
+    program.until(lambda: run.trains(2), "training")
+    reach(program, 30)
+    before = len(program.events("generation_started"))
+    network.partition(["h2"])
+    program.until(lambda: len(program.events("generation_started")) > before, "going on without it")
+    network.heal()
+    program.until(lambda: run.trains(2), "whole again")
+    assert program.end(200) == 0, program.stderr
+    assert program.events("went_back") == []
+    assert program.events("run_started")[0]["encrypted"] is True
     check_same_result(program, undisturbed)
     run.check_nothing_is_left()
 

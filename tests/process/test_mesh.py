@@ -460,7 +460,11 @@ def test_processes_that_wait_for_each_other_before_the_first_step_are_named(run:
 @pytest.mark.parametrize("axis", ["shard", "tensor"])
 def test_a_slow_replica_gets_fewer_participants_and_the_bits_stay(run: Start, tmp_path, axis):
     keys = ["workers=4", f"mesh.{axis}=2", 'train.determinism="bits"', "sync.name=averaging"]
-    keys += ["sync.participants=8", "sync.local_steps=2", 'sync.local_optimizers="kept"']
+    keys += [
+        "sync.participants=8",
+        "sync.options.local_steps=2",
+        'sync.options.local_optimizers="kept"',
+    ]
     hashes = set()
     for deal in ("even", "speed"):
         mark = f"arguments.mark={tmp_path / deal}"

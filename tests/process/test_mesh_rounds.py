@@ -29,7 +29,7 @@ QUICK = (
     "train.threads=1",
     'sync.name="averaging"',
     f"sync.participants={PARTICIPANTS}",
-    f"sync.local_steps={LOCAL_STEPS}",
+    f"sync.options.local_steps={LOCAL_STEPS}",
 )
 OPTIMIZERS = {"sgd": splits.sgd, "adamw": lambda p: torch.optim.AdamW(p, lr=0.01)}
 
@@ -107,7 +107,7 @@ def test_a_run_equals_federated_averaging_in_plain_pytorch(run: Start, workers, 
     other = federated_averaging(mesh, "reset" if local == "kept" else "kept")
     assert float((wanted["enter.weight"] - other["enter.weight"]).abs().max()) > 1e-3
     keys = [f"mesh.{name}={value}" for name, value in mesh.items()]
-    keys = (*QUICK, *keys, f"workers={workers}", f'sync.local_optimizers="{local}"')
+    keys = (*QUICK, *keys, f"workers={workers}", f'sync.options.local_optimizers="{local}"')
     program = run("splits.py:recipe", *keys, 'arguments.optimizer="adamw"')
     assert program.end(300) == 0, program.stderr
     check_equal(program, wanted)
@@ -119,7 +119,7 @@ def test_a_run_equals_federated_averaging_in_plain_pytorch(run: Start, workers, 
 def test_with_bits_the_hash_is_the_same_on_any_number_of_replicas(run: Start, local):
     hashes = set()
     for workers in (2, 4, 6):
-        keys = (*QUICK, 'train.determinism="bits"', f'sync.local_optimizers="{local}"')
+        keys = (*QUICK, 'train.determinism="bits"', f'sync.options.local_optimizers="{local}"')
         keys = (*keys, f"workers={workers}", "mesh.shard=2", 'arguments.optimizer="adamw"')
         program = run("splits.py:recipe", *keys)
         assert program.end() == 0, program.stderr
@@ -132,7 +132,12 @@ def test_with_bits_the_hash_is_the_same_on_any_number_of_replicas(run: Start, lo
 def test_ranks_that_are_killed_leave_no_trace(run: Start, workers, kills):
     """The others keep what they have computed of the round, and a replica that is alone continues
     from its host's memory, or from a checkpoint."""
-    keys = (*QUICK, 'sync.local_optimizers="kept"', "mesh.shard=2", 'train.determinism="bits"')
+    keys = (
+        *QUICK,
+        'sync.options.local_optimizers="kept"',
+        "mesh.shard=2",
+        'train.determinism="bits"',
+    )
     keys = (*keys, f"train.steps={12 * kills}", "checkpoint.every=5")
     calm = run("splits.py:recipe", *keys, "workers=2")
     assert calm.end() == 0, calm.stderr
@@ -152,7 +157,12 @@ def test_ranks_that_are_killed_leave_no_trace(run: Start, workers, kills):
 )
 def test_a_replica_that_is_alone_continues_with_what_its_optimizers_kept(run: Start, end, event):
     kills, draw = 5, random.Random(event)
-    keys = (*QUICK, 'sync.local_optimizers="kept"', "mesh.shard=2", 'train.determinism="bits"')
+    keys = (
+        *QUICK,
+        'sync.options.local_optimizers="kept"',
+        "mesh.shard=2",
+        'train.determinism="bits"',
+    )
     keys = (*keys, f"train.steps={15 * kills}", "checkpoint.every=5", "workers=2")
     calm = run("splits.py:recipe", *keys)
     assert calm.end() == 0, calm.stderr
@@ -176,7 +186,12 @@ def test_a_replica_that_is_alone_continues_with_what_its_optimizers_kept(run: St
 
 @pytest.mark.slow
 def test_members_change_in_the_middle_of_a_round(run: Start):
-    keys = (*QUICK, 'sync.local_optimizers="kept"', "mesh.shard=2", 'train.determinism="bits"')
+    keys = (
+        *QUICK,
+        'sync.options.local_optimizers="kept"',
+        "mesh.shard=2",
+        'train.determinism="bits"',
+    )
     keys = (*keys, "train.steps=40")
     calm = run("splits.py:recipe", *keys, "workers=2")
     assert calm.end() == 0, calm.stderr
@@ -211,7 +226,12 @@ def test_a_run_is_resumed_on_another_mesh_unless_optimizers_are_kept(run: Start,
 
 @pytest.mark.slow
 def test_kept_optimizers_stay_on_their_mesh(run: Start, start: Start):
-    keys = ("workers=2", "mesh.shard=2", 'sync.local_optimizers="kept"', "train.stop_after_steps=1")
+    keys = (
+        "workers=2",
+        "mesh.shard=2",
+        'sync.options.local_optimizers="kept"',
+        "train.stop_after_steps=1",
+    )
     program = run("splits.py:recipe", *QUICK, *keys)
     assert program.end() == 0, program.stderr
     refused = start("-m", "instep", "resume", program.run, "--set", "mesh.shard=1")

@@ -5,19 +5,33 @@ the same model, to the bit.
 """
 
 import random
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from started import RECIPES, Start, Started, kill, kill_members, newest_pids, slow
+from started import (
+    RECIPES,
+    Start,
+    Started,
+    kill,
+    kill_members,
+    kill_with_its_memory,
+    newest_pids,
+    slow,
+)
 from test_recovery import (
     STEPS,
     check_as_if_nothing_had_been,
     has_saved_twice,
     undisturbed,
 )
+from test_survival import reach, step_of
 
 import instep
+from instep.events import STEPS as TIMES
+from instep.events import read_records
 from instep.state.load import load
 from instep.state.manifest import published
 from instep.store.run_folder import RunFolder
@@ -33,17 +47,31 @@ TRAIN: dict[str, dict[str, object]] = {
 FUNCTIONS = {"mixed": "convolution"}
 
 
+ON_THREE_HOSTS = (
+    'network = "private"',
+    '[launch]\nhosts = ["env HOST=1", "env HOST=2", "env HOST=3"]\naddress = "127.0.0.1"',
+)
+
+
 def begin(
-    start: Start, folder: Path, workers: int, servers: int, *, every: int = 25, pause_s: float = 1.3
+    start: Start,
+    folder: Path,
+    workers: int,
+    servers: int,
+    *,
+    every: int = 25,
+    pause_s: float = 1.3,
+    copy: bool = False,
+    hosts: tuple[str, str] = ("", ""),
 ) -> Started:
     job = folder / "job.toml"
     job.write_text(
         f'name = "disturbed"\nrecipe = "{RECIPES / "slow_tiny.py"}:recipe"\nworkers = {workers}\n'
-        f"seed = 5\n[train]\nsteps = {STEPS}\nglobal_batch = 16\n"
+        f"seed = 5\n{hosts[0]}\n[train]\nsteps = {STEPS}\nglobal_batch = 16\n"
         'determinism = "bits"\nvalidate_every = 40\n'
         f'[sync]\nname = "server_sync"\nservers = {servers}\n'
-        f"[checkpoint]\nevery = {every}\n"
-        f"[arguments]\npause_s = {pause_s * workers / 1000}\n"
+        f"[sync.options]\ncopy = {str(copy).lower()}\n[checkpoint]\nevery = {every}\n"
+        f"[arguments]\npause_s = {pause_s * workers / 1000}\n{hosts[1]}\n"
     )
     return start("-m", "instep", "run", job)
 
@@ -210,6 +238,62 @@ def test_a_run_whose_server_has_lost_its_memory_ends_and_can_be_resumed(
     assert again.end() == 0, again.stderr
     wanted, found = (RunFolder(p).last("model_saved") for p in (undisturbed, program.run))
     assert found["parameters_sha256"] == wanted["parameters_sha256"]
+
+
+def test_a_server_that_is_lost_with_its_memory_has_its_state_from_the_copy_of_another(
+    start: Start, tmp_path: Path, undisturbed: Path
+) -> None:
+    program = begin(start, tmp_path, 2, 2, copy=True)
+    for server in (2, 3):
+        program.until(lambda: has_saved_twice(program), "saved")
+        before = newest_pids(program)
+        kill_with_its_memory(before[server])
+        program.until(lambda: newest_pids(program)[server] != before[server], "replaced")  # noqa: B023
+        program.until(program.is_training, "training")
+    assert program.end() == 0, program.stderr
+    check_as_if_nothing_had_been(program, undisturbed)
+    assert not program.events("went_back")
+
+
+@pytest.mark.slow
+def test_a_host_with_a_server_that_is_lost_ends_nothing_where_another_has_a_copy(
+    start: Start, tmp_path: Path, undisturbed: Path
+) -> None:
+    program = begin(start, tmp_path, 2, 2, copy=True, pause_s=5, hosts=ON_THREE_HOSTS)
+    program.until(lambda: has_saved_twice(program), "saved")
+    homes = {int(e["worker"]): int(e["host"]) for e in program.events("worker_joined")}
+    assert homes[2] != homes[3]
+    host = psutil.Process(
+        next(int(e["pid"]) for e in program.events("host_joined") if e["host"] == homes[3])
+    )
+    for process in [host, *host.children(recursive=True)]:
+        kill(process.pid)
+    assert program.end(300) == 0, program.stderr
+    check_as_if_nothing_had_been(program, undisturbed)
+    assert not program.events("went_back")
+    again = [int(e["host"]) for e in program.events("worker_joined") if e["worker"] == 3]
+    assert len(again) > 1
+
+
+@pytest.mark.timed
+def test_training_goes_on_within_two_seconds_of_the_death_of_a_server(
+    start: Start, tmp_path: Path
+) -> None:
+    program = begin(start, tmp_path, 2, 2, pause_s=5)
+    for number, server in enumerate((2, 3, 2, 3)):
+        reach(program, 10 + 25 * number)
+        pid, killed = newest_pids(program)[server], time.time()
+        assert kill(pid)
+        program.until(lambda: len(program.events("generation_started")) > number + 1, "whole")  # noqa: B023
+        formed = program.events("generation_started")[-1]["time"]
+        assert 0 < formed - killed < 1.5
+        step = step_of(program)
+        program.until(lambda: step_of(program) > step + 5, "going on")  # noqa: B023
+        times = read_records(program.run / "steps.bin", TIMES)
+        first = times["begin"][(times["begin"] > killed) & (times["worker"] == 0)].min()
+        assert first - killed < 2
+    assert program.end() == 0, program.stderr
+    check_who_started_again(program, {2: 2, 3: 2})
 
 
 @pytest.mark.slow

@@ -320,7 +320,8 @@ def _job(plan: Plan) -> Any:
     if plan.servers:
         sync |= {"name": "server_sync", "servers": plan.servers}
     if plan.participants:
-        sync = {"name": "averaging", "participants": plan.participants, "local_steps": 2}
+        sync = {"name": "averaging", "participants": plan.participants}
+        sync["options"] = {"local_steps": 2}
     table = {
         "name": "story",
         "recipe": "story.py:recipe",

@@ -495,3 +495,44 @@ def test_a_worker_number_says_its_place_in_the_mesh():
     assert places[8 + 5] == (1, 1, 0, 1)
     assert list(mesh.replica(1)) == [n for n, place in enumerate(places) if place.replica == 1]
     assert mesh.column([0, 1, 2, 3, 4, 5, 6, 7, 16, 17], 9) == [1, 17]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sync"),
+    [
+        (["sync.name=all_reduce"], {"name": "all_reduce"}),
+        (["sync.name=diloco"], {"name": "diloco", "participants": 4}),
+        (
+            ["sync.name=averaging", "sync.codec=int8"],
+            {
+                "name": "averaging",
+                "participants": 4,
+                "options": {"local_steps": 2},
+                "codec": "int8",
+            },
+        ),
+        (
+            ["sync.name=fedprox", "sync.options.mu=0.1"],
+            {"name": "fedprox", "participants": 4, "options": {"mu": 0.1}},
+        ),
+    ],
+)
+def test_another_strategy_takes_away_the_options_of_the_one_before(overrides, sync):
+    given = {"name": "averaging", "participants": 4, "options": {"local_steps": 2}}
+    table = {"recipe": "a.py:recipe", "sync": given}
+    apply_overrides(table, overrides)
+    assert table["sync"] == sync
+    assert build(table, source="a test").sync.name == sync["name"]
+
+
+@pytest.mark.parametrize(
+    ("name", "local_steps", "kept"), [("averaging", 10, False), ("diloco", 20, True)]
+)
+def test_a_strategy_says_what_its_rounds_are_if_the_job_does_not(name, local_steps, kept):
+    job = build({"recipe": "a.py:recipe", "sync": {"name": name}}, source="a test")
+    assert (job.local_steps, job.keeps_optimizers) == (local_steps, kept)
+    assert job.per_commit.micro_batches == job.sync.participants == 8
+    assert job.per_commit.global_batch == local_steps * 64
+    sync = {"name": name, "options": {"fraction": 0.3, "local_optimizers": "kept"}}
+    job = build({"recipe": "a.py:recipe", "sync": sync}, source="a test")
+    assert (job.sync.taking_part, job.keeps_optimizers) == (2, True)

@@ -16,9 +16,9 @@ from instep.comm.endpoint import Switchboard
 from instep.errors import RecipeError, SpecError, file_beside
 from instep.launch import LAUNCHERS
 from instep.recipe.start_file import start_file
-from instep.spec import OF_AXIS, JobSpec, MeshSpec
+from instep.spec import OF_AXIS, ROUND_OPTIONS, JobSpec, MeshSpec, SyncSpec
 from instep.state.model_file import check_hash
-from instep.sync import ROUNDS, SERVERS, STRATEGIES, clashes
+from instep.sync import LEASED, ROUNDS, SERVERS, STRATEGIES, clashes
 from instep.system.environment import ASKED, INSIDE
 
 WILDCARDS = ("::", "::0", "[::]", "*")
@@ -104,19 +104,16 @@ def check_mesh(mesh: MeshSpec) -> None:
 def _check_sync(job: JobSpec) -> None:
     """Refuse keys of `[sync]` that its strategy does not know or needs, and wrong options."""
     sync = job.sync
-    if sync.name in ROUNDS and not sync.participants:
+    if sync.name not in ROUNDS and sync.participants != SyncSpec().participants:
         raise SpecError(
-            f"sync.name = {sync.name!r} needs sync.participants: how many take local steps "
-            f"side by side in a round. Set it to {job.workers} or more."
+            f"sync.participants = {sync.participants}: {sync.name} agrees on every step. Leave the "
+            "key out, or use sync.name = 'averaging'."
         )
-    if sync.name not in ROUNDS:
-        defaults = {"participants": 0, "local_steps": 1, "local_optimizers": "reset"}
-        for key, default in defaults.items():
-            if getattr(sync, key) != default:
-                raise SpecError(
-                    f"sync.{key} = {getattr(sync, key)!r}: {sync.name} agrees on every step. Leave "
-                    "the key out, or use sync.name = 'averaging'."
-                )
+    if sync.name not in ROUNDS and job.stop.spread is not None:
+        raise SpecError(
+            f"stop.spread = {job.stop.spread:g}: {sync.name} has no participants that could be "
+            "apart. Leave the key out, or use sync.name = 'averaging'."
+        )
     if sync.name not in SERVERS and job.server_hosts:
         raise SpecError(
             f"cluster.servers = {list(job.cluster.servers)}: {sync.name} has no servers. Leave "
@@ -127,7 +124,19 @@ def _check_sync(job: JobSpec) -> None:
             f"sync.servers = {sync.servers}: {sync.name} has no servers. Leave the key out, or "
             "use sync.name = 'server_sync'."
         )
-    if sync.options or sync.codec_options:  # only then: it imports torch
+    if sync.name in LEASED and sync.servers != 1:
+        raise SpecError(
+            f"sync.servers = {sync.servers}: {sync.name} has one server. Leave the key out."
+        )
+    if sync.name == "server_sync" and sync.options.get("copy") and sync.servers < 2:
+        raise SpecError(
+            f"sync.options.copy = true with sync.servers = {sync.servers}: another server keeps "
+            "the copy. Set sync.servers = 2 or more, or leave it out."
+        )
+    apart = ROUND_OPTIONS if sync.name in ROUNDS else {}
+    own = ":" in sync.codec  # is imported by the workers, with the recipe
+    options = sync.options.keys() - apart or sync.codec_options
+    if options and not own:  # only then: it imports torch
         from instep.sync.base import strategy_of
 
         strategy_of(sync)

@@ -328,7 +328,7 @@ class Session:
             ]
             for reader in self._readers:
                 reader.begin()
-            kind = OwnRounds if self.job.sync.participants else OwnLoop
+            kind = OwnRounds if self.job.sync.rounds is not None else OwnLoop
             self._loop = kind(
                 self._member,
                 given.model.to(self.device),

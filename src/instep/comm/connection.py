@@ -31,7 +31,7 @@ from instep.comm.messages import (
     StoreValue,
     Welcome,
 )
-from instep.errors import PeerError
+from instep.errors import PeerError, StrangerError
 
 if TYPE_CHECKING:
     import ssl
@@ -56,6 +56,9 @@ ANSWER_S = 120.0
 AGAIN_S = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8)
 """Pauses before further connections where one was closed without an answer, as by a master that is
 flooded with strangers."""
+
+MOST_STRANGERS = 5
+"""Connections in a row to what is no master of this run; a single one may be an accident."""
 
 One = TypeVar("One", bound=AnyMessage)
 Other = TypeVar("Other", bound=AnyMessage)
@@ -99,6 +102,7 @@ class MasterConnection:
         self._heartbeats = 0
         self._severed = False
         self._unanswered = 0  # connections in a row on which nothing has arrived
+        self._strangers = 0  # the same, at whose other end was no master of this run
         self._tries_since: float | None = None  # without an answer
         self._beat_at = self._reconnected_at = time.monotonic()
         self._channel = Channel.connect(address, context=context)
@@ -387,7 +391,7 @@ class MasterConnection:
                     self._arrived.notify_all()
         if not messages:
             return []
-        self._unanswered, self._tries_since = 0, None
+        self._unanswered, self._strangers, self._tries_since = 0, 0, None
         with self._arrived:
             found = [message for message in messages if not self._is_own(message)]
             self._inbox.extend(found)
@@ -418,7 +422,15 @@ class MasterConnection:
     # ---- when the master is lost
 
     def _lose(self, error: PeerError) -> None:
-        if self._lease_s is None:
+        self._strangers += isinstance(error, StrangerError)
+        if self._strangers >= MOST_STRANGERS:
+            self._channel.close()
+            where = f"{self._address.host}:{self._address.port}"
+            self._gone = StrangerError(
+                f"what listens at {where} is no master of this run, or the clocks of the two "
+                f"machines differ by more than a day: {error}"
+            )
+        elif self._lease_s is None:
             self._connect_to_next(error)
         else:
             self._channel.close()

@@ -526,6 +526,7 @@ class Stop(Message, frozen=True):
     """The run stops at the first step after this one; None: at the next."""
 
 
+SPREAD = "spread"
 NOT_FINITE = "diverged"
 """The rule of a worker that stopped because the loss or the gradient norm was not finite."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import ssl
-import sys
 import tempfile
 from collections.abc import Callable
 from typing import IO, Any
@@ -20,7 +19,7 @@ from instep.errors import StrangerError
 Accepted = Callable[[Identity], bool]
 """Whether the process at the other end is the one that is meant."""
 
-_FILES = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
+_FILES = "/dev/fd"
 """Where an open file has a name by its number."""
 
 _RECORD = 1 << 14  # bytes of the longest record of TLS
@@ -58,9 +57,9 @@ def context(credentials: Credentials, *, server: bool, newcomers: bool = False) 
 
 def _private_file() -> IO[bytes]:
     """Without a name, so that nothing is left of it, however this process ends."""
-    if sys.platform != "linux":
-        return tempfile.TemporaryFile()
-    return open(os.memfd_create("key"), "wb")  # on no disk either
+    if hasattr(os, "memfd_create"):  # and on no disk
+        return open(os.memfd_create("key"), "wb")
+    return tempfile.TemporaryFile()
 
 
 def identity_of(connection: ssl.SSLObject | ssl.SSLSocket) -> Identity:

@@ -392,13 +392,12 @@ def _starts(state: State) -> list[Action]:
 def refuse_scale(state: State, job: JobSpec, workers: int) -> str:
     """Why a run cannot have so many workers; empty if it can."""
     portions, most = job.per_commit.micro_batches, job.most_workers
-    key = "sync.participants" if job.sync.participants else "train.micro_batches"
     if wrong := job.mesh.refusal(workers):
         return wrong
     if not 1 <= workers <= most:
         return (
             f"workers = {workers}: a run needs 1 or more, and this one has work for {most} at "
-            f"most, since {key} = {portions}."
+            f"most, since {job.portions} = {portions}."
         )
     if not state.recovers:
         return "the workers of this run cannot change: it computes on GPUs."

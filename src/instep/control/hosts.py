@@ -129,6 +129,8 @@ class Hosts:
         self._abandoned: set[tuple[int, int]] = set()  # host and pid
         self._left: dict[int, float] = {}  # when a host that is not there was lost
         self._failed: set[int] = set()  # those that exited, and have not connected since
+        # by number, machine and pid of each that has connected
+        self._processes: dict[int, list[tuple[str, int]]] = {}
         self._draining: frozenset[int] = frozenset()  # their machines are about to go
         self._given_back: set[int] = set()
         self._missing_since: dict[int, float] = {}
@@ -208,12 +210,22 @@ class Hosts:
             if now - host.last_heartbeat > (FLOOR_S if self._beats(number) else FIRST_HEARTBEAT_S)
         ]
 
-    def joins(self, peer: Peer, number: int, pid: int, now: float) -> Peer | None:
+    def was_replaced(self, number: int, machine: str, pid: int) -> bool:
+        """Whether another process has come for a host after this one, which was cut off."""
+        known = self._processes.get(number, [])
+        return (machine, pid) in known[:-1]
+
+    def joins(
+        self, peer: Peer, number: int, pid: int, now: float, machine: str = ""
+    ) -> Peer | None:
         """A host has connected; it kills what was given up meanwhile.
 
         Returns:
             Its former connection, where the same process had another.
         """
+        known = self._processes.setdefault(number, [])
+        if (machine, pid) not in known:
+            known.append((machine, pid))
         self._first = self._first or now
         self._failed.discard(number)
         self._given_back.discard(number)

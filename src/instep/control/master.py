@@ -415,13 +415,15 @@ class Master:
     def _welcome_host(self, peer: Peer, hello: m.Hello) -> None:
         number, now = hello.number, time.monotonic()
         self._recorder.emit("host_joined", {"pid": hello.pid, "host": number})
-        before = self._hosts.joins(peer, number, hello.pid, now)
+        before = self._hosts.joins(peer, number, hello.pid, now, hello.machine)
         if before is not None:
             self._hang_up(before)
         if hello.machine == self._machine:  # its first imports may take long
             self._connections[peer].lease = Lease(hello.pid, now, first_s=math.inf)
         own = [(n, process.pid) for n, process in self._processes.items() if process.host == number]
-        if there := [(worker, pid) for worker, pid in own if worker in self._peers]:
+        there = [(n, pid) for n, pid in own if n in self._peers]
+        # on another machine these numbers are those of other programs
+        if there := [each for each in there if self._hellos[each[0]].machine == hello.machine]:
             self._hub.send(peer, m.Adopt(workers=there))
         self._gathered = self._hosts.ready(now)
         self._observe(s.HostJoined())
@@ -455,7 +457,8 @@ class Master:
         if hello.role == "client":
             return hello.number < 2 or self._joined_hosts.is_client(hello.number)
         if hello.role == "host":
-            return not self._hosts.has_left(hello.number)
+            replaced = self._hosts.was_replaced(hello.number, hello.machine, hello.pid)
+            return not (replaced or self._hosts.has_left(hello.number))
         number, state = hello.number, self._state
         process = self._processes.get(number)
         if self._hosts.is_abandoned(hello.host, hello.pid) or _is_abandoned(process):

@@ -61,8 +61,8 @@ FIXED_BITS = {
 """What else may not, if the bits must stay the same."""
 
 
-FIXED_KEPT = {"mesh": "each of its ranks keeps a part of the participants' optimizer states"}
-"""What else may not, where `sync.local_optimizers` are kept."""
+FIXED_KEPT = {"mesh": "each of its ranks keeps a part of what optimizers of rounds remember"}
+"""What else may not, where the optimizers of participants are kept."""
 
 
 def changed(
@@ -124,7 +124,9 @@ def check_changes(before: JobSpec, after: JobSpec) -> None:
     Raises:
         SpecError: names the key, both values and the reason.
     """
-    fixed = FIXED | (FIXED_KEPT if before.sync.local_optimizers == "kept" else {})
+    keeps = before.keeps_optimizers or before.sync.name in ("fedopt", "diloco")
+    keeps |= before.sync.rounds is not None and before.sync.own_state
+    fixed = FIXED | (FIXED_KEPT if keeps else {})
     fixed |= FIXED_BITS if before.train.determinism == "bits" else {}
     old, new = as_table(before), as_table(after)
     for each in (old, new):  # a checkpoint holds what all servers had, for any number of them

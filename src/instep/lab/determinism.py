@@ -68,11 +68,10 @@ def check_determinism(job: JobSpec, say: Callable[[str], None]) -> Comparison:
     one = job.mesh.ranks
     sizes = (one, max(job.workers, 2 * one))
     if sizes[1] > job.most_workers:
-        key = "sync.participants" if job.sync.participants else "train.micro_batches"
         what = ("worker", "two") if one == 1 else ("replica", f"two ([mesh] {job.mesh.axes})")
         raise SpecError(
-            f"{key} = {job.per_commit.micro_batches}: to compare one {what[0]} with {what[1]}, "
-            f"there must be work for two. Set {key} to {2 * job.unit} or more."
+            f"{job.portions} = {job.per_commit.micro_batches}: to compare one {what[0]} with "
+            f"{what[1]}, there must be work for two. Set {job.portions} to {2 * job.unit} or more."
         )
     with folder_for_runs("instep-check-") as runs:
         first, second = (_trained(job, size, runs / f"{n}", say) for n, size in enumerate(sizes))

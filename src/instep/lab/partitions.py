@@ -1,23 +1,19 @@
-"""Emulated hosts for a run that is to be broken, and partitions of their network.
+"""Partitions of the network of a run that is to be broken, which is on emulated hosts.
 
 Each worker has a host; the master stays on this machine, with the hosts that are not cut
-off. `netlab.py` makes the network, `breaker.py` says when it is partitioned. Way in:
+off. `emulated.py` makes the hosts, `breaker.py` says when the network is partitioned. Way in:
 `on_emulated_hosts`.
 """
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import msgspec
-
-from instep.errors import SpecError
 from instep.lab import netlab
-from instep.spec import JobSpec, LaunchSpec
-from instep.system.processes import interrupt, on_signals
+from instep.lab.emulated import check_can_emulate, check_has_no_hosts, emulated_hosts, on_hosts
+from instep.spec import JobSpec
 
 LEAST_HOSTS = 2
 """One host alone cannot be partitioned."""
@@ -29,39 +25,20 @@ def check_can_partition(job: JobSpec) -> None:
     Raises:
         SpecError: the job names its hosts, or this user may not make networks.
     """
-    if job.launch.hosts:
-        raise SpecError(
-            "launch.hosts and --partitions: partitions need emulated hosts, and this job has hosts "
-            "of its own. Give --set 'launch.hosts=[]', or leave --partitions out."
-        )
-    if why := netlab.why_not():
-        raise SpecError(f"--partitions: {why.rstrip('.')}. Leave it out, or ask as root.")
+    check_has_no_hosts(job, "--partitions")
+    check_can_emulate("--partitions")
 
 
 @contextmanager
 def on_emulated_hosts(job: JobSpec) -> Iterator[tuple[JobSpec, Partitions]]:
     """The job, changed so that each of its workers has an emulated host, and their network.
 
-    Networks that a killed process left behind are removed first. This network, and every
-    process on its hosts, ends with the context.
-
     Raises:
         SpecError: this machine cannot have such a network.
         KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP came in the context.
     """
-    with on_signals(interrupt):
-        netlab.clean()
-        network = netlab.Network(max(LEAST_HOSTS, job.workers))
-        try:
-            hosts = tuple(f"ip netns exec {network.name}-{host}" for host in network.hosts)
-            launch = LaunchSpec(hosts=hosts, address=network.address(netlab.OUTSIDE))
-            yield (
-                msgspec.structs.replace(job, launch=launch, network="private"),
-                Partitions(network),
-            )
-        finally:
-            with on_signals(signal.SIG_IGN):  # a second Ctrl-C would leave half of it
-                network.remove()
+    with emulated_hosts(max(LEAST_HOSTS, job.workers)) as network:
+        yield on_hosts(job, network), Partitions(network)
 
 
 def chosen(pick: float, count: int) -> list[int]:

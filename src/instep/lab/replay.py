@@ -30,6 +30,7 @@ from instep.state.intact import check
 from instep.state.manifest import published
 from instep.store.folder import StartPoint
 from instep.store.run_folder import RunFolder
+from instep.sync import LEASED
 
 
 class Stretch(NamedTuple):
@@ -104,6 +105,11 @@ def check_step(run: RunFolder, step: int) -> None:
         raise SpecError(
             f"{run.path} was trained with sync.codec = {run.spec.sync.codec!r}: what was carried "
             "over depends on its workers, so one process cannot compute its steps again."
+        )
+    if run.spec.sync.name in LEASED:
+        raise SpecError(
+            f"{run.path} was trained with sync.name = {run.spec.sync.name!r}: its updates depend "
+            "on timing, so they cannot be computed again."
         )
     if step < 1:
         raise SpecError(f"--step {step}: steps count from 1.")

@@ -22,6 +22,7 @@ from instep.report.figures.proof import Proof, fault_counts, prove
 from instep.report.figures.recovery import computed_twice, quantiles, recoveries
 from instep.report.figures.summary import finite, loss_per_step
 from instep.store.run_folder import RunFolder
+from instep.sync import LEASED
 from instep.units import readable_count, readable_seconds
 from instep.words import command, plural
 
@@ -99,6 +100,11 @@ class Verdict:
     def bits(self) -> bool:
         """Whether the run promises the same bits; else losses agree to `TOLERANCE`."""
         return self.run.spec.train.determinism == "bits"
+
+    @property
+    def timed(self) -> bool:
+        """Whether the result depends on timing, so that no two runs have the same losses."""
+        return self.run.spec.sync.name in LEASED
 
     @property
     def done(self) -> list[Injected]:
@@ -231,6 +237,9 @@ class Verdict:
             why += "; a step of it can be replayed" if self.bits else ""
             yield f"hash    nothing to compare with: {why}"
             return
+        if self.timed:
+            yield f"hash    {sha256[:12]}, not compared, nor are losses: they depend on timing"
+            return
         if not self.bits:
             yield f"hash    {sha256[:12]}, not compared: determinism = 'order' allows other bits"
         elif sha256 == str(_sha256(self.undisturbed)):
@@ -244,6 +253,8 @@ class Verdict:
             return "does not hold"
         if self.undisturbed is None:
             return "holds, as far as can be said without an undisturbed run"
+        if self.timed:
+            return "holds: the same samples as undisturbed; the result depends on timing"
         return "holds: the same result as undisturbed" if self.bits else "holds, to rounding"
 
     def _next(self) -> str:
@@ -282,13 +293,16 @@ def judge(
     moments = [each.time for each in injected if not each.missed]
     back = [int(e["resumed_step"]) for e in run.named("went_back")]
     intended = {*back, *(e["clean_step"] for e in run.named("corruption_found"))}
+    leased = run.spec.sync.name in LEASED  # steps overlap there: only the whole ledger can tell
+    falls = () if leased else falls
     lost = {f: set(range(f.after + 1, f.before + 1)) for f in falls}
     full = np.array([_members_at(run, moment) for moment in moments])
     recovery_s = np.full(len(moments), np.nan)
     for workers in np.unique(full):
         then = np.flatnonzero(full == workers)
         recovery_s[then] = recoveries(raw, formed, [moments[n] for n in then], int(workers))
-    count, other = _losses(run, undisturbed) if undisturbed else (0, None)
+    count, other = _losses(run, undisturbed) if undisturbed and not leased else (0, None)
+    again = set() if leased else computed_twice(raw, formed)
     return Verdict(
         run=run,
         undisturbed=undisturbed,
@@ -298,7 +312,7 @@ def judge(
         losses=count,
         other_loss=other,
         proof=prove(run),
-        twice=tuple(sorted(computed_twice(raw, formed).union(*lost.values()))),
+        twice=tuple(sorted(again.union(*lost.values()))),
         gone_back=tuple(sorted(set().union(*(s for f, s in lost.items() if f.after in back)))),
         deepest=max((len(s) for f, s in lost.items() if f.after not in intended), default=0),
         left=tuple(left),

@@ -45,7 +45,7 @@ from instep.comm.messages import (
     StartWorker,
 )
 from instep.data.samples.last_read import Pages, use_page
-from instep.errors import PeerError
+from instep.errors import InstepError, PeerError
 from instep.plain_file import plain
 from instep.system.causes import Unwanted, as_error
 from instep.system.environment import END, SCHEDULERS, SETTINGS, recipe_here
@@ -103,17 +103,20 @@ def main() -> None:
         sys.exit(f"{error}{_CLOSED if elsewhere else ''}")
     _import_torch()  # while the master gets ready to answer
     preloading = time.time()
-    welcome = connection.welcome()
+    try:
+        welcome = connection.welcome()
+    except PeerError as error:
+        sys.exit(_failed(error))
     if isinstance(welcome, Refused):
-        sys.exit(_refused(welcome))
+        sys.exit(_failed(as_error(welcome)))
     phases = {"interpreter": began - welcome.started, "import torch": preloading - began}
     job = tomllib.loads(welcome.job)
     file, _, function = recipe_here(job["recipe"]).rpartition(":")
     if any(job.get("mesh", {}).get(axis, 1) > 1 for axis in ("shard", "tensor", "stages")):
         return_freed_memory()
         _import_meshes()
-    if "codec" in job.get("sync", {}):
-        CODECS[job["sync"]["codec"]]  # with its compiled loops
+    if (codec := job.get("sync", {}).get("codec")) in CODECS:
+        CODECS[codec]  # with its compiled loops
     script = function == "__main__"  # which does more than define functions
     if not script and not os.environ.get(_NO_PRELOAD) and not _preload(Path(file)):
         _start_again(note)
@@ -124,9 +127,8 @@ def main() -> None:
     Server(connection, endpoint, phases, several=several, lifeline=lifeline).serve()
 
 
-def _refused(answer: Refused) -> int:
-    """The exit code of a server that the master does not take."""
-    error = as_error(answer)
+def _failed(error: InstepError) -> int:
+    """The exit code of a server that has no master."""
     if isinstance(error, Unwanted):
         return 0  # the run goes on without it
     print(f"instep: {error}", file=sys.stderr)

@@ -220,6 +220,18 @@ class Forward:
             found = loss_of(self.losses.loss, outputs, target)
             return checked(found, "loss"), None, outputs, target
 
+    @torch.no_grad()
+    def predicted(self, batch: Any) -> Any:
+        """What the model gives for the inputs of a batch, in eval mode."""
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with self.autocast():
+                inputs, _ = _pair(to_device(batch, self.device))
+                return self.model(inputs)
+        finally:
+            self.model.train(was_training)
+
     def measure(self, batch: Any, samples: int) -> Measured | None:
         """Loss and metrics of one batch, in the order of the recipe; None if another process of
         this replica has them."""

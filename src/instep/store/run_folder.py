@@ -191,20 +191,37 @@ class RunFolder:
     @cached_property
     def traffic(self) -> dict[int, Traffic]:
         """Bytes of each worker; a counter that falls belongs to a new process and is added."""
-        totals: dict[int, Traffic] = {}
+        return {worker: counted[-1][1] for worker, counted in self._traffic.items()}
+
+    @cached_property
+    def _traffic(self) -> dict[int, list[tuple[float, Traffic]]]:
+        """For each worker, Unix seconds and what it had moved by then, in order."""
+        totals: dict[int, list[tuple[float, Traffic]]] = {}
         seen: dict[int, Traffic] = {}
+        nothing = Traffic(0, 0)
         for event in self.named("traffic"):
             worker = int(event["worker"])
             now = Traffic(int(event["sent_bytes"]), int(event["received_bytes"]))
-            before, total = seen.get(worker, Traffic(0, 0)), totals.get(worker, Traffic(0, 0))
+            counted = totals.setdefault(worker, [])
+            before, total = seen.get(worker, nothing), counted[-1][1] if counted else nothing
             if now.sent_bytes < before.sent_bytes or now.received_bytes < before.received_bytes:
-                before = Traffic(0, 0)
-            totals[worker] = Traffic(
-                total.sent_bytes + now.sent_bytes - before.sent_bytes,
-                total.received_bytes + now.received_bytes - before.received_bytes,
-            )
+                before = nothing
+            sent = total.sent_bytes + now.sent_bytes - before.sent_bytes
+            received = total.received_bytes + now.received_bytes - before.received_bytes
+            counted.append((float(event["time"]), Traffic(sent, received)))
             seen[worker] = now
         return totals
+
+    def sent_by(self, times: Floats) -> Floats:
+        """Bytes that all workers together had sent by these Unix times; told about once a second,
+        between two in proportion."""
+        total = np.zeros(len(times))
+        begin = float(self.steps["begin"].min()) if len(self.steps) else 0.0
+        for counted in self._traffic.values():
+            known = [(begin, 0), *((time, moved.sent_bytes) for time, moved in counted)]
+            moments, sent = zip(*known, strict=True)
+            total += np.interp(times, np.maximum.accumulate(moments), sent)
+        return np.round(total)
 
     @cached_property
     def last_step(self) -> int:

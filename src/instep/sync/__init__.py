@@ -6,21 +6,29 @@ of its own, and add its line here. The suite in `tests/contract` finds it, and
 """
 
 from instep.registry import Registry
-from instep.spec import SyncSpec
+from instep.spec import ROUNDS, SyncSpec
+
+__all__ = ["ROUNDS", "SERVERS", "STRATEGIES", "servers_of"]
 
 STRATEGIES = Registry(
     "sync strategy",
     {
         "all_reduce": "instep.sync.all_reduce:AllReduce",
-        "averaging": "instep.sync.averaging:Averaging",
+        "averaging": "instep.sync.averaging:averaging",
+        "bounded_stale": "instep.sync.bounded_stale:BoundedStale",
+        "diloco": "instep.sync.diloco:diloco",
+        "fedopt": "instep.sync.fedopt:fedopt",
+        "fedprox": "instep.sync.fedprox:fedprox",
+        "server_async": "instep.sync.server_async:ServerAsync",
         "server_sync": "instep.sync.server_sync:ServerSync",
     },
 )
 
-ROUNDS = frozenset({"averaging"})
-"""Those in which participants take steps of their own, and one commit is a round of them."""
+LEASED = frozenset({"bounded_stale", "server_async"})
+"""Those in which no step waits for all workers: a server leases micro-batches, and each of them is
+an update of its own."""
 
-SERVERS = frozenset({"server_sync"})
+SERVERS = frozenset({"server_sync"}) | LEASED
 """Those with parameter servers: members that get no work, and move parameters for the workers."""
 
 

@@ -53,7 +53,7 @@ class AllReduce(Gathering):
         self, *, bucket_mb: float = 8.0, overlap: bool = True, codec: Codec | None = None
     ) -> None:
         super().__init__(bucket_mb=bucket_mb, overlap=overlap)
-        self._codec = codec
+        self.codec = codec
         self._reducer: Reducer | None = None
         self.laws: Mapping[str, Law] = {}
         if codec is not None:
@@ -82,7 +82,7 @@ class AllReduce(Gathering):
         self._keep()
         shared = self.state()
         sums: Sums
-        if self._codec is None:
+        if self.codec is None:
             sums = Exact(parameters, comm, parts) if parts else Plain()
         elif parts:
             raise SpecError(
@@ -93,10 +93,10 @@ class AllReduce(Gathering):
             sums = Wide(parameters)
         self._holders = mesh.holders if mesh is not None else ()
         self._gather(parameters, comm, sums, notes)
-        if self._codec is not None:
+        if self.codec is not None:
             everyone = mesh.everyone if mesh is not None else comm
             self._loaded = shared
-            self._reducer = self._carry_over(self._codec, everyone, memory, at, draining)
+            self._reducer = self._carry_over(self.codec, everyone, memory, at, draining)
             self._reducer.load_state(shared)
             self._loaded = None
 
@@ -187,7 +187,7 @@ class AllReduce(Gathering):
         limits, types = [self._bucket_bytes], self._sums.types
         buckets = lay_out(self._parameters, limits, types=types, holders=self._holders)
         last, alike = buckets[-1].flat, any(len(each) > 1 for each in self._holders)
-        if self._codec is None and not alike and last.dtype in (torch.float32, torch.float64):
+        if self.codec is None and not alike and last.dtype in (torch.float32, torch.float64):
             return lay_out(self._parameters, limits, spare=spare)
         wide = torch.float64 if self._sums.types else torch.float32
         room = torch.zeros(spare, dtype=wide, device=last.device)

@@ -18,12 +18,18 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from instep.comm.base import Comm
-from instep.records import BEGINNING, Attempt
+from instep.comm.codecs.base import Codec
+from instep.comm.codecs.none import Identity
+from instep.errors import SpecError
+from instep.records import BEGINNING, Attempt, Law
 from instep.sync.all_reduce import AllReduce
-from instep.sync.base import InMesh, Memory, NothingOfItsOwn, Price, Result, Servers
+from instep.sync.base import InMesh, Memory, Price, Result, Servers
+from instep.sync.coded import Coded
+from instep.sync.outer import Outer
+from instep.sync.spread import Given, Spread, spread
 
-KEPT = "kept/"
-"""Begins the names of what `Kept` gives, in the strategy's state."""
+KEPT, OUTER = "kept/", "outer/"
+"""Begin the names of what `Kept` and the outer rule give, in the strategy's state."""
 
 
 class Kept(Protocol):
@@ -45,19 +51,42 @@ class Kept(Protocol):
         """Take up what `state` gave."""
 
 
-class Averaging(NothingOfItsOwn):
+class Averaging:
     """Weighted mean of what participants give, each in one pass.
 
     Args:
         bucket_mb: megabytes of one message, at most.
+        codec: how what participants give looks on the wire; None sends it as it is.
+        combine: `mean`, or `median` of each element over the participants.
+        pull: how strongly participants are drawn back to where the round began; they do it.
+        outer: moves the parameters at the end of a round; None moves them to the mean.
 
     Raises:
         SpecError: `bucket_mb` is not a positive number.
     """
 
-    def __init__(self, *, bucket_mb: float = 8.0) -> None:
-        self._mean = AllReduce(bucket_mb=bucket_mb, overlap=False)
-        self._given: list[tuple[float, list[tuple[int, Tensor]]]] = []  # weight, what by slot
+    def __init__(
+        self,
+        *,
+        bucket_mb: float = 8.0,
+        codec: Codec | None = None,
+        combine: str = "mean",
+        pull: float = 0.0,
+        outer: Outer | None = None,
+    ) -> None:
+        if combine not in ("mean", "median"):
+            raise SpecError(f"sync.options.combine = {combine!r}: needs to be 'mean' or 'median'.")
+        self._mean: AllReduce | Coded = AllReduce(bucket_mb=bucket_mb, overlap=False)
+        if codec is not None or combine == "median":
+            self._mean = Coded(codec or Identity(), median=combine == "median")
+        self.pull, self._outer = pull, outer
+        self._parameters: list[Parameter] = []
+        self._given: list[Given] = []
+        self._handed: list[Tensor | None] | None = None  # what was agreed on, by parameter
+        self._mesh: InMesh | None = None
+        self.spread: Spread | None = None
+        """How far the participants of the last round were apart; None before it."""
+        self._next_spread: Spread | None = None
         self._comm: Comm
         self.kept: Kept | None = None
         """What participants remember; None where they begin each round anew."""
@@ -76,7 +105,8 @@ class Averaging(NothingOfItsOwn):
         mesh: InMesh | None = None,
     ) -> None:
         """Lay out the buckets."""
-        self._given, self._comm = [], comm
+        self._given, self._comm, self._parameters = [], comm, list(parameters)
+        self._handed, self._mesh = None, mesh
         self._mean.start(
             parameters,
             comm,
@@ -88,14 +118,32 @@ class Averaging(NothingOfItsOwn):
             mesh=mesh,
         )
 
-    def begin_pass(self, weight: float, *, last: bool) -> None:
-        """What comes now is another participant's."""
-        self._given.append((weight, []))
-        self._mean.begin_pass(weight, last=last)
+    @property
+    def laws(self) -> Mapping[str, Law]:
+        """What a codec has left out, and what becomes of it."""
+        return self._mean.laws
+
+    @property
+    def start_in_doubt(self) -> int:
+        """The generation whose `start` this rank is in doubt about."""
+        return self._mean.start_in_doubt
+
+    def resolve(self, generation: int) -> None:
+        """What changes hands counts, or does not."""
+        self._mean.resolve(generation)
+
+    def begin_step(self, attempt: Attempt) -> None:
+        """The participants of a round are about to give."""
+        self._mean.begin_step(attempt)
+
+    def begin_pass(self, weight: float, *, last: bool, unit: int = 0) -> None:
+        """What comes now is that participant's."""
+        self._given.append(Given(unit, weight, []))
+        self._mean.begin_pass(weight, last=last, unit=unit)
 
     def gradient(self, slot: int, gradient: Tensor) -> None:
         """Add it up, and keep it."""
-        self._given[-1][1].append((slot, gradient))
+        self._given[-1].way.append((slot, gradient))
         self._mean.gradient(slot, gradient)
 
     @torch.no_grad()
@@ -103,33 +151,65 @@ class Averaging(NothingOfItsOwn):
         """All talking. Where the lattices had to be chosen anew, it is done once more."""
         agreed = self._mean.exchange(notes)
         if agreed is None:
-            for weight, given in self._given:
-                self._mean.begin_pass(weight, last=False)
-                for slot, gradient in given:
+            for given in self._given:
+                self._mean.begin_pass(given.weight, last=False, unit=given.unit)
+                for slot, gradient in given.way:
                     self._mean.gradient(slot, gradient)
             agreed = self._mean.exchange(notes)
             assert agreed is not None, "the sum was to be computed for a third time"
-        self._given = []
         return agreed
 
+    def predicts(self, probabilities: Tensor) -> None:
+        """What the participant of this pass predicts on samples that stay the same."""
+        self._given[-1] = self._given[-1]._replace(predicted=probabilities)
+
     def prepare(self, step: int, scale: float) -> None:
-        """Every rank gets what participants remember; it lies staged."""
+        """Every rank gets what participants remember, and hears how far they are apart."""
+        self._mean.prepare(step, scale)
+        self._next_spread = self._measured(scale)
+        self._given = []
         if self.kept is not None:
             self.kept.exchange(self._comm)
 
+    def _measured(self, scale: float) -> Spread:
+        """How far this round's participants are apart."""
+        agreed, mesh = self._agreed_on(), self._mesh
+        return spread(
+            self._given,
+            [mean if mean is None or scale == 1.0 else mean * scale for mean in agreed],
+            self._comm if mesh is None else mesh.everyone,
+            holders=[max(1, len(each)) for each in mesh.holders] if mesh else [1] * len(agreed),
+            replicas=self._comm.size,
+            first=self._comm.rank == 0,
+            device=self._parameters[0].device,
+        )
+
+    def _agreed_on(self) -> list[Tensor | None]:
+        """By parameter, what to take off it; the sums give that only once."""
+        if self._handed is None:
+            self._mean.hand_out()
+            self._handed = [parameter.grad for parameter in self._parameters]
+            for parameter in self._parameters:
+                parameter.grad = None
+        return self._handed
+
     def hand_out(self) -> None:
         """Give each parameter the mean, as its `.grad`."""
-        self._mean.hand_out()
+        for parameter, mean in zip(self._parameters, self._agreed_on(), strict=True):
+            parameter.grad = mean
 
     def apply(self, update: Callable[[], Result]) -> Result:
-        """Move by what was handed out."""
+        """Move by what was handed out, or by what the outer rule makes of it."""
+        self._given, self._handed, self.spread = [], None, self._next_spread
         if self.kept is not None:
             self.kept.apply()
+        if self._outer is not None:
+            self._outer.replace(self._parameters)
         return self._mean.apply(update)
 
     def abandon(self) -> None:
         """The round does not happen; what participants gave is given again."""
-        self._given = []
+        self._given, self._handed = [], None
         if self.kept is not None:
             self.kept.abandon()
         self._mean.abandon()
@@ -139,19 +219,56 @@ class Averaging(NothingOfItsOwn):
         self._mean.stop()
 
     def state(self) -> dict[str, Tensor]:
-        """How fine lattices are, where there are any, and what participants remember."""
-        kept = self.kept.state() if self.kept is not None else {}
-        return {**self._mean.state(), **{KEPT + name: tensor for name, tensor in kept.items()}}
+        """How fine lattices are, where there are any, what participants and the outer rule keep."""
+        state = self._mean.state()
+        for prefix, part in self._parts.items():
+            state |= {prefix + name: tensor for name, tensor in part.state().items()}
+        return state
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Take up what `state` gave."""
-        kept = {name.removeprefix(KEPT): t for name, t in state.items() if name.startswith(KEPT)}
-        self._mean.load_state({name: t for name, t in state.items() if not name.startswith(KEPT)})
-        if self.kept is not None:
-            self.kept.load_state(kept)
-        assert self.kept is not None or not kept, "what participants remember has no place yet"
+        rest = dict(state)
+        for prefix, part in self._parts.items():
+            names = [name for name in rest if name.startswith(prefix)]
+            part.load_state({name.removeprefix(prefix): rest.pop(name) for name in names})
+        assert not any(name.startswith((KEPT, OUTER)) for name in rest), "it has no place yet"
+        self._mean.load_state(rest)
+
+    @property
+    def _parts(self) -> dict[str, Kept | Outer]:
+        """What remembers something, by how the names of its tensors begin."""
+        parts: dict[str, Kept | Outer | None] = {KEPT: self.kept, OUTER: self._outer}
+        return {prefix: part for prefix, part in parts.items() if part is not None}
+
+    def own_state(self) -> dict[str, Tensor]:
+        """What a codec has left out here."""
+        return self._mean.own_state()
+
+    def load_own(self, state: Mapping[str, Tensor]) -> None:
+        """Take up what `own_state` gave."""
+        self._mean.load_own(state)
+
+    def load_left(
+        self,
+        tensors: Mapping[str, Tensor],
+        parameters: Sequence[Parameter],
+        holders: Sequence[tuple[int, ...]] = (),
+    ) -> None:
+        """The same, of a process that is gone."""
+        self._mean.load_left(tensors, parameters, holders)
 
     @staticmethod
     def price(parameter_bytes: int, replicas: int) -> Price:
         """What a round costs; with `determinism = "bits"` twice that where lattices are new."""
         return AllReduce.price(parameter_bytes, replicas)
+
+
+def averaging(
+    *, combine: str = "mean", bucket_mb: float = 8.0, codec: Codec | None = None
+) -> Averaging:
+    """Parameters become the mean of those of the participants, or the median.
+
+    Raises:
+        SpecError: an option is refused.
+    """
+    return Averaging(bucket_mb=bucket_mb, codec=codec, combine=combine)

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from instep.errors import SpecError
 from instep.spec import JobSpec
-from instep.sync import ROUNDS, SERVERS
+from instep.sync import LEASED, ROUNDS, SERVERS
 
 
 class Traits(Protocol):
@@ -45,9 +45,13 @@ def _batch_loss(job: JobSpec, recipe: Traits | None) -> bool:
 SETTINGS = {
     "averaging": Setting("sync.name = {job.sync.name!r}", lambda job, _: job.sync.name in ROUNDS),
     "server_sync": Setting(
-        "sync.name = {job.sync.name!r}", lambda job, _: job.sync.name in SERVERS
+        "sync.name = {job.sync.name!r}", lambda job, _: job.sync.name in SERVERS - LEASED
     ),
+    "leased": Setting("sync.name = {job.sync.name!r}", lambda job, _: job.sync.name in LEASED),
     "codec": Setting("sync.codec = {job.sync.codec!r}", lambda job, _: job.sync.codec != "none"),
+    "powersgd": Setting(
+        "sync.codec = {job.sync.codec!r}", lambda job, _: job.sync.codec == "powersgd"
+    ),
     "shard": Setting("mesh.shard = {job.mesh.shard}", lambda job, _: job.mesh.shard > 1),
     "tensor": Setting("mesh.tensor = {job.mesh.tensor}", lambda job, _: job.mesh.tensor > 1),
     "stages": Setting("mesh.stages = {job.mesh.stages}", lambda job, _: job.mesh.stages > 1),
@@ -73,10 +77,10 @@ AXES = ("shard", "tensor", "stages")
 
 _OWN_STEPS = "participants take steps of their own, and the workers never have a common gradient"
 _ON_THE_HOST = "servers and workers compute on the CPU"
+_APART = "each micro-batch is computed apart, and nobody waits for those of other workers"
 _ONE_OPTIMIZER = "its strategy agrees on the gradient of one optimizer; all_reduce agrees on each"
 
 CLASHES: dict[tuple[str, str], str] = {
-    ("averaging", "codec"): _OWN_STEPS,
     ("averaging", "batch_norm"): _OWN_STEPS,
     ("averaging", "float16"): _OWN_STEPS,
     ("averaging", "corruption"): _OWN_STEPS,
@@ -90,7 +94,18 @@ CLASHES: dict[tuple[str, str], str] = {
     ("server_sync", "corruption"): "it compares states that every worker has",
     ("server_sync", "own_loop"): "your own loop calls the optimizer, which is on the servers",
     ("server_sync", "turns"): _ONE_OPTIMIZER,
-    ("codec", "bits"): "what a codec drops depends on how many workers there are",
+    ("leased", "codec"): "servers are sent plain numbers",
+    ("leased", "bits"): "the order of updates depends on timing",
+    ("leased", "batch_norm"): _APART,
+    ("leased", "cuda"): _ON_THE_HOST,
+    ("leased", "float16"): _ON_THE_HOST,
+    ("leased", "corruption"): "it compares states that every worker has",
+    ("leased", "norm_rule"): "each micro-batch has a gradient of its own, and a step has none",
+    ("leased", "own_loop"): "your own loop calls the optimizer, which is on the server",
+    ("leased", "turns"): _ONE_OPTIMIZER,
+    ("leased", "batch_loss"): _APART,
+    ("codec", "bits"): "what a codec drops depends on how many workers there are, unless it "
+    "belongs to participants (averaging)",
     ("codec", "corruption"): "gradients are not compared to the bit",
     ("codec", "float16"): "the scale of the loss changes",
     ("codec", "turns"): "it carries over what it drops of a single gradient",
@@ -107,7 +122,9 @@ CLASHES: dict[tuple[str, str], str] = {
 } | {
     (axis, setting): why
     for setting, why in {
+        "powersgd": "its factors are of whole matrices, and a process of a replica has parts",
         "server_sync": "servers share out whole parameters, and a process of a replica has parts",
+        "leased": "the server has whole parameters, and a process of a replica has parts",
         "float16": "the scale of the loss follows from whole gradients",
         "corruption": "it compares states that every worker has",
         "own_loop": "only the model of a recipe is split",
@@ -119,10 +136,15 @@ CLASHES: dict[tuple[str, str], str] = {
 """Pairs of settings, and why they do not go together."""
 
 
+UNLESS = {("codec", "bits"): "averaging"}
+"""Pairs that do go together where a third setting is asked for."""
+
+
 def clashes(job: JobSpec, recipe: Traits | None = None) -> Iterator[tuple[str, str]]:
     """The pairs that a job asks for, and a recipe where it is known, and that clash."""
     for pair in CLASHES:
-        if all(SETTINGS[name].asked(job, recipe) for name in pair):
+        unless = pair in UNLESS and SETTINGS[UNLESS[pair]].asked(job, recipe)
+        if not unless and all(SETTINGS[name].asked(job, recipe) for name in pair):
             yield pair
 
 

@@ -21,7 +21,7 @@ from instep.sync.base import Piece
 CUT = 1 << 16
 """Elements: a multiple of `norm.BLOCK`, and of what processors add at once."""
 
-LONGEST_BYTES = 1 << 20
+LONGEST_BYTES = 1 << 19
 """Of a segment: long beside what a message costs, short beside a bucket."""
 
 _ALIGNED = 64

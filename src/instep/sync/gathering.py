@@ -76,7 +76,7 @@ class Gathering(ABC):
         self._weight, self._sending = 0.0, False
         self._agreed: list[float] = []  # of each parameter, whether a rank had a gradient
 
-    def begin_pass(self, weight: float, *, last: bool) -> None:
+    def begin_pass(self, weight: float, *, last: bool, unit: int = 0) -> None:
         """Remember the weight; on the last pass, full buckets may leave."""
         self._weight = weight
         self._sums.begin_pass()

@@ -18,10 +18,17 @@ from torch import Tensor
 
 from instep.comm.base import Comm
 from instep.comm.codecs.base import Codec
-from instep.errors import SpecError
 from instep.registry import Registry
 
-REDUCERS = Registry("reducer", {"two_phase": "instep.sync.two_phase:TwoPhase"})
+REDUCERS = Registry(
+    "reducer",
+    {
+        "dgc": "instep.sync.dgc:Dgc",
+        "gather": "instep.sync.gather:Gather",
+        "powersgd": "instep.sync.powersgd:PowerSgd",
+        "two_phase": "instep.sync.two_phase:TwoPhase",
+    },
+)
 
 
 class Place(NamedTuple):
@@ -145,18 +152,9 @@ class Reducer(Protocol):
 
 
 def reducer_of(codec: Codec) -> type[Reducer]:
-    """The reducer for a codec: the one that its attribute `reducer` names, or else by its flags.
-
-    Raises:
-        SpecError: none can sum what it encodes.
-    """
+    """The reducer for a codec: the one that its attribute `reducer` names, or else by its flags."""
     name = getattr(codec, "reducer", None)
-    if name is None and codec.segmentable and codec.fixed_size:
-        name = "two_phase"
     if name is None:
-        raise SpecError(
-            "sync.codec: an exchange in two phases needs a codec that is segmentable and of "
-            "fixed size. Use int8."
-        )
+        name = "two_phase" if codec.segmentable and codec.fixed_size else "gather"
     found: type[Reducer] = REDUCERS[name]
     return found

@@ -16,6 +16,9 @@ A server's optimizer state is its own alone. It lies in ordinary memory, moves t
 known whether the step happens, and is copied with the parameters of the part into a slot of memory
 that outlives the process. A step that does not happen is undone by the other slot.
 
+With `copy` the next server keeps a copy of a server's part: it is sent the summed gradients, and
+takes the same steps. Who lacks a part when a generation begins gets it from the other that has it.
+
 It knows nothing of how an optimizer works (`base.Mover`), nor of votes.
 """
 
@@ -30,6 +33,7 @@ from torch.nn import Parameter
 
 from instep.comm.base import Comm, Work
 from instep.comm.buckets import Bucket, laid_out_like, lay_out
+from instep.comm.named import receive_named, send_named
 from instep.errors import RecipeError, SpecError, WorkerError
 from instep.records import BEGINNING, Attempt, Law
 from instep.sync import norm
@@ -39,8 +43,9 @@ from instep.sync.cuts import Packed, Part, Segment, cut
 from instep.sync.gathering import Gathering
 from instep.sync.sums import Exact, Plain
 
-_PARAMETERS = "parameters"
-"""In memory that outlives a server: the part that it has moved, [bytes]."""
+_PARAMETERS = "parameters/"
+"""In memory that outlives a server, before the number of a server: the part that it has moved,
+[bytes]."""
 
 
 class _Shared(NamedTuple):
@@ -50,7 +55,7 @@ class _Shared(NamedTuple):
     """Of each server."""
     new: dict[int, Packed]
     """By server, its part, moved towards the next commit. A worker has all; a server has its own,
-    which is what its optimizer moves."""
+    and that of which it keeps a copy: what its optimizer moves."""
 
 
 class ServerSync(Gathering):
@@ -60,13 +65,17 @@ class ServerSync(Gathering):
         bucket_mb: megabytes at which a bucket is full and starts on its way.
         overlap: send during the backward pass, and have servers move what is there; off, all is
             sent after the pass, and moved when all is there.
+        copy: have the next server keep a copy of each server's part and state.
 
     Raises:
         SpecError: an option is refused.
     """
 
-    def __init__(self, *, bucket_mb: float = 8.0, overlap: bool = True) -> None:
+    def __init__(self, *, bucket_mb: float = 8.0, overlap: bool = True, copy: bool = False) -> None:
         super().__init__(bucket_mb=bucket_mb, overlap=overlap)
+        if not isinstance(copy, bool):
+            raise SpecError(f"sync.options.copy = {copy!r}: needs to be true or false.")
+        self._copy = copy
         self.laws = {"optimizer": Law.MOVE}
         self._shared: _Shared | None = None
         self._left: dict[str, Tensor] | None = None  # of the process before, until `start`
@@ -78,6 +87,7 @@ class ServerSync(Gathering):
         self._under_way: list[Work] = []  # new parameters
         self._memory: Memory | None = None
         self._attempt = BEGINNING
+        self._sizes: list[int] | None = None
         self._mover: Mover
         self.whole = True
         """Whether this rank has all parameters of the last commit; a server has those of its part,
@@ -119,6 +129,11 @@ class ServerSync(Gathering):
         self._servers, self._mover, self._memory = list(servers.ranks), servers.mover, memory
         self._workers = [rank for rank in range(comm.size) if rank not in self._servers]
         self._mine = self._servers.index(comm.rank) if comm.rank in self._servers else -1
+        if self._copy and len(self._servers) < 2:
+            raise SpecError(
+                "sync.options.copy = true: another server keeps the copy, so there must be two. "
+                "Set sync.servers = 2 or more, or leave it out."
+            )
         if self._shared is None:
             self._share_out()
         assert self._shared is not None
@@ -126,9 +141,9 @@ class ServerSync(Gathering):
         for server, part in enumerate(self._shared.parts):
             for segment in part.segments:
                 self._segments[segment.bucket].append((server, segment))
-        if self._mine >= 0:
-            self._shared.new[self._mine].load()
-            self._hold(at)
+        for packed in self._shared.new.values() if self._mine >= 0 else ():
+            packed.load()
+        self._hold(at)
         comm.all_reduce(torch.zeros(1)).wait()  # after it, each knows that all servers hold
         self._moved = self._early = False
         self._under_way = []
@@ -143,36 +158,69 @@ class ServerSync(Gathering):
         new = {
             server: Packed(part.pieces, self._parameters)
             for server, part in enumerate(every)
-            if self._mine in (server, -1)
+            if self._mine < 0 or server in self._kept
         }
         self._shared = _Shared(every, new)
-        own = new[self._mine].views if self._mine >= 0 else {}
-        mover.hold({piece: Parameter(view) for piece, view in own.items()})
+        held = [packed.views.items() for packed in new.values()] if self._mine >= 0 else []
+        mover.hold({piece: Parameter(view) for views in held for piece, view in views})
         if self._left is not None and self._mine >= 0:
             assert self._memory is not None
             mover.load_states(_of_optimizer(self._left))
             self._held = Attempt(*self._memory.stamps()[0])
         self._left = None
 
+    @property
+    def _kept(self) -> list[int]:
+        """The servers whose parts this server has: itself, and the one of which it has a copy."""
+        count = len(self._servers)
+        return [self._mine, (self._mine - 1) % count] if self._copy else [self._mine]
+
     def _hold(self, at: Attempt) -> None:
-        """Have memory hold the state of the last commit, which is what the optimizer has now.
+        """Have memory hold the state of the last commit, which is what the optimizer has then.
 
         Raises:
             WorkerError: it was lost with the process before.
         """
-        assert self._memory is not None, "a server needs memory that outlives it"
         held = self._held
-        if (held is None and at.number and not self._begins) or (held and held[:2] != at[:2]):
+        lacks = (held is None and at.number and not self._begins) or (held and held[:2] != at[:2])
+        if self._copy:
+            self._take_copies(bool(self._mine >= 0 and lacks))
+        elif self._mine >= 0 and lacks:
             raise _lost(self._mine, len(self._servers))
-        if held is None:
+        if self._mine >= 0 and (held is None or lacks):
             self._stage(at)
             self._held = at
+
+    def _take_copies(self, lacks: bool) -> None:
+        """Give servers that lack their state, and that of their copy, what others have of it."""
+        assert self._shared is not None
+        lacking = torch.zeros(len(self._servers))
+        lacking[self._mine] += float(lacks)
+        self._comm.all_reduce(lacking).wait()
+        taken, count = dict[str, Tensor](), len(self._servers)
+        for server, part in enumerate(self._shared.parts):
+            keeps = [server, (server + 1) % count]
+            having = [one for one in keeps if not lacking[one]]
+            for one in keeps:
+                if not lacking[one] or self._mine < 0:
+                    continue
+                if self._mine == one:
+                    if not having:
+                        raise _lost(server, count)
+                    taken |= receive_named(self._comm, self._servers[having[0]])
+                elif having and self._mine == having[0]:
+                    own = _of_part(part, self._mover.states())
+                    send_named(self._comm, own, self._servers[one])
+        if lacks:
+            self._mover.load_states(taken)
 
     def _stage(self, attempt: Attempt) -> None:
         """Copy the optimizer's state, and what it has moved, into the slot of a commit."""
         assert self._memory is not None
         assert self._shared is not None
-        states = self._mover.states() | {_PARAMETERS: self._shared.new[self._mine].flat}
+        states = self._mover.states()
+        for server in self._kept:
+            states[f"{_PARAMETERS}{server}"] = self._shared.new[server].flat
         layout = {name: (tuple(state.shape), state.dtype) for name, state in states.items()}
         if layout != self._layout:  # an optimizer makes its state in its first steps
             self._memory.lay_out(layout)
@@ -228,16 +276,44 @@ class ServerSync(Gathering):
         """Servers add up what the workers send, and move what is complete, if they may."""
         if self._mine >= 0:
             assert self._shared is not None
-            segments = self._shared.parts[self._mine].segments
-            places = [self._buckets[s.bucket].flat[s.start : s.stop] for s in segments]
-            arrived = summed(self._comm, self._workers, places)
-            for segment, _ in zip(segments, arrived, strict=True):
+            places = self._places(self._mine)
+            arrived = summed(self._comm, self._workers, list(places.values()))
+            for (segment, place), _ in zip(places.items(), arrived, strict=True):
+                if self._copy:
+                    self._under_way.append(self._comm.send(place, self._next))
                 if self._early:
-                    guess = self._guess
-                    self._move([segment], self._gradients([segment], guess.there, guess.scale))
+                    self._move_early(segment)
                     self._give([segment])
+            if self._copy:
+                self._follow()
         super()._finish()
         self._await_new()
+
+    def _places(self, server: int) -> dict[Segment, Tensor]:
+        """Where the sums of a server's part lie."""
+        assert self._shared is not None
+        return {
+            segment: self._buckets[segment.bucket].flat[segment.start : segment.stop]
+            for segment in self._shared.parts[server].segments
+        }
+
+    @property
+    def _next(self) -> int:
+        """The rank that keeps a copy of this server's part."""
+        return self._servers[(self._mine + 1) % len(self._servers)]
+
+    def _follow(self) -> None:
+        """Get the sums of the part of which this server keeps a copy."""
+        places, source = self._places(self._kept[1]), self._servers[self._kept[1]]
+        coming = [self._comm.receive(place, source) for place in places.values()]
+        for segment, message in zip(places, coming, strict=True):
+            message.wait()
+            if self._early:
+                self._move_early(segment)
+
+    def _move_early(self, segment: Segment) -> None:
+        gradients = self._gradients([segment], self._guess.there, self._guess.scale)
+        self._move([segment], gradients)
 
     def _await_new(self) -> None:
         works, self._under_way = self._under_way, []
@@ -266,25 +342,25 @@ class ServerSync(Gathering):
         if self._early and not right:
             self._undo()
             self._sums.take_back()
-        if self._early and right:
-            self._tell_all({})
-        elif self._mine >= 0:
+        if self._mine >= 0 and not (self._early and right):
             segments = shared.parts[self._mine].segments
-            gradients = self._gradients(segments, there, scale)
-            factor = self._tell_all(gradients)
+            kept = [segment for server in self._kept for segment in shared.parts[server].segments]
+            gradients = self._gradients(kept, there, scale)
+            factor = self._limit({p: gradients[p] for p in _pieces(segments) if p in gradients})
             if factor != 1.0:
                 for gradient in gradients.values():
                     gradient.mul_(factor)
-            self._move(segments, gradients)
+            self._move(kept, gradients)
             self._give(segments)
-        else:
+        elif not (self._early and right):
             for server, part in enumerate(shared.parts):
                 for segment in part.segments:
                     self._pull(server, segment)
-            self._tell_all({})
+            self._limit({})
         if self._mine >= 0:
             self._stage(self._attempt)
         self._await_new()
+        self._tell_sizes()
 
     def _gradients(
         self, segments: Sequence[Segment], there: Sequence[bool], scale: float
@@ -321,32 +397,35 @@ class ServerSync(Gathering):
             self._comm.send(own.of(segment), rank) for segment in segments for rank in self._workers
         ]
 
-    def _tell_all(self, gradients: Mapping[Piece, Tensor]) -> float:
-        """Sum the norm over the servers, and tell all what the sums were like.
-
-        Returns:
-            What the gradients are multiplied by, so that their norm is within its limit.
-        """
+    def _limit(self, gradients: Mapping[Piece, Tensor]) -> float:
+        """What gradients are multiplied by, so that the norm of all is within its limit; all ranks
+        call it, servers with those of their parts."""
         firsts, blocks = [], 0
         for parameter in self._parameters if self._mover.clips else ():
             firsts.append(blocks)
             blocks += norm.blocks(parameter.numel())
-        seen = self._sums.sizes()  # of each parameter; or nothing
-        told = torch.zeros(blocks + len(self._servers) * len(seen), dtype=torch.float64)
-        for piece, gradient in gradients.items() if blocks else ():
+        if not blocks:
+            return 1.0
+        squares = torch.zeros(blocks, dtype=torch.float64)
+        for piece, gradient in gradients.items():
             first = firsts[piece.slot] + piece.start // norm.BLOCK
             own = norm.squares([gradient])
-            told[first : first + len(own)] = own
+            squares[first : first + len(own)] = own
+        self._comm.all_reduce(squares).wait()
+        return self._mover.limit(squares)
+
+    def _tell_sizes(self) -> None:
+        """Tell all what the sums were like; it returns once every server has staged its part.
+
+        Else a server could be gone that had not, when all others have voted: for them the
+        step happens, if none of them can know.
+        """
+        seen = self._sums.sizes()  # of each parameter; or nothing
+        told = torch.zeros(len(self._servers), max(1, len(seen)), dtype=torch.float64)
         if self._mine >= 0 and seen:
-            at = blocks + self._mine * len(seen)
-            told[at : at + len(seen)] = torch.tensor(seen, dtype=torch.float64)
-        if len(told):
-            self._comm.all_reduce(told).wait()
-        self._sizes: list[int] | None = None
-        if seen:
-            table = told[blocks:].view(len(self._servers), len(seen))
-            self._sizes = [int(size) for size in table.amax(0).tolist()]
-        return self._mover.limit(told[:blocks]) if blocks else 1.0
+            told[self._mine] = torch.tensor(seen, dtype=torch.float64)
+        self._comm.all_reduce(told).wait()
+        self._sizes = [int(size) for size in told.amax(0).tolist()] if seen else None
 
     def hand_out(self) -> None:
         """Gradients are with the servers, and have moved what they are for."""
@@ -359,7 +438,8 @@ class ServerSync(Gathering):
         result = update()
         self._sums.end_step(self._sizes)
         if self._mine >= 0:
-            self._held, self.whole = self._attempt, len(self._servers) == 1
+            self._held = self._attempt
+            self.whole = len(self._kept) == len(self._servers)
         self._moved = False
         self._forget()
         return result
@@ -381,7 +461,8 @@ class ServerSync(Gathering):
             before = self._memory.at(*self._held)
             assert before is not None, "the slot of the last commit is kept"
             self._mover.load_states(_of_optimizer(before))
-            self._shared.new[self._mine].load()
+            for packed in self._shared.new.values():
+                packed.load()
             self._memory.forget(*self._attempt)
             self._moved = False
 
@@ -392,7 +473,10 @@ class ServerSync(Gathering):
 
     def own_state(self) -> dict[str, Tensor]:
         """The optimizer's state for this server's part."""
-        return {f"optimizer/{name}": state for name, state in self._mover.states().items()}
+        if self._shared is None or self._mine < 0:
+            return {}
+        states = _of_part(self._shared.parts[self._mine], self._mover.states())
+        return {f"optimizer/{name}": state for name, state in states.items()}
 
     def load_own(self, state: Mapping[str, Tensor]) -> None:
         """Begin from what the optimizer itself has."""
@@ -419,19 +503,29 @@ class ServerSync(Gathering):
             wanted = torch.tensor([1, *self._held])
         comm.broadcast(wanted, root)
         lacks, *commit = wanted.tolist()
-        for server, rank in enumerate(servers) if lacks else ():
-            if comm.rank == root != rank:
+        if not lacks:
+            return
+        left = memory.at(*commit) if memory is not None and comm.rank in servers else None
+        has = torch.zeros(len(servers), len(servers))  # which has whose part
+        for server in range(len(servers)) if left else ():
+            has[servers.index(comm.rank), server] = float(f"{_PARAMETERS}{server}" in (left or {}))
+        comm.all_reduce(has).wait()
+        for server in range(len(servers)):
+            givers = [rank for rank, row in zip(servers, has, strict=True) if row[server]]
+            if not givers:
+                raise _lost(server, len(servers))
+            if root in givers:
+                continue
+            if comm.rank == root:
                 assert self._shared is not None
                 packed = Packed(self._shared.parts[server].pieces, self._parameters)
                 if len(packed.flat):
-                    comm.receive(packed.flat, rank).wait()
+                    comm.receive(packed.flat, givers[0]).wait()
                     packed.store()
-            elif comm.rank == rank != root:
-                left = memory.at(*commit) if memory is not None else None
-                if left is None:
-                    raise _lost(server, len(servers))
-                if len(left[_PARAMETERS]):
-                    comm.send(left[_PARAMETERS], root).wait()
+            elif comm.rank == givers[0] and left is not None:
+                own = left[f"{_PARAMETERS}{server}"]
+                if len(own):
+                    comm.send(own, root).wait()
         self.whole = self.whole or comm.rank == root
 
     @staticmethod
@@ -492,7 +586,14 @@ def _pieces(segments: Sequence[Segment]) -> list[Piece]:
 
 
 def _of_optimizer(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in kept.items() if name != _PARAMETERS}
+    return {name: tensor for name, tensor in kept.items() if not name.startswith(_PARAMETERS)}
+
+
+def _of_part(part: Part, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of what an optimizer keeps, that for the pieces of a part."""
+    pieces = {(str(slot), f"{start}:{stop}") for slot, start, stop in part.pieces}
+    every = ((name, name.split("/"), state) for name, state in states.items())
+    return {name: state for name, (slot, *_, at), state in every if (slot, at) in pieces}
 
 
 def _lost(server: int, servers: int) -> WorkerError:

@@ -85,7 +85,8 @@ class LocalOptimizers:
         except (CheckpointError, KeyError) as error:
             raise RecipeError(
                 f"the optimizer {type(self._optimizer).__name__} has a state that other processes "
-                f"cannot be given, as sync.local_optimizers = 'kept' needs: {error} Use 'reset'."
+                f"cannot be given, as sync.options.local_optimizers = 'kept' needs: {error} Use "
+                "'reset'."
             ) from error
         on_cpu = [name for name, tensor in tensors.items() if tensor.device.type == "cpu"]
         text = json.dumps({"state": packed, "on_cpu": on_cpu, "split": split})

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.comm.base import Comm
-from instep.comm.messages import NOT_FINITE, ON_REQUEST
+from instep.comm.messages import NOT_FINITE, ON_REQUEST, SPREAD, Form
 from instep.data.loader import Loader, Read, Skipped, Slice
 from instep.data.order import Position, position, steps_in_epoch
 from instep.data.samples import last_read
@@ -30,13 +30,16 @@ from instep.data.samples.contents import Record
 from instep.errors import CheckpointError, PeerError
 from instep.state.retention import Best
 from instep.state.save import Shard
+from instep.sync.averaging import Averaging
 from instep.sync.base import strategy_of
+from instep.sync.spread import Spread
 from instep.worker.member import Member
 from instep.worker.saving import Saver, lend_model, write_shards
 from instep.worker.step.alike import check_lengths
 from instep.worker.step.assignment import NOTHING_FINISHED, Finished, Lockstep
 from instep.worker.step.committed import Commit, CommittedState
 from instep.worker.step.engine import Agreement, Engine, Weighed, make_comms
+from instep.worker.step.momentum import move_momentum
 from instep.worker.step.observers import Observer
 from instep.worker.step.passes import Share
 from instep.worker.step.skipping import SkipReporter
@@ -116,7 +119,10 @@ class Loop(ABC):
         self.device = parameters[0].device
         self.phase, self.step = "building", 0
         self._model, self._update, self._loader = model, update, loader
-        turns = turns or [TurnState("", parameters, update, strategy_of(self.job.sync))]
+        if not turns:
+            strategy = strategy_of(self.job.sync)
+            move_momentum(update.optimizer, strategy, self.job.sync.codec)
+            turns = [TurnState("", parameters, update, strategy)]
         self.engine = Engine(
             member, model, parameters, turns, ends=self._ends, more=more, split=split
         )
@@ -267,6 +273,16 @@ class Loop(ABC):
         self.step = self.state.progress.step
         self.member.broken(error, holds=self.state.held)
 
+    @property
+    def _group(self) -> Form:
+        """The members with which this one takes steps."""
+        assert self.member.form is not None, "no generation yet"
+        return self.member.form
+
+    def _make_comms(self) -> tuple[Comm, Comm]:
+        """As `engine.make_comms`."""
+        return make_comms(self.member, self.device, self.member.address)
+
     def _form(self) -> None:
         """Form the group, agree on the last commit, and get ready for the next step.
 
@@ -274,7 +290,7 @@ class Loop(ABC):
             PeerError: a member was lost meanwhile.
         """
         member, engine = self.member, self.engine
-        self._comms = make_comms(member, self.device, member.address)
+        self._comms = self._make_comms()
         comm, column = self._comms
         try:
             if member.superseded:  # the message came before there was anything to interrupt
@@ -282,12 +298,11 @@ class Loop(ABC):
             check_lengths(comm, self.device, **self._lengths())
             given = engine.begin(comm, column)
             self._before_steps(comm)
-            assert member.form is not None, "no generation yet"
             engine.start(
                 comm,
                 column,
                 Lockstep(
-                    member.form,
+                    self._group,
                     self.job.per_commit,
                     self.samples,
                     by_speed=self._by_speed,
@@ -313,7 +328,7 @@ class Loop(ABC):
         elif comm.rank == 0 and self._saver is None:
             self._saver = Saver(member, self._model, self._best())
             engine.saves = self._saver.late
-        anew = member.form.checkpoint is not None
+        anew = self._group.checkpoint is not None
         for observer in self.observers.values():
             observer.formed(anew=anew)
 
@@ -417,6 +432,7 @@ class Loop(ABC):
         self._regroups = agreed.regroups
         self.phase = "update"
         done = self._commit()
+        self._report_spread(done)
         if not (math.isfinite(done.loss) or self.stopping.spec.non_finite):
             self._warn_of_loss(done.loss)
         return done
@@ -445,7 +461,11 @@ class Loop(ABC):
     def _ends(self, step: int, agreed: Agreement, norm: float | None) -> bool:
         """Whether this session ends with a step, although no stop was asked for."""
         diverged = bool(self.stopping.not_finite(agreed.loss, norm))
-        return diverged or step in (self.last_step, self.job.train.stop_after_steps)
+        return (
+            diverged
+            or bool(self.stopping.too_far_apart(self._spread))
+            or step in (self.last_step, self.job.train.stop_after_steps)
+        )
 
     # ---- what follows a commit
 
@@ -462,6 +482,9 @@ class Loop(ABC):
         self._save(done, where, metrics)
         if done.ends:
             self._set_rule(done.told, self.stopping.not_finite(done.loss, done.norm))
+            if not done.told and (why := self.stopping.too_far_apart(self._spread)):
+                self.rule = SPREAD
+                self.stopping.report(why, self.step, SPREAD)
         self.state.settled = done.step
         per_epoch = steps_in_epoch(self.samples, self.job.per_commit.global_batch)
         ends_epoch = done.step % per_epoch == 0
@@ -495,6 +518,17 @@ class Loop(ABC):
                 shards=shards,
                 since=since,
             )
+
+    @property
+    def _spread(self) -> Spread | None:
+        """How far the participants of the last round were apart; None without rounds."""
+        strategy = self.engine.strategy
+        return strategy.spread if isinstance(strategy, Averaging) else None
+
+    def _report_spread(self, done: Commit) -> None:
+        if (spread := self._spread) is not None and self.engine.comm.rank == 0:
+            figures = {k: v for k, v in spread._asdict().items() if v is None or math.isfinite(v)}
+            self.member.emit("participants_apart", step=done.step, **figures)
 
     def _report_epoch(self, where: Position) -> None:
         if where.stop == self.samples and self.engine.comm.rank == 0:

@@ -104,8 +104,11 @@ class Member:
         self, endpoint: Endpoint, number: int, phases: Mapping[str, float] | None = None
     ) -> None:
         self.number = number
-        self.address = address_towards(endpoint.address.host)
+        self.address = self.outside = address_towards(endpoint.address.host)
         """The local address on which groups listen."""
+        self.credentials = endpoint.credentials
+        """What this process shows on connections of its own, to `outside`; None where these are not
+        encrypted."""
         hello = Hello(
             token=endpoint.token,
             role="worker",

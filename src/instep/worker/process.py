@@ -22,10 +22,13 @@ from instep.data.reading.choose import cores
 from instep.data.reading.process import own_file_offsets
 from instep.errors import PeerError, RecipeError, WorkerError
 from instep.recipe.build import call, load_function
+from instep.sync import LEASED
 from instep.system import causes
 from instep.system.kernels import per_machine, set_kernels, set_threads, share
 from instep.system.output import drop_unwritable_output
 from instep.system.stacks import write_stack_on_signal
+from instep.worker.leased.serving import Serving
+from instep.worker.leased.working import Working
 from instep.worker.member import Member, Released, ReplicaBroken
 from instep.worker.predict import Predictor
 from instep.worker.training import Training, check_encrypted, choose_device
@@ -123,7 +126,10 @@ def prepare(member: Member, local_rank: int) -> Training:
     recipe = call(load_function(job.recipe), job.arguments, job.seed)
     lap("recipe")
     member.phase = "building"
-    training = Training(member, recipe, device)
+    made: type[Training] = Training
+    if job.sync.name in LEASED:
+        made = Serving if member.role == "server" else Working
+    training = made(member, recipe, device)
     training.sized = lambda size: set_threads(job.train, share(cores(), size, hosts))
     lap("build")
     return training

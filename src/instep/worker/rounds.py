@@ -38,6 +38,9 @@ from instep.worker.step.engine import Engine, Weighed
 from instep.worker.step.passes import OF_PASS, Pass, Share
 from instep.worker.step.update import OF_UPDATE, Update, options_of
 
+OF_SAMPLING = 7
+"""What a key is drawn for: which participants are in a round."""
+
 
 class RoundUpdate(Update):
     """Moves parameters in local steps, and at the end of a round by the mean of all of them.
@@ -56,6 +59,12 @@ class RoundUpdate(Update):
         """What this rank has of the parameters."""
         self.local: LocalOptimizers | None = None
         """The optimizer states of participants; None where they are not kept."""
+        self.begin: list[Tensor] = []
+        """The parameters of the round's beginning, while a participant takes its steps."""
+        self.probe: Callable[[], Tensor | None] = lambda: None
+        """What the model predicts where all participants do; None for nothing."""
+        self.mu = 0.0
+        """How strongly participants are drawn back to these."""
 
     @torch.no_grad()
     def apply(self, step: int) -> float | None:
@@ -69,6 +78,18 @@ class RoundUpdate(Update):
         for _ in range(self._local_steps):
             self.advance()
         return None
+
+    @torch.no_grad()
+    def pull(self) -> bool:
+        """Add the gradient of the proximal term to those that there are; whether there is one."""
+        for slot, begin in zip(self.slots, self.begin, strict=True) if self.mu else ():
+            grad, apart = slot.grad, slot - begin
+            if grad is not None and grad.is_sparse:  # of the rows that it has
+                grad = grad.coalesce()
+                slot.grad = grad + self.mu * apart.sparse_mask(grad)
+            elif grad is not None:
+                grad.add_(apart, alpha=self.mu)
+        return bool(self.mu)
 
     def take_step(self, *number: int) -> None:
         """A local step, by the `.grad` of this participant alone; `number` is what is keyed by.
@@ -85,8 +106,8 @@ class RoundUpdate(Update):
         if before and before != [options_of(group) for group in groups]:
             raise RecipeError(
                 f"the optimizer {type(self.optimizer).__name__} changes values of its param_groups "
-                "in its step. They belong to all participants, so sync.local_optimizers = 'kept' "
-                "cannot keep them for one. Use 'reset', or another optimizer."
+                "in its step. They belong to all participants, so sync.options.local_optimizers = "
+                "'kept' cannot keep them for one. Use 'reset', or another optimizer."
             )
         self.advance()
 
@@ -108,6 +129,8 @@ class Way(NamedTuple):
     """A participant that is computed: all that the round needs of it."""
 
     part: Pass
+    participant: int
+    """Its number, among all of the job."""
     total: float
     """Of its losses, as far as this rank computed them."""
     weight: float
@@ -120,6 +143,8 @@ class Way(NamedTuple):
     """How far its parameters came, backwards."""
     buffers: dict[int, Tensor]
     """That it moved, as `Buffers` numbers them."""
+    predicted: Tensor | None
+    """What it predicts where all do, if they do."""
     optimizer: dict[str, Tensor]
     """Its optimizer's state, as `LocalOptimizers` packs it; empty where it is not kept."""
 
@@ -133,14 +158,15 @@ class Participant:
     Args:
         update: has them.
         part: what the participant computes.
+        number: the participant's, among all of the job.
     """
 
-    def __init__(self, update: RoundUpdate, part: Pass) -> None:
-        self._update, self.part = update, part
+    def __init__(self, update: RoundUpdate, part: Pass, number: int) -> None:
+        self._update, self.part, self.number = update, part, number
         self.total = self.weight = self.whole = self.size = 0.0
         self.skipped: list[Skipped] = []
         optimizer, scheduler = update.optimizer, update.scheduler
-        self.begin = [slot.detach().clone() for slot in update.slots]
+        self.begin = update.begin = [slot.detach().clone() for slot in update.slots]
         self._groups = [
             {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
             for group in optimizer.param_groups
@@ -152,7 +178,7 @@ class Participant:
             dict, {of: copy.deepcopy(kept) for of, kept in self._state.items()}
         )
         if update.local is not None:
-            update.local.resume(part.number)
+            update.local.resume(number)
 
     def way(self, buffers: Buffers) -> Way:
         """How far it has come, before what it moved is put back.
@@ -166,7 +192,10 @@ class Participant:
         ]
         optimizer = local.pack() if local is not None else {}
         counted = self.total, self.weight, self.whole, self.size, self.skipped
-        return Way(self.part, *counted, moved, buffers.moved_by_pass(), optimizer)
+        predicted = self._update.probe()
+        return Way(
+            self.part, self.number, *counted, moved, buffers.moved_by_pass(), predicted, optimizer
+        )
 
     def put_back(self) -> None:
         """All but the buffers is as at the round's beginning; a second call does nothing."""
@@ -177,6 +206,7 @@ class Participant:
             for slot, value in zip(self._update.slots, self.begin, strict=True):
                 slot.copy_(value)
         self._update.drop_gradients()
+        self._update.begin = []
         optimizer.state = self._state
         for group, kept in zip(optimizer.param_groups, self._groups, strict=True):
             group.update(kept)
@@ -199,10 +229,19 @@ def local_steps_of(part: Pass, local_steps: int) -> Iterator[tuple[int, Slice]]:
             yield number, Slice(epoch, low, high)
 
 
-def keep_optimizers(engine: Engine, update: RoundUpdate, job: JobSpec) -> None:
-    """Have participants resume the optimizer states of their last rounds, if the job wants."""
-    if job.sync.local_optimizers == "kept":
-        assert isinstance(engine.strategy, Averaging), "participants are averaged"
+def participants_of(job: JobSpec, step: int) -> list[int]:
+    """Which participants are in a round, in their order."""
+    every, count = range(job.sync.participants), job.sync.taking_part
+    drawn = sorted(every, key=lambda number: key(job.seed, OF_SAMPLING, step, number))[:count]
+    return sorted(drawn) if count < len(every) else list(every)
+
+
+def equip(engine: Engine, update: RoundUpdate, job: JobSpec) -> None:
+    """Have participants do what the strategy wants of them: be drawn back to the round's
+    beginning, and resume the optimizer states of their last rounds."""
+    assert isinstance(engine.strategy, Averaging), "participants are averaged"
+    update.mu = engine.strategy.pull
+    if job.keeps_optimizers:
         engine.strategy.kept = update.local = LocalOptimizers(update.optimizer)
 
 
@@ -214,13 +253,15 @@ def give(engine: Engine, update: RoundUpdate, way: Way) -> dict[int, Weighed]:
     """
     part, whole = way.part, engine.where.stop - engine.where.first
     if update.local is not None and not part.repeats:
-        update.local.computed(part.number, way.optimizer)
+        update.local.computed(way.participant, way.optimizer)
     if part.repeats or not way.whole:
         engine.skip_pass(part)
         return {}
-    engine.begin_pass(part, way.whole / whole, last=False)
+    engine.begin_pass(part, way.whole / whole, last=False, unit=way.participant)
     for slot, moved in enumerate(way.moved):
         engine.gradient(slot, moved)
+    if way.predicted is not None and isinstance(engine.strategy, Averaging):
+        engine.strategy.predicts(way.predicted)
     engine.end_pass(part, way.size / whole)
     return {part.number: Weighed(way.total, way.weight)}
 
@@ -248,16 +289,19 @@ class Rounds:
     ) -> None:
         self._engine, self._forward, self._update = engine, forward, update
         self._shared, update.slots = shared, engine.slots
-        self._seed, self._local_steps = job.seed, job.sync.local_steps
+        self._job, self._seed, self._local_steps = job, job.seed, job.local_steps
         self._left, self._is_at = left, at
         self._participants, self._ranks = job.per_commit.micro_batches, job.mesh.ranks
         self._at = (0, 0)  # course and number of a round
+        self._numbers: list[int] = []  # of the participants in it
         self._ways: dict[int, Way] = {}  # of its participants, by number
         self._there: frozenset[Slice] = frozenset()
         """The samples of those that this generation need not compute: of its first round. They
         stay until it is over, as what is read may be asked for when that round is."""
         engine.take = self._keep
-        keep_optimizers(engine, update, job)
+        equip(engine, update, job)
+        if shared is not None:
+            shared.pull = update.pull
 
     def _keep(self, slot: int, gradient: Tensor) -> None:
         """A gradient stays where the backward pass left it, for the local step."""
@@ -284,6 +328,7 @@ class Rounds:
         """What was computed for another round is of no use."""
         if self._at != (course, step):
             self._at, self._ways = (course, step), {}
+            self._numbers = participants_of(self._job, step)
 
     def slices(self, share: Share) -> Iterator[Slice]:
         """The samples of each local step of each participant that is to be computed, in order."""
@@ -328,7 +373,7 @@ class Rounds:
 
     def _way(self, part: Pass, loads: Iterator[Read], step: int) -> Way:
         """Compute a participant; what it did to buffers is left for the engine to see."""
-        with Participant(self._update, part) as participant:
+        with Participant(self._update, part, self._numbers[part.number]) as participant:
             cuts = dict(local_steps_of(part, self._local_steps))
             for number in range(self._local_steps):
                 counts = False
@@ -347,7 +392,7 @@ class Rounds:
     ) -> bool:
         """The same as `_local_step`, together with the other ranks of this replica."""
         assert self._shared is not None, "a mesh"
-        place = step, participant.part.number, number
+        place = step, participant.number, number
         self._is_at("forward")
         self._update.drop_gradients()
         given = self._shared.run(cut, loads, key(self._seed, OF_PASS, *place), left=self._left())
@@ -375,7 +420,7 @@ class Rounds:
         if not read.size:
             return False
         self._is_at("forward")
-        place = step, participant.part.number, number
+        place = step, participant.number, number
         set_generators(key(self._seed, OF_PASS, *place))
         taken = engine.taken
         found = self._forward.loss(read.batch, read.size)
@@ -389,6 +434,7 @@ class Rounds:
         since = clock.lap(since, "forward")
         self._is_at("backward")
         found.loss.backward()
+        self._update.pull()
         self._update.take_step(*place)
         clock.lap(since, "backward")
         return True
@@ -402,18 +448,22 @@ def check_length(job: JobSpec, samples: int) -> None:
     """
     batch = job.train.global_batch
     most = -(-samples // batch)
-    if job.sync.local_steps > most:
+    if job.local_steps > most:
         raise SpecError(
-            f"sync.local_steps = {job.sync.local_steps}: the {samples} samples of an epoch are "
+            f"sync.options.local_steps = {job.local_steps}: the {samples} samples of an epoch are "
             f"{most} local steps of train.global_batch = {batch}, and a round does not go beyond "
-            f"its epoch. Set sync.local_steps to at most {most}."
+            f"its epoch. Set sync.options.local_steps to at most {most}."
         )
 
 
 def verdict(job: JobSpec) -> str:
     """Whether a run gives the result of one machine, where participants take steps of their own."""
+    sync = job.sync
+    some = f"{sync.taking_part} of " if sync.taking_part < sync.participants else ""
+    pulled = ", each drawn back to the round's beginning" if sync.name == "fedprox" else ""
+    outer = ", and an optimizer takes a step of that" if sync.name in ("fedopt", "diloco") else ""
     return (
-        f"no: sync.name = {job.sync.name!r} averages {job.sync.participants} participants "
-        f"after {job.sync.local_steps} local steps of each. With sync.name = 'all_reduce' the "
+        f"no: sync.name = {sync.name!r} averages {some}{sync.participants} participants after "
+        f"{job.local_steps} local steps of each{pulled}{outer}. With sync.name = 'all_reduce' the "
         "run takes the steps of one machine"
     )

@@ -154,7 +154,7 @@ class Saver:
         snapshot.facts.update(
             epoch=where.epoch,
             next_position=where.stop,
-            ledger_bytes=engine.ledger_bytes,
+            ledger_bytes=engine.ledger.size_bytes,
             job=self._job,
             run=self._id,
         )

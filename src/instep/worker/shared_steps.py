@@ -8,7 +8,7 @@ known here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -75,6 +75,8 @@ class SharedSteps:
         self._engine, self._update, self._replica = engine, update, replica
         self._shard = job.mesh.shard
         self._place = job.mesh.coordinate(replica.comm.rank).shard
+        self.pull: Callable[[], bool] = lambda: False
+        """Adds to the gradients what is no part of the loss; whether it did."""
         self._noted = _Passes(engine)
         passes: Any = self._noted
         self._passes = WholeBatch(
@@ -116,9 +118,19 @@ class SharedSteps:
         size = cut.stop - cut.first
         scale = noted.weight * size / (whole or 1.0)
         scale_gradients(engine.slots, scale)
-        give(engine.slots, engine.parameters)
         found = norm(every) * scale if self._update.clips else None
+        if self.pull() and self._update.clips:
+            found = self._norm()
+        give(engine.slots, engine.parameters)
         return SharedStep(own, noted.share * size, skipped, whole, found)
+
+    def _norm(self) -> float:
+        """Of the whole gradient."""
+        comm = self._replica.comm
+        every = torch.zeros(comm.size, dtype=torch.float64, device=self._engine.slots[0].device)
+        every[comm.rank] = self._engine.squares()
+        comm.all_reduce(every).wait()
+        return norm(every.tolist())
 
 
 class _Passes:

@@ -21,6 +21,7 @@ from instep.comm.messages import NOT_FINITE, Figures
 from instep.errors import SpecError, near_miss
 from instep.recipe.recipe import Recipe
 from instep.spec import StopSpec
+from instep.sync.spread import Spread
 from instep.worker.member import Member
 
 
@@ -100,11 +101,24 @@ class Stopping:
         norm = gradient_norm if gradient_norm is not None else 0.0
         return "" if math.isfinite(norm) else f"the norm of the gradient was {norm}"
 
-    def report(self, why: str, step: int) -> None:
+    def too_far_apart(self, spread: Spread | None) -> str:
+        """Whether the participants of the last round end the run, as a clause; else empty.
+
+        Every worker has the same figures, so each decides by itself.
+        """
+        limit = self.spec.spread
+        if limit is None or spread is None or not spread.ratio > limit:
+            return ""
+        return (
+            f"the participants were {spread.ratio:.4g} times as far from their mean as it moved, "
+            f"above {limit:g}"
+        )
+
+    def report(self, why: str, step: int, rule: str = NOT_FINITE) -> None:
         """Write into the log, once, why this step is the last."""
         if self._comm.rank == 0:
             why += f" from step {step} on" if why.startswith("the loss") else ""
-            self._member.emit("stop_requested", by="workers", rule=NOT_FINITE, step=step, why=why)
+            self._member.emit("stop_requested", by="workers", rule=rule, step=step, why=why)
 
     def after_commit(
         self, step: int, loss: float, gradient_norm: float | None, *, last: bool

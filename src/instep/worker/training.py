@@ -35,7 +35,7 @@ from instep.recipe.tuning import NOTHING, Begun
 from instep.spec import JobSpec
 from instep.state.intact import discard_after
 from instep.state.retention import Best, best_rule
-from instep.sync import SERVERS, clashes
+from instep.sync import LEASED, SERVERS, clashes
 from instep.system.malloc import return_unused_memory
 from instep.words import listed
 from instep.worker import dataset_check, rounds
@@ -48,11 +48,13 @@ from instep.worker.member import Member
 from instep.worker.mesh_check import MeshCheck, check_validation
 from instep.worker.observed import Observed, make_observers
 from instep.worker.optimizer_check import OptimizerCheck
+from instep.worker.probe import Probe
 from instep.worker.replica import Replica, check_model
 from instep.worker.shared_steps import MembersChanged, SharedSteps
 from instep.worker.step.assignment import Finished
 from instep.worker.step.committed import Commit
 from instep.worker.step.engine import Weighed
+from instep.worker.step.leased import LeasedUpdate
 from instep.worker.step.passes import OF_PASS, Pass, Share
 from instep.worker.step.served import ServedUpdate
 from instep.worker.step.turns import key_of_pass, make_turns
@@ -94,7 +96,7 @@ class Training(Loop):
         samples = len(recipe.train)
         fresh = member.checkpoint is None  # else the checkpoint has the parameters
         last_step = self.job.per_commit.length(samples)
-        averages, local_steps = self.job.sync.participants > 0, self.job.sync.local_steps
+        averages, local_steps = self.job.sync.rounds is not None, self.job.local_steps
         if averages:
             rounds.check_length(self.job, samples)
         embeds = recipe.batch_loss is not None
@@ -129,7 +131,7 @@ class Training(Loop):
         turns = make_turns(built, self.job, scaler)
         make_update = partial(rounds.RoundUpdate, local_steps=local_steps) if averages else Update
         if self.job.sync.name in SERVERS:
-            make_update = ServedUpdate
+            make_update = LeasedUpdate if self.job.sync.name in LEASED else ServedUpdate
         update = make_update(
             built.optimizer,
             built.scheduler,
@@ -166,6 +168,9 @@ class Training(Loop):
             if embeds or self._reads is not None or self._replica is not None
             else None
         )
+        if isinstance(update, rounds.RoundUpdate) and self._replica is None:
+            probe = Probe(self._forward, self._validation, self._validation_samples)
+            update.probe = probe.predictions
         self._rounds = (
             rounds.Rounds(
                 self.engine,
@@ -462,7 +467,7 @@ class Training(Loop):
         trial = try_recipe(self._forward, self._loader, self.job, self.samples)
         if self._validation is not None and self.member.number == 0:
             self._validated = try_validation(self._forward, self._validation, self._first_batch)
-        if not self.job.sync.participants:
+        if self.job.sync.rounds is None:
             return trial
         reason = "each participant of a round is computed apart"
         return trial._replace(merge=False, reason=reason, verdict=rounds.verdict(self.job))
@@ -512,6 +517,12 @@ class Training(Loop):
             reasons.append(
                 f"sync.codec = {self.job.sync.codec!r} rounds gradients, and what is carried over "
                 "depends on the number of workers. Leave it out"
+            )
+        if self.job.sync.name in LEASED:
+            reasons.append(
+                f"with sync.name = {self.job.sync.name!r} each micro-batch is an update of its "
+                "own, in the order in which they arrive: the result depends on timing. Use "
+                "all_reduce"
             )
         if self._replica is not None and self._replica.draws_by_block:
             reasons.append(

@@ -62,6 +62,27 @@ def model() -> nn.Module:
     ).double()
 
 
+class Sorts(nn.Module):
+    """Parameters that are shared, frozen and never used, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.again = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
+        self.again.weight = self.first.weight
+        self.norm, self.last = nn.BatchNorm1d(6), nn.Linear(6, 2)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.never = nn.Parameter(torch.ones(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        inner = self.norm(self.again(torch.tanh(self.first(inputs))))
+        output: Tensor = self.last(torch.tanh(self.frozen(inner)))
+        return output
+
+
+def sorts() -> nn.Module:
+    return Sorts().double()
+
+
 def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.02)
 
@@ -78,6 +99,29 @@ def all_moves(pause_s: float = 0.0, gaps: bool = False) -> instep.Recipe:
         optimizer=adam,
         scheduler=half_way_down,
         train=Gaps() if gaps else Slow(pairs(), pause_s) if pause_s else pairs(),
+    )
+
+
+def all_sorts(pause_s: float = 0.0) -> instep.Recipe:
+    return instep.Recipe(
+        model=sorts,
+        loss=nn.MSELoss(),
+        optimizer=adam,
+        scheduler=half_way_down,
+        train=Slow(pairs(), pause_s) if pause_s else pairs(),
+    )
+
+
+def classes(pause_s: float = 0.0) -> instep.Recipe:
+    """In float32, with a validation set; what is right follows from the inputs."""
+    inputs, target = (tensor.float() for tensor in pairs().tensors)
+    data = TensorDataset(inputs, (target.sum(1) > 0).long())
+    return instep.Recipe(
+        model=lambda: nn.Sequential(nn.Linear(6, 128), nn.BatchNorm1d(128), nn.Linear(128, 2)),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+        train=Slow(data, pause_s) if pause_s else data,
+        validate=data,
     )
 
 

@@ -20,8 +20,7 @@ TRAIN = {"global_batch": 20, "max_grad_norm": 1.5, "threads": 1, "determinism": 
 SYNC = {
     "name": "averaging",
     "participants": PARTICIPANTS,
-    "local_steps": 3,
-    "local_optimizers": LOCAL,
+    "options": {"local_steps": 3, "local_optimizers": LOCAL},
 }
 
 

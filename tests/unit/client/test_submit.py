@@ -130,13 +130,11 @@ def test_a_folder_that_cannot_be_made_is_refused_with_the_reason(tmp_path):
             "sync.options.bucket_mb = 0: needs a number above 0",
         ),
         ({"sync": {"participants": 2}}, SpecError, "all_reduce agrees on every step"),
-        ({"sync": {"local_steps": 2}}, SpecError, "all_reduce agrees on every step"),
         (
-            {"sync": {"local_optimizers": "kept"}},
+            {"sync": {"options": {"local_steps": 2}}},
             SpecError,
-            "sync.local_optimizers = 'kept': all_reduce agrees on every step",
+            "all_reduce has no option 'local_steps'",
         ),
-        (rounds(sync={"codec": "int8"}), SpecError, "does not go with sync.codec"),
         (rounds(train={"batch_norm": "global"}), SpecError, "with train.batch_norm = 'global'"),
         (rounds(train={"precision": "float16"}), SpecError, "with train.precision = 'float16'"),
         (

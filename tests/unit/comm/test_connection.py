@@ -6,8 +6,11 @@ import time
 
 import pytest
 
+from instep.comm import tls
+from instep.comm.certificates import Authority, Identity
 from instep.comm.channel import Address, Hub, listen
 from instep.comm.connection import HEARTBEAT_S, MasterConnection
+from instep.comm.endpoint import Switchboard
 from instep.comm.messages import (
     Ack,
     Built,
@@ -21,7 +24,7 @@ from instep.comm.messages import (
     StoreValue,
     Welcome,
 )
-from instep.errors import PeerError
+from instep.errors import PeerError, StrangerError
 
 HELLO = Hello(token="t", role="worker", number=0, pid=1)
 WELCOME = Welcome(job="", run="", started=0.0)
@@ -427,6 +430,34 @@ def test_who_is_closed_without_an_answer_does_not_call_again_and_again_without_a
             connection.welcome()
         connection.close()
     assert 2 < len(count) < 20
+
+
+@pytest.mark.parametrize("has_lease", [False, True])
+def test_a_master_of_another_run_is_not_called_without_end(has_lease, monkeypatch):
+    """It has the port of a master that is gone; or its clock is days ahead."""
+    monkeypatch.setattr("instep.comm.connection.RECONNECT_S", 0.1)
+    board, over = Switchboard(authority=Authority()), threading.Event()
+
+    def serve():
+        while not over.is_set():
+            list(board.hub.receive(0.02))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    shown = tls.context(Authority().issue(Identity("worker")), server=False)
+    connection = MasterConnection(board.endpoint.address, HELLO, shown)
+    connection.lasting = True
+    try:
+        if has_lease:
+            connection.keep(0.1)
+            connection.listen(Heartbeat, lambda _: None)
+        with pytest.raises(StrangerError, match="no master of this run, or the clocks"):
+            connection.receive()
+    finally:
+        connection.close()
+        over.set()
+        thread.join()
+        board.close()
 
 
 def test_without_a_lease_nothing_lapses(connection):

@@ -23,13 +23,13 @@ JOB = spec_file.build({"recipe": "a.py:f", "workers": 4, "mesh": {"shard": 2}}, 
 
 
 @contextmanager
-def a_master(folder, begin=None):
+def a_master(folder, begin=None, job=JOB):
     """Its endpoint; it continues from the journal in the folder, unless this is a beginning."""
     board, there, masters = Switchboard(), threading.Event(), []
 
     def serve():
         about = {"hosted": True, "started": 1.0, "about": {}, "journal": Journal(folder, begin)}
-        masters.append(Master(JOB, folder, board, views=[], **about))
+        masters.append(Master(job, folder, board, views=[], **about))
         there.set()
         masters[0].serve()
 

@@ -107,3 +107,11 @@ def test_a_model_is_not_written_into_the_run_folder(tmp_path):
     run = recorded(tmp_path / "run", [(None, 9)])
     with pytest.raises(SpecError, match=r"--to '.*' lies in the run folder"):
         replay(run, 1, print, to=run.path / "model.safetensors")
+
+
+def test_what_depends_on_timing_cannot_be_computed_again(tmp_path):
+    run = recorded(tmp_path / "run", [(None, 90)])
+    job = run.path / "job.toml"
+    job.write_text(job.read_text().replace('"all_reduce"', '"bounded_stale"'))
+    with pytest.raises(SpecError, match="'bounded_stale': its updates depend on timing"):
+        check_step(RunFolder(run.path), 1)

@@ -157,3 +157,21 @@ def test_a_killed_server_is_judged_by_the_steps_of_the_workers(tmp_path):
     found = judged([with_servers(each, 2) for each in pair], [killed(role="server", number=2)])
     assert found.holds
     assert 0 < found.recovery_of("server")["median"] < 0.02
+
+
+def test_where_the_result_depends_on_timing_only_the_samples_are_compared(tmp_path):
+    train = {"steps": 20}
+    names = ("broken", "whole")
+    pair = [make_run(tmp_path / name, steps=20, train=train) for name in names]
+    for row in (6, 7):
+        changed(pair[0], "steps.bin", STEPS, row, "loss", 0.25)
+    assert not judged(pair).holds
+    for folder in pair:
+        job = folder / "job.toml"
+        job.write_text(job.read_text().replace('"all_reduce"', '"server_async"'))
+    found = judged(pair)
+    assert found.holds
+    assert found.losses == 0
+    said = "\n".join(found.lines())
+    assert "not compared, nor are losses: they depend on timing" in said
+    assert "holds: the same samples as undisturbed" in said

@@ -16,9 +16,14 @@ def test_only_settings_that_differ_are_listed():
     ]
 
 
+def test_settings_of_any_number_of_jobs_are_compared():
+    jobs = [{"seed": 1, "workers": 2}, {"seed": 1, "workers": 2}, {"seed": 1, "workers": 3}]
+    assert differing_settings(*jobs) == [("workers", "2", "2", "3")]
+
+
 def test_metrics_of_either_run_are_among_the_figures(tmp_path):
     one = RunFolder(make_run(tmp_path / "one"))
     other = RunFolder(make_run(tmp_path / "other", metrics=False))
-    shown = comparison([one, other], [summarise(one), summarise(other)])
+    shown = comparison([one, other], [summarise(one), summarise(other)], ["one", "other"])
     assert re.search(r"validation loss</th>\D*>0\.5</td><td[^>]*>-</td>", shown)
     assert re.search(r"steps</th><td[^>]*>48</td><td[^>]*>48</td>", shown)

@@ -9,7 +9,8 @@ from made_up_runs import make_run
 def thinned(values):
     count = len(values)
     step = np.arange(1, count + 1)
-    return thin(step, step * 64.0, step * 0.5, np.asarray(values, dtype=np.float64))
+    axes = {"step": step, "samples": step * 64.0, "seconds": step * 0.5}
+    return thin(axes, np.asarray(values, dtype=np.float64))
 
 
 def test_a_short_curve_is_kept_point_by_point():

@@ -12,7 +12,9 @@ from instep.sync.clashes import CLASHES, SETTINGS, check
 JOBS = {
     "averaging": {"sync": {"name": "averaging", "participants": 8}},
     "server_sync": {"sync": {"name": "server_sync"}},
+    "leased": {"sync": {"name": "server_async"}},
     "codec": {"sync": {"codec": "int8"}},
+    "powersgd": {"sync": {"codec": "powersgd"}},
     "shard": {"mesh": {"shard": 2}},
     "tensor": {"mesh": {"tensor": 2}},
     "stages": {"mesh": {"stages": 2}},
@@ -27,8 +29,10 @@ JOBS = {
     "turns": {},
     "batch_loss": {},
 }
-NEEDS = {"corruption": {"bits"}}
+NEEDS = {"corruption": {"bits"}, "powersgd": {"codec"}}
 """Settings that another brings along."""
+STRATEGIES = {"averaging", "server_sync", "leased"}
+"""A job has one."""
 
 
 def asking_for(*names):
@@ -53,7 +57,7 @@ def test_each_setting_is_seen_where_it_is_asked_for_and_only_there(name):
 
 
 @pytest.mark.parametrize(
-    "pair", [p for p in itertools.combinations(SETTINGS, 2) if p != ("averaging", "server_sync")]
+    "pair", [p for p in itertools.combinations(SETTINGS, 2) if not STRATEGIES.issuperset(p)]
 )
 def test_a_pair_is_refused_if_the_table_has_it_and_only_then(pair):
     asked = {*pair}.union(*(NEEDS.get(name, ()) for name in pair))

@@ -34,7 +34,9 @@ class Worker:
     def __init__(self, number, memory=None, codec="int8"):
         self.number, self.memory = number, memory or HostMemory()
         self.parameters = [Parameter(torch.zeros(shape)) for shape in SHAPES]
-        self.strategy = make_strategy("all_reduce", {"bucket_mb": 0.001}, codec)
+        self.strategy = make_strategy(
+            "all_reduce", {"bucket_mb": 0.001}, codec, OPTIONS.get(codec, {})
+        )
 
     def start(self, comm, at, draining=()):
         self.strategy.start(
@@ -60,7 +62,8 @@ class Worker:
         return [own.get(f"residual/{slot}", torch.zeros(s)) for slot, s in enumerate(SHAPES)]
 
 
-CODECS = pytest.mark.parametrize("codec", ["int8", "top_k"])
+CODECS = pytest.mark.parametrize("codec", ["int8", "top_k", "powersgd"])
+OPTIONS = {"powersgd": {"rank": 1, "start_after": 3}}
 
 
 class Run:

@@ -436,6 +436,99 @@ def test_another_process_goes_on_with_the_memory_of_a_server(make):
     assert all(map(torch.equal, found[0], wanted[0][0]))
 
 
+@pytest.mark.parametrize("make", [OPTIMIZERS["adamw"], lambda p: Whole(p, lr=0.1, momentum=0.9)])
+@pytest.mark.parametrize("lost", [(2,), (3,), (4,)])
+def test_a_server_whose_host_is_lost_has_its_state_from_the_copy_of_another(make, lost):
+    options = {"copy": True}
+
+    def before(comm):
+        rank = Rank(make, 3, options=options)
+        rank.start(comm, parts=PARTS)
+        for step in (0, 1):
+            rank.exchange(step)
+            rank.commit(step)
+        return rank
+
+    def after(comm, ranks):
+        rank = ranks[comm.rank]
+        if comm.rank in lost:
+            rank = Rank(make, 3, options=options)
+            with torch.no_grad():
+                for own, given in zip(rank.parameters, ranks[0].parameters, strict=True):
+                    own.copy_(given)
+            rank.update.scheduler.load_state_dict(ranks[0].update.scheduler.state_dict())
+            rank.update.optimizer.load_state_dict(ranks[0].update.optimizer.state_dict())
+            rank.strategy.load_state(learnt)
+        rank.start(comm, parts=PARTS, at=Attempt(0, 2, 2))
+        for step in (2, 3):
+            rank.exchange(step)
+            rank.commit(step)
+        return rank.tensors(), [], rank.strategy.state()
+
+    ranks = run_ranks(5, before)
+    learnt = ranks[0].strategy.state()
+    wanted = run_ranks(2, lambda comm: trained(comm, make, parts=PARTS))[0]
+    for rank in run_ranks(5, after, ranks):
+        same(rank, (wanted[0], [], wanted[2]))
+
+
+@pytest.mark.parametrize("limit", [None, 0.5])
+@pytest.mark.parametrize("servers", [2, 3])
+def test_servers_with_copies_are_an_all_reduce_to_the_bit(servers, limit):
+    how = {"parts": PARTS, "limit": limit}
+    wanted = run_ranks(2, lambda comm: trained(comm, OPTIMIZERS["adamw"], **how))
+    how["options"] = {"copy": True}
+    for rank in run_ranks(2 + servers, lambda c: trained(c, OPTIMIZERS["adamw"], servers, **how)):
+        same(rank, wanted[0])
+
+
+def test_a_copy_on_the_only_server_is_refused():
+    with pytest.raises(SpecError, match=r"copy = true.*two.*sync.servers"):
+        run_ranks(2, lambda comm: trained(comm, OPTIMIZERS["sgd"], 1, options={"copy": True}))
+
+
+@pytest.mark.parametrize("lost", [(), (3,), (2, 4)])
+@pytest.mark.parametrize("copies", [False, True])
+def test_servers_alone_have_the_whole_model_together(lost, copies):
+    """All workers are gone, and some servers too, which left their memory."""
+
+    def before(comm):
+        rank = Rank(OPTIMIZERS["adamw"], 3, options={"copy": copies})
+        rank.start(comm, parts=PARTS)
+        for step in (0, 1):
+            rank.exchange(step)
+            rank.commit(step)
+        return rank
+
+    def after(comm, ranks):
+        rank = ranks[comm.rank]
+        if comm.rank in {0, 1, *lost}:
+            rank = Rank(OPTIMIZERS["adamw"], 3, options={"copy": copies}, memory=rank.memory)
+        root = min({2, 3, 4} - {*lost})
+        memory = rank.memory if comm.rank > 1 else None
+        assert rank.strategy.whole == (comm.rank in {0, 1, *lost})
+        rank.strategy.make_whole(comm, root, [2, 3, 4], memory)
+        return rank.tensors() if comm.rank == root else None
+
+    ranks = run_ranks(5, before)
+    wanted = [p.detach().clone() for p in ranks[0].parameters]
+    found = [tensors for tensors in run_ranks(5, after, ranks) if tensors]
+    assert len(found) == 1
+    assert all(map(torch.equal, found[0], wanted))
+
+
+def test_servers_that_cannot_have_the_whole_model_together_say_so():
+    def body(comm):
+        rank = Rank(OPTIMIZERS["sgd"], 2)
+        rank.start(comm)
+        rank.exchange(0)
+        rank.commit(0)
+        rank.strategy.make_whole(comm, 1, [1, 2], HostMemory() if comm.rank == 2 else rank.memory)
+
+    with pytest.raises(WorkerError, match=r"server 1 of 2 was lost .* newest checkpoint"):
+        run_ranks(3, body)
+
+
 def test_a_server_whose_state_is_lost_says_so():
     def body(comm):
         rank = Rank(OPTIMIZERS["sgd"], 1)

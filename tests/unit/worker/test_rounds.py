@@ -52,7 +52,7 @@ def test_what_local_steps_moved_is_put_back_also_where_a_peer_is_lost_in_them(ma
         update.take_step(1, 0, 0)
 
     def lose_a_peer():
-        with Participant(update, PART) as participant:
+        with Participant(update, PART, 0) as participant:
             local_step()
             assert not torch.equal(participant.begin[0], model.weight)
             raise PeerError("a peer is lost.")
@@ -65,10 +65,10 @@ def test_what_local_steps_moved_is_put_back_also_where_a_peer_is_lost_in_them(ma
     torch.testing.assert_close(after[1], before[1], rtol=0, atol=0)
     assert str(after[2]) == str(before[2])
     assert model.weight.grad is None
-    with Participant(update, PART):
+    with Participant(update, PART, 0):
         local_step()
         once = state()
-    with Participant(update, PART):
+    with Participant(update, PART, 0):
         local_step()
         torch.testing.assert_close(state()[0], once[0], rtol=0, atol=0)
         torch.testing.assert_close(state()[1], once[1], rtol=0, atol=0)
@@ -78,7 +78,7 @@ def test_what_local_steps_moved_is_put_back_also_where_a_peer_is_lost_in_them(ma
     ("local_steps", "fits"), [(1, True), (8, True), (9, False), (2**62, False)]
 )
 def test_a_round_takes_no_more_local_steps_than_an_epoch_has(local_steps, fits):
-    sync = SyncSpec(name="averaging", participants=4, local_steps=local_steps)
+    sync = SyncSpec(name="averaging", participants=4, options={"local_steps": local_steps})
     job = JobSpec(recipe="a.py:recipe", sync=sync, train=TrainSpec(global_batch=20))
     if fits:
         check_length(job, 149)

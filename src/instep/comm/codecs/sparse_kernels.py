@@ -123,6 +123,25 @@ def _pack(where: Any, low: Any, edge: Any, packed: Any) -> None:
         packed[at] = uint8(waiting)
 
 
+@njit
+def _read(packed: Any, low: Any, edge: Any, where: Any) -> None:
+    """The reverse of `_pack`."""
+    mask = (int64(1) << low) - 1
+    waiting, bits, at, done = int64(0), int64(0), 0, 0
+    for place in range(edge, packed.size):
+        byte = int32(packed[place])
+        for k in range(8):
+            if (byte >> k) & 1 and done < where.size:
+                while bits < low:
+                    waiting |= int64(packed[at]) << bits
+                    bits += 8
+                    at += 1
+                where[done] = ((8 * (place - edge) + k - done) << low) + (waiting & mask)
+                waiting >>= low
+                bits -= low
+                done += 1
+
+
 @njit(inline="always")
 def _upwards(scale: Any) -> Any:
     """To bfloat16, away from zero."""
@@ -192,7 +211,8 @@ def add_chosen(
     weight: float,
 ) -> None:
     """Add `weight` times level times scale, where each belongs."""
-    each, edge, mask = places.size // scales.size, (chosen * low + 7) // 8, (int64(1) << low) - 1
+    each, edge = places.size // scales.size, (chosen * low + 7) // 8
+    where = np.zeros(chosen, int64)
     for number in range(scales.size):
         sums = total[number * width : (number + 1) * width]
         packed = places[number * each : (number + 1) * each]
@@ -202,18 +222,19 @@ def add_chosen(
                 sums[i] += scale
             continue
         sent = levels[number * chosen : (number + 1) * chosen]
-        waiting, bits, at, done = int64(0), int64(0), 0, 0
-        for place in range(edge, each):
-            byte = int32(packed[place])
-            for k in range(8):
-                if (byte >> k) & 1 and done < chosen:
-                    while bits < low:
-                        waiting |= int64(packed[at]) << bits
-                        bits += 8
-                        at += 1
-                    index = ((8 * (place - edge) + k - done) << low) + (waiting & mask)
-                    waiting >>= low
-                    bits -= low
-                    if index < width:
-                        sums[index] += weight * float32(sent[done]) * scale
-                    done += 1
+        _read(packed, low, edge, where)
+        for i in range(chosen):
+            if where[i] < width:
+                sums[where[i]] += weight * float32(sent[i]) * scale
+
+
+@compiled("int64[::1]", "int64", "int64", _BYTES)
+def pack_places(where: Any, low: int, edge: int, packed: Any) -> None:
+    """As `places.packed`, of one row; the low bits take `edge` bytes."""
+    _pack(where, low, edge, packed)
+
+
+@compiled(_BYTES, "int64", "int64", "int64[::1]")
+def read_places(packed: Any, low: int, edge: int, where: Any) -> None:
+    """As `places.unpacked`, of one row."""
+    _read(packed, low, edge, where)

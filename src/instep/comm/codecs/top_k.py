@@ -2,9 +2,8 @@
 
 Of every 4,096 values the same number is chosen (as in DeMo: Peng et al. 2024, arXiv:2411.19870), so
 a payload has a fixed size. It is, for all chunks: a scale in bfloat16, the chosen values in 8 bits,
-and their places by Elias and Fano: of each place the low bits as they are, and the high bits in
-unary. On the CPU compiled loops do the work (`sparse_kernels.py`); the same in torch's operations
-is for CUDA, and says what the loops must do.
+and their places (`places.py`). On the CPU compiled loops do the work (`sparse_kernels.py`); the
+same in torch's operations is for CUDA, and says what the loops must do.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from instep.comm.codecs.base import CUT
 from instep.comm.codecs.kernels import SMALLEST
+from instep.comm.codecs.places import bytes_of, packed, unpacked
 from instep.comm.codecs.sparse_kernels import (
     LARGEST_SCALE,
     MAGNITUDE,
@@ -75,15 +74,15 @@ class TopK:
             given = values[part.values]
             rest = torch.empty(0) if left is None else left[part.values]
             if values.device.type == "cpu":
-                numbers, packed = given.numpy(), places.numpy()
+                numbers, room = given.numpy(), places.numpy()
                 here = numbers.view("int32"), part.width, part.chosen, self.low
                 bits = scales.numpy().view("uint16")
-                encode_largest(numbers, *here, bits, levels.numpy(), packed, rest.numpy())
+                encode_largest(numbers, *here, bits, levels.numpy(), room, rest.numpy())
                 continue
             found = self.coded(given.view(-1, part.width))
             scales.view(torch.bfloat16).copy_(found.scales)
             levels.copy_(found.levels.flatten())
-            places.copy_(self.packed(found.places, part.width).flatten())
+            places.copy_(packed(found.places, part.width, self.low).flatten())
             if left is not None:
                 rest.copy_(found.left.flatten())
         return self.size(values.numel())
@@ -104,7 +103,7 @@ class TopK:
         scales, levels, places = part.of(payload)
         rows = total[part.values].view(-1, part.width)
         scale = scales.view(torch.bfloat16).float()[:, None]
-        where = self.unpacked(places.view(len(rows), -1), part.chosen, part.width)
+        where = unpacked(places.view(len(rows), -1), part.chosen, self.low)
         rows.scatter_add_(1, where, (weight * levels.float()).view_as(where) * scale)
         rows.masked_fill_(scale.isnan(), torch.nan)
 
@@ -125,22 +124,6 @@ class TopK:
         scales.masked_fill_(broken, torch.nan)
         return Coded(scales.flatten().bfloat16(), levels.to(torch.int8), places, left)
 
-    def packed(self, places: Tensor, width: int) -> Tensor:
-        """Of places [chunks, chosen], which ascend: [chunks, bytes] uint8."""
-        chunks, count = places.shape
-        low = (places.unsqueeze(2) >> _range(self.low, places)) & 1
-        high = places.new_zeros(chunks, count + ((width - 1) >> self.low))
-        high.scatter_(1, (places >> self.low) + _range(count, places), 1)
-        return torch.cat([_to_bytes(low.view(chunks, -1)), _to_bytes(high)], 1)
-
-    def unpacked(self, packed: Tensor, count: int, width: int) -> Tensor:
-        """The places of so many values [chunks, chosen] int64, from [chunks, bytes]."""
-        edge = -(-count * self.low // 8)
-        bits = _from_bytes(packed[:, :edge])[:, : count * self.low].view(len(packed), count, -1)
-        low = (bits << _range(self.low, packed)).sum(2)
-        ones = _from_bytes(packed[:, edge:]).nonzero()[:, 1].view(len(packed), count)
-        return ((ones - _range(count, packed)) << self.low) + low
-
     def _parts(self, count: int) -> Iterator[Part]:
         """All whole chunks, then a shorter one."""
         whole, rest = divmod(count, CUT)
@@ -148,8 +131,8 @@ class TopK:
         for chunks, width, first in ((whole, CUT, 0), (1, rest, whole * CUT)):
             if chunks and width:
                 chosen = self.chosen(width)
-                low, high = chosen * self.low, chosen + ((width - 1) >> self.low)
-                part = Part(first, chunks, width, chosen, -(-low // 8) - (-high // 8), at)
+                place_bytes = sum(bytes_of(chosen, width, self.low))
+                part = Part(first, chunks, width, chosen, place_bytes, at)
                 at += part.bytes
                 yield part
 
@@ -194,18 +177,3 @@ class Part(NamedTuple):
         three = two + self.chunks * self.place_bytes
         scales = payload[self.at : one].view(torch.int16)
         return scales, payload[one:two].view(torch.int8), payload[two:three]
-
-
-def _range(count: int, like: Tensor) -> Tensor:
-    return torch.arange(count, device=like.device)
-
-
-def _to_bytes(bits: Tensor) -> Tensor:
-    """[rows, bits] to [rows, bytes] uint8, the first bit lowest."""
-    eights = pad(bits, (0, -bits.shape[1] % 8)).view(len(bits), -1, 8)
-    return (eights << _range(8, bits)).sum(2).to(torch.uint8)
-
-
-def _from_bytes(packed: Tensor) -> Tensor:
-    """[rows, bytes] uint8 to [rows, 8 * bytes] int64 of 0 and 1."""
-    return ((packed.long().unsqueeze(2) >> _range(8, packed)) & 1).flatten(1)

@@ -1,12 +1,14 @@
 """Curves of a run, thinned so that a page stays small for any length of run.
 
-Each curve carries three x axes: the step, the samples used, and the seconds of
-the run by then. If several points share a bucket, their mean, lowest and
+Each curve carries four x axes: the step, the samples used, the seconds of the run by then,
+and the bytes that all workers had sent. If several points share a bucket, their mean, lowest and
 highest are kept; values that are not finite leave a gap.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -51,15 +53,40 @@ def _training_loss(folder: RunFolder) -> Curve:
     by_step, ends = np.unique(folder.steps["step"], return_index=False), step_ends(folder.steps)
     end_s = np.full(len(by_step), -np.inf)
     np.maximum.at(end_s, np.searchsorted(by_step, folder.steps["step"]), ends)
-    return thin(step, samples_by(folder, step), folder.elapsed(end_s), loss)
+    return thin(_axes(folder, step, end_s), loss)
+
+
+def _axes(folder: RunFolder, step: Records, times: Floats) -> dict[str, Records | Floats]:
+    """What a curve can be drawn against, of points at these steps and Unix times."""
+    return {
+        "step": step,
+        "samples": samples_by(folder, step),
+        "seconds": folder.elapsed(times),
+        "bytes": folder.sent_by(times),
+    }
 
 
 def _validation(folder: RunFolder, metric: str) -> Curve:
+    step, times, values = _validations(folder, metric)
+    return thin(_axes(folder, step, times), values)
+
+
+def _validations(folder: RunFolder, metric: str) -> tuple[Records, Floats, Floats]:
+    """Of each validation that has the metric: its step, Unix time and value."""
     events = [e for e in folder.validations if isinstance(_metric(e, metric), (int, float))]
     step = np.array([int(e["step"]) for e in events], dtype=np.int64)
     times = np.array([float(e["time"]) for e in events])
-    values = np.array([float(_metric(e, metric)) for e in events])
-    return thin(step, samples_by(folder, step), folder.elapsed(times), values)
+    return step, times, np.array([float(_metric(e, metric)) for e in events])
+
+
+def validation_points(folder: RunFolder) -> list[tuple[float, float]]:
+    """Seconds since the first step began, and the loss, of each validation with a finite loss."""
+    _, times, losses = _validations(folder, "loss")
+    if not len(folder.steps):
+        return []
+    seconds = folder.elapsed(times) - float(folder.elapsed(folder.steps["begin"].min()))
+    points = zip(seconds.tolist(), losses.tolist(), strict=True)
+    return [(second, loss) for second, loss in points if math.isfinite(loss)]
 
 
 def _metric(event: dict[str, Any], name: str) -> Any:
@@ -75,18 +102,14 @@ def samples_by(folder: RunFolder, steps: Records) -> Floats:
     return sums
 
 
-def thin(step: Records, samples: Floats, seconds: Floats, values: Floats) -> Curve:
+def thin(axes: Mapping[str, Records | Floats], values: Floats) -> Curve:
     """At most `POINTS` points of a curve; `low` and `high` only where points were merged."""
     count = len(values)
     edges = np.unique(np.linspace(0, count, min(count, POINTS) + 1).astype(np.int64))
     last = edges[1:] - 1
     finite = np.isfinite(values)
-    curve = {
-        "step": _numbers(step[last]),
-        "samples": _numbers(samples[last]),
-        "seconds": _numbers(seconds[last]),
-        "mean": [],
-    }
+    curve: Curve = {name: _numbers(axis[last]) for name, axis in axes.items()}
+    curve["mean"] = []
     if not count:
         return curve
     begin = edges[:-1]

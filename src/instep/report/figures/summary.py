@@ -58,9 +58,17 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
         "skipped_samples": len(folder.skipped),
         "same_as_one_machine": folder.last("same_as_one_machine").get("verdict"),
         "corruptions": len(folder.named("corruption_found")),
+        "participants_apart": _apart(folder),
     }
     cleaned: dict[str, Any] = finite(summary)
     return cleaned
+
+
+def _apart(folder: RunFolder) -> dict[str, Any] | None:
+    """How far participants were apart in the last round that counts; None without rounds."""
+    rounds = [e for e in folder.named("participants_apart") if e["step"] <= folder.last_step]
+    names = "step", "distance", "way", "divergence"
+    return {name: rounds[-1].get(name) for name in names} if rounds else None
 
 
 def _not_finite(folder: RunFolder) -> str | None:

@@ -1,4 +1,4 @@
-"""The part of the report page that compares two runs: their results, and their settings."""
+"""The part of the report page that compares runs: their results, and their settings."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _FIGURES = {
 """Keys of a summary, and how the value of each is shown."""
 
 
-def comparison(runs: list[RunFolder], summaries: list[dict[str, Any]]) -> Html:
-    """Two runs side by side: figures, validation metrics among them, and settings that differ."""
-    head = [tag("span", name, class_=f"run{at}") for at, name in enumerate(run_names(runs))]
+def comparison(runs: list[RunFolder], summaries: list[dict[str, Any]], names: list[str]) -> Html:
+    """Runs side by side: figures, validation metrics among them, and settings that differ."""
+    head = [tag("span", name, class_=f"run{at % 8}") for at, name in enumerate(names)]
     rows = []
     for name, unit in _FIGURES.items():
         rows.append([name.replace("_", " "), *(figure(each[name], unit) for each in summaries)])
@@ -37,11 +37,11 @@ def comparison(runs: list[RunFolder], summaries: list[dict[str, Any]]) -> Html:
             for metric in dict.fromkeys(key for each in summaries for key in each["metrics"]):
                 values = [figure(each["metrics"].get(metric)) for each in summaries]
                 rows.append([f"validation {metric}", *values])
-    changed = differing_settings(runs[0].job, runs[1].job)[:MOST_ROWS]
+    changed = differing_settings(*(each.job for each in runs))[:MOST_ROWS]
     settings = (
         table(["setting", *head], [[shortened(cell) for cell in row] for row in changed])
         if changed
-        else tag("p", "None: both runs were given the same job.", class_="note")
+        else tag("p", "None: all runs were given the same job.", class_="note")
     )
     title = tag("h3", "Settings that differ")
     return section("Side by side", table(["figure", *head], rows), title, settings)
@@ -53,15 +53,15 @@ def run_names(runs: list[RunFolder]) -> list[str]:
     return names if len(set(names)) == len(names) else [str(folder.path) for folder in runs]
 
 
-def differing_settings(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Keys of two jobs whose values differ, as (`section.key`, value, value).
+def differing_settings(*jobs: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Keys of jobs whose values differ, as (`section.key`, value, value, ...).
 
-    A key that only one of them has reads `not given` in the other.
+    A key that a job does not have reads `not given` there.
     """
-    left, right = dict(flat(one)), dict(flat(other))
-    keys = dict.fromkeys([*left, *right])
-    pairs = [(key, left.get(key, "not given"), right.get(key, "not given")) for key in keys]
-    return [(key, a, b) for key, a, b in pairs if a != b]
+    tables = [dict(flat(job)) for job in jobs]
+    keys = dict.fromkeys(key for each in tables for key in each)
+    rows = [(key, *(each.get(key, "not given") for each in tables)) for key in keys]
+    return [row for row in rows if len(set(row[1:])) > 1]
 
 
 def flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

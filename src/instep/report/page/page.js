@@ -1,5 +1,5 @@
 // Draws the curves of the report. It knows only the data in the page:
-// charts -> lines -> x (step, samples, seconds), mean, low, high. No names of
+// charts -> lines -> x (step, samples, seconds, bytes), mean, low, high. No names of
 // runs or metrics ever become markup: text is set as text.
 "use strict";
 (() => {
@@ -35,9 +35,10 @@
       return hours ? `${hours}h${String(minutes).padStart(2, "0")}m`
         : `${minutes}m${String(rest).padStart(2, "0")}s`;
     }
+    const of = axis === "bytes" ? "B" : "";
     for (const [unit, sign] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]])
-      if (Math.abs(v) >= unit) return +(v / unit).toFixed(2) + sign;
-    return String(+v.toPrecision(6));
+      if (Math.abs(v) >= unit) return +(v / unit).toFixed(2) + sign + of;
+    return String(+v.toPrecision(6)) + of;
   };
 
   const ticks = (low, high, count, steps) => {
@@ -91,7 +92,7 @@
   };
 
   const drawLine = (line, scale, parent) => {
-    const group = svg("g", { class: "r" + line.run }, parent);
+    const group = svg("g", { class: "r" + (line.run % 8) }, parent);
     const x = (i) => scale.x(line[chosen.x][i]).toFixed(1);
     const at = (values) => (i) => x(i) + "," + scale.y(values[i]).toFixed(1);
     for (const piece of pieces(line.mean)) {
@@ -140,12 +141,12 @@
     for (const line of chart.lines) {
       const at = wanted === null ? line.mean.length - 1 : nearest(line[chosen.x], wanted);
       const item = html("span", "", node);
-      html("i", "", item, `r${line.run} ${line.kind}`);
+      html("i", "", item, `r${line.run % 8} ${line.kind}`);
       item.append(`${label(line, several)} ${number(line.mean[at])}`);
       if (wanted !== null && line.low && line.low[at] !== null)
         item.append(` (${number(line.low[at])} to ${number(line.high[at])})`);
     }
-    const shown = wanted === null ? "" : chosen.x === "seconds" ? tick(wanted, "seconds")
+    const shown = wanted === null ? "" : chosen.x === "seconds" || chosen.x === "bytes" ? tick(wanted, chosen.x)
       : `${chosen.x} ${Math.round(wanted).toLocaleString("en-US")}`;
     html("span", shown, node, "at");
   };

@@ -7,6 +7,7 @@ security policy that forbids it to load anything, so it is the same page offline
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -37,10 +38,33 @@ def render(folder: RunFolder, other: RunFolder | None = None) -> str:
     """The page as text; see `write_report`."""
     runs = [folder] if other is None else [folder, other]
     names, drawn = run_names(runs), charts(runs)
+    return _page(names, drawn, _body(runs, names, drawn))
+
+
+def write_comparison(
+    path: Path, title: str, runs: list[RunFolder], names: list[str], first: Sequence[Html]
+) -> None:
+    """Write a page about several runs, none of which is more than the others.
+
+    Args:
+        path: the file to write; replaced if it exists, whole or not at all.
+        title: the heading.
+        runs: whose curves, figures and settings are shown.
+        names: what to call each.
+        first: what stands under the heading.
+    """
+    drawn, summaries = charts(runs), [summarise(each) for each in runs]
+    head = tag("header", tag("p", "instep", class_="mark"), tag("h1", title))
+    beside = comparison(runs, summaries, names)
+    body = [head, *first, _curves(drawn), beside, bars.time_spent(runs, names)]
+    replace_plain(path, _page(names, drawn, join(body), title=title))
+
+
+def _page(names: list[str], drawn: list[dict[str, Any]], body: Html, *, title: str = "") -> str:
     return Template(_file("page.html")).substitute(
-        title=join([" and ".join(names)]),
+        title=join([title or " and ".join(names)]),
         style=_file("page.css"),
-        body=_body(runs, names, drawn),
+        body=body,
         data=embedded_json({"runs": names, "charts": drawn}),
         script=_file("page.js"),
     )
@@ -54,7 +78,7 @@ def _body(runs: list[RunFolder], names: list[str], drawn: list[dict[str, Any]]) 
         top = sections.tiles(summaries[0], of_what(runs[0].spec.train.steps))
     else:
         ends = list(map(sections.verdict_line, summaries, runs, names))
-        top = comparison(runs, summaries)
+        top = comparison(runs, summaries, names)
     shared = [tag("header", *head, *ends), top, _curves(drawn)]
     spent = bars.time_spent(runs, names)
     strips = bars.throughput_strips(runs[0])
@@ -80,7 +104,7 @@ def _details(folder: RunFolder, summary: dict[str, Any]) -> list[Html]:
 def _curves(drawn: list[dict[str, Any]]) -> Html:
     if not drawn:
         return section("Curves", tag("p", "No curves: no step was committed.", class_="note"))
-    switches = [_switch("x", "step", "samples", "seconds"), _switch("y", "linear", "log")]
+    switches = [_switch("x", "step", "samples", "seconds", "bytes"), _switch("y", "linear", "log")]
     frames = [tag("figure", class_="chart", data_chart=at) for at in range(len(drawn))]
     without = tag(
         "noscript", tag("p", "The curves need JavaScript: a script in this page draws them.")

@@ -30,6 +30,7 @@ from instep.store.audit import EpochAudit
 from instep.store.run_folder import Event, RunFolder
 from instep.units import readable_bytes, readable_count, readable_seconds, readable_share
 from instep.words import (
+    apart_in_words,
     corruption_in_words,
     member,
     mesh_in_words,
@@ -302,6 +303,9 @@ def configuration(folder: RunFolder) -> Html:
         "validation samples": ready.get("validation_samples"),
         "same as one machine": folder.last("same_as_one_machine").get("verdict"),
     }
+    if apart := folder.named("participants_apart"):
+        first, last = apart_in_words(apart[0]), apart_in_words(apart[-1])
+        facts["first round"], facts["last round"] = first, last
     if checked := folder.last("mesh_checked"):
         facts["mesh and one process"] = mesh_in_words(checked)
     if loaded := folder.last("model_loaded"):

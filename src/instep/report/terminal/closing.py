@@ -13,6 +13,7 @@ from instep.report.figures.summary import cause_words, exactness_words, gap_word
 from instep.store.run_folder import RunFolder
 from instep.units import readable_bytes, readable_count, readable_seconds, readable_share
 from instep.words import (
+    apart_in_words,
     command,
     corruption_in_words,
     member,
@@ -47,6 +48,8 @@ def _lines(summary: dict[str, Any], folder: RunFolder) -> Iterator[str]:
         yield f"again   {plural(sum(again.values()), 'replica')} started again: {told}"
     if same := summary["same_as_one_machine"]:
         yield f"same    as one machine: {same}"
+    if apart := summary["participants_apart"]:
+        yield f"apart   {apart_in_words(apart)}, in the last round"
     checked = folder.last("mesh_checked")
     why = checked.get("why")
     if checked.get("blocks") or (why and why not in (same or "")):

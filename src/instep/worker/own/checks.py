@@ -89,7 +89,7 @@ def refuse(job: JobSpec) -> None:
             "session.prepare a model that has its adapters already, such as one of "
             "peft.get_peft_model."
         )
-    if job.sync.participants not in (0, job.workers):
+    if job.sync.rounds is not None and job.sync.participants != job.workers:
         raise SpecError(
             f"sync.participants = {job.sync.participants} with {job.workers} processes: in your "
             f"own loop each process is one participant. Start {job.sync.participants} processes, "

@@ -28,8 +28,8 @@ from instep.worker.rounds import (
     Participant,
     RoundUpdate,
     check_length,
+    equip,
     give,
-    keep_optimizers,
     local_steps_of,
     verdict,
 )
@@ -66,13 +66,13 @@ class OwnRounds(OwnLoop):
                 "steps of their own, and each would come to a scale of its own. Use bfloat16."
             )
         check_length(job, self.samples)
-        keep_optimizers(self.engine, self._update, job)
+        equip(self.engine, self._update, job)
         self._participant: Participant | None = None
         self._local: _LocalStep | None = None
         self._moved = False  # in this round
 
     def _make_update(self, job: JobSpec) -> Callable[..., Update]:
-        steps = job.sync.local_steps
+        steps = job.local_steps
         return partial(RoundUpdate, local_steps=steps, advances=self._advances)
 
     def _verdict(self) -> str:
@@ -91,7 +91,7 @@ class OwnRounds(OwnLoop):
         return sum(len(list(self._cuts(part))) for each in rounds for part in self._parts(*each))
 
     def _cuts(self, part: Pass) -> Iterator[tuple[int, Slice]]:
-        return local_steps_of(part, self.job.sync.local_steps)
+        return local_steps_of(part, self.job.local_steps)
 
     def _parts(self, where: Position, share: Share) -> list[Pass]:
         """This process's participants of a round; one that counts nothing where it has none.
@@ -113,7 +113,7 @@ class OwnRounds(OwnLoop):
         self._moved = False
         parts = self._parts(where, share)
         for place, part in enumerate(parts):
-            participant = self._participant = Participant(self._update, part)
+            participant = self._participant = Participant(self._update, part, part.number)
             with participant:
                 yield from self._local_steps(part, loads, last=place == len(parts) - 1)
         if not self._exchanged:  # no sample of the last participant could be read
@@ -193,6 +193,7 @@ class OwnRounds(OwnLoop):
         self._moved = True
         with self._directly():
             if now.weight or now.part.repeats:
+                self._update.pull()
                 self._update.take_step(self.step, local.part.number, local.number)
             else:
                 self._update.advance()

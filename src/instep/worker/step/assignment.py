@@ -80,7 +80,9 @@ class Lockstep:
         mesh: MeshSpec = ONE_RANK,
         unit: int | None = None,
     ) -> None:
-        self._form, self._train, self._samples, self._finished = form, train, samples, finished
+        self.form = form
+        """The generation, as its members see it."""
+        self._train, self._samples, self._finished = train, samples, finished
         self.workers = [member for member in form.members if member not in form.servers]
         """By rank; servers have the ranks behind them, and no work."""
         self._ranks = len(self.workers)
@@ -105,7 +107,7 @@ class Lockstep:
             merge: whether micro-batches that follow each other are one pass.
             whole: whether all of a member are.
         """
-        speeds, replica = self.dealing.speeds, self._form.rank - self._form.rank % self._mesh.ranks
+        speeds, replica = self.dealing.speeds, self.form.rank - self.form.rank % self._mesh.ranks
         for step in range(first, last + 1):
             where = position(step, self._samples, self._train.global_batch)
             parts = parts_of(where, self._train)
@@ -132,7 +134,7 @@ class Lockstep:
         """This rank's part of each pass of its replica."""
         if self._unit == 1:
             return share
-        place = self._mesh.coordinate(self._form.rank).shard
+        place = self._mesh.coordinate(self.form.rank).shard
         passes = [part_of(where, parts, each, self._mesh.shard, place) for each in share.passes]
         return share._replace(passes=passes)
 
@@ -157,7 +159,7 @@ class Lockstep:
         if self._done is None:
             return []
         course, step, where, speeds = self._done
-        form, parts = self._form, parts_of(where, self._train)
+        form, parts = self.form, parts_of(where, self._train)
         if step == self._finished.step:
             return [
                 (step, where.epoch, course, form.generation, worker, Kind.RANGE, unit, *range_)

@@ -150,6 +150,8 @@ class Engine:
         self.take = self.gradient
         """Called with each gradient as its backward pass completes it."""
         self._to_strategy = True
+        self.mends = True
+        """Whether the ledger is cut to the last complete step when a generation begins."""
         self.applies_staged = True
         """Whether a step in doubt can be applied later; not where the user's code belongs to it."""
         self._staged: _Staged | None = None
@@ -247,7 +249,7 @@ class Engine:
                 self._apply(self.update.apply)
             self._drop()
         self.strategy.resolve(there.generation)
-        if comm.rank == there.root:
+        if comm.rank == there.root and self.mends:
             ledger = self.member.run / "ledger.bin"
             step = self.state.progress.step
             mend(ledger, step, self._records, wait=self.member.waits_for_writer)
@@ -350,8 +352,7 @@ class Engine:
         if compare:
             whole = not isinstance(self.strategy, Scattered) or self.strategy.whole
             check_parameters(self.model, column, whole=whole)
-        member, form = self.member, self.member.form
-        assert form is not None, "no generation yet"
+        member, form = self.member, assignment.form
         self.assignment = assignment
         self.buffers = Buffers(self.model, parts=self._exact, alone=self._parts == 1)
         for observer in self.observers.values():
@@ -487,7 +488,7 @@ class Engine:
         for observer in self.observers.values():
             observer.begin_step(step, where)
 
-    def begin_pass(self, part: Pass, weight: float, *, last: bool) -> None:
+    def begin_pass(self, part: Pass, weight: float, *, last: bool, unit: int | None = None) -> None:
         """A backward pass is about to run that counts `weight`, over the samples of the step.
 
         Raises:
@@ -499,7 +500,7 @@ class Engine:
                 "have moved in part: this process cannot go on. Let the error end the program; "
                 "another takes up the last commit."
             )
-        self.strategy.begin_pass(weight, last=last)
+        self.strategy.begin_pass(weight, last=last, unit=part.number if unit is None else unit)
         for observer in self.observers.values():
             observer.begin_pass(part)
 
@@ -797,10 +798,10 @@ class Engine:
         self.member.record(written, (done.step, number, staged.samples, done.loss, *times, norm))
 
     @property
-    def ledger_bytes(self) -> int:
-        """How long the ledger is with the last commit; on rank 0, which writes it."""
+    def ledger(self) -> Ledger:
+        """On rank 0, which writes it."""
         assert self._ledger is not None, "rank 0 writes the ledger"
-        return self._ledger.size_bytes
+        return self._ledger
 
 
 def _as_recorded(norm: float | None) -> float:

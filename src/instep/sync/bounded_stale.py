@@ -1,0 +1,34 @@
+"""As `server_async.py`, but no worker computes far ahead of what is still missing.
+
+The stale synchronous parallel model (Ho et al. 2013), with the clock on the steps of the data
+instead of on workers: see `leases.py`.
+"""
+
+from __future__ import annotations
+
+from instep.errors import SpecError
+from instep.sync.server_async import ServerAsync
+
+
+class BoundedStale(ServerAsync):
+    """An update for each micro-batch, of steps that are not too far apart.
+
+    Args:
+        staleness: a micro-batch of step t waits until all of steps up to t - staleness - 1 are
+            committed; 0 or more.
+        compensation, slow_late: as for `server_async`.
+
+    Raises:
+        SpecError: an option is refused.
+    """
+
+    def __init__(
+        self, *, staleness: int = 2, compensation: float = 0.0, slow_late: bool = False
+    ) -> None:
+        super().__init__(compensation=compensation, slow_late=slow_late)
+        if staleness < 0:
+            raise SpecError(
+                f"sync.options.staleness = {staleness}: it is how many steps a micro-batch may be "
+                "ahead, 0 or more. For no bound use sync.name = 'server_async'."
+            )
+        self.staleness = staleness

@@ -1,0 +1,147 @@
+"""Momentum on each rank, of which only the largest values are sent (deep gradient compression).
+
+Every rank keeps a momentum u of its own gradients g, and adds it to a residual v: u <- m u + g,
+v <- v + u. The largest values of v are sent, as with `top_k`; there, u and v become 0 (Lin et al.
+2018, arXiv:1712.01887, with "momentum factor masking"). So a value that waits in v grows as it
+would have with the optimizer's momentum, which therefore must not apply it again. Where all values
+are sent nothing waits, u is kept, and the result is that of SGD with momentum.
+
+All ranks get the payloads of all (`gather.py`), and decode them in rank order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instep.comm.base import Comm
+from instep.comm.codecs.dgc import DGC
+from instep.comm.codecs.none import Identity
+from instep.comm.codecs.top_k import TopK
+from instep.sync.gather import Payloads
+from instep.sync.reducers import Place
+from instep.sync.whole_buckets import WholeBuckets
+
+_KINDS = ("residual", "momentum")
+
+
+class Dgc:
+    """A `Reducer` that remembers residual and momentum of every element."""
+
+    @staticmethod
+    def kinds(codec: DGC) -> tuple[str, ...]:
+        """v and u."""
+        return _KINDS
+
+    @staticmethod
+    def layout(buckets: Sequence[Sequence[Place]], size: int, idle: Sequence[int]) -> WholeBuckets:
+        """Both, for every element."""
+        return WholeBuckets(_KINDS, buckets)
+
+    def __init__(
+        self,
+        codec: DGC,
+        comm: Comm,
+        layout: WholeBuckets,
+        room: tuple[Tensor, Tensor] | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        staged: Callable[[int], None] | None = None,
+    ) -> None:
+        self._codec, self._comm, self._layout, self._tell = codec, comm, layout, staged
+        count = layout.room(comm.rank)
+        self._slots = room or (torch.zeros(count, device=device), torch.zeros(count, device=device))
+        self._cut = [layout.cut(slot) for slot in self._slots]
+        self._committed = 0
+        self._stages: list[Any] = [
+            Identity() if density == 1 else TopK(density=density) for density in codec.densities
+        ]
+        sizes = [max(each.size(length) for each in self._stages) for length in layout.lengths]
+        self._payloads = Payloads(comm, sizes, device)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._flats: list[Tensor] = []
+        self._step = 0
+        self._is_staged = False
+
+    @property
+    def carried(self) -> Tensor:
+        """The committed slot."""
+        return self._slots[self._committed]
+
+    @torch.no_grad()
+    def begin(self, number: int, flat: Tensor, *, key: int = 0) -> None:
+        """Keep it: the limit is of the norm of all."""
+        assert number == len(self._flats), "buckets begin in their order"
+        self._flats.append(flat[: self._layout.lengths[number]])
+        self._step = key
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Limit, remember, choose; then all ranks get what was chosen."""
+        assert len(self._flats) == len(self._layout.buckets), "each bucket begins first"
+        by = self._limit()
+        stage = self._stages[self._codec.stage(max(self._step, 1))]
+        used = [
+            self._choose(number, stage, values.mul_(by))
+            for number, values in enumerate(self._flats)
+        ]
+        self._is_staged = True
+        if self._tell is not None:
+            self._tell(1 - self._committed)
+        self._payloads.gather(used, self._flats, stage)
+
+    def _limit(self) -> float:
+        """What this rank's contribution is multiplied by."""
+        if not self._codec.clip or not self._flats:
+            return 1.0
+        norm = float(torch.stack([flat.norm() for flat in self._flats]).norm())
+        limit = self._codec.clip / math.sqrt(self._comm.size)
+        return limit / norm if norm > limit else 1.0
+
+    def _choose(self, number: int, stage: Any, values: Tensor) -> int:
+        """Write a bucket's payload; returns its bytes."""
+        (old_rest, new_rest), (old, new) = (
+            (self._cut[self._committed][kind][number], self._cut[1 - self._committed][kind][number])
+            for kind in range(len(_KINDS))
+        )
+        codec, out = self._codec, self._payloads.out[number]
+        if codec.nesterov:
+            torch.add(old, values, out=new).mul_(codec.momentum)
+            values += new
+        else:
+            torch.add(values, old, alpha=codec.momentum, out=new)
+            values.copy_(new)
+        values += old_rest
+        used = int(stage.encode(values, out, key=0, left=new_rest))
+        if not isinstance(stage, Identity):
+            stage.add_into(values.zero_(), out[:used])
+            new.masked_fill_(values != 0, 0.0)
+        new.nan_to_num_(0.0, 0.0, 0.0)
+        return used
+
+    def apply(self) -> None:
+        """What is staged is committed."""
+        assert self._is_staged, "what is staged is not complete"
+        self._committed = 1 - self._committed
+        self._forget()
+
+    def abandon(self) -> None:
+        """Residual and momentum are as before."""
+        self._forget()
+
+    def own_state(self) -> dict[str, Tensor]:
+        """This rank's residual and momentum for each parameter."""
+        return self._layout.state_of(self.carried, self._comm.rank)
+
+    def state(self) -> dict[str, Tensor]:
+        """Nothing."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Nothing to take up."""

@@ -1,0 +1,356 @@
+"""Connections between workers and the server: a question with a body of bytes, an answer with one.
+
+Each worker has one, and none to other workers, so one that breaks is nobody else's affair. A thread
+of the server waits for each; what arrives it hands to the server's main thread, which alone decides
+anything. A worker shows the secret that it got from the master; the server accepts nobody else.
+Between hosts connections are encrypted, and both ends have a certificate that says who they are.
+
+What questions and answers mean is not known here. Way in: `Door` on the server, `Line.to` on a
+worker.
+"""
+
+from __future__ import annotations
+
+import hmac
+import queue
+import secrets
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+from torch import Tensor
+
+from instep.comm.channel import Address
+from instep.errors import PeerError, StrangerError
+from instep.worker.leased.portions import Parcel
+
+if TYPE_CHECKING:
+    from instep.comm.certificates import Credentials
+
+LOOK_S = 0.1
+"""How often a thread that waits looks whether it should."""
+
+PROOF_S = 2.0
+"""How long a caller may take to show the secret."""
+
+MOST_UNPROVEN = 64
+"""Callers that have not; more are turned away."""
+
+MOST_HEAD = 1 << 20
+"""Bytes of the longest question or answer, without its body."""
+
+_SIZES = struct.Struct("!IQ")
+
+Head = TypeVar("Head", bound=msgspec.Struct)
+
+
+class Ask(msgspec.Struct, array_like=True):
+    """A worker wants a lease; its body is what it has computed under the last one."""
+
+    token: int = -1
+    """Of that lease; -1 if there was none."""
+    total: float = 0.0
+    weight: float = 0.0
+    skipped: int = 0
+    present: list[bool] = []
+    """As in `commits.Push`."""
+    known: int = 0
+    """The last step that it knows to be complete."""
+
+
+class Grant(msgspec.Struct, array_like=True):
+    """A lease; its body is what to compute with. Or the end, without both."""
+
+    counted: bool
+    """Whether the push was a commit."""
+    complete: list[tuple[int, float, float | None]]
+    """Steps that are complete, after the one that was known: number, loss, norm."""
+    token: int = -1
+    step: int = 0
+    number: int = 0
+    held_s: float = 0.0
+    """How long there was nothing to lease."""
+    ends: str = ""
+    """The rule by which the run has ended; empty while it goes on."""
+    finite: bool = True
+    """Whether its last loss was."""
+
+
+class _Call(msgspec.Struct, array_like=True):
+    secret: bytes
+    worker: int
+
+
+class Line:
+    """One end of a connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connection
+
+    @classmethod
+    def to(
+        cls,
+        address: Address,
+        server: int,
+        secret: bytes,
+        worker: int,
+        credentials: Credentials | None = None,
+    ) -> Line:
+        """Connect to the server.
+
+        Args:
+            address: where it is.
+            server, worker: the numbers of both ends.
+            secret: what the server wants to be shown.
+            credentials: of this end, where connections are encrypted.
+
+        Raises:
+            PeerError: it is not there, or is another.
+        """
+        connection = None
+        try:
+            connection = socket.create_connection(address, timeout=PROOF_S)
+            if credentials is not None:
+                connection = _encrypted(connection, credentials, server=False)
+                _check(connection, server)
+            line = cls(connection)
+            line.send(_Call(secret, worker), ())
+        except (OSError, PeerError) as error:
+            if connection is not None:
+                connection.close()
+            raise PeerError(f"the server does not answer ({error}).") from None
+        return line
+
+    def send(self, head: msgspec.Struct, body: Sequence[Tensor]) -> None:
+        """Send a head, and tensors of bytes.
+
+        Raises:
+            PeerError: the other end is gone.
+        """
+        encoded, parts = msgspec.msgpack.encode(head), [tensor.numpy().data for tensor in body]
+        sizes = _SIZES.pack(len(encoded), sum(part.nbytes for part in parts))
+        try:
+            self._socket.settimeout(None)
+            self._socket.sendall(sizes + encoded)
+            for part in parts:
+                self._socket.sendall(part)
+        except OSError as error:
+            raise PeerError(f"the connection is gone ({error}).") from None
+
+    def receive(
+        self, kind: type[Head], body: Sequence[Tensor], waits: Callable[[], None] = lambda: None
+    ) -> Head:
+        """The next head; its body, if it has one, is written into tensors of bytes.
+
+        Args:
+            kind: what it is.
+            body: [bytes] each, together as long as the body.
+            waits: called now and then meanwhile; what it raises is raised here.
+
+        Raises:
+            PeerError: the other end is gone, or sends something else.
+        """
+        length, rest = _SIZES.unpack(self._take(_SIZES.size, waits))
+        parts = [tensor.numpy().data for tensor in body]
+        if length > MOST_HEAD or rest not in (0, sum(part.nbytes for part in parts)):
+            raise PeerError(f"a message of {length} and {rest} bytes has arrived.")
+        try:
+            head = msgspec.msgpack.decode(self._take(length, waits), type=kind)
+        except msgspec.MsgspecError as error:
+            raise PeerError(f"something that is no message has arrived: {error}") from None
+        for part in parts if rest else ():
+            self._fill(part, waits)
+        return head
+
+    def _take(self, size: int, waits: Callable[[], None]) -> bytearray:
+        taken = bytearray(size)
+        self._fill(memoryview(taken), waits)
+        return taken
+
+    def _fill(self, into: memoryview, waits: Callable[[], None]) -> None:
+        self._socket.settimeout(LOOK_S)
+        while into.nbytes:
+            try:
+                got = self._socket.recv_into(into)
+            except TimeoutError:
+                waits()
+                continue
+            except OSError as error:
+                raise PeerError(f"the connection is gone ({error}).") from None
+            if not got:
+                raise PeerError("the connection is gone (the other end closed it).")
+            into = into[got:]
+
+    def close(self) -> None:
+        """Close; other threads that use it find the connection gone."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def _encrypted(
+    connection: socket.socket, credentials: Credentials, *, server: bool
+) -> socket.socket:
+    """The same connection, after a handshake in which both ends have shown a certificate."""
+    from instep.comm.tls import context
+
+    connection.settimeout(PROOF_S)
+    return context(credentials, server=server).wrap_socket(connection, server_side=server)
+
+
+def _check(connection: socket.socket, number: int) -> None:
+    """Raise PeerError unless the other end of an encrypted connection is the process meant."""
+    from instep.comm.tls import identity_of
+
+    assert isinstance(connection, ssl.SSLSocket), "it is encrypted"
+    try:
+        shown = identity_of(connection)
+    except StrangerError as error:
+        raise PeerError(str(error)) from None
+    if shown.role not in ("worker", "server") or shown.number != number:
+        raise PeerError(f"{shown.role} {shown.number} shows up as {number}.")
+
+
+class Guest:
+    """A worker that is connected to the server."""
+
+    def __init__(self, door: Door, line: Line, worker: int) -> None:
+        self.worker, self.body = worker, door.room()
+        """What it has sent with its last question."""
+        self._door, self._line = door, line
+        self._answers = queue.SimpleQueue[tuple[Grant, Sequence[Tensor]] | None]()
+
+    def answer(self, grant: Grant, body: Sequence[Tensor] = ()) -> None:
+        """Answer its question; the body is not to change before the next one."""
+        self._answers.put((grant, body))
+
+    def close(self) -> None:
+        """Answer nothing more."""
+        self._answers.put(None)
+        self._line.close()
+
+    def _serve(self) -> None:
+        door = self._door
+        with suppress(PeerError):
+            while True:
+                ask = self._line.receive(Ask, self.body.flats, door.check)
+                door.arrived(self, ask)
+                answer = self._answers.get()
+                if answer is None:
+                    break
+                self._line.send(*answer)
+        self._line.close()
+        door.arrived(self, None)
+
+
+class Door:
+    """Where workers connect to the server.
+
+    Args:
+        host: the address to listen on.
+        room: gives what the body of a worker's questions goes into.
+        credentials: of this end, where connections are encrypted.
+    """
+
+    def __init__(
+        self, host: str, room: Callable[[], Parcel], credentials: Credentials | None = None
+    ) -> None:
+        self.secret = secrets.token_bytes(32)
+        """What a worker has to show."""
+        self.room, self._closed, self._credentials = room, False, credentials
+        self._listener = socket.create_server((host, 0), backlog=1024)
+        self.address = Address(*self._listener.getsockname()[:2])
+        self._arrivals = queue.SimpleQueue[tuple[Guest, Ask | None]]()
+        self._unproven = threading.BoundedSemaphore(MOST_UNPROVEN)
+        self._end: Grant | None = None
+        self._ending = threading.Lock()
+        self._start(self._accept)
+
+    def next(self, timeout_s: float) -> tuple[Guest, Ask | None] | None:
+        """A question; or None in place of it, from one that is gone. None if nothing arrives."""
+        try:
+            return self._arrivals.get(timeout_s > 0, timeout_s)
+        except queue.Empty:
+            return None
+
+    def end(self, grant: Grant) -> None:
+        """Answer all questions with this from now on, whichever thread is busy."""
+        with self._ending:
+            self._end = grant
+        while (arrived := self.next(0)) is not None:
+            self.arrived(*arrived)
+
+    def arrived(self, guest: Guest, ask: Ask | None) -> None:
+        """A question has come, or the end of a connection; in the guest's thread."""
+        with self._ending:
+            if self._end is None:
+                self._arrivals.put((guest, ask))
+            elif ask is not None:
+                guest.answer(self._end)
+
+    def check(self) -> None:
+        """Raise PeerError once the door is closed."""
+        if self._closed:
+            raise PeerError("the server has ended.")
+
+    def close(self) -> None:
+        """Let nobody in; connections end. A second call does nothing."""
+        self._closed = True
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _start(self, run: Callable[[], None]) -> None:
+        threading.Thread(target=run, name="instep serves", daemon=True).start()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # closed, or no more files
+                time.sleep(LOOK_S)
+                continue
+            if not self._unproven.acquire(blocking=False):
+                connection.close()
+                continue
+            self._start(partial(self._admit, connection))
+
+    def _admit(self, connection: socket.socket) -> None:
+        try:
+            if self._credentials is not None:
+                connection = _encrypted(connection, self._credentials, server=True)
+            guest = self._proven(connection)
+        except (PeerError, OSError):
+            connection.close()
+            return
+        finally:
+            self._unproven.release()
+        guest._serve()
+
+    def _proven(self, connection: socket.socket) -> Guest:
+        """The worker at the other end.
+
+        Raises:
+            PeerError: it is none of this run.
+        """
+        deadline = time.monotonic() + PROOF_S
+
+        def waits() -> None:
+            if time.monotonic() > deadline:
+                raise PeerError("no proof in time.")
+
+        line = Line(connection)
+        call = line.receive(_Call, (), waits)
+        if self._credentials is not None:
+            _check(connection, call.worker)
+        if not hmac.compare_digest(call.secret, self.secret):
+            raise PeerError("it does not know the secret.")
+        return Guest(self, line, call.worker)

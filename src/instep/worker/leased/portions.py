@@ -1,0 +1,115 @@
+"""Which samples a micro-batch has, and what of a model travels with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from instep.data.order import Position, position, steps_in_epoch
+from instep.spec import TrainSpec
+from instep.sync.base import Piece
+from instep.sync.cuts import Packed
+from instep.sync.leases import Unit
+from instep.worker.step.passes import parts_of, positions_of
+
+
+class Portions:
+    """The micro-batches of a job.
+
+    Args:
+        samples: of the dataset.
+        train: the job's.
+    """
+
+    def __init__(self, samples: int, train: TrainSpec) -> None:
+        self._samples, self._train = samples, train
+
+    def where(self, step: int) -> Position:
+        """The global batch of a step."""
+        return position(step, self._samples, self._train.global_batch)
+
+    def count(self, step: int) -> int:
+        """How many micro-batches a step has."""
+        return parts_of(self.where(step), self._train)
+
+    def size(self, step: int) -> int:
+        """Samples of a step."""
+        where = self.where(step)
+        return where.stop - where.first
+
+    def of(self, unit: Unit) -> tuple[int, int]:
+        """Positions [first, stop) of a micro-batch in its epoch."""
+        numbers = range(unit.number, unit.number + 1)
+        return positions_of(self.where(unit.step), numbers, self.count(unit.step))
+
+    def before(self, step: int) -> int:
+        """How many micro-batches all steps up to this one have."""
+        each = steps_in_epoch(self._samples, self._train.global_batch)
+        epochs, rest = divmod(step, each)
+        whole = (each - 1) * self.count(1) + self.count(each)
+        return epochs * whole + rest * self.count(1)
+
+
+class Parcel:
+    """Room for what travels: something for each parameter that is trained, and for each buffer.
+
+    Args:
+        model: whose.
+        parameters: those that are trained.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Sequence[Tensor]) -> None:
+        self._packed = _pack(parameters), _pack(buffers_of(model))
+        self.flats = [packed.flat for packed in self._packed]
+        """[bytes] each, to be sent."""
+        self.parameters, self.buffers = map(_views, self._packed)
+
+    def load(self) -> None:
+        """Take the values of parameters and buffers."""
+        for packed in self._packed:
+            packed.load()
+
+    def store(self) -> None:
+        """Give parameters and buffers these values."""
+        for packed in self._packed:
+            packed.store()
+
+    def store_buffers(self) -> None:
+        """Give these values to the buffers alone."""
+        self._packed[1].store()
+
+
+def _pack(tensors: Sequence[Tensor]) -> Packed:
+    pieces = [Piece(n, 0, tensor.numel()) for n, tensor in enumerate(tensors)]
+    return Packed(pieces, tensors)
+
+
+def _views(packed: Packed) -> list[Tensor]:
+    return [packed.views[piece] for piece in sorted(packed.views)]
+
+
+def buffers_of(model: nn.Module) -> list[Tensor]:
+    """The buffers of a model, each once; those without elements are left out."""
+    return [buffer for buffer in model.buffers() if buffer.numel()]
+
+
+@torch.no_grad()
+def changes(now: Sequence[Tensor], before: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+    """What a pass has added to buffers."""
+    for one, other, change in zip(now, before, into, strict=True):
+        if one.dtype == torch.bool:
+            torch.logical_xor(one, other, out=change)
+        else:
+            torch.sub(one, other, out=change)
+
+
+@torch.no_grad()
+def change(buffers: Sequence[Tensor], by: Sequence[Tensor]) -> None:
+    """Add to buffers what a pass has added to its own."""
+    for buffer, each in zip(buffers, by, strict=True):
+        if buffer.dtype == torch.bool:
+            buffer.logical_xor_(each)
+        else:
+            buffer.add_(each)

@@ -1,0 +1,396 @@
+"""The server's end of training without lockstep: grants leases, commits pushes, ends steps.
+
+It is a loop of one member: its steps are those of the job, and a step is over when workers have
+pushed all its micro-batches. So what follows a step (validation, checkpoint, rules that stop the
+run) is that of every other training. For what needs exactly the steps up to one, no micro-batch of
+later steps is leased before that is done (`_limit`).
+
+An update is committed in this order: parameters, a copy of all in memory that outlives the process,
+the ledger, the answer. A process that takes this one's place continues from that copy.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import msgspec
+import torch
+
+from instep.comm.alone import AloneComm
+from instep.comm.base import Comm
+from instep.comm.messages import Form, Heartbeat
+from instep.data.loader import Read, Slice
+from instep.data.order import Position
+from instep.errors import PeerError, SpecError, WorkerError
+from instep.events import Kind
+from instep.recipe.recipe import Recipe
+from instep.records import Attempt
+from instep.sync.leases import Lease
+from instep.sync.server_async import ServerAsync
+from instep.system.host_memory import NoRoom
+from instep.worker.leased.commits import Commits, Push
+from instep.worker.leased.line import LOOK_S, Ask, Door, Grant, Guest
+from instep.worker.leased.portions import Parcel, Portions
+from instep.worker.member import Member
+from instep.worker.step.clock import Clock
+from instep.worker.step.committed import Commit
+from instep.worker.step.host_copy import HostCopy
+from instep.worker.step.leased import LeasedUpdate
+from instep.worker.step.passes import Share
+from instep.worker.step.skipping import share_read
+from instep.worker.training import Training
+
+SERVER = "server"
+"""Under this key the master has the address of the server, and the secret for it."""
+
+TOLD = 1000
+"""Complete steps that are remembered for workers that do not know of them."""
+
+
+class Where(msgspec.Struct):
+    """How a worker reaches the server."""
+
+    host: str
+    port: int
+    number: int
+    """Of the server."""
+    secret: bytes
+
+
+class _Waits(NamedTuple):
+    """A worker that has asked."""
+
+    ask: Ask
+    counted: bool
+    since: float
+
+
+class Serving(Training):
+    """The server of a run.
+
+    Args:
+        member: this server's membership in the run.
+        recipe: what is trained.
+        device: the CPU.
+
+    Raises:
+        InstepError: job or recipe cannot be trained.
+    """
+
+    def __init__(self, member: Member, recipe: Recipe, device: torch.device) -> None:
+        if not member.sees_run:
+            raise SpecError(
+                f"the server does not see the folder of the run, {member.run}, where it writes "
+                "checkpoints and the ledger. Name a host that does in cluster.servers, or use a "
+                "shared folder."
+            )
+        super().__init__(member, recipe, device)
+        self._portions = Portions(self.samples, self.job.per_commit)
+        self._copy = HostCopy()
+        self._left: dict[str, Any] | None = None  # of the process before
+        self._row: tuple[int, ...] | None = None  # of the last commit, for the ledger
+        self._ledger_at = 0  # where it begins there
+        self._written = b""  # since the last complete step
+        self._complete = deque[tuple[int, float, float | None]](maxlen=TOLD)
+        self._ends_at: int | None = None
+        self._saves_at: int | None = None
+        self._barrier = 0
+        self._door: Door | None = None
+        self._guests: dict[int, Guest] = {}  # the newest of each worker
+        self._asking: dict[Guest, _Waits] = {}
+        self._broken = -1  # the generation that was reported to be left
+        self._commits: Commits | None = None
+        self.engine.mends = False  # micro-batches of steps that are not complete count too
+
+    @property
+    def commits(self) -> Commits:
+        """There once a generation has begun."""
+        assert self._commits is not None, "join() comes first"
+        return self._commits
+
+    def join(self) -> None:
+        """Take up what the process before this one has left, and begin to serve."""
+        found = self._copy.of_all(AloneComm(), self.device)
+        if found is not None:
+            _, snapshot = found
+            self._left = snapshot.facts.pop("leased")
+            self.state.take(snapshot, "the memory of this host")
+            self.state.settled = max(0, self.state.progress.step - 1)
+            self.member.holds = True
+        super().join()
+
+    # ---- generations: connections outlive them
+
+    @property
+    def _group(self) -> Form:
+        """This server alone: workers have no part in its steps but by their pushes."""
+        number = [self.member.number]
+        return msgspec.structs.replace(
+            super()._group, members=number, rank=0, servers=(), draining=()
+        )
+
+    def _make_comms(self) -> tuple[Comm, Comm]:
+        return AloneComm(), AloneComm()
+
+    def _form(self) -> None:
+        form = self.member.form
+        assert form is not None, "no generation yet"
+        if form.checkpoint is None and self.member.others_have_state and not self.state.held:
+            raise WorkerError(
+                "the parameters of the server were lost with the memory of its host, or its fork "
+                "server, and no other process has them. Resume the run: it continues from the "
+                "newest checkpoint."
+            )
+        if form.checkpoint is not None:
+            self._left = None
+            self._copy.clear()
+        super()._form()
+        if self._row is not None:  # the process before may have been killed before it was written
+            self.engine.ledger.cut(self._ledger_at)
+            self._write(self._row)
+        if self._door is None:
+            self._open()
+
+    def _before_steps(self, comm: Comm) -> None:
+        super()._before_steps(comm)
+        assert self.member.form is not None, "no generation yet"
+        self.sized(len(self.member.form.members))
+        if self._commits is not None:
+            return
+        left, self._left = self._left, None
+        self._commits = Commits(
+            self.engine.model,
+            self.engine.parameters,
+            cast(LeasedUpdate, self._update),
+            cast(ServerAsync, self.engine.strategy),
+            self._portions,
+            step=self.state.progress.step,
+            left=left,
+            first_token=time.time_ns(),  # above all of a server before this one
+        )
+        if left is None:
+            self._keep()
+        elif left["row"] is not None:
+            self._row, self._ledger_at = tuple(left["row"]), left["ledger_bytes"]
+
+    def _open(self) -> None:
+        room = partial(Parcel, self.engine.model, self.engine.parameters)
+        member = self.member
+        self._door = Door(member.outside, room, member.credentials)
+        where = Where(*self._door.address, member.number, self._door.secret)
+        member.tell_all(SERVER, msgspec.msgpack.encode(where))
+
+    def _leave(self, error: PeerError | None = None) -> None:
+        if self.engine.started:
+            self.engine.buffers.after_update()  # or they would be taken back
+        super()._leave(error)
+
+    def _keep_up(self) -> None:
+        """Be in the generation that the master has begun; nothing else of it matters here.
+
+        Raises:
+            PeerError: this process may have been replaced.
+        """
+        member = self.member
+        member.check_lease()
+        if member.superseded:
+            form = member.wait_for_group()
+            self.state.inside(form.generation)
+            self.sized(len(form.members))
+            member.formed()
+        elif member.regroups and self._broken != self.state.generation:
+            self._broken = self.state.generation
+            member.broken(holds=True)
+
+    # ---- steps
+
+    def _slices(self, share: Share) -> Iterable[Slice]:
+        return ()
+
+    def _one_step(
+        self, where: Position, share: Share, loads: Iterator[Read]
+    ) -> Generator[Any, None, Commit]:
+        yield from ()
+        self._limit()
+        self._waits()
+        while self.commits.leases.complete < self.step:
+            self._turn()
+        return self._end_step(where)
+
+    def _limit(self) -> None:
+        """Lease nothing beyond the next step at which just the steps up to it have to be there."""
+        if self._barrier < self.step:
+            self._barrier = self.step
+            while not self._is_barrier(self._barrier):
+                self._barrier += 1
+        limits = (self._barrier, self._ends_at, self._saves_at)
+        self.commits.leases.stop_after(min(step for step in limits if step is not None))
+
+    def _is_barrier(self, step: int) -> bool:
+        if step in (self.last_step, self.job.train.stop_after_steps):
+            return True
+        every = self.job.train.validate_every
+        ends_epoch = self._portions.where(step).stop == self.samples
+        validates = step % every == 0 if every else ends_epoch
+        return self.job.checkpoint.due(step) or (validates and self._validation is not None)
+
+    def _end_step(self, where: Position) -> Commit:
+        step, begun, figures = self.step, self.commits.leases.begun, self.commits.complete()
+        share_read(figures.skipped, where.stop - where.first)
+        asked = self.stopping.asked_to_stop(step)
+        if asked or self.stopping.not_finite(figures.loss, figures.norm):
+            self._ends_at = self._ends_at or begun
+        if self.engine.saves():
+            self._saves_at = self._saves_at or begun
+        told, saves = step == self._ends_at, step == self._saves_at
+        if saves:
+            self._saves_at = None
+        ends = told or step in (self.last_step, self.job.train.stop_after_steps)
+        done = Commit(step, figures.loss, figures.norm, told, ends, figures.skipped, saves=saves)
+        self.engine.buffers.after_update()  # pushes have moved some
+        self.state.commit(done, where)
+        self._complete.append((step, figures.loss, figures.norm))
+        clock, norm = self.engine.clock, math.nan if figures.norm is None else figures.norm
+        row = (step, self.member.number, 0, figures.loss, *clock.parts, norm)
+        self.member.record(self._written, row)
+        self._written, self.engine.clock = b"", Clock(begin=time.time())
+        if not (math.isfinite(done.loss) or self.stopping.spec.non_finite):
+            self._warn_of_loss(done.loss)
+        return done
+
+    # ---- what workers ask
+
+    def _turn(self) -> None:
+        """Take in what arrives, and answer all that can be answered."""
+        assert self._door is not None, "join() comes first"
+        since = time.perf_counter()
+        arrived = self._door.next(LOOK_S)
+        since = self.engine.clock.lap(since, "wait")
+        self._keep_up()
+        while arrived is not None:
+            self._arrived(*arrived)
+            arrived = self._door.next(0.0)
+        self._answer()
+        self.engine.clock.lap(since, "update")
+
+    def _arrived(self, guest: Guest, ask: Ask | None) -> None:
+        before = self._guests.get(guest.worker)
+        if ask is None:
+            self._asking.pop(guest, None)
+            if before is guest:
+                del self._guests[guest.worker]
+                self.commits.leave(guest.worker)
+            return
+        if before is not guest and before is not None:  # its connection broke, and it came again
+            self._asking.pop(before, None)
+            before.close()
+        self._guests[guest.worker] = guest
+        counted = ask.token >= 0 and self._take(guest, ask)
+        self._asking[guest] = _Waits(ask, counted, time.monotonic())
+
+    def _take(self, guest: Guest, ask: Ask) -> bool:
+        """Whether a push is a commit; then it is one for all."""
+        figures = ask.token, ask.total, ask.weight, ask.skipped, ask.present
+        push = Push(*figures, guest.body.parameters, guest.body.buffers)
+        committed = self.commits.take(push, time.monotonic())
+        if committed is None:
+            return False
+        self._row = self._entry(committed.lease)
+        self._keep()
+        self._write(self._row)
+        return True
+
+    def _entry(self, lease: Lease) -> tuple[int, ...]:
+        """Of a commit, for the ledger."""
+        step, number = lease.unit
+        epoch, course = self._portions.where(step).epoch, self.state.progress.course
+        at = self._portions.of(lease.unit)
+        return (
+            step, epoch, course, self.state.generation, lease.worker, Kind.RANGE, number, *at
+        )  # fmt: skip
+
+    def _keep(self) -> None:
+        """Copy the state of the last commit into memory that outlives this process."""
+        if not self._copy.lasts:
+            return
+        self._ledger_at = self.engine.ledger.size_bytes if self._row is not None else 0
+        snapshot = self.state.for_another()
+        snapshot.facts["leased"] = {
+            "row": self._row,
+            "ledger_bytes": self._ledger_at,
+            **self.commits.state(),
+        }
+        version, generation = self.commits.leases.version, super()._group.generation
+        at = Attempt(self.state.progress.course, version, generation)
+        try:
+            self._copy.keep(snapshot, at)
+        except NoRoom as error:
+            self._copy.drop()
+            self.member.emit(
+                "warning",
+                text=f"no memory for copies of the server's state: {error} Training continues "
+                "without them: if the server is lost, the run ends, and can be resumed from its "
+                "newest checkpoint.",
+            )
+
+    def _write(self, row: tuple[int, ...]) -> None:
+        """Append a commit to the ledger.
+
+        Raises:
+            PeerError: this process may not write any more.
+        """
+        written = self.engine.ledger.append([row])
+        if not written:
+            self.member.fence()
+            raise PeerError("the master did not answer for too long: the others may continue.")
+        self._written += written
+
+    def _answer(self) -> None:
+        now = time.monotonic()
+        for guest, (ask, counted, since) in list(self._asking.items()):
+            granted = self.commits.grant(guest.worker, now)
+            if granted is None:
+                return
+            del self._asking[guest]
+            (token, unit, *_), body = granted
+            grant = Grant(counted, self._unknown(ask), token, *unit, now - since)
+            guest.answer(grant, body)
+
+    def _unknown(self, ask: Ask) -> list[tuple[int, float, float | None]]:
+        """The complete steps that a worker does not know of."""
+        found = []
+        for each in reversed(self._complete):
+            if each[0] <= ask.known:
+                break
+            found.append(each)
+        return found[::-1]
+
+    # ---- the end
+
+    def finish(self) -> bool:
+        """Tell all workers that the run is over, and save the model; as `Loop.finish`."""
+        assert self._door is not None, "join() comes first"
+        end = Grant(True, [*self._complete], step=self.step, ends=self.rule, finite=self._finite)
+        self._door.end(end)
+        for guest in self._asking:
+            guest.answer(end)
+        self._asking.clear()
+        return super().finish()
+
+    def _heartbeat(self) -> Heartbeat:
+        found = super()._heartbeat()
+        done = self._commits.leases.version if self._commits is not None else 0
+        return msgspec.structs.replace(found, progress=found.progress + done)
+
+    def close(self) -> None:
+        """Close all connections too."""
+        super().close()
+        if self._door is not None:
+            self._door.close()
+            for guest in self._guests.values():
+                guest.close()

@@ -1,0 +1,243 @@
+"""A worker's end of training without lockstep: ask, compute, push, until the run is over.
+
+It holds nothing that another process would miss. If its connection breaks it connects again, and
+what it had leased is leased again; if it is killed, likewise. It knows no other worker.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+import torch
+from torch import Tensor
+
+from instep.comm.alone import AloneComm
+from instep.comm.channel import Address
+from instep.data.loader import Slice
+from instep.data.samples import last_read
+from instep.errors import PeerError, RecipeError
+from instep.recipe.build import set_generators
+from instep.recipe.recipe import Recipe
+from instep.sync.leases import Unit
+from instep.worker.leased.line import Ask, Grant, Line
+from instep.worker.leased.portions import Parcel, Portions, buffers_of, changes
+from instep.worker.leased.serving import SERVER, Where
+from instep.worker.loop import Step
+from instep.worker.member import Member
+from instep.worker.step.buffers import Buffers
+from instep.worker.step.clock import Clock
+from instep.worker.step.turns import key_of_pass
+from instep.worker.training import Training
+
+AGAIN_S = 0.05
+"""How long a worker waits before it tries to reach the server again."""
+
+
+@dataclass
+class _Share:
+    """What this worker has done of a step that is not complete."""
+
+    samples: int = 0
+    clock: Clock = field(default_factory=Clock)
+
+
+class Working(Training):
+    """A worker of a run.
+
+    Args:
+        member: this worker's membership in the run.
+        recipe: what is trained.
+        device: the CPU.
+
+    Raises:
+        InstepError: job or recipe cannot be trained.
+    """
+
+    def __init__(self, member: Member, recipe: Recipe, device: torch.device) -> None:
+        super().__init__(member, recipe, device)
+        self._portions = Portions(self.samples, self.job.per_commit)
+        model, parameters = self.engine.model, self.engine.parameters
+        self._taken = Parcel(model, parameters)  # as the server sent them
+        self._pushed = Parcel(model, parameters)  # gradients, and what a pass has added to buffers
+        self._watched = Buffers(model)
+        self._shares: dict[int, _Share] = {}
+        self._known = 0
+        self._agreed = False
+
+    # ---- generations: nothing of a step belongs to one
+
+    def _form(self) -> None:
+        form = self.member.form
+        assert form is not None, "no generation yet"
+        if not self._agreed:
+            self._agreed = True
+            self._agree_on_trial(AloneComm())
+        for loader in self._loaders:
+            loader.mark(self.member.marks)
+        self.sized(len(form.members))
+        self.member.formed()
+
+    def _report_ready(self) -> None:
+        self._announce(validation_samples=self._validation_samples)
+
+    def _keep_up(self) -> None:
+        """Be in the generation that the master has begun.
+
+        Raises:
+            Released: the run continues without this worker.
+        """
+        if self.member.regroups:
+            self.member.broken(holds=True)
+        elif not self.member.superseded:
+            return
+        before = self.phase
+        self._regroup()
+        self.phase = before
+
+    # ---- units
+
+    def steps(self) -> Iterator[Step]:
+        """Compute what is leased, to the end of the run; yields nothing."""
+        yield from ()
+        while True:
+            end = self._until_the_end()
+            if self.member.done(end.step, end.ends, finite=end.finite):
+                break
+            self._regroup()
+        self.close()
+
+    def _until_the_end(self) -> Grant:
+        while True:
+            line = self._connect()
+            try:
+                return self._work(line)
+            except PeerError as error:  # raised again, if there is no master either
+                print(f"instep: {error}", flush=True)
+                time.sleep(AGAIN_S)
+            finally:
+                line.close()
+
+    def _connect(self) -> Line:
+        """A connection to the server, which may be on its way.
+
+        Raises:
+            PeerError: there is no master any more.
+        """
+        self.phase = "joining"
+        while True:
+            try:
+                told = self.member.told(SERVER)
+            except PeerError:
+                if not self.member.superseded:
+                    raise
+                self._keep_up()
+                continue
+            where = msgspec.msgpack.decode(told, type=Where)
+            try:
+                return Line.to(
+                    Address(where.host, where.port),
+                    where.number,
+                    where.secret,
+                    self.member.number,
+                    self.member.credentials,
+                )
+            except PeerError:
+                time.sleep(AGAIN_S)
+                self._keep_up()
+
+    def _work(self, line: Line) -> Grant:
+        """Until the end of the run.
+
+        Raises:
+            PeerError: the connection broke.
+        """
+        ask, body, clock = Ask(), list[Tensor](), Clock(begin=time.time())
+        while True:
+            ask.known = self._known
+            self.phase, since = "exchange", time.perf_counter()
+            line.send(ask, body)
+            grant = line.receive(Grant, self._taken.flats, self._keep_up)
+            took = time.perf_counter() - since
+            clock.wait += min(grant.held_s, took)
+            clock.wire += max(0.0, took - grant.held_s)
+            if grant.counted and ask.token >= 0:
+                self._count(Unit(self.step, self._number), clock)
+            self._report(grant)
+            if grant.ends:
+                return grant
+            self._taken.store()
+            clock = Clock(begin=time.time())
+            self.step, self._number = grant.step, grant.number
+            ask = self._compute(grant, clock)
+            body = self._pushed.flats if ask.weight else []
+            self._done += 1
+
+    _number = 0
+
+    def _compute(self, grant: Grant, clock: Clock) -> Ask:
+        """The gradient of one micro-batch, in `_pushed`; or nothing, if nothing in it counts."""
+        last_read.set_step(self.step)
+        epoch, unit = self._portions.where(self.step).epoch, Unit(grant.step, grant.number)
+        self.phase, since = "loading", time.perf_counter()
+        (read,) = self._loader.read([Slice(epoch, *self._portions.of(unit))], self._record)
+        since = clock.lap(since, "load")
+        self._skips.report(read.skipped, dataset="training", step=self.step, epoch=epoch)
+        ask = Ask(grant.token, skipped=len(read.skipped))
+        set_generators(key_of_pass(self.job.seed, unit.step, unit.number, 0))
+        self.phase = "forward"
+        found = self._forward.loss(read.batch, read.size) if read.size else None
+        since = clock.lap(since, "forward")
+        if found is None:
+            return ask
+        self.phase = "backward"
+        for parameter in self.engine.parameters:
+            parameter.grad = None
+        found.loss.backward()
+        ask.total, ask.weight = float(found.loss.detach()) * found.factor, found.factor
+        ask.present = self._pack_gradients()
+        now = buffers_of(self.engine.model)
+        changes(now, self._taken.buffers, self._pushed.buffers)
+        self._watched.after_pass(0.0, unit.number)  # each module has its own tensors again
+        clock.lap(since, "backward")
+        return ask
+
+    @torch.no_grad()
+    def _pack_gradients(self) -> list[bool]:
+        present = list[bool]()
+        for parameter, into in zip(self.engine.parameters, self._pushed.parameters, strict=True):
+            gradient = parameter.grad
+            present.append(gradient is not None)
+            if gradient is None:
+                continue
+            if gradient.is_sparse:
+                raise RecipeError(
+                    "a parameter has a sparse gradient, which this strategy cannot send. Use "
+                    "nn.Embedding(..., sparse=False), or all_reduce."
+                )
+            into.copy_(gradient)
+            parameter.grad = None
+        return present
+
+    # ---- the record
+
+    def _count(self, unit: Unit, clock: Clock) -> None:
+        """A push was a commit."""
+        share = self._shares.setdefault(unit.step, _Share(clock=Clock(begin=clock.begin)))
+        first, stop = self._portions.of(unit)
+        share.samples += stop - first
+        for part in ("load", "forward", "backward", "wait", "wire"):
+            setattr(share.clock, part, getattr(share.clock, part) + getattr(clock, part))
+
+    def _report(self, grant: Grant) -> None:
+        """Record this worker's part of steps that are complete."""
+        for step, loss, norm in grant.complete:
+            share = self._shares.pop(step, None)
+            self._known = max(self._known, step)
+            if share is None:
+                continue
+            norm = float("nan") if norm is None else norm
+            number = self.member.number
+            self.member.record(b"", (step, number, share.samples, loss, *share.clock.parts, norm))

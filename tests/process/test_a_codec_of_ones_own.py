@@ -1,0 +1,35 @@
+"""The codec of the guide, in a file beside the recipe's, trains a run and survives a kill."""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from started import RECIPES, Start
+
+pytestmark = pytest.mark.process
+
+GUIDE = Path(__file__).resolve().parents[2] / "docs/guides/adding-a-codec.md"
+
+
+def test_the_codec_of_the_guide_trains_as_it_says(start: Start, tmp_path: Path) -> None:
+    text = GUIDE.read_text("utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    (section,) = re.findall(r"^```toml\n(\[sync\]\n.*?)^```", text, re.M | re.S)
+    (tmp_path / "my_codecs.py").write_text(code)
+    for name in ("tiny", "slow_tiny"):
+        (tmp_path / f"{name}.py").write_text((RECIPES / f"{name}.py").read_text("utf-8"))
+    job = tmp_path / "job.toml"
+    job.write_text(
+        'recipe = "slow_tiny.py:recipe"\nworkers = 2\n[train]\nsteps = 60\nglobal_batch = 16\n'
+        + section
+    )
+    program = start("-m", "instep", "run", job)
+    program.until(program.is_training, "training")
+    pids = {int(e["worker"]): int(e["pid"]) for e in program.events("worker_joined")}
+    os.kill(pids[1], signal.SIGKILL)
+    assert program.end() == 0, program.stderr
+    program.check_nothing_is_left()
+    assert not program.events("warning")
+    assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0

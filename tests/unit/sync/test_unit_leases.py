@@ -1,0 +1,193 @@
+"""Each unit is committed once, within the bound, whatever workers do and whenever they die."""
+
+import random
+
+import pytest
+
+from instep.sync.leases import Leases, Unit
+
+LIMIT_S = 12.0
+
+
+class World:
+    """Workers with clocks of their own, who pause, die, come back, and push twice.
+
+    It keeps its own record of what counts, in the plainest way.
+    """
+
+    def __init__(self, seed, *, staleness, workers, steps, most=3):
+        self.draw = random.Random(seed)
+        self.steps, self.staleness = steps, staleness
+        self.sizes = [self.draw.randint(1, most) for _ in range(97)]
+        self.leases = Leases(self.units, staleness=staleness)
+        self.leases.stop_after(steps)
+        self.done = {}  # unit to version
+        self.counts = {}  # step to committed units
+        self.whole = 0  # all steps up to it are complete
+        self.working = {}  # worker to (its lease, when it is done)
+        self.waiting = set(range(workers))
+        self.late = []  # pushes that will come once more, or too late
+        self.now, self.turned_away, self.taken_over = 0.0, 0, 0
+
+    def units(self, step):
+        return self.sizes[step % len(self.sizes)]
+
+    def commit(self, token):
+        committed = self.leases.push(token)
+        if committed is None:
+            self.turned_away += 1
+            return
+        unit = committed.lease.unit
+        assert unit not in self.done, f"{unit} counts twice"
+        self.done[unit] = committed.version
+        assert committed.version == len(self.done)
+        assert committed.lag == committed.version - 1 - committed.lease.version >= 0
+        self.counts[unit.step] = self.counts.get(unit.step, 0) + 1
+        while self.counts.get(self.whole + 1) == self.units(self.whole + 1):
+            self.whole += 1
+        assert self.leases.complete == self.whole
+
+    def ask(self, worker):
+        lease = self.leases.lease(worker, self.now, LIMIT_S)
+        if lease is None:
+            self.waiting.add(worker)
+            return
+        assert lease.unit not in self.done
+        if self.staleness is not None:
+            assert self.whole >= lease.unit.step - self.staleness - 1, "beyond the bound"
+        self.waiting.discard(worker)
+        slow = self.draw.random() < 0.01
+        seconds = self.draw.expovariate(0.1) if slow else self.draw.uniform(0.5, 1.5)
+        self.working[worker] = lease, self.now + seconds
+
+    def turn(self):
+        for worker in sorted(self.waiting):
+            self.ask(worker)
+        if not self.working:  # what is left was leased to workers that died unseen
+            self.now += 1.001 * LIMIT_S
+            for worker in sorted(self.waiting):
+                self.ask(worker)
+        assert self.working, "nobody has anything to do, and the run is not over"
+        worker = min(self.working, key=lambda each: self.working[each][1])
+        lease, self.now = self.working.pop(worker)
+        chance = self.draw.random()
+        if chance < 0.01:  # it dies, and its end is seen; what it sent may still arrive
+            self.leases.leave(worker)
+            self.late.append(lease.token)
+        elif chance < 0.02:  # it dies unseen; another comes in its place, under its number or not
+            self.late.append(lease.token)
+            worker = worker if chance < 0.015 else 1000 + self.draw.randrange(10**6)
+        else:
+            self.commit(lease.token)
+            if chance > 0.98:
+                self.late.append(lease.token)
+        if self.late and self.draw.random() < 0.3:
+            self.commit(self.late.pop(self.draw.randrange(len(self.late))))
+        self.waiting.add(worker)
+
+    def run(self):
+        while self.whole < self.steps:
+            self.turn()
+            if len(self.waiting) + len(self.working) > 8:  # some leave for good
+                gone = self.draw.choice(sorted(self.waiting or self.working))
+                self.waiting.discard(gone)
+                self.working.pop(gone, None)
+        return self
+
+
+def check(world):
+    wanted = {Unit(s, n) for s in range(1, world.steps + 1) for n in range(world.units(s))}
+    assert world.done.keys() == wanted
+    assert sorted(world.done.values()) == list(range(1, len(wanted) + 1))
+    assert world.leases.beyond == []
+    assert world.turned_away
+    assert world.leases.version == len(wanted)
+
+
+def test_100_000_clocks_with_pauses_deaths_and_doubled_pushes():
+    check(World(0, staleness=2, workers=4, steps=100_000, most=1).run())
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2, 7, None])
+@pytest.mark.parametrize("workers", [1, 2, 6])
+def test_each_unit_counts_once_within_the_bound(staleness, workers):
+    check(World(f"{staleness} {workers}", staleness=staleness, workers=workers, steps=1500).run())
+
+
+def test_a_worker_that_stands_still_blocks_the_others_at_the_bound_and_not_before():
+    leases = Leases(lambda step: 2, staleness=2)
+    still = leases.lease(0, now=0.0)
+    assert still.unit == Unit(1, 0)
+    done = []
+    while (lease := leases.lease(1, now=1.0)) is not None:
+        done.append(lease.unit)
+        leases.push(lease.token)
+    assert done == [Unit(1, 1), *(Unit(s, n) for s in (2, 3) for n in (0, 1))]
+    assert leases.complete == 0
+    leases.push(still.token)
+    assert leases.complete == 3
+    assert leases.lease(1, now=2.0).unit == Unit(4, 0)
+
+
+def test_without_a_bound_nobody_waits():
+    leases = Leases(lambda step: 2, staleness=None)
+    leases.lease(0, now=0.0)
+    for _ in range(1000):
+        lease = leases.lease(1, now=1.0)
+        leases.push(lease.token)
+    assert leases.begun == 501
+
+
+def test_an_overdue_lease_is_given_to_another_and_its_push_comes_too_late():
+    leases = Leases(lambda step: 1, staleness=0)
+    slow = leases.lease(0, now=0.0)
+    assert leases.lease(1, now=5.0, limit_s=5.0) is None
+    again = leases.lease(1, now=5.1, limit_s=5.0)
+    assert again.unit == slow.unit
+    assert leases.push(slow.token) is None
+    assert leases.push(again.token).version == 1
+    assert leases.push(again.token) is None
+
+
+def test_nothing_is_leased_after_the_step_that_is_to_be_the_last():
+    leases = Leases(lambda step: 2, staleness=5)
+    leases.stop_after(2)
+    leased = [leases.lease(worker, now=0.0) for worker in range(6)]
+    assert [lease and lease.unit.step for lease in leased] == [1, 1, 2, 2, None, None]
+    assert leases.begun == 2
+    leases.leave(1)
+    assert leases.lease(9, now=0.0).unit == Unit(1, 1)
+    for lease in leased[2:4]:
+        leases.push(lease.token)
+    leases.stop_after(None)
+    assert leases.lease(8, now=0.0).unit == Unit(3, 0)
+
+
+@pytest.mark.parametrize("told", [0, 3], ids=["of all", "before the last steps"])
+@pytest.mark.parametrize("seed", range(20))
+def test_another_server_continues_from_what_is_committed(seed, told):
+    world = World(seed, staleness=2, workers=3, steps=40)
+    for _ in range(60):
+        world.turn()
+    before = world.leases
+    world.leases = Leases(
+        world.units,
+        staleness=2,
+        step=before.complete - told,
+        beyond=[unit for unit in world.done if unit.step > before.complete - told],
+        version=before.version,
+        first_token=before._token,
+    )
+    assert world.leases.complete == before.complete
+    assert world.leases.begun <= before.begun
+    world.leases.stop_after(world.steps)
+    world.late += [lease.token for lease, _ in world.working.values()]
+    world.waiting |= world.working.keys()
+    world.working.clear()
+    check(world.run())
+
+
+def test_the_guards_of_this_test_can_fail(monkeypatch):
+    monkeypatch.setattr(Leases, "may_lease", lambda self, step: step <= self._last)
+    with pytest.raises(AssertionError, match="beyond the bound"):
+        World(1, staleness=1, workers=5, steps=400).run()
