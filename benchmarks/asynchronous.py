@@ -1,10 +1,10 @@
 """What do servers that wait for nobody gain where a worker is slow, and what do they lose?
 
-    python benchmarks/asynchronous.py slow [--steps 160] [--rounds 2] [--only NAME ...]
+    python benchmarks/asynchronous.py slow [--steps 600] [--rounds 1] [--part 0.1] [--only NAME ...]
     python benchmarks/asynchronous.py loss [--epochs 6] [--seeds 3]
 
 `slow`: one of four workers is twice as slow for a tenth of the time (samples are slept, so two
-cores are enough, and all_reduce deals evenly). For each strategy: the rate from its fifth step on,
+cores are enough; all_reduce deals evenly). For each strategy: the rate from its fifth step on,
 over that of the same run in which nobody is slow. The runs take turns.
 
 `loss`: the last validation loss of four workers, over that of `all_reduce` with updates of the same
@@ -67,7 +67,12 @@ def slow(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     seed=7,
                     quiet=True,
                     sync=sync,
-                    arguments={"mark": str(mark), "sample_s": 0.004, "times": times, "part": 0.1},
+                    arguments={
+                        "mark": str(mark),
+                        "sample_s": 0.004,
+                        "times": times,
+                        "part": args.part,
+                    },
                     train={
                         "steps": args.steps,
                         "global_batch": PARTS * UNIT,
@@ -79,7 +84,7 @@ def slow(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 rates.append(rate(RunFolder(done.path)))
             kept[name].append(round(rates[0] / rates[1], 3))
             print(name, kept[name], [round(each, 2) for each in rates], file=sys.stderr)
-    return {"workers": WORKERS, "steps": args.steps, "rate_kept": kept}
+    return {"workers": WORKERS, "steps": args.steps, "part": args.part, "rate_kept": kept}
 
 
 def loss(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -116,8 +121,9 @@ def loss(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["slow", "loss"])
-    parser.add_argument("--steps", type=int, default=160)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--part", type=float, default=0.1)
     parser.add_argument("--only", nargs="+", choices=list(SLOW), default=list(SLOW))
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--seeds", type=int, default=3)

@@ -11,19 +11,29 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from instep.comm.codecs import CODECS
-from instep.sync import LEASED, STRATEGIES
-from instep.sync.clashes import AXES, CLASHES, SETTINGS
+from instep.sync import LEASED, ROUNDS, STRATEGIES
+from instep.sync.clashes import AXES, CLASHES, NOT_IN_ROUNDS, SETTINGS
 
 PAGE = Path(__file__).resolve().parent / "concepts" / "what-goes-together.md"
 
+
+def setting_of(strategy: str) -> tuple[str, ...]:
+    """What the table calls it: those of a kind have one name there."""
+    kinds = {"averaging": ROUNDS, "leased": LEASED}
+    return next(((kind,) for kind, names in kinds.items() if strategy in names), (strategy,))
+
+
+def codec_settings(codec: str) -> tuple[str, ...]:
+    """What a job with it asks for."""
+    if codec not in NOT_IN_ROUNDS:
+        return ("codec",)
+    return ("codec", "no_rounds", *(name for name in (codec,) if name in SETTINGS))
+
+
 ROWS: dict[str, tuple[str, ...]] = {
-    **{f"`sync.name = {name!r}`": ("leased" if name in LEASED else name,) for name in STRATEGIES},
+    **{f"`sync.name = {name!r}`": setting_of(name) for name in STRATEGIES},
     "averaging, `local_optimizers = 'kept'`": ("averaging",),
-    **{
-        f"`sync.codec = {name!r}`": ("codec", name) if name in SETTINGS else ("codec",)
-        for name in CODECS
-        if name != "none"
-    },
+    **{f"`sync.codec = {name!r}`": codec_settings(name) for name in CODECS if name != "none"},
     "`train.determinism = 'bits'`": ("bits",),
     "averaging with `determinism = 'bits'`": ("averaging", "bits"),
     "`train.batch_norm = 'global'`": ("batch_norm",),
@@ -73,6 +83,19 @@ than one of these axes.
 
 """
 
+_NAMES = {
+    "cuda": "`train.device = 'cuda'`",
+    "no_rounds": " or ".join(f"`{name}`" for name in sorted(NOT_IN_ROUNDS)),
+    **{name: f"`sync.codec = {name!r}`" for name in ("dgc", "powersgd")},
+}
+"""Settings that have no row of their own."""
+
+_LETTERS = "abcdefgh"
+
+_BESIDE = """`dgc` needs `torch.optim.SGD`. A codec of your own goes with
+`all_reduce`; with the strategies that have rounds if it is `segmentable` and of `fixed_size`
+([what that means](../guides/adding-a-codec.md#what-a-codec-must-do))."""
+
 _REASONS = """
 Why not: {reasons}
 
@@ -83,6 +106,7 @@ With averaging, a participant's samples of a local step are cut into one part fo
 `local_optimizers = "kept"` the mesh cannot change when the run is resumed, as with
 `determinism = "bits"`.
 
+{codecs}
 ## Without one
 
 All other pairs of the settings above go together, but for a loop of your own, which takes less by
@@ -128,14 +152,33 @@ def page() -> str:
         if one not in AXES
     ]
     table = "\n".join(lines) + "\n"
-    middle = _REASONS.format(reasons=f"{numbered}.")
+    middle = _REASONS.format(reasons=f"{numbered}.", codecs=codecs())
     return _OPENING + table + middle + "\n".join(pairs) + "\n" + _END
+
+
+def codecs() -> str:
+    """Which codec goes with which strategy."""
+    lines = [
+        "## Codecs with strategies\n",
+        f"| | {' | '.join(f'`{name}`' for name in STRATEGIES)} |",
+        "|---" * (len(STRATEGIES) + 1) + "|",
+    ]
+    reasons: list[str] = []
+    for codec in CODECS:
+        cells = []
+        for strategy in STRATEGIES:
+            why = clash(codec_settings(codec), setting_of(strategy)) if codec != "none" else ""
+            reasons += [why] if why and why not in reasons else []
+            cells.append(f"no ({_LETTERS[reasons.index(why)]})" if why else "yes")
+        lines.append(f"| `{codec}` | {' | '.join(cells)} |")
+    lettered = "; ".join(f"({_LETTERS[n]}) {why}" for n, why in enumerate(reasons))
+    return "\n".join(lines) + f"\n\nWhy not: {lettered}. {_BESIDE}\n"
 
 
 def _name(setting: str) -> str:
     """As the first row that takes only this one calls it."""
     named = (row for row, wanted in ROWS.items() if wanted == (setting,))
-    return next(named, "`train.device = 'cuda'`" if setting == "cuda" else setting)
+    return next(named, _NAMES.get(setting, setting))
 
 
 def main() -> int:

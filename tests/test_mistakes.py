@@ -106,6 +106,26 @@ IN_A_JOB_FILE = [
         ["does not go with train.device = 'cuda'", "compute on the CPU"],
     ),
     Job(
+        '[sync]\nname = "bounded_stale"\nservers = 2',
+        ["sync.servers = 2: bounded_stale has one server", "Leave the key out."],
+    ),
+    Job(
+        '[sync]\nname = "bounded_stale"\noptions = { staleness = -1 }',
+        ["staleness = -1: it is how many steps", "use sync.name = 'server_async'"],
+    ),
+    Job(
+        '[sync]\nname = "server_async"\noptions = { staleness = 2 }',
+        ["server_async has no option 'staleness'"],
+    ),
+    Job(
+        '[sync]\nname = "server_async"\noptions = { compensation = -0.1 }',
+        ["compensation = -0.1: it is a factor of 0 or more"],
+    ),
+    Job(
+        '[sync]\nname = "server_async"\n[train]\ndeterminism = "bits"',
+        ["does not go with train.determinism = 'bits'", "depends on timing"],
+    ),
+    Job(
         "[sync]\nlocal_steps = 4",
         ["sync.local_steps is now called sync.options.local_steps."],
     ),

@@ -117,13 +117,14 @@ def run_on(
     recipe: str = "tiny.py",
     top: str = "",
     rest: str = "",
+    **train: object,
 ) -> Started:
     hosts = [f"ip netns exec {network.name}-{host}" for host in network.hosts]
     job = folder / "job.toml"
     job.write_text(
         f'name = "encrypted"\nrecipe = "{RECIPES / recipe}:recipe"\nworkers = {workers}\nseed = 5\n'
         f"{top}\n[train]\n"
-        + "".join(f"{name} = {json.dumps(value)}\n" for name, value in TRAIN.items())
+        + "".join(f"{name} = {json.dumps(value)}\n" for name, value in {**TRAIN, **train}.items())
         + f"[launch]\nhosts = {json.dumps(hosts)}\n"
         f'address = "{network.address(netlab.OUTSIDE)}"\n{rest}\n'
     )
@@ -186,6 +187,22 @@ def check_encrypted(
     assert "Traffic between hosts was encrypted" in (program.run / "report.html").read_text()
     assert len(streams) > 2 * (2 + 1)  # of each fork server, worker, and between workers
     assert sum(map(len, streams)) > 100 * STEPS
+    assert all(map(is_tls, streams))
+    program.check_no_process_is_left()
+
+
+@pytest.mark.slow
+def test_a_server_that_leases_is_reached_over_encrypted_links_too(
+    start: Start, tmp_path: Path
+) -> None:
+    rest = '[sync]\nname = "bounded_stale"'
+    with netlab.Network(2) as network:
+        capture = Capture(network, tmp_path)
+        program = run_on(start, tmp_path, network, 2, rest=rest, determinism="order")
+        assert program.end() == 0, program.stderr
+        streams = [stream for stream in capture.streams() if stream]
+    assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0
+    assert sum(map(len, streams)) > 4 * 500 * STEPS  # parameters and gradients
     assert all(map(is_tls, streams))
     program.check_no_process_is_left()
 

@@ -4,6 +4,7 @@ With one worker no gradient is late, so the whole run is a plain loop over the m
 """
 
 import copy
+import json
 import random
 from collections import Counter
 from pathlib import Path
@@ -49,25 +50,29 @@ def plain_loop(steps: int) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def begin(start: Start, folder: Path, workers: int, sync: str, pause_s: float) -> Started:
+def write_job(folder: Path, workers: int, sync: str, pause_s: float, steps: int = STEPS) -> Path:
     job = folder / "job.toml"
     job.write_text(
         f'name = "leased"\nrecipe = "{RECIPES / "slow_tiny.py"}:recipe"\nworkers = {workers}\n'
-        f"seed = 5\n[train]\nsteps = {STEPS}\nglobal_batch = {BATCH}\nmicro_batches = {PARTS}\n"
+        f"seed = 5\n[train]\nsteps = {steps}\nglobal_batch = {BATCH}\nmicro_batches = {PARTS}\n"
         f"validate_every = 40\n[sync]\n{sync}\n[checkpoint]\nevery = 25\n"
         f"[arguments]\npause_s = {pause_s}\n"
     )
-    return start("-m", "instep", "run", job)
+    return job
 
 
-def check_exact(run: RunFolder) -> None:
+def begin(start: Start, folder: Path, *given: Any) -> Started:
+    return start("-m", "instep", "run", write_job(folder, *given))
+
+
+def check_exact(run: RunFolder, steps: int = STEPS) -> None:
     """Every micro-batch is in the ledger, once."""
     assert run.outcome == "completed"
     assert run.audit.exact
     ledger = run.ledger
     units = Counter(zip(ledger["step"].tolist(), ledger["unit"].tolist(), strict=True))
     assert set(units.values()) == {1}
-    assert set(ledger["step"].tolist()) == set(range(1, STEPS + 1))
+    assert set(ledger["step"].tolist()) == set(range(1, steps + 1))
 
 
 def check_equal(run: RunFolder, wanted: dict[str, torch.Tensor]) -> None:
@@ -76,19 +81,19 @@ def check_equal(run: RunFolder, wanted: dict[str, torch.Tensor]) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("kills", [2, slow(25)])
+@pytest.mark.parametrize(("kills", "steps"), [(2, 50), slow(25, STEPS)])
 def test_one_worker_is_a_plain_loop_whoever_is_killed(
-    start: Start, tmp_path: Path, kills: int
+    start: Start, tmp_path: Path, kills: int, steps: int
 ) -> None:
     sync = 'name = "bounded_stale"\noptions = { staleness = 0 }'
-    program = begin(start, tmp_path, 1, sync, 0.0015 if kills < 10 else 0.012)
+    program = begin(start, tmp_path, 1, sync, 0.002 if kills < 10 else 0.012, steps)
     program.until(program.is_training, "training")
     kill(newest_pids(program)[1])
     kill_members(program, kills - 1, random.Random(kills))
     assert program.end(300) == 0, program.stderr
     run = RunFolder(program.run)
-    check_exact(run)
-    check_equal(run, plain_loop(STEPS))
+    check_exact(run, steps)
+    check_equal(run, plain_loop(steps))
     units = [(row["step"], row["unit"]) for row in run.ledger]
     assert units == sorted(units)
     assert not program.events("went_back")
@@ -218,3 +223,16 @@ def test_where_nobody_is_left_a_run_goes_back_to_its_newest_checkpoint(
     run = RunFolder(program.run)
     check_exact(run)
     check_equal(run, plain_loop(STEPS))
+
+
+@pytest.mark.slow
+def test_whoever_is_killed_or_stopped_chaos_finds_no_fault(start: Start, tmp_path: Path) -> None:
+    job = write_job(tmp_path, 3, 'name = "server_async"', 0.02)
+    faults = ("--kills", 4, "--hangs", 3, "--roles", "worker,server,master")
+    program = start("-m", "instep", "chaos", job, *faults, "--json")
+    assert program.end(400) == 0, program.stdout
+    verdict = json.loads(program.stdout.splitlines()[-1])
+    assert verdict["holds"]
+    assert verdict["injected"] == 7
+    assert verdict["losses_compared"] == 0
+    program.check_no_process_is_left()

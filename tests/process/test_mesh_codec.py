@@ -35,7 +35,8 @@ def begin(
     job.write_text(
         f'name = "{name}"\nrecipe = "{RECIPES / recipe}"\nworkers = 4\nseed = 5\n'
         f"[train]\nsteps = 12\nglobal_batch = {BATCH}\nthreads = 1\n"
-        '[mesh]\nshard = 2\n[sync]\ncodec = "int8"\n[checkpoint]\nevery = 5\nkeep_last = 99\n'
+        '[mesh]\nshard = 2\n[sync]\ncodec = "int8"\noptions = { encode_vectors = true }\n'
+        "[checkpoint]\nevery = 5\nkeep_last = 99\n"
     )
     sets = [part for setting in settings for part in ("--set", setting)]
     return start("-m", "instep", "run", job, *sets)
@@ -48,7 +49,7 @@ def on_parts(steps: int) -> torch.Tensor:
 
     def replica(comm, half):
         weight = torch.nn.Parameter(torch.zeros(adds_up.WIDTH // 2))
-        strategy = AllReduce(codec=Int8())
+        strategy = AllReduce(codec=Int8(), encode_vectors=True)
         strategy.start([weight], comm, notes=0)
         for step in range(1, steps + 1):
             indices = order.indices(*position(step, adds_up.EVEN, BATCH))

@@ -212,6 +212,25 @@ def test_hosts_that_cannot_be_begun_end_the_run_with_what_they_said(
     program.check_no_process_is_left()
 
 
+@needs_hosts
+@pytest.mark.slow
+def test_workers_that_reach_the_master_and_not_each_other_are_told_of_and_waited_for(
+    start: Start, tmp_path: Path, network: netlab.Network, undisturbed: Path
+) -> None:
+    """A route between two hosts is gone for a while."""
+    program = on(start, tmp_path, network, 2)
+    program.until(program.is_training, "training")
+    reach(program, 30)
+    route = ("blackhole", network.address("h2"))
+    network.run("h1", ["ip", "route", "add", *route]).wait()
+    program.until(lambda: "all ports between their hosts" in program.stderr, "told of")
+    network.run("h1", ["ip", "route", "del", *route]).wait()
+    assert program.end() == 0, program.stderr
+    assert len([e for e in program.events("warning") if "ports" in e["text"]]) == 1
+    check_same_result(program, undisturbed)
+    check_no_process_is_left(program)
+
+
 def test_hosts_with_another_version_end_the_run_at_once_with_what_to_install(
     start: Start, tmp_path: Path
 ) -> None:

@@ -8,7 +8,7 @@ to fill. It knows nothing of gradients or networks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +38,7 @@ def lay_out(
     spare: int = 0,
     types: Mapping[torch.dtype, torch.dtype] | None = None,
     holders: Sequence[tuple[int, ...]] = (),
+    last: Collection[int] = (),
 ) -> list[Bucket]:
     """Cut tensors into buckets, last tensor first.
 
@@ -50,6 +51,7 @@ def lay_out(
         types: the type in which a type is kept, where that is not itself.
         holders: for each tensor, which processes have one like it. Those of the same several are in
             buckets of their own, the last ones, so that these are alike in all these processes.
+        last: indices of tensors that are in buckets of their own, behind all others.
 
     Returns:
         Buckets in the order in which they fill. Every tensor is a member of
@@ -57,22 +59,25 @@ def lay_out(
     """
     groups: list[list[int]] = []
     filled = 0
-    order: Iterable[int] = reversed(range(len(tensors)))
-    if holders:
-        order = sorted(order, key=lambda index: (len(holders[index]), holders[index]))
+    apart, alike = set(last), holders or [()] * len(tensors)
+    order = sorted(
+        range(len(tensors)),
+        key=lambda index: (index in apart, len(alike[index]), alike[index], -index),
+    )
     for index in order:
         tensor = tensors[index]
         limit = limits_bytes[min(len(groups) - 1, len(limits_bytes) - 1)] if groups else 0
         same = bool(groups) and _kind(tensors[groups[-1][0]]) == _kind(tensor)
-        same = same and not (holders and holders[groups[-1][-1]] != holders[index])
+        same = same and alike[groups[-1][-1]] == alike[index]
+        same = same and (groups[-1][-1] in apart) == (index in apart)
         if not same or filled + tensor.nbytes > limit:
             groups.append([])
             filled = 0
         groups[-1].append(index)
         filled += tensor.nbytes
-    last = len(groups) - 1
+    end = len(groups) - 1
     return [
-        _bucket(tensors, group, spare if i == last else 0, types or {})
+        _bucket(tensors, group, spare if i == end else 0, types or {})
         for i, group in enumerate(groups)
     ]
 

@@ -40,6 +40,7 @@ from instep.control.joined_hosts import KEY as JOINED_HOSTS
 from instep.control.joined_hosts import JoinedHosts
 from instep.control.journal import Journal
 from instep.control.keys import Keys
+from instep.control.parted import Parted
 from instep.control.recorder import Recorder
 from instep.control.resume import go_back
 from instep.control.stack_requests import StackRequests
@@ -166,7 +167,7 @@ class Master:
         self._machine = machine()
         self._recorder, self._verdicts = Recorder(run, views), Verdicts(job, start_point.figures)
         self._keys, self._stack_requests = Keys(), StackRequests(run)
-        self._watch = Watch(ranks=job.mesh.ranks)
+        self._watch, self._parted = Watch(ranks=job.mesh.ranks), Parted()
         self._connections: dict[Peer, _Connection] = {}
         # of workers, by number
         self._peers: dict[int, Peer] = {}
@@ -341,6 +342,9 @@ class Master:
         for peer in self._hub.late(_HELLO_S + _HELLO_EACH_S * len(self._state.wanted)):
             self._hub.drop(peer)
         self._observe(s.Tick(self._recorder.committed))
+        if self._hosts.several:
+            told = self._parted.look(self._recorder.committed, self._state.broken)
+            self._warn(*[told] if told else [])
         self._recorder.show(lambda view: view.tick(time.monotonic()))
 
     def _close(self) -> None:
@@ -587,6 +591,7 @@ class Master:
             case m.Formed(generation=generation):
                 self._decide(s.Formed(number, generation))
             case m.Broken(generation=generation, cause=cause, mine=mine, holds=holds):
+                self._parted.cause = cause or self._parted.cause
                 self._decide(s.Broke(number, generation, cause, mine, holds))
             case m.Notice():
                 self._decide(s.Noticed(number))

@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,7 +45,8 @@ LEAST_TURNS, MOST_TURNS = 3, 8
 RECORD, PAGE = "compare.json", "compare.html"
 
 
-class Hosts(NamedTuple):
+@dataclass(frozen=True)
+class Hosts:
     """Emulated hosts to run on; of this machine alone with a count of 0."""
 
     count: int = 0
@@ -141,7 +143,7 @@ def compare(
     say: Say,
     *,
     repeats: int | None = None,
-    hosts: Hosts = Hosts(),  # noqa: B008 it is a frozen value
+    hosts: Hosts = Hosts(),
 ) -> Compared:
     """Run all alternatives in turns, and judge them. What an earlier command has done counts.
 

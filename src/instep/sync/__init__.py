@@ -8,7 +8,7 @@ of its own, and add its line here. The suite in `tests/contract` finds it, and
 from instep.registry import Registry
 from instep.spec import ROUNDS, SyncSpec
 
-__all__ = ["ROUNDS", "SERVERS", "STRATEGIES", "servers_of"]
+__all__ = ["LEASED", "ROUNDS", "SERVERS", "STRATEGIES", "servers_of"]
 
 STRATEGIES = Registry(
     "sync strategy",

@@ -11,9 +11,9 @@ Two things ride in the spare end of the last bucket and cost no message of
 their own: the caller's notes, and which parameters had a gradient at all. A
 parameter that no rank used keeps no gradient, as on one process.
 
-With a codec a reducer sums the buckets (`reducers.py`), and notes travel in a message of
-their own. What the codec drops is this rank's alone to carry over, so it lies in memory
-that outlives the process.
+With a codec a reducer sums the buckets (`reducers.py`). Vectors (biases, norms) have buckets
+of their own, which are summed as they are and have the notes. What the codec drops is this
+rank's alone to carry over, so it lies in memory that outlives the process.
 """
 
 from __future__ import annotations
@@ -43,22 +43,33 @@ class AllReduce(Gathering):
     Args:
         bucket_mb: megabytes at which a bucket is full and starts on its way.
         overlap: send during the backward pass; off, all is sent after it.
+        encode_vectors: encode also parameters of fewer than two dimensions.
         codec: how buckets look on the wire; None sends them as they are.
 
     Raises:
-        SpecError: `bucket_mb` is not a positive number.
+        SpecError: an option is refused.
     """
 
     def __init__(
-        self, *, bucket_mb: float = 8.0, overlap: bool = True, codec: Codec | None = None
+        self,
+        *,
+        bucket_mb: float = 8.0,
+        overlap: bool = True,
+        encode_vectors: bool = False,
+        codec: Codec | None = None,
     ) -> None:
         super().__init__(bucket_mb=bucket_mb, overlap=overlap)
+        if not isinstance(encode_vectors, bool):
+            raise SpecError(
+                f"sync.options.encode_vectors = {encode_vectors!r}: needs to be true or false."
+            )
         self.codec = codec
         self._reducer: Reducer | None = None
         self.laws: Mapping[str, Law] = {}
         if codec is not None:
             self._reduces = reducer_of(codec)
             self.laws = dict.fromkeys(self._reduces.kinds(codec), Law.SUM)
+        self._encode_vectors = encode_vectors or "momentum" in self.laws  # which they need too
         self._holders: Sequence[tuple[int, ...]] = ()
         self._carried = _Carried({})  # what was dropped before, between two generations
         self._next: tuple[int, _Carried] | None = None  # the same, if this generation's start holds
@@ -120,7 +131,7 @@ class AllReduce(Gathering):
         What there was before counts until every rank has got so far.
         """
         comm, device = self._comm, self._buckets[0].flat.device
-        layout = self._laid_out(self._buckets[:-1], self._parameters, comm.size, draining)
+        layout = self._laid_out(self._buckets, self._parameters, comm.size, draining)
         if not self.laws:
             return self._reduces(codec, comm, layout, device=device)
         count = layout.room(comm.rank)
@@ -152,7 +163,8 @@ class AllReduce(Gathering):
         """What this rank carries once those that leave have given theirs to the lowest other."""
         comm, totals = self._comm, dict[str, Tensor]()
         taker = min(rank for rank in range(comm.size) if rank not in draining)
-        for kind, (slot, parameter) in product(self.laws, enumerate(self._parameters)):
+        encoded = [(n, p) for n, p in enumerate(self._parameters) if self._is_encoded(p)]
+        for kind, (slot, parameter) in product(self.laws, encoded):
             nothing = torch.zeros_like(parameter, dtype=torch.float32)
             mine = self._carried.totals.get(f"{kind}/{slot}", nothing)
             given = mine.clone() if comm.rank in draining else nothing.clone()
@@ -184,17 +196,35 @@ class AllReduce(Gathering):
 
     def _with_room(self, spare: int) -> list[Bucket]:
         """The buckets, and at the end of the last one room for notes in full precision."""
-        limits, types = [self._bucket_bytes], self._sums.types
-        buckets = lay_out(self._parameters, limits, types=types, holders=self._holders)
+        buckets = self._cut(self._parameters, self._sums.types, self._holders)
         last, alike = buckets[-1].flat, any(len(each) > 1 for each in self._holders)
-        if self.codec is None and not alike and last.dtype in (torch.float32, torch.float64):
-            return lay_out(self._parameters, limits, spare=spare)
+        plain = not self._encodes(buckets[-1])
+        if plain and not alike and last.dtype in (torch.float32, torch.float64):
+            return self._cut(self._parameters, self._sums.types, spare=spare)
         wide = torch.float64 if self._sums.types else torch.float32
         room = torch.zeros(spare, dtype=wide, device=last.device)
         return [*buckets, Bucket(room, (), (), room)]
 
+    def _cut(
+        self,
+        parameters: Sequence[Tensor],
+        types: Mapping[torch.dtype, torch.dtype],
+        holders: Sequence[tuple[int, ...]] = (),
+        spare: int = 0,
+    ) -> list[Bucket]:
+        """With a codec, the buckets of those that are not encoded are the last."""
+        plain = [number for number, p in enumerate(parameters) if not self._is_encoded(p)]
+        last = plain if self.codec is not None else ()
+        return lay_out(parameters, [self._bucket_bytes], spare, types, holders, last)
+
+    def _is_encoded(self, parameter: Tensor) -> bool:
+        return self.codec is not None and (self._encode_vectors or parameter.dim() > 1)
+
+    def _encodes(self, bucket: Bucket) -> bool:
+        return bool(bucket.views) and self._is_encoded(bucket.views[0])
+
     def _send(self, number: int, bucket: Bucket) -> Work:
-        if self._reducer is None or not bucket.members:
+        if self._reducer is None or not self._encodes(bucket):
             return self._comm.all_reduce(bucket.flat)
         self._reducer.begin(number, bucket.flat, key=self._attempt.number)
         return _Begun()
@@ -262,8 +292,7 @@ class AllReduce(Gathering):
     ) -> None:
         """The residuals of a process that was perhaps one of more, or of fewer."""
         rank, size, *idle = tensors["place"].tolist()
-        limits, types = [self._bucket_bytes], Wide(parameters).types
-        buckets = lay_out(parameters, limits, types=types, holders=holders)
+        buckets = self._cut(parameters, Wide(parameters).types, holders)
         layout = self._laid_out(buckets, parameters, size, idle)
         if len(tensors["residual"]) == layout.room(rank):
             self._carried = _Carried.of(layout, rank, tensors["residual"])
@@ -279,6 +308,7 @@ class AllReduce(Gathering):
         places = [
             [Place(str(m), tuple(parameters[m].shape)) for m in bucket.members]
             for bucket in buckets
+            if self._encodes(bucket)
         ]
         return self._reduces.layout(places, size, idle)
 

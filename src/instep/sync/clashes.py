@@ -34,6 +34,10 @@ class Setting(NamedTuple):
     asked: Callable[[JobSpec, Traits | None], bool]
 
 
+NOT_IN_ROUNDS = frozenset({"dgc", "nonzero", "powersgd"})
+"""Codecs that sum over workers in a way of their own."""
+
+
 def _turns(job: JobSpec, recipe: Traits | None) -> bool:
     return recipe is not None and bool(recipe.turns)
 
@@ -51,6 +55,10 @@ SETTINGS = {
     "codec": Setting("sync.codec = {job.sync.codec!r}", lambda job, _: job.sync.codec != "none"),
     "powersgd": Setting(
         "sync.codec = {job.sync.codec!r}", lambda job, _: job.sync.codec == "powersgd"
+    ),
+    "dgc": Setting("sync.codec = {job.sync.codec!r}", lambda job, _: job.sync.codec == "dgc"),
+    "no_rounds": Setting(
+        "sync.codec = {job.sync.codec!r}", lambda job, _: job.sync.codec in NOT_IN_ROUNDS
     ),
     "shard": Setting("mesh.shard = {job.mesh.shard}", lambda job, _: job.mesh.shard > 1),
     "tensor": Setting("mesh.tensor = {job.mesh.tensor}", lambda job, _: job.mesh.tensor > 1),
@@ -81,6 +89,8 @@ _APART = "each micro-batch is computed apart, and nobody waits for those of othe
 _ONE_OPTIMIZER = "its strategy agrees on the gradient of one optimizer; all_reduce agrees on each"
 
 CLASHES: dict[tuple[str, str], str] = {
+    ("averaging", "no_rounds"): "rounds encode segments of what each participant gives, in a fixed "
+    "number of bytes",
     ("averaging", "batch_norm"): _OWN_STEPS,
     ("averaging", "float16"): _OWN_STEPS,
     ("averaging", "corruption"): _OWN_STEPS,
@@ -122,6 +132,7 @@ CLASHES: dict[tuple[str, str], str] = {
 } | {
     (axis, setting): why
     for setting, why in {
+        "dgc": "its limit is of whole gradients, and a process of a replica has parts",
         "powersgd": "its factors are of whole matrices, and a process of a replica has parts",
         "server_sync": "servers share out whole parameters, and a process of a replica has parts",
         "leased": "the server has whole parameters, and a process of a replica has parts",

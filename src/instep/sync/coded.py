@@ -115,7 +115,7 @@ class Coded:
     start_in_doubt = -1
 
     def __init__(self, codec: Codec, *, median: bool = False) -> None:
-        if not (codec.segmentable and codec.fixed_size):
+        if hasattr(codec, "reducer") or not (codec.segmentable and codec.fixed_size):
             raise SpecError(
                 "sync.codec: rounds need a codec that is segmentable and of fixed size. Use int8."
             )

@@ -118,4 +118,4 @@ def _divergence(
     comm.all_reduce(shared).wait()
     _, entropy, *mean = shared.cpu().div(shared[0].cpu()).tolist()
     of_mean = torch.special.entr(torch.tensor(mean, dtype=torch.float64).view(shape)).sum(-1).mean()
-    return max(0.0, float(of_mean) - entropy)
+    return max(0.0, float(of_mean) - float(entropy))

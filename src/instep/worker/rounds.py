@@ -239,10 +239,11 @@ def participants_of(job: JobSpec, step: int) -> list[int]:
 def equip(engine: Engine, update: RoundUpdate, job: JobSpec) -> None:
     """Have participants do what the strategy wants of them: be drawn back to the round's
     beginning, and resume the optimizer states of their last rounds."""
-    assert isinstance(engine.strategy, Averaging), "participants are averaged"
-    update.mu = engine.strategy.pull
+    strategy: object = engine.strategy
+    assert isinstance(strategy, Averaging), "participants are averaged"
+    update.mu = strategy.pull
     if job.keeps_optimizers:
-        engine.strategy.kept = update.local = LocalOptimizers(update.optimizer)
+        strategy.kept = update.local = LocalOptimizers(update.optimizer)
 
 
 def give(engine: Engine, update: RoundUpdate, way: Way) -> dict[int, Weighed]:

@@ -15,6 +15,8 @@ JOBS = {
     "leased": {"sync": {"name": "server_async"}},
     "codec": {"sync": {"codec": "int8"}},
     "powersgd": {"sync": {"codec": "powersgd"}},
+    "dgc": {"sync": {"codec": "dgc"}},
+    "no_rounds": {"sync": {"codec": "nonzero"}},
     "shard": {"mesh": {"shard": 2}},
     "tensor": {"mesh": {"tensor": 2}},
     "stages": {"mesh": {"stages": 2}},
@@ -29,7 +31,12 @@ JOBS = {
     "turns": {},
     "batch_loss": {},
 }
-NEEDS = {"corruption": {"bits"}, "powersgd": {"codec"}}
+NEEDS = {
+    "corruption": {"bits"},
+    "powersgd": {"codec", "no_rounds"},
+    "dgc": {"codec", "no_rounds"},
+    "no_rounds": {"codec"},
+}
 """Settings that another brings along."""
 STRATEGIES = {"averaging", "server_sync", "leased"}
 """A job has one."""

@@ -31,11 +31,14 @@ def drawn(workers):
 class Worker:
     """One process's strategy, with memory of the host that outlives it."""
 
-    def __init__(self, number, memory=None, codec="int8"):
+    def __init__(self, number, memory=None, codec="int8", vectors=True):
         self.number, self.memory = number, memory or HostMemory()
         self.parameters = [Parameter(torch.zeros(shape)) for shape in SHAPES]
         self.strategy = make_strategy(
-            "all_reduce", {"bucket_mb": 0.001}, codec, OPTIONS.get(codec, {})
+            "all_reduce",
+            {"bucket_mb": 0.001, "encode_vectors": vectors},
+            codec,
+            OPTIONS.get(codec, {}),
         )
 
     def start(self, comm, at, draining=()):
@@ -133,6 +136,41 @@ def test_nothing_is_lost_from_4_to_3_to_4_workers(codec):
     workers = [*workers[:3], Worker(4, codec=codec)]
     run.generation_of(workers, 20)
     run.check(workers)
+
+
+def test_vectors_travel_as_they_are_unless_told_otherwise():
+    run, workers = Run(), [Worker(n, vectors=False) for n in range(4)]
+    run.generation_of(workers, 10)
+    run.generation_of(workers, 1, draining=[3])
+    run.generation_of(workers[:3], 10)
+    run.check(workers[:3])
+    for worker in workers[:3]:
+        assert worker.strategy.own_state().keys() == {"residual/0"}
+    for slot in (1, 2):
+        torch.testing.assert_close(run.agreed[slot], run.given[slot], rtol=1e-6, atol=1e-6)
+    killed = Worker(1, workers[1].memory, vectors=False)
+    killed.strategy.load_left(killed.memory.at(*killed.memory.stamps()[0]), killed.parameters)
+    assert all(map(torch.equal, workers[1].residual(), killed.residual()))
+
+
+def test_a_model_of_vectors_alone_has_nothing_to_carry_over():
+    parameters = [Parameter(torch.zeros(5)), Parameter(torch.zeros(()))]
+
+    def body(comm):
+        strategy = make_strategy("all_reduce", {}, "int8")
+        strategy.start(parameters, comm, notes=1, memory=HostMemory())
+        for step in (1, 2):
+            strategy.begin_step(Attempt(0, step, 0))
+            strategy.begin_pass(1.0, last=True)
+            strategy.gradient(1, torch.tensor(0.5))
+            strategy.gradient(0, torch.full((5,), 0.1))
+            notes = strategy.exchange(torch.full((1,), 0.25, dtype=torch.float64))
+            strategy.hand_out()
+            got = strategy.apply(lambda: [p.grad.tolist() for p in parameters])
+        return got, notes.tolist(), strategy.own_state()
+
+    both = torch.full((5,), 0.1)
+    assert run_ranks(1, body) == [([both.tolist(), 0.5], [0.25], {})]
 
 
 @CODECS
@@ -320,7 +358,7 @@ def test_what_several_ranks_of_a_replica_have_is_encoded_alike_on_each():
 
     def agreed(comm, place, holders):
         parameters = [nn.Parameter(torch.zeros(40)), nn.Parameter(torch.zeros(len(parts[place])))]
-        strategy = AllReduce(codec=Int8())
+        strategy = AllReduce(codec=Int8(), encode_vectors=True)
         strategy.start(parameters, comm, notes=0, mesh=InMesh(comm, holders))
         for number in (1, 2):  # in the second, with what the first has left
             strategy.begin_step(Attempt(0, number, 0))

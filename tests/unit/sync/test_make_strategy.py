@@ -21,7 +21,7 @@ from instep.worker.step.gradients import Gradients
     [
         ("all_redcue", {}, "no sync strategy is called 'all_redcue'. Did you mean 'all_reduce'?"),
         ("all_reduce", {"bucket_md": 1}, "all_reduce has no option 'bucket_md'"),
-        ("all_reduce", {"bucket_md": 1}, "Did you mean 'bucket_mb'? Known: bucket_mb, overlap."),
+        ("all_reduce", {"bucket_md": 1}, "Did you mean 'bucket_mb'? Known: bucket_mb,"),
         ("all_reduce", {"bucket_mb": 0}, "sync.options.bucket_mb = 0: needs a number above 0"),
         ("all_reduce", {"bucket_mb": -1.5}, "bucket_mb = -1.5"),
         ("all_reduce", {"bucket_mb": "8"}, "bucket_mb = '8'"),

@@ -6,8 +6,10 @@ what it had leased is leased again; if it is killed, likewise. It knows no other
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -115,7 +117,8 @@ class Working(Training):
             try:
                 return self._work(line)
             except PeerError as error:  # raised again, if there is no master either
-                print(f"instep: {error}", flush=True)
+                with suppress(OSError):  # a full disk must not end the run
+                    print(f"instep: {error}", file=sys.stderr, flush=True)
                 time.sleep(AGAIN_S)
             finally:
                 line.close()
