@@ -181,8 +181,10 @@ def host(args: argparse.Namespace) -> int:
     runs = machine.serve(stay=args.stay)
     if args.json:
         print(json.dumps({"runs": runs}))
-    else:
+    elif runs:
         print(f"host    the run is over; its report is on {master.host}")
+    else:
+        print("host    the run ended before it began")
     return 0
 
 

@@ -139,10 +139,16 @@ def host_address(place: Placement) -> str:
     """
     if place.one_host:
         return "127.0.0.1"
-    address = socket.gethostbyname(socket.gethostname())
-    if address.startswith("127.") or address == "0.0.0.0":
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+        unfit = address.startswith("127.") or address == "0.0.0.0"
+    except OSError as error:
+        address, unfit = f"no address ({error.strerror})", True
+    if unfit:
         raise SpecError(
-            f"this host's name, {socket.gethostname()}, leads to {address}, which other hosts "
-            "cannot reach. Give the name its network address (in /etc/hosts, as a rule)."
+            f"this host's name, {name}, leads to {address}, which other hosts cannot reach. Give "
+            "the name its network address (in /etc/hosts, as a rule), or say where process 0 is "
+            "found with rendezvous='HOST:PORT'."
         )
     return address

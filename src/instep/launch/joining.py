@@ -59,8 +59,8 @@ class Machine:
         while True:
             channel, place = self._join(deadline)
             self.say(f"joined {self.master.host}:{self.master.port} as {place}")
-            over = self._take_part(channel)
-            runs += over
+            over, begun = self._take_part(channel)
+            runs += over and begun
             if over and not stay:
                 return runs
             self.say("the run is over; waiting for the next one" if over else "lost the run")
@@ -113,23 +113,24 @@ class Machine:
         channel.close()
         return "it does not answer"
 
-    def _take_part(self, channel: Channel) -> bool:
-        """Do as told, until the run is over (True) or lost; nothing is left running then."""
-        local, running, beat_at = LocalLauncher(lifeline=True), False, 0.0
+    def _take_part(self, channel: Channel) -> tuple[bool, bool]:
+        """Do as told until the run is over or lost; whether it is over, and whether it had begun.
+        Nothing is left running then."""
+        local, running, begun, beat_at = LocalLauncher(lifeline=True), False, False, 0.0
         try:
             while True:
                 for message in channel.read() if channel.wait(LOOK_S) else []:
                     match message:
                         case m.Serve():
                             detail = _start(local, message)
-                            running = not detail
+                            running, begun = not detail, True
                             if detail:
                                 self.say(f"this machine {detail}")
                                 channel.send(_ended(SpecError.exit_code, f"this machine {detail}"))
                         case m.EndIfStopped():
                             local.end_if_stopped()
                         case m.Leave():
-                            return True
+                            return True, begun
                 if running and (code := local.ended()) is not None:
                     running = False
                     channel.send(_ended(code))
@@ -137,7 +138,7 @@ class Machine:
                     beat_at = time.monotonic() + HEARTBEAT_S
                     channel.send(m.Heartbeat())
         except PeerError:
-            return False
+            return False, begun
         finally:
             local.stop()
             channel.close()

@@ -1,5 +1,7 @@
 """Which process this is, as torchrun, Slurm and MPI say it."""
 
+import socket
+
 import pytest
 
 from instep.client.meeting import meeting_file
@@ -106,6 +108,13 @@ def test_a_key_is_fit_for_a_file_name(tmp_path):
 
 def test_one_host_listens_on_loopback():
     assert host_address(placement({})) == "127.0.0.1"
+
+
+@pytest.mark.parametrize("name", ["no such name", "localhost"])
+def test_a_host_whose_name_leads_nowhere_is_told_what_to_do(monkeypatch, name):
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    with pytest.raises(SpecError, match=rf"name, {name}, leads to .*rendezvous='HOST:PORT'"):
+        host_address(placement(TORCHRUN))
 
 
 def test_loopback_is_reached_from_loopback():

@@ -119,3 +119,19 @@ def test_what_a_machine_lacks_is_in_the_log_of_its_host(tmp_path):
     finally:
         channel.close()
         launcher.stop()
+
+
+def test_a_run_that_is_given_up_while_machines_are_missing_is_no_run_to_those_that_are_there(
+    tmp_path,
+):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    cluster = {"certificates": str(tmp_path / "c"), "workers": ["127.0.0.1:1"]}
+    given = job({**cluster, "master": f"127.0.0.1:{port}"})
+    launcher = ByHandLauncher.of(given)
+    machine = Machine(Address("127.0.0.1", port), tmp_path / "c" / "host-0.token", print)
+    with ThreadPoolExecutor() as pool:
+        serving = pool.submit(machine.serve)
+        launcher.settled(given.launch)
+        launcher.stop()
+        assert serving.result(10) == 0
