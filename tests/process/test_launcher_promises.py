@@ -6,19 +6,15 @@ has a run. What only one launcher promises is in a file of its own.
 
 import contextlib
 import json
-import os
 import signal
 import socket
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 import psutil
 import pytest
-from on_ray import STORE_BYTES
 from on_ray import cluster as ray_cluster
 from started import EXECUTE, RECIPES, SOON_S, Start, Started, newest_pids
 from test_partitions import needs_hosts
@@ -95,9 +91,6 @@ class Run:
             each.check_no_file_is_left()
 
 
-OPEN = {"RAY_AUTH_MODE": "disabled"}
-"""Else a Ray cluster that is not on loopback has a token, which `HOME` has."""
-
 Begin: TypeAlias = Callable[..., Run]
 Apart: TypeAlias = tuple[dict[str, str], str, list[Started]]
 """The environment of a run on hosts of a network, its table, and the machines that join."""
@@ -150,65 +143,6 @@ def slurm_apart(network: Network, tmp_path: Path) -> Iterator[Apart]:
             yield environment, table, []
     finally:
         cluster.close()
-
-
-@pytest.fixture
-def ray_apart(network: Network, short_folder: None) -> Iterator[Apart]:
-    pytest.importorskip("ray")
-    outside = network.address(OUTSIDE)
-    with socket.create_server((outside, 0)) as free:
-        port = free.getsockname()[1]
-    ray = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats"]
-    ray += [f"--object-store-memory={STORE_BYTES}"]
-    head = ["--head", f"--port={port}", "--include-dashboard=false", "--num-cpus=0"]
-    nodes = [[*ray, *head, f"--node-ip-address={outside}"]]
-    for host, before in zip(network.hosts, entering(network), strict=True):
-        more = [f"--address={outside}:{port}", "--num-cpus=2"]
-        nodes.append([*before, *ray, *more, f"--node-ip-address={network.address(host)}"])
-    started = []
-    try:
-        for node in nodes:
-            made = subprocess.Popen(node, stdout=subprocess.DEVNULL, env={**os.environ, **OPEN})
-            started.append(made)
-            reach_port(outside, port)
-        wait = "[launch.options]\nwait_s = 60\n"
-        for host in network.hosts:
-            await_node(f"{outside}:{port}", network.address(host))
-        environment = {**OPEN, "RAY_ADDRESS": f"{outside}:{port}"}
-        yield environment, f'[launch]\non = "ray"\nnodes = 2\n{wait}', []
-    finally:
-        for each in started:
-            for process in [*psutil.Process(each.pid).children(recursive=True), each]:
-                process.kill()
-            each.wait()
-
-
-def await_node(cluster: str, address: str) -> None:
-    """Wait until a Ray cluster has a node of this address."""
-    ask = f"import ray; ray.init({cluster!r}, logging_level='error', log_to_driver=False); "
-    ask += "print([n['NodeManagerAddress'] for n in ray.nodes() if n['Alive']])"
-    deadline, said = time.monotonic() + SOON_S, ""
-    while address not in said:
-        assert time.monotonic() < deadline, said
-        told = subprocess.run(
-            [sys.executable, "-c", ask],
-            env={**os.environ, **OPEN},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        said = told.stdout
-
-
-def reach_port(host: str, port: int) -> None:
-    """Wait until something listens there."""
-    deadline = time.monotonic() + SOON_S
-    while True:
-        with contextlib.suppress(OSError):
-            socket.create_connection((host, port), 1).close()
-            return
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 @pytest.fixture
@@ -294,7 +228,7 @@ def test_the_others_go_on_without_a_host_that_falls_silent(
 
 @needs_hosts
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in LAUNCHERS if name != "local"])
+@pytest.mark.parametrize("name", ["hosts", "by_hand", "slurm"])
 def test_the_others_go_on_without_a_host_that_is_cut_off_and_it_comes_back(
     begin: Begin, undisturbed: Path, network: Network, name: str
 ) -> None:
