@@ -45,24 +45,24 @@ RECORD, PAGE = "compare.json", "compare.html"
 
 
 class Hosts(NamedTuple):
-    """Emulated hosts to run on; of this machine alone with a count of 0."""
+    """Emulated hosts to run on; of this machine alone if their number is 0."""
 
-    count: int = 0
+    number: int = 0
     rate: str | None = None
 
     def check(self, alternatives: Sequence[Alternative]) -> None:
         """Refuse what cannot be emulated, before anything starts."""
-        if not self.count:
+        if not self.number:
             if self.rate is not None:
                 raise SpecError(f"--rate {self.rate}: needs --hosts, whose links have that rate.")
             return
         base = alternatives[0].job
-        if not 2 <= self.count <= MOST_HOSTS:
-            raise SpecError(f"--hosts {self.count}: a network has 2 to {MOST_HOSTS} hosts.")
-        if base.workers < self.count:
+        if not 2 <= self.number <= MOST_HOSTS:
+            raise SpecError(f"--hosts {self.number}: a network has 2 to {MOST_HOSTS} hosts.")
+        if base.workers < self.number:
             raise SpecError(
-                f"--hosts {self.count}: the job has {plural(base.workers, 'worker')}, and each "
-                f"host needs one. Add --workers {self.count}."
+                f"--hosts {self.number}: the job has {plural(base.workers, 'worker')}, and each "
+                f"host needs one. Add --workers {self.number}."
             )
         if self.rate is not None:
             bits_per_s(self.rate)
@@ -165,8 +165,8 @@ def compare(
         if series.done:
             say(f"continuing in {series.folder}: {plural(len(series.done), 'run')} done")
         network = None
-        if hosts.count and not series.is_over(repeats):
-            network = stack.enter_context(emulated_hosts(hosts.count, hosts.rate))
+        if hosts.number and not series.is_over(repeats):
+            network = stack.enter_context(emulated_hosts(hosts.number, hosts.rate))
         try:
             while not series.is_over(repeats):
                 series.take_a_turn(network, repeats, say)
