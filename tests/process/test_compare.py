@@ -18,7 +18,7 @@ ON_HOSTS = pytest.mark.skipif(NO is not None, reason=str(NO))
 pytestmark = pytest.mark.process
 
 Out = pytest.CaptureFixture[str]
-ROUNDS = "sync.name=averaging,sync.participants=4,sync.local_steps=4"
+ROUNDS = "sync.name=averaging,sync.participants=4,sync.options.local_steps=4"
 
 
 def job_file(folder: Path, recipe: str = "tiny") -> Path:

@@ -13,7 +13,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,26 +44,25 @@ LEAST_TURNS, MOST_TURNS = 3, 8
 RECORD, PAGE = "compare.json", "compare.html"
 
 
-@dataclass(frozen=True)
-class Hosts:
-    """Emulated hosts to run on; of this machine alone with a count of 0."""
+class Hosts(NamedTuple):
+    """Emulated hosts to run on; of this machine alone if their number is 0."""
 
-    count: int = 0
+    number: int = 0
     rate: str | None = None
 
     def check(self, alternatives: Sequence[Alternative]) -> None:
         """Refuse what cannot be emulated, before anything starts."""
-        if not self.count:
+        if not self.number:
             if self.rate is not None:
                 raise SpecError(f"--rate {self.rate}: needs --hosts, whose links have that rate.")
             return
         base = alternatives[0].job
-        if not 2 <= self.count <= MOST_HOSTS:
-            raise SpecError(f"--hosts {self.count}: a network has 2 to {MOST_HOSTS} hosts.")
-        if base.workers < self.count:
+        if not 2 <= self.number <= MOST_HOSTS:
+            raise SpecError(f"--hosts {self.number}: a network has 2 to {MOST_HOSTS} hosts.")
+        if base.workers < self.number:
             raise SpecError(
-                f"--hosts {self.count}: the job has {plural(base.workers, 'worker')}, and each "
-                f"host needs one. Add --workers {self.count}."
+                f"--hosts {self.number}: the job has {plural(base.workers, 'worker')}, and each "
+                f"host needs one. Add --workers {self.number}."
             )
         if self.rate is not None:
             bits_per_s(self.rate)
@@ -143,7 +141,7 @@ def compare(
     say: Say,
     *,
     repeats: int | None = None,
-    hosts: Hosts = Hosts(),
+    hosts: Hosts = Hosts(),  # noqa: B008 it is a frozen value
 ) -> Compared:
     """Run all alternatives in turns, and judge them. What an earlier command has done counts.
 
@@ -167,8 +165,8 @@ def compare(
         if series.done:
             say(f"continuing in {series.folder}: {plural(len(series.done), 'run')} done")
         network = None
-        if hosts.count and not series.is_over(repeats):
-            network = stack.enter_context(emulated_hosts(hosts.count, hosts.rate))
+        if hosts.number and not series.is_over(repeats):
+            network = stack.enter_context(emulated_hosts(hosts.number, hosts.rate))
         try:
             while not series.is_over(repeats):
                 series.take_a_turn(network, repeats, say)
@@ -212,7 +210,7 @@ def _read(record: Path) -> dict[str, Any]:
 
 def _asked(alternatives: Sequence[Alternative], hosts: Hosts) -> str:
     """What tells one comparison from another: jobs, recipe, version and hosts."""
-    told = [INSTEP, recipe_sha256(alternatives[0].job), hosts.count, hosts.rate]
+    told = [INSTEP, recipe_sha256(alternatives[0].job), list(hosts)]
     told += [[each.name, spec_file.dump(each.job)] for each in alternatives]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 

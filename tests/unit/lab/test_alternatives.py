@@ -19,7 +19,7 @@ def job(tmp_path):
     return file
 
 
-ROUNDS = "sync.name=averaging,sync.participants=4,sync.local_steps=8"
+ROUNDS = "sync.name=averaging,sync.participants=4,sync.options.local_steps=8"
 
 
 @pytest.mark.parametrize(

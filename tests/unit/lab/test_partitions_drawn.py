@@ -34,5 +34,5 @@ def test_a_job_that_has_hosts_of_its_own_is_refused():
         "launch": {"hosts": ["ssh one"]},
         "train": {"steps": 1},
     }
-    with pytest.raises(SpecError, match="this job has hosts of its own"):
+    with pytest.raises(SpecError, match="the job has hosts of its own"):
         check_can_partition(spec_file.build(table, source="here"))
