@@ -1,5 +1,4 @@
-"""Run a job and alternatives to it one after the other, in turns, and judge which pays: `instep
-compare`.
+"""`instep compare`: run a job and alternatives to it in turns, and judge which pays.
 
 In a turn each of them runs once, all with the seed of the turn; every other turn goes backwards, so
 that what drifts on the machine favours none. What is done is written down after each run, and the
