@@ -32,7 +32,9 @@ def main() -> None:
     torch.set_num_threads(1)
     count = int(arguments.mb * 1e6) // 4
     found = {
-        name: measured(CODECS[name](), count, arguments.turns) for name in CODECS if name != "none"
+        name: measured(CODECS[name](), count, arguments.turns)
+        for name in CODECS
+        if name != "none" and hasattr(CODECS[name], "encode")
     }
     print(json.dumps({"mb": arguments.mb, "load": os.getloadavg()[0], "codecs": found}, indent=1))
 

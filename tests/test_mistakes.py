@@ -362,7 +362,7 @@ IN_A_COMMAND: list[tuple[str, int, list[str]]] = [
     (
         "chaos job.toml --partitions 3 --set network=private --set launch.hosts=['ssh']",
         2,
-        ["this job has hosts of its own"],
+        ["the job has hosts of its own"],
     ),
     ("chaos job.toml --roles wroker", 2, ["no role 'wroker'", "Did you mean 'worker'?"]),
     (

@@ -125,7 +125,7 @@ def test_what_is_left_is_kept_through_checkpoints_on_4_and_3_and_4_ranks(name, v
         given += sum(torch.cat([part.flatten() for part in rank[0]]) for rank in ranks)
         agreed += torch.cat([part.flatten() for part in ranks[0][1]])
         own = {key: sum(rank[2][key] for rank in ranks) for key in ranks[0][2]}
-    assert ("residual/1" in own) == vectors
+    assert ("residual/1" in own) == (vectors or name == "dgc")  # has the momentum of all
     parts = [own.get(f"residual/{n}", torch.zeros(s)).flatten() for n, s in enumerate(SHAPES)]
     torch.testing.assert_close(agreed + torch.cat(parts), given, rtol=1e-6, atol=1e-4)
 

@@ -46,7 +46,7 @@ def test_after_kills_the_result_is_that_of_an_undisturbed_run(start: Start, tmp_
     draw = random.Random(7)
     program = begin(start, tmp_path, "killed", 0.008)
     program.until(program.is_training, "training")
-    for _ in range(5):
+    for _ in range(3):
         time.sleep(draw.uniform(0.1, 0.5))  # the moment is what is drawn
         pids = {int(e["worker"]): int(e["pid"]) for e in program.events("worker_joined")}
         try:

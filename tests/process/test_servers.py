@@ -240,6 +240,7 @@ def test_a_run_whose_server_has_lost_its_memory_ends_and_can_be_resumed(
     assert found["parameters_sha256"] == wanted["parameters_sha256"]
 
 
+@pytest.mark.slow
 def test_a_server_that_is_lost_with_its_memory_has_its_state_from_the_copy_of_another(
     start: Start, tmp_path: Path, undisturbed: Path
 ) -> None:
