@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.errors import SpecError
-from instep.launch.ray_private import draining, on_loopback, show_token
+from instep.launch.ray_private import draining, on_loopback
 from instep.words import plural
 
 CONNECT_S = 5.0
@@ -67,7 +67,6 @@ def connect(address: str, cpus: int, working_dir: str = "") -> tuple[Any, bool]:
         if address != "auto":
             host, _, port = address.rpartition(":")
             _check_speaks_grpc(host, int(port))
-        show_token()
         ray.init(address, **quiet)
     except (OSError, ValueError, RuntimeError) as error:
         if working_dir and "package" in str(error).lower():

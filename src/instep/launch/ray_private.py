@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 LOOK_S = 0.5
@@ -60,21 +59,6 @@ def spilling(strategies: Any, node: str) -> Any:
         return there(node, soft=True, _spill_on_unavailable=True)
     except TypeError:
         return "SPREAD"
-
-
-def show_token() -> None:
-    """Show a cluster the token of this user, where there is one and nothing says whether to.
-
-    `ray.init` makes one for each cluster that it starts, and then `ray start` asks for it; but
-    connecting shows none. Without this, that needs RAY_AUTH_MODE=token. A cluster that asks for
-    none takes it too.
-    """
-    if "RAY_AUTH_MODE" in os.environ or not Path("~/.ray/auth_token").expanduser().is_file():
-        return
-    with suppress(Exception):
-        from ray._private.authentication import authentication_token_setup as setup
-
-        setup._enable_token_auth()
 
 
 @contextmanager
