@@ -4,7 +4,7 @@
 
 One process in each of a few emulated hosts (needs root), one thread each; in every turn each codec
 after gloo's plain all-reduce of the same float32, all between two barriers. A codec's sum goes
-through `sync/two_phase.py` in buckets of 8 MB, encoding with error feedback and decoding included.
+through `TwoPhase` in buckets of 8 MB, encoding with error feedback and decoding included.
 Bytes are those that a host's interface has sent, beside theory: 2 (W-1)/W payloads in packets of
 1448 of 1514 bytes.
 """
@@ -28,7 +28,7 @@ from instep.comm.codecs import CODECS
 from instep.comm.torch_comm import TorchComm
 from instep.lab.netlab import Network
 from instep.sync.reducers import Place
-from instep.sync.two_phase import Segments, TwoPhase
+from instep.sync.reducers.two_phase import Segments, TwoPhase
 
 BUCKET = 2_000_000
 """Values, of float32: 8 MB."""

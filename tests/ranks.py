@@ -30,9 +30,9 @@ from instep.errors import PeerError
 from instep.events import LEDGER, read_records
 from instep.store.audit import audit
 from instep.store.ledger import cut_back
-from instep.sync.averaging import Averaging
 from instep.sync.base import make_strategy
-from instep.sync.server_sync import ServerSync
+from instep.sync.rounds.averaging import Averaging
+from instep.sync.servers.server_sync import ServerSync
 from instep.worker.local_optimizers import LocalOptimizers
 from instep.worker.step.assignment import Lockstep
 from instep.worker.step.engine import Engine, Weighed

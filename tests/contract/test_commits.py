@@ -18,8 +18,8 @@ import torch
 from instep.errors import PeerError, RecipeError, RunError
 from instep.sync import LEASED, STRATEGIES
 from instep.sync.all_reduce import AllReduce
-from instep.sync.coded import Coded
-from instep.sync.server_sync import ServerSync
+from instep.sync.rounds.coded import Coded
+from instep.sync.servers.server_sync import ServerSync
 from instep.worker.local_optimizers import LocalOptimizers
 from instep.worker.step import committed
 from instep.worker.step import engine as engine_module

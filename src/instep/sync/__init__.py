@@ -1,8 +1,8 @@
 """How replicas agree on parameters: the table of strategies.
 
-To add one: write a class that keeps the promises of `base.Strategy` in a file
-of its own, and add its line here. The suite in `tests/contract` finds it, and
-`docs/concepts/strategies.md` needs its heading.
+To add one: write a class that keeps the promises of `base.Strategy` in a file of its own, and add
+its line here. Those of two families lie in `rounds/` and `servers/`. The suite in `tests/contract`
+finds it, and `docs/concepts/strategies.md` needs its heading.
 """
 
 from instep.registry import Registry
@@ -14,13 +14,13 @@ STRATEGIES = Registry(
     "sync strategy",
     {
         "all_reduce": "instep.sync.all_reduce:AllReduce",
-        "averaging": "instep.sync.averaging:averaging",
-        "bounded_stale": "instep.sync.bounded_stale:BoundedStale",
-        "diloco": "instep.sync.diloco:diloco",
-        "fedopt": "instep.sync.fedopt:fedopt",
-        "fedprox": "instep.sync.fedprox:fedprox",
-        "server_async": "instep.sync.server_async:ServerAsync",
-        "server_sync": "instep.sync.server_sync:ServerSync",
+        "averaging": "instep.sync.rounds.averaging:averaging",
+        "bounded_stale": "instep.sync.servers.bounded_stale:BoundedStale",
+        "diloco": "instep.sync.rounds.diloco:diloco",
+        "fedopt": "instep.sync.rounds.fedopt:fedopt",
+        "fedprox": "instep.sync.rounds.fedprox:fedprox",
+        "server_async": "instep.sync.servers.server_async:ServerAsync",
+        "server_sync": "instep.sync.servers.server_sync:ServerSync",
     },
 )
 

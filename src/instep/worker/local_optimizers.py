@@ -4,7 +4,7 @@ After a commit every worker holds the state of every participant. So any worker 
 participant, a newcomer copies all of them from a peer together with the parameters, and a
 checkpoint has them, however the members change. What that costs, and what else was thought of,
 is in `docs/decisions/0021`. When a state begins and counts, `rounds.py` and
-`sync/averaging.py` know.
+`sync/rounds/averaging.py` know.
 """
 
 from __future__ import annotations

@@ -30,9 +30,9 @@ from instep.data.samples.contents import Record
 from instep.errors import CheckpointError, PeerError
 from instep.state.retention import Best
 from instep.state.save import Shard
-from instep.sync.averaging import Averaging
 from instep.sync.base import strategy_of
-from instep.sync.spread import Spread
+from instep.sync.rounds.averaging import Averaging
+from instep.sync.rounds.spread import Spread
 from instep.worker.member import Member
 from instep.worker.saving import Saver, lend_model, write_shards
 from instep.worker.step.alike import check_lengths

@@ -4,7 +4,7 @@ A participant is a unit of the job's, on whichever worker. It begins from the pa
 buffers, optimizer and scheduler of the round's beginning, draws by keys of its own, and leaves
 nothing behind: what it moved is put back. Its optimizer's state may be kept for its next round
 (`local_optimizers.py`). How the participants' ways are averaged, the
-strategy knows (`sync/averaging.py`); what the mean does is `RoundUpdate.apply`. Where the
+strategy knows (`sync/rounds/averaging.py`); what the mean does is `RoundUpdate.apply`. Where the
 members change within a round, those that stay keep what they have computed of it. A replica that is
 a mesh computes a participant with all its ranks (`shared_steps.py`).
 """
@@ -29,7 +29,7 @@ from instep.recipe.build import set_generators
 from instep.recipe.forward import Forward
 from instep.recipe.rehearsal import called_backward
 from instep.spec import JobSpec
-from instep.sync.averaging import Averaging
+from instep.sync.rounds.averaging import Averaging
 from instep.worker.local_optimizers import LocalOptimizers
 from instep.worker.shared_steps import MembersChanged, SharedSteps
 from instep.worker.step.assignment import Finished, finished

@@ -21,7 +21,7 @@ from instep.comm.messages import NOT_FINITE, Figures
 from instep.errors import SpecError, near_miss
 from instep.recipe.recipe import Recipe
 from instep.spec import StopSpec
-from instep.sync.spread import Spread
+from instep.sync.rounds.spread import Spread
 from instep.worker.member import Member
 
 

@@ -9,8 +9,8 @@ from instep.comm.codecs import CODECS
 from instep.comm.memory import run_ranks
 from instep.records import Attempt
 from instep.sync.base import make_strategy
-from instep.sync.gather import Gather
 from instep.sync.reducers import Place, reducer_of
+from instep.sync.reducers.gather import Gather
 
 SHAPES = [(50, 40), (7,), (300,), (1,), (20, 5, 4)]
 

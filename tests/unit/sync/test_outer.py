@@ -6,7 +6,7 @@ from torch import nn
 
 from instep.errors import SpecError
 from instep.sync.base import make_strategy
-from instep.sync.outer import Adaptive, Momentum, Outer
+from instep.sync.rounds.outer import Adaptive, Momentum, Outer
 
 
 def rounds(outer, count=5):

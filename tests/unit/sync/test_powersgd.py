@@ -18,8 +18,8 @@ from instep.comm.memory import run_ranks
 from instep.errors import SpecError
 from instep.records import Attempt
 from instep.sync.base import make_strategy
-from instep.sync.powersgd import PowerSgd
 from instep.sync.reducers import Place
+from instep.sync.reducers.powersgd import PowerSgd
 
 SHAPES = [(40, 24), (24,), (12, 8, 3, 3), (64, 48), (3, 3), (), (30, 40)]
 """Two matrices, a convolution, and what is too small to travel in factors."""

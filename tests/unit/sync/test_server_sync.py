@@ -17,7 +17,7 @@ from instep.comm.memory import run_ranks
 from instep.errors import RecipeError, SpecError, WorkerError
 from instep.records import Attempt
 from instep.sync.base import Piece, Servers, make_strategy
-from instep.sync.cuts import CUT, Packed, cut
+from instep.sync.servers.cuts import CUT, Packed, cut
 from instep.system.host_memory import HostMemory
 from instep.worker.step.gradients import Gradients
 from instep.worker.step.served import ServedUpdate, put_together

@@ -11,9 +11,9 @@ from instep.comm.alone import AloneComm
 from instep.comm.codecs import CODECS
 from instep.comm.memory import run_ranks
 from instep.errors import PeerError, SpecError
-from instep.sync.gather import Gather
 from instep.sync.reducers import Place, reducer_of
-from instep.sync.two_phase import Segments, TwoPhase
+from instep.sync.reducers.gather import Gather
+from instep.sync.reducers.two_phase import Segments, TwoPhase
 
 BUCKETS = [
     [Place("wide", (40, 17)), Place("bias", (3,))],

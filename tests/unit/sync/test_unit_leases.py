@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from instep.sync.leases import Leases, Unit
+from instep.sync.servers.leases import Leases, Unit
 
 LIMIT_S = 12.0
 

@@ -9,7 +9,7 @@ from torch import nn
 from instep.comm.memory import run_ranks
 from instep.records import Attempt
 from instep.state.snapshot import Snapshot
-from instep.sync.averaging import Averaging
+from instep.sync.rounds.averaging import Averaging
 from instep.system import host_memory
 from instep.worker.local_optimizers import LocalOptimizers
 from instep.worker.rounds import RoundUpdate

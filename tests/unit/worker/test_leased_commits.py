@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from instep.spec import TrainSpec
-from instep.sync.bounded_stale import BoundedStale
-from instep.sync.leases import Unit
-from instep.sync.server_async import ServerAsync
+from instep.sync.servers.bounded_stale import BoundedStale
+from instep.sync.servers.leases import Unit
+from instep.sync.servers.server_async import ServerAsync
 from instep.worker.leased.commits import Commits, Push
 from instep.worker.leased.portions import Parcel, Portions, buffers_of, changes
 from instep.worker.step.leased import LeasedUpdate

@@ -9,7 +9,7 @@ from torch import nn
 
 from instep.comm.memory import run_ranks
 from instep.errors import RecipeError
-from instep.sync.averaging import Averaging
+from instep.sync.rounds.averaging import Averaging
 from instep.worker.local_optimizers import LocalOptimizers
 from instep.worker.rounds import RoundUpdate
 

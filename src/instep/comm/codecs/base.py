@@ -17,6 +17,20 @@ CUT = 4096
 """Values of a `segmentable` codec may be cut at multiples of this, and coded in parts."""
 
 
+def aligned(size: int) -> int:
+    """Bytes to where the next payload may begin."""
+    return -(-size // ALIGNED_BYTES) * ALIGNED_BYTES
+
+
+def draw_key(*parts: int) -> int:
+    """63 bits that differ wherever one of the parts does: what random rounding is drawn from."""
+    mixed = 0
+    for part in parts:
+        mixed = (mixed ^ (part & 0xFFFFFFFFFFFFFFFF)) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+        mixed ^= mixed >> 29
+    return mixed >> 1
+
+
 class Codec(Protocol):
     """A pure function on flat segments, on the CPU or on CUDA; equal arguments give equal bytes.
 

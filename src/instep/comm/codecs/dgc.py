@@ -1,6 +1,6 @@
 """Deep gradient compression: momentum before the choice of what is sent. Its options.
 
-It has a reducer of its own, `instep.sync.dgc`, which sends what `top_k` would.
+It has a reducer of its own, `instep.sync.reducers.dgc`, which sends what `top_k` would.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Matrices as products of two thin ones: the options of PowerSGD, which has its own reducer.
 
 What travels is linear in the gradient, so it is summed on its way, and nothing is encoded for one
-receiver: `instep.sync.powersgd` talks twice for each bucket.
+receiver: `instep.sync.reducers.powersgd` talks twice for each bucket.
 """
 
 from __future__ import annotations

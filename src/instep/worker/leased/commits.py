@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from instep.state.packing import pack_state, unpack_state
-from instep.sync.leases import Committed, Lease, Leases, Unit
-from instep.sync.server_async import ServerAsync
+from instep.sync.servers.leases import Committed, Lease, Leases, Unit
+from instep.sync.servers.server_async import ServerAsync
 from instep.worker.leased.portions import Parcel, Portions, buffers_of, change
 from instep.worker.step.leased import LeasedUpdate
 

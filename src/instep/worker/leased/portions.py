@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from instep.data.order import Position, position, steps_in_epoch
 from instep.spec import TrainSpec
 from instep.sync.base import Piece
-from instep.sync.cuts import Packed
-from instep.sync.leases import Unit
+from instep.sync.servers.cuts import Packed
+from instep.sync.servers.leases import Unit
 from instep.worker.step.passes import parts_of, positions_of
 
 

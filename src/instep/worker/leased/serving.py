@@ -30,8 +30,8 @@ from instep.errors import PeerError, SpecError, WorkerError
 from instep.events import Kind
 from instep.recipe.recipe import Recipe
 from instep.records import Attempt
-from instep.sync.leases import Lease
-from instep.sync.server_async import ServerAsync
+from instep.sync.servers.leases import Lease
+from instep.sync.servers.server_async import ServerAsync
 from instep.system.host_memory import NoRoom
 from instep.worker.leased.commits import Commits, Push
 from instep.worker.leased.line import LOOK_S, Ask, Door, Grant, Guest

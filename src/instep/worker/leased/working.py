@@ -23,7 +23,7 @@ from instep.data.samples import last_read
 from instep.errors import PeerError, RecipeError
 from instep.recipe.build import set_generators
 from instep.recipe.recipe import Recipe
-from instep.sync.leases import Unit
+from instep.sync.servers.leases import Unit
 from instep.worker.leased.line import Ask, Grant, Line
 from instep.worker.leased.portions import Parcel, Portions, buffers_of, changes
 from instep.worker.leased.serving import SERVER, Where

@@ -3,7 +3,7 @@
 The recipe's own optimizer object is kept, with its groups: a scheduler that was made for it goes
 on to work. Only while it steps do its groups hold the pieces that this process moves; the state
 that it makes for them is kept here. Who has which piece, the strategy knows
-(`sync/server_sync.py`).
+(`sync/servers/server_sync.py`).
 """
 
 from __future__ import annotations

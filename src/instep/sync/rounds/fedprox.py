@@ -8,8 +8,8 @@ The gradient of that is added in each local step (`worker/rounds.py`); the rest 
 from __future__ import annotations
 
 from instep.comm.codecs.base import Codec
-from instep.sync.averaging import Averaging
-from instep.sync.outer import number
+from instep.sync.rounds.averaging import Averaging
+from instep.sync.rounds.outer import number
 
 
 def fedprox(*, mu: float = 0.01, bucket_mb: float = 8.0, codec: Codec | None = None) -> Averaging:

@@ -4,12 +4,14 @@ A reducer is given flat float32 memory, bucket by bucket. It knows nothing of pa
 weights, steps or votes. What a rank alone carries over (residuals) lies in two slots of flat memory
 that outlives the process; the strategy lays them out, and fills them by the reducer's `Layout`.
 
-To add one: write a class that keeps the promises of `Reducer` in a file of its own, and add its
-line to `REDUCERS`. `reducer_of` is the one place that says which codec gets which.
+To add one: write a class that keeps the promises of `Reducer` in a file of its own (`TwoSlots` has
+the half of it that all share), and add its line to `REDUCERS`. `reducer_of` is the one place that
+says which codec gets which.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -23,10 +25,10 @@ from instep.registry import Registry
 REDUCERS = Registry(
     "reducer",
     {
-        "dgc": "instep.sync.dgc:Dgc",
-        "gather": "instep.sync.gather:Gather",
-        "powersgd": "instep.sync.powersgd:PowerSgd",
-        "two_phase": "instep.sync.two_phase:TwoPhase",
+        "dgc": "instep.sync.reducers.dgc:Dgc",
+        "gather": "instep.sync.reducers.gather:Gather",
+        "powersgd": "instep.sync.reducers.powersgd:PowerSgd",
+        "two_phase": "instep.sync.reducers.two_phase:TwoPhase",
     },
 )
 
@@ -38,11 +40,30 @@ class Place(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Buckets:
+    """Where parameters lie in the flat memory of each bucket: one after the other, without gaps."""
+
+    def __init__(self, buckets: Sequence[Sequence[Place]]) -> None:
+        self.buckets = [list(bucket) for bucket in buckets]
+        self.lengths = [sum(math.prod(place.shape) for place in bucket) for bucket in self.buckets]
+        """Elements of each."""
+
+    def members(self, number: int, flat: Tensor) -> list[Tensor]:
+        """The parts of a bucket, in their shapes, as views."""
+        shapes = [place.shape for place in self.buckets[number]]
+        parts = flat[: self.lengths[number]].split([math.prod(shape) for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
 class Layout(Protocol):
     """How what a rank carries over lies in one slot of its memory.
 
     A process that finds the memory of one that is gone reads it by the same layout.
     """
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Elements of each bucket."""
 
     @property
     def owners(self) -> tuple[int, ...]:

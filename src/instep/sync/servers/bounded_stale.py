@@ -7,7 +7,7 @@ instead of on workers: see `leases.py`.
 from __future__ import annotations
 
 from instep.errors import SpecError
-from instep.sync.server_async import ServerAsync
+from instep.sync.servers.server_async import ServerAsync
 
 
 class BoundedStale(ServerAsync):

@@ -27,7 +27,8 @@ from instep.comm.base import Comm, Work
 from instep.comm.codecs.factor_kernels import multiply, orthonormalise
 from instep.comm.codecs.powersgd import PowerSGD
 from instep.sync.reducers import Place
-from instep.sync.whole_buckets import WholeBuckets
+from instep.sync.reducers.two_slots import TwoSlots
+from instep.sync.reducers.whole_buckets import WholeBuckets
 
 _WORTH = 2
 """A matrix travels in factors if these have so many times fewer elements, at least."""
@@ -54,7 +55,7 @@ class _Matrix(NamedTuple):
         return torch.randn(self.rank, self.m, generator=generator)
 
 
-class PowerSgd:
+class PowerSgd(TwoSlots[WholeBuckets]):
     """A `Reducer`: right factors are alike on all ranks, residuals each rank's own."""
 
     @staticmethod
@@ -77,38 +78,28 @@ class PowerSgd:
         device: torch.device | str = "cpu",
         staged: Callable[[int], None] | None = None,
     ) -> None:
-        self._comm, self._layout, self._start_after = comm, layout, codec.start_after
-        count = layout.room(comm.rank)
-        slots = room or (torch.zeros(count, device=device), torch.zeros(count, device=device))
-        self._slots, self._committed, self._tell = slots, 0, staged
-        self._residuals = [layout.cut(slot)[0] for slot in slots]
+        super().__init__(comm, layout, room, device, staged)
+        self._start_after = codec.start_after
+        self._residuals = [layout.cut(slot)[0] for slot in self._slots]
         self._buckets = [_Bucket(bucket, codec.rank, device) for bucket in layout.buckets]
         self._right = {
             matrix.name: matrix.drawn().to(device)
             for bucket in self._buckets
             for matrix in bucket.matrices
         }
-        self._forget()
 
     def _forget(self) -> None:
-        self._flats: list[Tensor] = []
+        super()._forget()
         self._work: list[Work] = []
         self._next = dict[str, Tensor]()
-        self._whole = self._is_staged = False
-
-    @property
-    def carried(self) -> Tensor:
-        """The committed slot."""
-        return self._slots[self._committed]
+        self._whole = False
 
     @torch.no_grad()
     def begin(self, number: int, flat: Tensor, *, key: int = 0) -> None:
         """Send a bucket's products with the right factors, or early in the run the whole of it."""
-        assert number == len(self._flats), "buckets begin in their order"
-        bucket, values = self._buckets[number], flat[: self._layout.lengths[number]]
+        bucket, values = self._buckets[number], self._taken(number, flat)
         values += self._residuals[self._committed][number]
         self._residuals[1 - self._committed][number].zero_()
-        self._flats.append(values)
         self._whole = key <= self._start_after
         last = number == len(self._buckets) - 1
         if last and (self._whole or not any(each.matrices for each in self._buckets)):
@@ -128,7 +119,7 @@ class PowerSgd:
     @torch.no_grad()
     def finish(self) -> None:
         """Find and send the right factors; then multiply."""
-        assert len(self._flats) == len(self._buckets), "each bucket begins first"
+        assert self._is_complete(), "each bucket begins first"
         factored = [
             number
             for number, bucket in enumerate(self._buckets)
@@ -167,26 +158,10 @@ class PowerSgd:
         for part, room in bucket.plain():
             values[part].copy_(room)
 
-    def _stage(self) -> None:
-        self._is_staged = True
-        if self._tell is not None:
-            self._tell(1 - self._committed)
-
     def apply(self) -> None:
         """What is staged is committed."""
-        assert self._is_staged, "what is staged is not complete"
-        self._committed = 1 - self._committed
-        for name, right in self._next.items():
-            self._right[name] = right
-        self._forget()
-
-    def abandon(self) -> None:
-        """Residuals and factors are as before."""
-        self._forget()
-
-    def own_state(self) -> dict[str, Tensor]:
-        """This rank's residual for each parameter."""
-        return self._layout.state_of(self.carried, self._comm.rank)
+        self._right |= self._next
+        super().apply()
 
     def state(self) -> dict[str, Tensor]:
         """The right factors."""

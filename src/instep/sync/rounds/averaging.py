@@ -24,9 +24,9 @@ from instep.errors import SpecError
 from instep.records import BEGINNING, Attempt, Law
 from instep.sync.all_reduce import AllReduce
 from instep.sync.base import InMesh, Memory, Price, Result, Servers
-from instep.sync.coded import Coded
-from instep.sync.outer import Outer
-from instep.sync.spread import Given, Spread, spread
+from instep.sync.rounds.coded import Coded
+from instep.sync.rounds.outer import Outer
+from instep.sync.rounds.spread import Given, Spread, spread
 
 KEPT, OUTER = "kept/", "outer/"
 """Begin the names of what `Kept` and the outer rule give, in the strategy's state."""

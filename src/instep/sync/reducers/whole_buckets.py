@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from instep.sync.reducers import Place
+from instep.sync.reducers import Buckets, Place
 
 
-class WholeBuckets:
+class WholeBuckets(Buckets):
     """A `Layout`: kind after kind, each with all buckets, one after the other; alike on all ranks.
 
     Args:
@@ -22,8 +21,8 @@ class WholeBuckets:
     owners: tuple[int, ...] = ()
 
     def __init__(self, kinds: Sequence[str], buckets: Sequence[Sequence[Place]]) -> None:
-        self.kinds, self.buckets = list(kinds), [list(bucket) for bucket in buckets]
-        self.lengths = [sum(math.prod(place.shape) for place in bucket) for bucket in self.buckets]
+        super().__init__(buckets)
+        self.kinds = list(kinds)
 
     def room(self, rank: int) -> int:
         """As many on every rank."""
@@ -46,12 +45,6 @@ class WholeBuckets:
         for name, part in self._named(slot):
             if name in state:
                 part.copy_(state[name])
-
-    def members(self, number: int, flat: Tensor) -> list[Tensor]:
-        """The parts of a bucket, in their shapes, as views."""
-        shapes = [place.shape for place in self.buckets[number]]
-        parts = flat[: self.lengths[number]].split([math.prod(shape) for shape in shapes])
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def _named(self, slot: Tensor) -> list[tuple[str, Tensor]]:
         return [

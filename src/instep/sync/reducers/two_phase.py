@@ -17,18 +17,18 @@ encoded, and `apply` exchanges the two.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from instep.comm.base import Comm, Work
-from instep.comm.codecs.base import ALIGNED_BYTES, Codec
-from instep.sync.reducers import Place
+from instep.comm.codecs.base import Codec, aligned, draw_key
+from instep.sync.reducers import Buckets, Place
+from instep.sync.reducers.two_slots import TwoSlots
 
 
-class Segments:
+class Segments(Buckets):
     """Where everything lies, by the buckets' members and the ranks; the same on every rank.
 
     Args:
@@ -44,9 +44,9 @@ class Segments:
     def __init__(
         self, buckets: Sequence[Sequence[Place]], size: int, idle: Sequence[int] = ()
     ) -> None:
-        self.buckets, self.size = [list(bucket) for bucket in buckets], size
+        super().__init__(buckets)
+        self.size = size
         self.owners = tuple(rank for rank in range(size) if rank not in idle)
-        self.lengths = [sum(math.prod(place.shape) for place in bucket) for bucket in self.buckets]
 
     def segment(self, number: int, rank: int) -> slice:
         """What of a bucket `rank` owns."""
@@ -93,14 +93,8 @@ class Segments:
                 if (key := f"residual/{place.name}") in state:
                     part.copy_(state[key])
 
-    def members(self, number: int, flat: Tensor) -> list[Tensor]:
-        """The parts of a bucket, in their shapes, as views."""
-        shapes = [place.shape for place in self.buckets[number]]
-        parts = flat[: self.lengths[number]].split([math.prod(shape) for shape in shapes])
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
-
-class TwoPhase:
+class TwoPhase(TwoSlots[Segments]):
     """A `Reducer` for codecs that are `segmentable` and `fixed_size`: others cannot be dealt."""
 
     @staticmethod
@@ -124,21 +118,17 @@ class TwoPhase:
         staged: Callable[[int], None] | None = None,
     ) -> None:
         assert layout.size == comm.size, "the layout is made for another number of ranks"
-        self._codec, self._comm, self._layout = codec, comm, layout
-        self._tell, self._feeds_back = staged, bool(self.kinds(codec))
-        count = layout.room(comm.rank) if self._feeds_back else 0
-        self._slots = room or _ordinary(count, device)
-        self._cut = [layout.cut(slot, comm.rank) for slot in self._slots if self._feeds_back]
-        self._committed = 0
+        super().__init__(comm, layout, room, device, staged, carries=bool(self.kinds(codec)))
+        self._codec = codec
+        self._cut = [layout.cut(slot, comm.rank) for slot in self._slots if self._carries]
         buckets = range(len(layout.buckets))
         # never 0: each bucket is a message that all wait for, also if nothing is in it
         sizes = [codec.size(layout.longest(number)) for number in buckets]
-        self._bytes = [-(-max(size, 1) // ALIGNED_BYTES) * ALIGNED_BYTES for size in sizes]
+        self._bytes = [aligned(max(size, 1)) for size in sizes]
         self._out = [self._memory(number, device) for number in buckets]
         self._in = [self._memory(number, device) for number in buckets]
         longest = max((layout.longest(number) for number in buckets), default=0)
         self._total = torch.empty(longest, device=device)
-        self._forget()
 
     def _memory(self, number: int, device: torch.device | str) -> Tensor:
         """[size * bytes]: a payload for each rank, or from each."""
@@ -146,42 +136,29 @@ class TwoPhase:
         return torch.zeros(size, dtype=torch.uint8, device=device)
 
     def _forget(self) -> None:
-        self._flats: list[Tensor] = []
+        super()._forget()
         self._work: list[Work] = []
         self._keys: list[int] = []
-        self._is_staged = False
-
-    @property
-    def committed(self) -> int:
-        """The number of the slot that is as committed, 0 or 1."""
-        return self._committed
-
-    @property
-    def carried(self) -> Tensor:
-        """The committed slot."""
-        return self._slots[self._committed]
 
     @torch.no_grad()
     def begin(self, number: int, flat: Tensor, *, key: int = 0) -> None:
         """Encode a bucket, and send each segment to its owner."""
-        assert number == len(self._flats), "buckets begin in their order"
         assert flat.dtype == torch.float32, "sums are in float32"
         layout, comm = self._layout, self._comm
-        values = flat[: layout.lengths[number]]
+        values = self._taken(number, flat)
         left = self._carry_over(values, number, 0)
         payloads = self._out[number].view(comm.size, -1)
         for owner in range(comm.size):
             part = layout.segment(number, owner)
             rest = left[part] if left is not None else None
             self._encode(values[part], payloads[owner], rest, (key, number, owner, comm.rank))
-        self._flats.append(values)
         self._keys.append(key)
         self._work.append(comm.all_to_all(self._in[number], self._out[number]))
 
     @torch.no_grad()
     def finish(self) -> None:
         """Add up this rank's segments, and gather the sums of all."""
-        assert len(self._flats) == len(self._layout.buckets), "each bucket begins first"
+        assert self._is_complete(), "each bucket begins first"
         last = len(self._flats) - 1
         for number, work in enumerate(self._work):
             work.wait()
@@ -209,15 +186,10 @@ class TwoPhase:
 
     def _carry_over(self, values: Tensor, number: int, part: int) -> Tensor | None:
         """Add the committed residual, of what is sent (0) or owned (1); where the next one goes."""
-        if not self._feeds_back:
+        if not self._carries:
             return None
         values += self._cut[self._committed][number][part]
         return self._cut[1 - self._committed][number][part]
-
-    def _stage(self) -> None:
-        self._is_staged = True
-        if self._tell is not None:
-            self._tell(1 - self._committed)
 
     def _read(self, number: int) -> None:
         values = self._flats[number].zero_()
@@ -228,48 +200,12 @@ class TwoPhase:
         self, values: Tensor, out: Tensor, left: Tensor | None, key: tuple[int, ...]
     ) -> None:
         if values.numel():
-            self._codec.encode(values, out, key=_mixed(key), left=left)
+            self._codec.encode(values, out, key=draw_key(*key), left=left)
 
     def _decode(self, total: Tensor, payload: Tensor) -> None:
         if total.numel():
             self._codec.add_into(total, payload[: self._codec.size(total.numel())])
 
-    def apply(self) -> None:
-        """The staged residuals are the committed ones."""
-        assert self._is_staged, "what is staged is not complete"
-        self._committed = 1 - self._committed
-        self._forget()
-
-    def abandon(self) -> None:
-        """The residuals are as before."""
-        self._forget()
-
-    def own_state(self) -> dict[str, Tensor]:
-        """This rank's total residual for each parameter, as committed."""
-        if not self._feeds_back:
-            return {}
-        return self._layout.state_of(self._slots[self._committed], self._comm.rank)
-
-    def state(self) -> dict[str, Tensor]:
-        """Nothing."""
-        return {}
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Nothing to take up."""
-
 
 def _length(part: slice) -> int:
     return int(part.stop - part.start)
-
-
-def _ordinary(count: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    return torch.zeros(count, device=device), torch.zeros(count, device=device)
-
-
-def _mixed(key: tuple[int, ...]) -> int:
-    """63 bits that differ between steps, buckets, segments and senders."""
-    mixed = 0
-    for part in key:
-        mixed = (mixed ^ (part & 0xFFFFFFFFFFFFFFFF)) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
-        mixed ^= mixed >> 29
-    return mixed >> 1

@@ -7,8 +7,8 @@ participants came, backwards.
 from __future__ import annotations
 
 from instep.comm.codecs.base import Codec
-from instep.sync.averaging import Averaging
-from instep.sync.outer import Momentum, Outer, number
+from instep.sync.rounds.averaging import Averaging
+from instep.sync.rounds.outer import Momentum, Outer, number
 
 
 def diloco(

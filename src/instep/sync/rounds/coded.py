@@ -16,7 +16,6 @@ Way in: `Coded`, which `Averaging` holds in the place of `AllReduce`.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -26,7 +25,7 @@ from torch.nn import Parameter
 
 from instep.comm.base import Comm, Work
 from instep.comm.buckets import laid_out_like
-from instep.comm.codecs.base import ALIGNED_BYTES, CUT, Codec
+from instep.comm.codecs.base import CUT, Codec, aligned, draw_key
 from instep.comm.codecs.none import Identity
 from instep.errors import SpecError
 from instep.records import BEGINNING, Attempt, Law
@@ -359,23 +358,23 @@ class Coded:
         at = 0
         for number, place in self._segments.of(start, stop):
             part = slice(place.start - start, place.stop - start)
-            key = _key(self._attempt.number, of, number)
+            key = draw_key(self._attempt.number, of, number)
             self._codec.encode(values[part], out[at:], key=key, left=left[part])
-            at += _aligned(self._codec.size(place.stop - place.start))
+            at += aligned(self._codec.size(place.stop - place.start))
         return out
 
     def _decode(self, total: Tensor, payload: Tensor, start: int, stop: int) -> None:
         """Add what a payload of these segments stands for."""
         at = 0
         for _, place in self._segments.of(start, stop):
-            part, size = total[place.start - start : place.stop - start], len(payload)
+            part = total[place.start - start : place.stop - start]
             size = self._codec.size(place.stop - place.start)
             self._codec.add_into(part, payload[at : at + size])
-            at += _aligned(size)
+            at += aligned(size)
 
     def _bytes(self, start: int, stop: int) -> int:
         return sum(
-            _aligned(self._codec.size(place.stop - place.start))
+            aligned(self._codec.size(place.stop - place.start))
             for _, place in self._segments.of(start, stop)
         )
 
@@ -563,19 +562,9 @@ def _within(move: _Move, start: int) -> slice:
     return slice(move.start - start, move.stop - start)
 
 
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNED_BYTES) * ALIGNED_BYTES
-
-
 def _name(piece: Piece) -> str:
     return "/".join(map(str, piece))
 
 
 def _piece(name: str) -> Piece:
     return Piece(*map(int, name.split("/")))
-
-
-def _key(*parts: int) -> int:
-    """63 bits that differ between rounds, participants and segments."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

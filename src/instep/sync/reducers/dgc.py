@@ -12,7 +12,7 @@ All ranks get the payloads of all (`gather.py`), and decode them in rank order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,14 +22,15 @@ from instep.comm.base import Comm
 from instep.comm.codecs.dgc import DGC
 from instep.comm.codecs.none import Identity
 from instep.comm.codecs.top_k import TopK
-from instep.sync.gather import Payloads
 from instep.sync.reducers import Place
-from instep.sync.whole_buckets import WholeBuckets
+from instep.sync.reducers.gather import Payloads
+from instep.sync.reducers.two_slots import TwoSlots
+from instep.sync.reducers.whole_buckets import WholeBuckets
 
 _KINDS = ("residual", "momentum")
 
 
-class Dgc:
+class Dgc(TwoSlots[WholeBuckets]):
     """A `Reducer` that remembers residual and momentum of every element."""
 
     @staticmethod
@@ -52,48 +53,36 @@ class Dgc:
         device: torch.device | str = "cpu",
         staged: Callable[[int], None] | None = None,
     ) -> None:
-        self._codec, self._comm, self._layout, self._tell = codec, comm, layout, staged
-        count = layout.room(comm.rank)
-        self._slots = room or (torch.zeros(count, device=device), torch.zeros(count, device=device))
+        super().__init__(comm, layout, room, device, staged)
+        self._codec = codec
         self._cut = [layout.cut(slot) for slot in self._slots]
-        self._committed = 0
         self._stages: list[Any] = [
             Identity() if density == 1 else TopK(density=density) for density in codec.densities
         ]
         sizes = [max(each.size(length) for each in self._stages) for length in layout.lengths]
         self._payloads = Payloads(comm, sizes, device)
-        self._forget()
 
     def _forget(self) -> None:
-        self._flats: list[Tensor] = []
+        super()._forget()
         self._step = 0
-        self._is_staged = False
-
-    @property
-    def carried(self) -> Tensor:
-        """The committed slot."""
-        return self._slots[self._committed]
 
     @torch.no_grad()
     def begin(self, number: int, flat: Tensor, *, key: int = 0) -> None:
         """Keep it: the limit is of the norm of all."""
-        assert number == len(self._flats), "buckets begin in their order"
-        self._flats.append(flat[: self._layout.lengths[number]])
+        self._taken(number, flat)
         self._step = key
 
     @torch.no_grad()
     def finish(self) -> None:
         """Limit, remember, choose; then all ranks get what was chosen."""
-        assert len(self._flats) == len(self._layout.buckets), "each bucket begins first"
+        assert self._is_complete(), "each bucket begins first"
         by = self._limit()
         stage = self._stages[self._codec.stage(max(self._step, 1))]
         used = [
             self._choose(number, stage, values.mul_(by))
             for number, values in enumerate(self._flats)
         ]
-        self._is_staged = True
-        if self._tell is not None:
-            self._tell(1 - self._committed)
+        self._stage()
         self._payloads.gather(used, self._flats, stage)
 
     def _limit(self) -> float:
@@ -124,24 +113,3 @@ class Dgc:
             new.masked_fill_(values != 0, 0.0)
         new.nan_to_num_(0.0, 0.0, 0.0)
         return used
-
-    def apply(self) -> None:
-        """What is staged is committed."""
-        assert self._is_staged, "what is staged is not complete"
-        self._committed = 1 - self._committed
-        self._forget()
-
-    def abandon(self) -> None:
-        """Residual and momentum are as before."""
-        self._forget()
-
-    def own_state(self) -> dict[str, Tensor]:
-        """This rank's residual and momentum for each parameter."""
-        return self._layout.state_of(self.carried, self._comm.rank)
-
-    def state(self) -> dict[str, Tensor]:
-        """Nothing."""
-        return {}
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Nothing to take up."""

@@ -39,8 +39,8 @@ from instep.records import BEGINNING, Attempt, Law
 from instep.sync import norm
 from instep.sync.arriving import summed
 from instep.sync.base import InMesh, Memory, Mover, Piece, Price, Result, Servers
-from instep.sync.cuts import Packed, Part, Segment, cut
 from instep.sync.gathering import Gathering
+from instep.sync.servers.cuts import Packed, Part, Segment, cut
 from instep.sync.sums import Exact, Plain
 
 _PARAMETERS = "parameters/"

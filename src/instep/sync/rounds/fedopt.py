@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from instep.comm.codecs.base import Codec
 from instep.errors import SpecError, near_miss
-from instep.sync.averaging import Averaging
-from instep.sync.outer import Adaptive, Momentum, Outer, number
+from instep.sync.rounds.averaging import Averaging
+from instep.sync.rounds.outer import Adaptive, Momentum, Outer, number
 
 RULES = ("adagrad", "adam", "yogi", "momentum")
 
