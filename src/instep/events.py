@@ -164,6 +164,8 @@ EVENTS = {
     "loaders_started": "worker, pids (of its loader processes; a killed one is replaced)",
     "dataset_known": "dataset (training, validation), samples, contents (index, content), "
     "differed (indices of samples that were different when read again)",
+    "data_divided": "partition, sizes (samples of each participant), validation_sizes (the same; "
+    "empty if it is not divided), digest (of who has which samples)",
     "sample_skipped": "worker, generation, dataset (training, validation), epoch, index, step, "
     "cause",
     "traffic": "worker, sent_bytes, received_bytes (since the start, counted by the kernel)",
@@ -199,6 +201,7 @@ _NEEDED = {
     "generation_started": ("members",),
     "worker_ready": ("worker", "samples"),
     "dataset_known": ("dataset", "samples", "contents", "differed"),
+    "data_divided": ("sizes", "digest"),
     "sample_skipped": ("generation", "dataset", "epoch", "index", "step"),
     "traffic": ("worker", "sent_bytes", "received_bytes"),
     "participants_apart": ("step",),
@@ -236,7 +239,7 @@ _KINDS = _COUNTS | {
     **dict.fromkeys(["loss"], _NUMBER),
     **dict.fromkeys(["outcome", "rule", "why", "dataset", "parameters_sha256"], _TEXT),
     **dict.fromkeys(["verdict", "text", "cause", "reason", "started_by"], _TEXT),
-    **dict.fromkeys(["suspects", "contents", "differed", "members"], _LIST),
+    **dict.fromkeys(["suspects", "sizes", "contents", "differed", "members"], _LIST),
     **dict.fromkeys(["metrics", "phases", "versions", "job"], _TABLE),
 }
 """Type of a field in every known event that has it; None means unknown."""

@@ -129,8 +129,10 @@ def loss_per_step(folder: RunFolder) -> tuple[Records, Records]:
 def _final_loss(folder: RunFolder) -> float | None:
     step, loss = committed_losses(folder)
     if folder.spec.train.steps is None and len(folder.committed):
-        newest = folder.committed["epoch"].max()
-        kept = np.isin(step, folder.committed["step"][folder.committed["epoch"] == newest])
+        epoch = folder.committed["epoch"]
+        if folder.own_rounds is not None:  # the ledger has epochs of their own
+            epoch = (folder.committed["step"] - 1) // folder.epoch_steps
+        kept = np.isin(step, folder.committed["step"][epoch == epoch.max()])
     else:
         kept = step > folder.last_step - LAST_STEPS
     if not kept.any():
