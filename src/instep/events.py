@@ -172,6 +172,8 @@ EVENTS = {
     "participants_apart": "step, distance, way, divergence",
     "epoch_finished": "epoch, step, loss, samples",
     "validated": "step, epoch, metrics (name to value), samples, skipped, seconds, scheduled",
+    "participants_validated": "step, metrics (name to the value of each participant; null for one "
+    "without samples)",
     "mesh_checked": "tensors (gradients that were compared with those of one process), distance "
     "(the largest, relative to what is allowed, times 1e-5), blocks (that alone were compared; "
     "empty if all were); or why (nothing was compared)",
@@ -207,6 +209,7 @@ _NEEDED = {
     "participants_apart": ("step",),
     "epoch_finished": ("epoch", "step", "loss", "samples"),
     "validated": ("step", "metrics"),
+    "participants_validated": ("step", "metrics"),
     "checkpoint_saved": ("step",),
     "model_saved": ("step", "parameters_sha256"),
     "stop_requested": ("rule", "step"),

@@ -132,6 +132,33 @@ def test_a_run_equals_federated_averaging_on_the_same_partition(run: Start, work
     assert verdict in program.summary["same_as_one_machine"]
 
 
+def test_each_participant_is_validated_on_its_part(run: Start, start: Start):
+    program = trained(run, 2, *OWNER, "train.validate_every=3")
+    server, dataset = model(), recipes.data(recipes.VALIDATED, 4)
+    server.load_state_dict(load_file(program.run / "model.safetensors"))
+    server.eval()
+    inputs, targets, _ = dataset.tensors
+    owners = torch.tensor([recipes.owner(dataset, index) for index in range(len(dataset))])
+    with torch.no_grad():
+        error = (server(inputs) - targets).square().mean(1)
+    wanted = [float(error[owners == each].mean()) for each in range(PARTICIPANTS)]
+    validated = program.events("participants_validated")
+    assert [event["step"] for event in validated] == [3, 6, 7]
+    assert validated[-1]["metrics"]["loss"] == pytest.approx(wanted, rel=1e-9)
+    whole = program.events("validated")[-1]["metrics"]["loss"]
+    assert whole == pytest.approx(float(error.mean()), rel=1e-9)
+    spread = program.summary["participants_spread"]["loss"]
+    assert (spread["least"], spread["most"]) == pytest.approx((min(wanted), max(wanted)))
+    assert spread["deviation"] == pytest.approx(float(np.std(wanted)))
+    report = (program.run / "report.html").read_text()
+    assert "Participants" in report
+    assert f"{wanted[3]:.4f}" in report
+    assert "each    loss 0." in program.stdout + program.stderr
+    audited = start("-m", "instep", "audit", program.run)
+    assert audited.end() == 0
+    assert "4 participants with data of their own" in audited.stdout
+
+
 @pytest.mark.parametrize("partition", ["labels", slow("blocks")])
 def test_with_bits_the_hash_is_the_same_on_any_number_of_workers_and_resumed(
     run: Start, start: Start, partition

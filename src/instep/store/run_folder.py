@@ -442,7 +442,10 @@ def _records(path: Path, dtype: np.dtype[Any]) -> Records:
 
 
 _OF_A_STEP = frozenset(
-    ["epoch_finished", "sample_skipped", "validated", "checkpoint_saved", "model_saved"]
+    [
+        *("epoch_finished", "sample_skipped", "validated", "participants_validated"),
+        *("checkpoint_saved", "model_saved"),
+    ]
 )
 
 

@@ -32,6 +32,12 @@ class OwnData(NamedTuple):
     validate: Regions | None
     """In its natural order; None without a validation set, or where it cannot be divided."""
 
+    @property
+    def validation_sizes(self) -> list[int]:
+        """Samples of each participant in the validation set; empty where it is not divided."""
+        sizes: list[int] = self.validate.sizes.tolist() if self.validate is not None else []
+        return sizes
+
 
 def divide(job: JobSpec, recipe: Recipe) -> OwnData | None:
     """The data of each participant; None where all share them.
@@ -131,6 +137,6 @@ def check(own: OwnData, member: Member, partition: str) -> None:
         "data_divided",
         partition=partition,
         sizes=own.train.sizes.tolist(),
-        validation_sizes=own.validate.sizes.tolist() if own.validate is not None else [],
+        validation_sizes=own.validation_sizes,
         digest=own.train.digest,
     )

@@ -5,6 +5,7 @@ The loop around them is in `loop.py`.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -172,7 +173,8 @@ class Training(Loop):
             else None
         )
         if isinstance(update, rounds.RoundUpdate) and self._replica is None:
-            probe = Probe(self._forward, self._validation, self._validation_samples)
+            sizes = self._own_data.validation_sizes if self._own_data is not None else ()
+            probe = Probe(self._forward, self._validation, sizes or [self._validation_samples])
             update.probe = probe.predictions
         self._rounds = (
             rounds.Rounds(
@@ -303,7 +305,7 @@ class Training(Loop):
             self.job,
             recipe.given[name],
             "training" if name == "train" else "validation",
-            order=self._own_data.train if self._own_data and name == "train" else None,
+            order=getattr(self._own_data, name, None),
             processes=None if member.role == "worker" else 0,  # a server reads little
             collate=recipe.collate,
             augment=recipe.augment,
@@ -681,6 +683,7 @@ class Training(Loop):
             tells=self._replica is None or self._replica.tells,
             arrived=self._waits,
             lockstep=self._replica is not None,
+            sizes=self._own_data.validation_sizes if self._own_data is not None else (),
         )
         left_out = found.skipped
         self._skips.report(left_out, dataset="validation", step=self.step, epoch=where.epoch)
@@ -695,6 +698,15 @@ class Training(Loop):
                 seconds=time.perf_counter() - begin,
                 scheduled=self._is_time(where),
             )
+            if found.participants:
+                self.member.emit(
+                    "participants_validated",
+                    step=self.step,
+                    metrics={
+                        name: [value if math.isfinite(value) else None for value in values]
+                        for name, values in found.participants.items()
+                    },
+                )
         return found.metrics
 
     def close(self) -> None:

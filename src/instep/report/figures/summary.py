@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from instep.report.figures.participants import spread_of
 from instep.report.figures.restarts import SOURCES, restarts
 from instep.store.run_folder import PARTS, Records, RunFolder
 from instep.units import readable_count
@@ -59,6 +60,7 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
         "same_as_one_machine": folder.last("same_as_one_machine").get("verdict"),
         "corruptions": len(folder.named("corruption_found")),
         "participants_apart": _apart(folder),
+        "participants_spread": spread_of(folder),
     }
     cleaned: dict[str, Any] = finite(summary)
     return cleaned
