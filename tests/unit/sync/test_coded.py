@@ -167,7 +167,7 @@ def test_what_a_rank_that_leaves_holds_is_taken_over_before_it_goes():
         _, strategy = rounds(comm, "int4", 1, 3)
         strategy.start(parameters(), comm, notes=1, at=Attempt(0, 3, 2), draining=[0])
         kept[comm.rank] = strategy
-        assert bool(strategy._held) == (comm.rank > 0)
+        assert bool(strategy.carried.held) == (comm.rank > 0)
 
     def go_on(comm):
         strategy = kept[comm.rank + 1]
