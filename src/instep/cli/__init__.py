@@ -15,25 +15,40 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from instep.cli import models, networks, results, running
+from instep.cli import folders, models, networks, results, running
 from instep.cli.parsing import Command, parsed
 from instep.errors import INTERRUPTED, InstepError, RunError
 
 COMMANDS = {
-    "run": Command(running.run, running.run_options),
-    "resume": Command(running.resume, running.resume_options),
-    "scale": Command(running.scale, running.scale_options),
-    "join-run": Command(running.join_run, running.join_run_options),
-    "host": Command(running.host, running.host_options),
-    "certificates": Command(running.certificates, running.certificates_options),
-    "report": Command(results.report, results.report_options),
-    "compare": Command(results.compare, results.compare_options),
-    "audit": Command(results.audit, results.audit_options),
-    "replay": Command(results.replay, results.replay_options),
-    "chaos": Command(results.chaos, results.chaos_options),
-    "export": Command(models.export, models.export_options),
-    "predict": Command(models.predict, models.predict_options),
-    "netlab": Command(networks.netlab, networks.netlab_options),
+    "run": Command(running.run, running.run_options, "run job.toml --workers 4"),
+    "resume": Command(running.resume, running.resume_options, "resume runs/net --workers 3"),
+    "scale": Command(running.scale, running.scale_options, "scale runs/net --workers 8"),
+    "list": Command(folders.list_runs, folders.list_runs_options, "list"),
+    "status": Command(folders.status, folders.status_options, "status runs/net"),
+    "logs": Command(folders.logs, folders.logs_options, "logs runs/net worker-1 --follow"),
+    "report": Command(results.report, results.report_options, "report runs/net runs/other"),
+    "compare": Command(
+        results.compare,
+        results.compare_options,
+        "compare job.toml --with workers=2 --with sync.codec=int8",
+    ),
+    "audit": Command(results.audit, results.audit_options, "audit runs/net"),
+    "replay": Command(results.replay, results.replay_options, "replay runs/net --step 100"),
+    "chaos": Command(results.chaos, results.chaos_options, "chaos job.toml --kills 10"),
+    "export": Command(models.export, models.export_options, "export runs/net --to net.safetensors"),
+    "predict": Command(
+        models.predict, models.predict_options, "predict runs/net --data data.py:test"
+    ),
+    "host": Command(
+        running.host, running.host_options, "host --join node1:2220 --token-file token-1"
+    ),
+    "certificates": Command(
+        running.certificates, running.certificates_options, "certificates keys --hosts 3"
+    ),
+    "join-run": Command(running.join_run, running.join_run_options, "join-run runs/net"),
+    "netlab": Command(
+        networks.netlab, networks.netlab_options, "netlab up --hosts 3 --rate 100mbit"
+    ),
 }
 
 

@@ -16,6 +16,12 @@ class Parser(argparse.ArgumentParser):
     """Answers a wrong word with the nearest one, and with our own error and exit code."""
 
     commands: Sequence[str] = ()
+    example = ""
+
+    def format_help(self) -> str:
+        """The example first."""
+        example = f"Example: instep {self.example}\n\n" if self.example else ""
+        return example + super().format_help()
 
     def error(self, message: str) -> NoReturn:
         """Raise it as ours."""
@@ -33,6 +39,8 @@ class Command(NamedTuple):
     """Does it, and returns the exit code; its docstring is the help."""
     declare: Callable[[Parser], None]
     """Adds its options to a parser."""
+    example: str
+    """Words after `instep`, with which the help begins."""
 
 
 def make_parser(commands: Mapping[str, Command]) -> Parser:
@@ -46,13 +54,14 @@ def make_parser(commands: Mapping[str, Command]) -> Parser:
         "130 interrupted.",
     )
     parser.add_argument("--version", action="version", version=f"instep {__version__}")
-    parser.commands = list(commands)
+    parser.commands, parser.example = list(commands), "run job.toml --workers 4"
     every = parser.add_subparsers(dest="command", metavar="command", required=True)
     for name, command in commands.items():
         text = command.call.__doc__
         own: Parser = every.add_parser(name, help=text, description=text)
         text = "print one JSON object as the last line of standard output"
         own.add_argument("--json", action="store_true", help=text)
+        own.example = command.example
         own.set_defaults(call=command.call, parser=own)
         command.declare(own)
     return parser

@@ -199,8 +199,9 @@ def _broken(args: argparse.Namespace, say: Callable[[str], None]) -> Verdict:
     """Break a job that is run twice, a run that is repeated, or a run that is running."""
     from instep import spec_file
     from instep.lab.breaker import Plan
-    from instep.lab.chaos import break_again, break_job, break_running, is_running
+    from instep.lab.chaos import break_again, break_job, break_running
     from instep.lab.injections import check_numbers, check_roles
+    from instep.store.folder import is_running
     from instep.store.run_folder import RunFolder
 
     check_numbers(args.kills, args.hangs, args.partitions, args.over)
