@@ -25,6 +25,6 @@ class Law(StrEnum):
     """What becomes of state that one process alone has, when another takes its place."""
 
     SUM = "sum"
-    """Only the sum over all holders counts: residuals."""
+    """Only the sum over all holders counts: residuals. Or one holds it, and the others nothing."""
     MOVE = "move"
     """It goes where its work goes: a server's part of the optimizer's state."""

@@ -225,8 +225,9 @@ def test_diloco_with_int4_has_the_same_bits_on_any_workers_resumed_and_after_kil
 
 
 @pytest.mark.slow
-def test_workers_killed_in_rounds_with_a_codec_leave_no_trace(run: Start, start: Start):
-    longer = (*QUICK, *CODED, "train.steps=60", "data.loaders=0", optimizers("reset"))
+@pytest.mark.parametrize("local", LOCAL)
+def test_workers_killed_in_rounds_with_a_codec_leave_no_trace(run: Start, start: Start, local):
+    longer = (*QUICK, *CODED, "train.steps=60", "data.loaders=0", optimizers(local))
     settings = in_order((*longer, "workers=3", "arguments.pause_s=0.002"))
     program = run("averages.py:classes", *settings)
     program.until(program.is_training, "training")
@@ -238,7 +239,7 @@ def test_workers_killed_in_rounds_with_a_codec_leave_no_trace(run: Start, start:
     assert asked.end() == 0, asked.stderr
     assert program.end(200) == 0, program.stderr
     assert program.events("worker_lost")
-    alone = trained(run, 1, *longer, recipe="classes")
+    alone = trained(run, 1, *longer, recipe="classes", local=local)
     assert program.summary["parameters_sha256"] == alone.summary["parameters_sha256"]
     assert program.summary["missing_samples"] == program.summary["repeated_samples"] == 0
 

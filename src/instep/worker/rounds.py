@@ -239,7 +239,8 @@ def equip(engine: Engine, update: RoundUpdate, job: JobSpec) -> None:
     assert isinstance(strategy, Averaging), "participants are averaged"
     update.mu = strategy.pull
     if job.keeps_optimizers:
-        strategy.kept = update.local = LocalOptimizers(update.optimizer)
+        stays = job.sync.own_state and job.mesh.ranks == 1
+        strategy.kept = update.local = LocalOptimizers(update.optimizer, stays=stays)
 
 
 def give(engine: Engine, update: RoundUpdate, way: Way) -> dict[int, Weighed]:
@@ -365,6 +366,9 @@ class Rounds:
         self._go_to(engine.state.progress.course, step)
         losses: dict[int, Weighed] = {}
         skipped: list[Skipped] = []
+        if isinstance(engine.strategy, Averaging):
+            missing = [part for part in share.passes if part.samples not in self._there]
+            engine.strategy.recall([self._numbers[part.number] for part in missing])
         for part in share.passes:
             if part.samples in self._there:
                 way = self._ways[part.number]

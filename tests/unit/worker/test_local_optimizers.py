@@ -9,7 +9,10 @@ from torch import nn
 
 from instep.comm.memory import run_ranks
 from instep.errors import RecipeError
+from instep.records import Attempt
+from instep.sync.base import make_strategy
 from instep.sync.rounds.averaging import Averaging
+from instep.system.host_memory import HostMemory
 from instep.worker.local_optimizers import LocalOptimizers
 from instep.worker.rounds import RoundUpdate
 
@@ -172,3 +175,114 @@ def test_a_state_that_no_other_process_can_be_given_is_refused():
     update.take_step(1, 0, 0)
     with pytest.raises(RecipeError, match=r"HoldsAFunction has a state that other processes"):
         local.pack()
+
+
+def taking_part(number):
+    return [n for n in range(PARTICIPANTS) if n != number % 4]
+
+
+def in_one_process(name, rounds):
+    """The states that the participants of each round end with."""
+    model, optimizer = model_and_optimizer(name)
+    fresh, kept = copy.deepcopy(optimizer.state_dict()), {}
+    begin = copy.deepcopy(model.state_dict())
+    for number in range(1, rounds + 1):
+        for n in taking_part(number):
+            model.load_state_dict(begin)
+            optimizer.load_state_dict(copy.deepcopy(kept.get(n, fresh)))
+            step(model, optimizer, n)
+            kept[n] = copy.deepcopy(optimizer.state_dict())
+            yield number, n, kept[n]["state"]
+
+
+def train(comm, strategy, name, first, last):
+    """The same on ranks: participants move from one to another, and one is not in each round."""
+    model, optimizer = model_and_optimizer(name)
+    begin, fresh = copy.deepcopy(model.state_dict()), optimizer.state_dict()
+    found = {}
+    local = strategy.kept = LocalOptimizers(optimizer, stays=True)
+    for number in range(first, last + 1):
+        mine = [n for n in taking_part(number) if (n + number) % comm.size == comm.rank]
+        strategy.recall(mine)
+        strategy.begin_step(Attempt(0, number, 1))
+        for n in mine:
+            model.load_state_dict(begin)
+            optimizer.load_state_dict(copy.deepcopy(fresh))
+            local.resume(n)
+            step(model, optimizer, n)
+            local.computed(n, local.pack())
+            found[number, n] = copy.deepcopy(optimizer.state_dict()["state"])
+            strategy.begin_pass(0.25, last=False, unit=n)
+            strategy.gradient(0, torch.zeros(3, 2, 2, 2))
+        strategy.exchange(torch.zeros(1, dtype=torch.float64))
+        strategy.prepare(number, 1.0)
+        strategy.apply(lambda: None)
+    return found
+
+
+def begun(comm, at, *, state=None, own=None, left=None, **more):
+    strategy, parameters = make_strategy("diloco", {}, "int4"), model_and_optimizer("plain")[0]
+    strategy.load_state(state or {})
+    if left is not None:
+        strategy.load_left(left, [*parameters.parameters()])
+    else:
+        strategy.load_own(own if own is not None and comm.rank == 0 else {})
+    start(strategy, comm, at, **more)
+    return strategy
+
+
+def start(strategy, comm, at, generation=1, **more):
+    parameters = [*model_and_optimizer("plain")[0].parameters()]
+    strategy.start(parameters, comm, notes=1, at=Attempt(0, at, generation), **more)
+
+
+def check(found, name, first=1):
+    every = {of: state for each in found for of, state in each.items()}
+    for number, n, state in in_one_process(name, 6):
+        if number >= first:
+            equal(every.pop((number, n)), state)
+    assert not every
+
+
+@pytest.mark.parametrize(("name", "ranks"), [*((name, 3) for name in MAKES), ("adamw", 1)])
+def test_a_state_that_stays_with_its_participant_is_as_it_was_left(name, ranks):
+    check(run_ranks(ranks, lambda comm: train(comm, begun(comm, 0), name, 1, 6)), name)
+
+
+def test_states_that_stay_are_in_a_checkpoint_for_other_ranks():
+    def some(comm):
+        strategy = begun(comm, 0)
+        train(comm, strategy, "adamw", 1, 3)
+        return strategy
+
+    strategies = run_ranks(3, some)
+    states, state = [each.own_state() for each in strategies], strategies[0].state()
+    own = {name: sum(each[name] for each in states) for name in states[0]}
+
+    def go_on(comm):
+        return train(comm, begun(comm, 3, state=state, own=own), "adamw", 4, 6)
+
+    check(run_ranks(2, go_on), "adamw", first=4)
+
+
+def test_states_that_stay_are_handed_over_and_left_in_memory():
+    memories, kept = [HostMemory() for _ in range(3)], {}
+
+    def some(comm):
+        strategy = kept[comm.rank] = begun(comm, 0, memory=memories[comm.rank])
+        train(comm, strategy, "adamw", 1, 3)
+
+    def leave(comm):
+        if comm.rank == 1:  # killed, and replaced
+            left = memories[1].at(*max(memories[1].stamps()))
+            kept[1] = begun(comm, 3, state=kept[0].state(), left=left, generation=2, draining=[0])
+        else:
+            start(kept[comm.rank], comm, 3, 2, memory=memories[comm.rank], draining=[0])
+
+    def go_on(comm):
+        start(kept[comm.rank + 1], comm, 3, 3)
+        return train(comm, kept[comm.rank + 1], "adamw", 4, 6)
+
+    run_ranks(3, some)
+    run_ranks(3, leave)
+    check(run_ranks(2, go_on), "adamw", first=4)

@@ -10,7 +10,7 @@ contributions, which are kept until the commit, are added up once more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -33,10 +33,19 @@ KEPT, OUTER = "kept/", "outer/"
 
 
 class Kept(Protocol):
-    """What participants remember from round to round: after a commit the same on every rank."""
+    """What participants remember from round to round: after a commit the same on every rank; or,
+    where `stays`, on the rank that has computed them."""
+
+    stays: bool
 
     def exchange(self, comm: Comm) -> None:
         """Give every rank what the participants of all ranks remember after this round."""
+
+    def computed_here(self) -> Mapping[int, Tensor]:
+        """What this rank's participants remember after this round, [n] float32."""
+
+    def recall(self, states: Mapping[int, Tensor]) -> None:
+        """Take up what `computed_here` gave, of those that this rank computes now."""
 
     def apply(self) -> None:
         """The round happens."""
@@ -57,12 +66,13 @@ class Averaging:
     Args:
         bucket_mb: megabytes of one message, at most.
         codec: how what participants give looks on the wire; None sends it as it is.
+        encode_vectors: with a codec: encode also parameters of fewer than two dimensions.
         combine: `mean`, or `median` of each element over the participants.
         pull: how strongly participants are drawn back to where the round began; they do it.
         outer: moves the parameters at the end of a round; None moves them to the mean.
 
     Raises:
-        SpecError: `bucket_mb` is not a positive number.
+        SpecError: an option is refused.
     """
 
     def __init__(
@@ -70,15 +80,18 @@ class Averaging:
         *,
         bucket_mb: float = 8.0,
         codec: Codec | None = None,
+        encode_vectors: bool = False,
         combine: str = "mean",
         pull: float = 0.0,
         outer: Outer | None = None,
     ) -> None:
         if combine not in ("mean", "median"):
             raise SpecError(f"sync.options.combine = {combine!r}: needs to be 'mean' or 'median'.")
-        self._mean: AllReduce | Coded = AllReduce(bucket_mb=bucket_mb, overlap=False)
+        plain = AllReduce(bucket_mb=bucket_mb, overlap=False, encode_vectors=encode_vectors)
+        self._mean: AllReduce | Coded = plain
         if codec is not None or combine == "median":
-            self._mean = Coded(codec or Identity(), median=combine == "median")
+            median = combine == "median"
+            self._mean = Coded(codec or Identity(), median=median, encode_vectors=encode_vectors)
         self.pull, self._outer = pull, outer
         self._parameters: list[Parameter] = []
         self._given: list[Given] = []
@@ -146,9 +159,22 @@ class Averaging:
         self._given[-1].way.append((slot, gradient))
         self._mean.gradient(slot, gradient)
 
+    def recall(self, participants: Collection[int]) -> None:
+        """A round begins: what these remember comes to this rank; every rank calls it.
+
+        Raises:
+            PeerError: a rank went away.
+        """
+        if self.kept is not None and self.kept.stays:
+            assert isinstance(self._mean, Coded), "what it carries stays with participants"
+            self.kept.recall(self._mean.carried.fetch(participants))
+
     @torch.no_grad()
     def exchange(self, notes: Tensor) -> Tensor:
         """All talking. Where the lattices had to be chosen anew, it is done once more."""
+        if self.kept is not None and self.kept.stays:
+            assert isinstance(self._mean, Coded), "what it carries stays with participants"
+            self._mean.keep(self.kept.computed_here())
         agreed = self._mean.exchange(notes)
         if agreed is None:
             for given in self._given:
@@ -164,11 +190,11 @@ class Averaging:
         self._given[-1] = self._given[-1]._replace(predicted=probabilities)
 
     def prepare(self, step: int, scale: float) -> None:
-        """Every rank gets what participants remember, and hears how far they are apart."""
+        """Every rank hears how far participants are apart, and gets what they remember."""
         self._mean.prepare(step, scale)
         self._next_spread = self._measured(scale)
         self._given = []
-        if self.kept is not None:
+        if self.kept is not None and not self.kept.stays:
             self.kept.exchange(self._comm)
 
     def _measured(self, scale: float) -> Spread:
@@ -264,11 +290,17 @@ class Averaging:
 
 
 def averaging(
-    *, combine: str = "mean", bucket_mb: float = 8.0, codec: Codec | None = None
+    *,
+    combine: str = "mean",
+    bucket_mb: float = 8.0,
+    codec: Codec | None = None,
+    encode_vectors: bool = False,
 ) -> Averaging:
     """Parameters become the mean of those of the participants, or the median.
 
     Raises:
         SpecError: an option is refused.
     """
-    return Averaging(bucket_mb=bucket_mb, codec=codec, combine=combine)
+    return Averaging(
+        bucket_mb=bucket_mb, codec=codec, encode_vectors=encode_vectors, combine=combine
+    )

@@ -8,8 +8,7 @@ model alone, so that neither the number of ranks nor who has which participant s
 
 What is left out (error feedback: Karimireddy et al. 2019, arXiv:1901.09847) belongs to its
 participant, or, of the sums, to the elements, and goes to whoever computes these next: who needs
-what another rank holds, is given a copy at the beginning of `exchange`. The number of the commit
-tells a copy of an older round. A rank that leaves gives its copies away in `start`.
+what another rank holds (`carried.py`), is given a copy at the beginning of `exchange`.
 
 Way in: `Coded`, which `Averaging` holds in the place of `AllReduce`.
 """
@@ -17,7 +16,6 @@ Way in: `Coded`, which `Averaging` holds in the place of `AllReduce`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,32 +28,12 @@ from instep.comm.codecs.none import Identity
 from instep.errors import SpecError
 from instep.records import BEGINNING, Attempt, Law
 from instep.sync.base import InMesh, Memory, Price, Result, Servers
+from instep.sync.rounds.carried import SUM, Carried, Move, Piece, kept_of, moves_to
 from instep.sync.sums import Wide
-
-SUM = -1
-"""Stands in a participant's place for the sum of all."""
 
 _MOST_SEGMENTS, _LONGEST = 64, 16 * CUT
 
-
-class Piece(NamedTuple):
-    """What was left out, from one element to another, as of a commit."""
-
-    of: int
-    """The participant; or `SUM`."""
-    start: int
-    stop: int
-    commit: int
-
-
-class _Move(NamedTuple):
-    """A part of what one rank holds, and another needs."""
-
-    source: int
-    to: int
-    of: Piece
-    start: int
-    stop: int
+_PLAIN: Codec = Identity()
 
 
 class Segments:
@@ -66,20 +44,26 @@ class Segments:
 
     Args:
         parameters: what this rank has of them.
+        plain: tells which of them are sent as they are; none, if it is left out.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], plain: Callable[[Tensor], bool] = lambda _: False
+    ) -> None:
         sizes = [parameter.numel() for parameter in parameters]
         each = -(-sum(sizes) // (_MOST_SEGMENTS * CUT)) * CUT
         each = max(CUT, min(each, _LONGEST))
         self.places = list[slice]()
         self.cuts: list[int] = []
         """Where segments begin, and where the last one ends."""
+        self.plain: list[bool] = []
+        """Of each segment, whether it is sent as it is."""
         self.length = 0
-        for size in sizes:
+        for parameter, size in zip(parameters, sizes, strict=True):
             begin, self.length = self.length, self.length + size
             self.places.append(slice(begin, self.length))
             self.cuts += range(begin, self.length, each)
+            self.plain += [plain(parameter)] * (len(self.cuts) - len(self.plain))
         self.cuts.append(self.length)
 
     def of(self, start: int, stop: int) -> Iterator[tuple[int, slice]]:
@@ -106,6 +90,8 @@ class Coded:
         codec: `segmentable` and `fixed_size`.
         median: of each element, take the median over the participants, which count alike, instead
             of adding up.
+        encode_vectors: encode also parameters of fewer than two dimensions; else they are sent as
+            they are.
 
     Raises:
         SpecError: the codec is not.
@@ -113,31 +99,30 @@ class Coded:
 
     start_in_doubt = -1
 
-    def __init__(self, codec: Codec, *, median: bool = False) -> None:
+    def __init__(self, codec: Codec, *, median: bool = False, encode_vectors: bool = False) -> None:
         if hasattr(codec, "reducer") or not (codec.segmentable and codec.fixed_size):
             raise SpecError(
                 "sync.codec: rounds need a codec that is segmentable and of fixed size. Use int8."
             )
-        self._codec, self._median = codec, median
-        self._lossy = not isinstance(codec, Identity)
-        self._made: dict[int, int] = {}  # by participant and `SUM`: the commit it was last in
-        self._held: dict[Piece, Tensor] = {}
-        self._next: tuple[dict[Piece, Tensor], dict[int, int]] | None = None  # staged
+        self._codec, self._median, self._encode_vectors = codec, median, encode_vectors
+        self._lossy = not isinstance(codec, Identity)  # so that there is something to carry
+        self.carried = Carried()
+        """What is left out, and what optimizers of participants remember."""
         self._loaded: Mapping[str, Tensor] | None = None  # of a checkpoint, until `start`
         self._attempt = BEGINNING
         self._parameters: list[Parameter] = []
-        self._memory: Memory | None = None
         self._forget()
 
     @property
     def laws(self) -> Mapping[str, Law]:
-        """What is left out: of each participant, one rank has it, so that a checkpoint can have
-        the sum over all; and in the sums, one rank of each element."""
+        """Of each participant what is left out, and its optimizer's state, and what is left out of
+        each element of the sums: one rank has it, so that a checkpoint can have the sum over
+        all."""
         if not self._lossy:
             return {}
-        return dict.fromkeys(
-            ["residual", *(f"residual-{of}" for of in sorted(self._made))], Law.SUM
-        )
+        left = (f"residual-{of}" for of in sorted(self.carried.made))
+        kept = (f"optimizer-{of}" for of in sorted(self.carried.lengths))
+        return dict.fromkeys(["residual", *left, *kept], Law.SUM)
 
     def start(
         self,
@@ -160,21 +145,17 @@ class Coded:
             )
         Wide(parameters)  # refuses what is wider than float32
         self._parameters, self._comm, self._device = list(parameters), comm, parameters[0].device
-        self._segments = Segments(parameters)
+        self._segments = Segments(parameters, lambda p: p.dim() < 2 and not self._encode_vectors)
         owners = [rank for rank in range(comm.size) if rank not in draining]
         self._stretches = self._segments.stretches(owners, comm.size)
-        self._memory = memory if self._device.type == "cpu" else None
         if self._loaded is not None:
-            self._held, self._loaded = self._from_checkpoint(self._loaded), None
-        if draining:
-            self._hand_over(draining, owners[0])
-        if self._memory is not None:
-            self._held = self._copied(self._held, at)
-            self._memory.staged(*at)
+            self.carried.held, self._loaded = self._from_checkpoint(self._loaded), None
+        memory = memory if self._device.type == "cpu" else None
+        self.carried.start(comm, self._device, memory, at, draining, owners[0])
         everyone = mesh.everyone if mesh is not None else comm
         everyone.all_reduce(torch.zeros(1, device=self._device)).wait()  # all have theirs
         if comm.rank in draining:
-            self._held = {}
+            self.carried.held = {}
         self._forget()
 
     def resolve(self, generation: int) -> None:
@@ -187,6 +168,7 @@ class Coded:
 
     def _forget(self) -> None:
         self._given: dict[int, Tensor] = {}  # by participant, weighted
+        self._kept: Mapping[int, Tensor] = {}  # by participant: what its optimizer remembers
         self._seen = [0.0] * len(self._parameters)
         self._now = (0, 0.0)  # participant and weight of this pass
         self._weight = 0.0  # of all that is given here
@@ -211,18 +193,24 @@ class Coded:
         into.add_(gradient.to_dense() if gradient.is_sparse else gradient, alpha=weight)
         self._seen[slot] = 1.0
 
+    def keep(self, states: Mapping[int, Tensor]) -> None:
+        """What the optimizers of this rank's participants remember after this round [n] float32:
+        it stays here, and counts with the round."""
+        self._kept = states
+
     @torch.no_grad()
     def exchange(self, notes: Tensor) -> Tensor:
         """All talking."""
         comm, rank = self._comm, self._comm.rank
-        row = self._row()
+        kept = {of: len(self._kept[of]) if of in self._kept else 0 for of in self._given}
+        row = self.carried.row(kept)
         lengths = torch.zeros(comm.size, dtype=torch.float64)
         lengths[rank] = len(row)
         own = torch.tensor([*self._seen, self._weight], dtype=torch.float64)
         agreed = torch.cat([own, lengths, notes]).to(self._device)
         comm.all_reduce(agreed).wait()
         told, lengths, notes = agreed.cpu().split([len(own), comm.size, len(notes)])
-        gives, holds = self._rows(row, int(lengths.max()))
+        gives, holds = self.carried.rows(row, int(lengths.max()))
         held = self._collect(gives, holds)
         *marks, weight = told.tolist()
         total = self._sum(gives, held)
@@ -231,98 +219,49 @@ class Coded:
 
     # ---- who has what
 
-    def _row(self) -> list[int]:
-        """What this rank tells the others: whom it gives, and what it holds."""
-        pieces = [each for piece in self._held for each in piece]
-        return [len(self._given), *sorted(self._given), *pieces]
-
-    def _rows(self, own: list[int], longest: int) -> tuple[list[list[int]], list[list[Piece]]]:
-        """By rank: the participants that it gives, and what it holds of the last rounds."""
-        comm = self._comm
-        row = torch.full((longest,), -2, dtype=torch.int64)
-        row[: len(own)] = torch.tensor(own, dtype=torch.int64)
-        table = torch.zeros(comm.size * longest, dtype=torch.int64, device=self._device)
-        comm.all_gather(table, row.to(self._device)).wait()
-        gives, holds = [], []
-        for numbers in table.view(comm.size, longest).tolist():
-            count = 1 + numbers[0]
-            rest = [numbers[at : at + 4] for at in range(count, longest - 3, 4)]
-            pieces = [Piece(*each) for each in rest if each[0] != -2]
-            gives.append(numbers[1:count])
-            holds.append([each for each in pieces if self._made.get(each.of) == each.commit])
-        return gives, holds
-
-    def _wanted(self, gives: Sequence[Sequence[int]]) -> Iterator[tuple[int, Piece]]:
+    def _wanted(self, gives: Sequence[Mapping[int, int]]) -> Iterator[tuple[int, Piece]]:
         """Rank and piece, of all that the ranks need for a round."""
+        made = self.carried.made
         for rank, (start, stop) in enumerate(self._stretches):
             for of in gives[rank]:
-                yield rank, Piece(of, 0, self._segments.length, self._made.get(of, 0))
+                yield rank, Piece(of, 0, self._segments.length, made.get(of, 0))
             if stop > start:
-                yield rank, Piece(SUM, start, stop, self._made.get(SUM, 0))
+                yield rank, Piece(SUM, start, stop, made.get(SUM, 0))
 
     def _collect(
-        self, gives: Sequence[Sequence[int]], holds: Sequence[Sequence[Piece]]
+        self, gives: Sequence[Mapping[int, int]], holds: Sequence[Sequence[Piece]]
     ) -> dict[int, Tensor]:
         """What this rank needs of what was left out before, by participant and `SUM`; zero where
         there was nothing, or nobody has it."""
-        found, moves = dict[int, Tensor](), list[_Move]()
+        found, moves = dict[int, Tensor](), list[Move]()
         for rank, want in self._wanted(gives):
             if rank == self._comm.rank:
                 size = want.stop - want.start
                 found[want.of] = torch.zeros(size, device=self._device)
-            moves += _moves(rank, want, holds) if want.commit else []
+            moves += moves_to(rank, want, holds) if want.commit else []
         starts = {SUM: self._stretches[self._comm.rank][0]}
-        self._carry_out(
-            moves, lambda move: found[move.of.of][_within(move, starts.get(move.of.of, 0))]
+        self.carried.bring(
+            moves, lambda move: found[move.of.of][move.within(starts.get(move.of.of, 0))]
         )
         return found
 
-    def _carry_out(self, moves: Sequence[_Move], into: Callable[[_Move], Tensor]) -> None:
-        """Copy, send and receive; `into` says where what comes here belongs."""
-        work, rank = list[Work](), self._comm.rank
-        for move in moves:
-            if move.source == rank:
-                part = self._held[move.of][_within(move, move.of.start)]
-                if move.to == rank:
-                    into(move).copy_(part)
-                else:
-                    work.append(self._comm.send(part, move.to))
-            elif move.to == rank:
-                work.append(self._comm.receive(into(move), move.source))
-        for each in work:
-            each.wait()
-
-    def _hand_over(self, draining: Sequence[int], taker: int) -> None:
-        """What only ranks that leave hold, `taker` gets."""
-        longest = torch.zeros(self._comm.size, device=self._device)
-        row = self._row()
-        longest[self._comm.rank] = len(row)
-        self._comm.all_reduce(longest).wait()
-        _, holds = self._rows(row, int(longest.max()))
-        moves = [
-            _Move(rank, taker, piece, piece.start, piece.stop)
-            for rank in sorted(draining)
-            for piece in holds[rank]
-        ]
-        if self._comm.rank == taker:
-            gets = {each.of: torch.zeros(each.stop - each.start) for each in moves}
-            self._held |= {of: new.to(self._device) for of, new in gets.items()}
-        self._carry_out(moves, lambda move: self._held[move.of])
-
     # ---- the sum
 
-    def _sum(self, gives: Sequence[Sequence[int]], before: Mapping[int, Tensor]) -> Tensor:
+    def _sum(self, gives: Sequence[Mapping[int, int]], before: Mapping[int, Tensor]) -> Tensor:
         """The sum over all participants; what is left out of it lies staged."""
         rank, number = self._comm.rank, self._attempt.number
         start, stop = self._stretches[rank]
-        given = {of for ranks in gives for of in ranks}
-        made = self._made | dict.fromkeys((*given, SUM), number)
-        new = {Piece(of, 0, self._segments.length, number): None for of in sorted(self._given)}
-        new |= {Piece(SUM, start, stop, number): None} if stop > start else {}
-        kept = {p: t for p, t in self._held.items() if made.get(p.of) == p.commit}
-        staged = self._staging({**new, **kept})
-        for piece, residual in kept.items():
-            staged[piece].copy_(residual)
+        given = {of: length for ranks in gives for of, length in ranks.items()}
+        new = [Piece(of, 0, self._segments.length, number) for of in sorted(self._given)]
+        new += [Piece(SUM, start, stop, number)] if stop > start else []
+        kept = {
+            Piece(kept_of(of), 0, len(state), number): state
+            for of, state in self._kept.items()
+            if of in self._given
+        }
+        staged = self.carried.stage(self._attempt, [*new, *kept], given)
+        for piece, state in kept.items():
+            staged[piece].copy_(state)
         sent = {
             of: self._encoded(values.add_(before[of]), staged[piece], of, 0)
             for piece in new
@@ -343,9 +282,7 @@ class Coded:
         if stop > start:
             left = staged[Piece(SUM, start, stop, number)]
             out = self._encoded(total.add_(before[SUM]), left, SUM, start)
-        self._next = (staged, made) if self._lossy else ({}, {})
-        if self._memory is not None:
-            self._memory.staged(*self._attempt)
+        self.carried.staged()
         result = torch.zeros(self._segments.length, device=self._device)
         for payload, (low, high) in zip(self._from_owners(out), self._stretches, strict=True):
             self._decode(result[low:high], payload, low, high)
@@ -359,27 +296,31 @@ class Coded:
         for number, place in self._segments.of(start, stop):
             part = slice(place.start - start, place.stop - start)
             key = draw_key(self._attempt.number, of, number)
-            self._codec.encode(values[part], out[at:], key=key, left=left[part])
-            at += aligned(self._codec.size(place.stop - place.start))
+            codec = self._codec_of(number)
+            codec.encode(values[part], out[at:], key=key, left=left[part])
+            at += aligned(codec.size(place.stop - place.start))
         return out
 
     def _decode(self, total: Tensor, payload: Tensor, start: int, stop: int) -> None:
         """Add what a payload of these segments stands for."""
         at = 0
-        for _, place in self._segments.of(start, stop):
-            part = total[place.start - start : place.stop - start]
-            size = self._codec.size(place.stop - place.start)
-            self._codec.add_into(part, payload[at : at + size])
+        for number, place in self._segments.of(start, stop):
+            part, codec = total[place.start - start : place.stop - start], self._codec_of(number)
+            size = codec.size(place.stop - place.start)
+            codec.add_into(part, payload[at : at + size])
             at += aligned(size)
 
     def _bytes(self, start: int, stop: int) -> int:
         return sum(
-            aligned(self._codec.size(place.stop - place.start))
-            for _, place in self._segments.of(start, stop)
+            aligned(self._codec_of(number).size(place.stop - place.start))
+            for number, place in self._segments.of(start, stop)
         )
 
+    def _codec_of(self, segment: int) -> Codec:
+        return _PLAIN if self._segments.plain[segment] else self._codec
+
     def _to_owners(
-        self, own: Mapping[int, Tensor], gives: Sequence[Sequence[int]]
+        self, own: Mapping[int, Tensor], gives: Sequence[Mapping[int, int]]
     ) -> dict[int, Tensor]:
         """Send each owner its part of what this rank's participants give; what comes here."""
         comm, work, come = self._comm, list[Work](), dict[int, Tensor]()
@@ -426,23 +367,7 @@ class Coded:
             one.wait()
         return found
 
-    # ---- what is staged, and its commit
-
-    def _staging(self, pieces: Mapping[Piece, object]) -> dict[Piece, Tensor]:
-        """Memory for these, of the commit that is tried."""
-        if self._memory is None:
-            return {p: torch.zeros(p.stop - p.start, device=self._device) for p in pieces}
-        self._memory.lay_out({_name(p): ((p.stop - p.start,), torch.float32) for p in pieces})
-        slot = self._memory.stage(*self._attempt)
-        return {piece: slot[_name(piece)] for piece in pieces}
-
-    def _copied(self, held: Mapping[Piece, Tensor], at: Attempt) -> dict[Piece, Tensor]:
-        """The same in memory that outlives the process, for a commit that has happened."""
-        before, self._attempt = {piece: tensor.clone() for piece, tensor in held.items()}, at
-        staged = self._staging(before)
-        for piece, tensor in before.items():
-            staged[piece].copy_(tensor)
-        return staged
+    # ---- the commit
 
     def prepare(self, step: int, scale: float) -> None:
         """`exchange` did it all."""
@@ -462,14 +387,16 @@ class Coded:
     def apply(self, update: Callable[[], Result]) -> Result:
         """The round happens: what is staged counts."""
         result = update()
-        assert self._next is not None, "nothing is staged"
-        (self._held, self._made), self._next = self._next, None
+        if self._lossy:
+            self.carried.apply()
+        else:
+            self.carried.abandon()
         self._end()
         return result
 
     def abandon(self) -> None:
         """It does not; a second call does nothing."""
-        self._next = None
+        self.carried.abandon()
         self._end()
 
     def _end(self) -> None:
@@ -481,35 +408,50 @@ class Coded:
 
     def state(self) -> dict[str, Tensor]:
         """In which commit each participant was last."""
-        pairs = sorted(self._made.items())
-        return {"made": torch.tensor(pairs, dtype=torch.int64)} if pairs else {}
+        return self.carried.state() if self._lossy else {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Take up what `state` gave."""
-        self._made = dict(state["made"].tolist()) if "made" in state else {}
+        self.carried.load_state(state)
 
     def own_state(self) -> dict[str, Tensor]:
-        """What this rank holds of the last rounds; zero for what others hold."""
-        state = {}
-        for of in sorted(self._made):
+        """What this rank holds of the last rounds; zero for what others hold.
+
+        The state of an optimizer stands with the first parameter, as the integers of its bits.
+        """
+        state, carried = dict[str, Tensor](), self.carried
+        for of, commit in sorted(carried.made.items()):
             flat = torch.zeros(self._segments.length, device=self._device)
-            for piece, tensor in self._held.items():
-                if piece.of == of and piece.commit == self._made[of]:
+            for piece, tensor in carried.held.items():
+                if piece.of == of and piece.commit == commit:
                     flat[piece.start : piece.stop] = tensor
             for slot, place in enumerate(self._segments.places):
                 shape = self._parameters[slot].shape
                 state[f"residual-{of}/{slot}"] = flat[place].view(shape).clone()
+        for of, length in sorted(carried.lengths.items()):
+            piece = Piece(kept_of(of), 0, length, carried.made[of])
+            bits = torch.zeros(length, dtype=torch.int32, device=self._device)
+            if piece in carried.held:
+                bits.copy_(carried.held[piece].view(torch.int32))
+            state[f"optimizer-{of}/0"] = bits
         return state
 
     def load_own(self, state: Mapping[str, Tensor]) -> None:
         """Kept until `start`."""
-        self._held, self._next, self._loaded = {}, None, dict(state)
+        self.carried.abandon()
+        self.carried.held, self._loaded = {}, dict(state)
 
     def _from_checkpoint(self, state: Mapping[str, Tensor]) -> dict[Piece, Tensor]:
-        held = dict[Piece, Tensor]()
+        held, made = dict[Piece, Tensor](), self.carried.made
         for name, tensor in state.items():
-            of, slot = name.removeprefix("residual-").split("/")
-            piece = Piece(int(of), 0, self._segments.length, self._made.get(int(of), 0))
+            kind, slot = name.split("/")
+            if kind.startswith("optimizer-"):
+                of = int(kind.removeprefix("optimizer-"))
+                bits = tensor.to(self._device).view(torch.float32)
+                held[Piece(kept_of(of), 0, len(bits), made.get(of, 0))] = bits
+                continue
+            of = int(kind.removeprefix("residual-"))
+            piece = Piece(of, 0, self._segments.length, made.get(of, 0))
             if piece not in held:
                 held[piece] = torch.zeros(self._segments.length, device=self._device)
             held[piece][self._segments.places[int(slot)]] = tensor.flatten().to(self._device)
@@ -522,7 +464,7 @@ class Coded:
         holders: Sequence[tuple[int, ...]] = (),
     ) -> None:
         """What a process that is gone held."""
-        self._held = {_piece(name): tensor.clone() for name, tensor in tensors.items()}
+        self.carried.load_left(tensors)
 
     @staticmethod
     def price(parameter_bytes: int, replicas: int) -> Price:
@@ -538,33 +480,3 @@ def median(values: Tensor) -> Tensor:
     values = values.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf).sort(0).values
     low, high = (len(values) - 1) // 2, len(values) // 2
     return values[low] if low == high else (values[low] + values[high]) / 2
-
-
-def _moves(rank: int, want: Piece, holds: Sequence[Sequence[Piece]]) -> Iterator[_Move]:
-    """From where a rank gets what it needs: from itself, else from the lowest that has it."""
-    missing = [(want.start, want.stop)]
-    for source in sorted(range(len(holds)), key=lambda n: (n != rank, n)):
-        for piece in holds[source]:
-            if piece.of != want.of:
-                continue
-            rest = []
-            for start, stop in missing:
-                low, high = max(start, piece.start), min(stop, piece.stop)
-                if low >= high:
-                    rest.append((start, stop))
-                    continue
-                yield _Move(source, rank, piece, low, high)
-                rest += [each for each in ((start, low), (high, stop)) if each[0] < each[1]]
-            missing = rest
-
-
-def _within(move: _Move, start: int) -> slice:
-    return slice(move.start - start, move.stop - start)
-
-
-def _name(piece: Piece) -> str:
-    return "/".join(map(str, piece))
-
-
-def _piece(name: str) -> Piece:
-    return Piece(*map(int, name.split("/")))

@@ -106,5 +106,6 @@ class OwnState:
             self._member.emit(
                 "warning",
                 text=f"worker {number}: the memory that its last process left on its host is gone "
-                "or damaged; what only that one had, such as gradients still to be sent, is lost.",
+                "or damaged. What only that one had is lost: gradients still to be sent, and kept "
+                "states of participants' optimizers.",
             )
