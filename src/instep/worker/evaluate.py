@@ -121,7 +121,9 @@ def evaluate(
             "nothing that the loss could be a mean of."
         )
     means = _means(table, counts, weights, torch.zeros(count, dtype=torch.int64), 1)[:, 0]
-    each = _means(table, counts, weights, torch.tensor(whose), len(sizes)) if sizes else []
+    each: Sequence[Tensor] = ()
+    if sizes:
+        each = tuple(_means(table, counts, weights, torch.tensor(whose), len(sizes)))
     return Evaluation(
         dict(zip(names, means.tolist(), strict=True)),
         read_in_all,
