@@ -35,7 +35,7 @@ SLOW = {
     "server_async": {"name": "server_async"},
     "all_reduce": {"name": "all_reduce"},
 }
-LATE = {
+LATE: dict[str, dict[str, Any]] = {
     "server_async": {"name": "server_async"},
     "compensated": {"name": "server_async", "options": {"compensation": 0.04}},
     "bounded_stale": {"name": "bounded_stale", "options": {"compensation": 0.04}},

@@ -99,7 +99,7 @@ def measure(megabytes: int, tensors: int, turns: int, folder: Path) -> dict[str,
         trained.step()
         held.append(save(turn))
         begin = time.perf_counter()
-        while not saver._writer._writing.done():
+        while (writing := saver._writer._writing) is not None and not writing.done():
             beside.append(seconds_of(trained.step))
         written.append(time.perf_counter() - begin)
         quiet.append(seconds_of(trained.step))

@@ -92,7 +92,8 @@ class Reader(nn.Module):
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH))
 
     def forward(self, seen: Tensor) -> Tensor:
-        return self.head(self.blocks(self.letters(seen) + self.places, mask=self.mask))
+        result: Tensor = self.head(self.blocks(self.letters(seen) + self.places, mask=self.mask))
+        return result
 
 
 def text() -> Tensor:
@@ -124,6 +125,7 @@ def trained(comm: Any, name: str, model: Reader, data: Tensor, seed: int, target
         loss = nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
         loss.backward()
         notes = strategy.exchange(loss.detach().double().view(1) / WORKERS)
+        assert notes is not None
         strategy.hand_out()
         strategy.apply(optimizer.step)
         losses.append(float(notes))
@@ -141,7 +143,7 @@ def losses_of(name: str, seed: int, data: Tensor, target: float = 0.0) -> list[f
     models = [Reader(letters) for _ in range(WORKERS)]
     for each in models[1:]:
         each.load_state_dict(models[0].state_dict())
-    every = run_ranks(
+    every: list[list[float]] = run_ranks(
         WORKERS, lambda comm: trained(comm, name, models[comm.rank], data, seed, target)
     )
     for one, other in zip(models[0].parameters(), models[-1].parameters(), strict=True):
@@ -161,7 +163,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[name for name in CODECS if name != "none"])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    data, found = text(), {name: [] for name in arguments.only}
+    data = text()
+    found: dict[str, list[dict[str, object]]] = {name: [] for name in arguments.only}
     targets = []
     for seed in range(arguments.seeds):
         plain = losses_of("none", seed, data)

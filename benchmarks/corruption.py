@@ -54,8 +54,12 @@ PROGRAMS = {"with": "true", "without": "false"}
 
 def cost(name: str, windows: int) -> dict[str, object]:
     """One model in one setting, measured and printed."""
-    case, settings = CASES[name]
-    settings = {**settings, "train.global_batch": case.global_batch, "train.determinism": "bits"}
+    case, options = CASES[name]
+    settings: dict[str, object] = {
+        **options,
+        "train.global_batch": case.global_batch,
+        "train.determinism": "bits",
+    }
     with tempfile.TemporaryDirectory() as text:
         folders = {which: Path(text) / which for which in PROGRAMS}
         programs: dict[str, Program] = {}

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch._C._distributed_c10d import FileStore
 from turns import write
 
 if TYPE_CHECKING:
@@ -88,11 +89,7 @@ def engine_around(
     turn = TurnState("", parameters, update, make_strategy("all_reduce", {}))
     engine = Engine(member, model, parameters, [turn], votes=votes)
     store = folder / f"meeting-{size}-{votes}"
-    comm = (
-        TorchComm(torch.distributed.FileStore(str(store), size), rank, size)
-        if size > 1
-        else AloneComm()
-    )
+    comm = TorchComm(FileStore(str(store), size), rank, size) if size > 1 else AloneComm()
     engine.begin(comm, comm)
     assignment = Lockstep(member.form, member.job.train, SAMPLES, by_speed=False)
     engine.start(comm, comm, assignment)

@@ -24,7 +24,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from instep.data.loader import Loader, Slice
 from instep.data.reading.fetch import Fetch
@@ -65,7 +65,7 @@ class Instep:
         self._loader.close()
 
 
-class Keyed:
+class Keyed(Dataset[Any]):
     """A dataset of slices: what the `DataLoader`'s workers would ask for."""
 
     def __init__(self, dataset: Any) -> None:
@@ -83,7 +83,7 @@ class Torch:
 
     def __init__(self, dataset: Any) -> None:
         self.parts: list[Slice] = []
-        self._loader = DataLoader(
+        self._loader: Any = DataLoader(
             Keyed(dataset),
             batch_size=None,
             sampler=self,  # asked anew whenever it is iterated
@@ -121,15 +121,12 @@ def seconds(work: Callable[[], Any]) -> float:
 
 def measure(kind: type[Instep] | type[Torch], values: int) -> dict[str, Any]:
     """One round of one machinery."""
-    dataset, made = Samples(values), []
-
-    def start() -> None:
-        made.append(kind(dataset))
-        made.append(made[0].read(slices(COUNT)))
-        next(made[1])
-
-    found: dict[str, Any] = {"start_s": seconds(start)}
-    reader, loads = made
+    dataset = Samples(values)
+    begin = time.perf_counter()
+    reader = kind(dataset)
+    loads = reader.read(slices(COUNT))
+    next(loads)
+    found: dict[str, Any] = {"start_s": time.perf_counter() - begin}
     took_s = seconds(lambda: [None for _ in loads])
     found["batches_per_s"] = (COUNT - 1) / took_s
     loads = reader.read(slices(COUNT))

@@ -251,7 +251,7 @@ class World:
         if role == "host":
             client.send(m.Heartbeat(number=n))
         else:
-            at = {"step": 1 + n // 2, "phase": "backward", "progress": 9 * n, "steps": n // 2}
+            at: Any = {"step": 1 + n // 2, "phase": "backward", "progress": 9 * n, "steps": n // 2}
             client.send(m.Heartbeat(**at, cpu_s=0.19 * n, number=n))
 
     def _record(self, worker: Client) -> None:
@@ -336,7 +336,7 @@ class World:
     def cpu_s(self) -> float:
         """Processor seconds of the master so far."""
         times = self.process.cpu_times()
-        return times.user + times.system
+        return float(times.user + times.system)
 
     @property
     def totals(self) -> Counter[str]:

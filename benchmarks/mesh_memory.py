@@ -12,6 +12,7 @@ off. Each case runs as the launcher starts it, and with thresholds of malloc as 
 
 import argparse
 import json
+import math
 import os
 import signal
 import statistics
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -36,7 +38,7 @@ PLAIN = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(
 
 def width_of(millions: int, blocks: int) -> int:
     """A multiple of 16; a block has 12 times its square."""
-    return 16 * round((millions * 1e6 / (12 * blocks)) ** 0.5 / 16)
+    return 16 * round(math.sqrt(millions * 1e6 / (12 * blocks)) / 16)
 
 
 def promise(blocks: int, width: int, shard: int) -> int:
@@ -58,9 +60,7 @@ def memory_of(pid: int) -> dict[str, int]:
     return found
 
 
-def measure(
-    millions: int, blocks: int, shard: int, steps: int, *, plain: bool
-) -> dict[str, object]:
+def measure(millions: int, blocks: int, shard: int, steps: int, *, plain: bool) -> dict[str, Any]:
     width = width_of(millions, blocks)
     arguments = {
         "layers": blocks,

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,7 +59,8 @@ class Sleeper(nn.Module):
         self.scale, self.seconds = nn.Parameter(torch.ones(8)), seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        return Sleep.apply(x * self.scale, self.seconds)
+        result: Tensor = Sleep.apply(x * self.scale, self.seconds)  # type: ignore[no-untyped-call]
+        return result
 
 
 class Layers(nn.Module):
@@ -75,7 +77,9 @@ class Layers(nn.Module):
         x = x if self.start is None else self.start(x)
         for block in self.blocks:
             x = x + block(x)
-        return x if self.head is None else self.head(x)
+        if self.head is not None:
+            x = self.head(x)
+        return x
 
 
 class Attention(nn.Module):
@@ -87,9 +91,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         parts = self.qkv(self.before(x)).unflatten(-1, (3, 4, -1)).movedim(-3, 0).transpose(-3, -2)
-        seen = functional.scaled_dot_product_attention(*parts, is_causal=True)
+        query, key, value = parts
+        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(seen.transpose(-3, -2).flatten(-2))
-        return x + self.down(functional.gelu(self.up(self.between(x))))
+        result: Tensor = x + self.down(functional.gelu(self.up(self.between(x))))
+        return result
 
 
 class GPT(nn.Module):
@@ -104,7 +110,13 @@ class GPT(nn.Module):
             x = self.start(x) + self.places(torch.arange(x.shape[1]))
         for block in self.blocks:
             x = block(x)
-        return x if self.head is None else self.head(x)
+        if self.head is not None:
+            x = self.head(x)
+        return x
+
+
+def asleep(widths: list[int]) -> nn.Module:
+    return nn.Sequential(*(Sleeper(width / 100_000) for width in widths))
 
 
 SLEEP_S = 0.03
@@ -117,13 +129,8 @@ SHAPES = {
     "heavy middle": [128, 128, 2560, 128, 128, 128, 128, 128],
 }
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    **{
-        f"{name}, asleep": lambda widths=widths: nn.Sequential(
-            *(Sleeper(width / 100_000) for width in widths)
-        )
-        for name, widths in SHAPES.items()
-    },
-    **{name: lambda widths=widths: Layers(widths) for name, widths in SHAPES.items()},
+    **{f"{name}, asleep": partial(asleep, widths) for name, widths in SHAPES.items()},
+    **{name: partial(Layers, widths) for name, widths in SHAPES.items()},
 }
 
 
@@ -151,9 +158,7 @@ def bubble(turns: int) -> list[dict[str, Any]]:
             found_cuts, _ = find_cuts(*given, ranks=RANKS, timed=False, **options)
             pipeline = Pipeline(*given, group=dist.group.WORLD, cuts=found_cuts, **options)
             pipeline.run(batch, 8, 1)
-            measured = min(
-                took(lambda one=pipeline, b=batch: one.run(b, 8, 1)) for _ in range(turns)
-            )
+            measured = min(took(partial(pipeline.run, batch, 8, 1)) for _ in range(turns))
             chunks = 2 if schedule == "interleaved" else 1
             theory = (parts * chunks + RANKS - 1) * 3 * SLEEP_S * 2 / chunks
             line[schedule] = {"s": round(measured, 4), "of_theory": round(measured / theory, 3)}
@@ -181,7 +186,7 @@ def cuts(turns: int) -> list[dict[str, Any]]:
         times: dict[Any, list[float]] = {cut: [] for cut in pipelines}
         for _ in range(turns):
             for cut, pipeline in pipelines.items():
-                times[cut].append(took(lambda one=pipeline, b=batch: one.run(b, SAMPLES, 1)))
+                times[cut].append(took(partial(pipeline.run, batch, SAMPLES, 1)))
         low = {cut: statistics.quantiles(each, n=4)[0] for cut, each in times.items()}
         best = min(value for cut, value in low.items() if isinstance(cut, int))
         found.append(
@@ -244,7 +249,7 @@ def beside(
         model, call_of(model), batch, len(batch), group=dist.group.WORLD, schedule=schedule,
         parts=PARTS, cuts=[block.format(border) for border in borders[1:-1]],
     )  # fmt: skip
-    own = [
+    own: list[Any] = [
         PipelineStage(
             by_hand(make, borders[stage], borders[stage + 1]), stage, stages, torch.device("cpu")
         )
@@ -280,6 +285,7 @@ def by_hand(make: Callable[[], nn.Module], first: int, stop: int) -> nn.Module:
         model.start = model.places = None
     if stop < 8:
         model.head = None
+    assert isinstance(model, nn.Module)
     return model
 
 

@@ -31,6 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,10 @@ class Nodes:
 
     def drain(self, raylet: int) -> None:
         """As `ray drain-node` does it, and an autoscaler that is told of a preemption."""
-        from ray._raylet import GcsClient
-        from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+        from ray._raylet import GcsClient  # type: ignore[attr-defined]
+        from ray.core.generated.autoscaler_pb2 import (  # type: ignore[attr-defined]
+            DrainNodeReason,
+        )
 
         reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
         client, deadline_ms = GcsClient(address=self.cluster.address), 1000 * (time.time() + 60)
@@ -142,6 +145,11 @@ def settings(folder: Path) -> dict[str, object]:
     return {**{f"arguments.{k}": json.dumps(v) for k, v in given}, **more}
 
 
+def is_drained(run: OnRay, before: int) -> bool:
+    """Whether a host was given back since."""
+    return len(run.events("host_given_back")) > before
+
+
 def disturb_on_ray(run: OnRay, nodes: Nodes, kinds: list[str], draw: random.Random) -> list[Any]:
     """One loss after the other; the kind and the moment of each."""
     done: list[Any] = []
@@ -160,11 +168,11 @@ def disturb_on_ray(run: OnRay, nodes: Nodes, kinds: list[str], draw: random.Rand
             raylet.kill()
         else:
             nodes.drain(raylet.pid)
-            run.until(lambda n=given_back: len(run.events("host_given_back")) > n, "drained")
+            run.until(partial(is_drained, run, given_back), "drained")
         done.append((kind, moment))
         if kind != "actor":
             nodes.replace(raylet.pid)
-        run.until(lambda m=moment: run.whole(m), f"whole again after a {kind}")
+        run.until(partial(run.whole, moment), f"whole again after a {kind}")
         took = time.time() - moment
         print(f"\r{len(done)} of {len(kinds)}: {kind}, whole after {took:.1f} s   ", end="")
         sys.stdout.flush()

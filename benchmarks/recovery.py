@@ -31,6 +31,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -152,7 +153,8 @@ def turn(
 ) -> tuple[list[Recovery], dict[str, object]]:
     """One system's turn: what each kill cost, and what else is known about it."""
     with tempfile.TemporaryDirectory() as text:
-        folder, known = Path(text), {}
+        folder = Path(text)
+        known: dict[str, object] = {}
         contender = make(folder)
         try:
             moments = disturb(contender, kills, draw, name)
@@ -175,9 +177,9 @@ def turn(
 def sameness(
     path: Path,
     folder: Path,
-    recipe: object = RECIPE,
+    recipe: str = RECIPE,
     train: Mapping[str, object] = MappingProxyType({}),
-    **job: object,
+    **job: Any,
 ) -> dict[str, object]:
     """Whether the disturbed run has the bits of an undisturbed one on one worker.
 
@@ -218,7 +220,7 @@ def summed_up(found: list[Recovery], ours: list[Recovery] | None) -> dict[str, o
     return summary
 
 
-def table(systems: dict[str, dict[str, object]]) -> str:
+def table(systems: dict[str, dict[str, Any]]) -> str:
     head = "| kill to the next step of all, s | kills | median | p99 | worst | over ours (median) |"
     lines = [head + " first step of any, median | steps redone | at reduced strength |"]
     lines.append("|---" * 9 + "|")
@@ -241,19 +243,17 @@ def torchft_or_none(folder: Path) -> Path | None:
         return None
 
 
-def measure(args: argparse.Namespace, temporary: Path) -> dict[str, object]:
+def measure(args: argparse.Namespace, temporary: Path) -> dict[str, Any]:
     size = {"workers": args.workers, "global_batch": args.global_batch}
     systems: dict[str, tuple[Callable[[Path], Contender], int]] = {
         "instep": (partial(UnderInstep, **size), args.kills),
-        "torchft": (partial(UnderTorchft, **size), args.torchft_kills),
         "torchrun": (partial(UnderTorchrun, **size), args.torchrun_kills),
     }
     systems = {name: each for name, each in systems.items() if name in args.only}
-    if "torchft" in systems:
+    if "torchft" in args.only:
         python = torchft_or_none(args.environment or temporary / "torchft")
-        make, kills = systems.pop("torchft")
         if python:
-            systems["torchft"] = partial(make, python=python), kills
+            systems["torchft"] = partial(UnderTorchft, python=python, **size), args.torchft_kills
     draw = random.Random(args.seed)
     found: dict[str, list[Recovery]] = {name: [] for name in systems}
     known: dict[str, list[dict[str, object]]] = {name: [] for name in systems}

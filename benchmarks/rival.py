@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.multiprocessing import spawn
+from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -56,8 +56,10 @@ class Stage(nn.Module):
         super().__init__()
         half = len(gpt.blocks) // 2
         self.blocks = gpt.blocks[half:] if rank else gpt.blocks[:half]
-        self.token, self.place = (None, None) if rank else (gpt.token, gpt.place)
-        self.norm, self.head = (gpt.norm, gpt.head) if rank else (None, None)
+        self.token = None if rank else gpt.token
+        self.place = None if rank else gpt.place
+        self.norm = gpt.norm if rank else None
+        self.head = gpt.head if rank else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.token is not None and self.place is not None:
@@ -88,12 +90,12 @@ def work(rank: int, args: argparse.Namespace, meeting: str) -> None:
     torch.set_num_threads(args.threads)
     store = f"file://{meeting}"
     dist.init_process_group("gloo", store, rank=rank, world_size=args.workers)
-    recipe = call(load_function(args.recipe), json.loads(args.arguments), 7)
+    recipe: Any = call(load_function(args.recipe), json.loads(args.arguments), 7)
     model, run = RIVALS[args.rival](recipe)
     optimizer = recipe.optimizer(model.parameters())
     replicas = 1 if args.rival == "1f1b" else args.workers
     number = rank % replicas
-    sampler = DistributedSampler(recipe.train, replicas, number, seed=7, drop_last=True)
+    sampler: Any = DistributedSampler(recipe.train, replicas, number, seed=7, drop_last=True)
     batch = args.global_batch // replicas
     loader = DataLoader(recipe.train, batch_size=batch, sampler=sampler, drop_last=True)
     step, epoch = 0, 0

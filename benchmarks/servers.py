@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from sharded import HEADERS
 from torch import nn
-from torch.distributed import FileStore
+from torch._C._distributed_c10d import FileStore
 from turns import write
 
 from instep.comm.torch_comm import TorchComm

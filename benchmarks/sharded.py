@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch._C._distributed_c10d import FileStore
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from turns import in_words, write
@@ -123,7 +124,7 @@ def sent() -> int:
 
 def rank(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    store = distributed.FileStore(str(args.folder / "meeting"), args.ranks)
+    store = FileStore(str(args.folder / "meeting"), args.ranks)
     mesh = MeshSpec(shard=args.ranks)
     group = ReplicaGroup(store, args.rank, mesh, address=args.address, timeout_s=60)
     tokens = torch.randint(WORDS, (args.samples, LENGTH))

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import instep
 from instep.events import STEPS, read_events, read_records
@@ -69,7 +70,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     compileall.compile_dir(Path(instep.__file__).parent, quiet=1)
-    rounds = []
+    rounds: list[dict[str, Any]] = []
     ours()  # a first one that fills the page cache
     for _ in range(args.rounds):
         seconds, phases = ours()

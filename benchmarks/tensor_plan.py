@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.multiprocessing import start_processes
+from torch.multiprocessing.spawn import start_processes
 from torch.nn import functional as F
 from turns import in_words, over, summed_up, write
 
@@ -127,7 +127,7 @@ def one_process(rank: int, folder: Path, args: argparse.Namespace) -> None:
             for _ in range(args.steps):
                 optimizer.zero_grad()
                 loss = loss_of(model, tokens)
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 optimizer.step()
             losses[which] = float(loss.detach())
             if turn:  # the first warms up

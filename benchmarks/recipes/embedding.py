@@ -14,7 +14,8 @@ class Texts(nn.Module):
         self.top = nn.Sequential(nn.Linear(width, 256), nn.ReLU(), nn.Linear(256, 10))
 
     def forward(self, texts: Tensor) -> Tensor:
-        return self.top(self.word(texts).mean(1))
+        result: Tensor = self.top(self.word(texts).mean(1))
+        return result
 
 
 def recipe(

@@ -24,7 +24,8 @@ class Block(nn.Module):
         q, k, v = parts.permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).reshape(samples, length, width))
-        return x + self.mlp(self.before_mlp(x))
+        result: Tensor = x + self.mlp(self.before_mlp(x))
+        return result
 
 
 class GPT(nn.Module):
@@ -36,7 +37,8 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         places = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.head(self.norm(self.blocks(self.token(tokens) + self.place(places))))
+        result: Tensor = self.head(self.norm(self.blocks(self.token(tokens) + self.place(places))))
+        return result
 
 
 def recipe(

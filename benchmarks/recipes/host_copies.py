@@ -28,4 +28,5 @@ def recipe(until: int = 0, block: int = 1, tried: int = 1, **size: int) -> inste
             keep(self, snapshot, at)
 
     HostCopy.keep = keep_some  # type: ignore[method-assign]
-    return gpt(**size)
+    made: instep.Recipe = gpt(**size)
+    return made

@@ -15,7 +15,8 @@ class Reader(nn.Module):
         self.lstm = nn.LSTM(width, width, num_layers=2, batch_first=True)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.lstm(self.token(tokens))[0])
+        result: Tensor = self.head(self.lstm(self.token(tokens))[0])
+        return result
 
 
 def recipe(samples: int = 4000, width: int = 256, length: int = 64) -> instep.Recipe:

@@ -7,6 +7,7 @@ the network namespace and the process. `read` gives them back.
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ import instep
 SAMPLE_S = 0.004
 
 
-class Slow(Dataset):
+class Slow(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """A sample takes a moment, so that most of a step is not the exchange."""
 
     def __init__(self, count: int, sample_s: float) -> None:
@@ -37,6 +38,8 @@ class Slow(Dataset):
 
 class Tells(torch.optim.SGD):
     """Each step leaves the moment, on the clock that all processes of this machine share."""
+
+    folder = ""
 
     def step(self, closure=None):  # type: ignore[no-untyped-def]
         file = Path(self.folder) / f"{space_of('self')}-{os.getpid()}"
@@ -59,10 +62,9 @@ def read(folder: Path) -> dict[int, np.ndarray]:
 
 
 def recipe(folder: str = "") -> instep.Recipe:
-    def optimizer(parameters):  # type: ignore[no-untyped-def]
-        made = Tells if folder else torch.optim.SGD
-        made.folder = folder
-        return made(parameters, lr=0.1, momentum=0.9)
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        Tells.folder = folder
+        return (Tells if folder else torch.optim.SGD)(parameters, lr=0.1, momentum=0.9)
 
     return instep.Recipe(
         model=nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)),

@@ -117,7 +117,7 @@ def steps_in(folder: Path, newest: int | None = None) -> list[Step]:
     """The steps that as many workers recorded as gave a gradient to them, by their ends."""
     parts = [tail(file, RECORD, newest) for file in folder.glob("*.*")]
     records = np.concatenate([np.empty(0, RECORD), *parts])
-    found: dict[tuple[int, int], list[float]] = {}
+    found: dict[tuple[int, int, int], list[float]] = {}
     for step, end, workers, generation in records.tolist():
         found.setdefault((generation, step, workers), []).append(end)
     whole = [

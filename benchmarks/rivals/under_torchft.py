@@ -37,7 +37,7 @@ def make_environment(folder: Path) -> Path:
     python = folder / "bin" / "python"
     if (folder / "ready").exists():
         return python
-    quiet = {"check": True, "capture_output": True, "text": True}
+    quiet: Any = {"check": True, "capture_output": True, "text": True}
     subprocess.run([sys.executable, "-m", "venv", str(folder)], **quiet)
     (packages,) = folder.glob("lib/python*/site-packages")
     ours = sysconfig.get_paths()["purelib"]
@@ -63,8 +63,9 @@ class UnderTorchft:
             env=environment(folder), text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said,
         )  # fmt: skip
+        assert self._lighthouse.stdout is not None
         address = self._lighthouse.stdout.readline().strip()
-        self._command = [python, "-m", "rivals.under_torchft", "--folder", folder]
+        self._command = [str(python), "-m", "rivals.under_torchft", "--folder", str(folder)]
         self._command += ["--workers", str(workers), "--global-batch", str(global_batch)]
         self._environment = {**environment(folder), "TORCHFT_LIGHTHOUSE": address}
         self._keepers = [threading.Thread(target=self._keep, args=(n,)) for n in range(workers)]
@@ -136,7 +137,7 @@ def average(manager: Any, parameters: list[Any]) -> None:
 
 def train(folder: Path, group: int, workers: int, global_batch: int) -> None:
     from rivals.work import Work
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
     from torchft import Manager, Optimizer, ProcessGroupGloo
 
     work = Work(global_batch, workers, group)

@@ -5,12 +5,12 @@ the one that started it and none can lose.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import random
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import listening
 import numpy as np
 import psutil
 import pytest
@@ -140,11 +141,13 @@ class Started:
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
         """Watch it until a condition holds, and note what it listens on meanwhile."""
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline, looks = time.monotonic() + TIMEOUT_S, itertools.count()
         while not condition():
             assert self.process.poll() is None, f"it ended before {what}:\n{self.stderr}"
             assert time.monotonic() < deadline, f"not {what} in {TIMEOUT_S} s:\n{self.stderr}"
-            self._look()
+            if next(looks) % 4 == 0:
+                self._look()
+            self._wait(0.05)
 
     def end(self, limit_s: float = TIMEOUT_S) -> int:
         """Watch it to its end; the exit code."""
@@ -152,14 +155,16 @@ class Started:
         while self.process.poll() is None:
             assert time.monotonic() < deadline, f"no end in {limit_s} s:\n{self.stderr}"
             self._look()
+            self._wait(0.2)
         return self.process.returncode
 
     def _look(self) -> None:
-        for process in self.processes():
-            with contextlib.suppress(psutil.Error):
-                self.listened |= set(_listening(process))
+        self.listened |= listening.addresses(each.pid for each in self.processes())
+
+    def _wait(self, seconds: float) -> None:
+        """For its end."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(0.2)
+            self.process.wait(seconds)
 
     def check_nothing_is_left(self, *, soon_s: float = 2.0) -> None:
         """No process, no shared memory, no file outside the run folder; and no open door before.
@@ -282,13 +287,6 @@ def marked(name: str, value: str) -> list[psutil.Process]:
             if process.environ().get(name) == value:
                 found.append(process)
     return found
-
-
-def _listening(process: psutil.Process) -> Iterable[str]:
-    for connection in process.net_connections("inet"):
-        udp = connection.type == socket.SOCK_DGRAM
-        if connection.laddr and (udp or connection.status == psutil.CONN_LISTEN):
-            yield connection.laddr.ip
 
 
 def _in_use(file: Path) -> bool:

@@ -63,11 +63,13 @@ class Piece(NamedTuple):
 class Mover(Protocol):
     """The optimizer, for strategies that have it on servers: it moves pieces of parameters."""
 
-    clips: bool
-    """Whether it wants the norm of the gradient."""
+    @property
+    def clips(self) -> bool:
+        """Whether it wants the norm of the gradient."""
 
-    by_element: bool
-    """Whether a piece moves as it would within its parameter; else only whole parameters do."""
+    @property
+    def by_element(self) -> bool:
+        """Whether a piece moves as it would within its parameter; else only whole parameters do."""
 
     held: Mapping[Piece, Parameter]
     """What it moves here."""

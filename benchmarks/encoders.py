@@ -1,6 +1,6 @@
 """How fast are codecs, on one core, beside a copy of memory?
 
-    python benchmarks/codecs.py [--mb 64] [--turns 9]
+    python benchmarks/encoders.py [--mb 64] [--turns 9]
 
 Encoding with error feedback and without, decoding and adding, of so many megabytes of float32; each
 takes its turn with a copy of as many bytes. Seconds of processor time, so that a busy machine
