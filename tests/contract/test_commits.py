@@ -42,7 +42,7 @@ SAME = {
 ends with the parameters of an undisturbed one."""
 
 OPTIONS = {
-    "all_reduce": [{}, {"bucket_mb": 0.00005}, {"codec": "int8"}],
+    "all_reduce": [{}, {"bucket_mb": 0.00005}, {"codec": "int8"}, {"delayed": True}],
     "averaging": [{}, {"local_optimizers": "kept"}],
     "server_sync": [
         {"servers": 1},
@@ -54,6 +54,9 @@ OPTIONS = {
     "fedprox": [],  # which are the same class with other rules
     "fedopt": [],
 }
+OWN = {"codec", "delayed"}
+"""Options with which a rank has state of its own."""
+
 CASES = [
     (name, options, determinism)
     for name in STRATEGIES
@@ -68,7 +71,7 @@ VOTES = pytest.mark.parametrize("votes", [False, True], ids=["no_vote", "vote"])
 
 def each_of(cases):
     """With votes and without; a strategy that asks for votes itself has them in any case."""
-    asks = [bool({"codec", "servers"} & case[1].keys()) for case in cases]
+    asks = [bool((OWN | {"servers"}) & case[1].keys()) for case in cases]
     pairs = [(case, True) for case in cases]
     pairs += [(case, False) for case, own in zip(cases, asks, strict=True) if not own]
     ids = [f"{case}-{'vote' if votes else 'no_vote'}" for case, votes in pairs]
@@ -152,7 +155,7 @@ def check(folder, case, votes, scripts, *, replace):
     world = World(folder, name, options, determinism=determinism, votes=votes)
     try:
         world.train(scripts, replace=replace)
-        carried_on = "codec" not in options or len(world.members) == WORKERS
+        carried_on = not OWN & options.keys() or len(world.members) == WORKERS
         if determinism in SAME.get(name, ()) and carried_on:
             exact = determinism == "bits" or len(world.members) == WORKERS
             same_as_undisturbed(world, undisturbed(*case)[0], exact=exact)
@@ -194,7 +197,7 @@ def test_a_vote_is_one_message_and_left_out_where_nothing_can_be_in_doubt(case):
     plain, forced = (
         sum(point.what == "sent" for point, _ in places(case, votes)) for votes in (False, True)
     )
-    votes_anyway = "codec" in case[1] or case[0] == "server_sync"  # a rank has state of its own
+    votes_anyway = bool(OWN & case[1].keys()) or case[0] == "server_sync"
     assert forced - plain == (0 if votes_anyway else 1)
 
 
