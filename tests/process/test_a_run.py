@@ -10,6 +10,7 @@ import tiny
 from started import RECIPES, Started, distance
 
 import instep
+from instep.cli import main
 from instep.data.order import micro_batch
 from instep.errors import WorkerError
 from instep.events import Kind
@@ -99,6 +100,18 @@ def test_the_summary_says_what_was_done(finished: Started) -> None:
     assert summary["wire_bytes"] > 0
     assert summary["samples_per_second"] > 0
     assert set(summary["metrics"]) == {"loss", "accuracy"}
+
+
+def test_its_status_afterwards_is_that_of_the_summary(
+    finished: Started, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary = finished.summary
+    assert main(["status", str(finished.run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["state"] == "completed"
+    assert found["step"] == found["steps"] == summary["steps"]
+    assert found["training_loss"] == pytest.approx(summary["loss"])
+    assert found["validation"] == summary["metrics"]
 
 
 def test_every_number_of_workers_gives_the_same(

@@ -8,7 +8,7 @@ from made_up_runs import make_run
 
 
 def answer(monkeypatch, command):
-    monkeypatch.setitem(cli.COMMANDS, "report", command)
+    monkeypatch.setitem(cli.COMMANDS, "report", cli.COMMANDS["report"]._replace(call=command))
     return cli.main(["report", "runs/x"])
 
 

@@ -33,7 +33,7 @@ from instep.lab.run_processes import roles_of
 from instep.lab.temporary_runs import Progress, folder_for_runs
 from instep.lab.verdict import Verdict, judge
 from instep.spec import JobSpec
-from instep.store.folder import ID, lock, numbered, unlock
+from instep.store.folder import is_running, numbered
 from instep.store.run_folder import RunFolder
 from instep.system.processes import on_signals
 
@@ -183,22 +183,6 @@ def check_can_be_repeated(run: RunFolder) -> None:
             f"{run.path} was resumed with another length, which one run from the beginning cannot "
             "reproduce. Give the job file instead."
         )
-
-
-def is_running(folder: Path) -> bool:
-    """Whether another process holds the lock of the run folder.
-
-    Raises:
-        RunError: the lock cannot be tried.
-    """
-    try:
-        with (folder / ID).open("ab") as file:
-            mine = lock(file)
-            if mine:
-                unlock(file)
-            return not mine
-    except OSError as error:
-        raise RunError(f"{folder / ID} cannot be opened: {error.strerror}.") from None
 
 
 def _drawn(plan: Plan, run: RunFolder) -> list[Injection]:

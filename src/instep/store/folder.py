@@ -10,6 +10,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -54,6 +55,9 @@ _FILES = (
 )
 """Files that a run reads or writes in its folder."""
 
+_LOOK_S = 0.1
+"""A lock that is held for longer is not that of somebody who looks."""
+
 _NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
 
 
@@ -87,7 +91,7 @@ def held(folder: Path) -> Iterator[None]:
             f"the run folder {folder} cannot be written: {error.strerror}. Get access to it."
         ) from None
     with file:
-        if not lock(file):
+        if not _locked(file):
             raise RunError(
                 f"the run in {folder} is running in another process. Wait for its end, "
                 "or stop it there with Ctrl-C."
@@ -126,6 +130,31 @@ def open_own(path: Path, mode: str = "ab", *, buffering: int = -1) -> IO[Any]:
 
 def _owners(path: str, flags: int) -> int:
     return plain(path, flags, PRIVATE)
+
+
+def _locked(file: IO[Any]) -> bool:
+    """Lock it, though somebody may look at just this moment whether it is locked."""
+    end = time.monotonic() + _LOOK_S
+    while not (mine := lock(file)) and time.monotonic() < end:
+        time.sleep(_LOOK_S / 10)
+    return mine
+
+
+def is_running(folder: Path) -> bool:
+    """Whether another process holds the lock of the run folder.
+
+    Raises:
+        RunError: the lock cannot be tried.
+    """
+    try:
+        with (folder / ID).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise RunError(f"{folder / ID} cannot be tried: {error.strerror}.") from None
+    return False
 
 
 def lock(file: IO[Any]) -> bool:

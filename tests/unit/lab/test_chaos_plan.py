@@ -8,8 +8,9 @@ import pytest
 from instep import spec_file
 from instep.errors import RunError, SpecError
 from instep.lab.breaker import Plan
-from instep.lab.chaos import break_again, check_can_be_repeated, check_own, is_running
+from instep.lab.chaos import break_again, check_can_be_repeated, check_own
 from instep.spec import as_table
+from instep.store.folder import is_running
 from instep.store.run_folder import RunFolder
 
 

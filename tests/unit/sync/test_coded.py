@@ -14,7 +14,7 @@ from instep.sync.base import make_strategy
 from instep.sync.rounds.coded import Coded, Segments
 from instep.system.host_memory import HostMemory
 
-SHAPES = [(90, 100), (7,), (3, 4000), (1,)]
+SHAPES = [(90, 100), (7,), (3, 4000), (5,)]
 PARTICIPANTS, WEIGHTS = 4, [0.1, 0.2, 0.3, 0.4]
 CODEC_NAMES = ["int8", "int4", "sign", "bfloat16"]
 
@@ -38,18 +38,21 @@ def take_part(step):
     return range(PARTICIPANTS) if step < 3 else [n for n in range(PARTICIPANTS) if n != step % 4]
 
 
-def in_one_process(codec_name, steps):
-    """Each participant's contribution to a parameter encoded as a whole, then their sum."""
-    codec = CODECS[codec_name]()
+def in_one_process(codec_name, steps, vectors=False):
+    """Each participant's contribution to a matrix encoded as a whole, then their sum."""
     whos = [*range(PARTICIPANTS), "sum"]
     left = {(who, slot): torch.zeros(s).flatten() for who in whos for slot, s in enumerate(SHAPES)}
 
     def through(values, who, slot):
+        codec = codec_of(slot)
         out = torch.empty(codec.size(len(values)), dtype=torch.uint8)
         rest = torch.empty_like(values)
         codec.encode(values + left[who, slot], out, key=0, left=rest)
         left[who, slot] = rest
         return out
+
+    def codec_of(slot):
+        return CODECS[codec_name if vectors or len(SHAPES[slot]) > 1 else "none"]()
 
     for step in range(1, steps + 1):
         result = []
@@ -57,8 +60,8 @@ def in_one_process(codec_name, steps):
             total, decoded = torch.zeros(shape).flatten(), torch.zeros(shape).flatten()
             for n in take_part(step):
                 own = dict(contribution(n, step)).get(slot, torch.zeros(shape)).flatten()
-                codec.add_into(total, through(own * torch.tensor(WEIGHTS[n]), n, slot))
-            codec.add_into(decoded, through(total, "sum", slot))
+                codec_of(slot).add_into(total, through(own * torch.tensor(WEIGHTS[n]), n, slot))
+            codec_of(slot).add_into(decoded, through(total, "sum", slot))
             result.append(decoded)
         yield torch.cat(result)
 
@@ -87,13 +90,26 @@ def dealt(step, size):
     return lambda n: (n + step) % size
 
 
-def rounds(comm, name, first, last, own=None, state=None, **more):
-    strategy, slots = Coded(CODECS[name]()), parameters()
+def rounds(comm, name, first, last, own=None, state=None, vectors=False, **more):
+    strategy, slots = Coded(CODECS[name](), encode_vectors=vectors), parameters()
     strategy.load_state(state or {})
     strategy.load_own(own if own is not None and comm.rank == 0 else {})
     strategy.start(slots, comm, notes=1, at=Attempt(0, first - 1, 1), **more)
     found = [one_round(strategy, comm, s, dealt(s, comm.size)) for s in range(first, last + 1)]
     return found, strategy
+
+
+def test_vectors_are_sent_as_they_are_unless_told_otherwise():
+    (plain, _), (encoded, _) = (
+        run_ranks(2, rounds, "sign", 1, 1, None, None, vectors)[0] for vectors in (False, True)
+    )
+    place = slice(-5, None)  # of the vector
+    given = [dict(contribution(n, 1))[3] * torch.tensor(WEIGHTS[n]) for n in range(PARTICIPANTS)]
+    assert torch.equal(plain[0][place], sum(given))
+    assert torch.equal(encoded[0], next(in_one_process("sign", 1, vectors=True)))
+    assert not torch.equal(plain[0], encoded[0])
+    with pytest.raises(SpecError, match=r"encode_vectors = 1: needs to be true or false"):
+        make_strategy("diloco", {"encode_vectors": 1}, "int4")
 
 
 def summed(strategies):

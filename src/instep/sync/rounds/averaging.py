@@ -57,12 +57,13 @@ class Averaging:
     Args:
         bucket_mb: megabytes of one message, at most.
         codec: how what participants give looks on the wire; None sends it as it is.
+        encode_vectors: with a codec: encode also parameters of fewer than two dimensions.
         combine: `mean`, or `median` of each element over the participants.
         pull: how strongly participants are drawn back to where the round began; they do it.
         outer: moves the parameters at the end of a round; None moves them to the mean.
 
     Raises:
-        SpecError: `bucket_mb` is not a positive number.
+        SpecError: an option is refused.
     """
 
     def __init__(
@@ -70,15 +71,18 @@ class Averaging:
         *,
         bucket_mb: float = 8.0,
         codec: Codec | None = None,
+        encode_vectors: bool = False,
         combine: str = "mean",
         pull: float = 0.0,
         outer: Outer | None = None,
     ) -> None:
         if combine not in ("mean", "median"):
             raise SpecError(f"sync.options.combine = {combine!r}: needs to be 'mean' or 'median'.")
-        self._mean: AllReduce | Coded = AllReduce(bucket_mb=bucket_mb, overlap=False)
+        plain = AllReduce(bucket_mb=bucket_mb, overlap=False, encode_vectors=encode_vectors)
+        self._mean: AllReduce | Coded = plain
         if codec is not None or combine == "median":
-            self._mean = Coded(codec or Identity(), median=combine == "median")
+            median = combine == "median"
+            self._mean = Coded(codec or Identity(), median=median, encode_vectors=encode_vectors)
         self.pull, self._outer = pull, outer
         self._parameters: list[Parameter] = []
         self._given: list[Given] = []
@@ -264,11 +268,17 @@ class Averaging:
 
 
 def averaging(
-    *, combine: str = "mean", bucket_mb: float = 8.0, codec: Codec | None = None
+    *,
+    combine: str = "mean",
+    bucket_mb: float = 8.0,
+    codec: Codec | None = None,
+    encode_vectors: bool = False,
 ) -> Averaging:
     """Parameters become the mean of those of the participants, or the median.
 
     Raises:
         SpecError: an option is refused.
     """
-    return Averaging(bucket_mb=bucket_mb, codec=codec, combine=combine)
+    return Averaging(
+        bucket_mb=bucket_mb, codec=codec, encode_vectors=encode_vectors, combine=combine
+    )

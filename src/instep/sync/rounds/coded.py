@@ -37,6 +37,8 @@ SUM = -1
 
 _MOST_SEGMENTS, _LONGEST = 64, 16 * CUT
 
+_PLAIN: Codec = Identity()
+
 
 class Piece(NamedTuple):
     """What was left out, from one element to another, as of a commit."""
@@ -66,20 +68,26 @@ class Segments:
 
     Args:
         parameters: what this rank has of them.
+        plain: tells which of them are sent as they are; none, if it is left out.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], plain: Callable[[Tensor], bool] = lambda _: False
+    ) -> None:
         sizes = [parameter.numel() for parameter in parameters]
         each = -(-sum(sizes) // (_MOST_SEGMENTS * CUT)) * CUT
         each = max(CUT, min(each, _LONGEST))
         self.places = list[slice]()
         self.cuts: list[int] = []
         """Where segments begin, and where the last one ends."""
+        self.plain: list[bool] = []
+        """Of each segment, whether it is sent as it is."""
         self.length = 0
-        for size in sizes:
+        for parameter, size in zip(parameters, sizes, strict=True):
             begin, self.length = self.length, self.length + size
             self.places.append(slice(begin, self.length))
             self.cuts += range(begin, self.length, each)
+            self.plain += [plain(parameter)] * (len(self.cuts) - len(self.plain))
         self.cuts.append(self.length)
 
     def of(self, start: int, stop: int) -> Iterator[tuple[int, slice]]:
@@ -106,6 +114,8 @@ class Coded:
         codec: `segmentable` and `fixed_size`.
         median: of each element, take the median over the participants, which count alike, instead
             of adding up.
+        encode_vectors: encode also parameters of fewer than two dimensions; else they are sent as
+            they are.
 
     Raises:
         SpecError: the codec is not.
@@ -113,12 +123,12 @@ class Coded:
 
     start_in_doubt = -1
 
-    def __init__(self, codec: Codec, *, median: bool = False) -> None:
+    def __init__(self, codec: Codec, *, median: bool = False, encode_vectors: bool = False) -> None:
         if hasattr(codec, "reducer") or not (codec.segmentable and codec.fixed_size):
             raise SpecError(
                 "sync.codec: rounds need a codec that is segmentable and of fixed size. Use int8."
             )
-        self._codec, self._median = codec, median
+        self._codec, self._median, self._encode_vectors = codec, median, encode_vectors
         self._lossy = not isinstance(codec, Identity)
         self._made: dict[int, int] = {}  # by participant and `SUM`: the commit it was last in
         self._held: dict[Piece, Tensor] = {}
@@ -160,7 +170,7 @@ class Coded:
             )
         Wide(parameters)  # refuses what is wider than float32
         self._parameters, self._comm, self._device = list(parameters), comm, parameters[0].device
-        self._segments = Segments(parameters)
+        self._segments = Segments(parameters, lambda p: p.dim() < 2 and not self._encode_vectors)
         owners = [rank for rank in range(comm.size) if rank not in draining]
         self._stretches = self._segments.stretches(owners, comm.size)
         self._memory = memory if self._device.type == "cpu" else None
@@ -359,24 +369,28 @@ class Coded:
         for number, place in self._segments.of(start, stop):
             part = slice(place.start - start, place.stop - start)
             key = draw_key(self._attempt.number, of, number)
-            self._codec.encode(values[part], out[at:], key=key, left=left[part])
-            at += aligned(self._codec.size(place.stop - place.start))
+            codec = self._codec_of(number)
+            codec.encode(values[part], out[at:], key=key, left=left[part])
+            at += aligned(codec.size(place.stop - place.start))
         return out
 
     def _decode(self, total: Tensor, payload: Tensor, start: int, stop: int) -> None:
         """Add what a payload of these segments stands for."""
         at = 0
-        for _, place in self._segments.of(start, stop):
-            part = total[place.start - start : place.stop - start]
-            size = self._codec.size(place.stop - place.start)
-            self._codec.add_into(part, payload[at : at + size])
+        for number, place in self._segments.of(start, stop):
+            part, codec = total[place.start - start : place.stop - start], self._codec_of(number)
+            size = codec.size(place.stop - place.start)
+            codec.add_into(part, payload[at : at + size])
             at += aligned(size)
 
     def _bytes(self, start: int, stop: int) -> int:
         return sum(
-            aligned(self._codec.size(place.stop - place.start))
-            for _, place in self._segments.of(start, stop)
+            aligned(self._codec_of(number).size(place.stop - place.start))
+            for number, place in self._segments.of(start, stop)
         )
+
+    def _codec_of(self, segment: int) -> Codec:
+        return _PLAIN if self._segments.plain[segment] else self._codec
 
     def _to_owners(
         self, own: Mapping[int, Tensor], gives: Sequence[Sequence[int]]

@@ -17,13 +17,14 @@ def diloco(
     outer_momentum: float = 0.9,
     bucket_mb: float = 8.0,
     codec: Codec | None = None,
+    encode_vectors: bool = False,
 ) -> Averaging:
     """Averaging with an outer step of Nesterov's momentum.
 
     Args:
         outer_lr: learning rate of the outer step.
         outer_momentum: of the outer step; 0 for none.
-        bucket_mb, codec: as for averaging.
+        bucket_mb, codec, encode_vectors: as for averaging.
 
     Raises:
         SpecError: an option is refused.
@@ -31,4 +32,4 @@ def diloco(
     lr = number("outer_lr", outer_lr)
     momentum = number("outer_momentum", outer_momentum, below=1)
     outer = Outer(Momentum(lr, momentum, nesterov=True))
-    return Averaging(bucket_mb=bucket_mb, codec=codec, outer=outer)
+    return Averaging(bucket_mb=bucket_mb, codec=codec, encode_vectors=encode_vectors, outer=outer)

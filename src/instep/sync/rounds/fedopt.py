@@ -23,6 +23,7 @@ def fedopt(
     tau: float = 1e-3,
     bucket_mb: float = 8.0,
     codec: Codec | None = None,
+    encode_vectors: bool = False,
 ) -> Averaging:
     """Averaging with an outer optimizer.
 
@@ -32,7 +33,7 @@ def fedopt(
         outer_momentum: beta 1 of the paper; 0 for adagrad and 0.9 for the others if left out.
         outer_beta2: how slowly `adam` and `yogi` forget squares.
         tau: added to the root of the squares; a smaller one adapts more.
-        bucket_mb, codec: as for averaging.
+        bucket_mb, codec, encode_vectors: as for averaging.
 
     Raises:
         SpecError: an option is refused.
@@ -49,4 +50,5 @@ def fedopt(
     chosen = (
         Momentum(lr, momentum) if rule == "momentum" else Adaptive(rule, lr, momentum, beta2, tau)
     )
-    return Averaging(bucket_mb=bucket_mb, codec=codec, outer=Outer(chosen))
+    outer = Outer(chosen)
+    return Averaging(bucket_mb=bucket_mb, codec=codec, encode_vectors=encode_vectors, outer=outer)

@@ -12,14 +12,22 @@ from instep.sync.rounds.averaging import Averaging
 from instep.sync.rounds.outer import number
 
 
-def fedprox(*, mu: float = 0.01, bucket_mb: float = 8.0, codec: Codec | None = None) -> Averaging:
+def fedprox(
+    *,
+    mu: float = 0.01,
+    bucket_mb: float = 8.0,
+    codec: Codec | None = None,
+    encode_vectors: bool = False,
+) -> Averaging:
     """Averaging with a proximal term.
 
     Args:
         mu: how strongly participants are drawn back; 0 is averaging.
-        bucket_mb, codec: as for averaging.
+        bucket_mb, codec, encode_vectors: as for averaging.
 
     Raises:
         SpecError: an option is refused.
     """
-    return Averaging(bucket_mb=bucket_mb, codec=codec, pull=number("mu", mu))
+    return Averaging(
+        bucket_mb=bucket_mb, codec=codec, encode_vectors=encode_vectors, pull=number("mu", mu)
+    )

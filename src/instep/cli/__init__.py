@@ -1,0 +1,93 @@
+"""The command line: parse, call, print. `--help` answers without importing torch.
+
+Progress goes to standard error. Standard output gets the result: a few lines,
+or with `--json` one JSON object as its last line. Exit codes are those of
+`errors.py`.
+
+To add a command: write a function, whose docstring is its help, and beside it one that declares
+its options, and add its line to `COMMANDS`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from instep.cli import folders, models, networks, results, running
+from instep.cli.parsing import Command, parsed
+from instep.errors import INTERRUPTED, InstepError, RunError
+
+COMMANDS = {
+    "run": Command(running.run, running.run_options, "run job.toml --workers 4"),
+    "resume": Command(running.resume, running.resume_options, "resume runs/net --workers 3"),
+    "scale": Command(running.scale, running.scale_options, "scale runs/net --workers 8"),
+    "list": Command(folders.list_runs, folders.list_runs_options, "list"),
+    "status": Command(folders.status, folders.status_options, "status runs/net"),
+    "logs": Command(folders.logs, folders.logs_options, "logs runs/net worker-1 --follow"),
+    "report": Command(results.report, results.report_options, "report runs/net runs/other"),
+    "compare": Command(
+        results.compare,
+        results.compare_options,
+        "compare job.toml --with workers=2 --with sync.codec=int8",
+    ),
+    "audit": Command(results.audit, results.audit_options, "audit runs/net"),
+    "replay": Command(results.replay, results.replay_options, "replay runs/net --step 100"),
+    "chaos": Command(results.chaos, results.chaos_options, "chaos job.toml --kills 10"),
+    "export": Command(models.export, models.export_options, "export runs/net --to net.safetensors"),
+    "predict": Command(
+        models.predict, models.predict_options, "predict runs/net --data data.py:test"
+    ),
+    "host": Command(
+        running.host, running.host_options, "host --join node1:2220 --token-file token-1"
+    ),
+    "certificates": Command(
+        running.certificates, running.certificates_options, "certificates keys --hosts 3"
+    ),
+    "join-run": Command(running.join_run, running.join_run_options, "join-run runs/net"),
+    "netlab": Command(
+        networks.netlab, networks.netlab_options, "netlab up --hosts 3 --rate 100mbit"
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; our own errors print as one line."""
+    try:
+        args = parsed(sys.argv[1:] if argv is None else argv, COMMANDS)
+        return int(args.call(args))
+    except InstepError as error:
+        from instep.words import fit_to_print
+
+        print(f"instep: {fit_to_print(str(error))}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output has stopped
+        return 1
+    except OSError as error:
+        if _is_of_print(error):
+            print(f"instep: the answer cannot be written: {error.strerror}.", file=sys.stderr)
+            return 1
+        what = error.filename or "a file or connection"
+        print(f"instep: {what} cannot be used: {error.strerror or error}.", file=sys.stderr)
+        return RunError.exit_code
+
+
+def _is_of_print(error: OSError) -> bool:
+    """Whether printing a result raised it, here, and not what a command did."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    place = Path(trace.tb_frame.f_code.co_filename).parent if trace is not None else None
+    return place == Path(__file__).parent and error.filename is None
+
+
+def run_main() -> NoReturn:
+    """The `instep` program; Ctrl-C ends it with one line, at any moment."""
+    try:
+        code = main()
+    except KeyboardInterrupt:
+        print("instep: interrupted.", file=sys.stderr)
+        code = INTERRUPTED
+    sys.exit(code)

@@ -1,0 +1,78 @@
+"""The commands that look into folders of runs: which there are, where one is, what it printed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from instep.cli.parsing import Parser
+from instep.errors import SpecError, near_miss
+
+
+def list_runs(args: argparse.Namespace) -> int:
+    """List the runs of a folder: how each is or ended, and what it reached."""
+    from instep.report.terminal.status import state_lines, states_of
+
+    states, unread = states_of(Path(args.runs))
+    for line in unread:
+        print(f"instep: {line}", file=sys.stderr)
+    if args.json:
+        print(json.dumps([each._asdict() for each in states]))
+        return 0
+    for line in state_lines(states):
+        print(line)
+    return 0
+
+
+def list_runs_options(parser: Parser) -> None:
+    """Options of `instep list`."""
+    text = "folder of run folders (default: %(default)s)"
+    parser.add_argument("runs", nargs="?", default="runs", help=text)
+
+
+def status(args: argparse.Namespace) -> int:
+    """Show where a run is: its step, its workers, its losses, the time left."""
+    from instep.report.terminal.status import Status
+
+    found = Status(Path(args.run))
+    for line in (
+        [json.dumps(found.as_table())]
+        if args.json
+        else found.lines(shutil.get_terminal_size().columns)
+    ):
+        print(line)
+    return 0
+
+
+def status_options(parser: Parser) -> None:
+    """Options of `instep status`."""
+    parser.add_argument("run", help="run folder")
+
+
+def logs(args: argparse.Namespace) -> int:
+    """Print what the processes of a run printed, each line with the name of its process."""
+    from instep.store.logs import Logs
+
+    there = Logs(Path(args.run))
+    if args.of and args.of not in there.names():
+        raise SpecError(f"{args.of!r} has no log there. {near_miss(args.of, there.names())}")
+    while True:
+        running = there.is_running()  # before the last look
+        for name, line in there.new_lines(args.of):
+            print(json.dumps({"of": name, "line": line}) if args.json else f"{name:9} {line}")
+        if not (args.follow and running):
+            return 0
+        sys.stdout.flush()
+        time.sleep(0.2)
+
+
+def logs_options(parser: Parser) -> None:
+    """Options of `instep logs`."""
+    add = parser.add_argument
+    add("run", help="run folder")
+    add("of", nargs="?", help="one process, such as worker-1 or host (default: all)")
+    add("--follow", action="store_true", help="go on until the run ends")

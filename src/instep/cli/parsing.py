@@ -1,0 +1,130 @@
+"""What a command of the command line is, and how words become its arguments."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from instep import __version__
+from instep.errors import SpecError, near_miss
+
+
+class Parser(argparse.ArgumentParser):
+    """Answers a wrong word with the nearest one, and with our own error and exit code."""
+
+    commands: Sequence[str] = ()
+    example = ""
+
+    def format_help(self) -> str:
+        """The example first."""
+        example = f"Example: instep {self.example}\n\n" if self.example else ""
+        return example + super().format_help()
+
+    def error(self, message: str) -> NoReturn:
+        """Raise it as ours."""
+        prefix = "argument command: invalid choice: "
+        if message.startswith(prefix):
+            given = message.removeprefix(prefix).split("'")[1]
+            raise SpecError(f"there is no command {given!r}. {near_miss(given, self.commands)}")
+        raise SpecError(f"{message}. See {self.prog} --help.")
+
+
+class Command(NamedTuple):
+    """`instep NAME ...`."""
+
+    call: Callable[[argparse.Namespace], int]
+    """Does it, and returns the exit code; its docstring is the help."""
+    declare: Callable[[Parser], None]
+    """Adds its options to a parser."""
+    example: str
+    """Words after `instep`, with which the help begins."""
+
+
+def make_parser(commands: Mapping[str, Command]) -> Parser:
+    """One that knows these commands."""
+    parser = Parser(
+        prog="instep",
+        description="Train any PyTorch model across whatever machines there are, "
+        "with the result of one machine.",
+        epilog="Exit codes: 0 done, 2 wrong job or command, 3 recipe, 4 data, 5 a worker failed, "
+        "6 run folder, 7 checkpoint, 8 the loss was no finite number, 9 a machine may not join, "
+        "130 interrupted.",
+    )
+    parser.add_argument("--version", action="version", version=f"instep {__version__}")
+    parser.commands, parser.example = list(commands), "run job.toml --workers 4"
+    every = parser.add_subparsers(dest="command", metavar="command", required=True)
+    for name, command in commands.items():
+        text = command.call.__doc__
+        own: Parser = every.add_parser(name, help=text, description=text)
+        text = "print one JSON object as the last line of standard output"
+        own.add_argument("--json", action="store_true", help=text)
+        own.example = command.example
+        own.set_defaults(call=command.call, parser=own)
+        command.declare(own)
+    return parser
+
+
+def parsed(argv: Sequence[str], commands: Mapping[str, Command]) -> argparse.Namespace:
+    """The arguments of a command line; those after `--` of a script as `argv`."""
+    passed: list[str] = []
+    if argv[:1] == ["run"] and "--" in argv:  # what follows is the script's
+        at = argv.index("--")
+        argv, passed = argv[:at], [*argv[at + 1 :]]
+    args, unknown = make_parser(commands).parse_known_args(argv)
+    args.argv = passed
+    options = [word for word in unknown if word.startswith("--")]
+    if options:
+        raise SpecError(_no_such_option(options[0], argv, args.parser))
+    if unknown:
+        raise SpecError(
+            f"unrecognized arguments: {' '.join(unknown)}. See {args.parser.prog} --help."
+        )
+    return args
+
+
+def _no_such_option(word: str, argv: Sequence[str], parser: Parser) -> str:
+    """What to write instead: an option of this command, or a key of the job file."""
+    from instep.spec_file import keys_by_name
+
+    given, _, value = word.partition("=")
+    options = sorted(o for o in parser._option_string_actions if o.startswith("--"))
+    meant = {option: option for option in options}
+    if "--set" in meant:
+        after = argv[list(argv).index(word) + 1 :]
+        value = value or next((v for v in after[:1] if not v.startswith("--")), "...")
+        for name, key in keys_by_name().items():
+            meant.setdefault(f"--{name.replace('_', '-')}", f"--set {key}={value}")
+    close = get_close_matches(given.replace("_", "-"), meant, n=1, cutoff=0.75)
+    guess = f"Did you mean '{meant[close[0]]}'? " if close else ""
+    return f"there is no option {given}. {guess}Known to {parser.prog}: {', '.join(options)}."
+
+
+def add_changes(parser: Parser) -> None:
+    """The options that change values of a job file."""
+    add = parser.add_argument
+    add("--workers", help="number of worker processes")
+    text = "what starts the processes: local, hosts, or a cluster (default: as the job says)"
+    add("--on", metavar="LAUNCHER", help=text)
+    text = "head node of the Ray cluster, with --on ray (default: RAY_ADDRESS, or start one)"
+    add("--ray-address", metavar="HOST:PORT", help=text)
+    text = "change a value of the job; may be repeated"
+    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=text)
+
+
+def overrides_of(args: argparse.Namespace) -> list[str]:
+    """What these options change, as `SECTION.KEY=VALUE`."""
+    workers = [] if args.workers is None else [f"workers={args.workers}"]
+    on = [] if args.on is None else [f'launch.on="{args.on}"']
+    address = args.ray_address
+    ray = [] if address is None else [f'launch.options.ray_address="{address}"']
+    return [*args.set, *workers, *on, *ray]
+
+
+def safetensors_file(name: str) -> Path:
+    """A file to write, by its name."""
+    if not name.endswith(".safetensors"):
+        raise SpecError(f"--to {name!r}: the file's name needs to end in .safetensors.")
+    return Path(name)

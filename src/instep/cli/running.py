@@ -1,0 +1,256 @@
+"""The commands that train a job, and change a running one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from instep.cli.parsing import Parser, add_changes, overrides_of
+from instep.errors import RecipeError, SpecError
+
+if TYPE_CHECKING:
+    from instep.client.submit import Run
+    from instep.spec import JobSpec
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train a job on worker processes, and write a report."""
+    from instep import spec_file
+    from instep.client.submit import run_job
+    from instep.system.processes import started_at
+
+    overrides = overrides_of(args)
+    if args.name is not None:
+        overrides.append(f'name="{args.name}"')
+    if args.strict:
+        overrides.append("check.strict=true")
+    if Path(args.job).suffix == ".py":
+        from instep.client.script import load_script
+
+        job = load_script(Path(args.job), args.argv, overrides)
+    elif args.argv:
+        raise SpecError(
+            f"{args.argv[0]!r}: a job file takes no arguments after --; they go to a script. Use "
+            "--set arguments.key=value."
+        )
+    else:
+        job = spec_file.load(Path(args.job), overrides)
+    if args.check_determinism:
+        return _check_determinism(job, args)
+    if job.launch.launcher == "slurm":
+        from instep.launch.slurm_cluster import allocation
+
+        if not allocation():
+            return _submit(job, args)
+    done = run_job(
+        job,
+        Path(args.runs),
+        named=args.name is not None,
+        started=started_at(),
+        json_output=args.json,
+    )
+    return _print_ending(done, args)
+
+
+def run_options(parser: Parser) -> None:
+    """Options of `instep run`."""
+    parser.epilog = (
+        "With --on slurm outside an allocation, the job is submitted and followed. Ctrl-C stops "
+        "following and leaves it alone; scancel cancels it."
+    )
+    add = parser.add_argument
+    add("job", help="job file, TOML; or a script that calls instep.join")
+    add_changes(parser)
+    add(
+        "--check-determinism",
+        action="store_true",
+        help="only train a few steps on two numbers of workers, and compare the bits",
+    )
+    add(
+        "--strict",
+        action="store_true",
+        help="refuse to train unless the result is known to be that of one machine",
+    )
+    add("--name", help="name of the run and its folder (default: the job's, numbered)")
+    add("--runs", default="runs", help="folder of run folders (default: %(default)s)")
+
+
+def _submit(job: JobSpec, args: argparse.Namespace) -> int:
+    """Have Slurm run a job, and show how it goes."""
+    from instep.client.batch import follow, submit
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    runs = Path(args.runs)
+    return follow(
+        submit(job, runs, named=args.name is not None, json_output=args.json, say=say), say
+    )
+
+
+def _check_determinism(job: JobSpec, args: argparse.Namespace) -> int:
+    """Print whether the job gives the same bits on two numbers of workers."""
+    from instep.lab.determinism import check_determinism, lines
+
+    compared = check_determinism(job, lambda text: print(text, file=sys.stderr))
+    for line in lines(compared):
+        print(line, file=sys.stderr if args.json else sys.stdout)
+    if args.json:
+        found = compared.difference
+        answer = {**compared._asdict(), "difference": found._asdict() if found else None}
+        print(json.dumps({"deterministic": found is None, **answer}))
+    return 0 if compared.difference is None else RecipeError.exit_code
+
+
+def _print_ending(done: Run, args: argparse.Namespace) -> int:
+    """Print how a run ended, and return its exit code."""
+    from instep.report.terminal.closing import closing_lines
+    from instep.store.run_folder import RunFolder
+
+    for line in closing_lines(done.summary, RunFolder(done.path)):
+        print(line, file=sys.stderr if args.json else sys.stdout)
+    if args.json:
+        print(json.dumps(done.summary))
+    return done.exit_code
+
+
+def resume(args: argparse.Namespace) -> int:
+    """Continue a stopped or failed run from its newest checkpoint, on any number of workers."""
+    from instep.client.submit import resume_run
+    from instep.system.processes import started_at
+
+    done = resume_run(
+        Path(args.run), overrides_of(args), started=started_at(), json_output=args.json
+    )
+    return _print_ending(done, args)
+
+
+def resume_options(parser: Parser) -> None:
+    """Options of `instep resume`."""
+    add = parser.add_argument
+    add("run", help="run folder")
+    add_changes(parser)
+
+
+def scale(args: argparse.Namespace) -> int:
+    """Change the number of workers of a running job."""
+    from instep.client.running import scale
+    from instep.store.run_folder import RunFolder
+    from instep.words import plural
+
+    scale(Path(args.run), args.workers)
+    if args.json:
+        print(json.dumps({"run": args.run, "workers": args.workers}))
+    else:
+        servers = RunFolder(Path(args.run)).servers_at_the_end
+        stay = f"; the {plural(servers, 'server')} stay" if servers else ""
+        print(f"{plural(args.workers, 'worker')} from one of the next steps on{stay}")
+        print(f"next    instep report {args.run}")
+    return 0
+
+
+def scale_options(parser: Parser) -> None:
+    """Options of `instep scale`."""
+    add = parser.add_argument
+    add("run", help="folder of a running job")
+    add("--workers", type=int, required=True, metavar="N", help="new number of workers")
+
+
+def join_run(args: argparse.Namespace) -> int:
+    """Add the nodes of this Slurm job to a running job of another one."""
+    from instep.client.join_run import join_run
+
+    hosts = join_run(
+        Path(args.run),
+        args.workers,
+        lambda text: print(f"join    {text}", file=sys.stderr, flush=True),
+    )
+    if args.json:
+        print(json.dumps({"run": args.run, "hosts": hosts}))
+    return 0
+
+
+def join_run_options(parser: Parser) -> None:
+    """Options of `instep join-run`."""
+    add = parser.add_argument
+    add("run", help="folder of a running job that is on Slurm")
+    text = "how many more workers the run has meanwhile (default: one for each task of this job)"
+    add("--workers", type=int, metavar="N", help=text)
+
+
+def host(args: argparse.Namespace) -> int:
+    """Let this machine join a run whose job file has [cluster], and work for it."""
+    from instep.comm.channel import Address
+    from instep.launch.joining import Machine
+    from instep.units import host_and_port
+
+    try:
+        master = Address(*host_and_port(args.join))
+    except ValueError:
+        raise SpecError(
+            f"--join {args.join!r}: needs a machine and a port, such as node1:2220."
+        ) from None
+    machine = Machine(
+        master,
+        Path(args.token_file).absolute(),
+        lambda text: print(f"host    {text}", file=sys.stderr, flush=True),
+    )
+    runs = machine.serve(stay=args.stay)
+    if args.json:
+        print(json.dumps({"runs": runs}))
+    elif runs:
+        print(f"host    the run is over; its report is on {master.host}")
+    else:
+        print("host    the run ended before it began")
+    return 0
+
+
+def host_options(parser: Parser) -> None:
+    """Options of `instep host`."""
+    add = parser.add_argument
+    text = "where the machine of `instep run` listens: cluster.master of the job"
+    add("--join", required=True, metavar="ADDRESS", help=text)
+    text = "its token, as `instep run` or `instep certificates` wrote it; works once"
+    add("--token-file", required=True, metavar="FILE", help=text)
+    add("--stay", action="store_true", help="stay for the next run, until it is interrupted")
+
+
+def certificates(args: argparse.Namespace) -> int:
+    """Make a run's own authority, and a token for each machine that is to join."""
+    from instep.launch.join_folder import JoinFolder
+    from instep.units import seconds_in
+
+    if args.hosts < 1:
+        raise SpecError(f"--hosts {args.hosts}: needs at least one machine.")
+    for host in args.renew:
+        if not 0 <= host < args.hosts:
+            known = f"hosts are counted from 0, and --hosts is {args.hosts}"
+            raise SpecError(f"--renew {host}: {known}.")
+    try:
+        lasts_s = seconds_in(args.lasts)
+    except ValueError as error:
+        raise SpecError(f"--lasts: {error}. Give one, such as 24h.") from None
+    folder = JoinFolder(Path(args.folder))
+    made = [str(folder.token_file(n)) for n in folder.prepare(args.hosts, lasts_s, args.renew)]
+    if args.json:
+        print(json.dumps({"folder": args.folder, "tokens": made}))
+        return 0
+    for file in made:
+        print(f"token   {file}")
+    if not made:
+        print("token   none is needed; --renew makes another")
+    print(f'next    [cluster] certificates = "{args.folder}", and instep run JOB')
+    return 0
+
+
+def certificates_options(parser: Parser) -> None:
+    """Options of `instep certificates`."""
+    add = parser.add_argument
+    add("folder", help="cluster.certificates of the job; made if it is not there")
+    add("--hosts", type=int, required=True, metavar="N", help="how many machines are to join")
+    add("--lasts", default="24h", metavar="TIME", help="of new tokens (default: %(default)s)")
+    text = "a new token for this host; shuts out what joined with the one before"
+    add("--renew", type=int, action="append", default=[], metavar="HOST", help=text)

@@ -1,0 +1,167 @@
+"""Where runs are: one run as the live table shows it, or a line for each run of a folder.
+
+Both read what runs recorded, and need nothing of their processes. Way in: `Status`, `states_of`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from instep.errors import RunError
+from instep.report.figures.progress import MEMORY_S, Progress
+from instep.report.figures.summary import finite
+from instep.report.terminal.screen import screen
+from instep.store.folder import is_running
+from instep.store.run_folder import RunFolder, step_ends
+from instep.units import readable_count, readable_seconds
+from instep.words import metrics_in_words
+
+_RECENT_S, _BEAT_S = 3 * MEMORY_S, 0.5
+"""The last steps are taken in one beat after another, as a view of the running job gets them."""
+
+
+class Status:
+    """A run, read now.
+
+    Args:
+        path: its folder.
+
+    Raises:
+        RunError: it is not the folder of a run.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.folder = RunFolder(path)
+        self.state = "running" if is_running(path) else self.folder.outcome
+        """`running`; else how it ended, or `unfinished` if it was killed."""
+        self.progress = _replayed(self.folder, time.time() if self.state == "running" else None)
+
+    def lines(self, width: int = 100) -> list[str]:
+        """As the live table, and the state."""
+        shown = ["".join(text for text, _ in line) for line in screen(self.progress, width, 50)]
+        return [f"{self.state}   {self.folder.path}", *(line.rstrip() for line in shown)]
+
+    def as_table(self) -> dict[str, Any]:
+        """Plain data; what is not known is None."""
+        progress, (rows, _) = self.progress, self.progress.rows(1 << 20)
+        table: dict[str, Any] = finite(
+            {
+                "run": str(self.folder.path),
+                "state": self.state,
+                "step": self.folder.last_step,
+                "steps": progress.total,
+                "training_loss": progress.loss,
+                "validation": progress.validated.get("metrics"),
+                "samples_per_s": progress.samples_per_s,
+                "eta_s": progress.eta_s if self.state == "running" else None,
+                "workers": {row.name: row.state for row in rows},
+            }
+        )
+        return table
+
+
+class State(NamedTuple):
+    """A run of several."""
+
+    name: str
+    state: str
+    began: float | None
+    """Unix seconds."""
+    seconds: float
+    workers: int
+    step: int
+    steps: int | None
+    validation: dict[str, Any]
+
+
+def states_of(runs: Path) -> tuple[list[State], list[str]]:
+    """The runs in a folder, the oldest first, and what cannot be read, in words.
+
+    Raises:
+        RunError: there is no such folder, or no run in it.
+    """
+    if not runs.is_dir():
+        raise RunError(f"there is no folder {runs}. Give the folder that has the run folders.")
+    if (runs / "job.toml").is_file():
+        raise RunError(f"{runs} is a run itself: instep status {runs}")
+    found, unread = list[State](), list[str]()
+    for path in sorted(each.parent for each in runs.glob("*/job.toml")):
+        try:
+            found.append(_state_of(path))
+        except RunError as error:
+            unread.append(str(error))
+    if not found and not unread:
+        raise RunError(f"there is no run in {runs}. `instep run JOB --runs {runs}` makes one.")
+    return sorted(found, key=lambda each: each.began or 0.0), unread
+
+
+def _state_of(path: Path) -> State:
+    folder = RunFolder(path)
+    state = "running" if is_running(path) else folder.outcome
+    sessions = folder.sessions
+    return State(
+        path.name,
+        state,
+        sessions[0][0] if sessions else None,
+        folder.seconds,
+        folder.team,
+        folder.last_step,
+        folder.planned_steps,
+        folder.last("validated").get("metrics") or {},
+    )
+
+
+def state_lines(states: Sequence[State]) -> list[str]:
+    """A table of runs."""
+    rows = [("run", "state", "began", "took", "workers", "step", "validation")]
+    for each in states:
+        began = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.began)) if each.began else "-"
+        steps = f"/{readable_count(each.steps)}" if each.steps else ""
+        rows.append(
+            (
+                each.name,
+                each.state,
+                began,
+                readable_seconds(each.seconds),
+                readable_count(each.workers),
+                readable_count(each.step) + steps,
+                metrics_in_words({"metrics": each.validation}) or "-",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _replayed(folder: RunFolder, now: float | None) -> Progress:
+    """What a view would have shown by now, or at the end."""
+    session = folder.sessions[-1:] or [(0.0, 0.0)]
+    clock = [session[0][0]]
+    progress = Progress(folder.spec, folder.path.name, lambda: clock[0])
+    for event in folder.events:
+        clock[0] = float(event["time"])
+        progress.event(event)
+    for at, steps in _in_beats(folder):
+        clock[0] = at
+        progress.records(folder.ledger[:0], steps)
+    progress.records(folder.committed, folder.steps[:0])
+    clock[0] = session[0][1] if now is None else now
+    return progress
+
+
+def _in_beats(folder: RunFolder) -> Iterator[tuple[float, np.ndarray[Any, np.dtype[Any]]]]:
+    """When steps ended, and they: all but the recent ones at once."""
+    ends = step_ends(folder.steps)
+    if not len(ends):
+        return
+    beats = np.maximum(np.floor((ends - ends.max() + _RECENT_S) / _BEAT_S), 0)
+    for beat in np.unique(beats):
+        chosen = beats == beat
+        yield float(ends[chosen].max()), folder.steps[chosen]
