@@ -34,6 +34,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     **{f"`sync.name = {name!r}`": setting_of(name) for name in STRATEGIES},
     "all_reduce, `delayed = true`": ("delayed",),
     "averaging, `local_optimizers = 'kept'`": ("averaging",),
+    "averaging, `partition = 'blocks'`": ("averaging", "own_data"),
     **{f"`sync.codec = {name!r}`": codec_settings(name) for name in CODECS if name != "none"},
     "`train.determinism = 'bits'`": ("bits",),
     "averaging with `determinism = 'bits'`": ("averaging", "bits"),
@@ -86,6 +87,7 @@ than one of these axes.
 
 _NAMES = {
     "cuda": "`train.device = 'cuda'`",
+    "own_data": "`sync.options.partition`",
     "no_rounds": " or ".join(f"`{name}`" for name in sorted(NOT_IN_ROUNDS)),
     **{name: f"`sync.codec = {name!r}`" for name in ("dgc", "powersgd")},
 }

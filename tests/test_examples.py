@@ -90,6 +90,12 @@ def test_the_digits_are_told_apart(tmp_path):
 
 
 @pytest.mark.slow
+def test_participants_with_some_of_the_digits_learn_all_of_them(tmp_path):
+    process = job("12_federated", "train.steps=40", cwd=tmp_path)
+    assert summary_of(process, tmp_path / "runs/federated")["metrics"]["accuracy"] >= 0.9
+
+
+@pytest.mark.slow
 def test_a_small_gpt_learns_and_writes(tmp_path):
     shape = [f"arguments.{each}" for each in TINY_GPT]
     steps = ["train.steps=60", "arguments.steps=60", "train.validate_every=0"]

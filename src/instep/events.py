@@ -164,12 +164,16 @@ EVENTS = {
     "loaders_started": "worker, pids (of its loader processes; a killed one is replaced)",
     "dataset_known": "dataset (training, validation), samples, contents (index, content), "
     "differed (indices of samples that were different when read again)",
+    "data_divided": "partition, sizes (samples of each participant), validation_sizes (the same; "
+    "empty if it is not divided), digest (of who has which samples)",
     "sample_skipped": "worker, generation, dataset (training, validation), epoch, index, step, "
     "cause",
     "traffic": "worker, sent_bytes, received_bytes (since the start, counted by the kernel)",
     "participants_apart": "step, distance, way, divergence",
     "epoch_finished": "epoch, step, loss, samples",
     "validated": "step, epoch, metrics (name to value), samples, skipped, seconds, scheduled",
+    "participants_validated": "step, metrics (name to the value of each participant; null for one "
+    "without samples)",
     "mesh_checked": "tensors (gradients that were compared with those of one process), distance "
     "(the largest, relative to what is allowed, times 1e-5), blocks (that alone were compared; "
     "empty if all were); or why (nothing was compared)",
@@ -199,11 +203,13 @@ _NEEDED = {
     "generation_started": ("members",),
     "worker_ready": ("worker", "samples"),
     "dataset_known": ("dataset", "samples", "contents", "differed"),
+    "data_divided": ("sizes", "digest"),
     "sample_skipped": ("generation", "dataset", "epoch", "index", "step"),
     "traffic": ("worker", "sent_bytes", "received_bytes"),
     "participants_apart": ("step",),
     "epoch_finished": ("epoch", "step", "loss", "samples"),
     "validated": ("step", "metrics"),
+    "participants_validated": ("step", "metrics"),
     "checkpoint_saved": ("step",),
     "model_saved": ("step", "parameters_sha256"),
     "stop_requested": ("rule", "step"),
@@ -236,7 +242,7 @@ _KINDS = _COUNTS | {
     **dict.fromkeys(["loss"], _NUMBER),
     **dict.fromkeys(["outcome", "rule", "why", "dataset", "parameters_sha256"], _TEXT),
     **dict.fromkeys(["verdict", "text", "cause", "reason", "started_by"], _TEXT),
-    **dict.fromkeys(["suspects", "contents", "differed", "members"], _LIST),
+    **dict.fromkeys(["suspects", "sizes", "contents", "differed", "members"], _LIST),
     **dict.fromkeys(["metrics", "phases", "versions", "job"], _TABLE),
 }
 """Type of a field in every known event that has it; None means unknown."""

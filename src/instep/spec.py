@@ -201,6 +201,10 @@ class StopSpec(Section, frozen=True, kw_only=True):
             )
 
 
+SHARED = "none"
+"""The partition of data that all participants share."""
+
+
 class RoundSpec(Section, frozen=True, kw_only=True):
     """Options of the strategies with rounds that say what a round is."""
 
@@ -213,6 +217,13 @@ class RoundSpec(Section, frozen=True, kw_only=True):
 
     fraction: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """How much of the participants are in a round; which, is drawn for each by the seed."""
+
+    partition: str = SHARED
+    """Whose data are whose: `none`, all participants share them; or `blocks`, `labels`, `owner`:
+    each has some of its own."""
+
+    skew: Annotated[float, Meta(gt=0)] = 0.5
+    """Of `partition = "labels"`: 100 is near even, 0.1 severe."""
 
 
 ROUNDS: Mapping[str, RoundSpec] = {
@@ -228,6 +239,8 @@ ROUND_OPTIONS = {
     "local_steps": "needs a whole number of at least 1",
     "local_optimizers": "needs to be 'reset' or 'kept'",
     "fraction": "needs a number above 0, and at most 1",
+    "partition": "needs the name of a partition, such as 'blocks', in quotes",
+    "skew": "needs a number above 0",
 }
 """What each needs to be."""
 
@@ -777,6 +790,12 @@ class JobSpec(Section, frozen=True, kw_only=True):
         return rounds is not None and rounds.local_optimizers == "kept"
 
     @property
+    def own_data(self) -> str:
+        """The partition by which each participant has data, and epochs, of its own; or empty."""
+        rounds = self.sync.rounds
+        return rounds.partition if rounds is not None and rounds.partition != SHARED else ""
+
+    @property
     def per_iteration(self) -> TrainSpec:
         """`train`, with the portions of one step, or of one local step of all participants."""
         if self.sync.rounds is None:
@@ -818,6 +837,13 @@ class JobSpec(Section, frozen=True, kw_only=True):
                     f"{key} = {most} but train.global_batch = {self.train.global_batch}: a "
                     "participant needs at least one sample of each local step. "
                     f"Set {key} to at most {self.train.global_batch}."
+                )
+            if self.own_data and self.train.global_batch % most:
+                even = -(-self.train.global_batch // most) * most
+                raise ValueError(
+                    f"train.global_batch = {self.train.global_batch} but {key} = {most}: with "
+                    "sync.options.partition each participant takes as many samples in a local "
+                    f"step. Set train.global_batch to a multiple of {most}, such as {even}."
                 )
         elif most > self.train.global_batch:
             raise ValueError(

@@ -13,10 +13,11 @@ from pathlib import Path
 from instep.comm.certificates import Authority
 from instep.comm.codecs import CODECS
 from instep.comm.endpoint import Switchboard
+from instep.data.partition import PARTITIONS
 from instep.errors import RecipeError, SpecError, file_beside
 from instep.launch import LAUNCHERS
 from instep.recipe.start_file import start_file
-from instep.spec import OF_AXIS, ROUND_OPTIONS, JobSpec, MeshSpec, SyncSpec
+from instep.spec import OF_AXIS, ROUND_OPTIONS, SHARED, JobSpec, MeshSpec, SyncSpec
 from instep.state.model_file import check_hash
 from instep.sync import LEASED, ROUNDS, SERVERS, STRATEGIES, clashes
 from instep.system.environment import ASKED, INSIDE
@@ -133,6 +134,7 @@ def _check_sync(job: JobSpec) -> None:
             f"sync.options.copy = true with sync.servers = {sync.servers}: another server keeps "
             "the copy. Set sync.servers = 2 or more, or leave it out."
         )
+    _check_partition(sync)
     apart = ROUND_OPTIONS if sync.name in ROUNDS else {}
     own = ":" in sync.codec  # is imported by the workers, with the recipe
     options = sync.options.keys() - apart or sync.codec_options
@@ -140,6 +142,20 @@ def _check_sync(job: JobSpec) -> None:
         from instep.sync.base import strategy_of
 
         strategy_of(sync)
+
+
+def _check_partition(sync: SyncSpec) -> None:
+    """Refuse a partition that does not exist, or an option that it does not have."""
+    if sync.rounds is None:
+        return
+    partition = sync.rounds.partition
+    if partition != SHARED:
+        PARTITIONS.check(partition)
+    if partition != "labels" and "skew" in sync.options:
+        raise SpecError(
+            f"sync.options.skew = {sync.options['skew']} with partition = {partition!r}: it says "
+            "how uneven labels are dealt. Leave it out, or set partition = 'labels'."
+        )
 
 
 _OF_SEVERAL = {

@@ -14,7 +14,8 @@ from typing import Any, Literal
 from weakref import WeakSet
 
 from instep.comm.messages import Mark
-from instep.data.order import Indices
+from instep.data.order import Indices, Order
+from instep.data.partition.regions import Regions
 from instep.data.reading.choose import FINGERPRINT, choose, handler
 from instep.data.reading.fetch import Augment, Collate, Fetch, Slice
 from instep.data.reading.readers import Ahead, Inline, Reader
@@ -39,6 +40,7 @@ class Loader:
         dataset: map-style; see `Fetch` for its batched forms.
         seed: of the job.
         shuffle: the keyed order of each epoch, or the natural order.
+        order: instead of either.
         collate: list of samples to batch; torch's `default_collate` if None.
         augment: (sample, generator) to sample, with a generator keyed by
             (seed, epoch, index).
@@ -72,6 +74,7 @@ class Loader:
         *,
         seed: int,
         shuffle: bool,
+        order: Order | Regions | None = None,
         collate: Collate | None = None,
         augment: Augment | None = None,
         processes: int | Literal["auto"] = "auto",
@@ -87,6 +90,7 @@ class Loader:
             dataset,
             seed=seed,
             shuffle=shuffle,
+            order=order,
             collate=collate,
             augment=augment,
             skip=unreadable == "skip",
@@ -117,6 +121,7 @@ class Loader:
         parts: LoaderParts,
         name: Literal["training", "validation"],
         *,
+        order: Order | Regions | None = None,
         processes: int | Literal["auto"] | None = None,
         collate: Collate | None = None,
         augment: Augment | None = None,
@@ -130,6 +135,7 @@ class Loader:
             job: decides the seed, and where the `DataLoader` does not, the processes.
             parts: the dataset, as the user gave it.
             name: only what is trained on is shuffled, augmented and recorded.
+            order: of its samples, if it is another than the job's.
             processes: instead of the job's.
             collate: instead of the `DataLoader`'s.
             augment, marks, contents, say: as above.
@@ -142,6 +148,7 @@ class Loader:
             parts.dataset,
             seed=job.seed,
             shuffle=train,
+            order=order,
             collate=collate or parts.collate,
             augment=augment if train else None,
             processes=processes,

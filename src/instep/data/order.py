@@ -58,11 +58,27 @@ def key(seed: int, *parts: int) -> int:
     return state >> 1
 
 
+def keys(seed: int, *parts: int | Indices) -> Words:
+    """`key` for arrays of parts, which broadcast: [...] uint64 with the bits of `key`."""
+    state = np.array([_mixed(seed)], np.uint64)
+    for part in parts:
+        words = np.atleast_1d(np.asarray(part)).astype(np.uint64)
+        state = _mixed_words((state * _FOLD) ^ _mixed_words(words))
+    return state >> np.uint64(1)
+
+
 def _mixed(word: int) -> int:
     word = (word + _GOLDEN) & _WORD
     word = ((word ^ (word >> 30)) * _FIRST) & _WORD
     word = ((word ^ (word >> 27)) * _SECOND) & _WORD
     return word ^ (word >> 31)
+
+
+def _mixed_words(words: Words) -> Words:
+    words = words + np.uint64(_GOLDEN)
+    words = (words ^ (words >> np.uint64(30))) * _SPREAD
+    words = (words ^ (words >> np.uint64(27))) * _FOLD
+    return words ^ (words >> np.uint64(31))
 
 
 class Order:

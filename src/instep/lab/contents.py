@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from instep.data.order import Order
+from instep.data.partition.regions import Regions
 from instep.data.reading import generators
 from instep.data.reading.fetch import seed_for_sample
 from instep.data.samples.contents import Selection, content_of
@@ -25,6 +26,7 @@ from instep.recipe.build import call, load_function
 from instep.store.run_folder import Records, RunFolder
 from instep.units import readable_count
 from instep.words import plural
+from instep.worker.own_data import divide
 
 _SHOWN = 5
 
@@ -124,7 +126,7 @@ def compare(run: RunFolder, most: int | None = None) -> ContentProof:
     if most is not None and len(rows) > most:
         chosen = np.random.default_rng(run.spec.seed).choice(len(rows), most, replace=False)
         rows = rows[np.sort(chosen)]
-    dataset, seed = _dataset(run), run.spec.seed
+    dataset, seed = _recipe(run).train, run.spec.seed
     torch.set_num_threads(1)  # as in a loader process: sums are cut among threads
     wrong, unrepeatable = [], []
     for epoch, index, content in rows.tolist():
@@ -159,24 +161,27 @@ def _coverage(run: RunFolder, rows: Records) -> tuple[int, int]:
     samples, which = run.epoch_samples, run.spec.check.content
     if which == "off" or not samples:
         return 0, 0
-    chosen, order = Selection(samples, run.spec.seed, which), Order(samples, run.spec.seed)
+    chosen, job = Selection(samples, run.spec.seed, which), run.spec
+    own = divide(job, _recipe(run)) if job.own_data else None
+    order: Order | Regions = own.train if own is not None else Order(samples, job.seed)
     due = recorded = 0
     for epoch in run.audit.epochs:
-        indices = order.indices(epoch.epoch, 0, min(epoch.expected, samples))
-        wanted = indices[chosen(epoch.epoch, 0, len(indices))]
+        begin = 0 if own is None else int(own.train.offsets[epoch.participant or 0])
+        part = epoch.epoch, begin, min(begin + epoch.expected, samples)
+        wanted = order.indices(*part)[chosen(*part)]
         due += len(wanted)
         recorded += int(np.isin(wanted, rows["index"][rows["epoch"] == epoch.epoch]).sum())
     return due, recorded
 
 
-def _dataset(run: RunFolder) -> Any:
+def _recipe(run: RunFolder) -> Any:
     if run.joined:
         raise RunError(
             f"the processes of {run.path} called instep.join, so there is no recipe function to "
             "call for its dataset."
         )
     job = run.spec
-    return call(load_function(job.recipe), job.arguments, job.seed).train
+    return call(load_function(job.recipe), job.arguments, job.seed)
 
 
 def _plainly(dataset: Any, seed: int, epoch: int, index: int) -> int:

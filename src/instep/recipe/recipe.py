@@ -117,6 +117,13 @@ class Recipe:
     parameters: Callable[[nn.Module], Any] | None = None
     """What the optimizer is given, for parameter groups; all that need gradients otherwise."""
 
+    owners: Sequence[int] | Callable[[Any, int], int] | None = None
+    """With `sync.options.partition = "owner"`: which participant has a sample, from 0. A whole
+    number for each training sample; or `owners(dataset, index)`, which also divides `validate`."""
+
+    labels: Sequence[int] | Callable[[Any, int], int] | None = None
+    """With `sync.options.partition = "labels"`: the class of a sample, given as `owners` are."""
+
     predict: Callable[[nn.Module, Any], Any] | None = None
     """`predict(model, batch)`: what `instep predict` writes, with a row for each sample of the
     batch: a tensor, or a tuple or dict of tensors; the model on its inputs otherwise."""

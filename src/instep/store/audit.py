@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from instep.data.participants import OwnRounds
 
 Integers = NDArray[np.int64]
 
@@ -36,6 +38,9 @@ class EpochAudit:
 
     epoch: int
     """Counts from 0."""
+
+    participant: int | None = None
+    """Whose data and epoch it is; None where all share them."""
 
     expected: int
     """Positions `[0, expected)` should be in the ledger, each once."""
@@ -135,6 +140,32 @@ def audit(
         entries.append(_entry(epoch, expected, first, stop, count))
         rows = np.stack([np.full_like(first, epoch), first, stop, count], axis=1)
         digest.update(rows.astype("<i8").tobytes())
+    return Audit(tuple(entries), digest.hexdigest())
+
+
+def audit_own(ledger: np.ndarray[Any, Any], own: OwnRounds, last_step: int) -> Audit:
+    """The same where participants have data of their own: each is audited like a whole run.
+
+    Args:
+        ledger: as above; the positions say whose data they are.
+        own: what participants take in each round.
+        last_step: the last committed round.
+
+    Returns:
+        One entry for each epoch of each participant, whose positions count from the first of its
+        region.
+    """
+    region = np.searchsorted(own.offsets[1:-1], ledger["first"], side="right")
+    order = np.argsort(region, kind="stable")
+    ledger, ends = ledger[order], np.searchsorted(region[order], np.arange(1, len(own.sizes)))
+    digest, entries = hashlib.sha256(), list[EpochAudit]()
+    rounds, sizes = own.rounds(last_step).tolist(), own.sizes.tolist()
+    for number, records in enumerate(np.split(ledger, ends)):
+        for end in ("first", "stop"):
+            records[end] -= own.offsets[number]
+        found = audit(records, sizes[number], own.portion, last_step=rounds[number])
+        entries += [replace(entry, participant=number) for entry in found.epochs]
+        digest.update(found.sha256.encode())
     return Audit(tuple(entries), digest.hexdigest())
 
 

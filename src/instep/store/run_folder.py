@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from instep.data.participants import OwnRounds
 from instep.errors import RunError, SpecError, near_miss
 from instep.events import LEDGER, STEPS, read_events, read_records, wrong_in
 from instep.formats import FORMAT, other_format
 from instep.spec_file import build, read_table
-from instep.store.audit import Audit, audit, skipped_in
+from instep.store.audit import Audit, audit, audit_own, skipped_in
 from instep.words import command
 
 Event = dict[str, Any]
@@ -183,6 +184,14 @@ class RunFolder:
         planned: int | None = self.last("worker_ready").get("last_step")
         return planned
 
+    @cached_property
+    def own_rounds(self) -> OwnRounds | None:
+        """What participants take of data of their own; None where they have none."""
+        divided = self.last("data_divided")
+        if not (divided and self.spec.own_data):
+            return None
+        return OwnRounds.of_job(self.spec, divided["sizes"])
+
     @property
     def epoch_steps(self) -> int:
         """Steps of one epoch; 0 while the size of the training set is unknown."""
@@ -243,9 +252,11 @@ class RunFolder:
         batch = self.spec.per_commit.global_batch
         first = (steps - 1) % self.epoch_steps * batch
         possible = self.planned_steps or 2 * len(self.ledger)  # a damaged record may say anything
-        whole = steps[
-            (taken >= np.minimum(batch, self.epoch_samples - first)) & (steps <= possible)
-        ]
+        due = np.minimum(batch, self.epoch_samples - first)
+        if (own := self.own_rounds) is not None:
+            known = [own.of(step) if 0 < step <= possible else [] for step in steps.tolist()]
+            due = np.array([sum(part.stop - part.first for part in each) for each in known])
+        whole = steps[(taken >= due) & (steps <= possible)]
         return int(whole.max(initial=0))
 
     @cached_property
@@ -267,6 +278,8 @@ class RunFolder:
     @cached_property
     def audit(self) -> Audit:
         """How often each sample is in the committed ledger, epoch by epoch."""
+        if self.own_rounds is not None:
+            return audit_own(self.committed, self.own_rounds, self.last_step)
         batch = self.spec.per_commit.global_batch
         return audit(self.committed, self.epoch_samples, batch, last_step=self.last_step)
 
@@ -429,7 +442,10 @@ def _records(path: Path, dtype: np.dtype[Any]) -> Records:
 
 
 _OF_A_STEP = frozenset(
-    ["epoch_finished", "sample_skipped", "validated", "checkpoint_saved", "model_saved"]
+    [
+        *("epoch_finished", "sample_skipped", "validated", "participants_validated"),
+        *("checkpoint_saved", "model_saved"),
+    ]
 )
 
 

@@ -48,6 +48,9 @@ def _batch_loss(job: JobSpec, recipe: Traits | None) -> bool:
 
 SETTINGS = {
     "averaging": Setting("sync.name = {job.sync.name!r}", lambda job, _: job.sync.name in ROUNDS),
+    "own_data": Setting(
+        "sync.options.partition = {job.own_data!r}", lambda job, _: bool(job.own_data)
+    ),
     "server_sync": Setting(
         "sync.name = {job.sync.name!r}", lambda job, _: job.sync.name in SERVERS - LEASED
     ),
@@ -99,6 +102,7 @@ CLASHES: dict[tuple[str, str], str] = {
     ("averaging", "turns"): _ONE_OPTIMIZER,
     ("averaging", "batch_loss"): "participants take their steps apart, and the loss is of the "
     "global batch of all of them",
+    ("own_data", "own_loop"): "only the data of a recipe are divided",
     ("server_sync", "codec"): "servers are sent plain numbers",
     ("server_sync", "cuda"): _ON_THE_HOST,
     ("server_sync", "float16"): _ON_THE_HOST,

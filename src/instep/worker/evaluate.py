@@ -7,7 +7,7 @@ at any number of workers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,9 @@ class Evaluation(NamedTuple):
     """Samples that were read, over all workers; the means are over them."""
     skipped: list[Skipped]
     """Samples that this worker could not read."""
+    participants: dict[str, list[float]]
+    """`loss` and each metric by name, of each participant; NaN for one without samples that count.
+    Empty where the dataset is not divided."""
 
 
 def evaluate(
@@ -47,6 +50,7 @@ def evaluate(
     tells: bool = True,
     arrived: Callable[[], None] = lambda: None,
     lockstep: bool = False,
+    sizes: Sequence[int] = (),
 ) -> Evaluation:
     """Mean loss and metrics over `samples` samples, in eval mode; every worker calls it.
 
@@ -66,13 +70,16 @@ def evaluate(
         tells: whether this rank tells what it computes; one does, of those that are the same.
         arrived: called when this worker has finished and waits for the others.
         lockstep: whether ranks compute a batch together, so that all must run equally many.
+        sizes: samples of each participant, which stand one after the other; none where the dataset
+            is not divided.
 
     Raises:
         DataError: no sample could be read.
         RecipeError: the loss is a mean over nothing.
     """
     names = ["loss", *forward.recipe.metrics]
-    count = -(-samples // batch)
+    cuts, whose = _cuts(sizes or [samples], batch)
+    count = len(cuts)
     # the last two columns: samples read, and the weight of the loss
     table = torch.zeros(count, len(names) + 2, dtype=torch.float64)
     skipped: list[Skipped] = []
@@ -83,7 +90,7 @@ def evaluate(
     was_training = forward.model.training
     forward.model.eval()
     try:
-        reads = loader.read(_slices(own, batch, samples))
+        reads = loader.read(cuts[number] for number in own)
         for number, read in zip(own, reads, strict=True):
             skipped += read.skipped if tells else []
             if read.size:
@@ -103,8 +110,8 @@ def evaluate(
     shared = table.to(forward.device)
     arrived()
     comm.all_reduce(shared).wait()
-    table, sizes, weights = shared.to("cpu").split([len(names), 1, 1], dim=1)
-    read_in_all = int(sizes.sum())
+    table, counts, weights = shared.to("cpu").split([len(names), 1, 1], dim=1)
+    read_in_all = int(counts.sum())
     if not read_in_all:
         example = f"; of sample {skipped[0].sample}: {skipped[0].cause}" if skipped else ""
         raise DataError(f"none of the {samples} samples to validate on can be read{example}.")
@@ -113,9 +120,25 @@ def evaluate(
             f"the {read_in_all} samples to validate on have the weight 0 together: there is "
             "nothing that the loss could be a mean of."
         )
-    means = (table * sizes).sum(0) / read_in_all
-    means[0] = table[:, 0].sum() / weights.sum()  # the loss of each batch is its total
-    return Evaluation(dict(zip(names, means.tolist(), strict=True)), read_in_all, skipped)
+    means = _means(table, counts, weights, torch.zeros(count, dtype=torch.int64), 1)[:, 0]
+    each = _means(table, counts, weights, torch.tensor(whose), len(sizes)) if sizes else []
+    return Evaluation(
+        dict(zip(names, means.tolist(), strict=True)),
+        read_in_all,
+        skipped,
+        {name: values.tolist() for name, values in zip(names, each, strict=False)},
+    )
+
+
+def _means(table: Tensor, counts: Tensor, weights: Tensor, group: Tensor, groups: int) -> Tensor:
+    """[names, groups] of the rows of each group: by samples, but the loss by weight."""
+
+    def total(rows: Tensor) -> Tensor:
+        return rows.new_zeros(groups, rows.shape[1]).index_add_(0, group, rows)
+
+    means = total(table * counts) / total(counts)
+    means[:, 0] = total(table[:, :1])[:, 0] / total(weights)[:, 0]  # a batch's loss is its total
+    return means.T
 
 
 def first_readable(loader: Loader, samples: int) -> Any:
@@ -132,6 +155,12 @@ def first_readable(loader: Loader, samples: int) -> Any:
     raise DataError(f"none of the first {tried} samples of an epoch can be read.")
 
 
-def _slices(numbers: list[int], batch: int, samples: int) -> Iterator[Slice]:
-    for number in numbers:
-        yield Slice(0, number * batch, min((number + 1) * batch, samples))
+def _cuts(sizes: Sequence[int], batch: int) -> tuple[list[Slice], list[int]]:
+    """Batches of one participant after the other, and whose each is."""
+    cuts, whose, begin = list[Slice](), list[int](), 0
+    for number, size in enumerate(sizes):
+        for first in range(0, size, batch):
+            cuts.append(Slice(0, begin + first, begin + min(first + batch, size)))
+            whose.append(number)
+        begin += size
+    return cuts, whose

@@ -25,6 +25,7 @@ from instep.comm.base import Comm
 from instep.comm.messages import NOT_FINITE, ON_REQUEST, SPREAD, Form
 from instep.data.loader import Loader, Read, Skipped, Slice
 from instep.data.order import Position, position, steps_in_epoch
+from instep.data.participants import OwnRounds
 from instep.data.samples import last_read
 from instep.data.samples.contents import Record
 from instep.errors import CheckpointError, PeerError
@@ -155,6 +156,11 @@ class Loop(ABC):
     def _by_speed(self) -> bool:
         """Whether a slow worker is given fewer micro-batches."""
         return False
+
+    @property
+    def _own_rounds(self) -> OwnRounds | None:
+        """What participants take of data of their own; None where they have none."""
+        return None
 
     def _finished(self, comm: Comm) -> Finished:
         """What members have already computed of the next step; all members call it."""
@@ -312,6 +318,7 @@ class Loop(ABC):
                     finished=self._finished(comm),
                     mesh=self.job.mesh,
                     unit=self.job.unit,
+                    own=self._own_rounds,
                 ),
                 compare=not given,
             )

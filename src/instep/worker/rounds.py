@@ -24,6 +24,7 @@ from torch import Tensor
 from instep.comm.base import Comm
 from instep.data.loader import Read, Skipped, Slice
 from instep.data.order import key, micro_batch
+from instep.data.participants import Sampling
 from instep.errors import RecipeError, SpecError
 from instep.recipe.build import set_generators
 from instep.recipe.forward import Forward
@@ -37,9 +38,6 @@ from instep.worker.step.buffers import Buffers
 from instep.worker.step.engine import Engine, Weighed
 from instep.worker.step.passes import OF_PASS, Pass, Share
 from instep.worker.step.update import OF_UPDATE, Update, options_of
-
-OF_SAMPLING = 7
-"""What a key is drawn for: which participants are in a round."""
 
 
 class RoundUpdate(Update):
@@ -220,20 +218,18 @@ class Participant:
         self.put_back()
 
 
-def local_steps_of(part: Pass, local_steps: int) -> Iterator[tuple[int, Slice]]:
-    """Number and samples of a participant's local steps; those without samples are left out."""
+def local_steps_of(part: Pass, local_steps: int, least: int = 0) -> Iterator[tuple[int, Slice]]:
+    """Number and samples of a participant's local steps; those without samples are left out.
+
+    Where it has less than in a whole round, there are fewer steps than ones with `least` samples.
+    """
     epoch, first, stop = part.samples
+    if least:
+        local_steps = min(local_steps, -(-part.size // least))
     for number in range(local_steps):
         low, high = micro_batch(first, stop, number, local_steps)
         if high > low:
             yield number, Slice(epoch, low, high)
-
-
-def participants_of(job: JobSpec, step: int) -> list[int]:
-    """Which participants are in a round, in their order."""
-    every, count = range(job.sync.participants), job.sync.taking_part
-    drawn = sorted(every, key=lambda number: key(job.seed, OF_SAMPLING, step, number))[:count]
-    return sorted(drawn) if count < len(every) else list(every)
 
 
 def equip(engine: Engine, update: RoundUpdate, job: JobSpec) -> None:
@@ -295,6 +291,7 @@ class Rounds:
         self._left, self._is_at = left, at
         self._participants, self._ranks = job.per_commit.micro_batches, job.mesh.ranks
         self._at = (0, 0)  # course and number of a round
+        self._sampling = Sampling.of_job(job)
         self._numbers: list[int] = []  # of the participants in it
         self._ways: dict[int, Way] = {}  # of its participants, by number
         self._there: frozenset[Slice] = frozenset()
@@ -330,11 +327,17 @@ class Rounds:
         """What was computed for another round is of no use."""
         if self._at != (course, step):
             self._at, self._ways = (course, step), {}
-            self._numbers = participants_of(self._job, step)
+            self._numbers = self._sampling.of(step)
 
     def slices(self, share: Share) -> Iterator[Slice]:
         """The samples of each local step of each participant that is to be computed, in order."""
         return (part.samples for part in self._parts(share))
+
+    def _cuts(self, part: Pass) -> Iterator[tuple[int, Slice]]:
+        """Its local steps; with data of its own they do not get smaller at the end of an epoch."""
+        train = self._job.per_iteration
+        batch = train.global_batch // train.micro_batches if self._job.own_data else 0
+        return local_steps_of(part, self._local_steps, batch)
 
     def samples_of(self, share: Share) -> int:
         """How many samples of a round this worker computes, or has computed."""
@@ -344,7 +347,7 @@ class Rounds:
         """What this rank has of each local step; of all participants, or of those to compute."""
         for part in share.passes:
             if every or part.samples not in self._there:
-                for _, cut in local_steps_of(part, self._local_steps):
+                for _, cut in self._cuts(part):
                     yield Pass(cut, 0) if self._shared is None else self._shared.part_of(cut)
 
     def run(
@@ -379,7 +382,7 @@ class Rounds:
     def _way(self, part: Pass, loads: Iterator[Read], step: int) -> Way:
         """Compute a participant; what it did to buffers is left for the engine to see."""
         with Participant(self._update, part, self._numbers[part.number]) as participant:
-            cuts = dict(local_steps_of(part, self._local_steps))
+            cuts = dict(self._cuts(part))
             for number in range(self._local_steps):
                 counts = False
                 if self._shared is None and self._left():
@@ -451,6 +454,8 @@ def check_length(job: JobSpec, samples: int) -> None:
     Raises:
         SpecError: they are.
     """
+    if job.own_data:  # a participant's round ends with its epoch
+        return
     batch = job.train.global_batch
     most = -(-samples // batch)
     if job.local_steps > most:
@@ -467,8 +472,9 @@ def verdict(job: JobSpec) -> str:
     some = f"{sync.taking_part} of " if sync.taking_part < sync.participants else ""
     pulled = ", each drawn back to the round's beginning" if sync.name == "fedprox" else ""
     outer = ", and an optimizer takes a step of that" if sync.name in ("fedopt", "diloco") else ""
+    own = f" with data of their own ({job.own_data!r})" if job.own_data else ""
     return (
-        f"no: sync.name = {sync.name!r} averages {some}{sync.participants} participants after "
+        f"no: sync.name = {sync.name!r} averages {some}{sync.participants} participants{own} after "
         f"{job.local_steps} local steps of each{pulled}{outer}. With sync.name = 'all_reduce' the "
         "run takes the steps of one machine"
     )

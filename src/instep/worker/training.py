@@ -5,6 +5,7 @@ The loop around them is in `loop.py`.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from instep.comm.base import Comm
 from instep.comm.messages import COMPILING, Heartbeat
 from instep.data.loader import Loader, Read, Skipped, Slice
 from instep.data.order import Position, key
+from instep.data.participants import OwnRounds
 from instep.data.reading.generators import preserved
 from instep.data.reading.threads import cpu_clock
 from instep.data.samples.contents import Record
@@ -38,7 +40,7 @@ from instep.state.retention import Best, best_rule
 from instep.sync import LEASED, SERVERS, clashes
 from instep.system.malloc import return_unused_memory
 from instep.words import listed
-from instep.worker import dataset_check, rounds
+from instep.worker import dataset_check, own_data, rounds
 from instep.worker.early_reads import EarlyReads
 from instep.worker.evaluate import evaluate
 from instep.worker.layout import example_of, found_layout
@@ -51,6 +53,7 @@ from instep.worker.optimizer_check import OptimizerCheck
 from instep.worker.probe import Probe
 from instep.worker.replica import Replica, check_model
 from instep.worker.shared_steps import MembersChanged, SharedSteps
+from instep.worker.step.alike import check_division
 from instep.worker.step.assignment import Finished
 from instep.worker.step.committed import Commit
 from instep.worker.step.engine import Weighed
@@ -111,6 +114,7 @@ class Training(Loop):
         )
         self._reads = make_global(model) if self.job.train.batch_norm == "global" else None
         self._forward = Forward(recipe, model, device, self.job.train.precision)
+        self._own_data = own_data.divide(self.job, recipe)
         self._loader = loader = self._make_loader("train")  # forks before groups exist
         if recipe.validate is not None:
             self._validation = self._make_loader("validate")
@@ -169,7 +173,8 @@ class Training(Loop):
             else None
         )
         if isinstance(update, rounds.RoundUpdate) and self._replica is None:
-            probe = Probe(self._forward, self._validation, self._validation_samples)
+            sizes = self._own_data.validation_sizes if self._own_data is not None else ()
+            probe = Probe(self._forward, self._validation, sizes or [self._validation_samples])
             update.probe = probe.predictions
         self._rounds = (
             rounds.Rounds(
@@ -194,6 +199,8 @@ class Training(Loop):
         """A training sample that was different when worker 0 read it again."""
         if not member.others_have_state and member.number == 0:
             self._unrepeatable = dataset_check.check_datasets(member, loader, self._validation)
+            if self._own_data is not None:
+                own_data.check(self._own_data, member, self.job.own_data)
         self.sized: Callable[[int], None] = lambda workers: None
         """Called with the number of workers of each generation, before its first step."""
         self.engine.observers = make_observers(
@@ -298,6 +305,7 @@ class Training(Loop):
             self.job,
             recipe.given[name],
             "training" if name == "train" else "validation",
+            order=getattr(self._own_data, name, None),
             processes=None if member.role == "worker" else 0,  # a server reads little
             collate=recipe.collate,
             augment=recipe.augment,
@@ -393,6 +401,8 @@ class Training(Loop):
 
     def _before_steps(self, comm: Comm) -> None:
         self._agree_on_trial(comm)
+        if self._own_data is not None:
+            check_division(comm, self.device, self._own_data.train.digest)
         if self._reads is not None:
             self._reads.join(comm, self._waiting)
         self.sized(comm.size)
@@ -433,6 +443,10 @@ class Training(Loop):
         before, self.phase = self.phase, "exchange"
         yield
         self.phase = before
+
+    @property
+    def _own_rounds(self) -> OwnRounds | None:
+        return self._own_data.rounds if self._own_data is not None else None
 
     @property
     def _by_speed(self) -> bool:
@@ -674,6 +688,7 @@ class Training(Loop):
             tells=self._replica is None or self._replica.tells,
             arrived=self._waits,
             lockstep=self._replica is not None,
+            sizes=self._own_data.validation_sizes if self._own_data is not None else (),
         )
         left_out = found.skipped
         self._skips.report(left_out, dataset="validation", step=self.step, epoch=where.epoch)
@@ -688,6 +703,15 @@ class Training(Loop):
                 seconds=time.perf_counter() - begin,
                 scheduled=self._is_time(where),
             )
+            if found.participants:
+                self.member.emit(
+                    "participants_validated",
+                    step=self.step,
+                    metrics={
+                        name: [value if math.isfinite(value) else None for value in values]
+                        for name, values in found.participants.items()
+                    },
+                )
         return found.metrics
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from instep.data.loader import Loader, Read, Skipped, Slice
-from instep.data.order import Order, Position, key, micro_batch
+from instep.data.order import Position, key, micro_batch
 from instep.parallel.draws import ByMicroBatch
 from instep.parallel.nested import on_tensors
 from instep.parallel.reads import Reads
@@ -73,7 +73,7 @@ class WholeBatch:
     ) -> None:
         self._engine, self._forward, self._loader = engine, forward, loader
         self._job, self._reads, self._device = job, reads, device
-        self._order, self._borrowed = Order(samples, job.seed), None
+        self._borrowed: Any = None
         self._samples, self._parts = samples, parts
         self._replica = replica
 
@@ -130,7 +130,7 @@ class WholeBatch:
         keys, sizes = [], []
         for number in range(part.number, part.number + part.micro_batches):
             first, stop = micro_batch(where.first, where.stop, number, parts)
-            indices = self._order.indices(where.epoch, first, stop).tolist()
+            indices = self._loader.indices(Slice(where.epoch, first, stop)).tolist()
             keys.append(key(self._job.seed, OF_PASS, step, number))
             sizes.append(sum(index not in lost for index in indices))
         return keys, sizes

@@ -6,7 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from instep.store.audit import audit
+from instep.data.participants import OwnRounds, Sampling
+from instep.events import LEDGER
+from instep.report.figures.proof import not_their_own
+from instep.store.audit import audit, audit_own
 from made_up_runs import make_ledger
 
 unhurried = settings(max_examples=60)
@@ -115,3 +118,42 @@ def test_ten_million_records_take_seconds():
     begin = time.perf_counter()
     assert audit(ledger, 1_000_000, 4).exact
     assert time.perf_counter() - begin < 30
+
+
+@unhurried
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=5),
+    st.integers(1, 10),
+    st.integers(1, 12),
+    st.data(),
+)
+def test_participants_with_data_of_their_own_are_audited_each_in_its_epochs(
+    sizes, portion, steps, data
+):
+    own = OwnRounds(sizes, portion, Sampling(0, len(sizes), -(-len(sizes) // 2)))
+    ledger = np.array(
+        [
+            (step, part.epoch, 0, 1, 0, 0, unit, part.first, part.stop)
+            for step in range(1, steps + 1)
+            for unit, part in enumerate(own.of(step))
+        ],
+        LEDGER,
+    )
+    found = audit_own(ledger, own, steps)
+    assert found.exact
+    assert found.used == int((ledger["stop"] - ledger["first"]).sum())
+    assert not len(not_their_own(ledger, own, steps))
+    at = data.draw(st.integers(0, len(ledger) - 1))
+    size, step = int(ledger[at]["stop"] - ledger[at]["first"]), int(ledger[at]["step"])
+    fewer = np.delete(ledger, at)
+    dropped = audit_own(fewer, own, steps)
+    assert (dropped.missing, dropped.repeated, dropped.stray) == (size, 0, 0)
+    assert not_their_own(fewer, own, steps).tolist() == [step]
+    doubled = audit_own(np.append(ledger, ledger[at]), own, steps)
+    assert (doubled.missing, doubled.repeated, doubled.stray) == (0, size, 0)
+    later = ledger.copy()
+    later["epoch"][at] += 100
+    moved = audit_own(later, own, steps)
+    assert (moved.missing, moved.repeated, moved.stray) == (size, 0, size)
+    assert not_their_own(later, own, steps).tolist() == [step]
+    assert len({found.sha256, dropped.sha256, doubled.sha256, moved.sha256}) == 4

@@ -11,6 +11,7 @@ from instep.sync.clashes import CLASHES, SETTINGS, check
 
 JOBS = {
     "averaging": {"sync": {"name": "averaging", "participants": 8}},
+    "own_data": {"sync": {"name": "averaging", "options": {"partition": "blocks"}}},
     "server_sync": {"sync": {"name": "server_sync"}},
     "leased": {"sync": {"name": "server_async"}},
     "codec": {"sync": {"codec": "int8"}},
@@ -33,6 +34,7 @@ JOBS = {
     "batch_loss": {},
 }
 NEEDS = {
+    "own_data": {"averaging"},
     "corruption": {"bits"},
     "powersgd": {"codec", "no_rounds"},
     "dgc": {"codec", "no_rounds"},

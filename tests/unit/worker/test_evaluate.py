@@ -1,5 +1,7 @@
 """A validation has the same bits whoever computes which of its batches."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -12,8 +14,11 @@ from instep.recipe.forward import Forward
 from instep.recipe.recipe import Recipe
 from instep.worker.evaluate import evaluate
 
+SIZES = [3, 0, 20, 14]
+"""Samples of participants, of which one has none."""
 
-def figures(comm, speeds=None, workers=None):
+
+def figures(comm, speeds=None, workers=None, sizes=()):
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(37, 6, generator=generator)
     recipe = Recipe(
@@ -38,7 +43,7 @@ def figures(comm, speeds=None, workers=None):
 
     forward.measure = counted
     try:
-        return evaluate(forward, loader, 37, 5, comm, speeds, workers), sum(taken)
+        return evaluate(forward, loader, 37, 5, comm, speeds, workers, sizes=sizes), sum(taken)
     finally:
         loader.close()
 
@@ -70,6 +75,23 @@ def test_the_means_are_those_of_plain_torch_over_all_samples_although_the_last_b
         assert found.metrics[name] == pytest.approx(float(mean), rel=1e-6)
         by_batch = torch.stack([part.double().mean() for part in each.split(5)]).mean()
         assert abs(float(by_batch - mean)) > 1e-3  # a mean of the batches' means is another
+
+
+def test_each_participant_has_the_means_of_its_own_samples_whoever_computes_them():
+    inputs = torch.randn(37, 6, generator=torch.Generator().manual_seed(1))
+    outputs = (inputs.sum(dim=1, keepdim=True) * 0.3 + 0.3).expand(37, 2)
+    error = (outputs - inputs.sin()[:, :2]).double()
+    whole, samples = figures(AloneComm(), sizes=SIZES)
+    assert samples == 37
+    plain, _ = figures(AloneComm())
+    assert whole.metrics == pytest.approx(plain.metrics, rel=1e-6)
+    assert plain.participants == {}
+    for name, each in (("loss", error**2), ("distance", error.abs())):
+        means = [float(part.mean()) for part in each.split(SIZES)]
+        assert whole.participants[name] == pytest.approx(means, rel=1e-6, nan_ok=True)
+        assert math.isnan(means[1])
+    for values, _ in run_ranks(3, lambda comm: figures(comm, (1, 0.2, 1), sizes=SIZES)):
+        assert str(values) == str(whole)  # NaN is no other NaN
 
 
 def test_servers_validate_nothing_and_have_the_figures_too():

@@ -18,6 +18,7 @@ import torch
 
 from instep.comm.messages import Mark
 from instep.data.order import Indices, Order, key
+from instep.data.partition.regions import Regions
 from instep.data.reading import generators
 from instep.data.reading.batched import (
     batch_reader,
@@ -65,6 +66,7 @@ class Fetch:
             [count] int64 array) -> batch`, is asked for many samples at once.
         seed: of the job.
         shuffle: keyed order, or else the natural one.
+        order: instead of either: the samples at positions of an epoch.
         collate: list of samples to batch; torch's `default_collate` if None.
         augment: (sample, generator) to sample; the generator is keyed by
             (seed, epoch, index).
@@ -81,6 +83,7 @@ class Fetch:
         *,
         seed: int,
         shuffle: bool,
+        order: Order | Regions | None = None,
         collate: Collate | None = None,
         augment: Augment | None = None,
         skip: bool = False,
@@ -101,7 +104,7 @@ class Fetch:
         self.selection: Selection | None = None
         """The samples whose content is recorded."""
         self._augment, self.skip = augment, skip
-        self._order = Order(self.samples, seed) if shuffle else None
+        self._order = order or (Order(self.samples, seed) if shuffle else None)
         self._collate: Collate = collate or collate_by_torch
         self._read_batch = batch_reader(dataset) if collate is None and augment is None else None
         self._many = offers(dataset, "__getitems__")

@@ -134,7 +134,10 @@ class Progress:
         if len(ledger):
             self._first_step = self._first_step or int(ledger["step"].min())
             self.step = max(self.step, int(ledger["step"].max()))
-            self.epoch = max(self.epoch, int(ledger["epoch"].max()))
+            newest = (self.step - 1) // self._epoch_steps  # participants have epochs of their own
+            self.epoch = (
+                newest if self.job.own_data else max(self.epoch, int(ledger["epoch"].max()))
+            )
             self.committed += int((ledger["stop"] - ledger["first"]).sum())
         if len(steps):
             self.steps_seen = True

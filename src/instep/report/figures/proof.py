@@ -9,7 +9,7 @@ that is. Nothing is written. Way in: `prove`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instep.data.order import position
+from instep.data.participants import OwnRounds
 from instep.events import LEDGER, LEDGER_START
 from instep.store.audit import Audit, EpochAudit, Stretch
 from instep.store.run_folder import Records, RunFolder
@@ -130,6 +131,9 @@ class Proof:
 
     def _epochs(self) -> Iterator[str]:
         samples = readable_count(self.run.epoch_samples)
+        if self.run.own_rounds is not None:
+            yield from self._own_epochs(self.run.own_rounds)
+            return
         good = [epoch for epoch in self.audit.epochs if epoch.exact]
         whole = [epoch.epoch + 1 for epoch in good if epoch.expected == self.run.epoch_samples]
         if whole:
@@ -139,6 +143,22 @@ class Proof:
             if epoch.expected != self.run.epoch_samples:
                 so_far = f"{readable_count(epoch.expected)} of {samples}"
                 yield f"epoch   {epoch.epoch + 1}: {so_far} samples so far, each exactly once"
+        yield from self._faults()
+
+    def _own_epochs(self, own: OwnRounds) -> Iterator[str]:
+        """The same, of participants with data of their own."""
+        finished = own.epochs(self.run.last_step)
+        least, most = int(finished.min()), int(finished.max())
+        several = f"{least} to {most}" if least < most else f"{most}"
+        yield (
+            f"epoch   {plural(len(finished), 'participant')} with data of their own, "
+            f"{readable_count(own.samples)} samples; {several} of their epochs are finished"
+        )
+        if self.audit.exact:
+            yield "epoch   of each: each sample exactly once"
+        yield from self._faults()
+
+    def _faults(self) -> Iterator[str]:
         bad = [epoch for epoch in self.audit.epochs if not epoch.exact]
         yield from map(_faulty_epoch, bad[:_MOST_LINES])
         if len(bad) > _MOST_LINES:
@@ -162,7 +182,11 @@ def prove(run: RunFolder) -> Proof:
     file = run.path / "ledger.bin"
     size = file.stat().st_size if file.is_file() else 0
     samples, batch = run.epoch_samples, run.spec.per_commit.global_batch
-    wrong = untiled(run.committed, samples, batch, run.last_step) if samples else ()
+    wrong: Iterable[int] = ()
+    if run.own_rounds is not None:
+        wrong = not_their_own(run.committed, run.own_rounds, run.last_step)
+    elif samples:
+        wrong = untiled(run.committed, samples, batch, run.last_step)
     return Proof(
         run=run,
         torn_bytes=(size - LEDGER_START) % LEDGER.itemsize if size > LEDGER_START else 0,
@@ -203,11 +227,34 @@ def untiled(ledger: Records, samples: int, global_batch: int, last_step: int) ->
     return np.unique(np.concatenate([step[~good], absent, strange])).astype(np.int64)
 
 
+def not_their_own(ledger: Records, own: OwnRounds, last_step: int) -> NDArray[np.int64]:
+    """Rounds whose records are not exactly what its participants take of data of their own.
+
+    Args:
+        ledger: [records] of `events.LEDGER`; empty shares are allowed.
+        own: what participants take.
+        last_step: the last committed round, from 1.
+
+    Returns:
+        [any] rounds. Those up to `last_step` that have no record are among them.
+    """
+    due = [(step, *part) for step in range(1, last_step + 1) for part in own.of(step)]
+    real = ledger[ledger["stop"] != ledger["first"]]
+    found = np.stack([real[name] for name in ("step", "epoch", "first", "stop")], axis=1)
+    rows = np.concatenate([np.array(due, np.int64).reshape(-1, 4), found.astype(np.int64)])
+    unique, where = np.unique(rows, axis=0, return_inverse=True)
+    sign = np.where(np.arange(len(rows)) < len(due), 1, -1)
+    return np.unique(unique[np.bincount(where.reshape(-1), weights=sign) != 0, 0])
+
+
 def _faulty_epoch(epoch: EpochAudit) -> str:
     words = fault_counts(epoch, zeros=False)
     due, used = readable_count(epoch.expected), readable_count(epoch.used)
     where = ", ".join(map(_place, epoch.faults))
-    return f"fault   epoch {epoch.epoch + 1}: {due} due, {used} used: {words}; first at {where}"
+    whose = f"participant {epoch.participant}, " if epoch.participant is not None else ""
+    return (
+        f"fault   {whose}epoch {epoch.epoch + 1}: {due} due, {used} used: {words}; first at {where}"
+    )
 
 
 def _place(fault: Stretch) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from instep.report.figures.participants import spread_of
 from instep.report.figures.restarts import SOURCES, restarts
 from instep.store.run_folder import PARTS, Records, RunFolder
 from instep.units import readable_count
@@ -59,6 +60,7 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
         "same_as_one_machine": folder.last("same_as_one_machine").get("verdict"),
         "corruptions": len(folder.named("corruption_found")),
         "participants_apart": _apart(folder),
+        "participants_spread": spread_of(folder),
     }
     cleaned: dict[str, Any] = finite(summary)
     return cleaned
@@ -129,8 +131,10 @@ def loss_per_step(folder: RunFolder) -> tuple[Records, Records]:
 def _final_loss(folder: RunFolder) -> float | None:
     step, loss = committed_losses(folder)
     if folder.spec.train.steps is None and len(folder.committed):
-        newest = folder.committed["epoch"].max()
-        kept = np.isin(step, folder.committed["step"][folder.committed["epoch"] == newest])
+        epoch = folder.committed["epoch"]
+        if folder.own_rounds is not None:  # the ledger has epochs of their own
+            epoch = (folder.committed["step"] - 1) // folder.epoch_steps
+        kept = np.isin(step, folder.committed["step"][epoch == epoch.max()])
     else:
         kept = step > folder.last_step - LAST_STEPS
     if not kept.any():

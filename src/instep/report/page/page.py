@@ -19,6 +19,7 @@ from instep.report.figures.summary import summarise
 from instep.report.page import bars, sections
 from instep.report.page.comparison import comparison, run_names
 from instep.report.page.markup import Html, embedded_json, join, section, tag
+from instep.report.page.participants import participants
 from instep.store.run_folder import RunFolder
 from instep.words import of_what
 
@@ -92,6 +93,7 @@ def _details(folder: RunFolder, summary: dict[str, Any]) -> list[Html]:
     return [
         bars.start_up(folder),
         sections.who_did_what(folder),
+        participants(folder),
         sections.audit_of_samples(folder),
         sections.skipped_samples(folder),
         sections.changes_and_failures(folder),

@@ -173,7 +173,10 @@ def audit_of_samples(folder: RunFolder) -> Html:
     if not folder.epoch_samples:
         note = "The size of the training set was not recorded, so nothing can be proved."
     head = ["epoch", "due", "used", "repeated", "missing", "not due"]
-    groups = [list(group) for _, group in groupby(proof.epochs, key=_counts)]
+    groups = [
+        list(group)
+        for _, group in groupby(proof.epochs, key=lambda each: (each.participant, *_counts(each)))
+    ]
     what, digest = "sha256 of every (epoch, position) used ", tag("code", proof.sha256)
     rows = listing(head, groups, _audit_row, "rows")
     return section("Audit of samples", rows, tag("p", what, digest, class_="note hash"), note=note)
@@ -186,6 +189,8 @@ def _counts(entry: EpochAudit) -> tuple[int, ...]:
 def _audit_row(group: list[EpochAudit]) -> list[str]:
     first, last = group[0].epoch + 1, group[-1].epoch + 1
     name = str(first) if first == last else f"{first} to {last}, each"
+    if (whose := group[0].participant) is not None:
+        name += f" (participant {whose})"
     return [name, *(readable_count(count) for count in _counts(group[0]))]
 
 

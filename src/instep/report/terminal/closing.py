@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from instep.report.figures.participants import spread_in_words
 from instep.report.figures.restarts import SOURCES
 from instep.report.figures.summary import cause_words, exactness_words, gap_words
 from instep.store.run_folder import RunFolder
@@ -50,6 +51,8 @@ def _lines(summary: dict[str, Any], folder: RunFolder) -> Iterator[str]:
         yield f"same    as one machine: {same}"
     if apart := summary["participants_apart"]:
         yield f"apart   {apart_in_words(apart)}, in the last round"
+    if spread := summary["participants_spread"]:
+        yield f"each    {spread_in_words(spread)}, over the participants"
     checked = folder.last("mesh_checked")
     why = checked.get("why")
     if checked.get("blocks") or (why and why not in (same or "")):

@@ -32,6 +32,21 @@ def check_lengths(comm: Comm, device: torch.device, **lengths: int) -> None:
             )
 
 
+def check_division(comm: Comm, device: torch.device, digest: int) -> None:
+    """Refuse data that are divided otherwise than on rank 0, by a digest of who has what.
+
+    Raises:
+        RecipeError: they are.
+    """
+    first = torch.tensor([float(digest)], dtype=torch.float64, device=device)
+    comm.broadcast(first)
+    if float(first) != digest:
+        raise RecipeError(
+            f"rank {comm.rank} divides the data among participants otherwise than rank 0: the "
+            "recipe must give the same owners and labels in every process."
+        )
+
+
 def check_parameters(model: nn.Module, comm: Comm, *, whole: bool = True) -> None:
     """Compare a checksum of every parameter and buffer with those of the other workers; every
     member calls it, also one that does not have the `whole` of the last commit.

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from instep.comm.messages import Form
 from instep.data.balance import deal
 from instep.data.order import Position, position
+from instep.data.participants import OwnRounds
 from instep.events import Kind
 from instep.spec import MeshSpec, TrainSpec
 from instep.worker.step.dealing import Dealing, Speeds
@@ -25,6 +26,7 @@ from instep.worker.step.passes import (
     positions_of,
     ranges_of,
     share_of,
+    share_of_own,
     share_of_these,
 )
 
@@ -65,6 +67,7 @@ class Lockstep:
         finished: what is computed already.
         mesh: of a replica. Work is dealt to replicas, and each is known by its first rank; the
             ranks of one compute at the same time.
+        own: what participants take of data of their own; None where they have none.
         unit: how many micro-batches a replica is dealt as one; its `shard` ranks have one each. Or
             one, which all of them share (`JobSpec.unit`).
     """
@@ -79,10 +82,11 @@ class Lockstep:
         finished: Finished = NOTHING_FINISHED,
         mesh: MeshSpec = ONE_RANK,
         unit: int | None = None,
+        own: OwnRounds | None = None,
     ) -> None:
         self.form = form
         """The generation, as its members see it."""
-        self._train, self._samples, self._finished = train, samples, finished
+        self._train, self._samples, self._finished, self._own = train, samples, finished, own
         self.workers = [member for member in form.members if member not in form.servers]
         """By rank; servers have the ranks behind them, and no work."""
         self._ranks = len(self.workers)
@@ -109,6 +113,11 @@ class Lockstep:
         """
         speeds, replica = self.dealing.speeds, self.form.rank - self.form.rank % self._mesh.ranks
         for step in range(first, last + 1):
+            if self._own is not None:
+                own = self._own.of(step)
+                where = self._own.where(step, own)
+                yield where, share_of_own(where, own, self._units(step, len(own), speeds)[replica])
+                continue
             where = position(step, self._samples, self._train.global_batch)
             parts = parts_of(where, self._train)
             if step == self._finished.step:
@@ -149,6 +158,13 @@ class Lockstep:
             units[rank] = sorted([*units[rank], *(missing[n] for n in part)])
         return units
 
+    def _units(self, step: int, parts: int, speeds: Speeds | None) -> list[list[int]]:
+        """The units of each rank, where each unit is a participant with data of its own."""
+        if step == self._finished.step:
+            return self._around_finished(parts, speeds)
+        dealt = dict(zip(self._working, deal(parts, len(self._working), speeds), strict=True))
+        return [list(dealt.get(rank, ())) for rank in range(self._ranks)]
+
     def prepared(self, course: int, step: int, where: Position) -> None:
         """All units of a step have been computed, as they were dealt."""
         self._done = course, step, where, self.dealing.speeds
@@ -159,6 +175,8 @@ class Lockstep:
         if self._done is None:
             return []
         course, step, where, speeds = self._done
+        if self._own is not None:
+            return list(self._records_of_own(self._own, *self._done))
         form, parts = self.form, parts_of(where, self._train)
         if step == self._finished.step:
             return [
@@ -186,6 +204,16 @@ class Lockstep:
             )
         ]
 
+    def _records_of_own(
+        self, own: OwnRounds, course: int, step: int, where: Position, speeds: Speeds | None
+    ) -> Iterator[tuple[int, ...]]:
+        """The same, with a record for each participant; an empty one for a worker without."""
+        parts, generation = own.of(step), self.form.generation
+        nothing = len(parts), Position(where.epoch, where.stop, where.stop)
+        for worker, units in zip(self.workers, self._units(step, len(parts), speeds), strict=True):
+            for unit, (epoch, *range_) in [(n, parts[n]) for n in units] or [nothing]:
+                yield (step, epoch, course, generation, worker, Kind.RANGE, unit, *range_)
+
     def _ranges(self, where: Position, parts: int, speeds: Speeds | None) -> list[tuple[int, int]]:
         """Positions [first, stop) of each rank; empty for one that drains."""
         ranges = ranges_of(where, parts, len(self._working), speeds, self._unit)
@@ -201,9 +229,16 @@ class Lockstep:
             Why the next is dealt otherwise, in a word; empty where it is not.
         """
         parts, ranks = parts_of(where, self._train), self._mesh.ranks
-        ranges = self._ranges(where, parts, self.dealing.speeds)
         firsts = range(0, self._ranks, ranks)  # who has what its replica has
-        samples = [ranges[n][1] - ranges[n][0] for n in firsts]
+        if self._own is not None:
+            assert self._done is not None, "a committed step was prepared"
+            each = [stop - first for _, first, stop in self._own.of(self._done[1])]
+            parts = len(each)
+            units = self._units(self._done[1], parts, self.dealing.speeds)
+            samples = [sum(each[unit] for unit in units[n]) for n in firsts]
+        else:
+            ranges = self._ranges(where, parts, self.dealing.speeds)
+            samples = [ranges[n][1] - ranges[n][0] for n in firsts]
         slowest = [max(seconds[n : n + ranks]) for n in firsts]
         return self.dealing.after_step(slowest, samples, -(-parts // self._unit))
 

@@ -124,6 +124,12 @@ def share_of_these(position: Position, micro_batches: int, numbers: Sequence[int
     )
 
 
+def share_of_own(position: Position, parts: Sequence[Position], numbers: Sequence[int]) -> Share:
+    """The passes of a worker that has these participants, each with data of its own."""
+    passes = [Pass(Slice(*parts[number]), number) for number in numbers]
+    return Share(passes, position.first, position.stop)
+
+
 def deal_units(
     micro_batches: int, workers: int, speeds: Sequence[float] | None = None, shard: int = 1
 ) -> list[range]:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from instep.comm.base import Comm
-from instep.data.loader import Loader, Skipped
-from instep.data.order import Order, micro_batch, position
+from instep.data.loader import Loader, Skipped, Slice
+from instep.data.order import micro_batch, position
 from instep.parallel.draws import ByMicroBatch
 from instep.parallel.gate import Box, Piece, Verdict, check
 from instep.recipe.build import set_generators
@@ -69,7 +69,7 @@ def whole_passes(
     where = position(STEP, samples, job.train.global_batch)
     parts, together = parts_of(where, job.train), job.train.batch_norm == "global"
     share = share_of(where, parts, 1, 0, merge=False, whole=together)
-    order, passes = Order(samples, job.seed), []
+    passes = []
     with closing(loader.read([part.samples for part in share.passes])) as reads:
         for part, read in zip(share.passes, reads, strict=True):
             lost = {each.sample for each in read.skipped}
@@ -77,7 +77,7 @@ def whole_passes(
                 skipped += read.skipped
             numbers = range(part.number, part.number + part.micro_batches)
             cuts = [micro_batch(where.first, where.stop, number, parts) for number in numbers]
-            indices = [order.indices(where.epoch, *cut).tolist() for cut in cuts]
+            indices = [loader.indices(Slice(where.epoch, *cut)).tolist() for cut in cuts]
             keys = [key_of_pass(job.seed, STEP, number, turn) for number in numbers]
             sizes = [sum(index not in lost for index in each) for each in indices]
             if read.size:

@@ -1,0 +1,79 @@
+"""Participants' own samples, one participant after the other in a range of positions.
+
+Participant p has the region [offset, offset + size) of `0..samples-1`. In each epoch of its own,
+its samples stand there in an order of its own. So a slice of an epoch says all: whose samples,
+and which. Loaders and ledgers know no participants. Way in: `Regions`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from instep.data.order import Indices, Order, key
+from instep.data.partition import Share
+
+_OF_OWN_ORDER = 12
+"""What a key is drawn for: the order of a participant's samples."""
+
+
+def offsets_of(sizes: Indices) -> Indices:
+    """Where each region begins, and where the last ends: [participants + 1] int64."""
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+
+
+class Regions:
+    """The keyed permutations of participants that have data of their own; an order of samples.
+
+    Args:
+        shares: the samples of each participant, as a `Scheme` gives them.
+        seed: of the job.
+        shuffle: whether a participant's samples have another order in each epoch, or stand as in
+            `shares`.
+    """
+
+    def __init__(self, shares: Sequence[Share], seed: int, *, shuffle: bool = True) -> None:
+        self.sizes: Indices = np.array([len(share) for share in shares], np.int64)
+        """Samples of each participant."""
+        self.offsets = offsets_of(self.sizes)
+        """Where each region begins, and where the last ends."""
+        self.samples = int(self.offsets[-1])
+        self._shares, self._seed, self._shuffle = list(shares), seed, shuffle
+        self._orders: dict[int, Order] = {}
+
+    @property
+    def digest(self) -> int:
+        """Of all that is known about who has what, 32 bits."""
+        crc = zlib.crc32(self.sizes.astype("<i8").tobytes())
+        for share in self._shares:
+            told = [share.start, share.stop] if isinstance(share, range) else share
+            crc = zlib.crc32(np.asarray(told, "<i8").tobytes(), crc)
+        return crc
+
+    def indices(self, epoch: int, first: int, stop: int) -> Indices:
+        """The samples at positions [first, stop), each region in its order of this epoch.
+
+        Returns:
+            [stop - first] int64. Over a whole region every sample of its participant occurs once.
+        """
+        assert 0 <= first <= stop <= self.samples, f"positions {first} to {stop}"
+        parts, number = [], int(np.searchsorted(self.offsets, first, side="right")) - 1
+        while first < stop:
+            begin, end = int(self.offsets[number]), int(self.offsets[number + 1])
+            until = min(stop, end)
+            if first < until:
+                parts.append(self._of_one(number, epoch, first - begin, until - begin))
+            first, number = until, number + 1
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def _of_one(self, number: int, epoch: int, first: int, stop: int) -> Indices:
+        share = self._shares[number]
+        if not self._shuffle:
+            return np.asarray(share[first:stop], np.int64)
+        if number not in self._orders:
+            own = key(self._seed, _OF_OWN_ORDER, number)
+            self._orders[number] = Order(len(share), own)
+        places = self._orders[number].indices(epoch, first, stop)
+        return places + share.start if isinstance(share, range) else share[places]

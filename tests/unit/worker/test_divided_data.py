@@ -1,0 +1,92 @@
+"""What cannot be divided among participants is refused, in one sentence."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from instep.client.job_checks import check_job
+from instep.errors import RecipeError, SpecError
+from instep.spec import JobSpec, SyncSpec, TrainSpec
+from instep.worker.own_data import divide
+
+
+def job(partition, participants=4, global_batch=20, **options):
+    sync = SyncSpec(
+        name="averaging",
+        participants=participants,
+        options={"partition": partition, "local_steps": 2, **options},
+    )
+    return JobSpec(recipe="a.py:recipe", sync=sync, train=TrainSpec(global_batch=global_batch))
+
+
+def recipe(samples=12, **given):
+    parts = {"validate": None, "owners": None, "labels": None, "train": range(samples)}
+    return SimpleNamespace(**parts | given)
+
+
+WRONG = {
+    "more participants than samples": (
+        job("blocks", 13, 26),
+        recipe(),
+        "sync.participants = 13 but the training set has 12 samples",
+    ),
+    "a participant without data": (
+        job("owner"),
+        recipe(owners=[0, 1, 3] * 4),
+        r"'owner' leaves 1 of 4 participants without data \(2\).*Recipe.owners name each",
+    ),
+    "no owners": (job("owner"), recipe(), "'owner' needs Recipe.owners, which was not given"),
+    "no labels": (job("labels"), recipe(), "'labels' needs Recipe.labels, which was not given"),
+    "too few owners": (
+        job("owner"),
+        recipe(owners=[0, 1, 2]),
+        "Recipe.owners has 3 numbers, and the training set has 12 samples",
+    ),
+    "words": (job("owner"), recipe(owners=["a"] * 12), "owners gives a str, and a whole number"),
+    "fractions": (job("labels"), recipe(labels=[0.5] * 12), "labels gives a float, and a whole"),
+    "too large": (job("owner"), recipe(owners=[4] * 12), "says 4 of sample 0, and there are"),
+    "one class for many": (
+        job("labels", 12, 24, skew=0.01),
+        recipe(labels=[1] * 12),
+        "'labels' leaves .* of 12 participants without data.*a larger sync.options.skew",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_data_that_cannot_be_divided_are_refused(wrong):
+    job, recipe, sentence = WRONG[wrong]
+    with pytest.raises((SpecError, RecipeError), match=sentence):
+        divide(job, recipe)
+
+
+def test_a_function_divides_the_validation_set_too():
+    def owner(dataset, index):
+        return index % 4
+
+    found = divide(job("owner"), recipe(owners=owner, validate=range(6)))
+    assert found.validate.sizes.tolist() == [2, 2, 1, 1]
+    assert found.validate.indices(0, 0, 3).tolist() == [0, 4, 1]
+    assert found.rounds.portion == 10
+    listed = divide(job("owner"), recipe(owners=torch.arange(12) % 4, validate=range(6)))
+    assert listed.validate is None
+    assert listed.train.digest == found.train.digest
+    assert divide(job("none"), recipe()) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"partition": "block"}, "no partition is called 'block'. Did you mean 'blocks'"),
+        ({"partition": "blocks", "skew": 0.1}, "skew = 0.1 with partition = 'blocks'"),
+    ],
+)
+def test_a_partition_is_checked_before_anything_starts(options, sentence):
+    with pytest.raises(SpecError, match=sentence):
+        check_job(job(**options))
+
+
+def test_each_participant_takes_as_many_samples():
+    with pytest.raises(ValueError, match=r"Set train\.global_batch to a multiple of 8, such as 24"):
+        job("blocks", 8)
