@@ -32,6 +32,7 @@ def codec_settings(codec: str) -> tuple[str, ...]:
 
 ROWS: dict[str, tuple[str, ...]] = {
     **{f"`sync.name = {name!r}`": setting_of(name) for name in STRATEGIES},
+    "all_reduce, `delayed = true`": ("delayed",),
     "averaging, `local_optimizers = 'kept'`": ("averaging",),
     "averaging, `partition = 'blocks'`": ("averaging", "own_data"),
     **{f"`sync.codec = {name!r}`": codec_settings(name) for name in CODECS if name != "none"},

@@ -13,7 +13,9 @@ from torch import nn
 
 from instep.comm.torch_comm import TorchComm
 from instep.data.order import Order, position, steps_in_epoch
+from instep.records import Attempt
 from instep.sync.base import make_strategy
+from instep.sync.delayed import Delayed
 from instep.worker.step.buffers import Buffers
 from instep.worker.step.gradients import Gradients
 from instep.worker.step.passes import share_of
@@ -132,7 +134,11 @@ def train(
     gradients = Gradients(parameters, agree.gradient)
     order, losses = Order(len(table), 0), []
 
-    def passes(where, share):
+    if isinstance(agree, Delayed):
+        agree.last = steps
+
+    def passes(step, where, share):
+        agree.begin_step(Attempt(0, step, 1))
         notes = torch.zeros(micro_batches + len(buffers), dtype=torch.float64)
         for number, part in enumerate(share.passes):
             inputs, targets = table.batch(order, *part.samples)
@@ -157,12 +163,13 @@ def train(
         where = position(step, len(table), global_batch)
         dealt = {"merge": merge, "speeds": speeds and speeds(step)}
         share = share_of(where, micro_batches, comm.size, comm.rank, **dealt)
-        agreed = passes(where, share)
+        agreed = passes(step, where, share)
         if agreed is None:  # the gradients did not fit the lattice
             buffers.forget()
-            agreed = passes(where, share)
+            agreed = passes(step, where, share)
         buffers.exchange(agreed[micro_batches:].tolist(), comm)
         buffers.apply()
+        agree.prepare(step, 1.0)
         agree.hand_out()
         agree.apply(update)
         losses.append(sum(agreed[:micro_batches].tolist()))

@@ -31,6 +31,7 @@ from instep.events import LEDGER, read_records
 from instep.store.audit import audit
 from instep.store.ledger import cut_back
 from instep.sync.base import make_strategy
+from instep.sync.delayed import Delayed
 from instep.sync.rounds.averaging import Averaging
 from instep.sync.servers.server_sync import ServerSync
 from instep.worker.local_optimizers import LocalOptimizers
@@ -281,6 +282,8 @@ class Rank:
         codec = options.pop("codec", "none")
         kept = options.pop("local_optimizers", "reset") == "kept"
         strategy = make_strategy(self.world.strategy, options, codec)
+        if isinstance(strategy, Delayed):
+            strategy.last = LAST
         if kept:
             assert isinstance(strategy, Averaging)
             self.local = torch.optim.SGD(parameters)
@@ -393,8 +396,7 @@ class Rank:
             assignment.plan(begun + 1, LAST, merge=False), begun + 1
         ):
             while self.engine.state.progress.step < step:
-                self.engine.begin_step(step, where)
-                while not self._agree(where, share):
+                while not self._agree(step, where, share):
                     pass
                 self._at("agreed", self.commit + 1)
                 self.engine.commit()
@@ -402,7 +404,8 @@ class Rank:
                 self._at("committed", self.commit)
                 self.member.check_lease()
 
-    def _agree(self, where: Any, share: Any) -> bool:
+    def _agree(self, step: int, where: Any, share: Any) -> bool:
+        self.engine.begin_step(step, where)
         passes, batch = {}, where.stop - where.first
         for number, part in enumerate(share.passes):
             weight = 0.0 if part.repeats else part.size / batch

@@ -303,7 +303,12 @@ class SyncSpec(Section, frozen=True, kw_only=True):
     @property
     def own_state(self) -> bool:
         """Whether a worker remembers what no other does, and hands it over before it leaves."""
-        return self.codec != "none"
+        return self.codec != "none" or self.delayed
+
+    @property
+    def delayed(self) -> bool:
+        """Whether each gradient is applied one step late."""
+        return self.name == "all_reduce" and self.options.get("delayed") is True
 
 
 class Coordinate(NamedTuple):

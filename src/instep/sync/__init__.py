@@ -13,7 +13,7 @@ __all__ = ["LEASED", "ROUNDS", "SERVERS", "STRATEGIES", "servers_of"]
 STRATEGIES = Registry(
     "sync strategy",
     {
-        "all_reduce": "instep.sync.all_reduce:AllReduce",
+        "all_reduce": "instep.sync.delayed:all_reduce",
         "averaging": "instep.sync.rounds.averaging:averaging",
         "bounded_stale": "instep.sync.servers.bounded_stale:BoundedStale",
         "diloco": "instep.sync.rounds.diloco:diloco",

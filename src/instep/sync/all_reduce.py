@@ -14,6 +14,7 @@ parameter that no rank used keeps no gradient, as on one process.
 With a codec a reducer sums the buckets (`reducers.py`). Vectors (biases, norms) have buckets
 of their own, which are summed as they are and have the notes. What the codec drops is this
 rank's alone to carry over, so it lies in memory that outlives the process.
+`delayed.py` has a reducer without a codec.
 """
 
 from __future__ import annotations
@@ -67,8 +68,7 @@ class AllReduce(Gathering):
         self._reducer: Reducer | None = None
         self.laws: Mapping[str, Law] = {}
         if codec is not None:
-            self._reduces = reducer_of(codec)
-            self.laws = dict.fromkeys(self._reduces.kinds(codec), Law.SUM)
+            self.laws = dict.fromkeys(reducer_of(codec).kinds(codec), Law.SUM)
         self._encode_vectors = encode_vectors or "momentum" in self.laws  # which they need too
         self._holders: Sequence[tuple[int, ...]] = ()
         self._carried = _Carried({})  # what was dropped before, between two generations
@@ -92,24 +92,51 @@ class AllReduce(Gathering):
         """Lay out the buckets."""
         self._keep()
         shared = self.state()
-        sums: Sums
+        self._holders = mesh.holders if mesh is not None else ()
+        self._gather(parameters, comm, self._make_sums(parameters, comm, parts), notes)
+        if self._reduces:
+            everyone = mesh.everyone if mesh is not None else comm
+            self._loaded = shared
+            self._reducer = self._carry_over(everyone, memory, at, draining)
+            self._reducer.load_state(shared)
+            self._loaded = None
+
+    def _make_sums(self, parameters: Sequence[Parameter], comm: Comm, parts: int) -> Sums:
+        """How gradients are added."""
         if self.codec is None:
-            sums = Exact(parameters, comm, parts) if parts else Plain()
-        elif parts:
+            return Exact(parameters, comm, parts) if parts else Plain()
+        if parts:
             raise SpecError(
                 "sync.codec with determinism = 'bits': what a codec drops depends on who sends "
                 "what. Leave one of the two out."
             )
-        else:
-            sums = Wide(parameters)
-        self._holders = mesh.holders if mesh is not None else ()
-        self._gather(parameters, comm, sums, notes)
+        return Wide(parameters)
+
+    def _types(
+        self, parameters: Sequence[Tensor], *, exact: bool
+    ) -> Mapping[torch.dtype, torch.dtype]:
+        """As `Sums.types`."""
         if self.codec is not None:
-            everyone = mesh.everyone if mesh is not None else comm
-            self._loaded = shared
-            self._reducer = self._carry_over(self.codec, everyone, memory, at, draining)
-            self._reducer.load_state(shared)
-            self._loaded = None
+            return Wide(parameters).types
+        return Exact.types if exact else Plain.types
+
+    @property
+    def _reduces(self) -> bool:
+        """Whether a reducer sums buckets."""
+        return self.codec is not None
+
+    def _make_reducer(self, layout: Layout, room: tuple[Tensor, Tensor] | None) -> Reducer:
+        assert self.codec is not None, "no other buckets are reduced"
+        staged = self._stamp if room is not None else None
+        device = self._buckets[0].flat.device
+        make = reducer_of(self.codec)
+        return make(self.codec, self._comm, layout, room, device=device, staged=staged)
+
+    def _make_layout(
+        self, places: Sequence[Sequence[Place]], size: int, idle: Sequence[int]
+    ) -> Layout:
+        assert self.codec is not None, "no other buckets are reduced"
+        return reducer_of(self.codec).layout(places, size, idle)
 
     def _keep(self) -> None:
         """What the group of before has dropped is carried over."""
@@ -120,22 +147,21 @@ class AllReduce(Gathering):
 
     def _carry_over(
         self,
-        codec: Codec,
         everyone: Comm,
         memory: Memory | None,
         at: Attempt,
         draining: Sequence[int],
     ) -> Reducer:
-        """Lay out what the codec drops, beginning with what was dropped before.
+        """Lay out what is carried over, beginning with what was carried before.
 
         What there was before counts until every rank has got so far.
         """
         comm, device = self._comm, self._buckets[0].flat.device
         layout = self._laid_out(self._buckets, self._parameters, comm.size, draining)
         if not self.laws:
-            return self._reduces(codec, comm, layout, device=device)
+            return self._make_reducer(layout, None)
         count = layout.room(comm.rank)
-        place = torch.tensor([comm.rank, comm.size, *draining])
+        place = torch.tensor([comm.rank, comm.size, int(self._sums.flags > 0), *draining])
         slots = torch.zeros(count, device=device), torch.zeros(count, device=device)
         carried = self._handed_over(draining) if draining else self._carried
         memory = memory if device.type == "cpu" else None  # a GPU's own is lost with the process
@@ -157,15 +183,16 @@ class AllReduce(Gathering):
             slot["place"].copy_(place)
             slots = slots[0], slot["residual"]
         self._memory, self._next, self._layout = memory, None, layout
-        return self._reduces(codec, comm, layout, slots, device=device, staged=self._stamp)
+        return self._make_reducer(layout, slots)
 
     def _handed_over(self, draining: Sequence[int]) -> _Carried:
         """What this rank carries once those that leave have given theirs to the lowest other."""
-        comm, totals = self._comm, dict[str, Tensor]()
+        comm, totals, types = self._comm, dict[str, Tensor](), self._sums.types
         taker = min(rank for rank in range(comm.size) if rank not in draining)
         encoded = [(n, p) for n, p in enumerate(self._parameters) if self._is_encoded(p)]
         for kind, (slot, parameter) in product(self.laws, encoded):
-            nothing = torch.zeros_like(parameter, dtype=torch.float32)
+            dtype = types.get(parameter.dtype, parameter.dtype)
+            nothing = torch.zeros_like(parameter, dtype=dtype)
             mine = self._carried.totals.get(f"{kind}/{slot}", nothing)
             given = mine.clone() if comm.rank in draining else nothing.clone()
             comm.all_reduce(given).wait()
@@ -201,7 +228,8 @@ class AllReduce(Gathering):
         plain = not self._encodes(buckets[-1])
         if plain and not alike and last.dtype in (torch.float32, torch.float64):
             return self._cut(self._parameters, self._sums.types, spare=spare)
-        wide = torch.float64 if self._sums.types else torch.float32
+        double = self._sums.types or last.dtype == torch.float64
+        wide = torch.float64 if double else torch.float32
         room = torch.zeros(spare, dtype=wide, device=last.device)
         return [*buckets, Bucket(room, (), (), room)]
 
@@ -214,7 +242,7 @@ class AllReduce(Gathering):
     ) -> list[Bucket]:
         """With a codec, the buckets of those that are not encoded are the last."""
         plain = [number for number, p in enumerate(parameters) if not self._is_encoded(p)]
-        last = plain if self.codec is not None else ()
+        last = plain if self._reduces else ()
         return lay_out(parameters, [self._bucket_bytes], spare, types, holders, last)
 
     def _is_encoded(self, parameter: Tensor) -> bool:
@@ -234,13 +262,17 @@ class AllReduce(Gathering):
         if self._reducer is not None:
             self._reducer.finish()
 
-    def prepare(self, step: int, scale: float) -> None:
+    def prepare(self, step: int, scale: float) -> float:
         """`exchange` did it all."""
+        return scale
 
     def hand_out(self) -> None:
         """Give each parameter its agreed gradient, if any rank had one."""
         assert self._agreed, "exchange comes first"
-        for index, mark in enumerate(self._agreed):
+        self._hand_out(self._agreed)
+
+    def _hand_out(self, marks: Sequence[float]) -> None:
+        for index, mark in enumerate(marks):
             grad = None
             if mark or self._is_late(index):
                 grad = self._sums.gradient(index, self._home[index][1])
@@ -252,7 +284,7 @@ class AllReduce(Gathering):
         """Whether a gradient of an earlier step arrives, of which a codec had dropped it."""
         return self._reducer is not None and bool(self._home[index][1].any())
 
-    def apply(self, update: Callable[[], Result]) -> Result:
+    def apply(self, update: Callable[[], Result]) -> Result | None:
         """Move by what was handed out; the next pass starts from none."""
         result = update()
         self._sums.end_step()  # not before: a step that does not happen must teach nothing
@@ -291,8 +323,8 @@ class AllReduce(Gathering):
         holders: Sequence[tuple[int, ...]] = (),
     ) -> None:
         """The residuals of a process that was perhaps one of more, or of fewer."""
-        rank, size, *idle = tensors["place"].tolist()
-        buckets = self._cut(parameters, Wide(parameters).types, holders)
+        rank, size, exact, *idle = tensors["place"].tolist()
+        buckets = self._cut(parameters, self._types(parameters, exact=bool(exact)), holders)
         layout = self._laid_out(buckets, parameters, size, idle)
         if len(tensors["residual"]) == layout.room(rank):
             self._carried = _Carried.of(layout, rank, tensors["residual"])
@@ -306,11 +338,11 @@ class AllReduce(Gathering):
     ) -> Layout:
         """How what is carried over lies: parameters are called by their numbers."""
         places = [
-            [Place(str(m), tuple(parameters[m].shape)) for m in bucket.members]
+            [Place(str(m), tuple(parameters[m].shape), bucket.flat.dtype) for m in bucket.members]
             for bucket in buckets
             if self._encodes(bucket)
         ]
-        return self._reduces.layout(places, size, idle)
+        return self._make_layout(places, size, idle)
 
     @staticmethod
     def price(parameter_bytes: int, replicas: int) -> Price:

@@ -238,12 +238,15 @@ class Strategy(Protocol):
             PeerError: a rank went away; `abandon` comes next.
         """
 
-    def prepare(self, step: int, scale: float) -> None:
+    def prepare(self, step: int, scale: float) -> float:
         """All want the step: do what needs others before `apply`. Parameters do not move.
 
         Args:
             step: its number.
             scale: what the agreed gradient is to be multiplied by.
+
+        Returns:
+            What the gradients that `hand_out` gives are still to be multiplied by.
 
         Raises:
             PeerError: a rank went away. The step may still happen, if others are through.
@@ -253,14 +256,15 @@ class Strategy(Protocol):
         """The step happens: give each parameter the agreed gradient as its `.grad`, or None where
         no rank had one. With servers, only they have it."""
 
-    def apply(self, update: Callable[[], Result]) -> Result:
+    def apply(self, update: Callable[[], Result]) -> Result | None:
         """After `hand_out`: call `update`, which moves parameters, take the gradients away, and
         make what was staged the state of this commit.
 
         Nothing is exchanged, and what is raised ends this process.
 
         Returns:
-            What `update` gave.
+            What `update` gave, the last time that it was called; None where it was not, since
+            no gradient was due.
         """
 
     def abandon(self) -> None:
@@ -320,8 +324,9 @@ class NothingOfItsOwn:
     def begin_step(self, attempt: Attempt) -> None:
         """One step is like another."""
 
-    def prepare(self, step: int, scale: float) -> None:
+    def prepare(self, step: int, scale: float) -> float:
         """`exchange` did it all."""
+        return scale
 
     def own_state(self) -> dict[str, Tensor]:
         """Nothing."""

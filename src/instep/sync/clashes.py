@@ -56,6 +56,7 @@ SETTINGS = {
     ),
     "leased": Setting("sync.name = {job.sync.name!r}", lambda job, _: job.sync.name in LEASED),
     "codec": Setting("sync.codec = {job.sync.codec!r}", lambda job, _: job.sync.codec != "none"),
+    "delayed": Setting("sync.options.delayed = true", lambda job, _: job.sync.delayed),
     "powersgd": Setting(
         "sync.codec = {job.sync.codec!r}", lambda job, _: job.sync.codec == "powersgd"
     ),
@@ -123,6 +124,12 @@ CLASHES: dict[tuple[str, str], str] = {
     ("codec", "corruption"): "gradients are not compared to the bit",
     ("codec", "float16"): "the scale of the loss changes",
     ("codec", "turns"): "it carries over what it drops of a single gradient",
+    ("delayed", "codec"): "it sends plain numbers",
+    ("delayed", "float16"): "the scale of the loss changes",
+    ("delayed", "corruption"): "a gradient is applied in a step whose passes did not compute it",
+    ("delayed", "own_loop"): "a step that another worker may have committed cannot be finished in "
+    "your own loop",
+    ("delayed", "turns"): "it carries over a single gradient",
     ("corruption", "turns"): "it repeats the pass of a single update",
     ("corruption", "batch_loss"): "it repeats passes of other workers, and the gradients of such a "
     "loss follow from the whole global batch",
@@ -137,6 +144,7 @@ CLASHES: dict[tuple[str, str], str] = {
     (axis, setting): why
     for setting, why in {
         "dgc": "its limit is of whole gradients, and a process of a replica has parts",
+        "delayed": "its norm is of the gradient of another step",
         "powersgd": "its factors are of whole matrices, and a process of a replica has parts",
         "server_sync": "servers share out whole parameters, and a process of a replica has parts",
         "leased": "the server has whole parameters, and a process of a replica has parts",

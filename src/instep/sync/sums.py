@@ -168,7 +168,8 @@ class Exact:
                 f"Make them one of {', '.join(str(known) for known in WHOLE)}."
             )
         self._lattice = Lattice(parameters, parts)
-        self._finite = [True] * len(self._parameters)
+        self.each_finite = [True] * len(self._parameters)
+        """Of each parameter, whether the gradients of the step were finite; after `settle`."""
         self._again = False
         self._before: list[float] = []  # the largest values of the passes that run again
 
@@ -209,7 +210,7 @@ class Exact:
             self._lattice.begin_step()
             self._again = True
             return False
-        self._finite = [not number for number in report.not_finite]
+        self.each_finite = [not number for number in report.not_finite]
         self._again = False
         return True
 
@@ -224,14 +225,14 @@ class Exact:
 
     def finite(self) -> bool:
         """As the ranks told."""
-        return all(self._finite)
+        return all(self.each_finite)
 
     def gradient(self, index: int, agreed: Tensor) -> Tensor:
         """In the memory of the sum, where that is as wide."""
         dtype = self._parameters[index].dtype
         wide = agreed.dtype.itemsize == dtype.itemsize
         gradient = agreed.view(dtype) if wide else torch.empty_like(agreed, dtype=dtype)
-        self._lattice.value(index, agreed, gradient, finite=self._finite[index])
+        self._lattice.value(index, agreed, gradient, finite=self.each_finite[index])
         return gradient
 
     def sizes(self) -> list[int]:
@@ -260,3 +261,73 @@ class Exact:
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Take up what `state` gave."""
         self._lattice.load_state(state["lattice"])
+
+
+class InTurns:
+    """Two of them in turns: while the gradients of a step go into one, the sums of the step before
+    come out of the other, on the lattices that they went in by.
+
+    Args:
+        filled: what this step's gradients go into.
+        summed: the other.
+    """
+
+    types: Mapping[torch.dtype, torch.dtype] = Exact.types
+    flags = Exact.flags
+
+    def __init__(self, filled: Exact, summed: Exact) -> None:
+        self._filled, self._summed = filled, summed
+
+    def begin_pass(self) -> None:
+        """Of this step."""
+        self._filled.begin_pass()
+
+    def add(self, index: int, gradient: Tensor, weight: float, into: Tensor, fresh: bool) -> None:
+        """To this step's."""
+        self._filled.add(index, gradient, weight, into, fresh)
+
+    def raised(self) -> list[float]:
+        """Of this step's gradients."""
+        return self._filled.raised()
+
+    def settle(self, raised: Sequence[float]) -> bool:
+        """Whether this step's gradients fit."""
+        return self._filled.settle(raised)
+
+    def finite(self) -> bool:
+        """Whether this step's gradients are."""
+        return self._filled.finite()
+
+    def gradient(self, index: int, agreed: Tensor) -> Tensor:
+        """Of the step before."""
+        return self._summed.gradient(index, agreed)
+
+    def sizes(self) -> list[int]:
+        """Of the sums of the step before."""
+        return self._summed.sizes()
+
+    def take_back(self) -> None:
+        """The sums of the step before are handed out anew."""
+        self._summed.take_back()
+
+    def end_step(self, sizes: Sequence[int] | None = None) -> None:
+        """This step's are the next to be handed out."""
+        self._summed.end_step(sizes)
+        self._filled.end_step([])  # it keeps its lattices, and learns when its sums are known
+        self._filled, self._summed = self._summed, self._filled
+
+    def abandon(self) -> None:
+        """Those of the step before are handed out anew."""
+        self._filled.abandon()
+        self._summed.take_back()
+
+    def state(self) -> dict[str, Tensor]:
+        """How fine the lattices of both are, and which of the sums to come are finite."""
+        late = {f"late_{name}": tensor for name, tensor in self._summed.state().items()}
+        return self._filled.state() | late | {"late_finite": torch.tensor(self._summed.each_finite)}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take up what `state` gave."""
+        self._filled.load_state(state)
+        self._summed.load_state({"lattice": state["late_lattice"]})
+        self._summed.each_finite = state["late_finite"].tolist()

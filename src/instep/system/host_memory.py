@@ -274,7 +274,9 @@ class HostMemory:
         begin = self._begin(slot)
         try:
             (length,) = _LENGTH.unpack(os.pread(self._file, _LENGTH.size, begin))
-            head = os.pread(self._file, _LENGTH.size + min(length, _LONGEST), begin)
+            if length > _LONGEST:
+                return None
+            head = os.pread(self._file, _LENGTH.size + length, begin)
             return self._mapped(slot, head, _decoded(head))
         except (struct.error, msgspec.MsgspecError, ValueError, TypeError, AttributeError, OSError):
             return None

@@ -32,6 +32,7 @@ from instep.errors import CheckpointError, PeerError
 from instep.state.retention import Best
 from instep.state.save import Shard
 from instep.sync.base import strategy_of
+from instep.sync.delayed import Delayed
 from instep.sync.rounds.averaging import Averaging
 from instep.sync.rounds.spread import Spread
 from instep.worker.member import Member
@@ -123,6 +124,8 @@ class Loop(ABC):
         if not turns:
             strategy = strategy_of(self.job.sync, self.job.seed)
             move_momentum(update.optimizer, strategy, self.job.sync.codec)
+            if isinstance(strategy, Delayed):
+                strategy.last = last_step
             turns = [TurnState("", parameters, update, strategy)]
         self.engine = Engine(
             member, model, parameters, turns, ends=self._ends, more=more, split=split

@@ -532,6 +532,11 @@ class Training(Loop):
                 f"sync.codec = {self.job.sync.codec!r} rounds gradients, and what is carried over "
                 "depends on the number of workers. Leave it out"
             )
+        if self.job.sync.delayed:
+            reasons.append(
+                "with sync.options.delayed = true each gradient is applied one step late, to "
+                "parameters that have moved once since it was computed. Leave it out"
+            )
         if self.job.sync.name in LEASED:
             reasons.append(
                 f"with sync.name = {self.job.sync.name!r} each micro-batch is an update of its "

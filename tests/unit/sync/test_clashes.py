@@ -15,6 +15,7 @@ JOBS = {
     "server_sync": {"sync": {"name": "server_sync"}},
     "leased": {"sync": {"name": "server_async"}},
     "codec": {"sync": {"codec": "int8"}},
+    "delayed": {"sync": {"options": {"delayed": True}}},
     "powersgd": {"sync": {"codec": "powersgd"}},
     "dgc": {"sync": {"codec": "dgc"}},
     "no_rounds": {"sync": {"codec": "nonzero"}},
@@ -40,8 +41,8 @@ NEEDS = {
     "no_rounds": {"codec"},
 }
 """Settings that another brings along."""
-STRATEGIES = {"averaging", "server_sync", "leased"}
-"""A job has one."""
+STRATEGIES = {"averaging", "server_sync", "leased", "delayed"}
+"""A job has one, or an option of all_reduce."""
 
 
 def asking_for(*names):

@@ -38,6 +38,7 @@ class Place(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
 
 
 class Buckets:

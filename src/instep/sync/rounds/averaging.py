@@ -189,13 +189,14 @@ class Averaging:
         """What the participant of this pass predicts on samples that stay the same."""
         self._given[-1] = self._given[-1]._replace(predicted=probabilities)
 
-    def prepare(self, step: int, scale: float) -> None:
+    def prepare(self, step: int, scale: float) -> float:
         """Every rank hears how far participants are apart, and gets what they remember."""
-        self._mean.prepare(step, scale)
+        left = self._mean.prepare(step, scale)
         self._next_spread = self._measured(scale)
         self._given = []
         if self.kept is not None and not self.kept.stays:
             self.kept.exchange(self._comm)
+        return left
 
     def _measured(self, scale: float) -> Spread:
         """How far this round's participants are apart."""
@@ -224,7 +225,7 @@ class Averaging:
         for parameter, mean in zip(self._parameters, self._agreed_on(), strict=True):
             parameter.grad = mean
 
-    def apply(self, update: Callable[[], Result]) -> Result:
+    def apply(self, update: Callable[[], Result]) -> Result | None:
         """Move by what was handed out, or by what the outer rule makes of it."""
         self._given, self._handed, self.spread = [], None, self._next_spread
         if self.kept is not None:

@@ -369,8 +369,9 @@ class Coded:
 
     # ---- the commit
 
-    def prepare(self, step: int, scale: float) -> None:
+    def prepare(self, step: int, scale: float) -> float:
         """`exchange` did it all."""
+        return scale
 
     def hand_out(self) -> None:
         """Give each parameter the sum, where a rank gave something or something arrives late."""

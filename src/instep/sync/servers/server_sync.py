@@ -331,7 +331,7 @@ class ServerSync(Gathering):
     # ---- the commit
 
     @torch.no_grad()
-    def prepare(self, step: int, scale: float) -> None:
+    def prepare(self, step: int, scale: float) -> float:
         """If that has not been done yet: servers move their parts, and send them to the workers."""
         shared = self._shared
         assert shared is not None
@@ -361,6 +361,7 @@ class ServerSync(Gathering):
             self._stage(self._attempt)
         self._await_new()
         self._tell_sizes()
+        return scale
 
     def _gradients(
         self, segments: Sequence[Segment], there: Sequence[bool], scale: float

@@ -130,8 +130,10 @@ class OwnLoop(Loop):
         )
         super().__init__(member, model, parameters, update, loader, samples, None)
         if self.engine.strategy.laws:
+            delayed, codec = "sync.options.delayed = true", f"sync.codec = {job.sync.codec!r}"
+            asked = delayed if job.sync.delayed else codec
             raise SpecError(
-                f"sync.codec = {job.sync.codec!r} needs a recipe: in your own loop a step that "
+                f"{asked} needs a recipe: in your own loop a step that "
                 "another worker may have committed cannot be finished for you. Leave it out."
             )
         self._cpu = cpu_clock()

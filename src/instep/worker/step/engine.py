@@ -578,8 +578,8 @@ class Engine:
         self.buffers.exchange(said["buffers"], self.comm, read=share_read(agreed.skipped, whole))
         if not leaving:
             course = self.state.progress.course
+            agreed = agreed._replace(scale=self.strategy.prepare(self.step, agreed.scale))
             staged = _Staged(course, self._number, self.step, self.where, agreed, samples)
-            self.strategy.prepare(self.step, agreed.scale)
             self._prepare(staged)
         blocked = time.perf_counter() - since
         latest = self._base + max(said["arrived"])
@@ -764,7 +764,10 @@ class Engine:
         self.buffers.apply()
         if not self._handed_out:
             self.hand_out()
-        found = self.strategy.apply(lambda: move(step))
+        norms = list[float | None]()
+        self.strategy.apply(lambda: norms.append(move(step)))
+        strange = [each for each in norms if each is not None and not math.isfinite(each)]
+        found = [None, *norms, *strange][-1]
         give(self.slots, self.turns[self.turn].parameters)
         self.buffers.after_update()
         losses = (*self.state.progress.turns, agreed.loss)

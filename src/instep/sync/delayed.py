@@ -1,0 +1,157 @@
+"""All-reduce that hides behind the next step's passes: each gradient is applied one step late.
+
+The gradient of a step is summed while the next step's passes compute, and applied with that step's
+commit: w(t+1) = w(t) - update(g(w(t-1))), w(t) being the parameters after t updates. The delay is
+exactly one step on every rank, so the result is a function of the job, whatever the number of
+ranks. The first step applies nothing, and the job's last one applies its own gradient too, in a
+second update.
+
+A commit holds its step's gradient as contributions of the ranks (`reducers/late.py`): they are
+handed over, copied and kept as what codecs drop is. What all ranks must know of a gradient beside
+its sum (who had one, its scale, its lattice) is agreed on in its own step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from instep.comm.base import Comm
+from instep.comm.codecs.base import Codec
+from instep.errors import SpecError
+from instep.records import Attempt, Law
+from instep.sync.all_reduce import AllReduce
+from instep.sync.base import Result
+from instep.sync.reducers import Layout, Place, Reducer
+from instep.sync.reducers.late import KIND, Late, Waiting
+from instep.sync.sums import Exact, InTurns, Plain, Sums
+
+
+class Delayed(AllReduce):
+    """`AllReduce` that is one step late.
+
+    Args:
+        bucket_mb, overlap: as for `AllReduce`.
+
+    Raises:
+        SpecError: an option is refused.
+    """
+
+    def __init__(self, *, bucket_mb: float = 8.0, overlap: bool = True) -> None:
+        super().__init__(bucket_mb=bucket_mb, overlap=overlap)
+        self.laws = {KIND: Law.SUM}
+        self._late: Late | None = None
+        self.last: int | None = None
+        """The number of the job's last commit, which leaves nothing for a later one."""
+
+    def _make_sums(self, parameters: Sequence[Parameter], comm: Comm, parts: int) -> Sums:
+        if not parts:
+            return Plain()
+        return InTurns(Exact(parameters, comm, parts), Exact(parameters, comm, parts))
+
+    @property
+    def _reduces(self) -> bool:
+        """Always."""
+        return True
+
+    def _is_encoded(self, parameter: Tensor) -> bool:
+        return True
+
+    def _make_reducer(self, layout: Layout, room: tuple[Tensor, Tensor] | None) -> Reducer:
+        assert isinstance(layout, Waiting), "as made below"
+        device = self._buckets[0].flat.device
+        self._late = Late(self._comm, layout, room, device=device, staged=self._stamp)
+        return self._late
+
+    def _make_layout(
+        self, places: Sequence[Sequence[Place]], size: int, idle: Sequence[int]
+    ) -> Layout:
+        return Late.layout(places, size, idle)
+
+    def begin_step(self, attempt: Attempt) -> None:
+        """What the step before left is on its way while the passes compute."""
+        super().begin_step(attempt)
+        self._there.begin_step(last=attempt.number == self.last)
+
+    @property
+    def _there(self) -> Late:
+        assert self._late is not None, "no generation yet"
+        return self._late
+
+    def exchange(self, notes: Tensor) -> Tensor | None:
+        """As ever; where gradients did not fit their lattices, they are given again."""
+        agreed = super().exchange(notes)
+        if agreed is None:
+            self._there.abandon()
+        return agreed
+
+    def prepare(self, step: int, scale: float) -> float:
+        """Remember what all know of this step's gradient; that of the step before has its own."""
+        self._there.tell([scale, *self._agreed])
+        return 1.0
+
+    def hand_out(self) -> None:
+        """Give each parameter the gradient of the step before."""
+        assert self._agreed, "exchange comes first"
+        self._hand_out_scaled(self._there.told)
+
+    def _hand_out_scaled(self, told: Sequence[float]) -> None:
+        if not told:
+            for parameter in self._parameters:
+                parameter.grad = None
+            return
+        scale, *marks = told
+        self._hand_out(marks)
+        if scale == 1.0:
+            return
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+
+    def _is_late(self, index: int) -> bool:
+        return False
+
+    def apply(self, update: Callable[[], Result]) -> Result | None:
+        """Move by what was handed out; in the last step by its own gradient too."""
+        late, result = self._there, None
+        if late.told:
+            result = update()
+        self._sums.end_step()
+        if late.rest:
+            for bucket, total in zip(self._buckets, late.rest, strict=False):
+                bucket.flat[: len(total)] = total
+            self._hand_out_scaled(late.told_of_rest)
+            result = update()
+            self._sums.end_step()
+        late.apply()
+        self._forget()
+        return result
+
+
+def all_reduce(
+    *,
+    bucket_mb: float = 8.0,
+    overlap: bool = True,
+    encode_vectors: bool = False,
+    delayed: bool = False,
+    codec: Codec | None = None,
+) -> AllReduce:
+    """The mean of all gradients in every step, at once or one step late.
+
+    Raises:
+        SpecError: an option is refused.
+    """
+    if not isinstance(delayed, bool):
+        raise SpecError(f"sync.options.delayed = {delayed!r}: needs to be true or false.")
+    if not delayed:
+        return AllReduce(
+            bucket_mb=bucket_mb, overlap=overlap, encode_vectors=encode_vectors, codec=codec
+        )
+    if codec is not None or encode_vectors:
+        raise SpecError(
+            "sync.options.delayed = true sends plain numbers: leave out sync.codec and "
+            "sync.options.encode_vectors, or delayed."
+        )
+    return Delayed(bucket_mb=bucket_mb, overlap=overlap)
