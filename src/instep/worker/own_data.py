@@ -13,7 +13,7 @@ import numpy as np
 
 from instep.data.order import Indices
 from instep.data.participants import OwnRounds
-from instep.data.partition import COLUMNS, PARTITIONS, Share
+from instep.data.partition import COLUMNS, PARTITIONS
 from instep.data.partition.regions import Regions
 from instep.errors import DataError, RecipeError, SpecError
 from instep.recipe.recipe import Recipe, a_or_an
@@ -77,7 +77,9 @@ _MORE = {
 }
 
 
-def _dealt(job: JobSpec, rounds: RoundSpec, recipe: Recipe, name: str) -> Sequence[Share] | None:
+def _dealt(
+    job: JobSpec, rounds: RoundSpec, recipe: Recipe, name: str
+) -> Sequence[Indices | range] | None:
     """The samples of each participant; None where only those to train on are known."""
     dataset, scheme, column = getattr(recipe, name), rounds.partition, None
     if scheme in COLUMNS:
@@ -90,7 +92,7 @@ def _dealt(job: JobSpec, rounds: RoundSpec, recipe: Recipe, name: str) -> Sequen
         if name == "validate" and not callable(given):
             return None
         column = _column(COLUMNS[scheme], given, dataset)
-    dealt: Sequence[Share] = PARTITIONS[scheme](
+    dealt: Sequence[Indices | range] = PARTITIONS[scheme](
         len(dataset), job.sync.participants, column=column, skew=rounds.skew, seed=job.seed
     )
     return dealt

@@ -8,13 +8,12 @@ that in which round. Nothing here knows datasets, ranks or models.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from instep.data.order import Indices
 from instep.registry import Registry
 
-Share = Indices | range
-"""Samples of one participant, in ascending order."""
+if TYPE_CHECKING:  # a job is checked, and its processes are on their way, before numpy is loaded
+    from instep.data.order import Indices
 
 
 class Scheme(Protocol):
@@ -22,7 +21,7 @@ class Scheme(Protocol):
 
     def __call__(
         self, samples: int, participants: int, *, column: Indices | None, skew: float, seed: int
-    ) -> Sequence[Share]:
+    ) -> Sequence[Indices | range]:
         """The samples of each participant.
 
         Args:
@@ -35,8 +34,8 @@ class Scheme(Protocol):
                 for another dataset.
 
         Returns:
-            `participants` parts, disjoint; together they hold every sample once. Some may be
-            empty.
+            `participants` parts, disjoint, each in ascending order; together they hold every
+            sample once. Some may be empty.
         """
 
 

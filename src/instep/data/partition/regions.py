@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from instep.data.order import Indices, Order, key
-from instep.data.partition import Share
 
 _OF_OWN_ORDER = 12
 """What a key is drawn for: the order of a participant's samples."""
@@ -34,7 +33,9 @@ class Regions:
             `shares`.
     """
 
-    def __init__(self, shares: Sequence[Share], seed: int, *, shuffle: bool = True) -> None:
+    def __init__(
+        self, shares: Sequence[Indices | range], seed: int, *, shuffle: bool = True
+    ) -> None:
         self.sizes: Indices = np.array([len(share) for share in shares], np.int64)
         """Samples of each participant."""
         self.offsets = offsets_of(self.sizes)
