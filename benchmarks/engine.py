@@ -63,6 +63,7 @@ def engine_around(
     from instep.comm.alone import AloneComm
     from instep.comm.messages import Form
     from instep.comm.torch_comm import TorchComm
+    from instep.data.batches import Batches
     from instep.sync.base import make_strategy
     from instep.worker.step.assignment import Lockstep
     from instep.worker.step.engine import Engine
@@ -91,7 +92,8 @@ def engine_around(
     store = folder / f"meeting-{size}-{votes}"
     comm = TorchComm(FileStore(str(store), size), rank, size) if size > 1 else AloneComm()
     engine.begin(comm, comm)
-    assignment = Lockstep(member.form, member.job.train, SAMPLES, by_speed=False)
+    batches = Batches.of_job(member.job, SAMPLES)
+    assignment = Lockstep(member.form, member.job.train, batches, by_speed=False)
     engine.start(comm, comm, assignment)
     return engine, member, assignment
 

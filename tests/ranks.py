@@ -26,8 +26,10 @@ from torch import Tensor, nn
 from instep import spec_file
 from instep.comm.memory import MemoryComm, MemoryMessage, _Room
 from instep.comm.messages import Form
+from instep.data.batches import Batches
 from instep.errors import PeerError
 from instep.events import LEDGER, read_records
+from instep.spec import JobSpec, SyncSpec
 from instep.store.audit import audit
 from instep.store.ledger import cut_back
 from instep.sync.base import make_strategy
@@ -194,6 +196,12 @@ class FakeMember:
     def waits_for_writer(self) -> bool:
         """Whoever had the ledger is gone."""
         return False
+
+
+def averaging(local_steps: int) -> JobSpec:
+    """A job that averages participants after so many local steps of each."""
+    options = {"local_steps": local_steps}
+    return JobSpec(recipe="recipe.py:recipe", sync=SyncSpec(name="averaging", options=options))
 
 
 def small_model() -> nn.Module:
@@ -387,7 +395,9 @@ class Rank:
         given = self.engine.begin(comm, column)
         comm.all_reduce(torch.zeros(1)).wait()  # the loop agrees on something of its own here
         job = self.world.job
-        assignment = Lockstep(form, job.train, SAMPLES, by_speed=False, mesh=job.mesh)
+        assignment = Lockstep(
+            form, job.train, Batches(SAMPLES, job.train.global_batch), by_speed=False, mesh=job.mesh
+        )
         self.engine.start(comm, column, assignment, compare=not given)
         self.assignment, self.formed = assignment, True
         self.world.entered(self, form.generation)
@@ -669,7 +679,7 @@ class World:
         self._invariant(self)
         records = read_records(self.run / "ledger.bin", LEDGER)
         batch = self.job.train.global_batch
-        found = audit(records, SAMPLES, batch, last_step=LAST)
+        found = audit(records, Batches(SAMPLES, batch), last_step=LAST)
         assert found.exact, found
         steps = records["step"].tolist()
         assert steps == sorted(steps), steps

@@ -91,10 +91,6 @@ class TrainSpec(Section, frozen=True, kw_only=True):
         """Epochs of a job that does not count steps."""
         return self.epochs or 10
 
-    def length(self, samples: int) -> int:
-        """Steps of a whole run on so many training samples."""
-        return self.steps or self.passes * -(-samples // self.global_batch)
-
     def __post_init__(self) -> None:
         if self.epochs is not None and self.steps is not None:
             raise ValueError(
@@ -215,6 +211,10 @@ class RoundSpec(Section, frozen=True, kw_only=True):
     """Whether a participant's optimizer state (moments, momentum) is dropped at the end of a
     round, or kept for its next one."""
 
+    start_after: Natural = 0
+    """How many steps all take together, as with `all_reduce`, before the first round (post-local
+    SGD). They count as steps of the job, as a round does."""
+
     fraction: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """How much of the participants are in a round; which, is drawn for each by the seed."""
 
@@ -238,6 +238,7 @@ the defaults of these options."""
 ROUND_OPTIONS = {
     "local_steps": "needs a whole number of at least 1",
     "local_optimizers": "needs to be 'reset' or 'kept'",
+    "start_after": "needs a whole number of at least 0",
     "fraction": "needs a number above 0, and at most 1",
     "partition": "needs the name of a partition, such as 'blocks', in quotes",
     "skew": "needs a number above 0",
@@ -768,7 +769,7 @@ class JobSpec(Section, frozen=True, kw_only=True):
 
     @property
     def per_commit(self) -> TrainSpec:
-        """`train`, with the portions of one commit: those of a step, or of a whole round.
+        """`train`, with the portions of a commit: those of a step, or of a whole round.
 
         A round of averaging takes a global batch for each local step, cut into participants.
         """
@@ -776,6 +777,12 @@ class JobSpec(Section, frozen=True, kw_only=True):
         if step is self.train:
             return step
         return msgspec.structs.replace(step, global_batch=step.global_batch * self.local_steps)
+
+    @property
+    def start_after(self) -> int:
+        """How many commits are steps that all take together, before the first round."""
+        rounds = self.sync.rounds
+        return rounds.start_after if rounds is not None else 0
 
     @property
     def local_steps(self) -> int:

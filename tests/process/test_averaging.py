@@ -47,6 +47,7 @@ def federated_averaging(
     mu=0.0,
     outer=None,
     fraction=1.0,
+    start_after=0,
 ):
     """Each participant by itself: its own copy of all there is. Of ours the order and the keys.
 
@@ -59,10 +60,23 @@ def federated_averaging(
     every, participants = participants, int(fraction * participants + 0.5)
     data = recipes.pairs().tensors
     moments = {participant: {} for participant in range(every)}
-    for step in range(1, rounds + 1):
-        epoch, first, stop = position(step, recipes.SAMPLES, BATCH * LOCAL_STEPS)
-        parts = -(-(stop - first) * participants // (BATCH * LOCAL_STEPS))
-        before = (step - 1) * LOCAL_STEPS
+    shared = recipes.adam(server.parameters())
+    downward = recipes.half_way_down(shared)
+    for step, (epoch, first, stop, whole) in enumerate(walked(rounds, start_after), 1):
+        parts = -(-(stop - first) * participants // whole)
+        if step <= start_after:
+            samples = [
+                order.indices(epoch, *micro_batch(first, stop, n, parts)) for n in range(parts)
+            ]
+            all_together(
+                server, [[t[torch.from_numpy(rows)] for t in data] for rows in samples], step
+            )
+            shared.step()
+            downward.step()
+            if local == "kept":
+                moments = {n: copy.deepcopy(shared.state_dict()["state"]) for n in moments}
+            continue
+        before = start_after + (step - 1 - start_after) * LOCAL_STEPS
         mean = {name: torch.zeros_like(t).double() for name, t in server.state_dict().items()}
         drawn = sorted(sorted(range(every), key=lambda n: key(0, 7, step, n))[:participants])
         for place, participant in enumerate((drawn if fraction < 1 else range(every))[:parts]):
@@ -101,6 +115,40 @@ def federated_averaging(
                     parameter.copy_(before)
             outer(means)
     return server.state_dict()
+
+
+def walked(rounds, start_after):
+    """Epoch and positions of each commit, and how many a whole one takes."""
+    epoch, first = 0, 0
+    for step in range(1, rounds + 1):
+        whole = BATCH if step <= start_after else BATCH * LOCAL_STEPS
+        stop = min(first + whole, recipes.SAMPLES)
+        yield epoch, first, stop, whole
+        epoch, first = (epoch + 1, 0) if stop == recipes.SAMPLES else (epoch, stop)
+
+
+def all_together(server, parts, step):
+    """Give the server the clipped gradient of a batch, and the mean of what passes do to
+    buffers."""
+    size = sum(len(target) for _, target in parts)
+    mean = {name: torch.zeros_like(t).double() for name, t in server.named_buffers()}
+    gradients = [torch.zeros_like(parameter) for parameter in server.parameters()]
+    for participant, (inputs, target) in enumerate(parts):
+        model = copy.deepcopy(server)
+        torch.manual_seed(key(0, 1, step, participant, 0))
+        nn.functional.mse_loss(model(inputs), target).backward()
+        for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+            if parameter.grad is not None:
+                gradient += len(target) / size * parameter.grad
+        for name, tensor in model.named_buffers():
+            mean[name] += len(target) / size * tensor
+    for parameter, used, gradient in zip(
+        server.parameters(), model.parameters(), gradients, strict=True
+    ):
+        parameter.grad = gradient if used.grad is not None else None
+    nn.utils.clip_grad_norm_(server.parameters(), CLIP)
+    for name, tensor in server.named_buffers():
+        tensor.copy_(mean[name] if tensor.is_floating_point() else mean[name].round())
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +197,11 @@ FAMILY = {
     "fedopt": (sync_of("fedopt", rule="yogi"), {"outer": yogi}),
     "diloco": (sync_of("diloco"), {"outer": nesterov}),
     "some": (sync_of("averaging", fraction=0.5), {"fraction": 0.5}),
+    "later": (sync_of("averaging", start_after=2), {"start_after": 2}),
+    "all_later": (
+        sync_of("diloco", start_after=3, fraction=0.7),
+        {"outer": nesterov, "start_after": 3, "fraction": 0.7},
+    ),
     "all": (
         sync_of("diloco", fraction=0.7),
         {"outer": nesterov, "fraction": 0.7},
@@ -161,6 +214,8 @@ FAMILY = {
     ("workers", "kind", "local"),
     [
         (2, "diloco", "kept"),
+        (2, "later", "kept"),
+        slow(3, "all_later", "kept"),
         *(slow(2, kind, "reset") for kind in FAMILY),
         slow(3, "all", "kept"),
         slow(1, "fedprox", "kept"),
@@ -193,7 +248,7 @@ def test_what_moves_to_the_mean_is_averaging_to_the_bit(run: Start, alone, setti
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fedprox", "fedopt", "diloco", "all"])
+@pytest.mark.parametrize("kind", ["fedprox", "fedopt", "diloco", "all", "all_later"])
 def test_a_strategy_with_rounds_has_the_same_bits_on_any_workers_and_resumed(run: Start, kind):
     settings = [*FAMILY[kind][0], *BITS]
     hashes = {
@@ -346,12 +401,19 @@ def test_a_run_is_resumed_from_a_checkpoint_between_two_rounds_on_other_workers(
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("kills", "rounds", "local"),
-    [slow(3, 60, "reset"), slow(3, 60, "kept"), slow(100, 1200, "reset"), slow(100, 1200, "kept")],
+    ("kills", "rounds", "local", "start_after"),
+    [
+        slow(3, 60, "reset", 0),
+        slow(3, 60, "kept", 0),
+        slow(6, 200, "kept", 120),
+        slow(100, 1200, "reset", 0),
+        slow(100, 1200, "kept", 0),
+    ],
 )
-def test_killed_workers_leave_no_trace(run: Start, kills, rounds, local):
+def test_killed_workers_leave_no_trace(run: Start, kills, rounds, local, start_after):
     """Killed anywhere in a round: in its local steps, and in what is said after them."""
     longer = (*QUICK, *BITS, f"train.steps={rounds}", "data.loaders=0", optimizers(local))
+    longer += (f"sync.options.start_after={start_after}",)
     draw, killed = random.Random(kills), 0
     program = run("averages.py:all_moves", *longer, "workers=3", "arguments.pause_s=0.002")
     program.until(program.is_training, "training")

@@ -18,6 +18,7 @@ from instep.comm import messages as m
 from instep.comm.connection import HEARTBEAT_S
 from instep.comm.messages import ON_REQUEST
 from instep.control.watch import WAITING
+from instep.data.batches import Batches
 from instep.errors import PeerError
 from instep.events import STEPS
 from instep.worker.member import FLUSH_S
@@ -413,7 +414,7 @@ class Worker(Process):
             if known.holders:
                 self.engine.tell(self, f"knows of finished parts of round {step}: {known.holders}")
         self._assignment = Lockstep(
-            form, job.per_commit, plan.samples, by_speed=False, finished=known
+            form, job.per_commit, Batches.of_job(job, plan.samples), by_speed=False, finished=known
         )
 
     def _go_to(self, step: int) -> None:

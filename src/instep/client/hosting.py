@@ -36,6 +36,7 @@ from instep.comm.endpoint import Endpoint, Switchboard
 from instep.comm.messages import Over, Welcome
 from instep.control.journal import Begin, Journal
 from instep.control.resume import check_changes, prepare
+from instep.data.batches import Batches
 from instep.errors import InstepError, PeerError, RunError
 from instep.spec import JobSpec
 from instep.store.folder import (
@@ -267,7 +268,7 @@ _CLOSED = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 def is_complete(run: RunFolder, job: JobSpec) -> bool:
     """Whether a run completed, and the job asks for no more steps."""
-    length = job.train.steps or job.train.passes * run.epoch_steps
+    length = Batches.of_job(job, run.epoch_samples).length(job)
     return run.outcome == "completed" and 0 < length <= run.last_step
 
 

@@ -21,6 +21,7 @@ import msgspec
 
 from instep import spec_file
 from instep.control.stop_rules import recorded
+from instep.data.batches import Batches
 from instep.errors import CheckpointError, RunError, SpecError
 from instep.plain_file import plain, replace_plain
 from instep.spec import JobSpec, as_table
@@ -302,12 +303,12 @@ def _check_stop(run: RunFolder, job: JobSpec, step: int) -> None:
 
 
 def _check_unfinished(run: RunFolder, job: JobSpec, step: int) -> None:
-    train, samples = job.train, run.epoch_samples
-    steps = job.per_commit.length(samples) if train.steps or samples else 0
+    train, batches = job.train, Batches.of_job(job, run.epoch_samples)
+    steps = batches.length(job)
     if not 0 < steps <= step or not _has_its_model(run, step):
         return
-    longer, per_unit = ("steps", 1) if train.steps else ("epochs", run.epoch_steps)
-    more = max(2 * (train.steps or train.passes), -(-2 * step // per_unit))
+    longer, reached = ("steps", step) if train.steps else ("epochs", batches.of(step).epoch + 1)
+    more = 2 * max(train.steps or train.passes, reached)
     raise SpecError(
         f"{run.path} is complete: it has {step} of {steps} steps. To train longer: "
         f"instep resume {run.path} --set train.{longer}={more}"

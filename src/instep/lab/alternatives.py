@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from math import gcd
 from pathlib import Path
 from typing import NamedTuple
 
@@ -109,19 +108,20 @@ def same_samples(job: JobSpec, base: JobSpec) -> JobSpec:
         SpecError: they are not a whole number of its steps.
     """
     mine, theirs = job.per_commit.global_batch, base.per_commit.global_batch
-    if mine == theirs:
+    if (mine, job.start_after) == (theirs, base.start_after):
         return job
-    multiple = mine // gcd(mine, theirs)
     lengths = {}
     for key in ("steps", "stop_after_steps"):
-        steps = getattr(base.train, key) or 0
-        if steps % multiple:
-            near = max(1, round(steps / multiple)) * multiple
+        lengths[key] = steps = getattr(base.train, key)
+        if steps:
+            lengths[key] = _as_long(job, base, steps)
+        if lengths[key] is None and steps:
+            fitting = (each for each in range(1, 2 * steps + mine) if _as_long(job, base, each))
+            near = min(fitting, key=lambda each: abs(each - steps))
             raise SpecError(
                 f"a step takes {mine} samples instead of {theirs}, and train.{key} = {steps} of "
                 f"those are not a whole number of these. For all: --set train.{key}={near}"
             )
-        lengths[key] = steps * theirs // mine or getattr(base.train, key)
     every = _nearest(base.train.validate_every, theirs, mine)
     saved = job.checkpoint.every
     if isinstance(saved, int):
@@ -131,6 +131,17 @@ def same_samples(job: JobSpec, base: JobSpec) -> JobSpec:
         train=msgspec.structs.replace(job.train, validate_every=every, **lengths),
         checkpoint=msgspec.structs.replace(job.checkpoint, every=saved),
     )
+
+
+def _as_long(job: JobSpec, base: JobSpec, steps: int) -> int | None:
+    """How many steps of a job take as many samples as so many of `base`; None if no number does."""
+    early = min(steps, base.start_after)
+    samples = early * base.train.global_batch
+    samples += (steps - early) * base.per_commit.global_batch
+    rounds, rest = divmod(
+        samples - job.start_after * job.train.global_batch, job.per_commit.global_batch
+    )
+    return None if rest or rounds < 0 else job.start_after + rounds
 
 
 def _nearest(steps: int, theirs: int, mine: int) -> int:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from instep.data.batches import Batches
 from instep.data.participants import OwnRounds
 
 Integers = NDArray[np.int64]
@@ -101,13 +102,7 @@ class Audit:
         return all(epoch.exact for epoch in self.epochs)
 
 
-def audit(
-    ledger: np.ndarray[Any, Any],
-    samples: int,
-    global_batch: int,
-    *,
-    last_step: int | None = None,
-) -> Audit:
+def audit(ledger: np.ndarray[Any, Any], batches: Batches, *, last_step: int | None = None) -> Audit:
     """Count, for every epoch up to where training stopped, how often each position was used.
 
     Finished epochs are due completely, the last one up to the end of `last_step`.
@@ -115,8 +110,7 @@ def audit(
 
     Args:
         ledger: [records] of `events.LEDGER`, in any order; empty shares are allowed.
-        samples: positions of one epoch.
-        global_batch: positions of one step; the last step of an epoch may hold fewer.
+        batches: what each step takes.
         last_step: the last committed step, from 1; the highest in `ledger` if not given.
 
     Returns:
@@ -130,7 +124,7 @@ def audit(
     if np.any(epochs[1:] < epochs[:-1]):
         order = np.argsort(epochs, kind="stable")
         real, epochs = real[order], epochs[order]
-    due = _due(samples, global_batch, last_step)
+    due = batches.due(last_step)
     mentioned = [int(epoch) for epoch in np.unique(epochs)]
     digest, entries = hashlib.sha256(), []
     for epoch in sorted({*mentioned, *range(len(due))}):
@@ -163,7 +157,7 @@ def audit_own(ledger: np.ndarray[Any, Any], own: OwnRounds, last_step: int) -> A
     for number, records in enumerate(np.split(ledger, ends)):
         for end in ("first", "stop"):
             records[end] -= own.offsets[number]
-        found = audit(records, sizes[number], own.portion, last_step=rounds[number])
+        found = audit(records, Batches(sizes[number], own.portion), last_step=rounds[number])
         entries += [replace(entry, participant=number) for entry in found.epochs]
         digest.update(found.sha256.encode())
     return Audit(tuple(entries), digest.hexdigest())
@@ -190,16 +184,6 @@ def skipped_in(
     mine = ledger[np.isin(ledger["step"], [step for step, _, _ in reported])]
     committed = set(zip(mine["step"].tolist(), mine["generation"].tolist(), strict=True))
     return [event for key, event in reported.items() if key[:2] in committed]
-
-
-def _due(samples: int, global_batch: int, last_step: int) -> list[int]:
-    """Positions due in each epoch once `last_step` is committed."""
-    if samples < 1 or last_step < 1:
-        return []
-    epoch_steps = -(-samples // global_batch)
-    finished, steps_in_last = divmod(last_step, epoch_steps)
-    rest = [min(samples, steps_in_last * global_batch)] if steps_in_last else []
-    return [samples] * finished + rest
 
 
 def _segments(first: Integers, stop: Integers) -> tuple[Integers, Integers, Integers]:

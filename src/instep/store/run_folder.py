@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from instep.data.batches import Batches
 from instep.data.participants import OwnRounds
 from instep.errors import RunError, SpecError, near_miss
 from instep.events import LEDGER, STEPS, read_events, read_records, wrong_in
@@ -193,9 +194,9 @@ class RunFolder:
         return OwnRounds.of_job(self.spec, divided["sizes"])
 
     @property
-    def epoch_steps(self) -> int:
-        """Steps of one epoch; 0 while the size of the training set is unknown."""
-        return -(-self.epoch_samples // self.spec.per_commit.global_batch)
+    def batches(self) -> Batches:
+        """What each step takes; nothing while the size of the training set is unknown."""
+        return Batches.of_job(self.spec, self.epoch_samples)
 
     @cached_property
     def traffic(self) -> dict[int, Traffic]:
@@ -245,17 +246,15 @@ class RunFolder:
         tail = self.ledger[-_WINDOW:]
         if not len(tail):
             return 0
-        if not self.epoch_steps:
+        if not self.epoch_samples:
             return int(self.ledger["step"].max())
         steps, where = np.unique(tail["step"], return_inverse=True)
         taken = np.bincount(where, weights=tail["stop"] - tail["first"])
-        batch = self.spec.per_commit.global_batch
-        first = (steps - 1) % self.epoch_steps * batch
         possible = self.planned_steps or 2 * len(self.ledger)  # a damaged record may say anything
-        due = np.minimum(batch, self.epoch_samples - first)
-        if (own := self.own_rounds) is not None:
-            known = [own.of(step) if 0 < step <= possible else [] for step in steps.tolist()]
-            due = np.array([sum(part.stop - part.first for part in each) for each in known])
+        own, batches = self.own_rounds, self.batches
+        parts = own.of if own is not None else lambda step: [batches.of(step)]
+        known = [parts(step) if 0 < step <= possible else [] for step in steps.tolist()]
+        due = np.array([sum(part.stop - part.first for part in each) for each in known])
         whole = steps[(taken >= due) & (steps <= possible)]
         return int(whole.max(initial=0))
 
@@ -280,8 +279,7 @@ class RunFolder:
         """How often each sample is in the committed ledger, epoch by epoch."""
         if self.own_rounds is not None:
             return audit_own(self.committed, self.own_rounds, self.last_step)
-        batch = self.spec.per_commit.global_batch
-        return audit(self.committed, self.epoch_samples, batch, last_step=self.last_step)
+        return audit(self.committed, self.batches, last_step=self.last_step)
 
     def steps_of(self, worker: int) -> Records:
         """One worker's step records, [steps] of `STEPS`, in order of step."""

@@ -51,6 +51,9 @@ SETTINGS = {
     "own_data": Setting(
         "sync.options.partition = {job.own_data!r}", lambda job, _: bool(job.own_data)
     ),
+    "start_after": Setting(
+        "sync.options.start_after = {job.start_after}", lambda job, _: job.start_after > 0
+    ),
     "server_sync": Setting(
         "sync.name = {job.sync.name!r}", lambda job, _: job.sync.name in SERVERS - LEASED
     ),
@@ -103,6 +106,11 @@ CLASHES: dict[tuple[str, str], str] = {
     ("averaging", "batch_loss"): "participants take their steps apart, and the loss is of the "
     "global batch of all of them",
     ("own_data", "own_loop"): "only the data of a recipe are divided",
+    ("start_after", "own_data"): "before the rounds all take the samples of a step together",
+    ("start_after", "codec"): "what it carries over would be of gradients first, and of rounds "
+    "then",
+    ("start_after", "own_loop"): "a step of yours would be one of all first, and one of a "
+    "participant then",
     ("server_sync", "codec"): "servers are sent plain numbers",
     ("server_sync", "cuda"): _ON_THE_HOST,
     ("server_sync", "float16"): _ON_THE_HOST,
@@ -145,6 +153,7 @@ CLASHES: dict[tuple[str, str], str] = {
     for setting, why in {
         "dgc": "its limit is of whole gradients, and a process of a replica has parts",
         "delayed": "its norm is of the gradient of another step",
+        "start_after": "the gradient of a whole replica and that of a participant lie otherwise",
         "powersgd": "its factors are of whole matrices, and a process of a replica has parts",
         "server_sync": "servers share out whole parameters, and a process of a replica has parts",
         "leased": "the server has whole parameters, and a process of a replica has parts",

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from instep.comm.base import Comm
 from instep.comm.messages import NOT_FINITE, ON_REQUEST, SPREAD, Form
+from instep.data.batches import Batches
 from instep.data.loader import Loader, Read, Skipped, Slice
-from instep.data.order import Position, position, steps_in_epoch
+from instep.data.order import Position
 from instep.data.participants import OwnRounds
 from instep.data.samples import last_read
 from instep.data.samples.contents import Record
@@ -118,6 +119,7 @@ class Loop(ABC):
         split: Split | None = None,
     ) -> None:
         self.member, self.job, self.samples, self.last_step = member, member.job, samples, last_step
+        self.batches = Batches.of_job(self.job, samples)
         self.device = parameters[0].device
         self.phase, self.step = "building", 0
         self._model, self._update, self._loader = model, update, loader
@@ -313,7 +315,7 @@ class Loop(ABC):
                 Lockstep(
                     self._group,
                     self.job.per_commit,
-                    self.samples,
+                    self.batches,
                     by_speed=self._by_speed,
                     finished=self._finished(comm),
                     mesh=self.job.mesh,
@@ -482,7 +484,7 @@ class Loop(ABC):
     def _settle(self, done: Commit) -> Step:
         """Apply the rules of `[stop]`, validate, save; repeated if a member is lost meanwhile."""
         self.member.check_lease()
-        where = position(done.step, self.samples, self.job.per_commit.global_batch)
+        where = self.batches.of(done.step)
         self._report_epoch(where)
         self.stopping.after_commit(done.step, done.loss, done.norm, last=done.ends)
         metrics = self._validate(where) if done.ends or self._is_time(where) else None
@@ -496,8 +498,7 @@ class Loop(ABC):
                 self.rule = SPREAD
                 self.stopping.report(why, self.step, SPREAD)
         self.state.settled = done.step
-        per_epoch = steps_in_epoch(self.samples, self.job.per_commit.global_batch)
-        ends_epoch = done.step % per_epoch == 0
+        ends_epoch = where.stop == self.samples
         names = [turn.name for turn in self.engine.turns] if done.losses else []
         losses = dict(zip(names, done.losses, strict=True))
         return Step(done.step, where.epoch, done.loss, metrics, ends_epoch, losses)

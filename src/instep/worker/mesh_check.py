@@ -21,6 +21,7 @@ from torch import nn
 
 from instep.comm.base import Comm
 from instep.comm.messages import Form
+from instep.data.batches import Batches
 from instep.data.loader import Loader, Skipped
 from instep.data.order import position
 from instep.data.reading.generators import preserved
@@ -287,7 +288,13 @@ class MeshCheck:
             passes, self._forward, self._loader, job, self._samples, reads, device, replica
         )
         form = Form(generation=0, rank=comm.rank, members=list(range(comm.size)))
-        lockstep = Lockstep(form, job.train, self._samples, by_speed=False, mesh=job.mesh)
+        lockstep = Lockstep(
+            form,
+            job.train,
+            Batches(self._samples, job.train.global_batch),
+            by_speed=False,
+            mesh=job.mesh,
+        )
         ((where, share),) = lockstep.plan(STEP, STEP, merge=merge, whole=reads is not None)
         loads = self._loader.read([part.samples for part in share.passes])
         losses, skipped = whole_batch.run(where, share, loads, STEP)

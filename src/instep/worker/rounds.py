@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from instep.comm.base import Comm
+from instep.data.batches import Batches
 from instep.data.loader import Read, Skipped, Slice
 from instep.data.order import key, micro_batch
 from instep.data.participants import Sampling
@@ -44,15 +45,15 @@ class RoundUpdate(Update):
     """Moves parameters in local steps, and at the end of a round by the mean of all of them.
 
     Args:
-        local_steps: of a round.
+        job: says what a round is, and after which step they begin.
         advances: whether the scheduler takes a step with each local step; else nobody but the
             user's code advances it.
         given: what `Update` takes.
     """
 
-    def __init__(self, *given: Any, local_steps: int, advances: bool = True, **named: Any) -> None:
+    def __init__(self, *given: Any, job: JobSpec, advances: bool = True, **named: Any) -> None:
         super().__init__(*given, **named)
-        self._local_steps, self._advances = local_steps, advances
+        self._job, self._advances = job, advances
         self.slots = self.parameters
         """What this rank has of the parameters."""
         self.local: LocalOptimizers | None = None
@@ -69,11 +70,18 @@ class RoundUpdate(Update):
         """End a round: take the agreed mean off the parameters of its beginning.
 
         The scheduler advances by the local steps of the round, as it did for each participant.
+        Before the rounds, move by the agreed gradient, as where no participant has steps of its
+        own; the state that the optimizer has then is what the first round begins with, if kept.
         """
+        if step <= self._job.start_after:
+            norm = super().apply(step)
+            if step == self._job.start_after and not self._job.keeps_optimizers:
+                self.optimizer.state = defaultdict(dict)
+            return norm
         for slot in self.slots:
             if slot.grad is not None:
                 slot.sub_(slot.grad)
-        for _ in range(self._local_steps):
+        for _ in range(self._job.local_steps):
             self.advance()
         return None
 
@@ -137,8 +145,8 @@ class Way(NamedTuple):
     """What the losses of all ranks that compute it are a mean of."""
     size: float
     skipped: list[Skipped]
-    moved: list[Tensor]
-    """How far its parameters came, backwards."""
+    moved: list[Tensor | None]
+    """How far its parameters came, backwards; before the rounds, their gradients."""
     buffers: dict[int, Tensor]
     """That it moved, as `Buffers` numbers them."""
     predicted: Tensor | None
@@ -157,10 +165,13 @@ class Participant:
         update: has them.
         part: what the participant computes.
         number: the participant's, among all of the job.
+        early: whether it gives its gradient, as all take the step together.
     """
 
-    def __init__(self, update: RoundUpdate, part: Pass, number: int) -> None:
-        self._update, self.part, self.number = update, part, number
+    def __init__(
+        self, update: RoundUpdate, part: Pass, number: int, *, early: bool = False
+    ) -> None:
+        self._update, self.part, self.number, self.early = update, part, number, early
         self.total = self.weight = self.whole = self.size = 0.0
         self.skipped: list[Skipped] = []
         optimizer, scheduler = update.optimizer, update.scheduler
@@ -175,7 +186,7 @@ class Participant:
         optimizer.state = defaultdict(
             dict, {of: copy.deepcopy(kept) for of, kept in self._state.items()}
         )
-        if update.local is not None:
+        if update.local is not None and not early:
             update.local.resume(number)
 
     def way(self, buffers: Buffers) -> Way:
@@ -185,11 +196,15 @@ class Participant:
             buffers: of the model. What it did to them is left for the engine to see.
         """
         local, slots = self._update.local, self._update.slots
-        moved = [
+        counted = self.total, self.weight, self.whole, self.size, self.skipped
+        if self.early:
+            gradients = [slot.grad for slot in slots]
+            moved_by_pass = buffers.moved_by_pass()
+            return Way(self.part, self.number, *counted, gradients, moved_by_pass, None, {})
+        moved: list[Tensor | None] = [
             torch.sub(before, slot.detach()) for before, slot in zip(self.begin, slots, strict=True)
         ]
         optimizer = local.pack() if local is not None else {}
-        counted = self.total, self.weight, self.whole, self.size, self.skipped
         predicted = self._update.probe()
         return Way(
             self.part, self.number, *counted, moved, buffers.moved_by_pass(), predicted, optimizer
@@ -237,7 +252,7 @@ def equip(engine: Engine, update: RoundUpdate, job: JobSpec) -> None:
     beginning, and resume the optimizer states of their last rounds."""
     strategy: object = engine.strategy
     assert isinstance(strategy, Averaging), "participants are averaged"
-    update.mu = strategy.pull
+    update.mu, strategy.start_after = strategy.pull, job.start_after
     if job.keeps_optimizers:
         stays = job.sync.own_state and job.mesh.ranks == 1
         strategy.kept = update.local = LocalOptimizers(update.optimizer, stays=stays)
@@ -250,14 +265,15 @@ def give(engine: Engine, update: RoundUpdate, way: Way) -> dict[int, Weighed]:
         What its losses came to, by its number; nothing where none of its samples counts.
     """
     part, whole = way.part, engine.where.stop - engine.where.first
-    if update.local is not None and not part.repeats:
+    if update.local is not None and way.optimizer and not part.repeats:
         update.local.computed(way.participant, way.optimizer)
     if part.repeats or not way.whole:
         engine.skip_pass(part)
         return {}
     engine.begin_pass(part, way.whole / whole, last=False, unit=way.participant)
     for slot, moved in enumerate(way.moved):
-        engine.gradient(slot, moved)
+        if moved is not None:
+            engine.gradient(slot, moved)
     if way.predicted is not None and isinstance(engine.strategy, Averaging):
         engine.strategy.predicts(way.predicted)
     engine.end_pass(part, way.size / whole)
@@ -270,6 +286,7 @@ class Rounds:
     Args:
         engine, forward, update: the worker's; the engine's gradients come here.
         job: says how a round is cut.
+        batches: what each commit takes.
         left: whether the members have changed meanwhile.
         at: told what is being done: `loading`, `forward` or `backward`.
         shared: how the ranks of this replica compute a local step, where they are several.
@@ -281,13 +298,14 @@ class Rounds:
         forward: Forward,
         update: RoundUpdate,
         job: JobSpec,
+        batches: Batches,
         left: Callable[[], bool],
         at: Callable[[str], None],
         shared: SharedSteps | None = None,
     ) -> None:
         self._engine, self._forward, self._update = engine, forward, update
         self._shared, update.slots = shared, engine.slots
-        self._job, self._seed, self._local_steps = job, job.seed, job.local_steps
+        self._job, self._seed, self._batches = job, job.seed, batches
         self._left, self._is_at = left, at
         self._participants, self._ranks = job.per_commit.micro_batches, job.mesh.ranks
         self._at = (0, 0)  # course and number of a round
@@ -335,9 +353,10 @@ class Rounds:
 
     def _cuts(self, part: Pass) -> Iterator[tuple[int, Slice]]:
         """Its local steps; with data of its own they do not get smaller at the end of an epoch."""
-        train = self._job.per_iteration
+        train, (epoch, first, _) = self._job.per_iteration, part.samples
         batch = train.global_batch // train.micro_batches if self._job.own_data else 0
-        return local_steps_of(part, self._local_steps, batch)
+        steps = 1 if self._batches.is_early(epoch, first) else self._job.local_steps
+        return local_steps_of(part, steps, batch)
 
     def samples_of(self, share: Share) -> int:
         """How many samples of a round this worker computes, or has computed."""
@@ -381,9 +400,12 @@ class Rounds:
 
     def _way(self, part: Pass, loads: Iterator[Read], step: int) -> Way:
         """Compute a participant; what it did to buffers is left for the engine to see."""
-        with Participant(self._update, part, self._numbers[part.number]) as participant:
+        early = step <= self._job.start_after
+        with Participant(
+            self._update, part, self._numbers[part.number], early=early
+        ) as participant:
             cuts = dict(self._cuts(part))
-            for number in range(self._local_steps):
+            for number in range(1 if early else self._job.local_steps):
                 counts = False
                 if self._shared is None and self._left():
                     raise MembersChanged
@@ -442,18 +464,25 @@ class Rounds:
         since = clock.lap(since, "forward")
         self._is_at("backward")
         found.loss.backward()
-        self._update.pull()
-        self._update.take_step(*place)
+        if not participant.early:
+            self._update.pull()
+            self._update.take_step(*place)
         clock.lap(since, "backward")
         return True
 
 
 def check_length(job: JobSpec, samples: int) -> None:
-    """Refuse rounds that are longer than an epoch.
+    """Refuse rounds that are longer than an epoch, or that never begin.
 
     Raises:
-        SpecError: they are.
+        SpecError: they are, or do not.
     """
+    length = Batches.of_job(job, samples).length(job)
+    if length <= job.start_after:
+        raise SpecError(
+            f"sync.options.start_after = {job.start_after}: the run has {length} steps, so no "
+            f"round would begin. Set it to at most {length - 1}, or train longer."
+        )
     if job.own_data:  # a participant's round ends with its epoch
         return
     batch = job.train.global_batch
@@ -466,6 +495,11 @@ def check_length(job: JobSpec, samples: int) -> None:
         )
 
 
+def updates(job: JobSpec, commits: int) -> int:
+    """Steps of an optimizer and its scheduler in so many commits."""
+    return job.start_after + (commits - job.start_after) * job.local_steps
+
+
 def verdict(job: JobSpec) -> str:
     """Whether a run gives the result of one machine, where participants take steps of their own."""
     sync = job.sync
@@ -473,6 +507,7 @@ def verdict(job: JobSpec) -> str:
     pulled = ", each drawn back to the round's beginning" if sync.name == "fedprox" else ""
     outer = ", and an optimizer takes a step of that" if sync.name in ("fedopt", "diloco") else ""
     own = f" with data of their own ({job.own_data!r})" if job.own_data else ""
+    own += f", from step {job.start_after + 1} on," if job.start_after else ""
     return (
         f"no: sync.name = {sync.name!r} averages {some}{sync.participants} participants{own} after "
         f"{job.local_steps} local steps of each{pulled}{outer}. With sync.name = 'all_reduce' the "

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from instep.comm.base import Comm
 from instep.comm.messages import COMPILING, Heartbeat
+from instep.data.batches import Batches
 from instep.data.loader import Loader, Read, Skipped, Slice
 from instep.data.order import Position, key
 from instep.data.participants import OwnRounds
@@ -98,8 +99,8 @@ class Training(Loop):
         clashes.check(self.job, recipe)
         samples = len(recipe.train)
         fresh = member.checkpoint is None  # else the checkpoint has the parameters
-        last_step = self.job.per_commit.length(samples)
-        averages, local_steps = self.job.sync.rounds is not None, self.job.local_steps
+        last_step = Batches.of_job(self.job, samples).length(self.job)
+        averages = self.job.sync.rounds is not None
         if averages:
             rounds.check_length(self.job, samples)
         embeds = recipe.batch_loss is not None
@@ -127,13 +128,15 @@ class Training(Loop):
         )
         self._replica: Replica | None = replica
         self._tidy = False
-        built = build_optimizer(recipe, model, last_step * local_steps, self.job.start, begun)
+        built = build_optimizer(
+            recipe, model, rounds.updates(self.job, last_step), self.job.start, begun
+        )
         self._built = built
         if self.job.mesh.offload == "optimizer":
             keep_on_host(built.optimizer)
         scaler = torch.amp.GradScaler("cuda", enabled=self.job.train.precision == "float16")
         turns = make_turns(built, self.job, scaler)
-        make_update = partial(rounds.RoundUpdate, local_steps=local_steps) if averages else Update
+        make_update = partial(rounds.RoundUpdate, job=self.job) if averages else Update
         if self.job.sync.name in SERVERS:
             make_update = LeasedUpdate if self.job.sync.name in LEASED else ServedUpdate
         update = make_update(
@@ -182,6 +185,7 @@ class Training(Loop):
                 self._forward,
                 update,
                 self.job,
+                self.batches,
                 left=lambda: self.member.superseded,
                 at=lambda phase: setattr(self, "phase", phase),
                 shared=self._shared_steps(update),

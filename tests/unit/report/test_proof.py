@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from instep.cli import main
+from instep.data.batches import Batches
 from instep.data.order import position
 from instep.events import LEDGER, ledger_header, read_events, read_records
 from instep.report.figures.proof import prove, untiled
@@ -43,38 +44,38 @@ def test_shares_cut_anywhere_and_dealt_in_any_order_tile_their_steps(samples, ba
             part["first"], part["stop"] = first, stop
             parts.append(part)
     ledger = np.array(data.draw(st.permutations(parts)))
-    assert untiled(ledger, samples, batch, steps).tolist() == []
+    assert untiled(ledger, Batches(samples, batch), steps).tolist() == []
 
     at = data.draw(st.integers(0, len(ledger) - 1))
     if ledger[at]["stop"] > ledger[at]["first"]:
         step = int(ledger[at]["step"])
-        assert untiled(np.delete(ledger, at), samples, batch, steps).tolist() == [step]
+        assert untiled(np.delete(ledger, at), Batches(samples, batch), steps).tolist() == [step]
         doubled = np.append(ledger, ledger[at : at + 1])
-        assert untiled(doubled, samples, batch, steps).tolist() == [step]
+        assert untiled(doubled, Batches(samples, batch), steps).tolist() == [step]
 
 
 def test_two_steps_that_took_each_others_samples_are_found_though_each_sample_stands_once():
     ledger = make_ledger(2, 100, 10, 10)
     third, fifth = ledger["step"] == 3, ledger["step"] == 5
     ledger["step"][third], ledger["step"][fifth] = 5, 3
-    assert audit(ledger, 100, 10).exact
-    assert untiled(ledger, 100, 10, 10).tolist() == [3, 5]
+    assert audit(ledger, Batches(100, 10)).exact
+    assert untiled(ledger, Batches(100, 10), 10).tolist() == [3, 5]
 
 
 def test_a_step_of_another_epoch_or_number_is_found():
     ledger = make_ledger(1, 100, 10, 30)
     ledger["epoch"][3] = 2
     ledger["step"][7] = 0
-    assert untiled(ledger, 100, 10, 30).tolist() == [0, 4, 8]
-    assert untiled(ledger[:0], 100, 10, 2).tolist() == [1, 2]
-    assert untiled(ledger[:0], 100, 10, 0).tolist() == []
+    assert untiled(ledger, Batches(100, 10), 30).tolist() == [0, 4, 8]
+    assert untiled(ledger[:0], Batches(100, 10), 2).tolist() == [1, 2]
+    assert untiled(ledger[:0], Batches(100, 10), 0).tolist() == []
 
 
 def test_the_places_of_faults_are_named_in_order():
     ledger = make_ledger(1, 100, 10, 10)
     ledger = np.delete(np.append(ledger, ledger[6:7]), 2)
     ledger["stop"][-2] = 103
-    (epoch,) = audit(ledger, 100, 10, last_step=10).epochs
+    (epoch,) = audit(ledger, Batches(100, 10), last_step=10).epochs
     assert epoch.faults == (
         Stretch("missing", 20, 30),
         Stretch("repeated", 60, 70),
@@ -87,7 +88,7 @@ def test_of_many_faults_in_an_epoch_the_first_five_are_named():
     ledger = make_ledger(1, 100, 2, 50)
     ledger["stop"] -= 1
     ledger["first"][40:] -= 2
-    (epoch,) = audit(ledger, 100, 2, last_step=50).epochs
+    (epoch,) = audit(ledger, Batches(100, 2), last_step=50).epochs
     assert [fault.first for fault in epoch.faults] == [1, 3, 5, 7, 9]
 
 
@@ -103,7 +104,7 @@ def test_a_fault_is_named_where_counting_by_hand_finds_one(ranges, samples):
         record["step"], record["first"], record["stop"] = 1, first, stop
         for place in range(first, stop):
             uses[place] += 1
-    (epoch,) = audit(ledger, samples, samples, last_step=1).epochs
+    (epoch,) = audit(ledger, Batches(samples, samples), last_step=1).epochs
     wrong = {
         "missing": {p for p in range(samples) if not uses[p]},
         "repeated": {p for p in range(samples) if uses[p] > 1},
@@ -122,7 +123,7 @@ def test_a_fault_is_named_where_counting_by_hand_finds_one(ranges, samples):
 def test_a_run_to_its_end_is_exact_and_says_so_in_a_few_lines(tmp_path, capsys):
     path = make_run(tmp_path / "digits")
     assert main(["audit", str(path)]) == 0
-    digest = audit(ledger_of(path), 1000, 64).sha256
+    digest = audit(ledger_of(path), Batches(1000, 64)).sha256
     assert capsys.readouterr().out.splitlines() == [
         "covers  completed, 48 steps committed, 96 records in the ledger",
         "epoch   1 to 3: 1,000 samples each, each exactly once",
@@ -143,7 +144,7 @@ def test_json_says_the_same_as_an_object(tmp_path, capsys):
     assert (said["repeated"], said["missing"], said["stray"]) == (0, 0, 0)
     assert [epoch["expected"] for epoch in said["epochs"]] == [1000, 256]
     assert (said["untiled_steps"], said["epochs"][0]["faults"]) == ([], [])
-    assert said["sha256"] == audit(ledger_of(path), 1000, 64).sha256
+    assert said["sha256"] == audit(ledger_of(path), Batches(1000, 64)).sha256
 
 
 def test_a_run_that_goes_on_is_proved_as_far_as_it_got(tmp_path, capsys):

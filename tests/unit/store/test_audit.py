@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from instep.data.batches import Batches
 from instep.data.participants import OwnRounds, Sampling
 from instep.events import LEDGER
 from instep.report.figures.proof import not_their_own
@@ -42,10 +43,12 @@ def dealt_ledgers(draw):
 @given(dealt_ledgers())
 def test_any_dealing_of_the_shares_passes_and_has_one_hash(dealt):
     ledger, samples, batch, steps = dealt
-    found = audit(ledger, samples, batch)
+    found = audit(ledger, Batches(samples, batch))
     assert found.exact
     assert found.used == sum(epoch.expected for epoch in found.epochs)
-    assert found.sha256 == audit(make_ledger(1, samples, batch, steps), samples, batch).sha256
+    assert (
+        found.sha256 == audit(make_ledger(1, samples, batch, steps), Batches(samples, batch)).sha256
+    )
 
 
 @unhurried
@@ -54,7 +57,7 @@ def test_a_dropped_record_is_counted_exactly(dealt, data):
     ledger, samples, batch, steps = dealt
     at = data.draw(st.integers(0, len(ledger) - 1))
     size = int(ledger[at]["stop"] - ledger[at]["first"])
-    found = audit(np.delete(ledger, at), samples, batch, last_step=steps)
+    found = audit(np.delete(ledger, at), Batches(samples, batch), last_step=steps)
     assert (found.missing, found.repeated, found.stray) == (size, 0, 0)
     assert found.exact == (size == 0)
 
@@ -65,9 +68,9 @@ def test_a_doubled_record_is_counted_exactly(dealt, data):
     ledger, samples, batch, _ = dealt
     at = data.draw(st.integers(0, len(ledger) - 1))
     size = int(ledger[at]["stop"] - ledger[at]["first"])
-    found = audit(np.append(ledger, ledger[at : at + 1]), samples, batch)
+    found = audit(np.append(ledger, ledger[at : at + 1]), Batches(samples, batch))
     assert (found.missing, found.repeated, found.stray) == (0, size, 0)
-    assert (found.sha256 == audit(ledger, samples, batch).sha256) == (size == 0)
+    assert (found.sha256 == audit(ledger, Batches(samples, batch)).sha256) == (size == 0)
 
 
 @unhurried
@@ -79,7 +82,7 @@ def test_overlapping_ranges_are_counted_as_counting_by_hand_does(ranges, samples
     ledger = np.zeros(len(ranges), make_ledger(1, 1, 1, 1).dtype)
     for record, (first, stop) in zip(ledger, ranges, strict=True):
         record["step"], record["first"], record["stop"] = 1, first, stop
-    found = audit(ledger, samples, samples, last_step=1)
+    found = audit(ledger, Batches(samples, samples), last_step=1)
     uses = np.zeros(31, int)
     for first, stop in ranges:
         uses[first:stop] += 1
@@ -90,25 +93,25 @@ def test_overlapping_ranges_are_counted_as_counting_by_hand_does(ranges, samples
 
 
 def test_the_unfinished_epoch_is_due_up_to_its_last_step():
-    found = audit(make_ledger(2, 1000, 64, 21), 1000, 64)
+    found = audit(make_ledger(2, 1000, 64, 21), Batches(1000, 64))
     assert [(e.epoch, e.expected, e.used) for e in found.epochs] == [(0, 1000, 1000), (1, 320, 320)]
 
 
 def test_samples_trained_before_they_were_due_are_stray():
     ledger = make_ledger(1, 100, 10, 5)
     ledger["epoch"][-1] = 3
-    found = audit(ledger, 100, 10)
+    found = audit(ledger, Batches(100, 10))
     assert (found.missing, found.stray, found.exact) == (10, 10, False)
 
 
 def test_an_epoch_that_was_left_out_is_missing():
     ledger = make_ledger(2, 100, 10, 30)
-    found = audit(ledger[ledger["epoch"] != 1], 100, 10)
+    found = audit(ledger[ledger["epoch"] != 1], Batches(100, 10))
     assert [epoch.missing for epoch in found.epochs] == [0, 100, 0]
 
 
 def test_an_empty_ledger_holds_and_has_used_nothing():
-    found = audit(make_ledger(2, 100, 10, 0), 100, 10)
+    found = audit(make_ledger(2, 100, 10, 0), Batches(100, 10))
     assert (found.epochs, found.used, found.exact) == ((), 0, True)
 
 
@@ -116,7 +119,7 @@ def test_an_empty_ledger_holds_and_has_used_nothing():
 def test_ten_million_records_take_seconds():
     ledger = make_ledger(4, 1_000_000, 4, 2_500_000)
     begin = time.perf_counter()
-    assert audit(ledger, 1_000_000, 4).exact
+    assert audit(ledger, Batches(1_000_000, 4)).exact
     assert time.perf_counter() - begin < 30
 
 

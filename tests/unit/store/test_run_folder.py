@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from disks import KINDS, put
+from instep.data.batches import Batches
 from instep.errors import RunError
 from instep.events import LEDGER, STEPS, read_events, read_records
 from instep.report.figures.summary import gap_words, summarise
@@ -25,7 +26,7 @@ def test_a_folder_gives_back_what_the_run_wrote(tmp_path):
     folder = RunFolder(make_run(tmp_path / "digits"))
     assert folder.job["train"]["global_batch"] == folder.spec.train.global_batch == 64
     assert (folder.workers, folder.team, folder.last_step) == ([0, 1], 2, 48)
-    assert (folder.epoch_samples, folder.epoch_steps) == (1000, 16)
+    assert (folder.epoch_samples, folder.batches) == (1000, Batches(1000, 64, 0, 64))
     assert [event["epoch"] for event in folder.validations] == [0, 1, 2]
     assert len(folder.checkpoints) == len(folder.generations) == 1
     assert folder.traffic == {0: Traffic(500_000, 9), 1: Traffic(500_001, 9)}

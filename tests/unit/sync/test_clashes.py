@@ -12,6 +12,7 @@ from instep.sync.clashes import CLASHES, SETTINGS, check
 JOBS = {
     "averaging": {"sync": {"name": "averaging", "participants": 8}},
     "own_data": {"sync": {"name": "averaging", "options": {"partition": "blocks"}}},
+    "start_after": {"sync": {"name": "averaging", "options": {"start_after": 5}}},
     "server_sync": {"sync": {"name": "server_sync"}},
     "leased": {"sync": {"name": "server_async"}},
     "codec": {"sync": {"codec": "int8"}},
@@ -35,6 +36,7 @@ JOBS = {
 }
 NEEDS = {
     "own_data": {"averaging"},
+    "start_after": {"averaging"},
     "corruption": {"bits"},
     "powersgd": {"codec", "no_rounds"},
     "dgc": {"codec", "no_rounds"},
@@ -45,12 +47,19 @@ STRATEGIES = {"averaging", "server_sync", "leased", "delayed"}
 """A job has one, or an option of all_reduce."""
 
 
+def options_of(section):
+    return section.get("options", {})
+
+
 def asking_for(*names):
     table = {"recipe": "a.py:recipe", "workers": 8}
     for name in names:
         for section, keys in JOBS[name].items():
-            value = {**table.get(section, {}), **keys} if isinstance(keys, dict) else keys
-            table[section] = value
+            before = table.get(section, {})
+            if isinstance(keys, dict):
+                keys = {**before, **keys}
+                keys |= {"options": o} if (o := options_of(before) | options_of(keys)) else {}
+            table[section] = keys
     recipe = SimpleNamespace(
         turns=[1, 2] if "turns" in names else [],
         batch_loss=print if "batch_loss" in names else None,

@@ -13,6 +13,7 @@ from instep.comm.channel import LARGEST, Hub
 from instep.comm.connection import LEASE_S
 from instep.comm.endpoint import Endpoint
 from instep.comm.messages import Ack, Broken, Built, Form, Heartbeat, Hello, Refused, Welcome
+from instep.data.batches import Batches
 from instep.data.loader import Slice
 from instep.data.order import position
 from instep.errors import PeerError, RunError, WorkerError
@@ -105,7 +106,11 @@ class Worker:
             self.engine = Engine(self.member, self.model, self.parameters, [turn])
         form = self.member.form
         self.engine.start(
-            AloneComm(), AloneComm(), Lockstep(form, self.member.job.train, 640, by_speed=False)
+            AloneComm(),
+            AloneComm(),
+            Lockstep(
+                form, self.member.job.train, Batches.of_job(self.member.job, 640), by_speed=False
+            ),
         )
 
     def advance(self, step):

@@ -16,6 +16,7 @@ from instep.worker.rounds import RoundUpdate
 from instep.worker.step.committed import CommittedState
 from instep.worker.step.host_copy import HostCopy
 from instep.worker.step.turns import TurnState
+from ranks import averaging
 
 CPU = torch.device("cpu")
 
@@ -100,8 +101,10 @@ class Rank:
         parameters = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(parameters, lr=0.1)
         scaler = torch.amp.GradScaler("cuda", enabled=False)
-        settings = {"seed": 0, "max_grad_norm": None, "scaler": scaler, "local_steps": 1}
-        update = RoundUpdate(self.optimizer, None, parameters, **settings)
+        settings = {"seed": 0, "max_grad_norm": None, "scaler": scaler}
+        update = RoundUpdate(
+            self.optimizer, None, parameters, job=averaging(local_steps=1), **settings
+        )
         self.strategy = Averaging()
         self.strategy.kept = self.local = LocalOptimizers(self.optimizer)
         self.state = CommittedState(self.model, [TurnState("", parameters, update, self.strategy)])

@@ -15,6 +15,7 @@ from instep.sync.rounds.averaging import Averaging
 from instep.system.host_memory import HostMemory
 from instep.worker.local_optimizers import LocalOptimizers
 from instep.worker.rounds import RoundUpdate
+from ranks import averaging
 
 PARTICIPANTS = 5
 
@@ -157,7 +158,7 @@ def update_of(kind):
         seed=0,
         max_grad_norm=None,
         scaler=torch.amp.GradScaler("cuda", enabled=False),
-        local_steps=2,
+        job=averaging(local_steps=2),
     )
     return update, LocalOptimizers(update.optimizer)
 

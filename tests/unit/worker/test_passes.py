@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instep.comm.messages import Form
+from instep.data.batches import Batches
 from instep.data.order import Position
 from instep.spec import MeshSpec, TrainSpec
 from instep.worker.step.assignment import Finished, Lockstep
@@ -76,7 +77,7 @@ def test_a_worker_may_have_no_pass_in_a_short_step():
 
 def test_a_plan_goes_through_epochs_without_a_gap():
     form = Form(generation=1, rank=0, members=[0])
-    assignment = Lockstep(form, TrainSpec(global_batch=16), 37, by_speed=False)
+    assignment = Lockstep(form, TrainSpec(global_batch=16), Batches(37, 16), by_speed=False)
     steps = list(assignment.plan(1, 6, merge=True))
     assert [where for where, _ in steps] == [
         Position(epoch, first, min(first + 16, 37)) for epoch in (0, 1) for first in (0, 16, 32)
@@ -89,7 +90,7 @@ def test_servers_are_dealt_nothing_and_stand_in_no_record():
     train, shares, records = TrainSpec(global_batch=16, micro_batches=4), [], []
     for rank in range(4):
         form = Form(generation=1, rank=rank, members=[0, 4, 2, 3], servers=(2, 3))
-        lockstep = Lockstep(form, train, 32, by_speed=True)
+        lockstep = Lockstep(form, train, Batches(32, train.global_batch), by_speed=True)
         ((where, share),) = lockstep.plan(1, 1, merge=False)
         shares.append([part.number for part in share.passes])
         lockstep.prepared(0, 1, where)
@@ -108,7 +109,9 @@ def test_what_somebody_holds_stays_with_its_holder_and_the_rest_is_dealt_evenly(
     for rank in range(3):
         form = Form(generation=2, rank=rank, members=[5, 6, 9], draining=(9,) if draining else ())
         finished = Finished(2, holders)
-        lockstep = Lockstep(form, train, 1000, by_speed=False, finished=finished)
+        lockstep = Lockstep(
+            form, train, Batches(1000, train.global_batch), by_speed=False, finished=finished
+        )
         (_, share), (_, later) = lockstep.plan(2, 3, merge=False)
         shares.append([part.number for part in share.passes])
         assert {n for n, rank_ in holders.items() if rank_ == rank} <= set(shares[rank])
@@ -152,7 +155,9 @@ def test_the_ranks_that_split_a_replica_s_samples_run_in_lockstep_and_cover_each
     covered, ledger, counts = [], [], []
     for rank in workers:
         form = Form(generation=1, rank=rank, members=workers)
-        lockstep = Lockstep(form, train, size, by_speed=True, mesh=mesh)
+        lockstep = Lockstep(
+            form, train, Batches(size, train.global_batch), by_speed=True, mesh=mesh
+        )
         ((where, share),) = lockstep.plan(1, 1, merge=merge, whole=whole)
         counts.append(len(share.passes))
         for part in share.passes:
@@ -178,7 +183,13 @@ def test_a_unit_of_a_mesh_is_cut_alike_at_any_number_of_replicas(micro_batches, 
         found = []
         for rank in range(replicas * shard):
             form = Form(generation=1, rank=rank, members=list(range(replicas * shard)))
-            lockstep = Lockstep(form, train, size, by_speed=False, mesh=MeshSpec(shard=shard))
+            lockstep = Lockstep(
+                form,
+                train,
+                Batches(size, train.global_batch),
+                by_speed=False,
+                mesh=MeshSpec(shard=shard),
+            )
             ((_, share),) = lockstep.plan(1, 1, merge=False)
             found += [(rank % shard, part) for part in share.passes]
         return sorted(found)
@@ -201,12 +212,16 @@ def test_a_replica_is_dealt_by_the_speed_of_its_slowest_rank(mesh, now):
     train, mesh = TrainSpec(global_batch=32, micro_batches=8), MeshSpec(**mesh)
     workers = list(range(2 * mesh.ranks))
     forms = [Form(generation=1, rank=rank, members=workers) for rank in workers]
-    ranks = [Lockstep(form, train, 32, by_speed=True, mesh=mesh) for form in forms]
+    ranks = [
+        Lockstep(form, train, Batches(32, train.global_batch), by_speed=True, mesh=mesh)
+        for form in forms
+    ]
     of_a_pass_s = [0.05 for _ in workers[1:]] + [0.3]
     for step in range(1, 30):
         covered, counts = [], []
         for rank in ranks:
             ((where, share),) = rank.plan(step, step, merge=False)
+            rank.prepared(0, step, where)
             counts.append(len(share.passes))
             covered += [n for each in share.passes for n in range(*each.samples[1:])]
         assert sorted(covered) == sorted([*range(32)] * mesh.same_batch)

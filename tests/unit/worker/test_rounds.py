@@ -11,6 +11,7 @@ from instep.errors import PeerError, SpecError
 from instep.spec import JobSpec, SyncSpec, TrainSpec
 from instep.worker.rounds import Participant, RoundUpdate, check_length
 from instep.worker.step.passes import Pass
+from ranks import averaging
 
 PART = Pass(Slice(0, 0, 4), 0)
 
@@ -40,7 +41,7 @@ def test_what_local_steps_moved_is_put_back_also_where_a_peer_is_lost_in_them(ma
         seed=0,
         max_grad_norm=None,
         scaler=torch.amp.GradScaler("cuda", enabled=False),
-        local_steps=2,
+        job=averaging(local_steps=2),
     )
 
     def state():

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from instep.data.batches import Batches
+from instep.data.order import LARGEST, Position
 from instep.spec import JobSpec
 from instep.store.run_folder import PARTS, Records, step_ends
 from instep.sync import servers_of
@@ -80,7 +82,7 @@ class Progress:
         self._first_step = 0
         self._losses = deque[tuple[float, int]](maxlen=LAST_STEPS)
         self._sum: tuple[float, ...] = (0.0, 0)  # loss times samples, and samples
-        self._loss_step = 0  # the last that is in it
+        self._loss_step, self._loss_epoch = 0, 0  # the last that is in it
         self._sums = np.zeros((0, _SUMS))
         self._end = np.zeros(0)  # Unix seconds; the end of each worker's newest step
         self._seen = np.zeros(0)  # when each worker last sent a record, on `clock`
@@ -134,10 +136,10 @@ class Progress:
         if len(ledger):
             self._first_step = self._first_step or int(ledger["step"].min())
             self.step = max(self.step, int(ledger["step"].max()))
-            newest = (self.step - 1) // self._epoch_steps  # participants have epochs of their own
-            self.epoch = (
-                newest if self.job.own_data else max(self.epoch, int(ledger["epoch"].max()))
-            )
+            newest = int(ledger["epoch"].max())
+            if self.job.own_data:  # participants have epochs of their own
+                newest = self._where(self.step).epoch
+            self.epoch = max(self.epoch, newest)
             self.committed += int((ledger["stop"] - ledger["first"]).sum())
         if len(steps):
             self.steps_seen = True
@@ -173,17 +175,16 @@ class Progress:
         self._follow_loss(numbers, steps["loss"][first])  # all workers record the same loss
 
     def _follow_loss(self, numbers: Records, losses: Records) -> None:
-        train, per_epoch = self.job.train, self._epoch_steps
+        train = self.job.train
         for step, loss in zip(numbers.tolist(), losses.tolist(), strict=True):
             if step <= self._loss_step:
                 continue
-            if not train.steps and (step - 1) // per_epoch != (self._loss_step - 1) // per_epoch:
+            where = self._where(step)
+            if not train.steps and where.epoch != self._loss_epoch:
                 self._losses.clear()
                 self._sum = (0.0, 0)
-            self._loss_step = step
-            size = self.job.per_commit.global_batch
-            if self.ready:
-                size = min(size, self.ready["samples"] - (step - 1) % per_epoch * size)
+            self._loss_step, self._loss_epoch = step, where.epoch
+            size = where.stop - where.first
             if train.steps:
                 self._losses.append((loss * size, size))
                 sums = zip(*self._losses, strict=True)
@@ -191,12 +192,10 @@ class Progress:
             else:
                 self._sum = self._sum[0] + loss * size, self._sum[1] + size
 
-    @property
-    def _epoch_steps(self) -> int:
-        """Steps of an epoch; a number without end until the number of samples is known."""
-        return (
-            -(-self.ready["samples"] // self.job.per_commit.global_batch) if self.ready else 1 << 62
-        )
+    def _where(self, step: int) -> Position:
+        """What a step takes; as if all were one epoch until the number of samples is known."""
+        samples = self.ready["samples"] if self.ready else LARGEST
+        return Batches.of_job(self.job, samples).of(step)
 
     @property
     def loss(self) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instep.data.order import position
+from instep.data.batches import Batches
 from instep.data.participants import OwnRounds
 from instep.events import LEDGER, LEDGER_START
 from instep.store.audit import Audit, EpochAudit, Stretch
@@ -181,12 +181,12 @@ def prove(run: RunFolder) -> Proof:
     """Check everything that a run has committed by now; writes nothing."""
     file = run.path / "ledger.bin"
     size = file.stat().st_size if file.is_file() else 0
-    samples, batch = run.epoch_samples, run.spec.per_commit.global_batch
+    samples = run.epoch_samples
     wrong: Iterable[int] = ()
     if run.own_rounds is not None:
         wrong = not_their_own(run.committed, run.own_rounds, run.last_step)
     elif samples:
-        wrong = untiled(run.committed, samples, batch, run.last_step)
+        wrong = untiled(run.committed, run.batches, run.last_step)
     return Proof(
         run=run,
         torn_bytes=(size - LEDGER_START) % LEDGER.itemsize if size > LEDGER_START else 0,
@@ -194,7 +194,7 @@ def prove(run: RunFolder) -> Proof:
     )
 
 
-def untiled(ledger: Records, samples: int, global_batch: int, last_step: int) -> NDArray[np.int64]:
+def untiled(ledger: Records, batches: Batches, last_step: int) -> NDArray[np.int64]:
     """Steps whose records are not exactly the positions of their global batch, in order.
 
     The shares of a step may be cut anywhere and come in any order; sorted, they must begin
@@ -203,8 +203,7 @@ def untiled(ledger: Records, samples: int, global_batch: int, last_step: int) ->
 
     Args:
         ledger: [records] of `events.LEDGER`; empty shares are allowed.
-        samples: positions of one epoch.
-        global_batch: positions of one step.
+        batches: what each step takes.
         last_step: the last committed step, from 1.
 
     Returns:
@@ -216,7 +215,7 @@ def untiled(ledger: Records, samples: int, global_batch: int, last_step: int) ->
     strange = step[(step < 1) | (step > last_step)]
     real = real[(step >= 1) & (step <= last_step)]
     step, first, stop = real["step"], real["first"], real["stop"]
-    fixed = (position(number, samples, global_batch) for number in range(1, last_step + 1))
+    fixed = (batches.of(number) for number in range(1, last_step + 1))
     due = np.fromiter(chain.from_iterable(fixed), np.int64, count=3 * last_step)
     epoch, begin, end = due.reshape(-1, 3)[step - 1].T
     changes = step[1:] != step[:-1]

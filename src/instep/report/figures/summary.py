@@ -133,7 +133,8 @@ def _final_loss(folder: RunFolder) -> float | None:
     if folder.spec.train.steps is None and len(folder.committed):
         epoch = folder.committed["epoch"]
         if folder.own_rounds is not None:  # the ledger has epochs of their own
-            epoch = (folder.committed["step"] - 1) // folder.epoch_steps
+            steps = folder.committed["step"].tolist()
+            epoch = np.array([folder.batches.of(step).epoch for step in steps])
         kept = np.isin(step, folder.committed["step"][epoch == epoch.max()])
     else:
         kept = step > folder.last_step - LAST_STEPS
@@ -156,8 +157,8 @@ def _samples_of(folder: RunFolder, steps: np.ndarray[Any, Any]) -> np.ndarray[An
 
 
 def _finished_epochs(folder: RunFolder) -> int:
-    if folder.epoch_steps:
-        return folder.last_step // folder.epoch_steps
+    if folder.epoch_samples and folder.last_step:
+        return folder.batches.epochs(folder.last_step)
     return len({event["epoch"] for event in folder.named("epoch_finished")})
 
 

@@ -93,6 +93,9 @@ class Averaging:
             median = combine == "median"
             self._mean = Coded(codec or Identity(), median=median, encode_vectors=encode_vectors)
         self.pull, self._outer = pull, outer
+        self.start_after = 0
+        """Before the rounds, so many steps sum up gradients, and move by them as they are."""
+        self._early = False  # this commit is one of them
         self._parameters: list[Parameter] = []
         self._given: list[Given] = []
         self._handed: list[Tensor | None] | None = None  # what was agreed on, by parameter
@@ -147,6 +150,7 @@ class Averaging:
 
     def begin_step(self, attempt: Attempt) -> None:
         """The participants of a round are about to give."""
+        self._early = attempt.number <= self.start_after
         self._mean.begin_step(attempt)
 
     def begin_pass(self, weight: float, *, last: bool, unit: int = 0) -> None:
@@ -192,9 +196,9 @@ class Averaging:
     def prepare(self, step: int, scale: float) -> float:
         """Every rank hears how far participants are apart, and gets what they remember."""
         left = self._mean.prepare(step, scale)
-        self._next_spread = self._measured(scale)
+        self._next_spread = None if self._early else self._measured(scale)
         self._given = []
-        if self.kept is not None and not self.kept.stays:
+        if not self._early and self.kept is not None and not self.kept.stays:
             self.kept.exchange(self._comm)
         return left
 
@@ -230,7 +234,7 @@ class Averaging:
         self._given, self._handed, self.spread = [], None, self._next_spread
         if self.kept is not None:
             self.kept.apply()
-        if self._outer is not None:
+        if self._outer is not None and not self._early:
             self._outer.replace(self._parameters)
         return self._mean.apply(update)
 

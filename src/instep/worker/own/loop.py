@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from instep.comm.base import Comm
 from instep.comm.messages import ON_REQUEST, Heartbeat
 from instep.data.loader import Loader, Read, Skipped
-from instep.data.order import Position, key, position, steps_in_epoch
+from instep.data.order import Position, key, steps_in_epoch
 from instep.data.reading.threads import cpu_clock
 from instep.data.torch_loader import Unused
 from instep.errors import PeerError, SpecError
@@ -928,7 +928,7 @@ class OwnLoop(Loop):
         if self._saver is not None and not self.stopping.diverged:
             where = Position(0, 0, 0)
             if self.step:  # nothing may follow it but the end
-                where = position(self.step, self.samples, self.job.per_commit.global_batch)
+                where = self.batches.of(self.step)
             self._saver.after_step(self.engine, where, due=True, last=True)
 
     def close(self) -> None:

@@ -72,8 +72,7 @@ class OwnRounds(OwnLoop):
         self._moved = False  # in this round
 
     def _make_update(self, job: JobSpec) -> Callable[..., Update]:
-        steps = job.local_steps
-        return partial(RoundUpdate, local_steps=steps, advances=self._advances)
+        return partial(RoundUpdate, job=job, advances=self._advances)
 
     def _verdict(self) -> str:
         return verdict(self.job)

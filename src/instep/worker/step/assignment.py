@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from instep.comm.messages import Form
 from instep.data.balance import deal
-from instep.data.order import Position, position
+from instep.data.batches import Batches
+from instep.data.order import Position
 from instep.data.participants import OwnRounds
 from instep.events import Kind
 from instep.spec import MeshSpec, TrainSpec
@@ -61,8 +62,8 @@ class Lockstep:
 
     Args:
         form: the generation.
-        train: the job's.
-        samples: of the dataset.
+        train: says how many micro-batches a commit has.
+        batches: what each takes.
         by_speed: whether a slow worker is dealt less, or a slow replica.
         finished: what is computed already.
         mesh: of a replica. Work is dealt to replicas, and each is known by its first rank; the
@@ -76,7 +77,7 @@ class Lockstep:
         self,
         form: Form,
         train: TrainSpec,
-        samples: int,
+        batches: Batches,
         *,
         by_speed: bool,
         finished: Finished = NOTHING_FINISHED,
@@ -86,7 +87,7 @@ class Lockstep:
     ) -> None:
         self.form = form
         """The generation, as its members see it."""
-        self._train, self._samples, self._finished, self._own = train, samples, finished, own
+        self._train, self._batches, self._finished, self._own = train, batches, finished, own
         self.workers = [member for member in form.members if member not in form.servers]
         """By rank; servers have the ranks behind them, and no work."""
         self._ranks = len(self.workers)
@@ -118,8 +119,8 @@ class Lockstep:
                 where = self._own.where(step, own)
                 yield where, share_of_own(where, own, self._units(step, len(own), speeds)[replica])
                 continue
-            where = position(step, self._samples, self._train.global_batch)
-            parts = parts_of(where, self._train)
+            where = self._batches.of(step)
+            parts = self._parts(step, where)
             if step == self._finished.step:
                 units = self._around_finished(parts, speeds)[replica]
                 yield where, share_of_these(where, parts, units)
@@ -138,6 +139,10 @@ class Lockstep:
                 shard=self._unit,
             )
             yield where, self._within_replica(where, parts, share)
+
+    def _parts(self, step: int, where: Position) -> int:
+        """How many micro-batches a step has."""
+        return parts_of(where, self._train, self._batches.size_of(step))
 
     def _within_replica(self, where: Position, parts: int, share: Share) -> Share:
         """This rank's part of each pass of its replica."""
@@ -177,7 +182,7 @@ class Lockstep:
         course, step, where, speeds = self._done
         if self._own is not None:
             return list(self._records_of_own(self._own, *self._done))
-        form, parts = self.form, parts_of(where, self._train)
+        form, parts = self.form, self._parts(step, where)
         if step == self._finished.step:
             return [
                 (step, where.epoch, course, form.generation, worker, Kind.RANGE, unit, *range_)
@@ -228,13 +233,14 @@ class Lockstep:
         Returns:
             Why the next is dealt otherwise, in a word; empty where it is not.
         """
-        parts, ranks = parts_of(where, self._train), self._mesh.ranks
+        assert self._done is not None, "a committed step was prepared"
+        step, ranks = self._done[1], self._mesh.ranks
+        parts = self._parts(step, where)
         firsts = range(0, self._ranks, ranks)  # who has what its replica has
         if self._own is not None:
-            assert self._done is not None, "a committed step was prepared"
-            each = [stop - first for _, first, stop in self._own.of(self._done[1])]
+            each = [stop - first for _, first, stop in self._own.of(step)]
             parts = len(each)
-            units = self._units(self._done[1], parts, self.dealing.speeds)
+            units = self._units(step, parts, self.dealing.speeds)
             samples = [sum(each[unit] for unit in units[n]) for n in firsts]
         else:
             ranges = self._ranges(where, parts, self.dealing.speeds)

@@ -45,13 +45,15 @@ class Share(NamedTuple):
     """Positions [first, stop) of the epoch's order, between which all of them are."""
 
 
-def parts_of(position: Position, train: TrainSpec) -> int:
-    """Micro-batches of the step at `position`.
+def parts_of(position: Position, train: TrainSpec, whole: int = 0) -> int:
+    """Micro-batches of the step at `position`, where a whole one has `train.global_batch` samples,
+    or so many.
 
     A smaller last batch is cut into fewer, of about the same size: one of a
     single sample would be too little for a layer that looks at its batch.
     """
-    return -(-(position.stop - position.first) * train.micro_batches // train.global_batch)
+    whole = whole or train.global_batch
+    return -(-(position.stop - position.first) * train.micro_batches // whole)
 
 
 def share_of(

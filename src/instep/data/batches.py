@@ -1,0 +1,89 @@
+"""Which positions each commit of a job takes: pure arithmetic.
+
+A commit is a step, or a whole round of a strategy with rounds; with `start_after` the first ones
+are steps and the others rounds. It follows from the job and the commit's number, so all workers, a
+resumed run, the audit and the report come to the same. Way in: `Batches.of_job`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from instep.data.order import Position, position, steps_in_epoch
+from instep.spec import JobSpec
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The global batch of each commit, counted from 1 over all epochs.
+
+    Args:
+        samples: positions of an epoch.
+        size: positions of a commit; the last one of an epoch takes what is left.
+        early: how many commits come first, of `early_size`. Where they end within an epoch, its
+            others begin there.
+    """
+
+    samples: int
+    size: int
+    early: int = 0
+    early_size: int = 1
+
+    @classmethod
+    def of_job(cls, job: JobSpec, samples: int) -> Batches:
+        """Those of a job whose training set has so many samples."""
+        return cls(samples, job.per_commit.global_batch, job.start_after, job.train.global_batch)
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """Epoch and position at which the early commits end."""
+        epoch, number = divmod(self.early, steps_in_epoch(self.samples, self.early_size))
+        return epoch, number * self.early_size
+
+    def is_early(self, epoch: int, first: int) -> bool:
+        """Whether an early commit takes a position of an epoch."""
+        return (epoch, first) < self.turn
+
+    def size_of(self, number: int) -> int:
+        """Positions of a commit that is not the last one of an epoch."""
+        return self.early_size if number <= self.early else self.size
+
+    def of(self, number: int) -> Position:
+        """What a commit takes."""
+        if number <= self.early:
+            return position(number, self.samples, self.early_size)
+        epoch, begin = self.turn
+        first = begin + (number - self.early - 1) * self.size
+        if first < self.samples:
+            return Position(epoch, first, min(first + self.size, self.samples))
+        rest = position(number - self.early - self._in_turn, self.samples, self.size)
+        return rest._replace(epoch=epoch + 1 + rest.epoch)
+
+    @property
+    def _in_turn(self) -> int:
+        """Commits in the epoch in which the early ones end, after those."""
+        return steps_in_epoch(self.samples - self.turn[1], self.size)
+
+    def in_epochs(self, epochs: int) -> int:
+        """Commits of the first so many epochs, 1 or more."""
+        after = epochs - self.turn[0] - 1
+        if after < 0:
+            return epochs * steps_in_epoch(self.samples, self.early_size)
+        return self.early + self._in_turn + after * steps_in_epoch(self.samples, self.size)
+
+    def length(self, job: JobSpec) -> int:
+        """Commits of a whole run of a job; 0 while neither they nor the samples are known."""
+        return job.train.steps or (self.in_epochs(job.train.passes) if self.samples else 0)
+
+    def due(self, last: int) -> Sequence[int]:
+        """Positions of each epoch that the first `last` commits take."""
+        if self.samples < 1 or last < 1:
+            return []
+        epoch, _, stop = self.of(last)
+        return [self.samples] * epoch + [stop]
+
+    def epochs(self, last: int) -> int:
+        """How many epochs end with the first `last` commits."""
+        where = self.of(last)
+        return where.epoch + (where.stop == self.samples)
