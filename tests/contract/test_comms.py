@@ -10,11 +10,17 @@ import torch
 
 from helpers import run_processes
 from instep.comm.alone import AloneComm
-from instep.comm.memory import run_ranks
+from instep.comm.memory import MemoryComm, _Room, run_ranks
+from instep.comm.over_hosts import over_hosts
+from instep.comm.torch_comm import TorchComm
 from instep.errors import PeerError
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64]
-GROUPS = [("alone", 1), ("threads", 1), ("threads", 3), ("processes", 2), ("processes", 3)]
+GROUPS = [
+    ("alone", 1),
+    *(("threads", 1), ("threads", 3), ("threads of two hosts", 4)),
+    *(("processes", 2), ("processes", 3), ("processes of two hosts", 4)),
+]
 
 
 def what_a_rank_sees(comm):
@@ -107,9 +113,41 @@ def what_it_is_sent(comm):
     return seen
 
 
+class Rooms:
+    """Makes groups of some of the threads of a group."""
+
+    def __init__(self):
+        self._lock, self._rooms = threading.Lock(), {}
+
+    def __call__(self, comm, ranks, name):
+        with self._lock:
+            room = self._rooms.setdefault(name, _Room(len(ranks)))
+        return MemoryComm(room, ranks.index(comm.rank))
+
+
+class Stores:
+    """Makes groups of some of the processes of a group."""
+
+    def __init__(self, folder):
+        self._folder = folder
+
+    def __call__(self, comm, ranks, name):
+        store = torch.distributed.FileStore(str(self._folder / name), len(ranks))
+        return TorchComm(store, ranks.index(comm.rank), len(ranks))
+
+
+def over_two_hosts(comm, body, make):
+    among = partial(make, comm)
+    return body(over_hosts(comm, str(comm.rank % 2), among, least=0))
+
+
 def in_group(kind, size, body, folder):
     if kind == "alone":
         return [body(AloneComm())]
+    if kind == "threads of two hosts":
+        return run_ranks(size, over_two_hosts, body, Rooms())
+    if kind == "processes of two hosts":
+        return run_processes(size, over_two_hosts, folder, body, Stores(folder))
     return run_ranks(size, body) if kind == "threads" else run_processes(size, body, folder)
 
 

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from instep.comm.alone import AloneComm
 from instep.comm.base import Comm
 from instep.comm.late_errors import LateErrors
+from instep.comm.over_hosts import over_hosts
 from instep.comm.torch_comm import TorchComm
 from instep.data.order import Position
 from instep.errors import PeerError, RecipeError, SpecError, Unrepeatable, WorkerError
@@ -43,6 +44,7 @@ from instep.store.ledger import Ledger, mend
 from instep.sync.base import InMesh, Mover, Scattered, Servers, Strategy
 from instep.sync.norm import norm, squares
 from instep.system.host_memory import NoRoom
+from instep.system.processes import machine
 from instep.units import readable_bytes
 from instep.worker.member import Member
 from instep.worker.step.alike import check_parameters
@@ -821,7 +823,7 @@ def make_comms(
     form, mesh = member.form, member.job.mesh
     assert form is not None
 
-    def among(members: list[int], prefix: str) -> Comm:
+    def among(members: Sequence[int], prefix: str) -> Comm:
         if len(members) == 1:  # it moves nothing
             return AloneComm()
         return TorchComm(
@@ -835,6 +837,12 @@ def make_comms(
 
     everyone = among(form.members, "")
     if mesh.ranks == 1:
+        if device.type == "cpu" and len(form.members) > 3 and not form.servers:
+
+            def of_ranks(ranks: Sequence[int], name: str) -> Comm:
+                return among([form.members[rank] for rank in ranks], name)
+
+            everyone = over_hosts(everyone, machine(), of_ranks)
         return everyone, everyone
     worker = form.members[form.rank]
     try:
