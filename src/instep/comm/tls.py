@@ -22,7 +22,10 @@ Accepted = Callable[[Identity], bool]
 _FILES = "/dev/fd"
 """Where an open file has a name by its number."""
 
-_RECORD = 1 << 14  # bytes of the longest record of TLS
+_RECORD = 1 << 14  # bytes of the longest record of TLS, in plain
+
+RECORD = _RECORD + 256
+"""The same as it is sent, at most (RFC 8446, section 5.2)."""
 
 
 def context(credentials: Credentials, *, server: bool, newcomers: bool = False) -> ssl.SSLContext:
@@ -79,6 +82,11 @@ def identity_of(connection: ssl.SSLObject | ssl.SSLSocket) -> Identity:
         raise StrangerError("the other end's certificate names no process of a run.") from None
 
 
+def _stranger(error: ssl.SSLError) -> StrangerError:
+    """No alert is sent: it would say what is wrong."""
+    return StrangerError(f"the connection is not one of this run ({error}).")
+
+
 class Tls:
     """One end of an encrypted connection: what to send, and what has arrived.
 
@@ -132,9 +140,33 @@ class Tls:
                 found += some
         except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
             pass
-        except ssl.SSLError as error:  # no alert is sent: it would say what is wrong
-            raise StrangerError(f"the connection is not one of this run ({error}).") from None
+        except ssl.SSLError as error:
+            raise _stranger(error) from None
         return bytes(found), self._leaving.read()
+
+    def open_into(self, data: memoryview, into: memoryview) -> int:
+        """The same after the handshake, where nothing is to be sent.
+
+        Args:
+            data: what has arrived.
+            into: takes the bytes; `RECORD` longer than `data`, as part of one may be here already.
+
+        Returns:
+            How many it has taken.
+
+        Raises:
+            StrangerError: something was changed on the way.
+        """
+        self._arrived.write(data)
+        count = 0
+        try:
+            while some := self._tls.read(_RECORD, into[count:]):
+                count += some
+        except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
+            pass
+        except ssl.SSLError as error:
+            raise _stranger(error) from None
+        return count
 
     def _shake_hands(self) -> None:
         try:
