@@ -154,7 +154,7 @@ def ray_apart(
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # a token would be made in the home folder
     monkeypatch.setenv("RAY_raylet_start_wait_time_s", f"{TIMEOUT_S:.0f}")
     address = network.address(OUTSIDE)
-    table = f'[launch]\non = "ray"\nnodes = 2\naddress = "{address}"\noptions.wait_s = 60\n'
+    table = f'[launch]\non = "ray"\nnodes = 2\naddress = "{address}"\noptions.wait_s = 90\n'
     with nodes_on(network) as cluster:
         yield {"RAY_ADDRESS": cluster}, table, []
 

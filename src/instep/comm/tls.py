@@ -11,7 +11,7 @@ import os
 import ssl
 import tempfile
 from collections.abc import Callable
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from instep.comm.certificates import Credentials, Identity
 from instep.errors import StrangerError
@@ -158,9 +158,9 @@ class Tls:
             StrangerError: something was changed on the way.
         """
         self._arrived.write(data)
-        count = 0
+        count, read = 0, cast("Callable[[int, memoryview], int]", self._tls.read)
         try:
-            while some := self._tls.read(_RECORD, into[count:]):
+            while some := read(_RECORD, into[count:]):
                 count += some
         except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
             pass
