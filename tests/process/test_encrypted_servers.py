@@ -104,7 +104,8 @@ def test_a_host_that_is_lost_with_the_only_copy_of_the_parameters_ends_the_run_t
         with job.open("a") as file:
             file.write(launch(network))
         program = start("-m", "instep", "run", job)
-        program.until(lambda: has_saved_twice(program), "saved")
+        program.until(program.is_training, "training")
+        program.until(lambda: len(program.events("checkpoint_saved")) > 0, "saved")
         send(all_of(program, homes(program)[2]), signal.SIGKILL)
         code = program.end(120)
         if code != 0:

@@ -11,7 +11,7 @@ import os
 import ssl
 import tempfile
 from collections.abc import Callable
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from instep.comm.certificates import Credentials, Identity
 from instep.errors import StrangerError
@@ -22,10 +22,7 @@ Accepted = Callable[[Identity], bool]
 _FILES = "/dev/fd"
 """Where an open file has a name by its number."""
 
-_RECORD = 1 << 14  # bytes of the longest record of TLS, in plain
-
-RECORD = _RECORD + 256
-"""The same as it is sent, at most (RFC 8446, section 5.2)."""
+_RECORD = 1 << 14  # bytes of the longest record of TLS
 
 
 def context(credentials: Credentials, *, server: bool, newcomers: bool = False) -> ssl.SSLContext:
@@ -82,11 +79,6 @@ def identity_of(connection: ssl.SSLObject | ssl.SSLSocket) -> Identity:
         raise StrangerError("the other end's certificate names no process of a run.") from None
 
 
-def _stranger(error: ssl.SSLError) -> StrangerError:
-    """No alert is sent: it would say what is wrong."""
-    return StrangerError(f"the connection is not one of this run ({error}).")
-
-
 class Tls:
     """One end of an encrypted connection: what to send, and what has arrived.
 
@@ -140,33 +132,9 @@ class Tls:
                 found += some
         except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
             pass
-        except ssl.SSLError as error:
-            raise _stranger(error) from None
+        except ssl.SSLError as error:  # no alert is sent: it would say what is wrong
+            raise StrangerError(f"the connection is not one of this run ({error}).") from None
         return bytes(found), self._leaving.read()
-
-    def open_into(self, data: memoryview, into: memoryview) -> int:
-        """The same after the handshake, where nothing is to be sent.
-
-        Args:
-            data: what has arrived.
-            into: takes the bytes; `RECORD` longer than `data`, as part of one may be here already.
-
-        Returns:
-            How many it has taken.
-
-        Raises:
-            StrangerError: something was changed on the way.
-        """
-        self._arrived.write(data)
-        count, read = 0, cast("Callable[[int, memoryview], int]", self._tls.read)
-        try:
-            while some := read(_RECORD, into[count:]):
-                count += some
-        except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
-            pass
-        except ssl.SSLError as error:
-            raise _stranger(error) from None
-        return count
 
     def _shake_hands(self) -> None:
         try:
