@@ -46,10 +46,8 @@ def unpack(packed: Tensor, count: int, base: int) -> Tensor:
     numbers = torch.empty(count, dtype=torch.uint8, device=packed.device)
     rest = packed.clone()
     for part in numbers.split(len(packed) or 1):
-        if base & (base - 1) == 0:
-            above = rest >> (base.bit_length() - 1)
-        else:
-            above = rest // base
+        shift = base.bit_length() - 1
+        above = rest >> shift if base == 1 << shift else rest // base
         part.copy_((rest - above * base)[: len(part)])
         rest = above
     return numbers

@@ -61,9 +61,7 @@ SETTINGS = {
     "codec": Setting("sync.codec = {job.sync.codec!r}", lambda job, _: job.sync.codec != "none"),
     "sign_vote": Setting("sync.name = {job.sync.name!r}", lambda job, _: job.sync.votes),
     "merge": Setting("train.merge = 'always'", lambda job, _: job.train.merge == "always"),
-    "clipping": Setting(
-        "train.max_grad_norm", lambda job, _: job.train.max_grad_norm is not None
-    ),
+    "clipping": Setting("train.max_grad_norm", lambda job, _: job.train.max_grad_norm is not None),
     "delayed": Setting("sync.options.delayed = true", lambda job, _: job.sync.delayed),
     "powersgd": Setting(
         "sync.codec = {job.sync.codec!r}", lambda job, _: job.sync.codec == "powersgd"
@@ -143,12 +141,25 @@ CLASHES: dict[tuple[str, str], str] = {
     ("sign_vote", "clipping"): _SIGNS,
     ("sign_vote", "norm_rule"): _SIGNS,
     ("sign_vote", "batch_norm"): "each micro-batch is a voter, and is computed apart",
-    ("sign_vote", "float16"): "the scale of the loss changes, and a voter's momentum is of many steps",
-    ("sign_vote", "corruption"): "it compares what every worker has, and a voter's momentum is on one",
-    ("sign_vote", "own_loop"): "a step that another worker may have committed cannot be finished in "
-    "your own loop",
+    (
+        "sign_vote",
+        "float16",
+    ): "the scale of the loss changes, and a voter's momentum is of many steps",
+    (
+        "sign_vote",
+        "corruption",
+    ): "it compares what every worker has, and a voter's momentum is on one",
+    (
+        "sign_vote",
+        "own_loop",
+    ): "a step that another worker may have committed cannot be finished in your own loop",
     ("sign_vote", "turns"): _ONE_OPTIMIZER,
-    ("sign_vote", "batch_loss"): "a micro-batch has no gradient of its own, whose sign could be a vote",
+    (
+        "sign_vote",
+        "batch_loss",
+    ): "a micro-batch has no gradient of its own, whose sign could be a vote",
+    ("shard", "sign_vote"): "its processes compute a micro-batch each in one pass, and each is a "
+    "voter",
     ("delayed", "codec"): "it sends plain numbers",
     ("delayed", "float16"): "the scale of the loss changes",
     ("delayed", "corruption"): "a gradient is applied in a step whose passes did not compute it",
@@ -181,9 +192,6 @@ CLASHES: dict[tuple[str, str], str] = {
         "batch_loss": "it computes each batch twice, and the processes of a replica once",
     }.items()
     for axis in AXES
-} | {
-    ("shard", "sign_vote"): "its processes compute a micro-batch each in one pass, and each is a "
-    "voter",
 }
 """Pairs of settings, and why they do not go together."""
 

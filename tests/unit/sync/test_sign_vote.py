@@ -227,9 +227,7 @@ def test_sparse_gradients_come_back_sparse_and_types_are_kept():
         strategy.begin_step(Attempt(0, 1, 1))
         strategy.begin_pass(0.5, last=True, unit=comm.rank)
         rows = torch.tensor([[comm.rank, 2]])
-        given = torch.sparse_coo_tensor(
-            rows, torch.ones(2, 2), (4, 2), check_invariants=True
-        )
+        given = torch.sparse_coo_tensor(rows, torch.ones(2, 2), (4, 2), check_invariants=True)
         strategy.gradient(0, given)
         strategy.gradient(1, torch.tensor([1.0, -2.0, 0.0]).bfloat16())
         strategy.exchange(torch.zeros(0, dtype=torch.float64))
