@@ -241,7 +241,7 @@ def test_the_others_go_on_without_a_host_that_falls_silent(
 
 @needs_hosts
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["hosts", "by_hand", "ray", "slurm"])
+@pytest.mark.parametrize("name", ["hosts", "by_hand", "slurm"])
 def test_the_others_go_on_without_a_host_that_is_cut_off_and_it_comes_back(
     begin: Begin, undisturbed: Path, network: Network, name: str
 ) -> None:
