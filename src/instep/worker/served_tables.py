@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.errors import RecipeError, SpecError
-from instep.parallel.embeddings import leave_out, take_out
+from instep.parallel.embeddings import is_sparse, leave_out, take_out
 from instep.recipe.build import Built
 from instep.spec import JobSpec
 from instep.state.pieces import ROWS, open_pieces
@@ -26,6 +26,21 @@ from instep.worker.step.served_rows import RowUpdate
 
 _SOME = 1 << 16
 """Rows that are copied at a time."""
+
+
+def refuse_sparse(model: nn.Module, job: JobSpec) -> None:
+    """Refuse sparse embeddings, for strategies whose server has whole parameters.
+
+    Raises:
+        RecipeError: the model has one.
+    """
+    for name, layer in model.named_modules():
+        if is_sparse(layer):
+            raise RecipeError(
+                f"the embedding {name!r} has sparse=True, and with sync.name = {job.sync.name!r} "
+                "no rows of it can be sent. Use sync.name = 'server_sync', where servers have the "
+                "rows, or leave sparse=True out."
+            )
 
 
 class ServedTables:

@@ -54,7 +54,7 @@ from instep.worker.observed import Observed, make_observers
 from instep.worker.optimizer_check import OptimizerCheck
 from instep.worker.probe import Probe
 from instep.worker.replica import Replica, check_model
-from instep.worker.served_tables import ServedTables
+from instep.worker.served_tables import ServedTables, refuse_sparse
 from instep.worker.shared_steps import MembersChanged, SharedSteps
 from instep.worker.step.alike import check_division
 from instep.worker.step.assignment import Finished
@@ -131,6 +131,8 @@ class Training(Loop):
         )
         self._replica: Replica | None = replica
         self._tidy = False
+        if self.job.sync.name in LEASED:
+            refuse_sparse(model, self.job)
         tables = ServedTables(model, self.job) if self.job.sync.name in SERVERS - LEASED else None
         built = build_optimizer(
             recipe, model, rounds.updates(self.job, last_step), self.job.start, begun

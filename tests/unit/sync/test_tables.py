@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import instep
+from instep import spec_file
 from instep.comm.memory import run_ranks
 from instep.errors import RecipeError, SpecError
 from instep.recipe.build import build_model, build_optimizer
@@ -19,7 +20,7 @@ from instep.records import Attempt
 from instep.spec import JobSpec
 from instep.sync.base import Servers, make_strategy
 from instep.system.host_memory import HostMemory
-from instep.worker.served_tables import ServedTables
+from instep.worker.served_tables import ServedTables, refuse_sparse
 from instep.worker.step.gradients import Gradients
 from instep.worker.step.served import ServedUpdate
 
@@ -396,6 +397,12 @@ def test_the_weight_of_such_an_embedding_cannot_be_asked_for():
     assert "words.weight" not in rank.model.state_dict()
     twin = copy.deepcopy(rank.model).float()
     assert twin.words(torch.tensor([3, 1, 3])).dtype == torch.float32
+
+
+def test_strategies_whose_server_has_whole_parameters_refuse_them():
+    job = spec_file.build({"recipe": "net.py:recipe", "sync": {"name": "bounded_stale"}}, source="")
+    with pytest.raises(RecipeError, match=r"'words'.*bounded_stale.*server_sync"):
+        refuse_sparse(Net(), job)
 
 
 def test_copies_of_rows_are_refused():
