@@ -43,7 +43,7 @@ class Ratings(nn.Module):
         return self.mean + self.generous(people)[:, 0] + self.good(movies)[:, 0] + together
 
 
-def recipe(dim: int = 16, lr: float = 0.1) -> instep.Recipe:
+def recipe(dim: int = 8, lr: float = 0.05) -> instep.Recipe:
     table = data("dslabs", "movielens")
     people, movies = (torch.tensor(table[key].factorize()[0]) for key in ("userId", "movieId"))
     ratings = torch.tensor(table["rating"].to_numpy(), dtype=torch.float32)

@@ -54,7 +54,6 @@ from instep.worker.observed import Observed, make_observers
 from instep.worker.optimizer_check import OptimizerCheck
 from instep.worker.probe import Probe
 from instep.worker.replica import Replica, check_model
-from instep.worker.served_tables import ServedTables, refuse_sparse
 from instep.worker.shared_steps import MembersChanged, SharedSteps
 from instep.worker.step.alike import check_division
 from instep.worker.step.assignment import Finished
@@ -63,6 +62,7 @@ from instep.worker.step.engine import Weighed
 from instep.worker.step.leased import LeasedUpdate
 from instep.worker.step.passes import OF_PASS, Pass, Share
 from instep.worker.step.served import ServedUpdate
+from instep.worker.step.served_tables import ServedTables, refuse_sparse
 from instep.worker.step.turns import key_of_pass, make_turns
 from instep.worker.step.update import Update
 from instep.worker.stopping import check_rules

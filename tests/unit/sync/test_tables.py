@@ -20,9 +20,9 @@ from instep.records import Attempt
 from instep.spec import JobSpec
 from instep.sync.base import Servers, make_strategy
 from instep.system.host_memory import HostMemory
-from instep.worker.served_tables import ServedTables, refuse_sparse
 from instep.worker.step.gradients import Gradients
 from instep.worker.step.served import ServedUpdate
+from instep.worker.step.served_tables import ServedTables, refuse_sparse
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch's optimizers
 

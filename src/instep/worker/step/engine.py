@@ -48,7 +48,6 @@ from instep.system.host_memory import NoRoom
 from instep.system.processes import machine
 from instep.units import readable_bytes
 from instep.worker.member import Member
-from instep.worker.served_tables import ServedTables
 from instep.worker.step.alike import check_parameters
 from instep.worker.step.assignment import Lockstep
 from instep.worker.step.buffers import Buffers
@@ -62,6 +61,7 @@ from instep.worker.step.notes import Notes
 from instep.worker.step.observers import Observer
 from instep.worker.step.own_state import OwnState
 from instep.worker.step.passes import Pass
+from instep.worker.step.served_tables import ServedTables
 from instep.worker.step.skipping import scale_gradients, share_read
 from instep.worker.step.slots import Split, give
 from instep.worker.step.turns import TurnState

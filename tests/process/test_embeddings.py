@@ -80,6 +80,7 @@ def test_servers_and_workers_that_are_killed_leave_no_trace(
     program.check_nothing_is_left()
 
 
+@pytest.mark.slow
 def test_rows_are_trained_saved_and_read_as_those_of_a_plain_model(tmp_path: Path) -> None:
     """Resumed with another number of servers, exported from a checkpoint, and used to predict."""
     plain = trained(tmp_path, "plain", 1, 0)
