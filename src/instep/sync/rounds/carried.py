@@ -183,17 +183,21 @@ class Carried:
     # ---- what is staged, and its commit
 
     def stage(
-        self, attempt: Attempt, new: Collection[Piece], given: Mapping[int, int]
+        self,
+        attempt: Attempt,
+        new: Collection[Piece],
+        made: Mapping[int, int],
+        given: Mapping[int, int],
     ) -> dict[Piece, Tensor]:
         """Where to write what this rank holds from this commit on; what stays is written.
 
         Args:
             attempt: at the commit.
             new: what is written anew.
-            given: by participant of the round, on any rank, the length of its optimizer's state.
+            made: of all that is, on any rank: the commit.
+            given: by participant of the round, on any rank, the length of what it remembers.
         """
-        self._attempt = attempt
-        made = self.made | dict.fromkeys((*given, SUM), attempt.number)
+        self._attempt, made = attempt, {**self.made, **made}
         stays = {p: t for p, t in self.held.items() if made.get(whose(p.of)) == p.commit}
         staged = self._staging([*new, *stays])
         for piece, values in stays.items():
