@@ -20,7 +20,7 @@ from instep.sync import LEASED, STRATEGIES
 from instep.sync.all_reduce import AllReduce
 from instep.sync.rounds.coded import Coded
 from instep.sync.servers.server_sync import ServerSync
-from instep.worker.local_optimizers import LocalOptimizers
+from instep.worker.local_states import LocalStates
 from instep.worker.step import committed
 from instep.worker.step import engine as engine_module
 from instep.worker.step.buffers import Buffers
@@ -50,11 +50,15 @@ OPTIONS = {
         {"servers": 2, "copy": True},
         {"servers": 2, "bucket_mb": 0.00005},
     ],
-    "diloco": [{"codec": "int4"}],  # a codec in rounds, and state of the outer step
+    "diloco": [
+        {"codec": "int4"},  # a codec in rounds, and state of the outer step
+        {"fragments": 2, "local_steps": 2},
+        {"fragments": 2, "local_steps": 2, "delay": 1, "codec": "int4"},
+    ],
     "fedprox": [],  # which are the same class with other rules
     "fedopt": [],
 }
-OWN = {"codec", "delayed"}
+OWN = {"codec", "delayed", "fragments"}
 """Options with which a rank has state of its own."""
 
 CASES = [
@@ -530,7 +534,7 @@ def test_a_codec_whose_residual_is_not_taken_up_is_found(folder, name, kind):
 def test_optimizers_of_participants_that_are_not_given_to_all_are_found(folder, attribute):
     case = next(case for case in FIRST if "local_optimizers" in case[1])
     some = list(deaths(case, False))[::40]
-    with mock.patch.object(LocalOptimizers, attribute), pytest.raises(AssertionError):
+    with mock.patch.object(LocalStates, attribute), pytest.raises(AssertionError):
         check_all(folder, case, False, some, replace=True)
 
 

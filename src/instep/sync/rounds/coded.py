@@ -51,11 +51,8 @@ class Coded:
     start_in_doubt = -1
 
     def __init__(self, codec: Codec, *, median: bool = False, encode_vectors: bool = False) -> None:
-        if hasattr(codec, "reducer") or not (codec.segmentable and codec.fixed_size):
-            raise SpecError(
-                "sync.codec: rounds need a codec that is segmentable and of fixed size. Use int8."
-            )
-        self._codec, self._median, self._encode_vectors = codec, median, encode_vectors
+        self._codec, self._median = check_codec(codec), median
+        self._encode_vectors = encode_vectors
         self._lossy = not isinstance(codec, Identity)  # so that there is something to carry
         self.carried = Carried()
         """What is left out, and what optimizers of participants remember."""
@@ -282,3 +279,16 @@ class Coded:
     def price(parameter_bytes: int, replicas: int) -> Price:
         """With as many participants as replicas: each is sent to the owners, and sums to all."""
         return Price(2 * (replicas - 1) / replicas * parameter_bytes, 2 * (replicas - 1))
+
+
+def check_codec(codec: Codec) -> Codec:
+    """The codec, if rounds can use it.
+
+    Raises:
+        SpecError: they cannot.
+    """
+    if hasattr(codec, "reducer") or not (codec.segmentable and codec.fixed_size):
+        raise SpecError(
+            "sync.codec: rounds need a codec that is segmentable and of fixed size. Use int8."
+        )
+    return codec

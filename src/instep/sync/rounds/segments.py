@@ -1,7 +1,7 @@
 """The parameters one after the other, cut where neither ranks nor participants show in a bit.
 
 Who owns which stretch of them, and which stretch agrees at a time, follows from the cuts. What is
-encoded, and where it goes, is in `payloads.py`.
+encoded, and where it goes, is in `exchange.py`.
 """
 
 from __future__ import annotations
