@@ -63,7 +63,9 @@ SETTINGS = {
     ),
     "local_optimizers": Setting(
         "sync.options.local_optimizers = 'reset'",
-        lambda job, _: job.sync.rounds is not None and not job.keeps_optimizers,
+        lambda job, _: (
+            job.sync.rounds is not None and job.sync.options.get("local_optimizers") == "reset"
+        ),
     ),
     "fraction": Setting(
         "sync.options.fraction = {job.sync.rounds.fraction}",

@@ -1,7 +1,7 @@
-"""Parameters that stay with their participant (FedBN: Li et al. 2021, arXiv:2102.07623); buffers too.
+"""Parameters, and buffers, that stay with their participant.
 
-Part of what participants remember (`local_states.py`). The model that all share has their mean in
-these places.
+FedBN: Li et al. 2021 (arXiv:2102.07623). Part of what participants remember (`local_states.py`).
+The model that all share has their mean in these places.
 """
 
 from __future__ import annotations
