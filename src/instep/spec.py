@@ -341,12 +341,17 @@ class SyncSpec(Section, frozen=True, kw_only=True):
     @property
     def own_state(self) -> bool:
         """Whether a worker remembers what no other does, and hands it over before it leaves."""
-        return self.codec != "none" or self.delayed or self.streams
+        return self.codec != "none" or self.delayed or self.votes or self.streams
 
     @property
     def streams(self) -> bool:
         """Whether one fragment of the parameters agrees after the other."""
         return self.rounds is not None and self.rounds.fragments > 1
+
+    @property
+    def votes(self) -> bool:
+        """Whether each micro-batch is a voter, and is computed apart."""
+        return self.name == "sign_vote"
 
     @property
     def delayed(self) -> bool:
