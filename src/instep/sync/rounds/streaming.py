@@ -373,7 +373,7 @@ class Streaming:
                 left = room[of] = torch.empty(end - begin, device=self._device)
                 pieces[Piece(whats[of], begin, end, self._attempt.number)] = left
         for of, way in ways.items():
-            given[of].add_(way, alpha=float(shares[of]))
+            given[of].add_(way * float(shares[of]))  # rounded as `Coded` does
         mean = exchange.gather(exchange.add_up(given, room, gives, number=commit))
         return Agreed(commit, mean, pieces, made, ways)
 
