@@ -223,7 +223,12 @@ IN_A_JOB_FILE = [
         ["check.corruption = true with train.determinism = 'order'", "determinism to 'bits'"],
     ),
     Job('[check]\ncorruption = "yes"', ['check.corruption = "yes": needs to be true or false']),
-    Job('[report]\ntensorboard = "yes"', ["report.tensorboard", "needs to be true or false"]),
+    Job('[report]\ngradient_norm = "yes"', ["report.gradient_norm", "needs to be true or false"]),
+    Job(
+        "[report]\ntensorboard = true",
+        ["report.tensorboard is now called report.loggers", "loggers = ['tensorboard']"],
+    ),
+    Job('[report]\nloggers = ["wandbb"]', ["no logger is called 'wandbb'", "'wandb'"]),
     Job(
         '[sync]\nname = "allreduce"',
         ["no sync strategy is called 'allreduce'", "Did you mean 'all_reduce'?"],

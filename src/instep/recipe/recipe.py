@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from instep.data.torch_loader import LoaderParts, columns_in, unpack_loader
 from instep.errors import RecipeError, near_miss
+from instep.recipe.callbacks import check_callbacks
 
 
 class Turn(NamedTuple):
@@ -128,6 +129,10 @@ class Recipe:
     """`predict(model, batch)`: what `instep predict` writes, with a row for each sample of the
     batch: a tensor, or a tuple or dict of tensors; the model on its inputs otherwise."""
 
+    callbacks: Sequence[Any] = ()
+    """Objects with any of `on_step_end`, `on_evaluate`, `on_log` and `on_save`: an
+    `instep.Callback`, or your own. Called on one worker, after committed steps."""
+
     given: dict[str, LoaderParts] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -164,6 +169,7 @@ class Recipe:
                     f"Recipe.{name} is {a_or_an(given)}, but a function is wanted.{hint}"
                 )
         _check_metrics(self.metrics)
+        check_callbacks(self.callbacks)
 
 
 _FUNCTIONS = ("optimizer", "weight", "collate", "augment", "scheduler", "parameters", "predict")

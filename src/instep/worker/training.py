@@ -46,7 +46,7 @@ from instep.worker.early_reads import EarlyReads
 from instep.worker.evaluate import evaluate
 from instep.worker.layout import example_of, found_layout
 from instep.worker.loader_watch import LoaderWatch
-from instep.worker.loop import Loop, Passed, Step
+from instep.worker.loop import CALLBACKS, Loop, Passed, Step
 from instep.worker.member import Member
 from instep.worker.mesh_check import MeshCheck, check_validation
 from instep.worker.observed import Observed, make_observers
@@ -145,7 +145,7 @@ class Training(Loop):
             built.parameters,
             seed=self.job.seed,
             max_grad_norm=self.job.train.max_grad_norm,
-            measure=self.job.stop.by_norm,
+            measure=self.job.measures_norm,
             scaler=scaler,
         )
         super().__init__(
@@ -159,6 +159,7 @@ class Training(Loop):
             int(embeds),
             turns,
             self._replica,
+            recipe.callbacks,
         )
         self.state.trial = trial
         self._whole_batch = (
@@ -395,11 +396,13 @@ class Training(Loop):
             waits = self.phase in ("loading", "validation")
             at, known = (self.step, self.phase, done), self._done > 0
             self._loader_watch.turn(time.monotonic(), pids, at=at, waits=waits, known=known)
+        # a callback may take as long as it likes
+        called_back = int(time.monotonic()) if self.phase == CALLBACKS else 0
         return Heartbeat(
             step=self.step,
             steps=self._done,
             phase=self._activity,
-            progress=done + self._loader_watch.ended,
+            progress=done + self._loader_watch.ended + called_back,
             cpu_s=self._clock() + sum(loader.cpu_s for loader in self._loaders),
         )
 
@@ -473,6 +476,8 @@ class Training(Loop):
     @property
     def doing(self) -> str:
         """What this worker is at, as precisely as it is known."""
+        if self.callbacks.present:
+            return self.callbacks.present
         if self.phase == "forward":
             return self._forward.phase
         inner = self.phase in ("validation", "trying a batch")

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from instep.report.figures.restarts import Restart, restarts
+from instep.report.figures.settings import flat
 from instep.report.figures.summary import cause_words, exactness_words, gap_words, network_words
-from instep.report.page.comparison import flat
 from instep.report.page.markup import (
     MOST_ROWS,
     Html,
