@@ -74,6 +74,10 @@ class TrainSpec(Section, frozen=True, kw_only=True):
     max_grad_norm: Annotated[float, Meta(gt=0)] | None = None
     """Clip the gradient to this global norm."""
 
+    ema: Annotated[float, Meta(gt=0, lt=1)] | None = None
+    """Keep a moving average of the parameters with this decay, such as 0.999, moved at each step.
+    The run validates with it, and saves it as `model.safetensors`; checkpoints have both."""
+
     validate_every: Natural = 0
     """Steps between validations; 0: validate at the end of every epoch."""
 

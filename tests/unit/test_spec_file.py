@@ -210,7 +210,7 @@ MISTAKES = [
     ({"launch": {"on": "local", "hosts": ["ssh a"]}}, ["hosts are given, and on = 'local'"]),
     ({"launch": {"name": "local"}}, ["launch.name is now called launch.on"]),
     ({"report": {"tensorboard": True}}, ["report.tensorboard is now called report.loggers"]),
-    ({"report": {"loggers": "csv"}}, ["report.loggers = \"csv\"", "needs to be a list"]),
+    ({"report": {"loggers": "csv"}}, ['report.loggers = "csv"', "needs to be a list"]),
     ({"start": {"freeze": "a.*"}}, ['start.freeze = "a.*"', "needs to be a list", "Patterns"]),
     ({"start": {"freeze": [1]}}, ["start.freeze = [1]: each value in it needs to be text"]),
     ({"start": {"learning_rates": 0.1}}, ["start.learning_rates = 0.1: needs to be a table"]),

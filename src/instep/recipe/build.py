@@ -27,6 +27,7 @@ from instep.errors import InstepError, RecipeError, SpecError, file_beside, near
 from instep.recipe import tuning
 from instep.recipe.large import Building, build_large
 from instep.recipe.lora import Adapted
+from instep.recipe.plateau import Plateau
 from instep.recipe.recipe import Recipe, Turn, a_or_an
 from instep.spec import LoraSpec, StartSpec
 from instep.system.causes import sentence
@@ -381,6 +382,8 @@ def _scheduler(of: Recipe | Turn, optimizer: Optimizer, steps: int, where: str =
         raise RecipeError(
             f"{where}.scheduler() returned {a_or_an(scheduler)}, which has no step()."
         )
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        return Plateau(scheduler, f"{where}.scheduler")
     check_scheduler(scheduler)
     return scheduler
 
@@ -456,16 +459,14 @@ def check_scheduler(scheduler: Any) -> None:
     """Refuse a scheduler whose `step` needs an argument.
 
     Raises:
-        RecipeError: it wants a metric, as `ReduceLROnPlateau` does, or something else.
+        RecipeError: it wants something, such as a metric.
     """
     wanted = _wanted_by(scheduler.step) if scheduler is not None else ""
     if wanted:
-        plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         raise RecipeError(
             f"{type(scheduler).__name__}.step() wants {wanted!r}: a scheduler is advanced after "
             "every step without arguments. Use one that depends on the step alone, such as "
-            "CosineAnnealingLR"
-            + ("; a plateau can end the run instead, with stop.patience." if plateau else ".")
+            "CosineAnnealingLR."
         )
 
 

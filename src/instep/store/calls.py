@@ -58,7 +58,7 @@ class Calls:
         self._path, self._kind, self._writes = path, kind, writes
         self._at = _At(0, 0, _ENDED)
         self._furthest = (0, 0)  # the last step and call of what the run has gone back behind
-        self.logged: dict[str, float | None] = {}
+        self.logged: dict[str, float] = {}
         """What calls of the present step had logged when the last one began."""
         self.known = path.exists()
         """Whether the run has called back before."""
@@ -81,9 +81,7 @@ class Calls:
         if self._at != (there := _At(course, step, _ENDED)):
             self._write(there, self._behind)
 
-    def begin(
-        self, course: int, step: int, call: int, logged: Mapping[str, float | None] = {}
-    ) -> Due:
+    def begin(self, course: int, step: int, call: int, logged: Mapping[str, float] = {}) -> Due:
         """Say whether a call is due, and note that it begins.
 
         Args:
@@ -111,9 +109,7 @@ class Calls:
     def _behind(self) -> tuple[int, int]:
         return max(self._furthest, self._at[1:])
 
-    def _write(
-        self, at: _At, furthest: tuple[int, int], logged: Mapping[str, float | None] = {}
-    ) -> None:
+    def _write(self, at: _At, furthest: tuple[int, int], logged: Mapping[str, float] = {}) -> None:
         line: dict[str, Any] = {"kind": self._kind, **at._asdict(), "furthest": furthest}
         line["call"] = None if at.call == _ENDED else at.call
         if logged:

@@ -87,8 +87,9 @@ class Callbacks:
         if not self._callbacks:
             return False
         progress, comm = self._engine.state.progress, self._engine.comm
-        behind = self._steps is not None and progress.step > 0
-        behind = behind and not self._steps.complete(progress.course, progress.step)
+        behind = False
+        if self._steps is not None and progress.step:
+            behind = not self._steps.complete(progress.course, progress.step)
         told = torch.tensor([float(behind)], device=self._engine.device)
         comm.broadcast(told)
         return bool(told.item())

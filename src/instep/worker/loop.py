@@ -30,6 +30,7 @@ from instep.data.participants import OwnRounds
 from instep.data.samples import last_read
 from instep.data.samples.contents import Record
 from instep.errors import CheckpointError, PeerError
+from instep.recipe.plateau import Plateau
 from instep.state.retention import Best
 from instep.state.save import Shard
 from instep.sync.base import strategy_of
@@ -500,6 +501,8 @@ class Loop(ABC):
         self._report_epoch(where)
         self.stopping.after_commit(done.step, done.loss, done.norm, last=done.ends)
         metrics = self._validate(where) if done.ends or self._is_time(where) else None
+        if metrics is not None and self._is_time(where):
+            self._tell_plateaus(done.step, metrics["loss"])
         if metrics is not None and not done.ends:
             stop = self.stopping.after_validation(done.step, metrics)
             self.state.last = done = done._replace(told=stop, ends=stop)
@@ -516,6 +519,11 @@ class Loop(ABC):
         self.state.settled = done.step
         ends_epoch = where.stop == self.samples
         return Step(done.step, where.epoch, done.loss, metrics, ends_epoch, losses)
+
+    def _tell_plateaus(self, step: int, loss: float) -> None:
+        for turn in self.engine.turns:
+            if isinstance(turn.update.scheduler, Plateau):
+                turn.update.scheduler.measured(step, loss)
 
     def _save(self, done: Commit, where: Position, metrics: dict[str, float] | None) -> None:
         self.phase = "saving"
@@ -641,7 +649,8 @@ class Loop(ABC):
         """Write the model; where a replica is a mesh, each rank of the first lends its part."""
         comm = self.engine.comm
         if self._saver is not None:
-            self._saver.finish(self.step, comm)
+            with self.state.averaged():
+                self._saver.finish(self.step, comm)
             self._tell_saved(self._saver)
         elif self.job.mesh.ranks > 1:
             lend_model(comm, self.member, self._model)

@@ -24,7 +24,7 @@ from instep.data.participants import OwnRounds
 from instep.data.reading.generators import preserved
 from instep.data.reading.threads import cpu_clock
 from instep.data.samples.contents import Record
-from instep.errors import PeerError, SpecError
+from instep.errors import PeerError, RecipeError, SpecError
 from instep.parallel.batch_norm import make_global
 from instep.parallel.compiled import compiling
 from instep.parallel.host_state import keep_on_host
@@ -32,6 +32,7 @@ from instep.parallel.nested import on_tensors
 from instep.recipe.build import build_model, build_optimizer, set_generators
 from instep.recipe.forward import Forward, Measured
 from instep.recipe.large import measured
+from instep.recipe.plateau import Plateau
 from instep.recipe.recipe import Recipe
 from instep.recipe.rehearsal import called_backward, try_validation
 from instep.recipe.tuning import NOTHING, Begun
@@ -56,6 +57,7 @@ from instep.worker.replica import Replica, check_model
 from instep.worker.shared_steps import MembersChanged, SharedSteps
 from instep.worker.step.alike import check_division
 from instep.worker.step.assignment import Finished
+from instep.worker.step.average import Average
 from instep.worker.step.committed import Commit
 from instep.worker.step.engine import Weighed
 from instep.worker.step.leased import LeasedUpdate
@@ -97,6 +99,7 @@ class Training(Loop):
         check_device(self.job, device)
         check_rules(self.job.stop, recipe)
         clashes.check(self.job, recipe)
+        _check_validation(self.job, recipe)
         samples = len(recipe.train)
         fresh = member.checkpoint is None  # else the checkpoint has the parameters
         last_step = Batches.of_job(self.job, samples).length(self.job)
@@ -132,6 +135,12 @@ class Training(Loop):
             recipe, model, rounds.updates(self.job, last_step), self.job.start, begun
         )
         self._built = built
+        schedulers = [built.scheduler, *(turn.scheduler for turn in built.turns)]
+        if recipe.validate is None and any(isinstance(each, Plateau) for each in schedulers):
+            raise RecipeError(
+                "the scheduler is a ReduceLROnPlateau, which takes its step with the validation "
+                "loss, and the recipe has no validation dataset. Give Recipe(validate=...)."
+            )
         if self.job.mesh.offload == "optimizer":
             keep_on_host(built.optimizer)
         scaler = torch.amp.GradScaler("cuda", enabled=self.job.train.precision == "float16")
@@ -162,6 +171,8 @@ class Training(Loop):
             recipe.callbacks,
         )
         self.state.trial = trial
+        if self.job.train.ema is not None:
+            self.state.average = Average(model, self.job.train.ema)
         self._whole_batch = (
             WholeBatch(
                 self.engine,
@@ -685,20 +696,21 @@ class Training(Loop):
         self._forward.take_turn(-1)
         begin, count = time.perf_counter(), len(self.recipe.validate)
         assignment, comm, mesh = self.engine.assignment, self.engine.comm, self.job.mesh
-        found = evaluate(
-            self._forward,
-            self._validation,
-            count,
-            self._validation_batch,
-            comm,
-            assignment.dealing.speeds,
-            mesh.batches_of(len(assignment.workers)),
-            mesh.batch_of(comm.rank),
-            tells=self._replica is None or self._replica.tells,
-            arrived=self._waits,
-            lockstep=self._replica is not None,
-            sizes=self._own_data.validation_sizes if self._own_data is not None else (),
-        )
+        with self.state.averaged():
+            found = evaluate(
+                self._forward,
+                self._validation,
+                count,
+                self._validation_batch,
+                comm,
+                assignment.dealing.speeds,
+                mesh.batches_of(len(assignment.workers)),
+                mesh.batch_of(comm.rank),
+                tells=self._replica is None or self._replica.tells,
+                arrived=self._waits,
+                lockstep=self._replica is not None,
+                sizes=self._own_data.validation_sizes if self._own_data is not None else (),
+            )
         left_out = found.skipped
         self._skips.report(left_out, dataset="validation", step=self.step, epoch=where.epoch)
         if self.engine.comm.rank == 0:
@@ -757,6 +769,23 @@ def choose_device(job: JobSpec, local_rank: int, local_size: int) -> torch.devic
     if wanted == "cuda" or (wanted == "auto" and enough):
         return torch.device("cuda", local_rank)
     return torch.device("cpu")
+
+
+def _check_validation(job: JobSpec, recipe: Recipe) -> None:
+    """Refuse a recipe that needs a validation and has none, or predicts where it cannot.
+
+    Raises:
+        RecipeError: names what is missing.
+        SpecError: `mesh.stages` with `targets`.
+    """
+    if recipe.validate is None and recipe.targets is not None:
+        raise RecipeError("Recipe.targets is for metrics of a validation. Give validate too.")
+    if job.mesh.stages > 1 and recipe.targets is not None:
+        raise SpecError(
+            f"Recipe.targets with mesh.stages = {job.mesh.stages}: the outputs that metrics "
+            "compare would need a second pass through all stages. Set mesh.stages = 1, or give loss and "
+            "leave targets out."
+        )
 
 
 def check_encrypted(member: Member, device: torch.device) -> None:
