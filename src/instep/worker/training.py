@@ -783,8 +783,8 @@ def _check_validation(job: JobSpec, recipe: Recipe) -> None:
     if job.mesh.stages > 1 and recipe.targets is not None:
         raise SpecError(
             f"Recipe.targets with mesh.stages = {job.mesh.stages}: the outputs that metrics "
-            "compare would need a second pass through all stages. Set mesh.stages = 1, or give loss and "
-            "leave targets out."
+            "compare would need a second pass through all stages. Set mesh.stages = 1, or give "
+            "loss and leave targets out."
         )
 
 
