@@ -241,6 +241,7 @@ def build_optimizer(
     if recipe.turns:
         turns = _built_turns(recipe, model, steps)
         first = turns[0]
+        _check_plateaus(recipe, [turn.scheduler for turn in turns])
         return Built(
             recipe, model, first.optimizer, first.scheduler, parameters, loaded, adapted, turns
         )
@@ -248,9 +249,17 @@ def build_optimizer(
     optimizer = _optimizer(recipe, given, model)
     if start.learning_rates:
         tuning.check_rates(given, model, optimizer)
-    return Built(
-        recipe, model, optimizer, _scheduler(recipe, optimizer, steps), parameters, loaded, adapted
-    )
+    scheduler = _scheduler(recipe, optimizer, steps)
+    _check_plateaus(recipe, [scheduler])
+    return Built(recipe, model, optimizer, scheduler, parameters, loaded, adapted)
+
+
+def _check_plateaus(recipe: Recipe, schedulers: Iterable[Any]) -> None:
+    if recipe.validate is None and any(isinstance(each, Plateau) for each in schedulers):
+        raise RecipeError(
+            "the scheduler is a ReduceLROnPlateau, which takes its step with the validation loss, "
+            "and the recipe has no validation dataset. Give Recipe(validate=...)."
+        )
 
 
 def build(

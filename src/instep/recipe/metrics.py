@@ -93,7 +93,7 @@ def number(value: Any, name: str) -> float:
     except (TypeError, ValueError):
         kind = type(value).__name__
         raise RecipeError(
-            f"Recipe.metrics[{name!r}] returned a value of type {kind}, but one number is wanted."
+            f"Recipe.metrics[{name!r}] returned a {kind}, but one number is wanted."
         ) from None
 
 

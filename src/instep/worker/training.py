@@ -32,7 +32,6 @@ from instep.parallel.nested import on_tensors
 from instep.recipe.build import build_model, build_optimizer, set_generators
 from instep.recipe.forward import Forward, Measured
 from instep.recipe.large import measured
-from instep.recipe.plateau import Plateau
 from instep.recipe.recipe import Recipe
 from instep.recipe.rehearsal import called_backward, try_validation
 from instep.recipe.tuning import NOTHING, Begun
@@ -135,12 +134,6 @@ class Training(Loop):
             recipe, model, rounds.updates(self.job, last_step), self.job.start, begun
         )
         self._built = built
-        schedulers = [built.scheduler, *(turn.scheduler for turn in built.turns)]
-        if recipe.validate is None and any(isinstance(each, Plateau) for each in schedulers):
-            raise RecipeError(
-                "the scheduler is a ReduceLROnPlateau, which takes its step with the validation "
-                "loss, and the recipe has no validation dataset. Give Recipe(validate=...)."
-            )
         if self.job.mesh.offload == "optimizer":
             keep_on_host(built.optimizer)
         scaler = torch.amp.GradScaler("cuda", enabled=self.job.train.precision == "float16")
