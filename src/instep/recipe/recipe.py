@@ -271,8 +271,8 @@ def _check_metrics(metrics: Any) -> None:
     for name, metric in metrics.items():
         if not (callable(metric) or is_whole(metric)) or isinstance(metric, type):
             raise RecipeError(
-                f"Recipe.metrics[{name!r}] is {a_or_an(metric)}, not a function, nor an object with "
-                "update, compute and reset."
+                f"Recipe.metrics[{name!r}] is {a_or_an(metric)}, not a function, nor an object "
+                "with update, compute and reset."
             )
     if "loss" in metrics:
         raise RecipeError(
