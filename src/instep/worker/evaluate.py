@@ -8,6 +8,7 @@ at any number of workers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +54,7 @@ def evaluate(
     arrived: Callable[[], None] = lambda: None,
     lockstep: bool = False,
     sizes: Sequence[int] = (),
+    as_participant: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> Evaluation:
     """Mean loss and metrics over `samples` samples, in eval mode; every worker calls it.
 
@@ -74,6 +76,7 @@ def evaluate(
         lockstep: whether ranks compute a batch together, so that all must run equally many.
         sizes: samples of each participant, which stand one after the other; none where the dataset
             is not divided.
+        as_participant: where it is divided: the model is a participant's, in this context.
 
     Raises:
         DataError: no sample could be read.
@@ -99,7 +102,8 @@ def evaluate(
         for number, read in zip(own, reads, strict=True):
             skipped += read.skipped if tells else []
             if read.size:
-                found = forward.measure(read.batch, read.size)
+                with as_participant(whose[number]) if sizes else nullcontext():
+                    found = forward.measure(read.batch, read.size)
                 if tells and found is not None:
                     values, weight = found.values, found.weight
                     if whole.names:
