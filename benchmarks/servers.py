@@ -7,8 +7,9 @@ One process in each of a few emulated hosts (needs root): four workers and their
 are there at once, so a step is exchange and update (SGD with momentum) and nothing else; or they
 come evenly within `--backward-s` (slept), the last parameters' first. All contenders are in the
 same processes and take turns. `goodput` is what a server receives in a step, the gradients of its
-part from all workers, over what its link carries meanwhile; it sends as much. The limit is 0.956. Bytes are those that a host's interface has sent or received, without headers (66
-bytes a packet), over those of theory: a worker sends its gradient and receives the parameters.
+part from all workers, over what its link carries meanwhile; it sends as much. The limit is 0.956.
+Bytes are those that a host's interface has sent or received, without headers (66 bytes a packet),
+over those of theory: a worker sends its gradient and receives the parameters.
 """
 
 import argparse
