@@ -34,7 +34,7 @@ from instep.store.run_folder import RunFolder, step_ends
 
 RECIPES = Path(__file__).parent / "recipes"
 sys.path.append(str(RECIPES))
-from slow_now_and_then import PERIOD_S, is_slow  # noqa: E402
+from recipes.slow_now_and_then import PERIOD_S, is_slow  # noqa: E402
 
 WORKERS, PARTS, UNIT = 4, 8, 8
 SAMPLE_S = 0.01

@@ -273,8 +273,13 @@ class _Waiter:
     def begin(self, wait: Callable[[], None]) -> threading.Event:
         """Call it in a thread; the event is set once it has returned."""
         ended = threading.Event()
+
+        def alone() -> None:
+            wait()
+            ended.set()
+
         if not self._free.acquire(blocking=False):
-            self._start(lambda: (wait(), ended.set()))
+            self._start(alone)
             return ended
         if not self._started:
             self._started = True

@@ -134,8 +134,8 @@ class ServerSync(Gathering):
         if self._shared is None:
             self._share_out()
         assert self._shared is not None
-        parts, new = self._shared
-        self._traffic = Traffic(comm, self._servers, parts, self._buckets, new, copies=self._copy)
+        every, new = self._shared
+        self._traffic = Traffic(comm, self._servers, every, self._buckets, new, copies=self._copy)
         for packed in self._shared.new.values() if self._mine >= 0 else ():
             packed.load()
         self._hold(at)
