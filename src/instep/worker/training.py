@@ -39,6 +39,7 @@ from instep.spec import JobSpec
 from instep.state.intact import discard_after
 from instep.state.retention import Best, best_rule
 from instep.sync import LEASED, SERVERS, clashes
+from instep.sync.servers.server_sync import ServerSync
 from instep.system.malloc import return_unused_memory
 from instep.words import listed
 from instep.worker import dataset_check, own_data, rounds
@@ -61,6 +62,7 @@ from instep.worker.step.engine import Weighed
 from instep.worker.step.leased import LeasedUpdate
 from instep.worker.step.passes import OF_PASS, Pass, Share
 from instep.worker.step.served import ServedUpdate
+from instep.worker.step.served_tables import ServedTables, refuse_sparse
 from instep.worker.step.turns import key_of_pass, make_turns
 from instep.worker.step.update import Update
 from instep.worker.stopping import check_rules
@@ -112,6 +114,7 @@ class Training(Loop):
             self.job.lora,
             load=fresh,
             building=measured(self.job, member.scratch) if self.job.mesh.ranks > 1 else None,
+            rows_in=member.scratch if self.job.sync.name in SERVERS - LEASED else None,
         )
         self._reads = make_global(model) if self.job.train.batch_norm == "global" else None
         self._forward = Forward(recipe, model, device, self.job.train.precision)
@@ -128,9 +131,14 @@ class Training(Loop):
         )
         self._replica: Replica | None = replica
         self._tidy = False
+        if self.job.sync.name in LEASED:
+            refuse_sparse(model, self.job)
+        tables = ServedTables(model, self.job) if self.job.sync.name in SERVERS - LEASED else None
         built = build_optimizer(
             recipe, model, rounds.updates(self.job, last_step), self.job.start, begun
         )
+        if tables:
+            built = tables.made(built)
         self._built = built
         if self.job.mesh.offload == "optimizer":
             keep_on_host(built.optimizer)
@@ -161,6 +169,9 @@ class Training(Loop):
             self._replica,
         )
         self.state.trial = trial
+        if tables and isinstance(self.engine.strategy, ServerSync):
+            self.engine.tables, self.engine.strategy.tables = tables, tables.tables
+            tables.tables.waiting = self._waiting
         self._whole_batch = (
             WholeBatch(
                 self.engine,
@@ -688,20 +699,21 @@ class Training(Loop):
         self._forward.take_turn(-1)
         begin, count = time.perf_counter(), len(self.recipe.validate)
         assignment, comm, mesh = self.engine.assignment, self.engine.comm, self.job.mesh
-        found = evaluate(
-            self._forward,
-            self._validation,
-            count,
-            self._validation_batch,
-            comm,
-            assignment.dealing.speeds,
-            mesh.batches_of(len(assignment.workers)),
-            mesh.batch_of(comm.rank),
-            tells=self._replica is None or self._replica.tells,
-            arrived=self._waits,
-            lockstep=self._replica is not None,
-            sizes=self._own_data.validation_sizes if self._own_data is not None else (),
-        )
+        with self.engine.reading():
+            found = evaluate(
+                self._forward,
+                self._validation,
+                count,
+                self._validation_batch,
+                comm,
+                assignment.dealing.speeds,
+                mesh.batches_of(len(assignment.workers)),
+                mesh.batch_of(comm.rank),
+                tells=self._replica is None or self._replica.tells,
+                arrived=self._waits,
+                lockstep=self._replica is not None,
+                sizes=self._own_data.validation_sizes if self._own_data is not None else (),
+            )
         left_out = found.skipped
         self._skips.report(left_out, dataset="validation", step=self.step, epoch=where.epoch)
         if self.engine.comm.rank == 0:
