@@ -42,7 +42,7 @@ from instep.sync import LEASED, SERVERS, clashes
 from instep.sync.servers.server_sync import ServerSync
 from instep.system.malloc import return_unused_memory
 from instep.words import listed
-from instep.worker import dataset_check, own_data, rounds
+from instep.worker import dataset_check, own_data, round_checks
 from instep.worker.early_reads import EarlyReads
 from instep.worker.evaluate import evaluate
 from instep.worker.layout import example_of, found_layout
@@ -54,6 +54,8 @@ from instep.worker.observed import Observed, make_observers
 from instep.worker.optimizer_check import OptimizerCheck
 from instep.worker.probe import Probe
 from instep.worker.replica import Replica, check_model
+from instep.worker.round_update import RoundUpdate
+from instep.worker.rounds import Rounds
 from instep.worker.shared_steps import MembersChanged, SharedSteps
 from instep.worker.step.alike import check_division
 from instep.worker.step.assignment import Finished
@@ -104,7 +106,7 @@ class Training(Loop):
         last_step = Batches.of_job(self.job, samples).length(self.job)
         averages = self.job.sync.rounds is not None
         if averages:
-            rounds.check_length(self.job, samples)
+            round_checks.check_length(self.job, samples)
         embeds = recipe.batch_loss is not None
         model, begun = build_model(
             recipe,
@@ -135,7 +137,7 @@ class Training(Loop):
             refuse_sparse(model, self.job)
         tables = ServedTables(model, self.job) if self.job.sync.name in SERVERS - LEASED else None
         built = build_optimizer(
-            recipe, model, rounds.updates(self.job, last_step), self.job.start, begun
+            recipe, model, round_checks.updates(self.job, last_step), self.job.start, begun
         )
         if tables:
             built = tables.made(built)
@@ -144,7 +146,7 @@ class Training(Loop):
             keep_on_host(built.optimizer)
         scaler = torch.amp.GradScaler("cuda", enabled=self.job.train.precision == "float16")
         turns = make_turns(built, self.job, scaler)
-        make_update = partial(rounds.RoundUpdate, job=self.job) if averages else Update
+        make_update = partial(RoundUpdate, job=self.job) if averages else Update
         if self.job.sync.name in SERVERS:
             make_update = LeasedUpdate if self.job.sync.name in LEASED else ServedUpdate
         update = make_update(
@@ -186,12 +188,12 @@ class Training(Loop):
             if embeds or self._reads is not None or self._replica is not None
             else None
         )
-        if isinstance(update, rounds.RoundUpdate) and self._replica is None:
+        if isinstance(update, RoundUpdate) and self._replica is None:
             sizes = self._own_data.validation_sizes if self._own_data is not None else ()
             probe = Probe(self._forward, self._validation, sizes or [self._validation_samples])
             update.probe = probe.predictions
         self._rounds = (
-            rounds.Rounds(
+            Rounds(
                 self.engine,
                 self._forward,
                 update,
@@ -201,7 +203,7 @@ class Training(Loop):
                 at=lambda phase: setattr(self, "phase", phase),
                 shared=self._shared_steps(update),
             )
-            if isinstance(update, rounds.RoundUpdate)
+            if isinstance(update, RoundUpdate)
             else None
         )
         if self._replica is not None:  # all that a state is given to is there
@@ -501,7 +503,7 @@ class Training(Loop):
         if self.job.sync.rounds is None:
             return trial
         reason = "each participant of a round is computed apart"
-        return trial._replace(merge=False, reason=reason, verdict=rounds.verdict(self.job))
+        return trial._replace(merge=False, reason=reason, verdict=round_checks.verdict(self.job))
 
     @property
     def _first_batch(self) -> int:
@@ -713,6 +715,11 @@ class Training(Loop):
                 arrived=self._waits,
                 lockstep=self._replica is not None,
                 sizes=self._own_data.validation_sizes if self._own_data is not None else (),
+                **(
+                    {"as_participant": self._rounds.as_participant}
+                    if self._rounds is not None
+                    else {}
+                ),
             )
         left_out = found.skipped
         self._skips.report(left_out, dataset="validation", step=self.step, epoch=where.epoch)
