@@ -23,8 +23,10 @@ from instep.worker.step.passes import share_of
 TIMEOUT_S = 60
 
 
-def run_processes(size, body, folder, *arguments):
+def run_processes(size, body, folder, *arguments, timeout_s=TIMEOUT_S):
     """Call `body(comm, *arguments)` in `size` processes, each a rank of one gloo group.
+
+    Each has `timeout_s` to answer.
 
     Returns:
         What each rank returned, in rank order; None for one that died.
@@ -43,7 +45,7 @@ def run_processes(size, body, folder, *arguments):
         theirs.close()
         ranks.append((process, ours))
     try:
-        return [_result(pipe) for _, pipe in ranks]
+        return [_result(pipe, timeout_s) for _, pipe in ranks]
     finally:
         for process, _ in ranks:
             process.kill()
@@ -62,8 +64,8 @@ def _one_process(pipe, meeting, rank, size, body, arguments):
         pipe.recv_bytes()  # peers may still read from us; we are killed, or our parent hangs up
 
 
-def _result(pipe):
-    assert pipe.poll(TIMEOUT_S), "a rank has neither answered nor ended"
+def _result(pipe, timeout_s):
+    assert pipe.poll(timeout_s), "a rank has neither answered nor ended"
     try:
         failure, value = pickle.loads(pipe.recv_bytes())
     except EOFError:

@@ -304,7 +304,12 @@ class SyncSpec(Section, frozen=True, kw_only=True):
     @property
     def own_state(self) -> bool:
         """Whether a worker remembers what no other does, and hands it over before it leaves."""
-        return self.codec != "none" or self.delayed
+        return self.codec != "none" or self.delayed or self.votes
+
+    @property
+    def votes(self) -> bool:
+        """Whether each micro-batch is a voter, and is computed apart."""
+        return self.name == "sign_vote"
 
     @property
     def delayed(self) -> bool:

@@ -20,6 +20,7 @@ from instep.sync import LEASED, STRATEGIES
 from instep.sync.all_reduce import AllReduce
 from instep.sync.rounds.coded import Coded
 from instep.sync.servers.server_sync import ServerSync
+from instep.sync.sign_vote import SignVote
 from instep.worker.local_optimizers import LocalOptimizers
 from instep.worker.step import committed
 from instep.worker.step import engine as engine_module
@@ -37,6 +38,7 @@ SAME = {
     "averaging": ("bits",),
     "diloco": ("bits",),
     "server_sync": ("bits",),
+    "sign_vote": ("bits",),
 }
 """Of strategies that have nothing to lose with a worker: in which kinds of sums a disturbed run
 ends with the parameters of an undisturbed one."""
@@ -53,9 +55,14 @@ OPTIONS = {
     "diloco": [{"codec": "int4"}],  # a codec in rounds, and state of the outer step
     "fedprox": [],  # which are the same class with other rules
     "fedopt": [],
+    "sign_vote": [{"momentum": 0.9}, {"momentum": 0.0}],
 }
-OWN = {"codec", "delayed"}
-"""Options with which a rank has state of its own."""
+
+
+def has_own(options):
+    """Whether a rank has state of its own."""
+    return any(options.get(name) for name in ("codec", "delayed", "momentum"))
+
 
 CASES = [
     (name, options, determinism)
@@ -71,7 +78,7 @@ VOTES = pytest.mark.parametrize("votes", [False, True], ids=["no_vote", "vote"])
 
 def each_of(cases):
     """With votes and without; a strategy that asks for votes itself has them in any case."""
-    asks = [bool((OWN | {"servers"}) & case[1].keys()) for case in cases]
+    asks = [has_own(case[1]) or "servers" in case[1] for case in cases]
     pairs = [(case, True) for case in cases]
     pairs += [(case, False) for case, own in zip(cases, asks, strict=True) if not own]
     ids = [f"{case}-{'vote' if votes else 'no_vote'}" for case, votes in pairs]
@@ -155,7 +162,7 @@ def check(folder, case, votes, scripts, *, replace):
     world = World(folder, name, options, determinism=determinism, votes=votes)
     try:
         world.train(scripts, replace=replace)
-        carried_on = not OWN & options.keys() or len(world.members) == WORKERS
+        carried_on = not has_own(options) or len(world.members) == WORKERS
         if determinism in SAME.get(name, ()) and carried_on:
             exact = determinism == "bits" or len(world.members) == WORKERS
             same_as_undisturbed(world, undisturbed(*case)[0], exact=exact)
@@ -197,7 +204,7 @@ def test_a_vote_is_one_message_and_left_out_where_nothing_can_be_in_doubt(case):
     plain, forced = (
         sum(point.what == "sent" for point, _ in places(case, votes)) for votes in (False, True)
     )
-    votes_anyway = bool(OWN & case[1].keys()) or case[0] == "server_sync"
+    votes_anyway = has_own(case[1]) or case[0] == "server_sync"
     assert forced - plain == (0 if votes_anyway else 1)
 
 
@@ -518,10 +525,12 @@ def test_a_fault_in_the_rule_is_found(folder, name):
         check_all(folder, case, True, some, replace=True)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("all_reduce", AllReduce), ("diloco", Coded)])
-def test_a_codec_whose_residual_is_not_taken_up_is_found(folder, name, kind):
-    """The check can fail: what a dead rank still had to send is lost."""
-    case = next(case for case in FIRST if "codec" in case[1] and case[0] == name)
+@pytest.mark.parametrize(
+    ("name", "kind"), [("all_reduce", AllReduce), ("diloco", Coded), ("sign_vote", SignVote)]
+)
+def test_what_a_dead_rank_alone_had_and_nobody_takes_up_is_found(folder, name, kind):
+    """The check can fail: a residual or a voter's momentum is lost."""
+    case = next(case for case in FIRST if has_own(case[1]) and case[0] == name)
     with mock.patch.object(kind, "load_left"), pytest.raises(AssertionError):
         check_all(folder, case, False, list(deaths(case, False))[::40], replace=True)
 

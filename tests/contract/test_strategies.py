@@ -24,6 +24,8 @@ OPTIONS = {
     "diloco": [{"outer_lr": 1.0, "outer_momentum": 0.0}],
     "server_sync": [{}, {"bucket_mb": 0.0004}, {"overlap": False}],
 }
+VOTES = {"sign_vote"}
+"""Those that agree on the sign of the majority of the passes, and not on their mean."""
 CASES = [(name, options) for name in NAMES for options in OPTIONS.get(name, [{}])]
 SIZES = [1, 2, 3, 5]
 NEAR = {torch.bfloat16: (3e-2, 1e-2), torch.float32: (2e-5, 1e-7), torch.float64: (1e-6, 1e-7)}
@@ -70,22 +72,25 @@ torch.manual_seed(5)
 MODEL = Everything()  # made once: ranks as threads draw from one generator
 
 
-def model_and_parameters(*, sparse=True):
+def model_and_parameters(name="all_reduce"):
     model = copy.deepcopy(MODEL)
-    model.words.sparse = sparse
+    model.words.sparse = name not in SERVERS
+    if name in VOTES:
+        model.wide = nn.Parameter(model.wide.float())
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     return model, [n for n, _ in named], [p for _, p in named]
 
 
 def passes_of(rank, size):
-    """Weight, samples and whether the rare parameter is used: rank r runs r passes, rank 0 two."""
+    """Number, weight, samples and whether the rare parameter is used: rank r runs r passes, rank 0
+    two."""
     dealt = []
     for owner in range(size):
         count = owner or (2 if size == 1 else 0 if size > 2 else 1)
         dealt += [(owner, n) for n in range(count)]
     shares = [1 + n for n in range(len(dealt))]
     every = [
-        (share / sum(shares), torch.tensor([n % 7, (n + 2) % 7]), who == (size - 1, 0))
+        (n, share / sum(shares), torch.tensor([n % 7, (n + 2) % 7]), who == (size - 1, 0))
         for n, (share, who) in enumerate(zip(shares, dealt, strict=True))
     ]
     return [one for one, (owner, _) in zip(every, dealt, strict=True) if owner == rank]
@@ -141,13 +146,13 @@ def agreed_on(name, strategy, parameters):
 
 def one_step(comm, name, options, steps=1):
     """What a rank holds after the agreement of its last step."""
-    model, names, parameters = model_and_parameters(sparse=name not in SERVERS)
+    model, names, parameters = model_and_parameters(name)
     strategy, workers = begin(name, parameters, comm, options, notes=2)
     gradients = Gradients(parameters, strategy.gradient)
     for _ in range(steps):
         own = passes_of(comm.rank, workers)
-        for number, (weight, rows, rarely) in enumerate(own):
-            strategy.begin_pass(weight, last=number == len(own) - 1)
+        for number, (unit, weight, rows, rarely) in enumerate(own):
+            strategy.begin_pass(weight, last=number == len(own) - 1, unit=unit)
             model(rows, rarely=rarely).backward()
         notes = torch.tensor([float(len(own)), 0.25 * comm.rank], dtype=torch.float64)
         notes = exchange(strategy, notes)
@@ -167,19 +172,25 @@ def _bits(grad):
     return grad.to_dense().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def expected_gradients(size):
-    """The weighted mean of all passes, added up by one process without instep."""
-    model, names, parameters = model_and_parameters()
-    total = dict.fromkeys(names)
+def agreed_of(strategy, parts):
+    """What is agreed on, of what the passes have of a parameter, each times its weight."""
+    if strategy in VOTES:
+        return sum(part.sign() for part in parts).sign()
+    return sum(parts)
+
+
+def expected_gradients(strategy, size):
+    """What one process without instep makes of all passes."""
+    model, names, parameters = model_and_parameters(strategy)
+    parts = {name: [] for name in names}
     for rank in range(size):
-        for weight, rows, rarely in passes_of(rank, size):
+        for _, weight, rows, rarely in passes_of(rank, size):
             model(rows, rarely=rarely).backward()
             for name, parameter in zip(names, parameters, strict=True):
                 if parameter.grad is not None:
-                    part = weight * parameter.grad.to_dense().to(torch.float64)
-                    total[name] = part if total[name] is None else total[name] + part
+                    parts[name].append(weight * parameter.grad.to_dense().to(torch.float64))
                     parameter.grad = None
-    return total
+    return {name: agreed_of(strategy, each) if each else None for name, each in parts.items()}
 
 
 @pytest.fixture(
@@ -190,15 +201,15 @@ def expected_gradients(size):
 def agreed(request):
     """For each rank: its agreed gradients by name, and its notes."""
     name, options, size = request.param
-    return Agreed(run_ranks(ranks_of(name, size), one_step, name, options), size)
+    return Agreed(run_ranks(ranks_of(name, size), one_step, name, options), name, size)
 
 
 class Agreed(list):
     """What each rank gave, of which so many are workers."""
 
-    def __init__(self, given, workers):
+    def __init__(self, given, strategy, workers):
         super().__init__(given)
-        self.workers = workers
+        self.strategy, self.workers = strategy, workers
 
     @property
     def of_workers(self):
@@ -215,8 +226,8 @@ def test_notes_come_back_summed_and_alike(agreed):
         assert torch.equal(notes, agreed[0][1])
 
 
-def test_the_agreed_gradient_is_the_mean_over_all_passes_by_their_weights(agreed):
-    for name, wanted in expected_gradients(agreed.workers).items():
+def test_the_agreed_gradient_is_the_mean_over_all_passes_by_their_weights_or_their_vote(agreed):
+    for name, wanted in expected_gradients(agreed.strategy, agreed.workers).items():
         for grads, _ in agreed.of_workers:
             if wanted is None:
                 assert grads[name] is None, name
@@ -249,7 +260,7 @@ def test_the_gradient_of_a_sparse_embedding_is_sparse_on_every_rank(name):
 
 
 def test_gradients_have_the_type_of_their_parameters(agreed):
-    _, names, parameters = model_and_parameters()
+    _, names, parameters = model_and_parameters(agreed.strategy)
     for grads, _ in agreed.of_workers:
         for name, parameter in zip(names, parameters, strict=True):
             assert grads[name] is None or grads[name].dtype == parameter.dtype
@@ -279,7 +290,8 @@ def test_a_rank_may_have_no_pass_at_all_and_still_gets_the_gradient(name):
         return agreed_on(name, strategy, [weight])[0]
 
     given = run_ranks(ranks_of(name, 3), body)
-    assert [gradient.tolist() for gradient in given[:3]] == [[2.0, 3.0]] * 3
+    wanted = agreed_of(name, [torch.tensor([2.0, 3.0])]).tolist()
+    assert [gradient.tolist() for gradient in given[:3]] == [wanted] * 3
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -307,7 +319,7 @@ def test_the_price_grows_with_replicas_and_parameters_and_is_never_negative(name
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_strategy_remembers_is_taken_up_by_another_of_its_name(name):
     def body(comm):
-        _, _, parameters = model_and_parameters()
+        _, _, parameters = model_and_parameters(name)
         strategy, _ = begin(name, parameters, comm)
         state = strategy.state()
         strategy.stop()
@@ -346,7 +358,7 @@ def test_a_step_that_does_not_happen_leaves_nothing_behind(name, parts):
             strategy.begin_step(Attempt(0, number, 1))
             while agreed is None:
                 if comm.rank < workers:
-                    strategy.begin_pass(1 / workers, last=True)
+                    strategy.begin_pass(1 / workers, last=True, unit=comm.rank)
                     strategy.gradient(0, torch.tensor([value, 3.0]))
                 agreed = exchange(strategy, torch.ones(1, dtype=torch.float64))
 
@@ -367,4 +379,5 @@ def test_a_step_that_does_not_happen_leaves_nothing_behind(name, parts):
         assert parts
         assert name != "all_reduce"
         pytest.skip("it refuses determinism = 'bits'")
-    assert [gradient.tolist() for gradient in given[:2]] == [[4.0, 3.0]] * 2
+    wanted = agreed_of(name, [torch.tensor([4.0, 3.0])]).tolist()
+    assert [gradient.tolist() for gradient in given[:2]] == [wanted] * 2

@@ -62,8 +62,8 @@ FIXED_BITS = {
 """What else may not, if the bits must stay the same."""
 
 
-FIXED_KEPT = {"mesh": "each of its ranks keeps a part of what optimizers of rounds remember"}
-"""What else may not, where the optimizers of participants are kept."""
+FIXED_KEPT = {"mesh": "each of its ranks keeps a part of what participants or voters remember"}
+"""What else may not, where participants or voters remember something."""
 
 
 def changed(
@@ -126,7 +126,7 @@ def check_changes(before: JobSpec, after: JobSpec) -> None:
         SpecError: names the key, both values and the reason.
     """
     keeps = before.keeps_optimizers or before.sync.name in ("fedopt", "diloco")
-    keeps |= before.sync.rounds is not None and before.sync.own_state
+    keeps |= (before.sync.rounds is not None and before.sync.own_state) or before.sync.votes
     fixed = FIXED | (FIXED_KEPT if keeps else {})
     fixed |= FIXED_BITS if before.train.determinism == "bits" else {}
     old, new = as_table(before), as_table(after)

@@ -21,6 +21,7 @@ STRATEGIES = Registry(
         "fedprox": "instep.sync.rounds.fedprox:fedprox",
         "server_async": "instep.sync.servers.server_async:ServerAsync",
         "server_sync": "instep.sync.servers.server_sync:ServerSync",
+        "sign_vote": "instep.sync.sign_vote:SignVote",
     },
 )
 

@@ -59,6 +59,9 @@ SETTINGS = {
     ),
     "leased": Setting("sync.name = {job.sync.name!r}", lambda job, _: job.sync.name in LEASED),
     "codec": Setting("sync.codec = {job.sync.codec!r}", lambda job, _: job.sync.codec != "none"),
+    "sign_vote": Setting("sync.name = {job.sync.name!r}", lambda job, _: job.sync.votes),
+    "merge": Setting("train.merge = 'always'", lambda job, _: job.train.merge == "always"),
+    "clipping": Setting("train.max_grad_norm", lambda job, _: job.train.max_grad_norm is not None),
     "delayed": Setting("sync.options.delayed = true", lambda job, _: job.sync.delayed),
     "powersgd": Setting(
         "sync.codec = {job.sync.codec!r}", lambda job, _: job.sync.codec == "powersgd"
@@ -93,6 +96,7 @@ AXES = ("shard", "tensor", "stages")
 _OWN_STEPS = "participants take steps of their own, and the workers never have a common gradient"
 _ON_THE_HOST = "servers and workers compute on the CPU"
 _APART = "each micro-batch is computed apart, and nobody waits for those of other workers"
+_SIGNS = "the norm of signs tells only how many there are; a lower learning rate limits a step"
 _ONE_OPTIMIZER = "its strategy agrees on the gradient of one optimizer; all_reduce agrees on each"
 
 CLASHES: dict[tuple[str, str], str] = {
@@ -132,6 +136,30 @@ CLASHES: dict[tuple[str, str], str] = {
     ("codec", "corruption"): "gradients are not compared to the bit",
     ("codec", "float16"): "the scale of the loss changes",
     ("codec", "turns"): "it carries over what it drops of a single gradient",
+    ("sign_vote", "codec"): "votes are a bit already",
+    ("sign_vote", "merge"): "each micro-batch is a voter, and is computed apart",
+    ("sign_vote", "clipping"): _SIGNS,
+    ("sign_vote", "norm_rule"): _SIGNS,
+    ("sign_vote", "batch_norm"): "each micro-batch is a voter, and is computed apart",
+    (
+        "sign_vote",
+        "float16",
+    ): "the scale of the loss changes, and a voter's momentum is of many steps",
+    (
+        "sign_vote",
+        "corruption",
+    ): "it compares what every worker has, and a voter's momentum is on one",
+    (
+        "sign_vote",
+        "own_loop",
+    ): "a step that another worker may have committed cannot be finished in your own loop",
+    ("sign_vote", "turns"): _ONE_OPTIMIZER,
+    (
+        "sign_vote",
+        "batch_loss",
+    ): "a micro-batch has no gradient of its own, whose sign could be a vote",
+    ("shard", "sign_vote"): "its processes compute a micro-batch each in one pass, and each is a "
+    "voter",
     ("delayed", "codec"): "it sends plain numbers",
     ("delayed", "float16"): "the scale of the loss changes",
     ("delayed", "corruption"): "a gradient is applied in a step whose passes did not compute it",

@@ -485,6 +485,8 @@ class Training(Loop):
         trial = try_recipe(self._forward, self._loader, self.job, self.samples)
         if self._validation is not None and self.member.number == 0:
             self._validated = try_validation(self._forward, self._validation, self._first_batch)
+        if self.job.sync.votes:
+            return trial._replace(merge=False, reason="each micro-batch is a voter")
         if self.job.sync.rounds is None:
             return trial
         reason = "each participant of a round is computed apart"
@@ -521,8 +523,8 @@ class Training(Loop):
             )
 
     def _with_job(self, trial: Trial) -> Trial:
-        """The trial's verdict, or `no` if a sampler is not used, a codec rounds gradients, or a
-        pipeline draws other numbers.
+        """The trial's verdict, or `no` if a sampler is not used, a codec rounds gradients, signs
+        are voted for, or a pipeline draws other numbers.
 
         One machine would have used the sampler, so the remedy in the trial's own `no` would not
         help.
@@ -540,6 +542,12 @@ class Training(Loop):
             reasons.append(
                 "with sync.options.delayed = true each gradient is applied one step late, to "
                 "parameters that have moved once since it was computed. Leave it out"
+            )
+        if self.job.sync.votes:
+            reasons.append(
+                f"sync.name = 'sign_vote' takes the majority of the signs of "
+                f"{self.job.train.micro_batches} micro-batches for the gradient, on any number of "
+                "workers alike. Use all_reduce"
             )
         if self.job.sync.name in LEASED:
             reasons.append(

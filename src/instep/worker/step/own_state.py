@@ -107,5 +107,5 @@ class OwnState:
                 "warning",
                 text=f"worker {number}: the memory that its last process left on its host is gone "
                 "or damaged. What only that one had is lost: gradients still to be sent, and kept "
-                "states of participants' optimizers.",
+                "states of participants' optimizers or voters.",
             )

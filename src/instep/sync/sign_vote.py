@@ -1,0 +1,409 @@
+"""The sign of each gradient by a majority of voters, each with a momentum of its own.
+
+Every micro-batch of a step is a voter (signSGD with majority vote: Bernstein et al. 2018,
+arXiv:1810.05291). It adds its gradient to its momentum and votes for the sign of that; the agreed
+gradient is the sign of all votes together: -1, 1, or 0 where as many are for the one as for the
+other. Micro-batches are the job's, and votes are counted in whole numbers: neither the number of
+ranks, nor who has which voter, shows in a bit.
+
+A rank sends what its voters say together: the sum of their votes, in as few bits as that takes, to
+the rank that owns the stretch of the parameters. The owner adds up, and sends the signs to all.
+
+A voter's momentum belongs to the voter, and goes to whoever computes it next (`rounds/carried.py`).
+
+Way in: `SignVote`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from instep.comm.base import Comm, Work
+from instep.comm.buckets import laid_out_like
+from instep.errors import SpecError
+from instep.records import BEGINNING, Attempt, Law
+from instep.sync import ballots
+from instep.sync.base import InMesh, Memory, Price, Result, Servers
+from instep.sync.rounds.carried import SUM, Carried, Move, Piece, moves_to
+
+_KIND = "momentum-"
+"""Begins the name of what a voter remembers; its number follows."""
+
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class SignVote:
+    """Majority of the signs of voters, every step.
+
+    Args:
+        momentum: of each voter: what is left of its former gradients when it adds a new one. 0:
+            it votes for the sign of the gradient, and nothing is remembered.
+
+    Raises:
+        SpecError: it is no number from 0 to below 1.
+    """
+
+    start_in_doubt = -1
+
+    def __init__(self, *, momentum: float = 0.9) -> None:
+        number = isinstance(momentum, (int, float)) and not isinstance(momentum, bool)
+        if not (number and 0 <= momentum < 1):
+            raise SpecError(
+                f"sync.options.momentum = {momentum!r}: needs a number from 0 to below 1."
+            )
+        self._momentum = float(momentum)
+        self._carried = Carried()
+        self._loaded: Mapping[str, Tensor] | None = None  # of a checkpoint, until `start`
+        self._attempt = BEGINNING
+        self._parameters: list[Parameter] = []
+        self._forget()
+
+    @property
+    def laws(self) -> Mapping[str, Law]:
+        """Of each voter its momentum: one rank has it, so that a checkpoint can have the sum over
+        all."""
+        if not self._momentum:
+            return {}
+        voters = (f"{_KIND}{of}" for of in self._voters)
+        return dict.fromkeys([_KIND, *voters], Law.SUM)
+
+    @property
+    def _voters(self) -> list[int]:
+        """Those that remember something, on any rank."""
+        return sorted(of for of in self._carried.made if of != SUM)
+
+    # ---- generations
+
+    def start(
+        self,
+        parameters: Sequence[Parameter],
+        comm: Comm,
+        *,
+        notes: int,
+        parts: int = 0,
+        memory: Memory | None = None,
+        at: Attempt = BEGINNING,
+        draining: Sequence[int] = (),
+        servers: Servers | None = None,
+        mesh: InMesh | None = None,
+    ) -> None:
+        """Lay out the parameters one after the other, and take over what those that leave hold."""
+        for strange in {p.dtype for p in parameters}.difference(_TYPES):
+            raise SpecError(
+                f"the model has parameters of {strange}, and sync.name = 'sign_vote' has momenta "
+                "of float32: it takes float32, bfloat16 and float16. Use sync.name = 'all_reduce'."
+            )
+        self._parameters, self._comm, self._device = list(parameters), comm, parameters[0].device
+        self._places, self._length = list[slice](), 0
+        for parameter in parameters:
+            begin, self._length = self._length, self._length + parameter.numel()
+            self._places.append(slice(begin, self._length))
+        owners = [rank for rank in range(comm.size) if rank not in draining]
+        each = -(-self._length // len(owners))
+        self._stretches = [slice(0, 0)] * comm.size
+        for place, rank in enumerate(owners):
+            begin, end = place * each, (place + 1) * each
+            self._stretches[rank] = slice(min(begin, self._length), min(end, self._length))
+        if self._loaded is not None:
+            self._carried.held, self._loaded = self._from_checkpoint(self._loaded), None
+        lasts = self._momentum and self._device.type == "cpu"  # a GPU's own is lost with it
+        memory = memory if lasts else None
+        self._carried.start(comm, self._device, memory, at, draining, owners[0])
+        if self._momentum:
+            everyone = mesh.everyone if mesh is not None else comm
+            everyone.all_reduce(torch.zeros(1, device=self._device)).wait()  # all have theirs
+            if comm.rank in draining:
+                self._carried.held = {}
+        self._forget()
+
+    def resolve(self, generation: int) -> None:
+        """What changes hands is copied, so nothing is in doubt."""
+
+    def stop(self) -> None:
+        """What voters remember stays here."""
+
+    # ---- a step
+
+    def _forget(self) -> None:
+        self._given: dict[int, Tensor] = {}  # by voter
+        self._has: dict[int, set[int]] = {}  # by voter: of which parameters
+        self._dense: set[int] = set()
+        self._now = (0, 0.0)  # voter and weight of this pass
+        self._agreed: tuple[Tensor, Tensor] | None = None
+
+    def begin_step(self, attempt: Attempt) -> None:
+        """Momenta of this commit are about to come."""
+        self._attempt = attempt
+
+    def begin_pass(self, weight: float, *, last: bool, unit: int = 0) -> None:
+        """What comes now is that voter's."""
+        self._now = unit, weight
+
+    @torch.no_grad()
+    def gradient(self, slot: int, gradient: Tensor) -> None:
+        """Keep it for the voter, as what it adds to the gradient of the global batch."""
+        unit, weight = self._now
+        if not weight:  # nothing in it counts
+            return
+        if unit not in self._given:
+            self._given[unit] = torch.zeros(self._length, device=self._device)
+        into = self._given[unit][self._places[slot]].view(self._parameters[slot].shape)
+        into.add_(gradient.to_dense() if gradient.is_sparse else gradient, alpha=weight)
+        self._has.setdefault(unit, set()).add(slot)
+        if not gradient.is_sparse:
+            self._dense.add(slot)
+
+    @torch.no_grad()
+    def exchange(self, notes: Tensor) -> Tensor:
+        """All talking: who votes, what voters remember elsewhere, votes, and their sums."""
+        comm, count = self._comm, len(self._parameters)
+        row = self._carried.row(dict.fromkeys(self._given, 0))
+        lengths, marks = torch.zeros(comm.size), torch.zeros(2, count)
+        lengths[comm.rank] = len(row)
+        marks[0, list(set().union(*self._has.values()))] = 1.0
+        marks[1, list(self._dense)] = 1.0
+        agreed = torch.cat([lengths.double(), marks.flatten().double(), notes]).to(self._device)
+        comm.all_reduce(agreed).wait()
+        lengths, marks, notes = agreed.cpu().split([comm.size, 2 * count, len(notes)])
+        gives, holds = self._carried.rows(row, int(lengths.max()))
+        counts, ties = self._vote(self._collect(gives, holds) if self._momentum else {})
+        told = torch.zeros(comm.size + 1, max(comm.size, count), device=self._device)
+        told[comm.rank, : comm.size] = ties
+        told[-1, :count] = self._broken()
+        comm.all_reduce(told).wait()
+        if self._momentum:
+            self._stage({of for voters in gives for of in voters})
+        signs = self._count(counts, [len(voters) for voters in gives], told.cpu() > 0)
+        has, dense = marks.view(2, count)
+        kinds = torch.stack([has, dense, told[-1, :count].cpu().double()])
+        self._agreed = signs, kinds
+        return notes
+
+    def _collect(
+        self, gives: Sequence[Mapping[int, int]], holds: Sequence[Sequence[Piece]]
+    ) -> dict[int, Tensor]:
+        """What this rank's voters remember, from whoever has it; nothing of those that remember
+        nothing."""
+        found, moves, made = dict[int, Tensor](), list[Move](), self._carried.made
+        for rank, voters in enumerate(gives):
+            for of in voters:
+                want = Piece(of, 0, self._length, made.get(of, 0))
+                found_at = list(moves_to(rank, want, holds)) if want.commit else []
+                moves += found_at
+                if found_at and rank == self._comm.rank:
+                    found[of] = torch.empty(self._length, device=self._device)
+        self._carried.bring(moves, lambda move: found[move.of.of])
+        return found
+
+    def _vote(self, before: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
+        """Make what voters gave their momenta; the sum of their votes [n], and for each rank's
+        stretch whether somebody abstains there [ranks]."""
+        dtype = torch.int8 if len(self._given) < 64 else torch.int16
+        counts = torch.zeros(self._length, dtype=dtype, device=self._device)
+        voted = torch.zeros_like(counts)
+        for of, momentum in self._given.items():
+            old, silent = before.get(of), [*self._silent(of)]
+            if old is not None:
+                momentum.add_(old, alpha=self._momentum)
+            votes = momentum.sign().to(dtype)
+            for place in silent:  # without a gradient there is no vote, and nothing to remember
+                votes[place] = 0
+                momentum[place] = old[place] if old is not None else 0.0
+            counts += votes
+            voted += votes.abs()
+        every = len(self._given)
+        ties = [float(not (voted[part] == every).all()) for part in self._stretches]
+        return counts, torch.tensor(ties, device=self._device)
+
+    def _silent(self, voter: int) -> list[slice]:
+        """Where a voter has no gradient."""
+        has = self._has[voter]
+        return [place for slot, place in enumerate(self._places) if slot not in has]
+
+    def _broken(self) -> Tensor:
+        """For each parameter, whether a voter's momentum is not finite there [parameters]."""
+        broken = torch.zeros(len(self._places), device=self._device)
+        for momentum in self._given.values():
+            if not momentum.isfinite().all():
+                every = [momentum[place].isfinite().all() for place in self._places]
+                broken += torch.stack(every).logical_not_()
+        return broken
+
+    def _stage(self, voters: set[int]) -> None:
+        """Write down what this rank's voters remember from this commit on."""
+        pieces = [Piece(of, 0, self._length, self._attempt.number) for of in sorted(self._given)]
+        staged = self._carried.stage(self._attempt, pieces, dict.fromkeys(voters, 0))
+        for piece in pieces:
+            staged[piece].copy_(self._given[piece.of])
+        self._carried.staged()
+
+    def _count(self, counts: Tensor, voters: Sequence[int], told: Tensor) -> Tensor:
+        """The sign of all votes [n] int8.
+
+        Args:
+            counts: of this rank's voters [n].
+            voters: how many each rank has.
+            told: [ranks, ranks or more] bool: whether a rank's voters abstain somewhere in the
+                stretch of another.
+        """
+        rank, sizes = self._comm.rank, [part.stop - part.start for part in self._stretches]
+        mine, own, every = voters[rank], sizes[rank], sum(voters)
+        if not every:
+            return torch.zeros(self._length, dtype=torch.int8, device=self._device)
+        sent = [
+            ballots.pack(*_ballot(counts[part], mine, ties=bool(told[rank, owner])))
+            if mine
+            else _nothing(counts)
+            for owner, part in enumerate(self._stretches)
+        ]
+        bases = [_base(each, ties=bool(told[source, rank])) for source, each in enumerate(voters)]
+        sums = [ballots.size(own, base) if base else 0 for base in bases]
+        total = torch.zeros(own, dtype=torch.int16, device=self._device)
+        for payload, base, each in zip(self._swap(sent, sums), bases, voters, strict=True):
+            if base:
+                total += _read(ballots.unpack(payload, own, base), each, base)
+        # with an odd number of votes nobody is in the middle, unless somebody abstains
+        ties = [bool(told[:-1, owner].any()) or every % 2 == 0 for owner in range(len(sizes))]
+        result = ballots.pack(*_ballot(total.sign(), 1, ties=ties[rank]))
+        bases = [_base(1, ties=each) for each in ties]
+        gets = [ballots.size(size, base) for size, base in zip(sizes, bases, strict=True)]
+        come = self._swap([result] * len(sizes), gets)
+        return torch.cat(
+            [
+                _read(ballots.unpack(payload, size, base), 1, base).to(torch.int8)
+                for payload, size, base in zip(come, sizes, bases, strict=True)
+            ]
+        )
+
+    def _swap(self, out: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """Send each rank its message, and receive one of this size from each; none is empty."""
+        comm, work = self._comm, list[Work]()
+        found = [torch.empty(n, dtype=torch.uint8, device=self._device) for n in sizes]
+        found[comm.rank] = out[comm.rank]
+        for step in range(1, comm.size):  # to the next, the one after it, ...
+            to, source = (comm.rank + step) % comm.size, (comm.rank - step) % comm.size
+            if len(out[to]):
+                work.append(comm.send(out[to], to))
+            if len(found[source]):
+                work.append(comm.receive(found[source], source))
+        for each in work:
+            each.wait()
+        return found
+
+    # ---- the commit
+
+    def prepare(self, step: int, scale: float) -> float:
+        """`exchange` did it all, and a sign has no scale."""
+        return 1.0
+
+    @torch.no_grad()
+    def hand_out(self) -> None:
+        """Give each parameter its signs, where a voter had a gradient; not a number, where one of
+        them was not."""
+        assert self._agreed is not None, "exchange comes first"
+        signs, kinds = self._agreed
+        for slot, (parameter, place) in enumerate(zip(self._parameters, self._places, strict=True)):
+            has, dense, broken = kinds[:, slot].tolist()
+            parameter.grad = None
+            if not has:
+                continue
+            grad = signs[place].view(parameter.shape).to(parameter.dtype)
+            if broken:
+                grad.fill_(torch.nan)
+            parameter.grad = laid_out_like(grad if dense else grad.to_sparse(1), parameter)
+
+    def apply(self, update: Callable[[], Result]) -> Result:
+        """Move by what was handed out; what voters remember counts."""
+        result = update()
+        if self._momentum:
+            self._carried.apply()
+        self._end()
+        return result
+
+    def abandon(self) -> None:
+        """The step does not happen; a second call does nothing."""
+        self._carried.abandon()
+        self._end()
+
+    def _end(self) -> None:
+        self._forget()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    # ---- between generations
+
+    def state(self) -> dict[str, Tensor]:
+        """In which commit each voter was last."""
+        return self._carried.state() if self._momentum else {}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take up what `state` gave."""
+        self._carried.load_state(state)
+
+    def own_state(self) -> dict[str, Tensor]:
+        """What the voters that are here remember; zero for those of others."""
+        state, held, made = dict[str, Tensor](), self._carried.held, self._carried.made
+        for of in self._voters:
+            flat = held.get(Piece(of, 0, self._length, made[of]))
+            for slot, (parameter, place) in enumerate(
+                zip(self._parameters, self._places, strict=True)
+            ):
+                nothing = torch.zeros(parameter.shape, device=self._device)
+                part = nothing if flat is None else flat[place].view(parameter.shape).clone()
+                state[f"{_KIND}{of}/{slot}"] = part
+        return state
+
+    def load_own(self, state: Mapping[str, Tensor]) -> None:
+        """Kept until `start`."""
+        self._carried.abandon()
+        self._carried.held, self._loaded = {}, dict(state)
+
+    def _from_checkpoint(self, state: Mapping[str, Tensor]) -> dict[Piece, Tensor]:
+        held = dict[Piece, Tensor]()
+        for name, tensor in state.items():
+            voter, slot = name.removeprefix(_KIND).split("/")
+            piece = Piece(int(voter), 0, self._length, self._carried.made.get(int(voter), 0))
+            if piece not in held:
+                held[piece] = torch.zeros(self._length, device=self._device)
+            held[piece][self._places[int(slot)]] = tensor.flatten().to(self._device)
+        return held
+
+    def load_left(
+        self,
+        tensors: Mapping[str, Tensor],
+        parameters: Sequence[Parameter],
+        holders: Sequence[tuple[int, ...]] = (),
+    ) -> None:
+        """What a process that is gone held."""
+        self._carried.load_left(tensors)
+
+    @staticmethod
+    def price(parameter_bytes: int, replicas: int) -> Price:
+        """With a voter on each replica, and an odd number of them: a bit each way."""
+        return Price(2 * (replicas - 1) / replicas * parameter_bytes / 32, 2 * (replicas - 1))
+
+
+def _base(voters: int, *, ties: bool) -> int:
+    """How many values the sum of so many votes has; without any that abstains, every other one. 0
+    where nobody votes."""
+    return (2 * voters + 1 if ties else voters + 1) if voters else 0
+
+
+def _ballot(counts: Tensor, voters: int, *, ties: bool) -> tuple[Tensor, int]:
+    """Sums of votes as whole numbers from 0, and their base."""
+    numbers = counts + voters
+    return (numbers if ties else numbers >> 1), _base(voters, ties=ties)
+
+
+def _read(numbers: Tensor, voters: int, base: int) -> Tensor:
+    """What `_ballot` was given [n] int16."""
+    wide = numbers.to(torch.int16)
+    return (wide if base == 2 * voters + 1 else 2 * wide) - voters
+
+
+def _nothing(like: Tensor) -> Tensor:
+    return torch.zeros(0, dtype=torch.uint8, device=like.device)
