@@ -318,11 +318,23 @@ def test_compiled_loops_do_what_torchs_operations_do(name, block, kind):
             torch.testing.assert_close(total, wanted.flatten(), equal_nan=True, rtol=3e-7, atol=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_compiled_bfloat16_is_that_of_torch(kind):
-    codec = CODECS["bfloat16"]()
+def of_float16(count):
+    """Each float16 there is, and what lies between two: in the middle, and beside that."""
+    every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.float16).float()
+    every = every[every.isfinite()].sort().values
+    middle = (every[1:] + every[:-1]) / 2
+    beside = [middle.nextafter(torch.tensor(far)) for far in (-torch.inf, torch.inf)]
+    edge = torch.tensor([65519.996, 65520.0, 65535.0, -65520.0, 65536.0, 2.0**-25, -(2.0**-25)])
+    return torch.cat([edge, *beside, middle, every])[:count].contiguous()
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", [*KINDS, "in the range of float16"])
+def test_compiled_16_bit_numbers_are_those_of_torch(name, kind):
+    codec = CODECS[name]()
     for count in COUNTS:
-        values, left, rest = KINDS[kind](count), torch.empty(count), torch.empty(count)
+        kinds = {**KINDS, "in the range of float16": of_float16}
+        values, left, rest = kinds[kind](count), torch.empty(count), torch.empty(count)
         values[7::1001] = torch.nan
         values[8::1001] = -torch.inf
         payload, wanted = (
@@ -331,7 +343,7 @@ def test_compiled_bfloat16_is_that_of_torch(kind):
         )
         Short.encode(codec, values, wanted, key=1, left=rest)
         assert bits(left) == bits(rest)
-        short, wanted = payload.view(torch.bfloat16), wanted.view(torch.bfloat16)
+        short, wanted = payload.view(codec.dtype), wanted.view(codec.dtype)
         torch.testing.assert_close(short, wanted, rtol=0, atol=0, equal_nan=True)
         totals = torch.ones(count), torch.ones(count)
         codec.add_into(totals[0], payload, 0.3)
