@@ -126,6 +126,10 @@ class OnRay(UnderInstep):
             return False
         return formed[-1]["time"] > last and recovery(self.steps(500), last, WORKERS) is not None
 
+    def goes_on(self, since: float) -> bool:
+        """Whether all workers have taken a step together since then."""
+        return recovery(self.steps(500), since, WORKERS) is not None
+
     def fork_server(self, host: int) -> psutil.Process:
         of_host = [e for e in self.events("host_joined") if e["host"] == host]
         return psutil.Process(of_host[-1]["pid"])
@@ -170,6 +174,7 @@ def disturb_on_ray(run: OnRay, nodes: Nodes, kinds: list[str], draw: random.Rand
             nodes.drain(raylet.pid)
             run.until(partial(is_drained, run, given_back), "drained")
         done.append((kind, moment))
+        run.until(partial(run.goes_on, moment), f"going on after a {kind}")
         if kind != "actor":
             nodes.replace(raylet.pid)
         run.until(partial(run.whole, moment), f"whole again after a {kind}")

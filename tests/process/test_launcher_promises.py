@@ -16,7 +16,8 @@ from typing import TypeAlias
 import psutil
 import pytest
 from on_ray import cluster as ray_cluster
-from started import EXECUTE, RECIPES, SOON_S, Start, Started, newest_pids
+from on_ray import nodes_on
+from started import EXECUTE, RECIPES, SOON_S, TIMEOUT_S, Start, Started, newest_pids
 from test_partitions import needs_hosts
 from test_ray import short_folder
 from test_recovery import check_same_result, undisturbed
@@ -146,6 +147,19 @@ def slurm_apart(network: Network, tmp_path: Path) -> Iterator[Apart]:
 
 
 @pytest.fixture
+def ray_apart(
+    network: Network, short_folder: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Apart]:
+    pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # a token would be made in the home folder
+    monkeypatch.setenv("RAY_raylet_start_wait_time_s", f"{TIMEOUT_S:.0f}")
+    address = network.address(OUTSIDE)
+    table = f'[launch]\non = "ray"\nnodes = 2\naddress = "{address}"\noptions.wait_s = 90\n'
+    with nodes_on(network) as cluster:
+        yield {"RAY_ADDRESS": cluster}, table, []
+
+
+@pytest.fixture
 def begin(start: Start, tmp_path: Path, request: pytest.FixtureRequest) -> Begin:
     """Start a run of two workers, on two hosts where the launcher has several."""
 
@@ -228,7 +242,7 @@ def test_the_others_go_on_without_a_host_that_falls_silent(
 
 @needs_hosts
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["hosts", "by_hand", "slurm"])
+@pytest.mark.parametrize("name", ["hosts", "by_hand", "ray", "slurm"])
 def test_the_others_go_on_without_a_host_that_is_cut_off_and_it_comes_back(
     begin: Begin, undisturbed: Path, network: Network, name: str
 ) -> None:

@@ -102,6 +102,8 @@ def main() -> None:
         elsewhere = not endpoint.address.host.startswith("127.")
         sys.exit(f"{error}{_CLOSED if elsewhere else ''}")
     _import_torch()  # while the master gets ready to answer
+    if endpoint.credentials is not None:
+        import instep.comm.forwarder  # noqa: F401  each worker has one, which is its fork
     preloading = time.time()
     try:
         welcome = connection.welcome()
