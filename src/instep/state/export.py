@@ -30,7 +30,7 @@ _OF_A_RUN = ("run.id", "ledger.bin")
 
 
 def choose(folder: Path, *, step: int | None = None, best: Best | None = None) -> Path:
-    """The checkpoint of a step, or the best one by a metric.
+    """The checkpoint of a step, or the best one by a metric, or the newest.
 
     Args:
         folder: where the checkpoints of a run lie.
@@ -46,7 +46,10 @@ def choose(folder: Path, *, step: int | None = None, best: Best | None = None) -
         if step not in kept:
             raise CheckpointError(f"there is no checkpoint of step {step}: {there}.")
         return next(path for number, path in published(folder) if number == step)
-    assert best is not None
+    if best is None:
+        if not kept:
+            raise CheckpointError(f"there is no checkpoint: {there}.")
+        return next(path for _, path in published(folder))
     values = metric_values(folder, best)
     if not values:
         raise CheckpointError(

@@ -36,6 +36,7 @@ from instep.sync.base import strategy_of
 from instep.sync.delayed import Delayed
 from instep.sync.rounds.averaging import Averaging
 from instep.sync.rounds.spread import Spread
+from instep.sync.rounds.streaming import Streaming
 from instep.worker.member import Member
 from instep.worker.saving import Saver, lend_model, write_shards
 from instep.worker.step.alike import check_lengths
@@ -126,7 +127,7 @@ class Loop(ABC):
         if not turns:
             strategy = strategy_of(self.job.sync, self.job.seed)
             move_momentum(update.optimizer, strategy, self.job.sync.codec)
-            if isinstance(strategy, Delayed):
+            if isinstance(strategy, Delayed | Streaming):
                 strategy.last = last_step
             turns = [TurnState("", parameters, update, strategy)]
         self.engine = Engine(
@@ -534,7 +535,7 @@ class Loop(ABC):
     def _spread(self) -> Spread | None:
         """How far the participants of the last round were apart; None without rounds."""
         strategy = self.engine.strategy
-        return strategy.spread if isinstance(strategy, Averaging) else None
+        return strategy.spread if isinstance(strategy, Averaging | Streaming) else None
 
     def _report_spread(self, done: Commit) -> None:
         if (spread := self._spread) is not None and self.engine.comm.rank == 0:
