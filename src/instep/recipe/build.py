@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from instep.data.reading import generators
 from instep.errors import InstepError, RecipeError, SpecError, file_beside, near_miss
 from instep.recipe import tuning
+from instep.recipe.given import given
 from instep.recipe.large import Building, build_large
 from instep.recipe.lora import Adapted
 from instep.recipe.recipe import Recipe, Turn, a_or_an
@@ -89,6 +90,8 @@ def load_function(reference: str, what: str = "recipe") -> Callable[..., Any]:
     Raises:
         RecipeError: no such file or function, or importing the file failed.
     """
+    if (function := given(reference)) is not None:
+        return function
     file, _, name = reference.rpartition(":")
     if name == "__main__":
         raise RecipeError(f"{file} is a script with a loop of its own, and a recipe is wanted.")

@@ -310,6 +310,21 @@ class Watched:
             self._handle = -1
 
 
+def wait_for_child(pid: int, timeout_s: float) -> int | None:
+    """The exit code of a child that ends within a time, negative for a signal; else None."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            found, status = os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:  # somebody else has asked
+            return 0
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() >= deadline:
+            return None
+        time.sleep(0.01)
+
+
 def has_ended(pid: int) -> bool:
     """Whether a process of this machine has ended."""
     process = Watched(pid)
