@@ -31,7 +31,11 @@ test-fast: setup ## most of the tests, in about a minute on two cores; before ea
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not process and not slow and not timed and not long and not parity" \
 		$(SLOWER:%=--ignore=tests/unit/%.py) tests/unit tests/contract tests/test_*.py
 
-test-slow: setup ## what takes longer; its verdict does not depend on the machine's speed
+.venv/loggers: .venv/ready
+	$(BIN)/python -m pip install --quiet --editable ".[wandb,mlflow]"
+	touch $@
+
+test-slow: setup .venv/loggers ## what takes longer; its verdict does not depend on the machine's speed
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
 
 test-timed: setup ## what does depend on the machine's speed; on a quiet machine

@@ -87,6 +87,7 @@ _RENAMED = {
     "checkpoint.every_steps": "checkpoint.every. Set it to a number of steps, a time such as '5m', "
     "or 'never' (formerly 0).",
     "launch.name": "launch.on. The meaning is the same.",
+    "report.tensorboard": "report.loggers. Write loggers = ['tensorboard'].",
     "sync.local_steps": "sync.options.local_steps. The meaning is the same.",
     "sync.local_optimizers": "sync.options.local_optimizers. The meaning is the same.",
 }

@@ -18,6 +18,7 @@ from instep.errors import RecipeError, SpecError, file_beside
 from instep.launch import LAUNCHERS
 from instep.recipe.given import given
 from instep.recipe.start_file import start_file
+from instep.report.loggers.base import check_loggers
 from instep.spec import OF_AXIS, ROUND_OPTIONS, SHARED, JobSpec, MeshSpec, SyncSpec
 from instep.state.model_file import check_hash
 from instep.sync import LEASED, ROUNDS, SERVERS, STRATEGIES, clashes
@@ -52,6 +53,7 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
     STRATEGIES.check(job.sync.name)
     LAUNCHERS.check(job.launch.launcher)
     CODECS.check(job.sync.codec)
+    check_loggers(job.report.loggers)
     _check_sync(job)
     clashes.check(job)
     check_mesh(job.mesh)

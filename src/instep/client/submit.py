@@ -307,6 +307,7 @@ def _follow(
     view: Mapping[str, bool],
     watch: Callable[[Path], None] | None,
 ) -> Over:
+    from instep.client.following import logged
     from instep.client.running import published
     from instep.client.watchdog import MasterWatchdog
     from instep.control.journal import Begin, Journal
@@ -315,7 +316,7 @@ def _follow(
     note = {"about": about(job), "nodes": job.launch.nodes, **view}
     hosts = job.launch.count or 1
     watchdog = MasterWatchdog(folder, switchboard, launcher, note, watch=watch, hosts=hosts)
-    with published(folder, switchboard.for_client()):
+    with published(folder, switchboard.for_client()), logged(folder, job):
         return watchdog.serve()
 
 

@@ -28,6 +28,7 @@ from instep.recipe import tuning
 from instep.recipe.given import given
 from instep.recipe.large import Building, build_large
 from instep.recipe.lora import Adapted
+from instep.recipe.plateau import Plateau
 from instep.recipe.recipe import Recipe, Turn, a_or_an
 from instep.spec import LoraSpec, StartSpec
 from instep.system.causes import sentence
@@ -243,6 +244,7 @@ def build_optimizer(
     if recipe.turns:
         turns = _built_turns(recipe, model, steps)
         first = turns[0]
+        _check_plateaus(recipe, [turn.scheduler for turn in turns])
         return Built(
             recipe, model, first.optimizer, first.scheduler, parameters, loaded, adapted, turns
         )
@@ -250,9 +252,17 @@ def build_optimizer(
     optimizer = _optimizer(recipe, given, model)
     if start.learning_rates:
         tuning.check_rates(given, model, optimizer)
-    return Built(
-        recipe, model, optimizer, _scheduler(recipe, optimizer, steps), parameters, loaded, adapted
-    )
+    scheduler = _scheduler(recipe, optimizer, steps)
+    _check_plateaus(recipe, [scheduler])
+    return Built(recipe, model, optimizer, scheduler, parameters, loaded, adapted)
+
+
+def _check_plateaus(recipe: Recipe, schedulers: Iterable[Any]) -> None:
+    if recipe.validate is None and any(isinstance(each, Plateau) for each in schedulers):
+        raise RecipeError(
+            "the scheduler is a ReduceLROnPlateau, which takes its step with the validation loss, "
+            "and the recipe has no validation dataset. Give Recipe(validate=...)."
+        )
 
 
 def build(
@@ -384,6 +394,8 @@ def _scheduler(of: Recipe | Turn, optimizer: Optimizer, steps: int, where: str =
         raise RecipeError(
             f"{where}.scheduler() returned {a_or_an(scheduler)}, which has no step()."
         )
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        return Plateau(scheduler, f"{where}.scheduler")
     check_scheduler(scheduler)
     return scheduler
 
@@ -459,16 +471,14 @@ def check_scheduler(scheduler: Any) -> None:
     """Refuse a scheduler whose `step` needs an argument.
 
     Raises:
-        RecipeError: it wants a metric, as `ReduceLROnPlateau` does, or something else.
+        RecipeError: it wants something, such as a metric.
     """
     wanted = _wanted_by(scheduler.step) if scheduler is not None else ""
     if wanted:
-        plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         raise RecipeError(
             f"{type(scheduler).__name__}.step() wants {wanted!r}: a scheduler is advanced after "
             "every step without arguments. Use one that depends on the step alone, such as "
-            "CosineAnnealingLR"
-            + ("; a plateau can end the run instead, with stop.patience." if plateau else ".")
+            "CosineAnnealingLR."
         )
 
 
