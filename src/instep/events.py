@@ -172,8 +172,8 @@ EVENTS = {
     "participants_apart": "step, distance, way, divergence",
     "epoch_finished": "epoch, step, loss, samples",
     "validated": "step, epoch, metrics (name to value), samples, skipped, seconds, scheduled",
-    "logged": "step, values (name to value; null if it is not finite), by callbacks; and the "
-    "learning rates that the step used, where they have changed",
+    "logged": "step, values (name to value, of callbacks; or the learning rates that the step used, "
+    "where they have changed; null if a value is not finite)",
     "participants_validated": "step, metrics (name to the value of each participant; null for one "
     "without samples)",
     "mesh_checked": "tensors (gradients that were compared with those of one process), distance "
