@@ -15,7 +15,7 @@ import instep
 SHAPES = ("circle", "square", "triangle", "cross")
 
 
-def recipe(lr: float = 3e-3) -> instep.Recipe:
+def recipe(lr: float = 2e-3) -> instep.Recipe:
     return instep.Recipe(
         model=network(),
         loss=nn.CrossEntropyLoss(),
