@@ -70,29 +70,28 @@ def measured(args: argparse.Namespace, options: dict[str, Any], network: Network
     meter = Meter(network, network.hosts[0])
     with tempfile.TemporaryDirectory() as folder:
         try:
-            summary = instep.train(
+            done = instep.train(
                 f"{RECIPE}:recipe",
                 workers=args.hosts,
                 network="private",
                 launch={"hosts": hosts, "address": network.address("outside")},
                 train={"steps": TURNS * fragments, "global_batch": args.hosts, "threads": 1},
                 sync=sync,
-                checkpoint={"keep": 1},
                 arguments={"step_s": args.step_s, "width": args.width},
                 runs=folder,
                 quiet=True,
             )
         finally:
             meter.end()
-        steps = RunFolder(summary.run).steps
+        steps = RunFolder(done.path).steps
     own = steps[(steps["worker"] == 0) & (steps["step"] > fragments)]
     begins = own["begin"][:-1].tolist()  # the last commit agrees on everything
-    turn = LOCAL_STEPS * args.step_s / args.fragments
+    spent = begins[-1] - begins[0]
+    turn = spent / (len(begins) - 1) * fragments / args.fragments
     end, at, windows = begins[-1], begins[0], []
-    while at + turn <= end:
+    while at + turn <= end + 1e-6:
         windows.append(meter.at(at + turn) - meter.at(at))
         at += turn
-    spent = begins[-1] - begins[0]
     waited = float((own["wire_s"] + own["wait_s"])[:-1].sum())
     mean = sum(windows) / len(windows)
     return {
