@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from instep.errors import InstepError
     from instep.recipe.callbacks import Callback, CallbackContext
     from instep.recipe.recipe import Recipe, Turn
+    from instep.recipe.rowwise_adagrad import RowwiseAdagrad
     from instep.recipe.weights import WeightedLoss
     from instep.spec import JobSpec
     from instep.state.load import load_model
@@ -29,6 +30,7 @@ _HOME = {
     "InstepError": "instep.errors",
     "JobSpec": "instep.spec",
     "Recipe": "instep.recipe.recipe",
+    "RowwiseAdagrad": "instep.recipe.rowwise_adagrad",
     "Run": "instep.client.submit",
     "Session": "instep.client.session",
     "Turn": "instep.recipe.recipe",
@@ -45,6 +47,7 @@ __all__ = [
     "InstepError",
     "JobSpec",
     "Recipe",
+    "RowwiseAdagrad",
     "Run",
     "Session",
     "Turn",

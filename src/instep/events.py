@@ -172,7 +172,7 @@ EVENTS = {
     "participants_apart": "step, distance, way, divergence",
     "epoch_finished": "epoch, step, loss, samples",
     "validated": "step, epoch, metrics (name to value), samples, skipped, seconds, scheduled",
-    "logged": "step, values (name to value, of callbacks; or the learning rates that the step used, "
+    "logged": "step, values (name to value, of callbacks; or learning rates that the step used, "
     "where they have changed; null if a value is not finite)",
     "participants_validated": "step, metrics (name to the value of each participant; null for one "
     "without samples)",

@@ -19,6 +19,7 @@ from instep.state.manifest import (
     check_file,
     file_name,
     is_meshed,
+    is_table,
     published,
     read_manifest,
 )
@@ -136,7 +137,8 @@ def copy_model(checkpoint: Path, target: Path, *, with_format: bool = False) -> 
         OSError: `target` cannot be written.
     """
     name, manifest = file_name("model"), read_manifest(checkpoint)
-    if is_meshed(manifest) or (with_format and name in manifest.files):
+    parts = is_meshed(manifest) or any(map(is_table, manifest.files))
+    if parts or (with_format and name in manifest.files):
         from instep.state.whole import extract  # which imports torch
 
         return extract(checkpoint, target)

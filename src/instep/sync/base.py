@@ -50,6 +50,9 @@ class Memory(Protocol):
     def forget(self, course: int, number: int, generation: int) -> None:
         """What was staged for this commit is of no use."""
 
+    def lasting(self, size: int) -> Tensor:
+        """[size] uint8 that belongs to no commit; as the process before has left it."""
+
 
 class Piece(NamedTuple):
     """A part of a parameter, as its elements lie one after the other."""

@@ -608,13 +608,18 @@ class Loop(ABC):
             self._warned.add(text)
             self.member.emit("warning", text=f"{text}.")
 
+    @property
+    def _on_servers(self) -> int:
+        """Numbers of embeddings whose rows are on servers."""
+        return self.engine.tables.numbers if self.engine.tables is not None else 0
+
     def _announce(self, **more: Any) -> None:
         self.member.emit(
             "worker_ready",
             worker=self.member.number,
             device=str(self.device),
             threads=torch.get_num_threads(),
-            parameters=sum(p.numel() for p in self.engine.parameters),
+            parameters=sum(p.numel() for p in self.engine.parameters) + self._on_servers,
             samples=self.samples,
             last_step=self.last_step,
             loader=f"{self._loader.mode}: {self._loader.why}",
@@ -649,12 +654,13 @@ class Loop(ABC):
     def _finish_saving(self) -> None:
         """Write the model; where a replica is a mesh, each rank of the first lends its part."""
         comm = self.engine.comm
-        if self._saver is not None:
-            with self.state.averaged():
-                self._saver.finish(self.step, comm)
-            self._tell_saved(self._saver)
-        elif self.job.mesh.ranks > 1:
-            lend_model(comm, self.member, self._model)
+        with self.engine.reading():
+            if self._saver is not None:
+                with self.state.averaged():
+                    self._saver.finish(self.step, comm, self.engine.tables)
+                self._tell_saved(self._saver)
+            elif self.job.mesh.ranks > 1:
+                lend_model(comm, self.member, self._model)
 
     @property
     def _finite(self) -> bool:

@@ -43,9 +43,13 @@ def verdict(job: JobSpec) -> str:
     pulled = ", each drawn back to the round's beginning" if sync.name == "fedprox" else ""
     outer = ", and an optimizer takes a step of that" if sync.name in ("fedopt", "diloco") else ""
     own = f" with data of their own ({job.own_data!r})" if job.own_data else ""
+    after = f"{job.local_steps} local steps of each"
+    if sync.rounds is not None and sync.streams:
+        fragments = sync.rounds.fragments
+        after = f"every {job.local_steps} local steps, one of {fragments} fragments at a time"
     own += f", from step {job.start_after + 1} on," if job.start_after else ""
     return (
         f"no: sync.name = {sync.name!r} averages {some}{sync.participants} participants{own} after "
-        f"{job.local_steps} local steps of each{pulled}{outer}. With sync.name = 'all_reduce' the "
+        f"{after}{pulled}{outer}. With sync.name = 'all_reduce' the "
         "run takes the steps of one machine"
     )

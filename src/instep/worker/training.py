@@ -39,6 +39,7 @@ from instep.spec import JobSpec
 from instep.state.intact import discard_after
 from instep.state.retention import Best, best_rule
 from instep.sync import LEASED, SERVERS, clashes
+from instep.sync.servers.server_sync import ServerSync
 from instep.system.malloc import return_unused_memory
 from instep.words import listed
 from instep.worker import dataset_check, own_data, round_checks
@@ -64,6 +65,7 @@ from instep.worker.step.engine import Weighed
 from instep.worker.step.leased import LeasedUpdate
 from instep.worker.step.passes import OF_PASS, Pass, Share
 from instep.worker.step.served import ServedUpdate
+from instep.worker.step.served_tables import ServedTables, refuse_sparse
 from instep.worker.step.turns import key_of_pass, make_turns
 from instep.worker.step.update import Update
 from instep.worker.stopping import check_rules
@@ -116,6 +118,7 @@ class Training(Loop):
             self.job.lora,
             load=fresh,
             building=measured(self.job, member.scratch) if self.job.mesh.ranks > 1 else None,
+            rows_in=member.scratch if self.job.sync.name in SERVERS - LEASED else None,
         )
         self._reads = make_global(model) if self.job.train.batch_norm == "global" else None
         self._forward = Forward(recipe, model, device, self.job.train.precision)
@@ -132,9 +135,14 @@ class Training(Loop):
         )
         self._replica: Replica | None = replica
         self._tidy = False
+        if self.job.sync.name in LEASED:
+            refuse_sparse(model, self.job)
+        tables = ServedTables(model, self.job) if self.job.sync.name in SERVERS - LEASED else None
         built = build_optimizer(
             recipe, model, round_checks.updates(self.job, last_step), self.job.start, begun
         )
+        if tables:
+            built = tables.made(built)
         self._built = built
         if self.job.mesh.offload == "optimizer":
             keep_on_host(built.optimizer)
@@ -168,6 +176,9 @@ class Training(Loop):
         self.state.trial = trial
         if self.job.train.ema is not None:
             self.state.average = Average(model, self.job.train.ema)
+        if tables and isinstance(self.engine.strategy, ServerSync):
+            self.engine.tables, self.engine.strategy.tables = tables, tables.tables
+            tables.tables.waiting = self._waiting
         self._whole_batch = (
             WholeBatch(
                 self.engine,
@@ -699,7 +710,7 @@ class Training(Loop):
         self._forward.take_turn(-1)
         begin, count = time.perf_counter(), len(self.recipe.validate)
         assignment, comm, mesh = self.engine.assignment, self.engine.comm, self.job.mesh
-        with self.state.averaged():
+        with self.state.averaged(), self.engine.reading():
             found = evaluate(
                 self._forward,
                 self._validation,

@@ -20,6 +20,8 @@ With `copy` the next server keeps a copy of a server's part: it is sent the summ
 takes the same steps. Who lacks a part when a generation begins gets it from the other that has it
 (`copies.py`).
 
+Embeddings on servers (`tables.py`) take part in the same steps, and in the same slots.
+
 It knows nothing of how an optimizer works (`base.Mover`), nor of votes.
 """
 
@@ -42,8 +44,13 @@ from instep.sync.gathering import Gathering
 from instep.sync.servers.copies import PARAMETERS, gather_parts, lost, of_part, take_copies
 from instep.sync.servers.cuts import Packed, Part, Segment, cut, pieces_of
 from instep.sync.servers.guess import Guess
+from instep.sync.servers.kept_rows import KeptRows
+from instep.sync.servers.tables import Tables
 from instep.sync.servers.traffic import Traffic
 from instep.sync.sums import Exact, Plain
+
+_ROWS = "rows/"
+"""In memory that outlives a server, before what a step makes of the rows of embeddings."""
 
 
 class _Shared(NamedTuple):
@@ -87,6 +94,8 @@ class ServerSync(Gathering):
         self._attempt = BEGINNING
         self._sizes: list[int] | None = None
         self._mover: Mover
+        self.tables: Tables | None = None
+        """The embeddings that are on servers; to be set before `start`."""
         self.whole = True
         """Whether this rank has all parameters of the last commit; a server has those of its part,
         once it has moved them."""
@@ -131,6 +140,15 @@ class ServerSync(Gathering):
                 "sync.options.copy = true: another server keeps the copy, so there must be two. "
                 "Set sync.servers = 2 or more, or leave it out."
             )
+        if self.tables is not None:
+            if self._copy:
+                raise SpecError(
+                    "sync.options.copy = true keeps no copies of embeddings (sparse=True). Leave "
+                    "one of the two out."
+                )
+            if self._left is not None:
+                self.tables.load_left(_after(_ROWS, self._left))
+            self.tables.start(comm, self._servers, memory, by_unit=parts > 0)
         if self._shared is None:
             self._share_out()
         assert self._shared is not None
@@ -164,6 +182,11 @@ class ServerSync(Gathering):
         self._left = None
 
     @property
+    def _rows(self) -> KeptRows | None:
+        """Of embeddings that this server has."""
+        return self.tables.kept if self.tables is not None else None
+
+    @property
     def _kept(self) -> list[int]:
         """The servers whose parts this server has: itself, and the one of which it has a copy."""
         count = len(self._servers)
@@ -194,6 +217,8 @@ class ServerSync(Gathering):
         states = self._mover.states()
         for server in self._kept:
             states[f"{PARAMETERS}{server}"] = self._shared.new[server].flat
+        if self._rows is not None:
+            states |= {f"{_ROWS}{n}": each for n, each in self._rows.staged().items()}
         layout = {name: (tuple(state.shape), state.dtype) for name, state in states.items()}
         if layout != self._layout:  # an optimizer makes its state in its first steps
             self._memory.lay_out(layout)
@@ -216,15 +241,26 @@ class ServerSync(Gathering):
         """What the servers move from here on belongs to this commit."""
         self._attempt = attempt
         self._early = self._moves_early and self._guess.counts(attempt.number)
+        if self.tables is not None:
+            self.tables.begin_step()
 
     # ---- gradients
+
+    def begin_pass(self, weight: float, *, last: bool, unit: int = 0) -> None:
+        """As in `Gathering`; embeddings ask for no row once buckets leave."""
+        if self.tables is not None:
+            self.tables.begin_pass(weight, unit)
+            if last:
+                self.tables.close()
+        super().begin_pass(weight, last=last, unit=unit)
 
     def gradient(self, slot: int, gradient: Tensor) -> None:
         """Move a fresh gradient into its bucket, weighted; send what is full."""
         if gradient.is_sparse:
             raise RecipeError(
                 "a parameter has a sparse gradient, which sync.name = 'server_sync' cannot send to "
-                "its servers. Use nn.Embedding(..., sparse=False), or all_reduce."
+                "its servers: those of layers nn.Embedding and nn.EmbeddingBag with sparse=True it "
+                "can. Use one of them, sparse=False, or all_reduce."
             )
         super().gradient(slot, gradient)
 
@@ -252,9 +288,13 @@ class ServerSync(Gathering):
     @torch.no_grad()
     def exchange(self, notes: Tensor) -> Tensor | None:
         """All that the workers have to send; where servers moved it at once, all that is new."""
+        if self.tables is not None:
+            self.tables.close()
         agreed = super().exchange(notes)
         if agreed is None:
             self._undo()
+        elif self.tables is not None:
+            self.tables.exchange()
         return agreed
 
     # ---- the commit
@@ -268,6 +308,7 @@ class ServerSync(Gathering):
         there = [seen > 0 for seen in self._agreed]
         known = there if self._sums.finite() else []
         right = self._guess.compare(self._attempt.number, known, scale, used=self._early)
+        factor = 1.0
         if self._early and not right:
             self._undo()
             self._sums.take_back()
@@ -275,7 +316,8 @@ class ServerSync(Gathering):
             segments = shared.parts[self._mine].segments
             kept = [segment for server in self._kept for segment in shared.parts[server].segments]
             gradients = self._gradients(kept, there, scale)
-            factor = self._limit({p: gradients[p] for p in pieces_of(segments) if p in gradients})
+            own = {p: gradients[p] for p in pieces_of(segments) if p in gradients}
+            factor = self._limit(own, scale)
             if factor != 1.0:
                 for gradient in gradients.values():
                     gradient.mul_(factor)
@@ -285,8 +327,10 @@ class ServerSync(Gathering):
             for server, part in enumerate(shared.parts):
                 for segment in part.segments:
                     self._traffic.pull(server, segment)
-            self._limit({})
+            self._limit({}, scale)
         if self._mine >= 0:
+            if self._rows is not None:
+                self._rows.move(scale * factor)
             self._stage(self._attempt)
         self._traffic.wait()
         self._tell_sizes()
@@ -319,16 +363,18 @@ class ServerSync(Gathering):
         for piece in pieces:
             held[piece].grad = None
 
-    def _limit(self, gradients: Mapping[Piece, Tensor]) -> float:
+    def _limit(self, gradients: Mapping[Piece, Tensor], scale: float) -> float:
         """What gradients are multiplied by, so that the norm of all is within its limit; all ranks
-        call it, servers with those of their parts."""
+        call it, servers with those of their parts. Those of embeddings are still to be scaled."""
         firsts, blocks = [], 0
         for parameter in self._parameters if self._mover.clips else ():
             firsts.append(blocks)
             blocks += norm.blocks(parameter.numel())
         if not blocks:
             return 1.0
-        squares = torch.zeros(blocks, dtype=torch.float64)
+        squares = torch.zeros(blocks + len(self._servers), dtype=torch.float64)
+        if self._rows is not None:
+            squares[blocks + self._mine] = self._rows.square(scale)
         for piece, gradient in gradients.items():
             first = firsts[piece.slot] + piece.start // norm.BLOCK
             own = norm.squares([gradient])
@@ -360,6 +406,8 @@ class ServerSync(Gathering):
         result = update()
         self._sums.end_step(self._sizes)
         if self._mine >= 0:
+            if self._rows is not None:
+                self._rows.apply()
             self._held = self._attempt
             self.whole = len(self._kept) == len(self._servers)
         self._moved = False
@@ -370,6 +418,8 @@ class ServerSync(Gathering):
     def abandon(self) -> None:
         """Undo what this server has moved."""
         self._undo()
+        if self._rows is not None:
+            self._rows.abandon()
         self._traffic.forget()
         self._sums.abandon()
         self._forget()
@@ -437,4 +487,9 @@ class ServerSync(Gathering):
 
 
 def _of_optimizer(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in kept.items() if not name.startswith(PARAMETERS)}
+    beside = (PARAMETERS, _ROWS)
+    return {name: tensor for name, tensor in kept.items() if not name.startswith(beside)}
+
+
+def _after(start: str, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {n.removeprefix(start): each for n, each in kept.items() if n.startswith(start)}
