@@ -17,7 +17,7 @@ import psutil
 import pytest
 from on_ray import cluster as ray_cluster
 from on_ray import nodes_on
-from started import EXECUTE, RECIPES, SOON_S, TIMEOUT_S, Start, Started, newest_pids
+from started import EXECUTE, RECIPES, SOON_S, Start, Started, newest_pids
 from test_partitions import needs_hosts
 from test_ray import short_folder
 from test_recovery import check_same_result, undisturbed
@@ -152,7 +152,6 @@ def ray_apart(
 ) -> Iterator[Apart]:
     pytest.importorskip("ray")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # a token would be made in the home folder
-    monkeypatch.setenv("RAY_raylet_start_wait_time_s", f"{TIMEOUT_S:.0f}")
     address = network.address(OUTSIDE)
     table = f'[launch]\non = "ray"\nnodes = 2\naddress = "{address}"\noptions.wait_s = 90\n'
     with nodes_on(network) as cluster:
@@ -242,7 +241,7 @@ def test_the_others_go_on_without_a_host_that_falls_silent(
 
 @needs_hosts
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["hosts", "by_hand", "ray", "slurm"])
+@pytest.mark.parametrize("name", ["hosts", "by_hand", "slurm"])
 def test_the_others_go_on_without_a_host_that_is_cut_off_and_it_comes_back(
     begin: Begin, undisturbed: Path, network: Network, name: str
 ) -> None:
