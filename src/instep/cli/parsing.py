@@ -76,7 +76,9 @@ def parsed(argv: Sequence[str], commands: Mapping[str, Command]) -> argparse.Nam
         argv, passed = argv[:at], [*argv[at + 1 :]]
     parser = make_parser(commands)
     _check_options(argv, parser)
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     args.argv = passed
     return args
 
