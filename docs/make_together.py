@@ -89,6 +89,11 @@ than one of these axes.
 _NAMES = {
     "cuda": "`train.device = 'cuda'`",
     "own_data": "`sync.options.partition`",
+    "start_after": "`sync.options.start_after`",
+    "streams": "`sync.options.fragments`",
+    "local_parameters": "`sync.options.local_parameters`",
+    "local_optimizers": "`local_optimizers = 'reset'`",
+    "fraction": "`sync.options.fraction` below 1",
     "no_rounds": " or ".join(f"`{name}`" for name in sorted(NOT_IN_ROUNDS)),
     **{name: f"`sync.codec = {name!r}`" for name in ("dgc", "powersgd")},
 }

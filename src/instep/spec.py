@@ -215,8 +215,20 @@ class RoundSpec(Section, frozen=True, kw_only=True):
     """How many steps all take together, as with `all_reduce`, before the first round (post-local
     SGD). They count as steps of the job, as a round does."""
 
+    fragments: Positive = 1
+    """Of `diloco`: into how many parts the parameters are cut, of which one after the other agrees,
+    while participants go on (Streaming DiLoCo). A commit is then `local_steps` / `fragments` local
+    steps, and the agreement of one of them."""
+
+    delay: Natural = 0
+    """With `fragments`: so many local steps participants take while a fragment is under way."""
+
     fraction: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """How much of the participants are in a round; which, is drawn for each by the seed."""
+
+    local_parameters: tuple[str, ...] = ()
+    """Patterns of names, such as `["*.norm.*"]`: parameters and buffers that stay with their
+    participant, and are not shared (FedBN). The shared model has their mean."""
 
     partition: str = SHARED
     """Whose data are whose: `none`, all participants share them; or `blocks`, `labels`, `owner`:
@@ -239,7 +251,10 @@ ROUND_OPTIONS = {
     "local_steps": "needs a whole number of at least 1",
     "local_optimizers": "needs to be 'reset' or 'kept'",
     "start_after": "needs a whole number of at least 0",
+    "fragments": "needs a whole number of at least 1",
+    "delay": "needs a whole number of at least 0",
     "fraction": "needs a number above 0, and at most 1",
+    "local_parameters": "needs a list of patterns of names, such as ['*.norm.*']",
     "partition": "needs the name of a partition, such as 'blocks', in quotes",
     "skew": "needs a number above 0",
 }
@@ -300,11 +315,38 @@ class SyncSpec(Section, frozen=True, kw_only=True):
             raise ValueError(
                 f"options.{key} = {self.options[key]!r}: {ROUND_OPTIONS[key]}."
             ) from None
+        if self.rounds is not None:
+            self._check_fragments(self.rounds)
+
+    def _check_fragments(self, rounds: RoundSpec) -> None:
+        steps, fragments, delay = rounds.local_steps, rounds.fragments, rounds.delay
+        if fragments > 1 and self.name != "diloco":
+            raise ValueError(
+                f"options.fragments = {fragments}: {self.name} agrees on all parameters at once. "
+                "Set name = 'diloco', or leave it out."
+            )
+        if steps % fragments:
+            raise ValueError(
+                f"options.local_steps = {steps}: a fragment agrees every local_steps / fragments "
+                f"steps, so it needs to be a multiple of options.fragments = {fragments}."
+            )
+        if delay > (steps // fragments if fragments > 1 else 0):
+            raise ValueError(
+                f"options.delay = {delay}: a fragment has to be there before the next one is sent. "
+                f"Set it to at most local_steps / fragments = {steps // fragments}."
+                if fragments > 1
+                else f"options.delay = {delay} needs options.fragments of at least 2."
+            )
 
     @property
     def own_state(self) -> bool:
         """Whether a worker remembers what no other does, and hands it over before it leaves."""
-        return self.codec != "none" or self.delayed or self.votes
+        return self.codec != "none" or self.delayed or self.votes or self.streams
+
+    @property
+    def streams(self) -> bool:
+        """Whether one fragment of the parameters agrees after the other."""
+        return self.rounds is not None and self.rounds.fragments > 1
 
     @property
     def votes(self) -> bool:
@@ -793,7 +835,7 @@ class JobSpec(Section, frozen=True, kw_only=True):
     def local_steps(self) -> int:
         """Steps of a participant in one commit; 1 for a strategy without rounds."""
         rounds = self.sync.rounds
-        return rounds.local_steps if rounds is not None else 1
+        return rounds.local_steps // rounds.fragments if rounds is not None else 1
 
     @property
     def keeps_optimizers(self) -> bool:

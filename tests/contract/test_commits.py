@@ -21,7 +21,7 @@ from instep.sync.all_reduce import AllReduce
 from instep.sync.rounds.coded import Coded
 from instep.sync.servers.server_sync import ServerSync
 from instep.sync.sign_vote import SignVote
-from instep.worker.local_optimizers import LocalOptimizers
+from instep.worker.local_states import LocalStates
 from instep.worker.step import committed
 from instep.worker.step import engine as engine_module
 from instep.worker.step.buffers import Buffers
@@ -52,7 +52,11 @@ OPTIONS = {
         {"servers": 2, "copy": True},
         {"servers": 2, "bucket_mb": 0.00005},
     ],
-    "diloco": [{"codec": "int4"}],  # a codec in rounds, and state of the outer step
+    "diloco": [
+        {"codec": "int4"},  # a codec in rounds, and state of the outer step
+        {"fragments": 2, "local_steps": 2},
+        {"fragments": 2, "local_steps": 2, "delay": 1, "codec": "int4"},
+    ],
     "fedprox": [],  # which are the same class with other rules
     "fedopt": [],
     "sign_vote": [{"momentum": 0.9}, {"momentum": 0.0}],
@@ -61,7 +65,7 @@ OPTIONS = {
 
 def has_own(options):
     """Whether a rank has state of its own."""
-    return any(options.get(name) for name in ("codec", "delayed", "momentum"))
+    return any(options.get(name) for name in ("codec", "delayed", "momentum", "fragments"))
 
 
 CASES = [
@@ -539,7 +543,7 @@ def test_what_a_dead_rank_alone_had_and_nobody_takes_up_is_found(folder, name, k
 def test_optimizers_of_participants_that_are_not_given_to_all_are_found(folder, attribute):
     case = next(case for case in FIRST if "local_optimizers" in case[1])
     some = list(deaths(case, False))[::40]
-    with mock.patch.object(LocalOptimizers, attribute), pytest.raises(AssertionError):
+    with mock.patch.object(LocalStates, attribute), pytest.raises(AssertionError):
         check_all(folder, case, False, some, replace=True)
 
 

@@ -14,7 +14,11 @@ from started import Start, kill, newest_pids, slow
 from torch import nn
 
 import instep
+from instep.cli import main
 from instep.data.order import Order, key, micro_batch
+from instep.errors import CheckpointError
+from instep.state.export import choose
+from instep.state.own_parts import write_model_of
 from instep.store.run_folder import RunFolder
 
 pytestmark = pytest.mark.process
@@ -46,11 +50,13 @@ def its_epochs(number, samples):
         epoch += 1
 
 
-def federated_averaging(samples, rounds=ROUNDS, fraction=1.0):
+def federated_averaging(samples, rounds=ROUNDS, fraction=1.0, local="none", kept=None):
     """Each participant by itself, with a pile of its own samples that it uses up.
 
-    A round takes 15 samples of the pile, in local steps of 5 at most, of about the same size.
+    A round takes 15 samples of the pile, in local steps of 5 at most, of about the same size. What
+    has names that begin with `local`, a participant has for itself, in `kept`.
     """
+    kept = {} if kept is None else kept
     torch.manual_seed(0)
     server, (inputs, targets, _) = model(), recipes.data().tensors
     every, count = len(samples), int(fraction * len(samples) + 0.5)
@@ -62,6 +68,7 @@ def federated_averaging(samples, rounds=ROUNDS, fraction=1.0):
             pile = piles[participant] = piles[participant] or next(epochs[participant])
             taken, piles[participant] = pile[: batch * LOCAL_STEPS], pile[batch * LOCAL_STEPS :]
             own = copy.deepcopy(server)
+            own.load_state_dict(kept.get(participant, {}), strict=False)
             optimizer = adam(own.parameters())
             for group in optimizer.param_groups:
                 group["lr"] = 0.02 * 0.99**before
@@ -75,6 +82,8 @@ def federated_averaging(samples, rounds=ROUNDS, fraction=1.0):
                 optimizer.step()
                 scheduler.step()
             given.append((len(taken), own.state_dict()))
+            mine = {n: t for n, t in own.state_dict().items() if n.startswith(local)}
+            kept[participant] = mine
         total = sum(size for size, _ in given)
         mean = {
             name: sum(size / total * state[name].double() for size, state in given)
@@ -157,6 +166,51 @@ def test_each_participant_is_validated_on_its_part(run: Start, start: Start):
     audited = start("-m", "instep", "audit", program.run)
     assert audited.end() == 0
     assert "4 participants with data of their own" in audited.stdout
+
+
+NORMS = ('sync.options.local_parameters=["1.*"]',)
+
+
+@pytest.mark.parametrize("workers", [2, slow(1), slow(3)])
+def test_layers_that_stay_with_their_participant_equal_fedbn_in_plain_pytorch(
+    run: Start, tmp_path, workers
+):
+    """Weights and statistics of batch normalization; the shared model has their mean."""
+    own = {}
+    wanted = federated_averaging(of_owners(), local="1.", kept=own)
+    shared = federated_averaging(of_owners())
+    assert (wanted["0.weight"] - shared["0.weight"]).abs().max() > 1e-3  # so that this can fail
+    program = trained(run, workers, *OWNER, *NORMS, "train.validate_every=7")
+    check_equal(program, wanted)
+    dataset = recipes.data(recipes.VALIDATED, 4)
+    inputs, targets, _ = dataset.tensors
+    owners = torch.tensor([recipes.owner(dataset, index) for index in range(len(dataset))])
+    losses = []
+    for number in range(PARTICIPANTS):
+        (theirs := model()).load_state_dict({**wanted, **own[number]})
+        with torch.no_grad():
+            error = (theirs.eval()(inputs) - targets).square().mean(1)
+        losses.append(float(error[owners == number].mean()))
+    validated = program.events("participants_validated")[-1]["metrics"]["loss"]
+    assert validated == pytest.approx(losses, rel=1e-9)
+    to = tmp_path / "second.safetensors"
+    assert main(["export", str(program.run), "--participant", "1", "--to", str(to)]) == 0
+    for name, value in load_file(to).items():
+        expected = {**wanted, **own[1]}[name]
+        torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-10, msg=name)
+    with pytest.raises(CheckpointError, match=r"of 0, 1, 2, 3\. Name one of these"):
+        write_model_of(choose(program.run / "checkpoints"), 9, to)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["averaging", "diloco", "fedprox"])
+def test_layers_that_stay_have_the_same_bits_on_any_workers_and_resumed(run: Start, strategy):
+    name = (f'sync.name="{strategy}"', "sync.options.local_steps=3")
+    settings = (*name, *OWNER, *NORMS, *BITS, 'sync.options.local_optimizers="kept"')
+    hashes = {trained(run, n, *settings).summary["parameters_sha256"] for n in (1, 3)}
+    stopped = trained(run, 1, *settings, "train.stop_after_steps=3")
+    hashes.add(instep.resume(stopped.run, workers=2, quiet=True).summary["parameters_sha256"])
+    assert len(hashes) == 1
 
 
 @pytest.mark.parametrize("partition", ["labels", slow("blocks")])

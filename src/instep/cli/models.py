@@ -36,7 +36,14 @@ def export(args: argparse.Namespace) -> int:
     check_target(target, folder.path, folder.spec.start.model)
     model = Path(args.run) / "model.safetensors"
     kept = None
-    if args.best or args.step is not None:
+    if args.participant is not None and (args.adapter or config is not None):
+        raise SpecError(
+            "--participant writes a model into a .safetensors file: leave out --adapter, and name "
+            "a file with --to."
+        )
+    if args.participant is not None and args.step is None and not args.best:
+        kept = choose(Path(args.run) / "checkpoints")
+    elif args.best or args.step is not None:
         best = replace(Best.by(folder.spec.checkpoint), count=1)
         kept = choose(Path(args.run) / "checkpoints", step=args.step, best=best)
     elif not model.is_file():
@@ -46,7 +53,12 @@ def export(args: argparse.Namespace) -> int:
         )
     with writing_to(target):
         hugging_face = config is not None
-        if kept is not None:
+        if args.participant is not None:
+            from instep.state.own_parts import write_model_of
+
+            assert kept is not None, "as chosen above"
+            size = write_model_of(kept, args.participant, target)
+        elif kept is not None:
             size = _write_model(kept / model.name, target, folder, args.adapter, hugging_face)
         else:
             size = _write_own(model, target, folder, args.adapter, hugging_face)
@@ -81,6 +93,8 @@ def export_options(parser: Parser) -> None:
     add = parser.add_mutually_exclusive_group().add_argument
     add("--best", action="store_true", help="from the kept checkpoint with the best validation")
     add("--step", type=int, metavar="N", help="from the kept checkpoint of this step")
+    own = "of a run with sync.options.local_parameters: with what is this participant's own"
+    parser.add_argument("--participant", type=int, metavar="N", help=own)
 
 
 def _config(name: str, run: Path) -> dict[str, Any]:

@@ -25,7 +25,8 @@ from torch.optim import Optimizer
 from instep.data.reading import generators
 from instep.errors import InstepError, RecipeError, SpecError, file_beside, near_miss
 from instep.recipe import tuning
-from instep.recipe.large import Building, build_large
+from instep.recipe.combined import CombinedOptimizer
+from instep.recipe.large import Building, build_in_files, build_large
 from instep.recipe.lora import Adapted
 from instep.recipe.recipe import Recipe, Turn, a_or_an
 from instep.spec import LoraSpec, StartSpec
@@ -177,6 +178,7 @@ def build_model(
     *,
     load: bool = True,
     building: Building | None = None,
+    rows_in: Path | None = None,
 ) -> tuple[nn.Module, tuning.Begun]:
     """Make and check the model on `device`.
 
@@ -191,6 +193,7 @@ def build_model(
         lora: which layers get an adapter.
         load: whether to load the file of `start`; not if a checkpoint has the values.
         building: of a replica of several processes, what this one has memory for.
+        rows_in: where large embeddings may lie in files, if this process is to keep none of them.
 
     Returns:
         The model, and what it was loaded from and has adapters of.
@@ -205,6 +208,8 @@ def build_model(
     if building is not None:
         filled = not load or bool(start.model and not start.partial)
         model, small = build_large(recipe, seed, make_model, building, filled=filled)
+    elif rows_in is not None:
+        model = build_in_files(recipe, seed, make_model, rows_in)
     if model is None:
         model = make_model(recipe, seed)
     _check_parameters(model, frozen=bool(lora.modules))
@@ -322,13 +327,29 @@ def _optimizer(
 ) -> Optimizer:
     assert of.optimizer is not None
     optimizer = _made(f"{where}.optimizer", of.optimizer, given)
+    if isinstance(optimizer, (list, tuple)) and all(isinstance(o, Optimizer) for o in optimizer):
+        optimizer = _combined(optimizer)
     if not isinstance(optimizer, Optimizer):
         raise RecipeError(
             f"{where}.optimizer() returned {a_or_an(optimizer)}, "
-            "but a torch.optim.Optimizer is wanted."
+            "but a torch.optim.Optimizer is wanted, or a list of them."
         )
     check_optimizer(optimizer, model, trained)
     return optimizer
+
+
+def _combined(optimizers: Sequence[Optimizer]) -> Optimizer:
+    if not optimizers:
+        raise RecipeError("Recipe.optimizer() returned an empty list, but an optimizer is wanted.")
+    for each in optimizers:
+        check_stepped_alone(each)
+    held = [id(p) for each in optimizers for group in each.param_groups for p in group["params"]]
+    if len(held) != len(set(held)):
+        raise RecipeError(
+            "Recipe.optimizer() returned several optimizers, and two of them hold the same "
+            "parameter. Give each its own."
+        )
+    return CombinedOptimizer(optimizers) if len(optimizers) > 1 else optimizers[0]
 
 
 def _for_optimizer(
@@ -436,6 +457,15 @@ def check_optimizer(
             "Give it all parameters; or freeze the others with requires_grad_(False), or "
             "start.freeze in the job."
         )
+    check_stepped_alone(optimizer)
+
+
+def check_stepped_alone(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose `step` needs an argument, or the loss several times.
+
+    Raises:
+        RecipeError: it does.
+    """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise RecipeError(
             "LBFGS evaluates the loss several times a step, which instep does not do."

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from torch import nn
 
 from instep.errors import InstepError, RecipeError, SpecError
+from instep.parallel.embeddings import is_sparse
 from instep.parallel.meta_start import drawn, in_files, without_memory
 from instep.recipe.recipe import Recipe
 from instep.spec import JobSpec, MeshSpec
@@ -26,6 +27,10 @@ from instep.units import readable_bytes
 
 TRIAL = 20
 """How often the bytes of its parameters a model takes while it is copied and tried, in float64."""
+
+
+SMALL = 1 << 26
+"""Bytes of embeddings that every process may have in memory while it starts."""
 
 
 class Building(NamedTuple):
@@ -47,6 +52,43 @@ def measured(job: JobSpec, folder: Path) -> Building:
 def size_of(model: nn.Module) -> int:
     """Bytes of a model's parameters."""
     return sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
+
+
+def build_in_files(
+    recipe: Recipe, seed: int, make: Callable[[Recipe, int], nn.Module], folder: Path
+) -> nn.Module | None:
+    """Build a model in files if its sparse embeddings, of which a process keeps no row, are large.
+
+    Args:
+        recipe, seed, make: as for `build_large`.
+        folder: where files may be written.
+
+    Returns:
+        The model; None if it is to be built as always.
+
+    Raises:
+        RecipeError: the disk has no room.
+    """
+    if isinstance(recipe.model, nn.Module):
+        return None
+    try:
+        empty = without_memory(lambda: make(recipe, seed))
+    except InstepError:
+        raise
+    except Exception:  # it uses the values of parameters
+        return None
+    size = sum(size_of(layer) for layer in empty.modules() if is_sparse(layer))
+    if size <= SMALL:
+        return None
+    folder = folder if folder.is_dir() else Path(tempfile.gettempdir())
+    try:
+        return in_files(lambda: make(recipe, seed), folder)
+    except OSError as error:
+        raise RecipeError(
+            f"each process builds the model's embeddings in files first, in {folder}, which needs "
+            f"{readable_bytes(size)} there: {error.strerror or error}. Make room, or use fewer "
+            "processes on this machine."
+        ) from error
 
 
 def build_large(

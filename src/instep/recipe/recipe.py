@@ -70,8 +70,9 @@ class Recipe:
     """Map-style dataset: `len(train)` samples, `train[i]` one of them, `(inputs, target)`; or a
     `DataLoader` of one."""
 
-    optimizer: Callable[[Any], Optimizer] | None = None
-    """From the parameters to an optimizer: `lambda p: torch.optim.AdamW(p, lr=1e-3)`."""
+    optimizer: Callable[[Any], Optimizer | Sequence[Optimizer]] | None = None
+    """From the parameters to an optimizer: `lambda p: torch.optim.AdamW(p, lr=1e-3)`. Or to a list
+    of optimizers, each of some of the parameters (`parameters` says what the function is given)."""
 
     turns: Sequence[Turn] = ()
     """Several updates in each step, one after the other on the same batch, instead of `optimizer`

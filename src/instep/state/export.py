@@ -19,6 +19,7 @@ from instep.state.manifest import (
     check_file,
     file_name,
     is_meshed,
+    is_table,
     published,
     read_manifest,
 )
@@ -30,7 +31,7 @@ _OF_A_RUN = ("run.id", "ledger.bin")
 
 
 def choose(folder: Path, *, step: int | None = None, best: Best | None = None) -> Path:
-    """The checkpoint of a step, or the best one by a metric.
+    """The checkpoint of a step, or the best one by a metric, or the newest.
 
     Args:
         folder: where the checkpoints of a run lie.
@@ -46,7 +47,10 @@ def choose(folder: Path, *, step: int | None = None, best: Best | None = None) -
         if step not in kept:
             raise CheckpointError(f"there is no checkpoint of step {step}: {there}.")
         return next(path for number, path in published(folder) if number == step)
-    assert best is not None
+    if best is None:
+        if not kept:
+            raise CheckpointError(f"there is no checkpoint: {there}.")
+        return next(path for _, path in published(folder))
     values = metric_values(folder, best)
     if not values:
         raise CheckpointError(
@@ -133,7 +137,8 @@ def copy_model(checkpoint: Path, target: Path, *, with_format: bool = False) -> 
         OSError: `target` cannot be written.
     """
     name, manifest = file_name("model"), read_manifest(checkpoint)
-    if is_meshed(manifest) or (with_format and name in manifest.files):
+    parts = is_meshed(manifest) or any(map(is_table, manifest.files))
+    if parts or (with_format and name in manifest.files):
         from instep.state.whole import extract  # which imports torch
 
         return extract(checkpoint, target)

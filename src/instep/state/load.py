@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from instep.errors import CheckpointError
 from instep.state.boxes import Box, box_of, local, whole
 from instep.state.intact import check
-from instep.state.manifest import SUFFIX
+from instep.state.manifest import SUFFIX, is_table
 from instep.state.model_file import HASH_KEY, check_hash, open_tensors
 from instep.state.snapshot import TYPES, Snapshot, model_tensors, model_ties, raw_bytes
 
@@ -40,8 +40,8 @@ def load(path: Path, device: torch.device | str = "cpu") -> Snapshot:
     """Read a checkpoint folder, after checking every byte of it.
 
     Returns:
-        The snapshot, equal to the one saved; tied tensors are one tensor again.
-        It does not refer to the files, which may be deleted.
+        The snapshot, equal to the one saved but for rows of embeddings on servers; tied tensors are
+        one tensor again. It does not refer to the files, which may be deleted.
 
     Raises:
         CheckpointError: a file is damaged, truncated, foreign or missing; the
@@ -50,6 +50,8 @@ def load(path: Path, device: torch.device | str = "cpu") -> Snapshot:
     manifest = check(path)
     groups: dict[str, dict[str, Tensor]] = {}
     for name in manifest.files:
+        if is_table(name):  # each server reads its own rows
+            continue
         with OpenFile(path / name) as file:
             own = {key: file.tensor(key, device) for key in file.names}
             groups[name.removesuffix(SUFFIX)] = own | {a: own[k] for a, k in file.tied.items()}

@@ -40,6 +40,7 @@ FOLDER = re.compile(r"step-(\d{8,})(\.old)?", re.ASCII)
 
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors", re.ASCII)
 _PART = re.compile(r"part-\d+\.safetensors", re.ASCII)
+_TABLE = re.compile(r"table-\d+\.safetensors", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _SEAL = re.compile(rb'"seal": "([0-9a-f]{64})"\n}\n\Z')
 
@@ -90,6 +91,11 @@ def is_checkpoint(folder: Path) -> bool:
 def is_meshed(manifest: Manifest) -> bool:
     """Whether ranks of a mesh have saved parts of the tensors."""
     return any(_PART.fullmatch(name) for name in manifest.files)
+
+
+def is_table(name: str) -> bool:
+    """Whether a server has saved its rows of embeddings in a file of this name."""
+    return _TABLE.fullmatch(name) is not None
 
 
 def encode(manifest: Manifest) -> bytes:

@@ -2,9 +2,10 @@
 
 A checkpoint of plain replicas has whole tensors, one of a mesh the parts of its ranks (groups
 `part-N`, with their boxes in the file's metadata), and one of servers flat ranges of the
-optimizer's state (groups `shard-N`). Here all are pieces of tensors that have the names
-`model/NAME`, `aside/NAME` and `optimizer/PARAMETER/STATE` (`optimizer-TURN/...` where a step has
-several updates). A file is compared with its SHA-256 before the first of its data is used.
+optimizer's state (groups `shard-N`) and every so many rows of embeddings (groups `table-N`). Here
+all are pieces of tensors that have the names `model/NAME`, `aside/NAME` and
+`optimizer/PARAMETER/STATE` (`optimizer-TURN/...` where a step has several updates). A file is
+compared with its SHA-256 before the first of its data is used.
 Way in: `open_pieces` for a folder, `held_pieces` for a snapshot in memory.
 """
 
@@ -34,6 +35,12 @@ SHARD = "shard-"
 """Begins the name of a group of tensors that one server has written: its part of the optimizer's
 state."""
 
+TABLE = "table-"
+"""The same, of its rows of embeddings, named as here."""
+
+ROWS = "rows"
+"""Entry of such a file's metadata: JSON, name to [rows of the whole, first, step]."""
+
 
 class Piece(NamedTuple):
     """A part of a tensor, and where its values are."""
@@ -44,6 +51,8 @@ class Piece(NamedTuple):
     """Gives the values, or some of them; they may change with the source."""
     flat: tuple[int, int] | None = None
     """[start, stop) of the flattened tensor, where the part is no box."""
+    every: tuple[int, int] | None = None
+    """The first of its rows and the distance to the next, where these are the part."""
 
 
 class Pieces:
@@ -90,6 +99,10 @@ class Pieces:
                 ends[-1] != whole_size
             ):
                 missing = f"some of its {whole_size} elements"
+        elif first.every is not None:
+            there = {piece.every for piece in pieces}
+            if there != {(n, len(pieces)) for n in range(len(pieces))}:
+                missing = f"some of its {first.cut.shape[0]} rows"
         elif not self._partial:
             lacking = gap(first.cut.shape, [piece.cut.box for piece in pieces])
             missing = lacking if lacking is None else list(lacking)
@@ -145,6 +158,10 @@ class Pieces:
         if pieces[0].flat is not None:
             flat = torch.cat([piece.fetch(None).reshape(-1) for piece in pieces])
             return out.copy_(flat.view(self.shape(name))[inside(box, whole(self.shape(name)))])
+        if pieces[0].every is not None:
+            for piece in pieces:
+                _copy_rows(piece, out, box)
+            return out
         filled = set[Box]()
         for piece in pieces:
             both = meet(piece.cut.box, box)
@@ -156,6 +173,16 @@ class Pieces:
         if self._partial and sum(map(elements, filled)) != out.numel():
             raise CheckpointError(f"{self._source} does not hold {list(box)} of {name}.")
         return out
+
+
+def _copy_rows(piece: Piece, out: Tensor, box: Box) -> None:
+    """Copy those rows of a box that are in a piece."""
+    assert piece.every is not None
+    (first, step), ((start, stop), *_) = piece.every, box
+    low, high = (max(0, -(-(at - first) // step)) for at in (start, stop))  # of its own rows
+    if low < high:
+        own = piece.fetch((slice(low, high), *(slice(*each) for each in box[1:])))
+        out[first + low * step - start :: step] = own
 
 
 def held_pieces(snapshot: Snapshot, source: object) -> Pieces:
@@ -211,6 +238,10 @@ def open_pieces(path: Path, order: Mapping[str, Sequence[str]]) -> Snapshot:
         if group.startswith(f"{PART}-"):
             for name, piece in file.pieces():
                 found[name].append(piece)
+        elif group.startswith(TABLE):
+            for name, piece in file.pieces():
+                if piece.cut.shape or name not in found:  # a number is the same on all servers
+                    found[name].append(piece)
         elif group in ("model", "aside", "own"):
             for name, piece in file.pieces():
                 found[f"{group}/{name}"].append(piece)
@@ -314,8 +345,15 @@ class _File:
             cuts = {name: read_cut(*row) for name, row in json.loads(facts.get(CUTS, "{}")).items()}
         except (ValueError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{self._path} is damaged: its cuts are {error}.") from error
-        own = dict[str, Piece]()
+        own, rows = dict[str, Piece](), self.rows()
         for name, (dtype, shape, *_) in self._entries.items():
+            if name in rows:
+                count, *every = rows[name]
+                cut = Cut((count, *shape[1:]), whole((count, *shape[1:])))
+                own[name] = Piece(
+                    cut, TYPES[dtype], self._fetcher(name), every=(every[0], every[1])
+                )
+                continue
             cut = cuts.get(name, Cut(shape, whole(shape)))
             if extent(cut.box) != shape or len(cut.box) != len(cut.shape):
                 raise CheckpointError(
@@ -323,8 +361,24 @@ class _File:
                     f"said to be {list(cut.box)} of {list(cut.shape)}."
                 )
             own[name] = Piece(cut, TYPES[dtype], self._fetcher(name))
-        tied = {a: own[k] for a, k in facts.items() if k in own and a not in own and a != CUTS}
+        tied = {
+            a: own[k]
+            for a, k in facts.items()
+            if k in own and a not in own and a not in (CUTS, ROWS)
+        }
         return [*own.items(), *tied.items()]
+
+    def rows(self) -> dict[str, tuple[int, int, int]]:
+        """Of tensors that are every so many rows: those of the whole, the first, the distance."""
+        try:
+            given = json.loads(self._facts.get(ROWS, "{}")).items()
+            rows = {name: (int(row[0]), int(row[1]), int(row[2])) for name, row in given}
+            for name, (count, first, step) in rows.items():
+                if len(range(first, count, step)) != self._entries[name].shape[0]:
+                    raise ValueError(f"not those of {name}")
+        except (ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
+            raise CheckpointError(f"{self._path} is damaged: its rows are {error}.") from error
+        return rows
 
     def all(self) -> dict[str, Tensor]:
         """Copies of all its tensors; tied ones are one tensor."""

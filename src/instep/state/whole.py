@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from instep.errors import CheckpointError
 from instep.state.boxes import Box, Cut, elements, extent, gap, inside, read_cut, whole
 from instep.state.manifest import reason
 from instep.state.model_file import HASH_BLANK, HASH_KEY
-from instep.state.pieces import open_pieces
+from instep.state.pieces import Pieces, open_pieces
 from instep.state.snapshot import DTYPES, TYPES, raw_bytes, tied_names
 from instep.state.staging import (
     SAVING,
@@ -34,6 +35,9 @@ from instep.state.staging import (
     sync,
     sync_path,
 )
+
+PART_BYTES = 1 << 24
+"""Of a tensor that is read in parts, at a time."""
 
 DIGEST_KEY = "parameters_sha256"
 """Entry of the file's metadata: what `snapshot.parameters_sha256` says of the whole model."""
@@ -147,7 +151,7 @@ def save_whole(
     path: Path,
     entries: Mapping[str, Tensor],
     tied: Mapping[str, str],
-    gather: Callable[[str], Tensor],
+    gather: Callable[[str], Tensor | Iterable[Tensor]],
     metadata: Mapping[str, str],
 ) -> tuple[int, str]:
     """Write a model as one safetensors file, atomically, tensor by tensor.
@@ -156,8 +160,8 @@ def save_whole(
         path: the file.
         entries: name to a tensor of the whole's shape and type, which needs no memory.
         tied: each further name of a tensor to the one that is in `entries`.
-        gather: gives the values of one; called once for each, in the file's order, also if the
-            disk refuses: other ranks send them.
+        gather: gives the values of one, or parts of them, rows after rows; called once for each,
+            in the file's order, also if the disk refuses: other ranks send them.
         metadata: as for `save_model`, with a place for `parameters_sha256`.
 
     Returns:
@@ -177,7 +181,9 @@ def save_whole(
         with temporary.open("wb+") as file:
             file.write(header)
             for name in left:
-                file.write(raw_bytes(gather(name)).numpy().data)
+                found = gather(name)
+                for part in (found,) if isinstance(found, Tensor) else found:
+                    file.write(raw_bytes(part).numpy().data)
             file.flush()
             digest = _digest(temporary, len(header), spans, tied)
             _fill_in(file, header, DIGEST_KEY, digest)
@@ -200,7 +206,8 @@ def save_whole(
 
 
 def extract(checkpoint: Path, target: Path) -> int:
-    """Write the model of a checkpoint that a mesh saved as one file; returns its size in bytes.
+    """Write the model of a checkpoint as one file, also where a mesh or servers have saved parts of
+    it; returns its size in bytes.
 
     Raises:
         CheckpointError: a file of the checkpoint is damaged or missing; nothing is written.
@@ -218,12 +225,28 @@ def extract(checkpoint: Path, target: Path) -> int:
             entries[name] = torch.empty(pieces.shape(of), dtype=pieces.dtype(of), device="meta")
     try:
         return save_whole(
-            target, entries, tied, lambda name: pieces.read(f"model/{name}"), metadata={}
+            target, entries, tied, lambda name: in_parts(pieces, f"model/{name}"), metadata={}
         )[0]
     except CheckpointError as error:
         if isinstance(error.__cause__, OSError):
             raise error.__cause__ from None
         raise
+
+
+def in_parts(pieces: Pieces, name: str) -> Iterator[Tensor]:
+    """A tensor of a checkpoint, rows after rows; each part takes little memory.
+
+    Raises:
+        CheckpointError: as `Pieces.read`.
+    """
+    shape = pieces.shape(name)
+    if not shape:
+        yield pieces.read(name)
+        return
+    row = pieces.dtype(name).itemsize * math.prod(shape[1:])
+    some = max(1, PART_BYTES // max(1, row))
+    for start in range(0, shape[0], some):
+        yield pieces.read(name, ((start, min(start + some, shape[0])), *whole(shape[1:])))
 
 
 def _fill_in(file: Any, header: bytes, key: str, digest: str) -> None:

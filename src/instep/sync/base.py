@@ -50,6 +50,9 @@ class Memory(Protocol):
     def forget(self, course: int, number: int, generation: int) -> None:
         """What was staged for this commit is of no use."""
 
+    def lasting(self, size: int) -> Tensor:
+        """[size] uint8 that belongs to no commit; as the process before has left it."""
+
 
 class Piece(NamedTuple):
     """A part of a parameter, as its elements lie one after the other."""
@@ -366,7 +369,12 @@ def make_strategy(
     factory = STRATEGIES.factory(
         name, options, where="sync.options", apart=["codec"], beside=list(beside)
     )
-    options = {option: value for option, value in options.items() if option not in beside}
+    of_strategy = inspect.signature(factory).parameters
+    options = {
+        option: value
+        for option, value in options.items()
+        if option in of_strategy or option not in beside
+    }
     coder = CODECS.factory(codec, codec_options, where="sync.codec_options", apart=["seed"])
     seeds = {"seed": seed} if "seed" in inspect.signature(coder).parameters else {}
     made = coder(**codec_options, **seeds)
@@ -379,6 +387,6 @@ def make_strategy(
         )
     if codec == "none":
         return cast(Strategy, factory(**options))
-    if "codec" not in inspect.signature(factory).parameters:
+    if "codec" not in of_strategy:
         raise SpecError(f"sync.codec = {codec!r}: {name} sends plain numbers. Leave it out.")
     return cast(Strategy, factory(**options, codec=made))

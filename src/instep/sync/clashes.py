@@ -54,6 +54,23 @@ SETTINGS = {
     "start_after": Setting(
         "sync.options.start_after = {job.start_after}", lambda job, _: job.start_after > 0
     ),
+    "streams": Setting(
+        "sync.options.fragments = {job.sync.rounds.fragments}", lambda job, _: job.sync.streams
+    ),
+    "local_parameters": Setting(
+        "sync.options.local_parameters",
+        lambda job, _: job.sync.rounds is not None and bool(job.sync.rounds.local_parameters),
+    ),
+    "local_optimizers": Setting(
+        "sync.options.local_optimizers = 'reset'",
+        lambda job, _: (
+            job.sync.rounds is not None and job.sync.options.get("local_optimizers") == "reset"
+        ),
+    ),
+    "fraction": Setting(
+        "sync.options.fraction = {job.sync.rounds.fraction}",
+        lambda job, _: job.sync.rounds is not None and job.sync.rounds.fraction < 1,
+    ),
     "server_sync": Setting(
         "sync.name = {job.sync.name!r}", lambda job, _: job.sync.name in SERVERS - LEASED
     ),
@@ -115,6 +132,15 @@ CLASHES: dict[tuple[str, str], str] = {
     "then",
     ("start_after", "own_loop"): "a step of yours would be one of all first, and one of a "
     "participant then",
+    ("local_parameters", "codec"): "what participants remember is with one worker then, and each "
+    "worker validates for all",
+    ("local_parameters", "streams"): "a fragment is of parameters that all share",
+    ("local_parameters", "own_loop"): "your own loop has one model for all participants",
+    ("streams", "local_optimizers"): "participants never begin anew",
+    ("streams", "fraction"): "each participant has a model of its own all the time",
+    ("streams", "start_after"): "before the rounds no participant has a model of its own",
+    ("streams", "cuda"): "fragments are sent by another thread, which was tried on the CPU alone",
+    ("streams", "own_loop"): "your loop would have to take up fragments in the middle of it",
     ("server_sync", "codec"): "servers are sent plain numbers",
     ("server_sync", "cuda"): _ON_THE_HOST,
     ("server_sync", "float16"): _ON_THE_HOST,
@@ -181,6 +207,8 @@ CLASHES: dict[tuple[str, str], str] = {
     for setting, why in {
         "dgc": "its limit is of whole gradients, and a process of a replica has parts",
         "delayed": "its norm is of the gradient of another step",
+        "streams": "a participant's own model is in one process",
+        "local_parameters": "a process of a replica has parts of what a participant keeps",
         "start_after": "the gradient of a whole replica and that of a participant lie otherwise",
         "powersgd": "its factors are of whole matrices, and a process of a replica has parts",
         "server_sync": "servers share out whole parameters, and a process of a replica has parts",

@@ -235,8 +235,10 @@ class SignVote:
 
     def _stage(self, voters: set[int]) -> None:
         """Write down what this rank's voters remember from this commit on."""
-        pieces = [Piece(of, 0, self._length, self._attempt.number) for of in sorted(self._given)]
-        staged = self._carried.stage(self._attempt, pieces, dict.fromkeys(voters, 0))
+        number = self._attempt.number
+        pieces = [Piece(of, 0, self._length, number) for of in sorted(self._given)]
+        made = dict.fromkeys((*voters, SUM), number)
+        staged = self._carried.stage(self._attempt, pieces, made, {})
         for piece in pieces:
             staged[piece].copy_(self._given[piece.of])
         self._carried.staged()

@@ -9,8 +9,8 @@ Nothing is written at the commit itself: which slot counts follows from the comm
 agrees on. What the tensors mean, and when a commit happens, is not known here.
 
 Way in: `HostMemory`. In the file: two stamps for each part and the number of the worker (first
-page), and at a multiple of `REGION` for each slot its layout as JSON, then its tensors. The file is
-sparse. Linux.
+page), and at a multiple of `REGION` for each slot its layout as JSON, then its tensors; behind them
+`lasting` memory, which belongs to no slot. The file is sparse. Linux.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ REGION = 1 << 42
 _STAMP, _SUM, _STAMPED = struct.Struct("<QQQ"), struct.Struct("<I"), 64
 _LENGTH = struct.Struct("<Q")
 _ALIGNED = 64
+
+_LASTING = 5
+"""Where in the file, in regions, `lasting` memory begins: behind the slots of both parts."""
 
 _LONGEST = 1 << 30
 """Bytes of a layout, at most."""
@@ -126,31 +129,47 @@ class HostMemory:
         size, left = _size(self._head, self._layout), room(1, shared=True)
         if 2 * size - self._taken > left or size > REGION:
             raise NoRoom(2 * size, left)
-        try:
-            for slot in (0, 1):
-                self._take(self._begin(slot), size)
-        except OSError as error:
-            why = str(error.strerror)
-            if error.errno == errno.EFBIG:  # the file is sparse, and its slots lie far apart
-                why = "the system limits how large a file may be (set ulimit -f to unlimited)"
-            raise NoRoom(2 * size, left, why) from error
+        for slot in (0, 1):
+            self._take(self._begin(slot), size, needed=2 * size)
+
+    def lasting(self, size: int) -> torch.Tensor:
+        """[size] uint8 that belongs to no commit: what the process before has written there, or
+        zeros. It counts as long as a slot does. Ask for the same size each time.
+
+        Raises:
+            NoRoom: this process may not take so much memory.
+        """
+        if not size:
+            return torch.empty(0, dtype=torch.uint8)
+        left = room(1, shared=True)
+        if size - self._taken > left or size > REGION:
+            raise NoRoom(size, left)
+        self._take(_LASTING * REGION, size, needed=size)
+        memory = mmap.mmap(self._file, size, flags=mmap.MAP_SHARED, offset=_LASTING * REGION)
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
     @property
     def _taken(self) -> int:
         """Bytes of memory that the file takes."""
         return 512 * os.fstat(self._file).st_blocks
 
-    def _take(self, begin: int, size: int) -> None:
+    def _take(self, begin: int, size: int, *, needed: int) -> None:
         """Have memory for a part of the file, a little at a time: others may be taking it too.
 
         A page that the system cannot give later would be a SIGBUS at the first write, and a process
         that goes beyond its cgroup's limit is killed.
         """
         taken = self._taken
-        for at in range(begin, begin + size, _SLICE):
-            os.posix_fallocate(self._file, at, min(_SLICE, begin + size - at))
-            if self._taken > taken and (left := room(1, shared=True)) < _SPARE:
-                raise NoRoom(2 * size, left)
+        try:
+            for at in range(begin, begin + size, _SLICE):
+                os.posix_fallocate(self._file, at, min(_SLICE, begin + size - at))
+                if self._taken > taken and (left := room(1, shared=True)) < _SPARE:
+                    raise NoRoom(needed, left)
+        except OSError as error:
+            why = str(error.strerror)
+            if error.errno == errno.EFBIG:  # the file is sparse, and its slots lie far apart
+                why = "the system limits how large a file may be (set ulimit -f to unlimited)"
+            raise NoRoom(needed, room(1, shared=True), why) from error
 
     def stage(self, course: int, number: int, generation: int) -> dict[str, torch.Tensor]:
         """The tensors in which to write the state of a commit, by name; they hold anything.

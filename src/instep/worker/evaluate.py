@@ -8,6 +8,7 @@ at any number of workers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +52,7 @@ def evaluate(
     arrived: Callable[[], None] = lambda: None,
     lockstep: bool = False,
     sizes: Sequence[int] = (),
+    as_participant: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> Evaluation:
     """Mean loss and metrics over `samples` samples, in eval mode; every worker calls it.
 
@@ -72,6 +74,7 @@ def evaluate(
         lockstep: whether ranks compute a batch together, so that all must run equally many.
         sizes: samples of each participant, which stand one after the other; none where the dataset
             is not divided.
+        as_participant: where it is divided: the model is a participant's, in this context.
 
     Raises:
         DataError: no sample could be read.
@@ -94,7 +97,8 @@ def evaluate(
         for number, read in zip(own, reads, strict=True):
             skipped += read.skipped if tells else []
             if read.size:
-                found = forward.measure(read.batch, read.size)
+                with as_participant(whose[number]) if sizes else nullcontext():
+                    found = forward.measure(read.batch, read.size)
                 if tells and found is not None:
                     values, weight = found
                     row = [*(values[name] for name in names), read.size, weight]

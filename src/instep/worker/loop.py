@@ -36,6 +36,7 @@ from instep.sync.base import strategy_of
 from instep.sync.delayed import Delayed
 from instep.sync.rounds.averaging import Averaging
 from instep.sync.rounds.spread import Spread
+from instep.sync.rounds.streaming import Streaming
 from instep.worker.member import Member
 from instep.worker.saving import Saver, lend_model, write_shards
 from instep.worker.step.alike import check_lengths
@@ -126,7 +127,7 @@ class Loop(ABC):
         if not turns:
             strategy = strategy_of(self.job.sync, self.job.seed)
             move_momentum(update.optimizer, strategy, self.job.sync.codec)
-            if isinstance(strategy, Delayed):
+            if isinstance(strategy, Delayed | Streaming):
                 strategy.last = last_step
             turns = [TurnState("", parameters, update, strategy)]
         self.engine = Engine(
@@ -534,7 +535,7 @@ class Loop(ABC):
     def _spread(self) -> Spread | None:
         """How far the participants of the last round were apart; None without rounds."""
         strategy = self.engine.strategy
-        return strategy.spread if isinstance(strategy, Averaging) else None
+        return strategy.spread if isinstance(strategy, Averaging | Streaming) else None
 
     def _report_spread(self, done: Commit) -> None:
         if (spread := self._spread) is not None and self.engine.comm.rank == 0:
@@ -576,13 +577,18 @@ class Loop(ABC):
             self._warned.add(text)
             self.member.emit("warning", text=f"{text}.")
 
+    @property
+    def _on_servers(self) -> int:
+        """Numbers of embeddings whose rows are on servers."""
+        return self.engine.tables.numbers if self.engine.tables is not None else 0
+
     def _announce(self, **more: Any) -> None:
         self.member.emit(
             "worker_ready",
             worker=self.member.number,
             device=str(self.device),
             threads=torch.get_num_threads(),
-            parameters=sum(p.numel() for p in self.engine.parameters),
+            parameters=sum(p.numel() for p in self.engine.parameters) + self._on_servers,
             samples=self.samples,
             last_step=self.last_step,
             loader=f"{self._loader.mode}: {self._loader.why}",
@@ -617,7 +623,11 @@ class Loop(ABC):
     def _finish_saving(self) -> None:
         """Write the model; where a replica is a mesh, each rank of the first lends its part."""
         comm = self.engine.comm
-        if self._saver is not None:
+        if self.engine.tables is not None:
+            with self.engine.reading():
+                if self._saver is not None:
+                    self._saver.finish(self.step, tables=self.engine.tables)
+        elif self._saver is not None:
             self._saver.finish(self.step, comm)
         elif self.job.mesh.ranks > 1:
             lend_model(comm, self.member, self._model)

@@ -1,22 +1,19 @@
-"""The rounds of averaging: a participant takes its local steps, and gives how far it came.
+"""The rounds of averaging: participants take their local steps, and give how far they came.
 
 A participant is a unit of the job's, on whichever worker. It begins from the parameters,
 buffers, optimizer and scheduler of the round's beginning, draws by keys of its own, and leaves
-nothing behind: what it moved is put back. Its optimizer's state may be kept for its next round
-(`local_optimizers.py`). How the participants' ways are averaged, the
-strategy knows (`sync/rounds/averaging.py`); what the mean does is `RoundUpdate.apply`. Where the
+nothing behind (`participant.py`). What it keeps for its next round is in `local_states.py`. How the
+participants' ways are averaged, the strategy knows (`sync/rounds/averaging.py`); what the mean does
+is `RoundUpdate.apply`. Where the
 members change within a round, those that stay keep what they have computed of it. A replica that is
 a mesh computes a participant with all its ranks (`shared_steps.py`).
 """
 
 from __future__ import annotations
 
-import copy
 import time
-import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -24,238 +21,46 @@ from torch import Tensor
 from instep.comm.base import Comm
 from instep.data.batches import Batches
 from instep.data.loader import Read, Skipped, Slice
-from instep.data.order import key, micro_batch
+from instep.data.order import key
 from instep.data.participants import Sampling
-from instep.errors import RecipeError, SpecError
 from instep.recipe.build import set_generators
 from instep.recipe.forward import Forward
 from instep.recipe.rehearsal import called_backward
 from instep.spec import JobSpec
 from instep.sync.rounds.averaging import Averaging
+from instep.sync.rounds.streaming import Streaming
+from instep.worker.local_models import LocalModel
 from instep.worker.local_optimizers import LocalOptimizers
+from instep.worker.local_parameters import LocalParameters
+from instep.worker.local_states import MODEL, OPTIMIZER, PARAMETERS, LocalStates, Part
+from instep.worker.participant import Participant, Way, local_steps_of
+from instep.worker.round_update import RoundUpdate
 from instep.worker.shared_steps import MembersChanged, SharedSteps
 from instep.worker.step.assignment import Finished, finished
-from instep.worker.step.buffers import Buffers
 from instep.worker.step.engine import Engine, Weighed
 from instep.worker.step.passes import OF_PASS, Pass, Share
-from instep.worker.step.update import OF_UPDATE, Update, options_of
-
-
-class RoundUpdate(Update):
-    """Moves parameters in local steps, and at the end of a round by the mean of all of them.
-
-    Args:
-        job: says what a round is, and after which step they begin.
-        advances: whether the scheduler takes a step with each local step; else nobody but the
-            user's code advances it.
-        given: what `Update` takes.
-    """
-
-    def __init__(self, *given: Any, job: JobSpec, advances: bool = True, **named: Any) -> None:
-        super().__init__(*given, **named)
-        self._job, self._advances = job, advances
-        self.slots = self.parameters
-        """What this rank has of the parameters."""
-        self.local: LocalOptimizers | None = None
-        """The optimizer states of participants; None where they are not kept."""
-        self.begin: list[Tensor] = []
-        """The parameters of the round's beginning, while a participant takes its steps."""
-        self.probe: Callable[[], Tensor | None] = lambda: None
-        """What the model predicts where all participants do; None for nothing."""
-        self.mu = 0.0
-        """How strongly participants are drawn back to these."""
-
-    @torch.no_grad()
-    def apply(self, step: int) -> float | None:
-        """End a round: take the agreed mean off the parameters of its beginning.
-
-        The scheduler advances by the local steps of the round, as it did for each participant.
-        Before the rounds, move by the agreed gradient, as where no participant has steps of its
-        own; the state that the optimizer has then is what the first round begins with, if kept.
-        """
-        if step <= self._job.start_after:
-            norm = super().apply(step)
-            if step == self._job.start_after and not self._job.keeps_optimizers:
-                self.optimizer.state = defaultdict(dict)
-            return norm
-        for slot in self.slots:
-            if slot.grad is not None:
-                slot.sub_(slot.grad)
-        for _ in range(self._job.local_steps):
-            self.advance()
-        return None
-
-    @torch.no_grad()
-    def pull(self) -> bool:
-        """Add the gradient of the proximal term to those that there are; whether there is one."""
-        for slot, begin in zip(self.slots, self.begin, strict=True) if self.mu else ():
-            grad, apart = slot.grad, slot - begin
-            if grad is not None and grad.is_sparse:  # of the rows that it has
-                grad = grad.coalesce()
-                slot.grad = grad + self.mu * apart.sparse_mask(grad)
-            elif grad is not None:
-                grad.add_(apart, alpha=self.mu)
-        return bool(self.mu)
-
-    def take_step(self, *number: int) -> None:
-        """A local step, by the `.grad` of this participant alone; `number` is what is keyed by.
-
-        Raises:
-            RecipeError: the optimizer keeps in its groups what it has learnt, and is to be kept.
-        """
-        set_generators(key(self._seed, OF_UPDATE, *number))
-        self.clip()
-        groups = self.optimizer.param_groups
-        before = [options_of(group) for group in groups] if self.local is not None else []
-        self.optimizer.step()
-        self.drop_gradients()
-        if before and before != [options_of(group) for group in groups]:
-            raise RecipeError(
-                f"the optimizer {type(self.optimizer).__name__} changes values of its param_groups "
-                "in its step. They belong to all participants, so sync.options.local_optimizers = "
-                "'kept' cannot keep them for one. Use 'reset', or another optimizer."
-            )
-        self.advance()
-
-    def drop_gradients(self) -> None:
-        """Of the local step."""
-        for parameter in (*self.parameters, *self.slots):
-            parameter.grad = None
-
-    def advance(self) -> None:
-        """The scheduler takes a local step; nothing else, if no sample counts in it."""
-        if not self._advances:
-            return
-        with warnings.catch_warnings():  # of a worker that no participant has, or of its first
-            warnings.filterwarnings("ignore", message=".*lr_scheduler.step\\(\\)")
-            super().advance()
-
-
-class Way(NamedTuple):
-    """A participant that is computed: all that the round needs of it."""
-
-    part: Pass
-    participant: int
-    """Its number, among all of the job."""
-    total: float
-    """Of its losses, as far as this rank computed them."""
-    weight: float
-    """What these are a mean of."""
-    whole: float
-    """What the losses of all ranks that compute it are a mean of."""
-    size: float
-    skipped: list[Skipped]
-    moved: list[Tensor | None]
-    """How far its parameters came, backwards; before the rounds, their gradients."""
-    buffers: dict[int, Tensor]
-    """That it moved, as `Buffers` numbers them."""
-    predicted: Tensor | None
-    """What it predicts where all do, if they do."""
-    optimizer: dict[str, Tensor]
-    """Its optimizer's state, as `LocalOptimizers` packs it; empty where it is not kept."""
-
-
-class Participant:
-    """A participant while its local steps are taken.
-
-    All participants of a worker have the same parameters, optimizer and scheduler, one after
-    the other. What one has moved is put back when the context is left.
-
-    Args:
-        update: has them.
-        part: what the participant computes.
-        number: the participant's, among all of the job.
-        early: whether it gives its gradient, as all take the step together.
-    """
-
-    def __init__(
-        self, update: RoundUpdate, part: Pass, number: int, *, early: bool = False
-    ) -> None:
-        self._update, self.part, self.number, self.early = update, part, number, early
-        self.total = self.weight = self.whole = self.size = 0.0
-        self.skipped: list[Skipped] = []
-        optimizer, scheduler = update.optimizer, update.scheduler
-        self.begin = update.begin = [slot.detach().clone() for slot in update.slots]
-        self._groups = [
-            {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
-            for group in optimizer.param_groups
-        ]
-        self._schedule = copy.deepcopy(scheduler.state_dict()) if scheduler is not None else None
-        self._state = optimizer.state
-        self._over = False
-        optimizer.state = defaultdict(
-            dict, {of: copy.deepcopy(kept) for of, kept in self._state.items()}
-        )
-        if update.local is not None and not early:
-            update.local.resume(number)
-
-    def way(self, buffers: Buffers) -> Way:
-        """How far it has come, before what it moved is put back.
-
-        Args:
-            buffers: of the model. What it did to them is left for the engine to see.
-        """
-        local, slots = self._update.local, self._update.slots
-        counted = self.total, self.weight, self.whole, self.size, self.skipped
-        if self.early:
-            gradients = [slot.grad for slot in slots]
-            moved_by_pass = buffers.moved_by_pass()
-            return Way(self.part, self.number, *counted, gradients, moved_by_pass, None, {})
-        moved: list[Tensor | None] = [
-            torch.sub(before, slot.detach()) for before, slot in zip(self.begin, slots, strict=True)
-        ]
-        optimizer = local.pack() if local is not None else {}
-        predicted = self._update.probe()
-        return Way(
-            self.part, self.number, *counted, moved, buffers.moved_by_pass(), predicted, optimizer
-        )
-
-    def put_back(self) -> None:
-        """All but the buffers is as at the round's beginning; a second call does nothing."""
-        if self._over:
-            return
-        self._over, optimizer = True, self._update.optimizer
-        with torch.no_grad():
-            for slot, value in zip(self._update.slots, self.begin, strict=True):
-                slot.copy_(value)
-        self._update.drop_gradients()
-        self._update.begin = []
-        optimizer.state = self._state
-        for group, kept in zip(optimizer.param_groups, self._groups, strict=True):
-            group.update(kept)
-        if self._schedule is not None:
-            self._update.scheduler.load_state_dict(self._schedule)
-
-    def __enter__(self) -> Participant:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.put_back()
-
-
-def local_steps_of(part: Pass, local_steps: int, least: int = 0) -> Iterator[tuple[int, Slice]]:
-    """Number and samples of a participant's local steps; those without samples are left out.
-
-    Where it has less than in a whole round, there are fewer steps than ones with `least` samples.
-    """
-    epoch, first, stop = part.samples
-    if least:
-        local_steps = min(local_steps, -(-part.size // least))
-    for number in range(local_steps):
-        low, high = micro_batch(first, stop, number, local_steps)
-        if high > low:
-            yield number, Slice(epoch, low, high)
 
 
 def equip(engine: Engine, update: RoundUpdate, job: JobSpec) -> None:
     """Have participants do what the strategy wants of them: be drawn back to the round's
-    beginning, and resume the optimizer states of their last rounds."""
+    beginning, and resume what they remember of their last rounds."""
     strategy: object = engine.strategy
-    assert isinstance(strategy, Averaging), "participants are averaged"
+    assert isinstance(strategy, Averaging | Streaming), "participants are averaged"
     update.mu, strategy.start_after = strategy.pull, job.start_after
+    parts: dict[str, Part] = {}
     if job.keeps_optimizers:
+        parts[OPTIMIZER] = LocalOptimizers(update.optimizer)
+    rounds = job.sync.rounds
+    if rounds is not None and rounds.local_parameters:
+        own = LocalParameters(engine.model, rounds.local_parameters, engine.parameters)
+        parts[PARAMETERS] = own
+        strategy.local = update.apart = own.slots
+    if isinstance(strategy, Streaming):
+        strategy.participants = job.sync.participants
+        parts[MODEL] = LocalModel(update.slots, strategy.agreed_since)
+    if parts:
         stays = job.sync.own_state and job.mesh.ranks == 1
-        strategy.kept = update.local = LocalOptimizers(update.optimizer, stays=stays)
+        strategy.kept = update.local = LocalStates(parts, engine.device, stays=stays)
 
 
 def give(engine: Engine, update: RoundUpdate, way: Way) -> dict[int, Weighed]:
@@ -265,8 +70,8 @@ def give(engine: Engine, update: RoundUpdate, way: Way) -> dict[int, Weighed]:
         What its losses came to, by its number; nothing where none of its samples counts.
     """
     part, whole = way.part, engine.where.stop - engine.where.first
-    if update.local is not None and way.optimizer and not part.repeats:
-        update.local.computed(way.participant, way.optimizer)
+    if update.local is not None and way.remembers and not part.repeats:
+        update.local.computed(way.participant, way.remembers)
     if part.repeats or not way.whole:
         engine.skip_pass(part)
         return {}
@@ -274,7 +79,7 @@ def give(engine: Engine, update: RoundUpdate, way: Way) -> dict[int, Weighed]:
     for slot, moved in enumerate(way.moved):
         if moved is not None:
             engine.gradient(slot, moved)
-    if way.predicted is not None and isinstance(engine.strategy, Averaging):
+    if way.predicted is not None and isinstance(engine.strategy, Averaging | Streaming):
         engine.strategy.predicts(way.predicted)
     engine.end_pass(part, way.size / whole)
     return {part.number: Weighed(way.total, way.weight)}
@@ -385,7 +190,7 @@ class Rounds:
         self._go_to(engine.state.progress.course, step)
         losses: dict[int, Weighed] = {}
         skipped: list[Skipped] = []
-        if isinstance(engine.strategy, Averaging):
+        if isinstance(engine.strategy, Averaging | Streaming):
             missing = [part for part in share.passes if part.samples not in self._there]
             engine.strategy.recall([self._numbers[part.number] for part in missing])
         for part in share.passes:
@@ -409,13 +214,45 @@ class Rounds:
                 counts = False
                 if self._shared is None and self._left():
                     raise MembersChanged
+                self._take_late(number)
                 if number in cuts and self._shared is not None:
                     counts = self._shared_step(participant, cuts[number], loads, step, number)
                 elif number in cuts:
                     counts = self._local_step(participant, loads, step, number)
                 if not counts:
                     self._update.advance()
+            self._take_late(self._job.local_steps)
             return participant.way(self._engine.buffers)
+
+    @contextmanager
+    def as_participant(self, number: int) -> Iterator[None]:
+        """In this context the model has what is this participant's own, as of the last commit."""
+        local = self._update.local
+        if local is None or PARAMETERS not in local.parts:
+            yield
+            return
+        own = local.parts[PARAMETERS]
+        assert isinstance(own, LocalParameters), "as it is made"
+        with own.lent(local.of(number, PARAMETERS)):
+            yield
+
+    def _take_late(self, number: int) -> None:
+        """Before this local step, take up the fragment that was under way, if that is now.
+
+        Raises:
+            PeerError: a rank was lost.
+        """
+        strategy: object = self._engine.strategy
+        if not isinstance(strategy, Streaming) or number != strategy.delay or not number:
+            return
+        since = time.perf_counter()
+        self._is_at("exchange")
+        if (found := strategy.landed()) is not None:
+            assert self._update.local is not None, "participants have models of their own"
+            model = self._update.local.parts[MODEL]
+            assert isinstance(model, LocalModel), "as it is made"
+            model.take(*found, strategy.mixing)
+        self._engine.clock.lap(since, "wire")
 
     def _shared_step(
         self, participant: Participant, cut: Slice, loads: Iterator[Read], step: int, number: int
@@ -469,47 +306,3 @@ class Rounds:
             self._update.take_step(*place)
         clock.lap(since, "backward")
         return True
-
-
-def check_length(job: JobSpec, samples: int) -> None:
-    """Refuse rounds that are longer than an epoch, or that never begin.
-
-    Raises:
-        SpecError: they are, or do not.
-    """
-    length = Batches.of_job(job, samples).length(job)
-    if length <= job.start_after:
-        raise SpecError(
-            f"sync.options.start_after = {job.start_after}: the run has {length} steps, so no "
-            f"round would begin. Set it to at most {length - 1}, or train longer."
-        )
-    if job.own_data:  # a participant's round ends with its epoch
-        return
-    batch = job.train.global_batch
-    most = -(-samples // batch)
-    if job.local_steps > most:
-        raise SpecError(
-            f"sync.options.local_steps = {job.local_steps}: the {samples} samples of an epoch are "
-            f"{most} local steps of train.global_batch = {batch}, and a round does not go beyond "
-            f"its epoch. Set sync.options.local_steps to at most {most}."
-        )
-
-
-def updates(job: JobSpec, commits: int) -> int:
-    """Steps of an optimizer and its scheduler in so many commits."""
-    return job.start_after + (commits - job.start_after) * job.local_steps
-
-
-def verdict(job: JobSpec) -> str:
-    """Whether a run gives the result of one machine, where participants take steps of their own."""
-    sync = job.sync
-    some = f"{sync.taking_part} of " if sync.taking_part < sync.participants else ""
-    pulled = ", each drawn back to the round's beginning" if sync.name == "fedprox" else ""
-    outer = ", and an optimizer takes a step of that" if sync.name in ("fedopt", "diloco") else ""
-    own = f" with data of their own ({job.own_data!r})" if job.own_data else ""
-    own += f", from step {job.start_after + 1} on," if job.start_after else ""
-    return (
-        f"no: sync.name = {sync.name!r} averages {some}{sync.participants} participants{own} after "
-        f"{job.local_steps} local steps of each{pulled}{outer}. With sync.name = 'all_reduce' the "
-        "run takes the steps of one machine"
-    )

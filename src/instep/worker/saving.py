@@ -9,7 +9,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -26,7 +26,7 @@ from instep.state.boxes import Cut, MeshRank
 from instep.state.hugging_face import keep_config
 from instep.state.intact import discard_after
 from instep.state.manifest import MANIFEST, FileEntry, published, reason
-from instep.state.pieces import CUTS, SHARD
+from instep.state.pieces import CUTS, SHARD, TABLE
 from instep.state.retention import Best, facts_of
 from instep.state.save import CheckpointWriter, Saved, Shard
 from instep.state.sending import receive_file, send_file
@@ -36,6 +36,7 @@ from instep.state.snapshot import (
     Snapshot,
     model_tensors,
     parameters_sha256,
+    tied_names,
 )
 from instep.state.staging import SAVING, save_model, write_tensors
 from instep.state.whole import Lent, lend, save_whole
@@ -45,6 +46,7 @@ from instep.worker.step.capture import STRATEGY
 from instep.worker.step.engine import Engine
 from instep.worker.step.loading import who_sees
 from instep.worker.step.parts import captured_parts, rank_state
+from instep.worker.step.served_tables import ServedTables
 
 RESUMED_FROM = ("job.toml", "run.id", "events.jsonl", "ledger.bin", "steps.bin")
 """Files that resuming reads in addition to the checkpoint; they are synced to disk before it."""
@@ -203,13 +205,16 @@ class Saver:
             self._newest = max((left for left, _ in published(folder)), default=0)
         self._last = 0 if self._last > step else self._last
 
-    def finish(self, step: int, comm: Comm | None = None) -> None:
+    def finish(
+        self, step: int, comm: Comm | None = None, tables: ServedTables | None = None
+    ) -> None:
         """Wait for the last checkpoint and write `model.safetensors`.
 
         Args:
             step: the last.
             comm: the members of the run, of which the other ranks of this replica call
                 `lend_model`; needed where a replica is a mesh.
+            tables: embeddings whose rows are on servers, of which rows may be asked.
 
         Raises:
             RunError: one of the two cannot be written; the text says what was saved.
@@ -221,7 +226,7 @@ class Saver:
         missing = [] if self._newest >= self._last else ["its checkpoint"]
         cause = self._unsaved and (self._unsaved.__cause__ or self._unsaved)
         try:
-            self._save_model(step, comm)
+            self._save_model(step, comm, tables)
         except CheckpointError as error:
             cause = error.__cause__
             if not isinstance(cause, OSError):
@@ -239,13 +244,22 @@ class Saver:
                 "Make room, or get access, then resume the run."
             )
 
-    def _save_model(self, step: int, comm: Comm | None) -> None:
+    def _save_model(self, step: int, comm: Comm | None, tables: ServedTables | None) -> None:
         member, path = self._member, self._member.run / "model.safetensors"
         facts = {"step": str(step), "job": member.job.name}
         if member.job.mesh.ranks > 1:
             assert comm is not None, "the ranks of a mesh send what they have"
             lent = Lent(comm, member.job.mesh.ranks, *_own_model(member, self._model))
             size, digest = save_whole(path, lent.entries, lent.tied, lent.gather, facts)
+        elif tables is not None:
+            own = model_tensors(self._model)
+            tied = tied_names(own)
+            entries = {n: each for n, each in own.items() if n not in tied} | tables.shapes()
+
+            def gather(name: str) -> Tensor | Iterator[Tensor]:
+                return own[name] if name in own else tables.read(name)
+
+            size, digest = save_whole(path, entries, tied, gather, facts)
         else:
             digest = parameters_sha256(self._model)
             size = save_model(path, self._model, facts | {"parameters_sha256": digest})
@@ -315,13 +329,15 @@ def write_shards(
     folder = member.run / "checkpoints"
     files, mine = dict[str, _File](), dict[str, tuple[Mapping[str, Tensor], dict[str, str]]]()
     parts = member.job.mesh.ranks if member.job.mesh.ranks > 1 else 0
+    servers, tables = comm.size - len(form.servers), engine.tables
     for kind, first, workers in (
         (f"{PART}-", 0, form.members[:parts] if parts else ()),
-        (SHARD, comm.size - len(form.servers), form.servers),
+        (SHARD, servers, form.servers),
+        (TABLE, servers, form.servers if tables is not None else ()),
     ):
         for number, worker in enumerate(workers):
             path = folder / f"{SAVING}{step}-{kind}{number}-{form.generation}"
-            who = f"{'server' if kind == SHARD else 'worker'} {worker}"
+            who = f"{'server' if first == servers else 'worker'} {worker}"
             files[f"{kind}{number}"] = _File(path, first + number, who)
     if comm.rank < parts:
         snapshot = engine.state.capture(engine.buffers.moved)
@@ -333,7 +349,9 @@ def write_shards(
         cuts |= {name: cut for name, cut in snapshot.cuts.items() if name in tensors}
         mine[f"{PART}-{comm.rank}"] = tensors, {CUTS: json.dumps(cuts)}
     if shard := engine.own.shard():
-        mine[f"{SHARD}{comm.rank - comm.size + len(form.servers)}"] = shard, {}
+        mine[f"{SHARD}{comm.rank - servers}"] = shard, {}
+    if tables is not None and comm.rank >= servers:
+        mine[f"{TABLE}{comm.rank - servers}"] = tables.shard()
     return _write_files(comm, member, step, files, mine, engine.device)
 
 

@@ -39,9 +39,10 @@ from instep.spec import JobSpec
 from instep.state.intact import discard_after
 from instep.state.retention import Best, best_rule
 from instep.sync import LEASED, SERVERS, clashes
+from instep.sync.servers.server_sync import ServerSync
 from instep.system.malloc import return_unused_memory
 from instep.words import listed
-from instep.worker import dataset_check, own_data, rounds
+from instep.worker import dataset_check, own_data, round_checks
 from instep.worker.early_reads import EarlyReads
 from instep.worker.evaluate import evaluate
 from instep.worker.layout import example_of, found_layout
@@ -53,6 +54,8 @@ from instep.worker.observed import Observed, make_observers
 from instep.worker.optimizer_check import OptimizerCheck
 from instep.worker.probe import Probe
 from instep.worker.replica import Replica, check_model
+from instep.worker.round_update import RoundUpdate
+from instep.worker.rounds import Rounds
 from instep.worker.shared_steps import MembersChanged, SharedSteps
 from instep.worker.step.alike import check_division
 from instep.worker.step.assignment import Finished
@@ -61,6 +64,7 @@ from instep.worker.step.engine import Weighed
 from instep.worker.step.leased import LeasedUpdate
 from instep.worker.step.passes import OF_PASS, Pass, Share
 from instep.worker.step.served import ServedUpdate
+from instep.worker.step.served_tables import ServedTables, refuse_sparse
 from instep.worker.step.turns import key_of_pass, make_turns
 from instep.worker.step.update import Update
 from instep.worker.stopping import check_rules
@@ -102,7 +106,7 @@ class Training(Loop):
         last_step = Batches.of_job(self.job, samples).length(self.job)
         averages = self.job.sync.rounds is not None
         if averages:
-            rounds.check_length(self.job, samples)
+            round_checks.check_length(self.job, samples)
         embeds = recipe.batch_loss is not None
         model, begun = build_model(
             recipe,
@@ -112,6 +116,7 @@ class Training(Loop):
             self.job.lora,
             load=fresh,
             building=measured(self.job, member.scratch) if self.job.mesh.ranks > 1 else None,
+            rows_in=member.scratch if self.job.sync.name in SERVERS - LEASED else None,
         )
         self._reads = make_global(model) if self.job.train.batch_norm == "global" else None
         self._forward = Forward(recipe, model, device, self.job.train.precision)
@@ -128,15 +133,20 @@ class Training(Loop):
         )
         self._replica: Replica | None = replica
         self._tidy = False
+        if self.job.sync.name in LEASED:
+            refuse_sparse(model, self.job)
+        tables = ServedTables(model, self.job) if self.job.sync.name in SERVERS - LEASED else None
         built = build_optimizer(
-            recipe, model, rounds.updates(self.job, last_step), self.job.start, begun
+            recipe, model, round_checks.updates(self.job, last_step), self.job.start, begun
         )
+        if tables:
+            built = tables.made(built)
         self._built = built
         if self.job.mesh.offload == "optimizer":
             keep_on_host(built.optimizer)
         scaler = torch.amp.GradScaler("cuda", enabled=self.job.train.precision == "float16")
         turns = make_turns(built, self.job, scaler)
-        make_update = partial(rounds.RoundUpdate, job=self.job) if averages else Update
+        make_update = partial(RoundUpdate, job=self.job) if averages else Update
         if self.job.sync.name in SERVERS:
             make_update = LeasedUpdate if self.job.sync.name in LEASED else ServedUpdate
         update = make_update(
@@ -161,6 +171,9 @@ class Training(Loop):
             self._replica,
         )
         self.state.trial = trial
+        if tables and isinstance(self.engine.strategy, ServerSync):
+            self.engine.tables, self.engine.strategy.tables = tables, tables.tables
+            tables.tables.waiting = self._waiting
         self._whole_batch = (
             WholeBatch(
                 self.engine,
@@ -175,12 +188,12 @@ class Training(Loop):
             if embeds or self._reads is not None or self._replica is not None
             else None
         )
-        if isinstance(update, rounds.RoundUpdate) and self._replica is None:
+        if isinstance(update, RoundUpdate) and self._replica is None:
             sizes = self._own_data.validation_sizes if self._own_data is not None else ()
             probe = Probe(self._forward, self._validation, sizes or [self._validation_samples])
             update.probe = probe.predictions
         self._rounds = (
-            rounds.Rounds(
+            Rounds(
                 self.engine,
                 self._forward,
                 update,
@@ -190,7 +203,7 @@ class Training(Loop):
                 at=lambda phase: setattr(self, "phase", phase),
                 shared=self._shared_steps(update),
             )
-            if isinstance(update, rounds.RoundUpdate)
+            if isinstance(update, RoundUpdate)
             else None
         )
         if self._replica is not None:  # all that a state is given to is there
@@ -490,7 +503,7 @@ class Training(Loop):
         if self.job.sync.rounds is None:
             return trial
         reason = "each participant of a round is computed apart"
-        return trial._replace(merge=False, reason=reason, verdict=rounds.verdict(self.job))
+        return trial._replace(merge=False, reason=reason, verdict=round_checks.verdict(self.job))
 
     @property
     def _first_batch(self) -> int:
@@ -688,20 +701,26 @@ class Training(Loop):
         self._forward.take_turn(-1)
         begin, count = time.perf_counter(), len(self.recipe.validate)
         assignment, comm, mesh = self.engine.assignment, self.engine.comm, self.job.mesh
-        found = evaluate(
-            self._forward,
-            self._validation,
-            count,
-            self._validation_batch,
-            comm,
-            assignment.dealing.speeds,
-            mesh.batches_of(len(assignment.workers)),
-            mesh.batch_of(comm.rank),
-            tells=self._replica is None or self._replica.tells,
-            arrived=self._waits,
-            lockstep=self._replica is not None,
-            sizes=self._own_data.validation_sizes if self._own_data is not None else (),
-        )
+        with self.engine.reading():
+            found = evaluate(
+                self._forward,
+                self._validation,
+                count,
+                self._validation_batch,
+                comm,
+                assignment.dealing.speeds,
+                mesh.batches_of(len(assignment.workers)),
+                mesh.batch_of(comm.rank),
+                tells=self._replica is None or self._replica.tells,
+                arrived=self._waits,
+                lockstep=self._replica is not None,
+                sizes=self._own_data.validation_sizes if self._own_data is not None else (),
+                **(
+                    {"as_participant": self._rounds.as_participant}
+                    if self._rounds is not None
+                    else {}
+                ),
+            )
         left_out = found.skipped
         self._skips.report(left_out, dataset="validation", step=self.step, epoch=where.epoch)
         if self.engine.comm.rank == 0:

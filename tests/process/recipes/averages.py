@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,16 @@ def classes(pause_s: float = 0.0) -> instep.Recipe:
         train=Slow(data, pause_s) if pause_s else data,
         validate=data,
     )
+
+
+def no_bias(pause_s: float = 0.0) -> instep.Recipe:
+    """The same without a bias before the normalization, whose gradient is rounding."""
+
+    def model() -> nn.Module:
+        first = nn.Linear(6, 128, bias=False)
+        return nn.Sequential(first, nn.BatchNorm1d(128), nn.Linear(128, 2))
+
+    return replace(classes(pause_s), model=model)
 
 
 def weighed(model: nn.Module, batch: tuple[Tensor, Tensor]) -> instep.WeightedLoss:

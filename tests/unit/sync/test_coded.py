@@ -11,7 +11,8 @@ from instep.comm.memory import run_ranks
 from instep.errors import SpecError
 from instep.records import Attempt
 from instep.sync.base import make_strategy
-from instep.sync.rounds.coded import Coded, Segments
+from instep.sync.rounds.coded import Coded
+from instep.sync.rounds.segments import Segments
 from instep.system.host_memory import HostMemory
 
 SHAPES = [(90, 100), (7,), (3, 4000), (5,)]

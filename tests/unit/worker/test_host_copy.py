@@ -12,7 +12,8 @@ from instep.state.snapshot import Snapshot
 from instep.sync.rounds.averaging import Averaging
 from instep.system import host_memory
 from instep.worker.local_optimizers import LocalOptimizers
-from instep.worker.rounds import RoundUpdate
+from instep.worker.local_states import OPTIMIZER, LocalStates
+from instep.worker.round_update import RoundUpdate
 from instep.worker.step.committed import CommittedState
 from instep.worker.step.host_copy import HostCopy
 from instep.worker.step.turns import TurnState
@@ -106,7 +107,9 @@ class Rank:
             self.optimizer, None, parameters, job=averaging(local_steps=1), **settings
         )
         self.strategy = Averaging()
-        self.strategy.kept = self.local = LocalOptimizers(self.optimizer)
+        self.strategy.kept = self.local = LocalStates(
+            {OPTIMIZER: LocalOptimizers(self.optimizer)}, torch.device("cpu")
+        )
         self.state = CommittedState(self.model, [TurnState("", parameters, update, self.strategy)])
 
     def commit_round(self):

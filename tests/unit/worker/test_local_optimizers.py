@@ -14,7 +14,8 @@ from instep.sync.base import make_strategy
 from instep.sync.rounds.averaging import Averaging
 from instep.system.host_memory import HostMemory
 from instep.worker.local_optimizers import LocalOptimizers
-from instep.worker.rounds import RoundUpdate
+from instep.worker.local_states import OPTIMIZER, LocalStates
+from instep.worker.round_update import RoundUpdate
 from ranks import averaging
 
 PARTICIPANTS = 5
@@ -39,6 +40,11 @@ MAKES = {
     "plain": lambda p: torch.optim.SGD(p, lr=0.1),
     "of_all_kinds": lambda p: Remembers(p, lr=0.1),
 }
+
+
+def states_of(optimizer, stays=False):
+    parts = {OPTIMIZER: LocalOptimizers(optimizer)}
+    return LocalStates(parts, torch.device("cpu"), stays=stays)
 
 
 def model_and_optimizer(name):
@@ -74,7 +80,7 @@ def equal(one, other):
 def test_every_rank_can_resume_every_participant_as_it_was_left(name):
     def on(comm):
         model, optimizer = model_and_optimizer(name)
-        local, begin = LocalOptimizers(optimizer), copy.deepcopy(model.state_dict())
+        local, begin = states_of(optimizer), copy.deepcopy(model.state_dict())
         fresh = copy.deepcopy(optimizer.state_dict())
         for participant in range(comm.rank, PARTICIPANTS, comm.size):
             model.load_state_dict(begin)
@@ -84,7 +90,7 @@ def test_every_rank_can_resume_every_participant_as_it_was_left(name):
             local.computed(participant, local.pack())
         local.exchange(comm)
         local.apply()
-        other = LocalOptimizers(optimizer)  # of a newcomer
+        other = states_of(optimizer)  # of a newcomer
         other.load_state(copy.deepcopy(local.state()))
         found = []
         for each in (local, other):
@@ -108,7 +114,7 @@ def test_every_rank_can_resume_every_participant_as_it_was_left(name):
 
 def test_a_round_that_does_not_happen_leaves_what_was_there():
     model, optimizer = model_and_optimizer("momentum")
-    local = LocalOptimizers(optimizer)
+    local = states_of(optimizer)
     step(model, optimizer, 0)
     local.computed(0, local.pack())
     local.apply()
@@ -125,7 +131,7 @@ def test_a_state_that_comes_before_there_is_a_place_for_it_is_not_dropped_in_sil
     model, optimizer = model_and_optimizer("momentum")
     step(model, optimizer, 0)
     strategy = Averaging()
-    strategy.kept = local = LocalOptimizers(optimizer)
+    strategy.kept = local = states_of(optimizer)
     local.computed(0, local.pack())
     local.apply()
     with pytest.raises(AssertionError, match="has no place yet"):
@@ -160,7 +166,7 @@ def update_of(kind):
         scaler=torch.amp.GradScaler("cuda", enabled=False),
         job=averaging(local_steps=2),
     )
-    return update, LocalOptimizers(update.optimizer)
+    return update, states_of(update.optimizer)
 
 
 def test_an_optimizer_that_learns_in_its_groups_is_refused_where_states_are_kept():
@@ -201,7 +207,7 @@ def train(comm, strategy, name, first, last):
     model, optimizer = model_and_optimizer(name)
     begin, fresh = copy.deepcopy(model.state_dict()), optimizer.state_dict()
     found = {}
-    local = strategy.kept = LocalOptimizers(optimizer, stays=True)
+    local = strategy.kept = states_of(optimizer, stays=True)
     for number in range(first, last + 1):
         mine = [n for n in taking_part(number) if (n + number) % comm.size == comm.rank]
         strategy.recall(mine)

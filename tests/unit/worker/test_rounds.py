@@ -9,7 +9,9 @@ from torch import nn
 from instep.data.loader import Slice
 from instep.errors import PeerError, SpecError
 from instep.spec import JobSpec, SyncSpec, TrainSpec
-from instep.worker.rounds import Participant, RoundUpdate, check_length
+from instep.worker.participant import Participant
+from instep.worker.round_checks import check_length
+from instep.worker.round_update import RoundUpdate
 from instep.worker.step.passes import Pass
 from ranks import averaging
 

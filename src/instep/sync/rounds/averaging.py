@@ -11,7 +11,6 @@ contributions, which are kept until the commit, are added up once more.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,39 +24,9 @@ from instep.records import BEGINNING, Attempt, Law
 from instep.sync.all_reduce import AllReduce
 from instep.sync.base import InMesh, Memory, Price, Result, Servers
 from instep.sync.rounds.coded import Coded
-from instep.sync.rounds.outer import Outer
+from instep.sync.rounds.kept import KEPT, Kept
+from instep.sync.rounds.outer import OUTER, Outer
 from instep.sync.rounds.spread import Given, Spread, spread
-
-KEPT, OUTER = "kept/", "outer/"
-"""Begin the names of what `Kept` and the outer rule give, in the strategy's state."""
-
-
-class Kept(Protocol):
-    """What participants remember from round to round: after a commit the same on every rank; or,
-    where `stays`, on the rank that has computed them."""
-
-    stays: bool
-
-    def exchange(self, comm: Comm) -> None:
-        """Give every rank what the participants of all ranks remember after this round."""
-
-    def computed_here(self) -> Mapping[int, Tensor]:
-        """What this rank's participants remember after this round, [n] float32."""
-
-    def recall(self, states: Mapping[int, Tensor]) -> None:
-        """Take up what `computed_here` gave, of those that this rank computes now."""
-
-    def apply(self) -> None:
-        """The round happens."""
-
-    def abandon(self) -> None:
-        """It does not."""
-
-    def state(self) -> dict[str, Tensor]:
-        """As of the last commit."""
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take up what `state` gave."""
 
 
 class Averaging:
@@ -104,6 +73,8 @@ class Averaging:
         """How far the participants of the last round were apart; None before it."""
         self._next_spread: Spread | None = None
         self._comm: Comm
+        self.local: Collection[int] = ()
+        """Parameters that stay with their participant: the shared ones become their mean."""
         self.kept: Kept | None = None
         """What participants remember; None where they begin each round anew."""
 
@@ -171,7 +142,8 @@ class Averaging:
         """
         if self.kept is not None and self.kept.stays:
             assert isinstance(self._mean, Coded), "what it carries stays with participants"
-            self.kept.recall(self._mean.carried.fetch(participants))
+            found, _ = self._mean.carried.fetch(participants)
+            self.kept.recall(found)
 
     @torch.no_grad()
     def exchange(self, notes: Tensor) -> Tensor:
@@ -204,9 +176,14 @@ class Averaging:
 
     def _measured(self, scale: float) -> Spread:
         """How far this round's participants are apart."""
-        agreed, mesh = self._agreed_on(), self._mesh
+        mesh, local = self._mesh, self.local
+        agreed = [mean if n not in local else None for n, mean in enumerate(self._agreed_on())]
+        given = [
+            each._replace(way=[(slot, way) for slot, way in each.way if slot not in local])
+            for each in self._given
+        ]
         return spread(
-            self._given,
+            given,
             [mean if mean is None or scale == 1.0 else mean * scale for mean in agreed],
             self._comm if mesh is None else mesh.everyone,
             holders=[max(1, len(each)) for each in mesh.holders] if mesh else [1] * len(agreed),
@@ -235,7 +212,7 @@ class Averaging:
         if self.kept is not None:
             self.kept.apply()
         if self._outer is not None and not self._early:
-            self._outer.replace(self._parameters)
+            self._outer.replace(self._parameters, self.local)
         return self._mean.apply(update)
 
     def abandon(self) -> None:

@@ -3,8 +3,8 @@
 A rank holds what it was the last to compute, in memory that outlives the process. Whoever computes
 a participant next, or owns these elements, is given a copy. The number of the commit tells a copy
 of an older round. A rank that leaves gives its copies away first. What the numbers mean, the
-others know: what a codec left out (`coded.py`), and the states of optimizers, as bits
-(`worker/local_optimizers.py`).
+others know: what a codec left out (`coded.py`), and what participants remember, as bits
+(`worker/local_states.py`).
 
 Way in: `Carried`.
 """
@@ -27,12 +27,16 @@ SUM = -1
 _NOTHING = -(1 << 40)
 """Fills rows."""
 
+_APART = 1 << 32
+"""More than there are participants."""
+
 
 class Piece(NamedTuple):
     """Numbers from one to another, as of a commit."""
 
     of: int
-    """The participant; or `SUM`; or `kept_of` a participant."""
+    """The participant; or `SUM`; or one of these `within` a fragment; or `kept_of` a
+    participant."""
     start: int
     stop: int
     commit: int
@@ -53,13 +57,18 @@ class Move(NamedTuple):
 
 
 def kept_of(participant: int) -> int:
-    """Stands in a piece for what the participant's optimizer remembers."""
+    """Stands in a piece for what the participant remembers."""
     return SUM - 1 - participant
 
 
 def whose(of: int) -> int:
-    """The participant that a piece belongs to; or `SUM`."""
+    """The participant that a piece belongs to; or `SUM`; or what `within` gave."""
     return of if of >= SUM else SUM - 1 - of
+
+
+def within(of: int, fragment: int) -> int:
+    """Stands in a piece for what a participant, or `SUM`, has left out of one fragment."""
+    return of + (fragment + 1) * _APART
 
 
 class Carried:
@@ -67,9 +76,10 @@ class Carried:
 
     def __init__(self) -> None:
         self.made: dict[int, int] = {}
-        """By participant and `SUM`: the commit it was last in. The same on every rank."""
+        """By participant and `SUM`, or these `within` a fragment: the commit it was last in. The
+        same on every rank."""
         self.lengths: dict[int, int] = {}
-        """By participant: how many numbers its optimizer's state has. The same on every rank."""
+        """By participant: how many numbers it remembers. The same on every rank."""
         self.held: dict[Piece, Tensor] = {}
         self._next: tuple[dict[Piece, Tensor], dict[int, int], dict[int, int]] | None = None
         self._memory: Memory | None = None
@@ -146,11 +156,12 @@ class Carried:
         for each in work:
             each.wait()
 
-    def fetch(self, participants: Collection[int]) -> dict[int, Tensor]:
-        """What the optimizers of these remember, from whoever has it; every rank calls it.
+    def fetch(self, participants: Collection[int]) -> tuple[dict[int, Tensor], list[list[Piece]]]:
+        """What these remember, from whoever has it; every rank calls it.
 
         Returns:
-            By participant; nothing for one that remembers nothing. Not to be changed.
+            By participant; nothing for one that remembers nothing. Not to be changed. And what
+            each rank holds of the last rounds.
         """
         asks, holds = self.rows(self.row(dict.fromkeys(participants, 0)))
         found, moves, rank = dict[int, Tensor](), list[Move](), self._comm.rank
@@ -166,7 +177,7 @@ class Carried:
                     if to == rank and found_at:
                         found[number] = torch.empty(count, device=self._device)
         self.bring(moves, lambda move: found[whose(move.of.of)])
-        return found
+        return found, holds
 
     def _hand_over(self, draining: Sequence[int], taker: int) -> None:
         _, holds = self.rows(self.row({}))
@@ -183,17 +194,21 @@ class Carried:
     # ---- what is staged, and its commit
 
     def stage(
-        self, attempt: Attempt, new: Collection[Piece], given: Mapping[int, int]
+        self,
+        attempt: Attempt,
+        new: Collection[Piece],
+        made: Mapping[int, int],
+        given: Mapping[int, int],
     ) -> dict[Piece, Tensor]:
         """Where to write what this rank holds from this commit on; what stays is written.
 
         Args:
             attempt: at the commit.
             new: what is written anew.
-            given: by participant of the round, on any rank, the length of its optimizer's state.
+            made: of all that is, on any rank: the commit.
+            given: by participant of the round, on any rank, the length of what it remembers.
         """
-        self._attempt = attempt
-        made = self.made | dict.fromkeys((*given, SUM), attempt.number)
+        self._attempt, made = attempt, {**self.made, **made}
         stays = {p: t for p, t in self.held.items() if made.get(whose(p.of)) == p.commit}
         staged = self._staging([*new, *stays])
         for piece, values in stays.items():
@@ -235,7 +250,7 @@ class Carried:
     # ---- between generations
 
     def state(self) -> dict[str, Tensor]:
-        """In which commit each participant was last, and how much its optimizer remembers."""
+        """In which commit each participant was last, and how much it remembers."""
         rows = [(of, commit, self.lengths.get(of, 0)) for of, commit in sorted(self.made.items())]
         return {"made": torch.tensor(rows, dtype=torch.int64)} if rows else {}
 

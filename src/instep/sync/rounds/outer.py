@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -74,6 +74,10 @@ class Adaptive:
         return self._lr * first / (second.sqrt() + self._tau)
 
 
+OUTER = "outer/"
+"""Begins the names of what a rule keeps, in a strategy's state."""
+
+
 class Outer:
     """A rule for all parameters of a rank, and what it keeps.
 
@@ -83,18 +87,32 @@ class Outer:
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
-        self._kept = defaultdict[int, dict[str, Tensor]](dict)  # by the parameter's number
+        self._kept = defaultdict[int, dict[str, Tensor]](dict)
+        """By the number of the parameter, or of the fragment of all of them."""
 
     @torch.no_grad()
-    def replace(self, parameters: Iterable[Parameter]) -> None:
-        """Make of each `.grad`, the way of the mean backwards, what is to be taken off."""
+    def replace(self, parameters: Iterable[Parameter], beside: Collection[int] = ()) -> None:
+        """Make of each `.grad`, the way of the mean backwards, what is to be taken off; but for
+        those that move to the mean."""
         for number, parameter in enumerate(parameters):
-            if (back := parameter.grad) is None:
-                continue
-            wide = back.to(torch.promote_types(back.dtype, torch.float32))
-            kept = {name: each.to(wide.device) for name, each in self._kept[number].items()}
-            parameter.grad = self._rule.way(wide, kept).to(back.dtype)
-            self._kept[number] = kept
+            if parameter.grad is not None and number not in beside:
+                parameter.grad, kept = self.moved(number, parameter.grad)
+                self.keep(number, kept)
+
+    def moved(self, number: int, back: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """What is to be taken off, and what the rule keeps if that happens.
+
+        Args:
+            number: of the parameter.
+            back: from where the mean is to where the round began.
+        """
+        wide = back.to(torch.promote_types(back.dtype, torch.float32))
+        kept = {name: each.to(wide.device, copy=True) for name, each in self._kept[number].items()}
+        return self._rule.way(wide, kept).to(back.dtype), kept
+
+    def keep(self, number: int, kept: dict[str, Tensor]) -> None:
+        """It happens."""
+        self._kept[number] = kept
 
     def state(self) -> dict[str, Tensor]:
         """What is kept, as `NUMBER/NAME`; the same on every rank after a commit."""

@@ -74,7 +74,7 @@ def spread(
     seen = [(each.weight, each.predicted) for each in given if each.predicted is not None]
     own = torch.zeros(6, dtype=torch.float64)
     for each in given:
-        own[0] += each.weight
+        own[0] += each.weight if each.way else 0.0
         own[1] += each.weight * _apart(each, agreed, holders)
     for tensor, count in zip(agreed, holders, strict=True):
         if first and tensor is not None:

@@ -19,6 +19,8 @@ that outlives the process. A step that does not happen is undone by the other sl
 With `copy` the next server keeps a copy of a server's part: it is sent the summed gradients, and
 takes the same steps. Who lacks a part when a generation begins gets it from the other that has it.
 
+Embeddings on servers (`tables.py`) take part in the same steps, and in the same slots.
+
 It knows nothing of how an optimizer works (`base.Mover`), nor of votes.
 """
 
@@ -41,11 +43,16 @@ from instep.sync.arriving import summed
 from instep.sync.base import InMesh, Memory, Mover, Piece, Price, Result, Servers
 from instep.sync.gathering import Gathering
 from instep.sync.servers.cuts import Packed, Part, Segment, cut
+from instep.sync.servers.kept_rows import KeptRows
+from instep.sync.servers.tables import Tables
 from instep.sync.sums import Exact, Plain
 
 _PARAMETERS = "parameters/"
 """In memory that outlives a server, before the number of a server: the part that it has moved,
 [bytes]."""
+
+_ROWS = "rows/"
+"""The same, before what a step makes of the rows of embeddings."""
 
 
 class _Shared(NamedTuple):
@@ -89,6 +96,8 @@ class ServerSync(Gathering):
         self._attempt = BEGINNING
         self._sizes: list[int] | None = None
         self._mover: Mover
+        self.tables: Tables | None = None
+        """The embeddings that are on servers; to be set before `start`."""
         self.whole = True
         """Whether this rank has all parameters of the last commit; a server has those of its part,
         once it has moved them."""
@@ -134,6 +143,15 @@ class ServerSync(Gathering):
                 "sync.options.copy = true: another server keeps the copy, so there must be two. "
                 "Set sync.servers = 2 or more, or leave it out."
             )
+        if self.tables is not None:
+            if self._copy:
+                raise SpecError(
+                    "sync.options.copy = true keeps no copies of embeddings (sparse=True). Leave "
+                    "one of the two out."
+                )
+            if self._left is not None:
+                self.tables.load_left(_after(_ROWS, self._left))
+            self.tables.start(comm, self._servers, memory, by_unit=parts > 0)
         if self._shared is None:
             self._share_out()
         assert self._shared is not None
@@ -168,6 +186,11 @@ class ServerSync(Gathering):
             mover.load_states(_of_optimizer(self._left))
             self._held = Attempt(*self._memory.stamps()[0])
         self._left = None
+
+    @property
+    def _rows(self) -> KeptRows | None:
+        """Of embeddings that this server has."""
+        return self.tables.kept if self.tables is not None else None
 
     @property
     def _kept(self) -> list[int]:
@@ -221,6 +244,8 @@ class ServerSync(Gathering):
         states = self._mover.states()
         for server in self._kept:
             states[f"{_PARAMETERS}{server}"] = self._shared.new[server].flat
+        if self._rows is not None:
+            states |= {f"{_ROWS}{n}": each for n, each in self._rows.staged().items()}
         layout = {name: (tuple(state.shape), state.dtype) for name, state in states.items()}
         if layout != self._layout:  # an optimizer makes its state in its first steps
             self._memory.lay_out(layout)
@@ -243,15 +268,26 @@ class ServerSync(Gathering):
         """What the servers move from here on belongs to this commit."""
         self._attempt = attempt
         self._early = self._moves_early and self._guess.counts(attempt.number)
+        if self.tables is not None:
+            self.tables.begin_step()
 
     # ---- gradients
+
+    def begin_pass(self, weight: float, *, last: bool, unit: int = 0) -> None:
+        """As in `Gathering`; embeddings ask for no row once buckets leave."""
+        if self.tables is not None:
+            self.tables.begin_pass(weight, unit)
+            if last:
+                self.tables.close()
+        super().begin_pass(weight, last=last, unit=unit)
 
     def gradient(self, slot: int, gradient: Tensor) -> None:
         """Move a fresh gradient into its bucket, weighted; send what is full."""
         if gradient.is_sparse:
             raise RecipeError(
                 "a parameter has a sparse gradient, which sync.name = 'server_sync' cannot send to "
-                "its servers. Use nn.Embedding(..., sparse=False), or all_reduce."
+                "its servers: those of layers nn.Embedding and nn.EmbeddingBag with sparse=True it "
+                "can. Use one of them, sparse=False, or all_reduce."
             )
         super().gradient(slot, gradient)
 
@@ -323,9 +359,13 @@ class ServerSync(Gathering):
     @torch.no_grad()
     def exchange(self, notes: Tensor) -> Tensor | None:
         """All that the workers have to send; where servers moved it at once, all that is new."""
+        if self.tables is not None:
+            self.tables.close()
         agreed = super().exchange(notes)
         if agreed is None:
             self._undo()
+        elif self.tables is not None:
+            self.tables.exchange()
         return agreed
 
     # ---- the commit
@@ -339,6 +379,7 @@ class ServerSync(Gathering):
         there = [seen > 0 for seen in self._agreed]
         known = there if self._sums.finite() else []
         right = self._guess.compare(self._attempt.number, known, scale, used=self._early)
+        factor = 1.0
         if self._early and not right:
             self._undo()
             self._sums.take_back()
@@ -346,7 +387,8 @@ class ServerSync(Gathering):
             segments = shared.parts[self._mine].segments
             kept = [segment for server in self._kept for segment in shared.parts[server].segments]
             gradients = self._gradients(kept, there, scale)
-            factor = self._limit({p: gradients[p] for p in _pieces(segments) if p in gradients})
+            own = {p: gradients[p] for p in _pieces(segments) if p in gradients}
+            factor = self._limit(own, scale)
             if factor != 1.0:
                 for gradient in gradients.values():
                     gradient.mul_(factor)
@@ -356,8 +398,10 @@ class ServerSync(Gathering):
             for server, part in enumerate(shared.parts):
                 for segment in part.segments:
                     self._pull(server, segment)
-            self._limit({})
+            self._limit({}, scale)
         if self._mine >= 0:
+            if self._rows is not None:
+                self._rows.move(scale * factor)
             self._stage(self._attempt)
         self._await_new()
         self._tell_sizes()
@@ -398,16 +442,18 @@ class ServerSync(Gathering):
             self._comm.send(own.of(segment), rank) for segment in segments for rank in self._workers
         ]
 
-    def _limit(self, gradients: Mapping[Piece, Tensor]) -> float:
+    def _limit(self, gradients: Mapping[Piece, Tensor], scale: float) -> float:
         """What gradients are multiplied by, so that the norm of all is within its limit; all ranks
-        call it, servers with those of their parts."""
+        call it, servers with those of their parts. Those of embeddings are still to be scaled."""
         firsts, blocks = [], 0
         for parameter in self._parameters if self._mover.clips else ():
             firsts.append(blocks)
             blocks += norm.blocks(parameter.numel())
         if not blocks:
             return 1.0
-        squares = torch.zeros(blocks, dtype=torch.float64)
+        squares = torch.zeros(blocks + len(self._servers), dtype=torch.float64)
+        if self._rows is not None:
+            squares[blocks + self._mine] = self._rows.square(scale)
         for piece, gradient in gradients.items():
             first = firsts[piece.slot] + piece.start // norm.BLOCK
             own = norm.squares([gradient])
@@ -439,6 +485,8 @@ class ServerSync(Gathering):
         result = update()
         self._sums.end_step(self._sizes)
         if self._mine >= 0:
+            if self._rows is not None:
+                self._rows.apply()
             self._held = self._attempt
             self.whole = len(self._kept) == len(self._servers)
         self._moved = False
@@ -449,6 +497,8 @@ class ServerSync(Gathering):
     def abandon(self) -> None:
         """Undo what this server has moved."""
         self._undo()
+        if self._rows is not None:
+            self._rows.abandon()
         self._under_way = []
         self._sums.abandon()
         self._forget()
@@ -587,7 +637,12 @@ def _pieces(segments: Sequence[Segment]) -> list[Piece]:
 
 
 def _of_optimizer(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in kept.items() if not name.startswith(_PARAMETERS)}
+    beside = (_PARAMETERS, _ROWS)
+    return {name: tensor for name, tensor in kept.items() if not name.startswith(beside)}
+
+
+def _after(start: str, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {n.removeprefix(start): each for n, each in kept.items() if n.startswith(start)}
 
 
 def _of_part(part: Part, states: Mapping[str, Tensor]) -> dict[str, Tensor]:

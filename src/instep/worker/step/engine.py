@@ -24,7 +24,8 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -60,6 +61,7 @@ from instep.worker.step.notes import Notes
 from instep.worker.step.observers import Observer
 from instep.worker.step.own_state import OwnState
 from instep.worker.step.passes import Pass
+from instep.worker.step.served_tables import ServedTables
 from instep.worker.step.skipping import scale_gradients, share_read
 from instep.worker.step.slots import Split, give
 from instep.worker.step.turns import TurnState
@@ -147,6 +149,8 @@ class Engine:
         self._parts = member.job.per_commit.micro_batches
         self._exact = self._parts + more if member.job.train.determinism == "bits" else 0
         self.device = parameters[0].device
+        self.tables: ServedTables | None = None
+        """The embeddings whose rows are on servers."""
         self.saves: Callable[[], bool] = lambda: False
         """Whether it is time for a checkpoint; asked on rank 0."""
         self.take = self.gradient
@@ -177,6 +181,15 @@ class Engine:
         self._uncopied = [0.0] * 3
         """Where this process has no room for its copy: 1, the bytes that it needs, those it has."""
         self.clock = Clock(begin=time.time())
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Outside of steps, the context in which models ask for rows that servers have; every
+        rank enters it.
+
+        Raises:
+            PeerError: a rank went away.
+        """
+        return self.tables.tables.reading() if self.tables is not None else nullcontext()
 
     # ---- turns
 
@@ -238,6 +251,8 @@ class Engine:
             self._drop()
             load(self.state, self.member, comm, column, self.device)
             self.own.load(self.state.own if column.rank == 0 else {})
+            if self.tables is not None and form.checkpoint:
+                self.tables.load(Path(form.checkpoint))
             self.state.tried = form.generation
             return False
         if not self.applies_staged:
@@ -397,6 +412,8 @@ class Engine:
                 servers=servers,
                 mesh=InMesh(comm, holders) if meshed else None,
             )
+        if self.tables is not None:
+            self.tables.let_go()
         self.gradients = [Gradients(slots, self.take) for slots in self._slots]
         self._comm, self._column = comm, column
         self.state.inside(form.generation)

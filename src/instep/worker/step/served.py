@@ -20,6 +20,7 @@ from instep.comm.buckets import laid_out_like
 from instep.data.order import key
 from instep.errors import CheckpointError, RecipeError, SpecError
 from instep.recipe.build import set_generators
+from instep.recipe.combined import parts_of
 from instep.sync.base import Piece
 from instep.sync.norm import norm
 from instep.worker.step.update import OF_UPDATE, Update, options_of
@@ -69,7 +70,7 @@ class ServedUpdate(Update):
     @property
     def by_element(self) -> bool:
         """Whether the optimizer may be given a part of a parameter."""
-        return type(self.optimizer) in BY_ELEMENT
+        return all(type(each) in BY_ELEMENT for each in parts_of(self.optimizer))
 
     def hold(self, pieces: Mapping[Piece, nn.Parameter]) -> None:
         """From now on these are what the optimizer moves here; it keeps state for nothing else.
@@ -79,7 +80,8 @@ class ServedUpdate(Update):
                 its own gradient.
         """
         optimizer = self.optimizer
-        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        every = {id(each): each for each in (optimizer, *parts_of(optimizer))}.values()
+        if any(o._optimizer_step_pre_hooks or o._optimizer_step_post_hooks for o in every):
             raise RecipeError(
                 "the optimizer has step hooks, which look at whole parameters: with sync.name = "
                 "'server_sync' each server has only a part. Leave them out (averages of the "

@@ -1,0 +1,102 @@
+"""The parameters one after the other, cut where neither ranks nor participants show in a bit.
+
+Who owns which stretch of them, and which stretch agrees at a time, follows from the cuts. What is
+encoded, and where it goes, is in `exchange.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+from torch import Tensor
+
+from instep.comm.codecs.base import CUT
+
+_MOST_SEGMENTS, _LONGEST = 64, 16 * CUT
+_NEAR = 0.05
+"""A fragment ends with a parameter if that is so near, as a part of a fragment, to where it would
+end by size."""
+
+Stretch = tuple[int, int]
+"""Elements from one to another."""
+
+
+class Segments:
+    """Parameters, cut into segments.
+
+    A segment is of one parameter: values of others do not show in how it is encoded, so that all
+    ranks of a mesh that have the same of a parameter decode the same bits.
+
+    Args:
+        parameters: what this rank has of them.
+        plain: tells which of them are sent as they are; none, if it is left out.
+        fragments: into how many parts of about the same size they are cut, each of which has
+            segments of its own.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        plain: Callable[[Tensor], bool] = lambda _: False,
+        *,
+        fragments: int = 1,
+    ) -> None:
+        sizes = [parameter.numel() for parameter in parameters]
+        each = -(-sum(sizes) // (fragments * _MOST_SEGMENTS * CUT)) * CUT
+        each = max(CUT, min(each, _LONGEST))
+        self.fragments = _fragments(sizes, fragments)
+        """From where to where each goes; empty ones, of a model with fewer elements."""
+        self.places = list[slice]()
+        self.cuts: list[int] = []
+        """Where segments begin, and where the last one ends."""
+        self.plain: list[bool] = []
+        """Of each segment, whether it is sent as it is."""
+        self.length = 0
+        for parameter, size in zip(parameters, sizes, strict=True):
+            begin, self.length = self.length, self.length + size
+            self.places.append(slice(begin, self.length))
+            within = {start for start, _ in self.fragments if begin < start < self.length}
+            self.cuts += sorted({*range(begin, self.length, each), *within})
+            self.plain += [plain(parameter)] * (len(self.cuts) - len(self.plain))
+        self.cuts.append(self.length)
+
+    def of(self, start: int, stop: int) -> Iterator[tuple[int, slice]]:
+        """Number and place of the segments from one cut to another."""
+        for number, (low, high) in enumerate(zip(self.cuts, self.cuts[1:], strict=False)):
+            if start <= low and high <= stop:
+                yield number, slice(low, high)
+
+    def stretches(
+        self, owners: Sequence[int], size: int, fragment: Stretch | None = None
+    ) -> list[Stretch]:
+        """By rank, from where to where it owns them; those that own nothing have an empty one.
+
+        Args:
+            owners: ranks.
+            size: how many ranks there are.
+            fragment: of which; of all, if it is left out.
+        """
+        begin, end = fragment or (0, self.length)
+        cuts, count = [cut for cut in self.cuts if begin <= cut <= end], len(owners)
+        marks = [
+            min(cut for cut in cuts if (cut - begin) * count >= n * (end - begin))
+            for n in range(count)
+        ]
+        marks.append(end)
+        found = [(end, end)] * size
+        for place, rank in enumerate(owners):
+            found[rank] = marks[place], marks[place + 1]
+        return found
+
+
+def _fragments(sizes: Sequence[int], count: int) -> list[Stretch]:
+    length, ends, at = sum(sizes), [0], 0
+    for size in sizes:
+        ends.append(at := at + size)
+    marks = []
+    for number in range(count + 1):
+        mark = number * length // count
+        nearest = min(ends, key=lambda end: (abs(end - mark), end))
+        marks.append(nearest if abs(nearest - mark) * count <= _NEAR * length else mark)
+    return list(itertools.pairwise(marks))

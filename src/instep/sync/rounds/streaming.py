@@ -1,0 +1,527 @@
+"""Streaming: parameters agree one fragment after the other, while participants go on.
+
+Douillard et al. 2025 (arXiv:2501.18512). Each participant has a model of its own all the time, and
+the ranks share another, the *shared* one. In a commit every participant takes its local steps, then
+the fragment whose turn it is agrees: what participants are away from the shared values, on average,
+is the gradient of an outer step. Without a delay that is a part of the commit. With a delay
+the sum begins with the next commit, in another thread, from what the commit before has left, and
+participants take up its result after so many of their steps. So a commit is a function of the one
+before, and what is under way when a rank is lost begins again. In the job's last commit all
+fragments agree, at its end.
+
+What participants have of their own lies in what `Carried` keeps; the ranks' parameters are the
+shared ones. How a participant takes up a fragment, the worker knows (`worker/local_models.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from threading import Thread
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from instep.comm.base import Comm
+from instep.comm.buckets import laid_out_like
+from instep.comm.codecs.base import Codec
+from instep.comm.codecs.none import Identity
+from instep.errors import SpecError
+from instep.records import BEGINNING, Attempt, Law
+from instep.sync.base import InMesh, Memory, Price, Result, Servers
+from instep.sync.rounds.carried import SUM, Carried, Piece, kept_of, within
+from instep.sync.rounds.checkpointed import laws_of, pieces_from, tensors_of
+from instep.sync.rounds.coded import check_codec
+from instep.sync.rounds.exchange import Exchange
+from instep.sync.rounds.kept import Kept
+from instep.sync.rounds.outer import OUTER, Outer
+from instep.sync.rounds.segments import Segments, Stretch
+from instep.sync.rounds.spread import Given, Spread, spread
+from instep.sync.sums import Wide
+
+
+class Agreed(NamedTuple):
+    """A fragment has agreed, and that is not committed yet."""
+
+    commit: int
+    """Whose local models."""
+    mean: Tensor
+    """Of how far participants are from the shared values, backwards."""
+    left: Mapping[Piece, Tensor]
+    """What the codec left out, that this rank is to hold."""
+    made: Collection[int]
+    """All that leave something out, on any rank."""
+    ways: Mapping[int, Tensor]
+    """By participant of this rank: how far it is."""
+
+
+class Late(NamedTuple):
+    """A fragment is under way while participants take their steps."""
+
+    fragment: int
+    shared: Tensor
+    """Its shared values."""
+    agreed: Future[Agreed]
+
+
+class Streaming:
+    """Fragments of what participants train agree in turn.
+
+    Args:
+        fragments: how many.
+        outer: moves the shared values.
+        delay: local steps that participants take before they have what was agreed.
+        mixing: how much of its own values a participant keeps then; the rest is the shared ones.
+        codec, encode_vectors: as for averaging.
+
+    Raises:
+        SpecError: the codec cannot be used.
+    """
+
+    start_in_doubt = -1
+    start_after, pull = 0, 0.0
+
+    def __init__(
+        self,
+        *,
+        fragments: int,
+        outer: Outer,
+        delay: int = 0,
+        mixing: float = 0.5,
+        codec: Codec | None = None,
+        encode_vectors: bool = False,
+    ) -> None:
+        self._codec = check_codec(codec or Identity())
+        self._fragments, self._outer, self._encode_vectors = fragments, outer, encode_vectors
+        self.delay, self.mixing = delay, mixing
+        self._lossy = not isinstance(self._codec, Identity)
+        self.last: int | None = None
+        """The number of the job's last commit, after which nothing is under way."""
+        self.local: Collection[int] = ()
+        self.participants = 0
+        """Of the job."""
+        self.begin = in_thread
+        """Begins to compute what participants need later."""
+        self.kept: Kept | None = None
+        """Has the models of participants."""
+        self.carried = Carried()
+        """Holds them."""
+        self.spread: Spread | None = None
+        """How far participants were apart in what agreed last; None before."""
+        self._next_spread: Spread | None = None
+        self._commits = torch.zeros(fragments, dtype=torch.int64)
+        """By fragment: the commit whose local models have agreed."""
+        self._shares = torch.zeros(0, dtype=torch.float64)
+        """By participant: its weight in the last commit; they add up to 1."""
+        self._loaded: Mapping[str, Tensor] | None = None  # of a checkpoint, until `start`
+        self._attempt = BEGINNING
+        self._parameters: list[Parameter] = []
+        self._late: Late | None = None
+        self._forget()
+
+    @property
+    def laws(self) -> Mapping[str, Law]:
+        """Of each participant what it has of its own, and what is left out; one rank has it."""
+        return laws_of(self.carried, self._left_out)
+
+    @property
+    def _left_out(self) -> dict[int, list[int]]:
+        """What stands in pieces for what participants and sums have left out."""
+        if not self._lossy:
+            return {}
+        every = range(self._fragments)
+        made, participants = self.carried.made, range(SUM, self.participants)
+        found = {of: [within(of, f) for f in every] for of in participants}
+        return {of: whats for of, whats in found.items() if any(what in made for what in whats)}
+
+    def start(
+        self,
+        parameters: Sequence[Parameter],
+        comm: Comm,
+        *,
+        notes: int,
+        parts: int = 0,
+        memory: Memory | None = None,
+        at: Attempt = BEGINNING,
+        draining: Sequence[int] = (),
+        servers: Servers | None = None,
+        mesh: InMesh | None = None,
+    ) -> None:
+        """Cut the fragments, and take over what those that leave hold."""
+        if any(parameter.dtype == torch.float64 for parameter in parameters):
+            raise SpecError(
+                "sync.options.fragments: the model has parameters of torch.float64, and fragments "
+                "are sent as float32. Use float32, or fragments = 1."
+            )
+        Wide(parameters)
+        self._parameters, self._comm, self._device = list(parameters), comm, parameters[0].device
+        self._segments = segments = Segments(
+            parameters,
+            lambda p: p.dim() < 2 and not self._encode_vectors,
+            fragments=self._fragments,
+        )
+        owners = [rank for rank in range(comm.size) if rank not in draining]
+        self._exchanges = [
+            Exchange(self._codec, segments, comm, owners, self._device, fragment)
+            for fragment in segments.fragments
+        ]
+        if self._loaded is not None:
+            given = self._loaded, self.carried, segments, self._places_of, self._device
+            self.carried.held, self._loaded = pieces_from(*given), None
+        memory = memory if self._device.type == "cpu" else None
+        self.carried.start(comm, self._device, memory, at, draining, owners[0])
+        comm.all_reduce(torch.zeros(1, device=self._device)).wait()  # all have theirs
+        if comm.rank in draining:
+            self.carried.held = {}
+        self._forget()
+
+    def resolve(self, generation: int) -> None:
+        """What changes hands is copied, so nothing is in doubt."""
+
+    def stop(self) -> None:
+        """Nothing is under way any more; what was staged stays."""
+        if self._late is not None and not self._late.agreed.done():
+            self._comm.interrupt()
+            wait([self._late.agreed])
+
+    # ---- the passes of a commit
+
+    def _forget(self) -> None:
+        self._given: dict[int, Given] = {}  # by participant, what it gives in this commit
+        self._moved: dict[int, Tensor] = {}  # the same, of all elements
+        self._now = 0
+        self._holds: Sequence[Sequence[Piece]] = []
+        self._next: dict[int, Agreed] = {}  # by fragment
+        self._next_shares = self._shares
+        self._late = None
+
+    def begin_step(self, attempt: Attempt) -> None:
+        """The participants of a commit are about to give."""
+        self._attempt = attempt
+
+    @property
+    def _due(self) -> Sequence[int]:
+        """The fragments that agree at the end of this commit."""
+        if self._attempt.number == self.last:
+            return range(self._fragments)
+        return [] if self.delay else [self._turn(self._attempt.number)]
+
+    def _turn(self, commit: int) -> int:
+        return (commit - 1) % self._fragments
+
+    def recall(self, participants: Collection[int]) -> None:
+        """A commit begins: what these have of their own comes to this rank, and the fragment that
+        the commit before has left begins to agree; every rank calls it.
+
+        Raises:
+            PeerError: a rank went away.
+        """
+        assert self.kept is not None, "participants have models of their own"
+        found, self._holds = self.carried.fetch(participants)
+        self.kept.recall(found)
+        before, last = self._attempt.number - 1, self._attempt.number == self.last
+        fragment = self._turn(before)
+        if self.delay and not last and before > int(self._commits[fragment]):
+            shared = self._values(fragment)  # participants move the parameters meanwhile
+            agreed = self.begin(lambda: self._agree_late(fragment, before, shared))
+            self._late = Late(fragment, shared, agreed)
+
+    def landed(self) -> tuple[Stretch, Tensor] | None:
+        """The new shared values of the fragment that was under way: which, and [elements]. None
+        where there is none.
+
+        Raises:
+            PeerError: a rank went away.
+        """
+        if self._late is None:
+            return None
+        fragment, shared, agreed = self._late
+        self._next[fragment] = agreed.result()
+        way, _ = self._outer.moved(fragment, self._next[fragment].mean)
+        return self._segments.fragments[fragment], shared - way
+
+    def agreed_since(self, participant: int) -> Iterator[Stretch]:
+        """The fragments that have agreed since, or with, the participant's last commit: of these
+        it takes the shared values."""
+        commit = self.carried.made.get(participant, 0)
+        for fragment, stretch in enumerate(self._segments.fragments):
+            if int(self._commits[fragment]) >= commit:
+                yield stretch
+
+    def begin_pass(self, weight: float, *, last: bool, unit: int = 0) -> None:
+        """What comes now is that participant's."""
+        self._now = unit
+        self._given[unit] = Given(unit, weight, [])
+        if self._due:
+            self._moved[unit] = torch.zeros(self._segments.length, device=self._device)
+
+    @torch.no_grad()
+    def gradient(self, slot: int, gradient: Tensor) -> None:
+        """Keep how far it is from the shared values, where that is to agree."""
+        if self._now in self._moved:
+            dense = gradient.to_dense() if gradient.is_sparse else gradient
+            self._moved[self._now][self._segments.places[slot]] = dense.flatten().float()
+
+    def predicts(self, probabilities: Tensor) -> None:
+        """What the participant of this pass predicts on samples that stay the same."""
+        self._given[self._now] = self._given[self._now]._replace(predicted=probabilities)
+
+    # ---- the agreement
+
+    @torch.no_grad()
+    def exchange(self, notes: Tensor) -> Tensor:
+        """All talking."""
+        assert self.kept is not None, "participants have models of their own"
+        comm, rank, number = self._comm, self._comm.rank, self._attempt.number
+        self.landed()
+        kept = dict(self.kept.computed_here())
+        row = self.carried.row({of: len(state) for of, state in kept.items()})
+        lengths = torch.zeros(comm.size, dtype=torch.float64)
+        lengths[rank] = len(row)
+        shares = torch.zeros(self.participants, dtype=torch.float64)
+        for of, given in self._given.items():
+            shares[of] = given.weight
+        told = torch.cat([shares, lengths, notes]).to(self._device)
+        comm.all_reduce(told).wait()
+        self._next_shares, lengths, notes = told.cpu().split([len(shares), comm.size, len(notes)])
+        gives, holds = self.carried.rows(row, int(lengths.max()))
+        for fragment in self._due:
+            start, stop = self._segments.fragments[fragment]
+            ways = {of: self._moved[of][start:stop] for of in kept if of in self._moved}
+            self._next[fragment] = self._agree(fragment, number, ways, gives, holds)
+        self._stage(kept, gives)
+        return notes
+
+    def _stage(self, kept: Mapping[int, Tensor], gives: Sequence[Mapping[int, int]]) -> None:
+        """Everything that this rank holds from this commit on lies in memory."""
+        number = self._attempt.number
+        new = {Piece(kept_of(of), 0, len(state), number): state for of, state in kept.items()}
+        given = {of: length for ranks in gives for of, length in ranks.items()}
+        made = dict.fromkeys(given, number)
+        for agreed in self._next.values():
+            new |= agreed.left
+            made |= dict.fromkeys(agreed.made, number)
+        staged = self.carried.stage(self._attempt, new, made, given)
+        for piece, tensor in new.items():
+            staged[piece].copy_(tensor)
+        self.carried.staged()
+
+    def _agree_late(self, fragment: int, commit: int, shared: Tensor) -> Agreed:
+        """Have a fragment agree on what participants had in a former commit; another thread."""
+        gives: list[dict[int, int]] = [{} for _ in range(self._comm.size)]
+        for of in sorted(self.carried.lengths):
+            want = Piece(kept_of(of), 0, self.carried.lengths[of], commit)
+            holders = [rank for rank, held in enumerate(self._holds) if want in held]
+            if holders:
+                gives[holders[0]][of] = 0
+        start, stop = self._segments.fragments[fragment]
+        ways = {}
+        for of in gives[self._comm.rank]:
+            held = self.carried.held[Piece(kept_of(of), 0, self.carried.lengths[of], commit)]
+            assert self.kept is not None, "participants have models of their own"
+            ways[of] = shared - self.kept.model_in(held)[start:stop]
+        return self._agree(fragment, commit, ways, gives, self._holds, self._shares)
+
+    @torch.no_grad()
+    def _agree(
+        self,
+        fragment: int,
+        commit: int,
+        ways: Mapping[int, Tensor],
+        gives: Sequence[Collection[int]],
+        holds: Sequence[Sequence[Piece]],
+        shares: Tensor | None = None,
+    ) -> Agreed:
+        """Sum up how far participants are from the shared values of a fragment.
+
+        Args:
+            ways: by participant of this rank; one without has nothing that counts.
+            gives: by rank, its participants.
+            holds: by rank, what it has.
+            shares: of the participants; those of this commit, if they are left out.
+        """
+        rank, exchange = self._comm.rank, self._exchanges[fragment]
+        shares = self._next_shares if shares is None else shares
+        (start, stop), (low, high) = exchange.own, (exchange.begin, exchange.end)
+        sizes = dict.fromkeys(gives[rank], high - low) | (
+            {SUM: stop - start} if stop > start else {}
+        )
+        given = {of: torch.zeros(size, device=self._device) for of, size in sizes.items()}
+        room: dict[int, Tensor | None] = dict.fromkeys(given)
+        pieces: dict[Piece, Tensor] = {}
+        made: list[int] = []
+        if self._lossy:
+            whats = {of: within(of, fragment) for ranks in (*gives, [SUM]) for of in ranks}
+            made = list(whats.values())
+            known = {
+                of: (what, self.carried.made[what])
+                for of, what in whats.items()
+                if what in self.carried.made
+            }
+            of_what = {what: of for of, what in whats.items()}
+            begins = {SUM: start}
+            self.carried.bring(
+                list(exchange.moves(gives, holds, known)),
+                lambda move: given[of_what[move.of.of]][
+                    move.within(begins.get(of_what[move.of.of], low))
+                ],
+            )
+            for of in given:
+                begin, end = (start, stop) if of == SUM else (low, high)
+                left = room[of] = torch.empty(end - begin, device=self._device)
+                pieces[Piece(whats[of], begin, end, self._attempt.number)] = left
+        for of, way in ways.items():
+            given[of].add_(way * float(shares[of]))  # rounded as `Coded` does
+        mean = exchange.gather(exchange.add_up(given, room, gives, number=commit))
+        return Agreed(commit, mean, pieces, made, ways)
+
+    def prepare(self, step: int, scale: float) -> float:
+        """Every rank hears how far participants are apart."""
+        self._next_shares = self._next_shares * scale
+        for fragment in self._due:
+            agreed = self._next[fragment]
+            self._next[fragment] = agreed._replace(mean=agreed.mean * scale)
+        self._next_spread = self._measured() if self._next else None
+        return 1.0
+
+    def _measured(self) -> Spread:
+        """How far participants were apart, in the fragments that agree."""
+        ways: dict[int, list[tuple[int, Tensor]]] = {of: [] for of in self._given}
+        for fragment, agreed in self._next.items():
+            for of, way in agreed.ways.items():
+                ways.setdefault(of, []).append((fragment, way))
+        given = []
+        for of, parts in ways.items():
+            own = self._given.get(of) or Given(of, float(self._shares[of]), [])
+            given.append(own._replace(way=parts))
+        return spread(
+            given,
+            [self._next[f].mean if f in self._next else None for f in range(self._fragments)],
+            self._comm,
+            holders=[1] * self._fragments,
+            replicas=self._comm.size,
+            first=self._comm.rank == 0,
+            device=self._device,
+        )
+
+    def _values(self, fragment: int) -> Tensor:
+        """The parameters' values in a fragment, [elements] float32, in memory of its own."""
+        start, stop = self._segments.fragments[fragment]
+        found = [
+            parameter.detach().flatten()[max(start - place.start, 0) : stop - place.start].float()
+            for parameter, place in zip(self._parameters, self._segments.places, strict=True)
+            if place.start < stop and start < place.stop
+        ]
+        return torch.cat(found) if found else torch.zeros(0, device=self._device)
+
+    # ---- the commit
+
+    def hand_out(self) -> None:
+        """Give each parameter the mean, where it has a part in what agrees."""
+        self._give({fragment: agreed.mean for fragment, agreed in self._next.items()})
+
+    def _give(self, values: Mapping[int, Tensor]) -> None:
+        """As `.grad`, zero beside the fragments."""
+        flat = torch.zeros(self._segments.length if values else 0, device=self._device)
+        stretches = {fragment: self._segments.fragments[fragment] for fragment in values}
+        for fragment, (start, stop) in stretches.items():
+            flat[start:stop] = values[fragment]
+        for parameter, place in zip(self._parameters, self._segments.places, strict=True):
+            parameter.grad = None
+            if any(place.start < stop and start < place.stop for start, stop in stretches.values()):
+                part = flat[place].view(parameter.shape).to(parameter.dtype)
+                parameter.grad = laid_out_like(part, parameter)
+
+    @torch.no_grad()
+    def apply(self, update: Callable[[], Result]) -> Result:
+        """Move the shared values by what the outer rule makes of the mean."""
+        moved = {f: self._outer.moved(f, agreed.mean) for f, agreed in self._next.items()}
+        self._give({fragment: way for fragment, (way, _) in moved.items()})
+        result = update()
+        for fragment, (_, kept) in moved.items():
+            self._outer.keep(fragment, kept)
+            self._commits[fragment] = self._next[fragment].commit
+        self._shares, self.spread = self._next_shares, self._next_spread
+        self.carried.apply()
+        assert self.kept is not None, "participants have models of their own"
+        self.kept.apply()
+        self._end()
+        return result
+
+    def abandon(self) -> None:
+        """The commit does not happen; a second call does nothing. What is under way ends with
+        `stop`."""
+        late = self._late
+        self.carried.abandon()
+        if self.kept is not None:
+            self.kept.abandon()
+        self._end()
+        self._late = late
+
+    def _end(self) -> None:
+        self._forget()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    # ---- between generations
+
+    def state(self) -> dict[str, Tensor]:
+        """Which local models have agreed, what participants weigh, and what the outer rule
+        keeps."""
+        outer = {OUTER + name: tensor for name, tensor in self._outer.state().items()}
+        own = {"commits": self._commits.clone(), "shares": self._shares}
+        return self.carried.state() | own | outer
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take up what `state` gave."""
+        outer = {name: each for name, each in state.items() if name.startswith(OUTER)}
+        self._outer.load_state({name.removeprefix(OUTER): each for name, each in outer.items()})
+        nothing = torch.zeros(self._fragments, dtype=torch.int64)
+        self._commits = state.get("commits", nothing).cpu().clone()
+        self._shares = state.get("shares", torch.zeros(0, dtype=torch.float64)).cpu().clone()
+        self.carried.load_state(state)
+
+    def own_state(self) -> dict[str, Tensor]:
+        """What this rank holds of participants and sums; zero for what others hold."""
+        given = self.carried, self._segments, self._parameters, self._left_out, self._device
+        return tensors_of(*given)
+
+    def load_own(self, state: Mapping[str, Tensor]) -> None:
+        """Kept until `start`."""
+        self.carried.abandon()
+        self.carried.held, self._loaded = {}, dict(state)
+
+    def _places_of(self, of: int) -> Iterator[Piece]:
+        for fragment, stretch in enumerate(self._segments.fragments):
+            what = within(of, fragment)
+            yield Piece(what, *stretch, self.carried.made.get(what, 0))
+
+    def load_left(
+        self,
+        tensors: Mapping[str, Tensor],
+        parameters: Sequence[Parameter],
+        holders: Sequence[tuple[int, ...]] = (),
+    ) -> None:
+        """What a process that is gone held."""
+        self.carried.load_left(tensors)
+
+    @staticmethod
+    def price(parameter_bytes: int, replicas: int) -> Price:
+        """Of all fragments together, with as many participants as replicas."""
+        return Price(2 * (replicas - 1) / replicas * parameter_bytes, 2 * (replicas - 1))
+
+
+def in_thread(compute: Callable[[], Agreed]) -> Future[Agreed]:
+    """Have another thread compute it."""
+    future = Future[Agreed]()
+
+    def run() -> None:
+        try:
+            future.set_result(compute())
+        except BaseException as error:  # of whoever waits for it
+            future.set_exception(error)
+
+    Thread(target=run, name="streaming", daemon=True).start()
+    return future
