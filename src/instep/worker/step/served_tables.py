@@ -63,8 +63,8 @@ class ServedTables:
         if self._tables and job.train.ema is not None:
             raise SpecError(
                 f"train.ema = {job.train.ema} averages whole parameters, and the rows of the "
-                f"embedding {self._tables[0].name!r} (sparse=True) are on servers. Leave one of the "
-                "two out."
+                f"embedding {self._tables[0].name!r} (sparse=True) are on servers. Leave one of "
+                "the two out."
             )
         if self._tables and job.train.batch_norm == "global":
             raise SpecError(
