@@ -141,8 +141,11 @@ class TorchComm:
         return self._message(lambda group: group.recv([into], source, 0))
 
     def _message(self, start: Callable[[Any], Any]) -> Work:
-        whole = TorchWork(self._started(start), None)
-        return whole if self._in_stream else MessageWork(whole, self._waiter, self._is_interrupted)
+        work = self._started(start)
+        if self._in_stream:
+            return TorchWork(work, None)
+        whole = TorchWork(work, None, NO_TIMEOUT)
+        return MessageWork(whole, self._waiter, self._is_interrupted)
 
     def _begin(self, start: Callable[[Any], Any]) -> TorchWork:
         return TorchWork(self._started(start), None if self._in_stream else self._is_interrupted)
@@ -197,17 +200,25 @@ class TorchWork:
 
     Args:
         work: torch's.
-        is_interrupted: whether the group was interrupted; None if `wait` does not wait.
+        is_interrupted: whether the group was interrupted; None if `wait` does not ask.
+        timeout: how long `wait` waits where it does not ask. Without one, gloo would wait for a
+            message as long as ranks may take to connect.
     """
 
-    def __init__(self, work: Any, is_interrupted: Callable[[], bool] | None) -> None:
+    def __init__(
+        self,
+        work: Any,
+        is_interrupted: Callable[[], bool] | None,
+        timeout: timedelta | None = None,
+    ) -> None:
         self._work, self._is_interrupted = work, is_interrupted
+        self._timeout = (timeout,) if timeout is not None else ()
 
     def wait(self) -> None:
         """Return when the result is here (on CUDA: ordered before what this stream does next)."""
         try:
             if self._is_interrupted is None:
-                self._work.wait()
+                self._work.wait(*self._timeout)
                 return
             while not self._ends_soon():
                 if self._is_interrupted():
@@ -228,11 +239,11 @@ class TorchWork:
 class MessageWork:
     """A message between two ranks, which runs in gloo's own threads.
 
-    A separate thread waits for it without a timeout: after a timeout gloo would abandon the whole
+    A separate thread waits for it as long as it takes: after a timeout gloo would abandon the whole
     group (torch 2.13, `unbound_buffer.cc`).
 
     Args:
-        whole: waits for it without a timeout.
+        whole: waits for it as long as it takes.
         waiter: has that thread.
         is_interrupted: whether the group was interrupted.
     """
