@@ -5,9 +5,10 @@
 
 A real Ray cluster on this machine: a head without cores, and three nodes of one core, each with
 one host and one worker of a run that is "to the bit". In an order drawn by chance raylets and
-actors get SIGKILL, and nodes are drained, as a cloud announces that it takes one away. After a
-raylet or a node is gone, another node is added. The next comes when three hosts have a worker
-each again. Told are:
+actors get SIGKILL, and nodes are drained, as a cloud announces that it takes one away. Once
+the run has gone on, another node is added in the place of one that is gone: not before, as it would
+have cores of its own, and its start takes both of these for seconds. The next comes when three
+hosts have a worker each again. Told are:
 
 - from the kill to the end of the next step that three workers committed; the same for workers
   that are killed in a run of three on this machine alone (half of them before, half after);
