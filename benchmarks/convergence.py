@@ -1,46 +1,65 @@
 """How many steps does a small language model need to the same loss with each codec?
 
-    python benchmarks/convergence.py [--seeds 3] [--only NAME ...]
+    python benchmarks/convergence.py [--seeds 5] [--only NAME ...] [--json FILE]
 
 A transformer of 0.1 million parameters reads the text of Python's own help, one letter after the
 other, with AdamW. Four workers, as threads, exchange gradients by all_reduce with each codec and
 its error feedback. The loss to be reached is that of plain numbers after 200 steps, as the mean of
-40; a codec gets three times as many steps. Prints JSON: the steps of each seed, and how many times
-those of plain numbers. `whole_top_k` is `top_k` with the largest of a whole segment in place of
-those of each 4,096 values; with `gathered_top_k` every worker gets the payloads of all workers.
-Speed means nothing here.
+40; a codec gets three times as many steps. `whole_top_k` is `top_k` with the largest of a whole
+segment in place of those of each 4,096 values; with `gathered_top_k` every worker gets the payloads
+of all workers. Names that end with `vectors` encode biases and norms too.
+
+The cases of `ROUNDS` are whole runs, beside `all_reduce` with the same seed, batch and rate: local
+steps until a validation loss is that of `all_reduce` after 200 steps.
+
+Prints how many times the steps of plain numbers each needs: the geometric mean over the seeds, and
+Student's interval of 95 %. Speed means nothing here.
 """
 
 import argparse
-import json
 import pydoc_data.topics
 import statistics
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from turns import write
 
+import instep
 from instep.comm.codecs.top_k import TopK
 from instep.comm.memory import run_ranks
 from instep.records import Attempt
+from instep.report.figures.outcomes import Outcome
+from instep.report.figures.ratios import ratio_of
+from instep.store.run_folder import RunFolder
 from instep.sync.all_reduce import AllReduce
 from instep.sync.base import make_strategy
 from instep.worker.step.gradients import Gradients
 
 WORKERS, BATCH, LENGTH, WIDTH, STEPS, OVER = 4, 8, 48, 64, 200, 40
+LOCAL_STEPS = 20
 LIMIT = 3 * STEPS
 
 CODECS: dict[str, tuple[str, dict[str, Any]]] = {
     "none": ("none", {}),
     "int8": ("int8", {}),
+    "int8, vectors": ("int8", {}),
     "int4": ("int4", {}),
-    "sign": ("sign", {}),
-    "top_k": ("top_k", {}),
-    "whole_top_k": ("", {}),
-    "gathered_top_k": ("", {}),
-    "top_k, density 0.1": ("top_k", {"density": 0.1}),
-    "powersgd": ("powersgd", {"start_after": 20}),
-    "powersgd, rank 1": ("powersgd", {"rank": 1, "start_after": 20}),
+    "int4, vectors": ("int4", {}),
+    "sign, vectors": ("sign", {}),
+    "top_k, vectors": ("top_k", {}),
+    "whole_top_k, vectors": ("", {}),
+    "gathered_top_k, vectors": ("", {}),
+    "top_k, density 0.1, vectors": ("top_k", {"density": 0.1}),
+    "powersgd, vectors": ("powersgd", {"start_after": 20}),
+    "powersgd, rank 1, vectors": ("powersgd", {"rank": 1, "start_after": 20}),
+}
+ROUNDS: dict[str, dict[str, Any]] = {
+    "diloco": {},
+    "diloco, int4": {"codec": "int4"},
 }
 
 
@@ -105,11 +124,13 @@ def text() -> Tensor:
 def trained(comm: Any, name: str, model: Reader, data: Tensor, seed: int, target: float) -> Any:
     """The mean loss of all workers in each step, until it reaches the target."""
     codec, options = CODECS[name]
-    own = {"whole_top_k": WholeTopK, "gathered_top_k": GatheredTopK}
+    own = {"whole_top_k, vectors": WholeTopK, "gathered_top_k, vectors": GatheredTopK}
     strategy = (
         AllReduce(codec=own[name](), encode_vectors=True)
         if name in own
-        else make_strategy("all_reduce", {"encode_vectors": True}, codec, options)
+        else make_strategy(
+            "all_reduce", {"encode_vectors": name.endswith("vectors")}, codec, options
+        )
     )
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=2e-3)
@@ -157,27 +178,95 @@ def reached(losses: list[float], target: float) -> int | None:
     return next((n for n in steps if statistics.fmean(losses[n - OVER : n]) <= target), None)
 
 
+def recipe() -> instep.Recipe:
+    """The same for whole runs, with windows of nine parts in ten of the text, and of the rest."""
+    data = text()
+    split = len(data) * 9 // 10
+
+    def windows(first: int, last: int, count: int) -> TensorDataset:
+        draw = torch.Generator().manual_seed(first + 1)
+        begins = first + torch.randint(last - first - LENGTH - 1, (count,), generator=draw)
+        rows = data[begins.unsqueeze(1) + torch.arange(LENGTH + 1)]
+        return TensorDataset(rows[:, :-1], rows[:, 1:])
+
+    return instep.Recipe(
+        model=Reader(int(data.max()) + 1),
+        loss=lambda out, target: nn.functional.cross_entropy(out.flatten(0, 1), target.flatten()),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3),
+        train=windows(0, split, LIMIT * WORKERS * BATCH),
+        validate=windows(split, len(data), 192),
+    )
+
+
+def validated(sync: dict[str, Any], seed: int, steps: int, every: int, target: float) -> Any:
+    """Of one run, the step and the loss of each validation."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = instep.train(
+            f"{Path(__file__).resolve()}:recipe",
+            workers=1,
+            runs=folder,
+            seed=seed,
+            quiet=True,
+            sync=sync,
+            stop={"target": target},
+            train={
+                "steps": steps,
+                "global_batch": WORKERS * BATCH,
+                "micro_batches": WORKERS,
+                "validate_every": every,
+                "threads": 1,
+            },
+        )
+        return [(e["step"], e["metrics"]["loss"]) for e in RunFolder(run.path).validations]
+
+
+def of_rounds(seed: int, names: list[str]) -> dict[str, tuple[float | None, float]]:
+    """Local steps of each case to the loss of `all_reduce` after `STEPS`, and that loss."""
+    if not names:
+        return {}
+    target = validated({}, seed, STEPS, STEPS, 0.0)[-1][1]
+    found = {}
+    for name in names:
+        sync = {"name": "diloco", "participants": WORKERS, **ROUNDS[name]}
+        curve = validated(sync, seed, LIMIT // LOCAL_STEPS, 1, target)
+        points = tuple((step * float(LOCAL_STEPS), loss) for step, loss in curve)
+        found[name] = Outcome(0, 0, 0, None, points).time_to(target), target
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", nargs="*", default=[name for name in CODECS if name != "none"])
+    parser.add_argument("--seeds", type=int, default=5)
+    every = [name for name in (*CODECS, *ROUNDS) if name != "none"]
+    parser.add_argument("--only", nargs="*", default=every, choices=every)
+    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     data = text()
-    found: dict[str, list[dict[str, object]]] = {name: [] for name in arguments.only}
-    targets = []
+    steps: dict[str, list[float | None]] = {name: [] for name in arguments.only}
+    plain: dict[str, list[float | None]] = {name: [] for name in arguments.only}
     for seed in range(arguments.seeds):
-        plain = losses_of("none", seed, data)
-        target = statistics.fmean(plain[-OVER:])
-        of_plain = reached(plain, target)
-        targets.append(round(target, 4))
+        whole = losses_of("none", seed, data)
+        target = statistics.fmean(whole[-OVER:])
+        of_plain = reached(whole, target)
         for name in arguments.only:
+            if name in ROUNDS:
+                continue
             losses = losses_of(name, seed, data, target)
-            steps, mean = reached(losses, target), statistics.fmean(losses[-OVER:])
-            times = steps and of_plain and round(steps / of_plain, 2)
-            found[name].append({"steps": steps, "times": times, "loss": round(mean, 4)})
-            print(json.dumps({"seed": seed, "codec": name, **found[name][-1]}), flush=True)
-    print(json.dumps({"targets": targets, "codecs": found}, indent=1))
+            steps[name].append(reached(losses, target))
+            plain[name].append(of_plain)
+        for name, (count, _) in of_rounds(seed, [n for n in ROUNDS if n in steps]).items():
+            steps[name].append(count)
+            plain[name].append(STEPS)
+        print(seed, {name: each[-1] for name, each in steps.items()}, flush=True)
+    results: list[dict[str, Any]] = []
+    for name, counts in steps.items():
+        ratio = ratio_of(counts, plain[name])
+        results.append({"name": name, "steps": counts, "plain": plain[name]})
+        results[-1] |= {"ratio": ratio and [round(each, 4) for each in ratio]}
+        print(f"{name:30} {ratio} times the steps, {counts}")
+    if arguments.json:
+        write(arguments.json, results)
 
 
 if __name__ == "__main__":

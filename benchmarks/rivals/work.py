@@ -5,8 +5,10 @@ so that no data loader stands between a rival and its next step.
 """
 
 import argparse
+import importlib
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,19 +18,29 @@ SEED = 7
 
 
 class Work:
-    """The MLP of `recipes/mlp.py`, equal in every process.
+    """The MLP of `recipes/mlp.py`, or another recipe there, equal in every process.
 
     Args:
         global_batch: a multiple of `workers`.
+        recipe: the name of its file.
+        seed: of the parameters and of the order.
+        arguments: of its function.
     """
 
-    def __init__(self, global_batch: int, workers: int, rank: int) -> None:
+    def __init__(
+        self,
+        global_batch: int,
+        workers: int,
+        rank: int,
+        recipe: str = "mlp",
+        seed: int = SEED,
+        **arguments: Any,
+    ) -> None:
         sys.path.append(str(BENCHMARKS / "recipes"))
-        from mlp import recipe
-
         torch.set_num_threads(1)
-        torch.manual_seed(SEED)
-        self.recipe = recipe()
+        torch.manual_seed(seed)
+        self._seed = seed
+        self.recipe = importlib.import_module(recipe).recipe(**arguments)
         self.model, self.loss = self.recipe.model, self.recipe.loss
         self._tensors = self.recipe.train.tensors
         self._global_batch, self._share, self._rank = global_batch, global_batch // workers, rank
@@ -37,7 +49,7 @@ class Work:
         """This worker's samples of a step, which counts from 1."""
         samples = len(self._tensors[0])
         first = (step - 1) * self._global_batch + self._rank * self._share
-        generator = torch.Generator().manual_seed(SEED + first // samples)
+        generator = torch.Generator().manual_seed(self._seed + first // samples)
         order = torch.randperm(samples, generator=generator)
         rows = order[torch.arange(first, first + self._share) % samples]
         return tuple(tensor[rows] for tensor in self._tensors)

@@ -54,7 +54,7 @@ def evaluate(
     arrived: Callable[[], None] = lambda: None,
     lockstep: bool = False,
     sizes: Sequence[int] = (),
-    as_participant: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
+    as_participant: Callable[[int], AbstractContextManager[None]] | None = None,
 ) -> Evaluation:
     """Mean loss and metrics over `samples` samples, in eval mode; every worker calls it.
 
@@ -102,7 +102,7 @@ def evaluate(
         for number, read in zip(own, reads, strict=True):
             skipped += read.skipped if tells else []
             if read.size:
-                with as_participant(whose[number]) if sizes else nullcontext():
+                with as_participant(whose[number]) if sizes and as_participant else nullcontext():
                     found = forward.measure(read.batch, read.size)
                 if tells and found is not None:
                     values, weight = found.values, found.weight

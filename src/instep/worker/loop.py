@@ -654,17 +654,13 @@ class Loop(ABC):
     def _finish_saving(self) -> None:
         """Write the model; where a replica is a mesh, each rank of the first lends its part."""
         comm = self.engine.comm
-        if self.engine.tables is not None:
-            with self.engine.reading():
-                if self._saver is not None:
-                    self._saver.finish(self.step, tables=self.engine.tables)
-        elif self._saver is not None:
-            with self.state.averaged():
-                self._saver.finish(self.step, comm)
-        elif self.job.mesh.ranks > 1:
-            lend_model(comm, self.member, self._model)
-        if self._saver is not None:
-            self._tell_saved(self._saver)
+        with self.engine.reading():
+            if self._saver is not None:
+                with self.state.averaged():
+                    self._saver.finish(self.step, comm, self.engine.tables)
+                self._tell_saved(self._saver)
+            elif self.job.mesh.ranks > 1:
+                lend_model(comm, self.member, self._model)
 
     @property
     def _finite(self) -> bool:

@@ -724,11 +724,7 @@ class Training(Loop):
                 arrived=self._waits,
                 lockstep=self._replica is not None,
                 sizes=self._own_data.validation_sizes if self._own_data is not None else (),
-                **(
-                    {"as_participant": self._rounds.as_participant}
-                    if self._rounds is not None
-                    else {}
-                ),
+                as_participant=self._rounds.as_participant if self._rounds else None,
             )
         left_out = found.skipped
         self._skips.report(left_out, dataset="validation", step=self.step, epoch=where.epoch)

@@ -45,7 +45,7 @@ def charts(runs: list[RunFolder]) -> list[dict[str, Any]]:
     for folder in runs:
         for event in folder.validations:
             names.update(dict.fromkeys(event.get("metrics") or {}))
-    found = list[dict[str, Any]]()
+    found: list[dict[str, Any]] = []
     for name in names:
         lines = []
         for number, folder in enumerate(runs):

@@ -1,0 +1,178 @@
+"""A rival on its way to a validation loss: what each of its workers runs.
+
+    python -m rivals.to_a_loss KIND --folder F --rank R --workers W --address A --work JSON
+
+`WAYS` has the kinds. Each makes what takes a step; all train the same model on the same batches,
+and worker 0 writes a line after each validation. Its clock, which begins with the first step,
+stands still while it validates.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from rivals.work import Work
+from torch import Tensor, nn
+
+Step = Callable[[Tensor, Tensor], Any]
+"""Forward, backward and update with a worker's part of a batch."""
+
+
+class Progress:
+    """The lines that the benchmark reads: seconds, samples and loss."""
+
+    def __init__(self, work: Work, file: Path) -> None:
+        self._work, self._file = work, file.open("w", buffering=1)
+        self._begin = time.perf_counter()
+        self._inputs, self._target = work.recipe.validate.tensors
+
+    @torch.no_grad()
+    def validate(self, samples: int) -> None:
+        stopped = time.perf_counter()
+        self._work.model.eval()
+        loss = float(self._work.loss(self._work.model(self._inputs), self._target))
+        self._work.model.train()
+        print(json.dumps([stopped - self._begin, samples, loss]), file=self._file)
+        self._begin += time.perf_counter() - stopped
+
+
+def plain(work: Work, optimizer: torch.optim.Optimizer, model: nn.Module) -> Step:
+    def step(inputs: Tensor, target: Tensor) -> None:
+        optimizer.zero_grad()
+        work.loss(model(inputs), target).backward()
+        optimizer.step()
+
+    return step
+
+
+def ddp(work: Work, args: argparse.Namespace) -> Step:
+    """DDP, and with `hook` one of its communication hooks."""
+    import torch.distributed as dist
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    meeting = f"file://{args.folder / 'meeting'}"
+    dist.init_process_group("gloo", meeting, rank=args.rank, world_size=args.workers)
+    given = {"bucket_cap_mb": 25, "gradient_as_bucket_view": True, "static_graph": True}
+    own = {name: value for name, value in args.options.items() if name in given}
+    model = nn.parallel.DistributedDataParallel(work.model, **{**given, **own})
+    if args.options.get("hook") == "fp16":
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    if args.options.get("hook") == "powersgd":
+        rank, start = args.options["rank"], args.options["start"]
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=rank, start_powerSGD_iter=start
+        )
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return plain(work, work.recipe.optimizer(model.parameters()), model)
+
+
+def torchft_diloco(work: Work, args: argparse.Namespace) -> Step:
+    """torchft's DiLoCo over gloo, with the outer optimizer of its own example."""
+    from torch._C._distributed_c10d import TCPStore
+    from torchft import Manager, ProcessGroupGloo
+    from torchft.local_sgd import DiLoCo
+
+    store = TCPStore(args.address, 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=60)), use_async_quorum=False,
+        load_state_dict=lambda state: None, state_dict=dict, min_replica_size=args.workers,
+        init_sync=False,
+        replica_id=f"group_{args.rank}", rank=0, world_size=1, hostname=args.address,
+        store_addr=args.address, store_port=store.port,
+        timeout=timedelta(seconds=60), quorum_timeout=timedelta(seconds=60),
+    )  # fmt: skip
+    inner = work.recipe.optimizer(work.model.parameters())
+    outer = torch.optim.SGD(
+        work.model.parameters(), lr=args.options["outer_lr"], momentum=0.9, nesterov=True
+    )
+    diloco = DiLoCo(
+        manager, [work.model], inner, outer, sync_every=args.options["local_steps"],
+        pin_memory=False, use_bucketization=True,
+    )  # fmt: skip
+    diloco.__enter__()
+    step = plain(work, inner, work.model)
+    step.keep = store, diloco  # type: ignore[attr-defined]
+    return step
+
+
+def hivemind(work: Work, args: argparse.Namespace) -> Step:
+    """hivemind's Optimizer, which averages gradients once the peers have a global batch."""
+    import hivemind as hm
+
+    first = args.folder / "peer"
+    peers = [] if args.rank == 0 else [wait_for(first)]
+    dht = hm.DHT(
+        initial_peers=peers, start=True, host_maddrs=[f"/ip4/{args.address}/tcp/0"],
+        use_ipfs=False, use_relay=False, use_auto_relay=False, ensure_bootstrap_success=False,
+    )  # fmt: skip
+    if args.rank == 0:
+        first.with_suffix(".new").write_text(str(dht.get_visible_maddrs()[0]))
+        first.with_suffix(".new").rename(first)
+    share = args.work["global_batch"] // args.workers
+    codec = {
+        "none": hm.NoCompression,
+        "int8": hm.Uniform8BitQuantization,
+        "fp16": hm.Float16Compression,
+    }[args.options.get("codec", "none")]
+    options = {"use_local_updates": True} if args.options.get("local") else {}
+    optimizer = hm.Optimizer(
+        dht=dht, run_id="race", batch_size_per_step=share,
+        target_batch_size=args.options["rounds_of"] * args.work["global_batch"],
+        optimizer=work.recipe.optimizer(work.model.parameters()),
+        grad_compression=codec(),
+        state_averaging_compression=codec(),
+        matchmaking_time=args.options.get("matchmaking_s", 1.0), averaging_timeout=60.0,
+        averager_opts={"min_group_size": args.workers, "target_group_size": args.workers},
+        **options,
+    )  # fmt: skip
+    return plain(work, optimizer, work.model)
+
+
+def wait_for(file: Path) -> str:
+    while not file.exists():
+        time.sleep(0.1)
+    return file.read_text()
+
+
+WAYS: dict[str, Callable[[Work, argparse.Namespace], Step]] = {
+    "ddp": ddp,
+    "torchft_diloco": torchft_diloco,
+    "hivemind": hivemind,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kind", choices=WAYS)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--workers", type=int, required=True)
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--work", type=json.loads, required=True, help="arguments of `Work`")
+    parser.add_argument("--options", type=json.loads, default={}, help="of the kind")
+    parser.add_argument("--every", type=int, required=True, help="steps between validations")
+    parser.add_argument("--steps", type=int, required=True)
+    args = parser.parse_args()
+    os.environ.setdefault("RUST_LOG", "error")
+    work = Work(workers=args.workers, rank=args.rank, **args.work)
+    step = WAYS[args.kind](work, args)
+    work.model.train()
+    progress = None
+    for number in range(1, args.steps + 1):
+        inputs, target = work.batch(number)
+        if progress is None and args.rank == 0:
+            progress = Progress(work, args.folder / "progress")
+        step(inputs, target)
+        if progress is not None and number % args.every == 0:
+            progress.validate(number * args.work["global_batch"])
+    wait_for(args.folder / "over")
+
+
+if __name__ == "__main__":
+    main()
