@@ -88,10 +88,11 @@ def of_all(outputs: Tensor, target: Tensor) -> Tensor:
 
 
 def recipe(model: str = "gpt", lr: float = 2e-3) -> instep.Recipe:
-    kind, loss, held_out = {
+    kinds: dict[str, tuple[type[Wide | Whole], Any, int]] = {
         "mlp": (Wide, of_last, HELD_OUT),
         "gpt": (Whole, of_all, HELD_OUT // 8),
-    }[model]
+    }
+    kind, loss, held_out = kinds[model]
     train, validate = windows(kind.length, held_out)
     return instep.Recipe(
         model=kind(),
