@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-fast test-slow test-timed test-long parity parity-table families families-table simulate check format bench chaos chaos-hosts clean
+.PHONY: help setup demo test test-fast test-slow test-timed test-long parity parity-table families families-table simulate dist site check format bench chaos chaos-hosts clean
 
 help:            ## say what can be made
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
@@ -31,7 +31,11 @@ test-fast: setup ## most of the tests, in about a minute on two cores; before ea
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not process and not slow and not timed and not long and not parity" \
 		$(SLOWER:%=--ignore=tests/unit/%.py) tests/unit tests/contract tests/test_*.py
 
-test-slow: setup ## what takes longer; its verdict does not depend on the machine's speed
+.venv/loggers: .venv/ready
+	$(BIN)/python -m pip install --quiet --editable ".[wandb,mlflow]"
+	touch $@
+
+test-slow: setup .venv/loggers ## what takes longer; its verdict does not depend on the machine's speed
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
 
 test-timed: setup ## what does depend on the machine's speed; on a quiet machine
@@ -55,6 +59,14 @@ families-table: setup ## the same, and the table of the documents is written
 simulate: setup  ## ten thousand stories of the control plane (two to five minutes on two cores)
 	$(BIN)/python tests/simulation/run.py --seeds 10000 --jobs 2
 
+dist: setup      ## a wheel and a source archive in dist, and CHANGELOG.md from changes
+	$(BIN)/python docs/make_changelog.py
+	rm -rf dist build
+	$(BIN)/python -m build --no-isolation --outdir dist .
+
+site: setup      ## the documents as a web site in build/site; needs the extra `docs`
+	$(BIN)/python docs/make_site.py build/site
+
 check: setup     ## format, lint, types, layers; changes nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -77,4 +89,4 @@ chaos-hosts: setup ## the digits on emulated hosts that are killed, stopped and 
 	$(BIN)/instep chaos examples/01_digits/job.toml --kills 40 --hangs 5 --partitions 20 --seed 3 --workers 5 --set train.determinism=bits --set checkpoint.every=50
 
 clean:           ## remove what make and the runs left
-	rm -rf .venv runs build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf .venv runs build dist CHANGELOG.md .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

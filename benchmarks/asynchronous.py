@@ -1,11 +1,14 @@
 """What do servers that wait for nobody gain where a worker is slow, and what do they lose?
 
-    python benchmarks/asynchronous.py slow [--steps 600] [--rounds 1] [--part 0.1] [--only NAME ...]
+    python benchmarks/asynchronous.py slow [--seconds 110] [--times 2] [--part 0.1] [--only NAME]
     python benchmarks/asynchronous.py loss [--epochs 6] [--seeds 3]
 
-`slow`: one of four workers is twice as slow for a tenth of the time (samples are slept, so two
-cores are enough; all_reduce deals evenly). For each strategy: the rate from its fifth step on,
-over that of the same run in which nobody is slow. The runs take turns.
+`slow`: one of four workers is twice as slow for a tenth of each period of 5 s, in every other
+period (samples are slept, so two cores are enough). For each strategy, in one run: the samples of a
+period in which it is slow, over the mean of the two around it in which nobody is. A last run of
+`bounded_stale` has no slow worker at all: what it shows is noise. If no time but its own is lost,
+the part that is kept is 1 - part * (1 - 1 / times) / workers; if all wait for it (`all_reduce`
+deals evenly here), 1 - part * (1 - 1 / times).
 
 `loss`: the last validation loss of four workers, over that of `all_reduce` with updates of the same
 size, for several seeds. A gradient is late by about three updates.
@@ -22,19 +25,26 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from turns import over
 
 import instep
 from instep.store.run_folder import RunFolder, step_ends
 
 RECIPES = Path(__file__).parent / "recipes"
+sys.path.append(str(RECIPES))
+from recipes.slow_now_and_then import PERIOD_S, is_slow  # noqa: E402
+
 WORKERS, PARTS, UNIT = 4, 8, 8
-FIRST = 5
-SLOW = {
-    "bounded_stale": {"name": "bounded_stale"},
-    "server_async": {"name": "server_async"},
-    "all_reduce": {"name": "all_reduce"},
+SAMPLE_S = 0.01
+SLOW: dict[str, tuple[dict[str, Any], bool]] = {
+    "bounded_stale": ({"name": "bounded_stale"}, True),
+    "server_async": ({"name": "server_async"}, True),
+    "all_reduce": ({"name": "all_reduce"}, True),
+    "nobody slow": ({"name": "bounded_stale"}, False),
 }
+"""By name, what is trained, and whether a worker is slow."""
 LATE: dict[str, dict[str, Any]] = {
     "server_async": {"name": "server_async"},
     "compensated": {"name": "server_async", "options": {"compensation": 0.04}},
@@ -42,49 +52,79 @@ LATE: dict[str, dict[str, Any]] = {
 }
 
 
-def rate(run: RunFolder) -> float:
-    """Steps per second, from the end of step `FIRST` on."""
-    steps = run.steps
-    ends = [float(step_ends(steps[steps["step"] == n]).max()) for n in (FIRST, run.last_step)]
-    return (run.last_step - FIRST) / (ends[1] - ends[0])
+def kept(run: RunFolder, who: set[int]) -> list[float]:
+    """Of each period in which somebody may be slow, what it has of the samples of those around it.
+
+    Args:
+        run: it has ended.
+        who: the workers whose samples are counted.
+    """
+    rows = run.steps
+    ends, last = step_ends(rows), int(rows["step"].max())
+    over_at = np.array([ends[rows["step"] == step].max() for step in range(1, last + 1)])
+    count = np.isin(rows["worker"], list(who)) * rows["samples"]
+    samples = np.bincount(rows["step"], count, last + 1)[1:]
+    order = np.argsort(over_at)
+    moments, done = over_at[order], np.cumsum(samples[order])
+    first = (moments[0] // PERIOD_S + 2) * PERIOD_S
+    first += 0.0 if not is_slow(first) else PERIOD_S  # begins with one in which nobody is slow
+    edges = np.arange(first, moments[-1], PERIOD_S)
+    each = np.diff(np.interp(edges, moments, done)).tolist()
+    return over(each[1::2], each[0::2])
+
+
+def interval(ratios: list[float]) -> dict[str, Any]:
+    """Their mean, and where it lies with 95 % (normal)."""
+    mean, spread = statistics.fmean(ratios), statistics.stdev(ratios)
+    off = 1.96 * spread / len(ratios) ** 0.5
+    figures = {"mean": mean, "low": mean - off, "high": mean + off}
+    return {**{name: round(value, 4) for name, value in figures.items()}, "periods": len(ratios)}
 
 
 def slow(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """How much of its rate each strategy keeps."""
-    kept: dict[str, list[float]] = {name: [] for name in args.only}
-    for number in range(args.rounds):
-        for name, sync in SLOW.items():
-            if name not in args.only:
-                continue
-            rates = []
-            for times in (2.0, 1.0):
-                mark = folder / f"mark-{number}-{name}-{times}"
-                done = instep.train(
-                    f"{RECIPES / 'slow_now_and_then.py'}:recipe",
-                    name=mark.name,
-                    runs=folder,
-                    workers=WORKERS,
-                    seed=7,
-                    quiet=True,
-                    sync=sync,
-                    arguments={
-                        "mark": str(mark),
-                        "sample_s": 0.004,
-                        "times": times,
-                        "part": args.part,
-                    },
-                    train={
-                        "steps": args.steps,
-                        "global_batch": PARTS * UNIT,
-                        "micro_batches": PARTS,
-                        "threads": 1,
-                        "deal": "even",
-                    },
-                )
-                rates.append(rate(RunFolder(done.path)))
-            kept[name].append(round(rates[0] / rates[1], 3))
-            print(name, kept[name], [round(each, 2) for each in rates], file=sys.stderr)
-    return {"workers": WORKERS, "steps": args.steps, "part": args.part, "rate_kept": kept}
+    """How much of its rate each strategy keeps, and the workers that are not slow."""
+    found = dict[str, Any]()
+    for name in args.only:
+        sync, one = SLOW[name]
+        mark = folder / f"marked-{len(found)}"
+        done = instep.train(
+            f"{RECIPES / 'slow_now_and_then.py'}:recipe",
+            name=f"run-{len(found)}",
+            runs=folder,
+            workers=WORKERS,
+            seed=7,
+            quiet=True,
+            sync=sync,
+            arguments={
+                "mark": str(mark),
+                "sample_s": SAMPLE_S,
+                "times": args.times if one else 1.0,
+                "part": args.part,
+            },
+            train={
+                "steps": int(args.seconds * WORKERS / (PARTS * UNIT * SAMPLE_S)),
+                "global_batch": PARTS * UNIT,
+                "micro_batches": PARTS,
+                "threads": 1,
+                "deal": "even",
+            },
+        )
+        run = RunFolder(done.path)
+        marked = next(
+            int(event["worker"])
+            for event in run.named("worker_joined")
+            if event["pid"] == int(mark.read_text())
+        )
+        everyone = set(range(WORKERS))
+        found[name] = {
+            "kept": interval(kept(run, everyone)),
+            "kept_by_others": interval(kept(run, everyone - {marked})),
+            "all": [round(ratio, 3) for ratio in kept(run, everyone)],
+        }
+        print(name, found[name], file=sys.stderr)
+    lost = args.part * (1 - 1 / args.times)
+    theory = {"nobody_waits": 1 - lost / WORKERS, "all_wait": 1 - lost}
+    return {"workers": WORKERS, "part": args.part, "times": args.times, **theory, **found}
 
 
 def loss(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -121,8 +161,8 @@ def loss(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["slow", "loss"])
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=110.0, help="of each run")
+    parser.add_argument("--times", type=float, default=2.0, help="as slow")
     parser.add_argument("--part", type=float, default=0.1)
     parser.add_argument("--only", nargs="+", choices=list(SLOW), default=list(SLOW))
     parser.add_argument("--epochs", type=int, default=6)

@@ -42,6 +42,7 @@ from instep.client.running import FILE
 from instep.events import STEPS
 from instep.lab.netlab import OUTSIDE, Network
 from instep.system.addresses import address_towards
+from instep.system.processes import FORWARDER
 
 RECIPES = Path(__file__).parent / "recipes"
 WARM_UP = 5
@@ -99,7 +100,7 @@ class Run:
         total = 0.0
         for process in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if "instep.comm.forwarder" in process.cmdline():
+                if process.name() == FORWARDER or "instep.comm.forwarder" in process.cmdline():
                     times = process.cpu_times()
                     total += times.user + times.system
         return total

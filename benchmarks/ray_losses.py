@@ -5,9 +5,10 @@
 
 A real Ray cluster on this machine: a head without cores, and three nodes of one core, each with
 one host and one worker of a run that is "to the bit". In an order drawn by chance raylets and
-actors get SIGKILL, and nodes are drained, as a cloud announces that it takes one away. After a
-raylet or a node is gone, another node is added. The next comes when three hosts have a worker
-each again. Told are:
+actors get SIGKILL, and nodes are drained, as a cloud announces that it takes one away. Once
+the run has gone on, another node is added in the place of one that is gone: not before, as it would
+have cores of its own, and its start takes both of these for seconds. The next comes when three
+hosts have a worker each again. Told are:
 
 - from the kill to the end of the next step that three workers committed; the same for workers
   that are killed in a run of three on this machine alone (half of them before, half after);
@@ -126,6 +127,10 @@ class OnRay(UnderInstep):
             return False
         return formed[-1]["time"] > last and recovery(self.steps(500), last, WORKERS) is not None
 
+    def goes_on(self, since: float) -> bool:
+        """Whether all workers have taken a step together since then."""
+        return recovery(self.steps(500), since, WORKERS) is not None
+
     def fork_server(self, host: int) -> psutil.Process:
         of_host = [e for e in self.events("host_joined") if e["host"] == host]
         return psutil.Process(of_host[-1]["pid"])
@@ -170,6 +175,7 @@ def disturb_on_ray(run: OnRay, nodes: Nodes, kinds: list[str], draw: random.Rand
             nodes.drain(raylet.pid)
             run.until(partial(is_drained, run, given_back), "drained")
         done.append((kind, moment))
+        run.until(partial(run.goes_on, moment), f"going on after a {kind}")
         if kind != "actor":
             nodes.replace(raylet.pid)
         run.until(partial(run.whole, moment), f"whole again after a {kind}")

@@ -1,13 +1,15 @@
 """How fast is a step with parameter servers, beside an all-reduce, and how full are the links?
 
     python benchmarks/servers.py [--rate 100mbit] [--megabytes 32] [--servers 4] [--rounds 3]
+        [--backward-s 0] [--only NAME ...]
 
 One process in each of a few emulated hosts (needs root): four workers and their servers. Gradients
-are there at once, so a step is nothing but exchange and update (SGD with momentum). All contenders
-are in the same processes and take turns. `goodput` is what a server receives in a step, the
-gradients of its part from all workers, over what its link carries meanwhile; it sends as much. The
-limit is 0.956. Bytes are those that a host's interface has sent or received, without headers (66
-bytes a packet), over those of theory: a worker sends its gradient and receives the parameters.
+are there at once, so a step is exchange and update (SGD with momentum) and nothing else; or they
+come evenly within `--backward-s` (slept), the last parameters' first. All contenders are in the
+same processes and take turns. `goodput` is what a server receives in a step, the gradients of its
+part from all workers, over what its link carries meanwhile; it sends as much. The limit is 0.956.
+Bytes are those that a host's interface has sent or received, without headers (66 bytes a packet),
+over those of theory: a worker sends its gradient and receives the parameters.
 """
 
 import argparse
@@ -57,6 +59,11 @@ def cases(servers: int) -> dict[str, Case]:
     }
 
 
+def chosen(args: argparse.Namespace) -> dict[str, Case]:
+    every = cases(args.servers)
+    return {name: every[name] for name in every if not args.only or name in args.only}
+
+
 def traffic() -> tuple[int, int]:
     """Bytes that this host has received and sent, without headers."""
     for line in Path("/proc/net/dev").read_text().splitlines():
@@ -70,8 +77,10 @@ def traffic() -> tuple[int, int]:
 class Contender:
     """One rank of a strategy, on gradients of its own."""
 
-    def __init__(self, case: Case, comm: TorchComm, megabytes: int) -> None:
-        self.comm, self.number = comm, 0
+    def __init__(
+        self, case: Case, comm: TorchComm, megabytes: int, backward_s: float = 0.0
+    ) -> None:
+        self.comm, self.number, self.pause_s = comm, 0, backward_s / megabytes
         shapes = [(1 << 18,)] * megabytes  # a megabyte each
         self.parameters = [nn.Parameter(torch.ones(shape)) for shape in shapes]
         drawn = torch.Generator().manual_seed(comm.rank)
@@ -98,6 +107,7 @@ class Contender:
         if self.comm.rank < WORKERS:
             self.strategy.begin_pass(1 / WORKERS, last=True)
             for slot in reversed(range(len(self.gradients))):
+                time.sleep(self.pause_s)
                 self.strategy.gradient(slot, self.gradients[slot])
         assert self.strategy.exchange(torch.zeros(8, dtype=torch.float64)) is not None
         self.strategy.prepare(self.number, 1.0)
@@ -110,16 +120,17 @@ def rank(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     everyone = group("all", args, WORKERS + args.servers)
     contenders, found = dict[str, Contender](), dict[str, dict[str, list[float]]]()
-    for name, case in cases(args.servers).items():
+    for name, case in chosen(args).items():
         if args.rank < WORKERS + case.servers:
-            contenders[name] = Contender(case, group(name, args, WORKERS + case.servers), args.mb)
+            comm = group(name, args, WORKERS + case.servers)
+            contenders[name] = Contender(case, comm, args.mb, args.backward_s)
             found[name] = {"seconds": [], "received": [], "sent": []}
         for _ in range(2):  # the first step is always one without a guess
             if name in contenders:
                 contenders[name].step()
         everyone.all_reduce(torch.ones(1)).wait()
     for _ in range(args.rounds):
-        for name in cases(args.servers):
+        for name in chosen(args):
             everyone.all_reduce(torch.ones(1)).wait()
             before, since = traffic(), time.perf_counter()
             if name in contenders:
@@ -148,6 +159,8 @@ def main() -> None:
     parser.add_argument("--megabytes", dest="mb", type=int, default=32, help="of parameters")
     parser.add_argument("--servers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--backward-s", type=float, default=0.0, help="in which gradients come")
+    parser.add_argument("--only", nargs="+", default=[], help="beside all-reduce")
     parser.add_argument("--out", type=Path)
     for hidden in ("--rank", "--address", "--folder"):
         kind: Any = {"--rank": int, "--folder": Path}.get(hidden, str)
@@ -156,10 +169,15 @@ def main() -> None:
     if args.rank is not None:
         rank(args)
         return
+    known = [*cases(args.servers)]
+    if unknown := [name for name in args.only if name not in known]:
+        parser.error(f"no contender is called {unknown[0]!r}. Known: {', '.join(known)}.")
+    args.only = [known[0], *args.only] if args.only else known
     hosts = WORKERS + args.servers
     with tempfile.TemporaryDirectory() as folder, Network(hosts, rate=args.rate) as network:
         settings = [f"--servers={args.servers}", f"--rounds={args.rounds}"]
-        settings.append(f"--megabytes={args.mb}")
+        settings += [f"--megabytes={args.mb}", f"--backward-s={args.backward_s}"]
+        settings += ["--only", *args.only]
         programs = [
             network.run(
                 host,
@@ -176,12 +194,13 @@ def main() -> None:
         found = [json.loads(Path(folder, f"rank{n}").read_text()) for n in range(hosts)]
     show(found, args)
     if args.out:
-        write(args.out, [{"rate": args.rate, "rank": n, **each} for n, each in enumerate(found)])
+        how = {"rate": args.rate, "megabytes": args.mb, "backward_s": args.backward_s}
+        write(args.out, [{**how, "rank": n, **each} for n, each in enumerate(found)])
 
 
 def show(found: list[dict[str, Any]], args: argparse.Namespace) -> None:
     size, rivals = args.mb << 20, found[0]["all-reduce"]["seconds"]
-    for name, case in cases(args.servers).items():
+    for name, case in chosen(args).items():
         seconds = found[0][name]["seconds"]
         speeds = [rival / own for rival, own in zip(rivals, seconds, strict=True)]
         line = f"{name:22} {statistics.median(seconds):6.2f} s a step, "

@@ -23,7 +23,15 @@ FIELDS = [name for record in (LEDGER, STEPS) for name in record.names or ()]
 
 def test_the_public_names_are_these_and_can_be_imported():
     names = ["InstepError", "JobSpec", "Recipe", "RowwiseAdagrad", "Run", "Session", "Turn"]
-    names += ["WeightedLoss", "join", "load_model", "resume", "train"]
+    names += [
+        "Callback",
+        "CallbackContext",
+        "WeightedLoss",
+        "join",
+        "load_model",
+        "resume",
+        "train",
+    ]
     assert sorted(instep.__all__) == sorted(names)
     for name in names:
         assert getattr(instep, name).__name__ == name

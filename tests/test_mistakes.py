@@ -223,7 +223,12 @@ IN_A_JOB_FILE = [
         ["check.corruption = true with train.determinism = 'order'", "determinism to 'bits'"],
     ),
     Job('[check]\ncorruption = "yes"', ['check.corruption = "yes": needs to be true or false']),
-    Job('[report]\ntensorboard = "yes"', ["report.tensorboard", "needs to be true or false"]),
+    Job('[report]\ngradient_norm = "yes"', ["report.gradient_norm", "needs to be true or false"]),
+    Job(
+        "[report]\ntensorboard = true",
+        ["report.tensorboard is now called report.loggers", "loggers = ['tensorboard']"],
+    ),
+    Job('[report]\nloggers = ["wandbb"]', ["no logger is called 'wandbb'", "'wandb'"]),
     Job(
         '[sync]\nname = "allreduce"',
         ["no sync strategy is called 'allreduce'", "Did you mean 'all_reduce'?"],
@@ -470,9 +475,20 @@ IN_A_RECIPE = {
         {"optimizer": "type('Sam', (torch.optim.SGD,), {'step': lambda self, closure: 0})"},
         ["Sam.step() wants 'closure'", "evaluates the loss itself cannot be used", "give that"],
     ),
-    "a scheduler that wants a metric": Part(
+    "a plateau without a validation": Part(
         {"scheduler": "lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o)"},
-        ["ReduceLROnPlateau.step() wants 'metrics'", "CosineAnnealingLR", "stop.patience"],
+        [
+            "ReduceLROnPlateau, which takes its step with the validation loss",
+            "Give Recipe(validate",
+        ],
+    ),
+    "a plateau of something that rises": Part(
+        {"scheduler": "lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, mode='max')"},
+        ["ReduceLROnPlateau with mode = 'max'", "Leave mode out"],
+    ),
+    "a scheduler that wants something": Part(
+        {"scheduler": "lambda o: type('Own', (), {'step': lambda self, loss: 0})()"},
+        ["Own.step() wants 'loss'", "CosineAnnealingLR"],
     ),
     "a scheduler without a step": Part(
         {"scheduler": "lambda o: 0.1"}, ["Recipe.scheduler() returned a float, which has no step"]

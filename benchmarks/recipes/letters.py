@@ -5,6 +5,7 @@ that a run's loss does not depend on how long the run is.
 """
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +89,11 @@ def of_all(outputs: Tensor, target: Tensor) -> Tensor:
 
 
 def recipe(model: str = "gpt", lr: float = 2e-3) -> instep.Recipe:
-    kinds: dict[str, tuple[type[Wide | Whole], Any, int]] = {
+    models: dict[str, tuple[type[Wide] | type[Whole], Callable[..., Tensor], int]] = {
         "mlp": (Wide, of_last, HELD_OUT),
         "gpt": (Whole, of_all, HELD_OUT // 8),
     }
-    kind, loss, held_out = kinds[model]
+    kind, loss, held_out = models[model]
     train, validate = windows(kind.length, held_out)
     return instep.Recipe(
         model=kind(),

@@ -1,6 +1,7 @@
 """A small perceptron whose samples take time, and on one worker more of it now and then.
 
-The time is slept, not computed: four workers on two cores would slow each other.
+The time is slept, not computed: four workers on two cores would slow each other. In every other
+period nobody is slow, so that one run has what it is compared with.
 """
 
 import time
@@ -14,10 +15,16 @@ from torch.utils.data import TensorDataset
 import instep
 
 PERIOD_S = 5.0
+"""Of Unix time."""
+
+
+def is_slow(moment: float) -> bool:
+    """Whether somebody may be slow in the period of a moment."""
+    return moment // PERIOD_S % 2 == 0
 
 
 class Slow(nn.Module):
-    """Sleeps for each sample that it is trained on, and longer in a part of each period."""
+    """Sleeps for each sample that it is trained on, and longer in a part of every other period."""
 
     def __init__(self, sample_s: float, times: float, part: float) -> None:
         super().__init__()
@@ -25,7 +32,8 @@ class Slow(nn.Module):
         self.sample_s, self.times, self.part = sample_s, times, part
 
     def forward(self, inputs: Tensor) -> Tensor:
-        slow = time.time() % PERIOD_S < self.part * PERIOD_S
+        now = time.time()
+        slow = is_slow(now) and now % PERIOD_S < self.part * PERIOD_S
         time.sleep(self.sample_s * len(inputs) * (self.times if slow else 1.0))
         result: Tensor = self.layers(inputs)
         return result

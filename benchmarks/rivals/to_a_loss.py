@@ -119,7 +119,7 @@ def hivemind(work: Work, args: argparse.Namespace) -> Step:
         "none": hm.NoCompression,
         "int8": hm.Uniform8BitQuantization,
         "fp16": hm.Float16Compression,
-    }[args.options["codec"]]
+    }[args.options.get("codec", "none")]
     options = {"use_local_updates": True} if args.options.get("local") else {}
     optimizer = hm.Optimizer(
         dht=dht, run_id="race", batch_size_per_step=share,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from instep.client.session import Session, join
     from instep.client.submit import Run, resume, train
     from instep.errors import InstepError
+    from instep.recipe.callbacks import Callback, CallbackContext
     from instep.recipe.recipe import Recipe, Turn
     from instep.recipe.rowwise_adagrad import RowwiseAdagrad
     from instep.recipe.weights import WeightedLoss
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 __version__ = INSTEP
 
 _HOME = {
+    "Callback": "instep.recipe.callbacks",
+    "CallbackContext": "instep.recipe.callbacks",
     "InstepError": "instep.errors",
     "JobSpec": "instep.spec",
     "Recipe": "instep.recipe.recipe",
@@ -39,6 +42,8 @@ _HOME = {
 }
 
 __all__ = [
+    "Callback",
+    "CallbackContext",
     "InstepError",
     "JobSpec",
     "Recipe",

@@ -172,6 +172,8 @@ EVENTS = {
     "participants_apart": "step, distance, way, divergence",
     "epoch_finished": "epoch, step, loss, samples",
     "validated": "step, epoch, metrics (name to value), samples, skipped, seconds, scheduled",
+    "logged": "step, values (name to value, of callbacks; or learning rates that the step used, "
+    "where they have changed; null if a value is not finite)",
     "participants_validated": "step, metrics (name to the value of each participant; null for one "
     "without samples)",
     "mesh_checked": "tensors (gradients that were compared with those of one process), distance "
@@ -209,6 +211,7 @@ _NEEDED = {
     "participants_apart": ("step",),
     "epoch_finished": ("epoch", "step", "loss", "samples"),
     "validated": ("step", "metrics"),
+    "logged": ("step", "values"),
     "participants_validated": ("step", "metrics"),
     "checkpoint_saved": ("step",),
     "model_saved": ("step", "parameters_sha256"),
@@ -243,7 +246,7 @@ _KINDS = _COUNTS | {
     **dict.fromkeys(["outcome", "rule", "why", "dataset", "parameters_sha256"], _TEXT),
     **dict.fromkeys(["verdict", "text", "cause", "reason", "started_by"], _TEXT),
     **dict.fromkeys(["suspects", "sizes", "contents", "differed", "members"], _LIST),
-    **dict.fromkeys(["metrics", "phases", "versions", "job"], _TABLE),
+    **dict.fromkeys(["metrics", "values", "phases", "versions", "job"], _TABLE),
 }
 """Type of a field in every known event that has it; None means unknown."""
 

@@ -74,6 +74,10 @@ class TrainSpec(Section, frozen=True, kw_only=True):
     max_grad_norm: Annotated[float, Meta(gt=0)] | None = None
     """Clip the gradient to this global norm."""
 
+    ema: Annotated[float, Meta(gt=0, lt=1)] | None = None
+    """Keep a moving average of the parameters with this decay, such as 0.999, moved at each step.
+    The run validates with it, and saves it as `model.safetensors`; checkpoints have both."""
+
     validate_every: Natural = 0
     """Steps between validations; 0: validate at the end of every epoch."""
 
@@ -747,8 +751,13 @@ class ReportSpec(Section, frozen=True, kw_only=True):
     trace_steps: Natural = 2000
     """Steps of each worker to draw in `trace.json`: half from the start, half from the end."""
 
-    tensorboard: bool = False
-    """Also write TensorBoard event files (needs the extra: pip install 'instep[tensorboard]')."""
+    loggers: tuple[str, ...] = ()
+    """Where the curves go too: `csv`, `tensorboard`, `wandb`, `mlflow`. All but `csv` need an
+    extra, as in `pip install 'instep[wandb]'`. A process of its own feeds them."""
+
+    gradient_norm: bool = False
+    """Whether to compute the norm of the gradient in every step, for the curve. It is there anyway
+    with `train.max_grad_norm`, or `stop.gradient_norm`."""
 
 
 class CheckSpec(Section, frozen=True, kw_only=True):
@@ -842,6 +851,11 @@ class JobSpec(Section, frozen=True, kw_only=True):
         """Whether participants keep the states of their optimizers from round to round."""
         rounds = self.sync.rounds
         return rounds is not None and rounds.local_optimizers == "kept"
+
+    @property
+    def measures_norm(self) -> bool:
+        """Whether the norm of the gradient is wanted even where nothing clips it."""
+        return self.stop.by_norm or self.report.gradient_norm
 
     @property
     def own_data(self) -> str:

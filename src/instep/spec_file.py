@@ -87,6 +87,7 @@ _RENAMED = {
     "checkpoint.every_steps": "checkpoint.every. Set it to a number of steps, a time such as '5m', "
     "or 'never' (formerly 0).",
     "launch.name": "launch.on. The meaning is the same.",
+    "report.tensorboard": "report.loggers. Write loggers = ['tensorboard'].",
     "sync.local_steps": "sync.options.local_steps. The meaning is the same.",
     "sync.local_optimizers": "sync.options.local_optimizers. The meaning is the same.",
 }
@@ -328,7 +329,7 @@ def _meant_key(given: str, path: list[str]) -> str:
             f"arguments.{given}, under [arguments] or with --set arguments.{given}=..."
         )
     known = _ELSEWHERE.get(given)
-    every = [key for key in _every_key() if key.rpartition(".")[2] == given]
+    every = [key for key in every_key() if key.rpartition(".")[2] == given]
     homes = [known] if known else [given] if given in every else every
     if len(homes) != 1:
         return near_miss(given, _keys(path))
@@ -345,14 +346,15 @@ def keys_by_name() -> dict[str, str]:
 
     The key's own name if only one section has it, its full name, and other programs' names.
     """
-    every = _every_key()
+    every = every_key()
     last = [key.rpartition(".")[2] for key in every]
     alone = {name: key for name, key in zip(last, every, strict=True) if last.count(name) == 1}
     of_the_optimizer = {name: f"arguments.{name}" for name in _OF_THE_OPTIMIZER}
     return {**of_the_optimizer, **alone, **_ELSEWHERE, **{key: key for key in every}}
 
 
-def _every_key() -> list[str]:
+def every_key() -> list[str]:
+    """The keys of a job file, with their sections."""
     sections = [[], *([name] for name in _keys([]) if _section_at([name]) is not None)]
     return [".".join([*path, key]) for path in sections for key in _keys(path)]
 

@@ -170,3 +170,8 @@ def plural(count: int, noun: str) -> str:
 def command(name: str, run: Path, *more: str) -> str:
     """`instep resume runs/digits`, fit to be pasted into a shell."""
     return " ".join(["instep", name, shlex.quote(str(run)), *more])
+
+
+def next_lines(commands: Iterable[str]) -> list[str]:
+    """What one can do next, a command in each line."""
+    return [f"{'' if number else 'next':8}{text}" for number, text in enumerate(commands)]

@@ -1,5 +1,6 @@
 """Every codec keeps the promises of `comm/codecs/base.py`; so does the one that the guide shows."""
 
+import math
 import re
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def codec_called(name, **options):
         return CODECS[name.removesuffix(AT_RANDOM)](rounding="random", **options)
     if name != SHOWN:
         return CODECS[name](**options)
-    (code,) = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text("utf-8"), re.M | re.S)
+    code, _ = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text("utf-8"), re.M | re.S)
     shown = {}
     exec(compile(code, GUIDE.name, "exec"), shown)
     return shown["Float8"]()
@@ -92,6 +93,37 @@ def test_what_is_decoded_and_what_is_left_make_up_the_values(codec, kind):
         assert codec.unbiased or left.double().norm() <= values.double().norm()
 
 
+def test_zeros_are_decoded_to_zeros_and_leave_nothing(codec):
+    for count in COUNTS:
+        left = torch.ones(count)
+        got = decoded(codec, encoded(codec, torch.zeros(count), left=left), count)
+        assert not got.any()
+        assert not left.any()
+
+
+def contraction(name, values):
+    """What may be left of normal values at most, as a share of their square: 1 - delta."""
+    if name in ("sign", "top_k"):  # of each chunk, the mean magnitude, or the largest values
+        chunk = 1024 if name == "sign" else CUT
+        kept = 0.0
+        for part in values.double().split(chunk):
+            size = part.abs()
+            largest = size.topk(math.ceil(0.01 * len(part))).values
+            kept += float(size.sum() ** 2 / len(part) if name == "sign" else largest.square().sum())
+        return 1 - 0.99 * kept / float(values.double().square().sum())
+    return {"bfloat16": 2.0**-16, "float16": 2.0**-22, "int8": 1e-3, "int4": 0.03}[name]
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "int8", "int4", "sign", "top_k"])
+def test_a_codec_with_error_feedback_leaves_less_than_there_was(name):
+    """Contraction: then error feedback converges (Karimireddy et al. 2019)."""
+    for count in COUNTS[1:]:
+        values, left = normal(count), torch.empty(count)
+        encoded(codec_called(name), values, left=left)
+        most = contraction(name, values) * float(values.double().square().sum())
+        assert float(left.double().square().sum()) <= most * (1 + 1e-5) + 1e-12
+
+
 def test_without_room_for_what_is_left_the_payload_is_the_same(codec):
     for count in COUNTS:
         values = normal(count)
@@ -134,11 +166,15 @@ def test_a_payload_is_added_with_its_weight(codec, weight):
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("at", [0, 300, 999])
-def test_what_is_not_finite_is_never_decoded_to_a_number_nor_left_for_the_next_step(codec, bad, at):
-    values, left = normal(1000), torch.empty(1000)
+@pytest.mark.parametrize(
+    ("count", "at"), [(1, 0), (2, 1), (257, 256), (1000, 300), (1000, 999), (4097, 4096)]
+)
+def test_what_is_not_finite_is_never_decoded_to_a_number_nor_left_for_the_next_step(
+    codec, bad, count, at
+):
+    values, left = normal(count), torch.empty(count)
     values[at] = bad
-    got = decoded(codec, encoded(codec, values, left=left), 1000)
+    got = decoded(codec, encoded(codec, values, left=left), count)
     assert not got[at].isfinite()
     assert left.isfinite().all()
     sound = got.isfinite()
@@ -318,11 +354,23 @@ def test_compiled_loops_do_what_torchs_operations_do(name, block, kind):
             torch.testing.assert_close(total, wanted.flatten(), equal_nan=True, rtol=3e-7, atol=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_compiled_bfloat16_is_that_of_torch(kind):
-    codec = CODECS["bfloat16"]()
+def of_float16(count):
+    """Each float16 there is, and what lies between two: in the middle, and beside that."""
+    every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.float16).float()
+    every = every[every.isfinite()].sort().values
+    middle = (every[1:] + every[:-1]) / 2
+    beside = [middle.nextafter(torch.tensor(far)) for far in (-torch.inf, torch.inf)]
+    edge = torch.tensor([65519.996, 65520.0, 65535.0, -65520.0, 65536.0, 2.0**-25, -(2.0**-25)])
+    return torch.cat([edge, *beside, middle, every])[:count].contiguous()
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", [*KINDS, "in the range of float16"])
+def test_compiled_16_bit_numbers_are_those_of_torch(name, kind):
+    codec = CODECS[name]()
     for count in COUNTS:
-        values, left, rest = KINDS[kind](count), torch.empty(count), torch.empty(count)
+        kinds = {**KINDS, "in the range of float16": of_float16}
+        values, left, rest = kinds[kind](count), torch.empty(count), torch.empty(count)
         values[7::1001] = torch.nan
         values[8::1001] = -torch.inf
         payload, wanted = (
@@ -331,7 +379,7 @@ def test_compiled_bfloat16_is_that_of_torch(kind):
         )
         Short.encode(codec, values, wanted, key=1, left=rest)
         assert bits(left) == bits(rest)
-        short, wanted = payload.view(torch.bfloat16), wanted.view(torch.bfloat16)
+        short, wanted = payload.view(codec.dtype), wanted.view(codec.dtype)
         torch.testing.assert_close(short, wanted, rtol=0, atol=0, equal_nan=True)
         totals = torch.ones(count), torch.ones(count)
         codec.add_into(totals[0], payload, 0.3)

@@ -1,14 +1,23 @@
 """A Ray cluster of several nodes of this machine, and what a run has on it."""
 
 import contextlib
+import os
+import shlex
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from started import SOON_S, Start, Started, newest_pids
+from started import SOON_S, TIMEOUT_S, Start, Started, newest_pids
 
+from instep.lab.netlab import OUTSIDE, Network
+
+RAY = Path(sys.executable).with_name("ray")
 STORE_BYTES = 80 << 20
 KEYS = ("train.steps=400", 'train.determinism="bits"')
 ON_RAY = ('launch.on="ray"',)
@@ -105,3 +114,52 @@ def drain(cluster: Any, raylet: int) -> None:
     client = GcsClient(address=cluster.address)
     accepted, why = client.drain_node(node.node_id, reason, "a test", deadline_ms)
     assert accepted, why
+
+
+@contextlib.contextmanager
+def nodes_on(network: Network) -> Iterator[str]:
+    """A Ray cluster whose head is this machine, with a node of two cores on each emulated host.
+
+    Each has a folder of its own for Ray, which looks there for the address of its node.
+
+    Yields:
+        Its address.
+    """
+    head, folder = network.address(OUTSIDE), Path(os.environ["RAY_TMPDIR"])
+    with socket.create_server((head, 0)) as free:
+        port = free.getsockname()[1]
+    own = ["--head", f"--port={port}", "--num-cpus=0", "--include-dashboard=false"]
+    programs = [_node(network, OUTSIDE, *own)]
+    try:
+        _until_accepts(head, port)
+        for host in network.hosts:
+            (mine := folder / host).mkdir()
+            mount = shlex.join(["mount", "--bind", str(mine), str(folder)])
+            enter = ("unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh")
+            there = (f"--address={head}:{port}", "--num-cpus=2")
+            programs.append(_node(network, host, *there, enter=enter))
+        yield f"{head}:{port}"
+    finally:
+        for program in programs:
+            for process in [*psutil.Process(program.pid).children(recursive=True), program]:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            program.wait()
+
+
+def _node(
+    network: Network, host: str, *words: str, enter: tuple[str, ...] = ()
+) -> subprocess.Popen[Any]:
+    more = (f"--node-ip-address={network.address(host)}", f"--object-store-memory={STORE_BYTES}")
+    command = [*enter, str(RAY), "start", *words, *more, "--disable-usage-stats", "--block"]
+    return network.run(host, command, stdout=subprocess.DEVNULL)
+
+
+def _until_accepts(host: str, port: int) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            socket.create_connection((host, port), 1.0).close()
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"no Ray at {host}:{port}")

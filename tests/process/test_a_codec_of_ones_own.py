@@ -1,4 +1,4 @@
-"""The codec of the guide, in a file beside the recipe's, trains a run and survives a kill."""
+"""What the guide shows, in a file beside the recipe's, trains a run and survives a kill."""
 
 import os
 import re
@@ -6,18 +6,20 @@ import signal
 from pathlib import Path
 
 import pytest
-from started import RECIPES, Start
+from started import RECIPES, Start, slow
 
 pytestmark = pytest.mark.process
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs/guides/adding-a-codec.md"
 
 
-def test_the_codec_of_the_guide_trains_as_it_says(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [0, slow(1)], ids=["codec", "hook"])
+def test_what_the_guide_shows_trains_as_it_says(start: Start, tmp_path: Path, number: int) -> None:
     text = GUIDE.read_text("utf-8")
-    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
-    (section,) = re.findall(r"^```toml\n(\[sync\]\n.*?)^```", text, re.M | re.S)
-    (tmp_path / "my_codecs.py").write_text(code)
+    code = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)[number]
+    section = re.findall(r"^```toml\n(\[sync\]\n.*?)^```", text, re.M | re.S)[number]
+    (file,) = re.findall(r'codec = "(\w+):', section)
+    (tmp_path / f"{file}.py").write_text(code)
     for name in ("tiny", "slow_tiny"):
         (tmp_path / f"{name}.py").write_text((RECIPES / f"{name}.py").read_text("utf-8"))
     job = tmp_path / "job.toml"

@@ -20,6 +20,7 @@ QUICK = {
     "mesh_memory": ["--case", "1,2,2", "--steps", 1],
     "mesh_recovery": ["--millions", 1, "--shard", 2, "--kills", 1],
     "ray_losses": ["--raylets", 1, "--actors", 1, "--drains", 1],
+    "server_recovery": ["--kills", 1, "--only", "server_async"],
     "startup": ["--rounds", 1],
     "pipeline": ["bubble", "--turns", 1],
     "tensor_plan": ["--width", 64, "--turns", 2, "--steps", 1],

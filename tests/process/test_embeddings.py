@@ -3,15 +3,17 @@
 With `determinism = "bits"` all runs end with the same model, to the bit.
 """
 
+import contextlib
 import json
 import random
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from started import RECIPES, Start, Started, kill_members, slow
+from started import RECIPES, Start, Started, kill_members, newest_pids, slow
 
 import instep
 from instep.cli import main
@@ -123,3 +125,45 @@ def test_other_optimizers_go_on_from_a_checkpoint(tmp_path: Path, optimizer: str
         halted, quiet=True, train={"stop_after_steps": None}, sync={"servers": 2}
     ).path
     assert sha256(again) == sha256(trained(tmp_path, "one", 1, 1, arguments=arguments))
+
+
+def memory_of(pid: int) -> dict[str, int]:
+    """Bytes by kind, as the kernel calls them; empty if it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return {}
+    rows = [line.split() for line in lines if line.startswith("Rss")]
+    return {row[0].rstrip(":"): 1024 * int(row[1]) for row in rows}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ten_million_rows_train_in_the_memory_of_those_that_are_touched(
+    start: Start, tmp_path: Path
+) -> None:
+    """Two tables of five million rows, 1.28 GB, which a server has and no worker."""
+    job = tmp_path / "job.toml"
+    job.write_text(
+        f'name = "big"\nrecipe = "{RECIPE}"\nworkers = 2\nseed = 5\n'
+        "[train]\nsteps = 12\nglobal_batch = 1024\n"
+        '[sync]\nname = "server_sync"\nservers = 1\n'
+        "[arguments]\nrows = 5_000_000\ndim = 32\nsamples = 20_000\n"
+    )
+    program = start("-m", "instep", "run", job)
+    table, seen = 2 * 5_000_000 * 32 * 4, dict[int, dict[str, int]]()
+
+    while program.process.poll() is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            program.process.wait(0.3)
+        if not ((program.work / "runs").is_dir() and program.is_training()):
+            continue
+        for number, pid in newest_pids(program).items():
+            for kind, size in memory_of(pid).items():
+                most = seen.setdefault(number, {})
+                most[kind] = max(most.get(kind, 0), size)
+    assert program.process.returncode == 0, program.stderr
+    for worker in (0, 1):
+        assert sum(seen[worker].values()) < table / 2, seen
+    assert seen[2]["RssShmem"] > table, seen
+    assert seen[2]["RssAnon"] < table / 2, seen

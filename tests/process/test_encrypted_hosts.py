@@ -20,6 +20,7 @@ from test_survival import reach
 import instep
 from instep.cli import main
 from instep.lab import netlab
+from instep.system.processes import FORWARDER
 
 pytestmark = [pytest.mark.process, needs_hosts, pytest.mark.timeout(180)]
 
@@ -227,7 +228,7 @@ def forwarders(program: Started) -> dict[int, psutil.Process]:
     found = {}
     for process in program.processes():
         try:
-            if "instep.comm.forwarder" in process.cmdline():
+            if process.name() == FORWARDER or "instep.comm.forwarder" in process.cmdline():
                 found[process.ppid()] = process
         except psutil.Error:
             pass

@@ -16,6 +16,7 @@ from typing import TypeAlias
 import psutil
 import pytest
 from on_ray import cluster as ray_cluster
+from on_ray import nodes_on
 from started import EXECUTE, RECIPES, SOON_S, Start, Started, newest_pids
 from test_partitions import needs_hosts
 from test_ray import short_folder
@@ -143,6 +144,18 @@ def slurm_apart(network: Network, tmp_path: Path) -> Iterator[Apart]:
             yield environment, table, []
     finally:
         cluster.close()
+
+
+@pytest.fixture
+def ray_apart(
+    network: Network, short_folder: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Apart]:
+    pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # a token would be made in the home folder
+    address = network.address(OUTSIDE)
+    table = f'[launch]\non = "ray"\nnodes = 2\naddress = "{address}"\noptions.wait_s = 90\n'
+    with nodes_on(network) as cluster:
+        yield {"RAY_ADDRESS": cluster}, table, []
 
 
 @pytest.fixture

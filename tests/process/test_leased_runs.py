@@ -6,10 +6,12 @@ With one worker no gradient is late, so the whole run is a plain loop over the m
 import copy
 import json
 import random
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import adds_up
 import counted
 import pytest
 import tiny
@@ -50,10 +52,17 @@ def plain_loop(steps: int) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def write_job(folder: Path, workers: int, sync: str, pause_s: float, steps: int = STEPS) -> Path:
+def write_job(
+    folder: Path,
+    workers: int,
+    sync: str,
+    pause_s: float,
+    steps: int = STEPS,
+    recipe: str = "slow_tiny.py:recipe",
+) -> Path:
     job = folder / "job.toml"
     job.write_text(
-        f'name = "leased"\nrecipe = "{RECIPES / "slow_tiny.py"}:recipe"\nworkers = {workers}\n'
+        f'name = "leased"\nrecipe = "{RECIPES / recipe}"\nworkers = {workers}\n'
         f"seed = 5\n[train]\nsteps = {steps}\nglobal_batch = {BATCH}\nmicro_batches = {PARTS}\n"
         f"validate_every = 40\n[sync]\n{sync}\n[checkpoint]\nevery = 25\n"
         f"[arguments]\npause_s = {pause_s}\n"
@@ -122,6 +131,36 @@ def test_whoever_is_killed_each_micro_batch_is_committed_once(
     assert program.summary["metrics"]["accuracy"] > 0.8
     assert [event["step"] for event in run.validations] == [40, 80, 120, 160]
     program.check_nothing_is_left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["server_async", "bounded_stale"])
+def test_a_server_that_is_killed_loses_no_update_and_no_worker_starts_again(
+    start: Start, tmp_path: Path, name: str
+) -> None:
+    """The parameters are a sum of whole numbers: no order of updates shows in it, and each does."""
+    given = (3, f'name = "{name}"', 0.02, STEPS, "adds_up.py:in_whole_numbers")
+    program = begin(start, tmp_path, *given)
+    program.until(program.is_training, "training")
+    before, draw, kills = newest_pids(program), random.Random(name), 8
+    for number in range(kills):
+        reached = int(program.ledger["step"].max(initial=0))
+        program.until(lambda: program.ledger["step"].max(initial=0) > reached, "going on")  # noqa: B023
+        time.sleep(draw.uniform(0.0, 0.3))  # the moment is what is drawn
+        assert kill(newest_pids(program)[3])
+        program.until(lambda: len(program.events("worker_lost")) > number, "noticed")  # noqa: B023
+    assert program.end(300) == 0, program.stderr
+    run = RunFolder(program.run)
+    check_exact(run)
+    after = newest_pids(program)
+    assert [n for n in before if before[n] != after[n]] == [3]
+    assert [event["worker"] for event in program.events("worker_lost")] == [3] * kills
+    order, rows = Order(adds_up.EVEN, 5), adds_up.whole_numbers(adds_up.EVEN).double()
+    wanted = torch.zeros(adds_up.WIDTH, dtype=torch.float64)
+    for row in run.ledger:
+        indices = order.indices(int(row["epoch"]), int(row["first"]), int(row["stop"]))
+        wanted -= rows[indices].mean(0)
+    assert torch.equal(load_file(run.path / "model.safetensors")["weight"].double(), wanted)
 
 
 @pytest.mark.slow

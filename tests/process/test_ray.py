@@ -179,7 +179,7 @@ def test_a_cluster_that_is_not_there_is_refused_at_once() -> None:
     refused, wrong, another = done.stdout.splitlines()
     assert refused.startswith("SpecError no Ray cluster at '127.0.0.1:9': ")
     assert "refused" in refused
-    assert wrong.startswith("SpecError no Ray cluster at 'head': ")
+    assert wrong.startswith("SpecError no Ray cluster at 'head': there is no port. ")
     assert "Give host:port of its head node" in wrong
     assert another.startswith(f"SpecError no Ray cluster at '127.0.0.1:{port}': timed out. ")
 

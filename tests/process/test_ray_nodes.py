@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from on_ray import (
     KEYS,
     ON_RAY,
+    RAY,
     STORE_BYTES,
     cluster,
     drain,
@@ -34,7 +34,6 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 
 __all__ = ["cluster"]  # the fixture
 
-RAY = Path(sys.executable).with_name("ray")
 TINY = f"{RECIPES / 'tiny.py'}:recipe"
 
 TOLD_S = 10.0

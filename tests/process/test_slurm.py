@@ -308,3 +308,17 @@ def test_a_machine_without_slurm_is_told_so(start: Start, tmp_path: Path) -> Non
         program = begin(start, folder, {**environment, "PATH": str(tmp_path)}, launch="nodes = 2\n")
         assert program.end() == 2
         assert "launch.on = 'slurm', and there is no command" in program.error
+
+
+def test_a_machine_that_knows_no_cluster_is_told_so(start: Start, tmp_path: Path) -> None:
+    """Slurm's commands are there, as on a machine where the package was installed only."""
+    (programs := tmp_path / "bin").mkdir()
+    command = programs / "sinfo"
+    command.write_text(
+        "#!/bin/sh\necho 'sinfo: fatal: Could not establish a configuration source' >&2\nexit 1\n"
+    )
+    command.chmod(0o755)
+    program = begin(start, tmp_path, {"PATH": f"{programs}:/usr/bin:/bin"}, launch="nodes = 2\n")
+    assert program.end() == 2
+    assert "This machine knows no Slurm cluster: run it on one that does" in program.error
+    assert program.error.count("\n") == 1

@@ -2,7 +2,10 @@
 
 import errno
 
+import pytest
+
 from instep import cli
+from instep.cli.parsing import commands_of, make_parser
 from instep.errors import DataError, RunError
 from made_up_runs import make_run
 
@@ -43,3 +46,34 @@ def test_a_run_without_a_step_has_nothing_to_report(tmp_path, capsys):
     assert cli.main(["report", str(path)]) == RunError.exit_code
     assert "has nothing to report: no step was committed" in capsys.readouterr().err
     assert not (path / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "scale runs/x --wrkers 3",
+            "no option --wrkers. Did you mean '--workers'? Known to instep",
+        ),
+        ("run job.toml -w 4", "there is no option -w. Did you mean '--workers'?"),
+        ("run job.toml --epochs=3", "Did you mean '--set train.epochs=3'? Known to instep run: -"),
+        ("--foo run job.toml", "there is no option --foo. Known to instep: --help, --version."),
+        ("netlab up --rats 3", "Did you mean '--rate'? Known to instep netlab up: --help"),
+        ("netlab upp", "there is no action 'upp'. Did you mean 'up'? Known: clean, cut,"),
+        ("rum job.toml", "there is no command 'rum'. Did you mean 'run'?"),
+        ("completion fish", "there is no shell 'fish'. Known: bash, zsh."),
+    ],
+)
+def test_a_wrong_word_is_answered_with_those_of_its_own_command(capsys, words, said):
+    assert cli.main(words.split()) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_help_of_every_command_begins_with_an_example_that_the_command_takes(capsys):
+    parser = make_parser(cli.COMMANDS)
+    every = [parser, *commands_of(parser).values()]
+    every += [inner for each in every[1:] for inner in commands_of(each).values()]
+    for each in every:
+        first = each.format_help().splitlines()[0]
+        assert first.startswith(f"Example: {each.prog.replace('[-h] ', '')}"), first
+        parser.parse_args(first.split()[2:])

@@ -107,7 +107,7 @@ JOBS = st.fixed_dictionaries(
             best_metric=TEXT,
             best_mode=st.sampled_from(["auto", "min", "max"]),
         ),
-        "report": some(trace_steps=NATURAL, tensorboard=st.booleans()),
+        "report": some(trace_steps=NATURAL, gradient_norm=st.booleans()),
         "arguments": TABLES,
     },
 ).map(whole_replicas)
@@ -209,7 +209,8 @@ MISTAKES = [
     ({"launch": {"on": "hosts"}}, ["on = 'hosts', but there are none"]),
     ({"launch": {"on": "local", "hosts": ["ssh a"]}}, ["hosts are given, and on = 'local'"]),
     ({"launch": {"name": "local"}}, ["launch.name is now called launch.on"]),
-    ({"report": {"tensorboard": 1}}, ["report.tensorboard = 1", "true or false"]),
+    ({"report": {"tensorboard": True}}, ["report.tensorboard is now called report.loggers"]),
+    ({"report": {"loggers": "csv"}}, ['report.loggers = "csv"', "needs to be a list"]),
     ({"start": {"freeze": "a.*"}}, ['start.freeze = "a.*"', "needs to be a list", "Patterns"]),
     ({"start": {"freeze": [1]}}, ["start.freeze = [1]: each value in it needs to be text"]),
     ({"start": {"learning_rates": 0.1}}, ["start.learning_rates = 0.1: needs to be a table"]),

@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from instep.cli import folders, models, networks, results, running
+from instep.cli import folders, models, networks, results, running, starting
 from instep.cli.parsing import Command, parsed
 from instep.errors import INTERRUPTED, InstepError, RunError
 
 COMMANDS = {
+    "init": Command(starting.init, starting.init_options, "init vision"),
     "run": Command(running.run, running.run_options, "run job.toml --workers 4"),
     "resume": Command(running.resume, running.resume_options, "resume runs/net --workers 3"),
     "scale": Command(running.scale, running.scale_options, "scale runs/net --workers 8"),
@@ -49,6 +50,7 @@ COMMANDS = {
     "netlab": Command(
         networks.netlab, networks.netlab_options, "netlab up --hosts 3 --rate 100mbit"
     ),
+    "completion": Command(starting.completion, starting.completion_options, "completion bash"),
 }
 
 

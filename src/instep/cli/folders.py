@@ -16,6 +16,7 @@ from instep.errors import SpecError, near_miss
 def list_runs(args: argparse.Namespace) -> int:
     """List the runs of a folder: how each is or ended, and what it reached."""
     from instep.report.terminal.status import state_lines, states_of
+    from instep.words import command
 
     states, unread = states_of(Path(args.runs))
     for line in unread:
@@ -25,6 +26,8 @@ def list_runs(args: argparse.Namespace) -> int:
         return 0
     for line in state_lines(states):
         print(line)
+    if states:
+        print(f"next    {command('status', Path(args.runs) / states[-1].name)}")
     return 0
 
 
@@ -37,12 +40,13 @@ def list_runs_options(parser: Parser) -> None:
 def status(args: argparse.Namespace) -> int:
     """Show where a run is: its step, its workers, its losses, the time left."""
     from instep.report.terminal.status import Status
+    from instep.words import next_lines
 
     found = Status(Path(args.run))
     for line in (
         [json.dumps(found.as_table())]
         if args.json
-        else found.lines(shutil.get_terminal_size().columns)
+        else [*found.lines(shutil.get_terminal_size().columns), *next_lines(found.next_commands())]
     ):
         print(line)
     return 0

@@ -28,22 +28,23 @@ def netlab_options(parser: Parser) -> None:
     parser.add_argument("--network", type=int, metavar="K", help=text)
     actions = parser.add_subparsers(dest="action", metavar="action", required=True)
 
-    def action(name: str, text: str) -> Callable[..., Any]:
+    def action(name: str, text: str, example: str = "") -> Callable[..., Any]:
         made: Parser = actions.add_parser(name, help=text, description=text)
+        made.example = f"netlab {name} {example}".rstrip()
         made.set_defaults(parser=made)
         return made.add_argument
 
-    add = action("up", "make a network, and keep it until Ctrl-C")
+    add = action("up", "make a network, and keep it until Ctrl-C", "--hosts 3 --rate 100mbit")
     add("--hosts", type=int, default=3, metavar="N", help="how many (default: %(default)s)")
     add("--rate", metavar="RATE", help="of each link, each way, such as 100mbit")
-    add = action("run", "run a command in a host")
+    add = action("run", "run a command in a host", "h1 -- ping -c 1 h2")
     add("host", help="h1, h2, ... or outside")
     add("words", nargs="+", metavar="COMMAND", help="after --, with its arguments")
-    add = action("partition", "let packets pass only inside groups of hosts")
+    add = action("partition", "let packets pass only inside groups of hosts", "h1,h2 h3,outside")
     add("groups", nargs="+", metavar="HOST,HOST", help="such as h1,h2 h3,outside")
-    action("cut", "cut hosts off from all others")("hosts", nargs="+", metavar="HOST")
+    action("cut", "cut hosts off from all others", "h3")("hosts", nargs="+", metavar="HOST")
     action("heal", "undo partitions and cuts")
-    add = action("slow", "set the rate of a host's link")
+    add = action("slow", "set the rate of a host's link", "h2 10mbit")
     add("host", help="h1, h2, ... or outside")
     add("rate", help="such as 10mbit; none: no limit")
     action("traffic", "what each host has sent and received")

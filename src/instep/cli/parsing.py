@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,7 +16,6 @@ from instep.errors import SpecError, near_miss
 class Parser(argparse.ArgumentParser):
     """Answers a wrong word with the nearest one, and with our own error and exit code."""
 
-    commands: Sequence[str] = ()
     example = ""
 
     def format_help(self) -> str:
@@ -25,10 +25,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise it as ours."""
-        prefix = "argument command: invalid choice: "
-        if message.startswith(prefix):
-            given = message.removeprefix(prefix).split("'")[1]
-            raise SpecError(f"there is no command {given!r}. {near_miss(given, self.commands)}")
+        wrong = re.match(r"argument (\S+): invalid choice: '(.*?)' \(choose", message)
+        if wrong:
+            name, given = wrong.groups()
+            (known,) = (a.choices for a in actions_of(self) if name in (a.metavar, a.dest))
+            raise SpecError(f"there is no {name} {given!r}. {near_miss(given, known or ())}")
         raise SpecError(f"{message}. See {self.prog} --help.")
 
 
@@ -54,7 +55,7 @@ def make_parser(commands: Mapping[str, Command]) -> Parser:
         "130 interrupted.",
     )
     parser.add_argument("--version", action="version", version=f"instep {__version__}")
-    parser.commands, parser.example = list(commands), "run job.toml --workers 4"
+    parser.example = "run job.toml --workers 4"
     every = parser.add_subparsers(dest="command", metavar="command", required=True)
     for name, command in commands.items():
         text = command.call.__doc__
@@ -73,16 +74,43 @@ def parsed(argv: Sequence[str], commands: Mapping[str, Command]) -> argparse.Nam
     if argv[:1] == ["run"] and "--" in argv:  # what follows is the script's
         at = argv.index("--")
         argv, passed = argv[:at], [*argv[at + 1 :]]
-    args, unknown = make_parser(commands).parse_known_args(argv)
-    args.argv = passed
-    options = [word for word in unknown if word.startswith("--")]
-    if options:
-        raise SpecError(_no_such_option(options[0], argv, args.parser))
+    parser = make_parser(commands)
+    _check_options(argv, parser)
+    args, unknown = parser.parse_known_args(argv)
     if unknown:
-        raise SpecError(
-            f"unrecognized arguments: {' '.join(unknown)}. See {args.parser.prog} --help."
-        )
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    args.argv = passed
     return args
+
+
+def actions_of(parser: argparse.ArgumentParser) -> Sequence[argparse.Action]:
+    """The arguments of a parser, in the order in which they were added."""
+    return parser._actions
+
+
+def commands_of(parser: argparse.ArgumentParser) -> Mapping[str, Parser]:
+    """The parsers of the commands within one, by name."""
+    for action in actions_of(parser):
+        if isinstance(action, argparse._SubParsersAction):
+            return action.choices
+    return {}
+
+
+def _check_options(argv: Sequence[str], parser: Parser) -> None:
+    """Refuse an option that its command does not have, before anything else is found wrong.
+
+    Raises:
+        SpecError: it says what the command has.
+    """
+    for word in argv:
+        if word == "--":
+            return
+        parser = commands_of(parser).get(word, parser)
+        given = word.partition("=")[0]
+        if not re.match(r"-[^\d.]", given):
+            continue
+        if not any(o.startswith(given) for o in parser._option_string_actions):
+            raise SpecError(_no_such_option(word, argv, parser))
 
 
 def _no_such_option(word: str, argv: Sequence[str], parser: Parser) -> str:
@@ -98,6 +126,8 @@ def _no_such_option(word: str, argv: Sequence[str], parser: Parser) -> str:
         for name, key in keys_by_name().items():
             meant.setdefault(f"--{name.replace('_', '-')}", f"--set {key}={value}")
     close = get_close_matches(given.replace("_", "-"), meant, n=1, cutoff=0.75)
+    if len(given) == 2:  # such as -w
+        close = [option for option in options if option.startswith(f"-{given}")]
     guess = f"Did you mean '{meant[close[0]]}'? " if close else ""
     return f"there is no option {given}. {guess}Known to {parser.prog}: {', '.join(options)}."
 

@@ -26,6 +26,7 @@ import msgspec
 from instep import spec_file
 from instep.client import meeting as meetings
 from instep.client import refusal
+from instep.client.following import logged
 from instep.client.meeting import Meeting
 from instep.client.placement import Placement, host_address, is_loopback
 from instep.client.results import about, failure, finish, recipe_sha256, refused
@@ -175,7 +176,8 @@ class Host:
             if self._to_train:
                 # in this thread: the kernel ends a master with the thread that started it
                 board, note = self._switchboard, self._note
-                self._over = MasterWatchdog(self.folder, board, None, note).serve()
+                with logged(self.folder, self._job):
+                    self._over = MasterWatchdog(self.folder, board, None, note).serve()
             else:
                 job, now = spec_file.dump(self._job), time.time()
                 answer = Welcome(

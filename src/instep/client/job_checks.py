@@ -16,7 +16,9 @@ from instep.comm.endpoint import Switchboard
 from instep.data.partition import PARTITIONS
 from instep.errors import RecipeError, SpecError, file_beside
 from instep.launch import LAUNCHERS
+from instep.recipe.given import given
 from instep.recipe.start_file import start_file
+from instep.report.loggers.base import check_loggers
 from instep.spec import OF_AXIS, ROUND_OPTIONS, SHARED, JobSpec, MeshSpec, SyncSpec
 from instep.state.model_file import check_hash
 from instep.sync import LEASED, ROUNDS, SERVERS, STRATEGIES, clashes
@@ -51,11 +53,12 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
     STRATEGIES.check(job.sync.name)
     LAUNCHERS.check(job.launch.launcher)
     CODECS.check(job.sync.codec)
+    check_loggers(job.report.loggers)
     _check_sync(job)
     clashes.check(job)
     check_mesh(job.mesh)
     file = Path(job.recipe.rpartition(":")[0])
-    if not file.is_file():
+    if given(job.recipe) is None and not file.is_file():
         raise RecipeError(f"there is no recipe file {str(file)!r}. {file_beside(file, '*.py')}")
     if job.launch.hosts:
         open_switchboard(job).close()

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from instep.launch import LAUNCHERS
+from instep.launch.forked import ForkedLauncher
+from instep.recipe.given import given
 from instep.spec import JobSpec
 
 if TYPE_CHECKING:
@@ -24,7 +26,8 @@ def launching(job: JobSpec) -> Iterator[tuple[JobSpec, Launcher]]:
     Raises:
         SpecError: the job asks for what is not there.
     """
-    launcher = LAUNCHERS[job.launch.launcher].of(job)
+    known = given(job.recipe) is None
+    launcher = (LAUNCHERS[job.launch.launcher] if known else ForkedLauncher).of(job)
     try:
         settled = launcher.settled(job.launch)
         yield msgspec.structs.replace(job, launch=settled), launcher

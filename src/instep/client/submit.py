@@ -9,6 +9,7 @@ import torch. Ways in: `run_job`, `resume_run`.
 from __future__ import annotations
 
 import inspect
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
@@ -24,6 +25,7 @@ from instep.client.results import about, failure, finish, recipe_sha256, refused
 from instep.comm.endpoint import Switchboard
 from instep.comm.messages import Over
 from instep.errors import InstepError, RecipeError, RunError, SpecError
+from instep.recipe.given import give
 from instep.spec import JobSpec
 from instep.store.folder import (
     BEGINNING,
@@ -49,6 +51,14 @@ class Run:
     exit_code: int = 0
     """0; `DIVERGED` or `INTERRUPTED` of `errors.py` if it ended so."""
 
+    def _repr_html_(self) -> str:
+        """In a notebook: how it ended, and the report."""
+        from instep.client.notebook import page
+        from instep.report.terminal.closing import closing_lines
+        from instep.store.run_folder import RunFolder
+
+        return page(self.path, closing_lines(self.summary, RunFolder(self.path)))
+
 
 def train(
     recipe: Callable[..., Any] | str,
@@ -68,7 +78,8 @@ def train(
     Args:
         recipe: a function that returns an `instep.Recipe`, defined at the top
             level of a file (each process imports it from there), or its name
-            as `"file.py:function"`.
+            as `"file.py:function"`; or defined in a notebook (processes are forked
+            from its kernel).
         workers: processes that compute gradients.
         name: of the run and its folder; the function's name otherwise.
         runs: folder of run folders.
@@ -95,16 +106,34 @@ def train(
         **{section: dict(values) for section, values in sections.items()},
     }
     job = spec_file.absolute(spec_file.build(table, source="instep.train"), Path.cwd())
-    return run_job(job, Path(runs), named=name is not None, quiet=quiet)
+    watch = _table(quiet)
+    return run_job(
+        job, Path(runs), named=name is not None, quiet=quiet or watch is not None, watch=watch
+    )
+
+
+def _table(quiet: bool) -> Callable[[Path], None] | None:
+    """What shows a run in a notebook, where there is one."""
+    if quiet or "IPython" not in sys.modules:
+        return None
+    from instep.client import notebook
+
+    return notebook.table() if notebook.in_kernel() else None
 
 
 def reference_to(function: Callable[..., Any]) -> str:
     """`/path/file.py:function` for a function that other processes can import.
 
+    One that was defined in a cell of a notebook, or typed at a prompt, has no file: then the
+    workers are forked from this process.
+
     Raises:
         RecipeError: it has no file, or is not at the top level of it.
     """
     name = getattr(function, "__qualname__", type(function).__name__)
+    code = getattr(function, "__code__", None)
+    if code is not None and not Path(code.co_filename).is_file():
+        return give(function, code.co_filename)
     try:
         file = Path(inspect.getsourcefile(function) or "")
     except TypeError:
@@ -164,6 +193,7 @@ def resume_run(
     quiet: bool = False,
     started: float | None = None,
     json_output: bool = False,
+    watch: Callable[[Path], None] | None = None,
 ) -> Run:
     """Resume a run of this machine, from its newest checkpoint to its end.
 
@@ -171,7 +201,7 @@ def resume_run(
         path: its folder.
         overrides: `section.key=value`, changes of the job as run.
         changes: nested tables of values, applied after those.
-        quiet, started, json_output: as for `run_job`.
+        quiet, started, json_output, watch: as for `run_job`.
 
     Raises:
         InstepError: it cannot be resumed, or a worker failed; the text says why.
@@ -190,7 +220,7 @@ def resume_run(
     folder, view = path.resolve(), {"quiet": quiet, "json": json_output}
     with launching(job) as (settled, launcher), held(folder):
         start_point = prepare(folder, job, recipe_sha256=recipe_sha256(job))
-        return _conduct(settled, folder, launcher, start_point, started, view)
+        return _conduct(settled, folder, launcher, start_point, started, view, watch)
 
 
 def resume(
@@ -207,14 +237,18 @@ def resume(
         workers: processes that compute gradients; by default as many as it had last.
         quiet: print nothing.
         changes: of the job: `train={"epochs": 20}`, `recipe="moved.py:recipe"`. None
-            resets a key to its default: `stop={"target": None}`.
+            resets a key to its default: `stop={"target": None}`. A recipe that was defined in
+            a notebook is given again, after its cell was run: `recipe=recipe`.
 
     Raises:
         InstepError: it cannot be resumed, or a worker failed; the text says why.
     """
+    if callable(changes.get("recipe")):
+        changes["recipe"] = reference_to(changes["recipe"])
     if workers is not None:
         changes["workers"] = workers
-    return resume_run(Path(run), changes=changes, quiet=quiet)
+    watch = _table(quiet)
+    return resume_run(Path(run), changes=changes, quiet=quiet or watch is not None, watch=watch)
 
 
 def _conduct(
@@ -273,6 +307,7 @@ def _follow(
     view: Mapping[str, bool],
     watch: Callable[[Path], None] | None,
 ) -> Over:
+    from instep.client.following import logged
     from instep.client.running import published
     from instep.client.watchdog import MasterWatchdog
     from instep.control.journal import Begin, Journal
@@ -281,7 +316,7 @@ def _follow(
     note = {"about": about(job), "nodes": job.launch.nodes, **view}
     hosts = job.launch.count or 1
     watchdog = MasterWatchdog(folder, switchboard, launcher, note, watch=watch, hosts=hosts)
-    with published(folder, switchboard.for_client()):
+    with published(folder, switchboard.for_client()), logged(folder, job):
         return watchdog.serve()
 
 

@@ -30,7 +30,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict
 from io import FileIO
-from typing import Any
+from typing import IO, Any, Protocol
 
 import msgspec
 
@@ -57,11 +57,11 @@ LAST_S = 5.0
 CHUNK = 1 << 18
 """Bytes that are carried at a time."""
 
-GATHER_S = 0.002
-"""For so long packets of a long message are gathered on a slow link: at 100 Mbit/s each would wake
-the process."""
+GATHER_S, WORTH = 0.004, 1 << 13
+"""For so long packets of a long message are gathered on a slow link, as long as they bring so many
+bytes each time: at 100 Mbit/s each would wake the process, which takes 0.1 ms."""
 
-SLOW, TRY_S, GATHERED_S, QUIET_S = 20e6, 0.02, 0.2, 0.005
+SLOW, TRY_S, GATHERED_S, QUIET_S = 20e6, 0.02, 0.2, 0.01
 """A link is slow that brings fewer bytes a second without gathering, which limits it too: this is
 tried for `TRY_S`, again after `GATHERED_S`, and after each pause."""
 
@@ -85,6 +85,31 @@ class _Left(msgspec.Struct):
     """Gloo's own."""
 
 
+class Process(Protocol):
+    """What a `Popen` has, and a fork of this process too."""
+
+    pid: int
+
+    @property
+    def stdin(self) -> IO[bytes] | None:
+        """To it."""
+
+    @property
+    def stdout(self) -> IO[bytes] | None:
+        """From it."""
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+
+def _as_a_program(_: Callable[[int, int], None]) -> Process:
+    command = [sys.executable, "-P", "-m", "instep.comm.forwarder"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
 class Forwarder:
     """A worker's own forwarder: starts its process, and again if that is lost.
 
@@ -93,21 +118,30 @@ class Forwarder:
         address: where workers of other hosts reach this one.
         credentials: the worker's.
         machine: a name that processes share if they reach each other on loopback.
+        fork: starts its first process as a fork of this one, with a pipe each way: an interpreter
+            takes a tenth of a second to start. Without it, and later, it is a program.
     """
 
-    def __init__(self, number: int, address: str, credentials: Credentials, machine: str) -> None:
+    def __init__(
+        self,
+        number: int,
+        address: str,
+        credentials: Credentials,
+        machine: str,
+        *,
+        fork: Callable[[Callable[[int, int], None]], Process] | None = None,
+    ) -> None:
         self.inside = inside(number)
         """The address on which gloo listens."""
         self._number, self._address, self._machine = number, address, machine
         self._note = {"credentials": asdict(credentials), "address": address, "number": number}
         self._lock = threading.Lock()
         self._group = ""
-        self._start()
+        self._start(fork or _as_a_program)
 
-    def _start(self) -> None:
-        command = [sys.executable, "-P", "-m", "instep.comm.forwarder"]
+    def _start(self, start: Callable[[Callable[[int, int], None]], Process]) -> None:
         try:
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            self._process = start(_serve)
         except OSError as error:
             text = f"the forwarder, which encrypts traffic, cannot be started: {error.strerror}."
             raise PeerError(text, mine=True) from None
@@ -123,7 +157,7 @@ class Forwarder:
         with self._lock:
             if self._process.poll() is not None:
                 self._close()
-                self._start()
+                self._start(_as_a_program)
             elif self._group and group != self._group:
                 self._ask({"forget": self._group})
             self._group = group
@@ -227,10 +261,12 @@ class _Server:
 
     Args:
         requests: what its worker writes to it, a line each; unbuffered.
+        answers: takes a number for each.
     """
 
-    def __init__(self, requests: FileIO) -> None:
-        self._requests, note = requests, json.loads(requests.readline())
+    def __init__(self, requests: FileIO, answers: FileIO) -> None:
+        self._requests, self._answers = requests, answers
+        note = json.loads(requests.readline())
         credentials = Credentials(**note["credentials"])
         self._accepts = context(credentials, server=True)
         self._calls = context(credentials, server=False)
@@ -250,13 +286,16 @@ class _Server:
         loop, requests = asyncio.get_running_loop(), asyncio.StreamReader()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(requests), self._requests)
         accepting = loop.create_task(self._accept(self._listener, self._serve))
-        print(self._listener.getsockname()[1], flush=True)
+        self._say(self._listener.getsockname()[1])
         while line := await requests.readline():
-            print(await self._answer(json.loads(line)), flush=True)
+            self._say(await self._answer(json.loads(line)))
         for each in (accepting, *(way for _, way in self._open.values())):
             each.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=LAST_S)
+
+    def _say(self, number: int) -> None:
+        self._answers.write(b"%d\n" % number)
 
     async def _answer(self, request: dict[str, Any]) -> int:
         match request:
@@ -456,6 +495,8 @@ async def _carry(near: socket.socket, far: socket.socket, ours: Tls, rest: bytes
             if now - since > (GATHERED_S if gathers else TRY_S):
                 gathers = not gathers and carried < SLOW * (now - since)
                 since, carried = now, 0
+            elif gathers and len(data) < WORTH:  # short messages that wait for each other
+                since, carried, gathers = now, 0, False
             if gathers:
                 await asyncio.sleep(GATHER_S)
 
@@ -469,13 +510,18 @@ async def _carry(near: socket.socket, far: socket.socket, ours: Tls, rest: bytes
             raise ended
 
 
-def main() -> None:
-    """Be the forwarder of one worker, until that closes our standard input."""
+def _serve(requests: int, answers: int) -> None:
+    """Be the forwarder of one worker, until that closes its end of a pipe.
+
+    Args:
+        requests: a pipe from it.
+        answers: a pipe to it.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the worker decides
-    asyncio.run(_Server(FileIO(sys.stdin.fileno(), closefd=False)).run())
+    asyncio.run(_Server(FileIO(requests, closefd=False), FileIO(answers, "w")).run())
 
 
 if __name__ == "__main__":
-    main()
+    _serve(sys.stdin.fileno(), sys.stdout.fileno())
     os._exit(0)

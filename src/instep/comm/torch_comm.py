@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import queue
 import socket
 import stat
 import struct
@@ -85,6 +86,7 @@ class TorchComm:
         self._group: Any = group
         self._in_stream = cuda
         self._interrupted = False
+        self._waiter = _Waiter()
         made = open_sockets() - before  # also what the user's own threads opened meanwhile
         self._sockets = {one for one in made if _is_of_group(*one, noted.values)}
 
@@ -139,8 +141,11 @@ class TorchComm:
         return self._message(lambda group: group.recv([into], source, 0))
 
     def _message(self, start: Callable[[Any], Any]) -> Work:
-        whole = TorchWork(self._started(start), None)
-        return whole if self._in_stream else MessageWork(whole, self._is_interrupted)
+        work = self._started(start)
+        if self._in_stream:
+            return TorchWork(work, None)
+        whole = TorchWork(work, None, NO_TIMEOUT)
+        return MessageWork(whole, self._waiter, self._is_interrupted)
 
     def _begin(self, start: Callable[[Any], Any]) -> TorchWork:
         return TorchWork(self._started(start), None if self._in_stream else self._is_interrupted)
@@ -180,6 +185,7 @@ class TorchComm:
         message that was never waited for keeps gloo's connections open, so they are closed here.
         """
         groups, self._group = [self._group], None
+        self._waiter.close()
         if self._in_stream:
             groups.clear()
             return
@@ -194,17 +200,25 @@ class TorchWork:
 
     Args:
         work: torch's.
-        is_interrupted: whether the group was interrupted; None if `wait` does not wait.
+        is_interrupted: whether the group was interrupted; None if `wait` does not ask.
+        timeout: how long `wait` waits where it does not ask. Without one, gloo would wait for a
+            message as long as ranks may take to connect.
     """
 
-    def __init__(self, work: Any, is_interrupted: Callable[[], bool] | None) -> None:
+    def __init__(
+        self,
+        work: Any,
+        is_interrupted: Callable[[], bool] | None,
+        timeout: timedelta | None = None,
+    ) -> None:
         self._work, self._is_interrupted = work, is_interrupted
+        self._timeout = (timeout,) if timeout is not None else ()
 
     def wait(self) -> None:
         """Return when the result is here (on CUDA: ordered before what this stream does next)."""
         try:
             if self._is_interrupted is None:
-                self._work.wait()
+                self._work.wait(*self._timeout)
                 return
             while not self._ends_soon():
                 if self._is_interrupted():
@@ -225,20 +239,20 @@ class TorchWork:
 class MessageWork:
     """A message between two ranks, which runs in gloo's own threads.
 
-    A separate thread waits for it without a timeout: after a timeout gloo would abandon the whole
+    A separate thread waits for it as long as it takes: after a timeout gloo would abandon the whole
     group (torch 2.13, `unbound_buffer.cc`).
 
     Args:
-        whole: waits for it without a timeout.
+        whole: waits for it as long as it takes.
+        waiter: has that thread.
         is_interrupted: whether the group was interrupted.
     """
 
-    def __init__(self, whole: TorchWork, is_interrupted: Callable[[], bool]) -> None:
-        self._whole, self._is_interrupted = whole, is_interrupted
-        self._ended = threading.Event()
-        self._thread = threading.Thread(
-            target=self._wait, name="instep waits for a message", daemon=True
-        )
+    def __init__(
+        self, whole: TorchWork, waiter: _Waiter, is_interrupted: Callable[[], bool]
+    ) -> None:
+        self._whole, self._waiter, self._is_interrupted = whole, waiter, is_interrupted
+        self._ended: threading.Event | None = None
         self._error: PeerError | None = None
 
     def _wait(self) -> None:
@@ -246,17 +260,59 @@ class MessageWork:
             self._whole.wait()
         except PeerError as error:
             self._error = error
-        self._ended.set()
 
     def wait(self) -> None:
         """Return when the message is here, or has left."""
-        if not self._thread.ident:
-            self._thread.start()
+        if self._ended is None:
+            self._ended = self._waiter.begin(self._wait)
         while not self._ended.wait(LOOK.total_seconds()):
             if self._is_interrupted():
                 raise PeerError(_INTERRUPTED)
         if self._error is not None:
             raise self._error
+
+
+class _Waiter:
+    """A thread that waits for one message after the other: to start one for each takes five times
+    the processor time. If it is busy when another thread wants to wait too, that gets its own."""
+
+    def __init__(self) -> None:
+        self._jobs = queue.SimpleQueue[tuple[Callable[[], None], threading.Event] | None]()
+        self._free = threading.Lock()
+        self._started = False
+
+    def begin(self, wait: Callable[[], None]) -> threading.Event:
+        """Call it in a thread; the event is set once it has returned."""
+        ended = threading.Event()
+
+        def alone() -> None:
+            wait()
+            ended.set()
+
+        if not self._free.acquire(blocking=False):
+            self._start(alone)
+            return ended
+        if not self._started:
+            self._started = True
+            self._start(self._run)
+        self._jobs.put((wait, ended))
+        return ended
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            wait, ended = job
+            wait()
+            self._free.release()  # before who waits can want it for the next
+            ended.set()
+            del job, wait, ended  # a message that is held keeps gloo's connections open
+
+    @staticmethod
+    def _start(run: Callable[[], object]) -> None:
+        threading.Thread(target=run, name="instep waits for a message", daemon=True).start()
+
+    def close(self) -> None:
+        """The thread ends, once it waits for nothing."""
+        self._jobs.put(None)
 
 
 class SumWork:

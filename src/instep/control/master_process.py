@@ -113,12 +113,7 @@ def _views(job: JobSpec, run: Path, note: dict[str, Any]) -> list[View]:
         return []
     before = RunFolder(run)  # of the master that was lost, or of earlier sessions
     so_far, earlier = (before, None) if note["why"] else (None, committed_losses(before))
-    views = [make_view(job, run, json=note["json"], so_far=so_far, earlier=earlier)]
-    if job.report.tensorboard:
-        from instep.report.tensorboard import TensorBoardWriter
-
-        views.append(TensorBoardWriter(run / "tensorboard"))
-    return views
+    return [make_view(job, run, json=note["json"], so_far=so_far, earlier=earlier)]
 
 
 def _log_error(run: Path) -> None:

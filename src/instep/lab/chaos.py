@@ -30,7 +30,7 @@ from instep.lab.injections import Injection, check_long_enough, draw
 from instep.lab.partitions import check_can_partition, on_emulated_hosts
 from instep.lab.replay import changes_since, stretches
 from instep.lab.run_processes import roles_of
-from instep.lab.temporary_runs import Progress, folder_for_runs
+from instep.lab.temporary_runs import Progress, folder_for_runs, unlogged
 from instep.lab.verdict import Verdict, judge
 from instep.spec import JobSpec
 from instep.store.folder import is_running, numbered
@@ -208,7 +208,7 @@ def _repeated(run: RunFolder) -> JobSpec:
 
 def _named(job: JobSpec, suffix: str, name: str = "") -> JobSpec:
     plain = (name or job.name).removesuffix(f"-{SUFFIXES[0]}")
-    return msgspec.structs.replace(job, name=f"{plain}-{suffix}")
+    return msgspec.structs.replace(unlogged(job), name=f"{plain}-{suffix}")
 
 
 def _longer(job: JobSpec, plan: Plan) -> str:

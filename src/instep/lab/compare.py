@@ -25,7 +25,7 @@ from instep.formats import INSTEP
 from instep.lab.alternatives import Alternative
 from instep.lab.emulated import check_can_emulate, check_has_no_hosts, emulated_hosts, on_hosts
 from instep.lab.netlab import MOST_HOSTS, Network, bits_per_s
-from instep.lab.temporary_runs import Progress
+from instep.lab.temporary_runs import Progress, unlogged
 from instep.plain_file import replace_plain
 from instep.report.figures.outcomes import HEAD, Judged, Outcome, conclusion, judge, outcome_of
 from instep.report.page.markup import Html, section, table, tag
@@ -252,7 +252,7 @@ class _Series:
             remove_run_folder(self.folder / name)
         progress, failed = Progress(say, job.train.steps or 0), ""
         try:
-            done = run_job(job, self.folder, named=True, quiet=True, watch=progress)
+            done = run_job(unlogged(job), self.folder, named=True, quiet=True, watch=progress)
             if done.exit_code == INTERRUPTED:
                 raise KeyboardInterrupt
             if done.summary["diverged"]:

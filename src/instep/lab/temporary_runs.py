@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from instep.client.submit import run_job
 from instep.errors import INTERRUPTED, InstepError
 from instep.events import LEDGER, read_records
@@ -26,6 +28,11 @@ SAID_S = 2.0
 
 _SHOWN = 60
 """Lines of a failed worker's output that are shown: its log is deleted with the folder."""
+
+
+def unlogged(job: JobSpec) -> JobSpec:
+    """The job without loggers: what a run of the lab gives is no result."""
+    return msgspec.structs.replace(job, report=msgspec.structs.replace(job.report, loggers=()))
 
 
 def run_quietly(job: JobSpec, runs: Path, **options: Any) -> RunFolder:
@@ -42,7 +49,7 @@ def run_quietly(job: JobSpec, runs: Path, **options: Any) -> RunFolder:
             whole command.
     """
     try:
-        done = run_job(job, runs, named=False, quiet=True, **options)
+        done = run_job(unlogged(job), runs, named=False, quiet=True, **options)
     except InstepError as error:
         error.args = (_without_folder(str(error), runs),)
         raise

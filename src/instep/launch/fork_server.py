@@ -47,6 +47,7 @@ from instep.comm.messages import (
 from instep.data.samples.last_read import Pages, use_page
 from instep.errors import InstepError, PeerError
 from instep.plain_file import plain
+from instep.recipe.given import given
 from instep.system.causes import Unwanted, as_error
 from instep.system.environment import END, SCHEDULERS, SETTINGS, recipe_here
 from instep.system.lease import Lease
@@ -85,12 +86,20 @@ ADOPTED_S = 0.05
 
 
 def main() -> None:
-    """Serve one run."""
+    """Serve one run; what it needs to know comes from standard input."""
+    serve(os.environ.pop(_ENDPOINT, "") or sys.stdin.readline())
+
+
+def serve(note: str) -> None:
+    """Serve one run.
+
+    Args:
+        note: the endpoint of its master, and the folder in which the run was started.
+    """
     began = time.time()
     die_with_parent(END)
     for number in SCHEDULERS:
         signal.signal(number, signal.SIG_IGN)  # here and in the workers
-    note = os.environ.pop(_ENDPOINT, "") or sys.stdin.readline()
     seen = json.loads(note)
     if seen.get("lifeline"):
         die_with_pipe(sys.stdin.fileno())
@@ -102,6 +111,8 @@ def main() -> None:
         elsewhere = not endpoint.address.host.startswith("127.")
         sys.exit(f"{error}{_CLOSED if elsewhere else ''}")
     _import_torch()  # while the master gets ready to answer
+    if endpoint.credentials is not None:
+        import instep.comm.forwarder  # noqa: F401  each worker has one, which is its fork
     preloading = time.time()
     try:
         welcome = connection.welcome()
@@ -117,8 +128,13 @@ def main() -> None:
         _import_meshes()
     if (codec := job.get("sync", {}).get("codec")) in CODECS:
         CODECS[codec]  # with its compiled loops
-    script = function == "__main__"  # which does more than define functions
-    if not script and not os.environ.get(_NO_PRELOAD) and not _preload(Path(file)):
+    import_it = function != "__main__"  # a script does more than define functions
+    if (
+        given(job["recipe"]) is None
+        and import_it
+        and not os.environ.get(_NO_PRELOAD)
+        and not _preload(Path(file))
+    ):
         _start_again(note)
     phases["import recipe"] = time.time() - preloading
     launch = job.get("launch", {})

@@ -44,6 +44,7 @@ class Actor:
         self._handle = make.remote()
         self.placed = self._handle.place.remote(needs)
         """The reference of its `Place`."""
+        self._looks: Any = None  # the last look whether it was stopped
         self.served: Any = None
         """That of what its fork server ends with; None before the first."""
 
@@ -89,11 +90,16 @@ class Actor:
         return found
 
     def end_if_stopped(self) -> None:
-        """Have it or its fork server killed by another process of its node, if it was stopped."""
-        if (place := self.place) is not None:
+        """Have it or its fork server killed by another process of its node, if it was stopped.
+
+        By one at a time: where a node is slow, or cut off, each would add to what it has to do.
+        """
+        looking = self._looks is not None and not self._ray.wait([self._looks], timeout=0)[0]
+        if (place := self.place) is not None and not looking:
             task = self._ray.remote(kill_if_stopped)
             there = self._strategies.NodeAffinitySchedulingStrategy(place.node, soft=False)
-            task.options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(place)
+            alone = task.options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+            self._looks = alone.remote(place)
 
     def ask_to_stop(self) -> list[Any]:
         """Have it end what it has started; a reference to wait for, if it is anywhere."""

@@ -66,6 +66,8 @@ def connect(address: str, cpus: int, working_dir: str = "") -> tuple[Any, bool]:
     try:
         if address != "auto":
             host, _, port = address.rpartition(":")
+            if not (host and port.isdecimal()):
+                raise ValueError("there is no port")
             _check_speaks_grpc(host, int(port))
         ray.init(address, **quiet)
     except (OSError, ValueError, RuntimeError) as error:

@@ -19,6 +19,9 @@ from instep.system.processes import Watched, is_stopped, stat_fields
 LOOK_S = 0.05
 """Seconds between two looks at the fork server."""
 
+LAST_S = 1.0
+"""How long the dashboard may take to be told of the end."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -43,7 +46,8 @@ class Host:
     def __init__(self) -> None:
         self._local = LocalLauncher(lifeline=True)
         self._lock = threading.Lock()  # each call has a thread of its own
-        self._serves, self._exports, self._over = False, False, threading.Event()
+        self._serves, self._over = False, threading.Event()
+        self._exports: threading.Thread | None = None
         self._copy = os.getcwd()  # of the driver's `working_dir`, if it has one
         # Ray looks for orphans of pid 1 only, and there may be another process that adopts them
         raylet = Watched(os.getppid())
@@ -67,9 +71,10 @@ class Host:
         with self._lock:
             self._local.start(endpoint, logs)
             self._serves = True
-        if endpoint.host == 0 and not self._exports:
-            self._exports = True
-            threading.Thread(target=export, args=(logs.parent, self._over), daemon=True).start()
+        if endpoint.host == 0 and self._exports is None:
+            arguments = logs.parent, self._over
+            self._exports = threading.Thread(target=export, args=arguments, daemon=True)
+            self._exports.start()
         code = None
         while code is None:
             time.sleep(LOOK_S)
@@ -83,6 +88,8 @@ class Host:
         with self._lock:
             self._serves = False
             self._local.stop()
+        if self._exports is not None:
+            self._exports.join(LAST_S)
 
 
 def _end_with(process: Watched, local: LocalLauncher) -> None:

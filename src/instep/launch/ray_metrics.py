@@ -1,6 +1,7 @@
 """Gauges of a run for Ray's dashboard: its step, loss, samples per second, and workers.
 
-The actor of the first host exports them; Ray brings them to Prometheus, if it has a dashboard.
+The actor of the first host exports them, and the run's events (`ray_events.py`); Ray brings them to
+Prometheus, if it has a dashboard.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from instep.events import STEPS
+from instep.launch.ray_events import Events
+from instep.launch.ray_private import events_folder
 from instep.store.run_folder import Records, step_ends
 
 SHOW_S = 2.0
@@ -33,10 +36,17 @@ GAUGES = {
 
 def export(run: Path, over: threading.Event) -> None:
     """Have Ray know how a run is, until it is over."""
+    import ray
     from ray.util.metrics import Gauge
 
     gauges = {name: Gauge(f"instep_{name}", text, ("run",)) for name, text in GAUGES.items()}
-    while not over.wait(SHOW_S):
+    folder = events_folder(ray)
+    events = Events(run, folder) if folder is not None else None
+    ended = False
+    while not ended:
+        ended = over.wait(SHOW_S)
+        if events is not None:
+            events.show()
         for name, value in figures(_newest(run / "steps.bin")).items():
             gauges[name].set(value, {"run": run.name})
 

@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 LOOK_S = 0.5
@@ -24,6 +25,14 @@ def draining(ray: Any) -> set[str]:
         return set(ray._private.state.state.get_draining_nodes())
     except Exception:
         return set()
+
+
+def events_folder(ray: Any) -> Path | None:
+    """Where this node's Ray looks for events; without it its dashboard shows none of instep's."""
+    try:
+        return Path(ray._private.worker._global_node.get_logs_dir_path()) / "events"
+    except Exception:
+        return None
 
 
 class Drains:

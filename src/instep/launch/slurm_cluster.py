@@ -113,5 +113,9 @@ def ask(*command: str, given: str = "") -> str:
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if not _EXITED.match(line)]
         words = lines[-1] if lines else f"exit code {done.returncode}"
-        raise SpecError(f"{command[0]} failed: {words}")
+        hint = (
+            ". This machine knows no Slurm cluster: run it on one that does, or name Slurm's "
+            "configuration in SLURM_CONF."
+        ) * ("configuration source" in words)
+        raise SpecError(f"{command[0]} failed: {words}{hint}")
     return done.stdout

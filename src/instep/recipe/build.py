@@ -26,8 +26,10 @@ from instep.data.reading import generators
 from instep.errors import InstepError, RecipeError, SpecError, file_beside, near_miss
 from instep.recipe import tuning
 from instep.recipe.combined import CombinedOptimizer
+from instep.recipe.given import given
 from instep.recipe.large import Building, build_in_files, build_large
 from instep.recipe.lora import Adapted
+from instep.recipe.plateau import Plateau
 from instep.recipe.recipe import Recipe, Turn, a_or_an
 from instep.spec import LoraSpec, StartSpec
 from instep.system.causes import sentence
@@ -90,6 +92,8 @@ def load_function(reference: str, what: str = "recipe") -> Callable[..., Any]:
     Raises:
         RecipeError: no such file or function, or importing the file failed.
     """
+    if (function := given(reference)) is not None:
+        return function
     file, _, name = reference.rpartition(":")
     if name == "__main__":
         raise RecipeError(f"{file} is a script with a loop of its own, and a recipe is wanted.")
@@ -245,6 +249,7 @@ def build_optimizer(
     if recipe.turns:
         turns = _built_turns(recipe, model, steps)
         first = turns[0]
+        _check_plateaus(recipe, [turn.scheduler for turn in turns])
         return Built(
             recipe, model, first.optimizer, first.scheduler, parameters, loaded, adapted, turns
         )
@@ -252,9 +257,17 @@ def build_optimizer(
     optimizer = _optimizer(recipe, given, model)
     if start.learning_rates:
         tuning.check_rates(given, model, optimizer)
-    return Built(
-        recipe, model, optimizer, _scheduler(recipe, optimizer, steps), parameters, loaded, adapted
-    )
+    scheduler = _scheduler(recipe, optimizer, steps)
+    _check_plateaus(recipe, [scheduler])
+    return Built(recipe, model, optimizer, scheduler, parameters, loaded, adapted)
+
+
+def _check_plateaus(recipe: Recipe, schedulers: Iterable[Any]) -> None:
+    if recipe.validate is None and any(isinstance(each, Plateau) for each in schedulers):
+        raise RecipeError(
+            "the scheduler is a ReduceLROnPlateau, which takes its step with the validation loss, "
+            "and the recipe has no validation dataset. Give Recipe(validate=...)."
+        )
 
 
 def build(
@@ -402,6 +415,8 @@ def _scheduler(of: Recipe | Turn, optimizer: Optimizer, steps: int, where: str =
         raise RecipeError(
             f"{where}.scheduler() returned {a_or_an(scheduler)}, which has no step()."
         )
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        return Plateau(scheduler, f"{where}.scheduler")
     check_scheduler(scheduler)
     return scheduler
 
@@ -486,16 +501,14 @@ def check_scheduler(scheduler: Any) -> None:
     """Refuse a scheduler whose `step` needs an argument.
 
     Raises:
-        RecipeError: it wants a metric, as `ReduceLROnPlateau` does, or something else.
+        RecipeError: it wants something, such as a metric.
     """
     wanted = _wanted_by(scheduler.step) if scheduler is not None else ""
     if wanted:
-        plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         raise RecipeError(
             f"{type(scheduler).__name__}.step() wants {wanted!r}: a scheduler is advanced after "
             "every step without arguments. Use one that depends on the step alone, such as "
-            "CosineAnnealingLR"
-            + ("; a plateau can end the run instead, with stop.patience." if plateau else ".")
+            "CosineAnnealingLR."
         )
 
 

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from instep.errors import RecipeError
 from instep.parallel.cached import CachedGradients, of_one_pass, probe
 from instep.parallel.nested import on_tensors
+from instep.recipe.metrics import is_whole, number
+from instep.recipe.outputs import predictor
 from instep.recipe.recipe import Recipe, a_or_an
 from instep.recipe.weights import DERIVED, WeightedLoss, as_weight, weighing
 
@@ -44,12 +46,14 @@ class Found(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Loss and metrics of one batch."""
+    """Loss and metrics of one batch; those of the whole dataset get `outputs` and `targets`."""
 
     values: dict[str, float]
     """The loss as its total, the metrics as means."""
     weight: float
     """Of the loss; the metrics count by samples."""
+    outputs: Any = None
+    targets: Any = None
 
 
 class Losses(NamedTuple):
@@ -232,21 +236,35 @@ class Forward:
         finally:
             self.model.train(was_training)
 
+    def _compared(self, batch: Any) -> tuple[Tensor, float | None, Any, Any]:
+        """As `_outputs`, with what the metrics compare."""
+        loss, own, outputs, target = self._outputs(batch)
+        if self.recipe.targets is None:
+            return loss, own, outputs, target
+        batch = to_device(batch, self.device)
+        if self.recipe.predict is not None or self.losses.loss is None:
+            self.phase = "predict"
+            with torch.no_grad(), self.autocast():
+                outputs = predictor(self.recipe)(self.model, batch)
+        self.phase = "targets"
+        return loss, own, outputs, self.recipe.targets(batch)
+
     def measure(self, batch: Any, samples: int) -> Measured | None:
         """Loss and metrics of one batch, in the order of the recipe; None if another process of
         this replica has them."""
         weight = self._weight(batch, samples)
         with torch.set_grad_enabled(self.losses.compute_loss is not None):  # it may need some
-            given = self.run(self._outputs, batch)
+            given = self.run(self._compared, batch)
         if given is None:
             return None
         loss, own, outputs, target = given
         found = Found(loss.detach(), weight if own is None else own)
         values = {"loss": float(found.loss) * found.factor if found.counts else 0.0}
         for name, metric in self.recipe.metrics.items():
-            self.phase = f"metric {name}"
-            values[name] = _number(metric(outputs, target), name)
-        return Measured(values, found.weight)
+            if not is_whole(metric):
+                self.phase = f"metric {name}"
+                values[name] = number(metric(outputs, target), name)
+        return Measured(values, found.weight, outputs, target)
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -317,20 +335,6 @@ def checked(loss: Any, name: str) -> Tensor:
             "something detached it (no_grad, .item(), .data, or a new torch.tensor)."
         )
     return loss.reshape(()) if loss.dim() else loss
-
-
-def _number(value: Any, name: str) -> float:
-    if isinstance(value, Tensor) and value.numel() != 1:
-        raise RecipeError(
-            f"Recipe.metrics[{name!r}] returned a tensor of shape {list(value.shape)}, "
-            "but one number is wanted: the mean over the samples of the batch."
-        )
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise RecipeError(
-            f"Recipe.metrics[{name!r}] returned {a_or_an(value)}, but one number is wanted."
-        ) from None
 
 
 SHORT = {torch.bfloat16, torch.float16}

@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 
 from instep.data.torch_loader import LoaderParts, columns_in, unpack_loader
 from instep.errors import RecipeError, near_miss
+from instep.recipe.callbacks import check_callbacks
+from instep.recipe.metrics import is_whole, no_metrics_without_targets
 
 
 class Turn(NamedTuple):
@@ -102,8 +104,13 @@ class Recipe:
     validate: Any = None
     """Dataset to validate on; each sample counts once."""
 
-    metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
-    """Name to `metric(outputs, target)`, the mean over the samples of a batch."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """Name to `metric(outputs, target)`, the mean over the samples of a batch; or to an object with
+    `update`, `compute` and `reset`, as torchmetrics has them, of the whole dataset."""
+
+    targets: Callable[[Any], Any] | None = None
+    """`targets(batch)`: what metrics compare with what `predict` gives; the target of (inputs,
+    target) otherwise. Metrics need it where there is no `loss`."""
 
     collate: Callable[[list[Any]], Any] | None = None
     """From a list of samples to a batch; torch's default otherwise."""
@@ -128,6 +135,10 @@ class Recipe:
     predict: Callable[[nn.Module, Any], Any] | None = None
     """`predict(model, batch)`: what `instep predict` writes, with a row for each sample of the
     batch: a tensor, or a tuple or dict of tensors; the model on its inputs otherwise."""
+
+    callbacks: Sequence[Any] = ()
+    """Objects with any of `on_step_end`, `on_evaluate`, `on_log` and `on_save`: an
+    `instep.Callback`, or your own. Called on one worker, after committed steps."""
 
     given: dict[str, LoaderParts] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -165,9 +176,19 @@ class Recipe:
                     f"Recipe.{name} is {a_or_an(given)}, but a function is wanted.{hint}"
                 )
         _check_metrics(self.metrics)
+        check_callbacks(self.callbacks)
 
 
-_FUNCTIONS = ("optimizer", "weight", "collate", "augment", "scheduler", "parameters", "predict")
+_FUNCTIONS = (
+    "optimizer",
+    "weight",
+    "collate",
+    "augment",
+    "scheduler",
+    "parameters",
+    "predict",
+    "targets",
+)
 _HINTS = {
     "optimizer": " Wrap it: optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1).",
     "scheduler": " Wrap it: scheduler=lambda optimizer: StepLR(optimizer, 10).",
@@ -204,11 +225,8 @@ def _check_loss(recipe: Recipe) -> None:
         given = getattr(recipe, name)
         if given is not None and not callable(given):
             raise RecipeError(f"Recipe.{name} is {a_or_an(given)}, but a function is wanted.")
-    if recipe.loss is None and recipe.metrics:
-        raise RecipeError(
-            f"Recipe.metrics needs (outputs, target), which {losses[0]} does not give. "
-            f"Leave metrics out, or give loss instead of {losses[0]}."
-        )
+    if recipe.loss is None:
+        no_metrics_without_targets(losses[0], recipe.metrics, recipe.targets)
     if recipe.batch_loss is not None and recipe.weight is not None:
         raise RecipeError(
             "Recipe.weight is of a micro-batch, but batch_loss is a loss over the whole global "
@@ -229,11 +247,7 @@ def _check_turns(recipe: Recipe) -> None:
                 f"Recipe.turns and Recipe.{name} were given: each turn has its own optimizer and "
                 f"compute_loss. Leave {name} out."
             )
-    if recipe.metrics:
-        raise RecipeError(
-            "Recipe.metrics needs (outputs, target), which the compute_loss of a turn does not "
-            "give. Leave metrics out."
-        )
+    no_metrics_without_targets("the compute_loss of a turn", recipe.metrics, recipe.targets)
     names = [turn.name for turn in turns]
     for name in names:
         if not isinstance(name, str) or not re.fullmatch("[A-Za-z0-9_]+", name):
@@ -256,8 +270,11 @@ def _check_metrics(metrics: Any) -> None:
             "name to metric(outputs, target)."
         )
     for name, metric in metrics.items():
-        if not callable(metric):
-            raise RecipeError(f"Recipe.metrics[{name!r}] is {a_or_an(metric)}, not a function.")
+        if not (callable(metric) or is_whole(metric)) or isinstance(metric, type):
+            raise RecipeError(
+                f"Recipe.metrics[{name!r}] is {a_or_an(metric)}, not a function, nor an object "
+                "with update, compute and reset."
+            )
     if "loss" in metrics:
         raise RecipeError(
             "Recipe.metrics: the name 'loss' is taken by the loss itself. Choose another."

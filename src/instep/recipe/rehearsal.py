@@ -12,6 +12,7 @@ from instep.data.loader import Loader, Read, Slice
 from instep.data.reading.generators import preserved
 from instep.errors import RecipeError
 from instep.recipe.forward import Forward, Measured
+from instep.recipe.metrics import WholeMetrics
 
 
 def called_backward() -> RecipeError:
@@ -46,7 +47,10 @@ def try_validation(forward: Forward, loader: Loader, samples: int) -> Measured |
     except Exception:  # the module cannot be copied: the first validation will show it
         return None
     with preserved(), forward.on(model.eval(), forward.precision):
-        return forward.measure(read.batch, read.size)
+        found = forward.measure(read.batch, read.size)
+        if found is not None:
+            WholeMetrics(forward.recipe.metrics).rehearse(found.outputs, found.targets)
+        return found
 
 
 def first_batch(loader: Loader, samples: int) -> Read:

@@ -50,6 +50,7 @@ ID = "run.id"
 
 _FILES = (
     *("job.toml", ID, "events.jsonl", "ledger.bin", "steps.bin", "journal.sqlite"),
+    *("callbacks.jsonl", "loggers.json", "metrics.csv"),
     *("summary.json", "report.html", "trace.json", "model.safetensors"),
     *("contents-*.bin", "logs/*.log", "huggingface/*.json"),
 )

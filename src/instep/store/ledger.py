@@ -146,6 +146,14 @@ class Ledger:
         self._file.truncate(size_bytes)
         self.size_bytes = size_bytes
 
+    def while_held(self, write: Callable[[], None]) -> bool:
+        """Write to a file beside this one, unless another process may write by now; whether it
+        was written."""
+        with self._use:
+            if not self._released:
+                write()
+            return not self._released
+
     def release(self) -> None:
         """Write nothing more, and unlock the file; other threads may call it."""
         with self._use:

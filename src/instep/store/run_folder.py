@@ -98,6 +98,17 @@ class RunFolder:
         """`validated` events."""
         return self.named("validated")
 
+    @cached_property
+    def logged(self) -> dict[str, dict[int, tuple[float, float]]]:
+        """Values that were logged, by name and step: the value, NaN if it was not finite, and Unix
+        seconds. If a step has two, the later one counts."""
+        found: dict[str, dict[int, tuple[float, float]]] = {}
+        for event in self.named("logged"):
+            for name, value in event["values"].items():
+                number = float(value) if isinstance(value, int | float) else math.nan
+                found.setdefault(name, {})[event["step"]] = number, float(event["time"])
+        return found
+
     @property
     def checkpoints(self) -> list[Event]:
         """`checkpoint_saved` events."""
@@ -441,7 +452,7 @@ def _records(path: Path, dtype: np.dtype[Any]) -> Records:
 
 _OF_A_STEP = frozenset(
     [
-        *("epoch_finished", "sample_skipped", "validated", "participants_validated"),
+        *("epoch_finished", "sample_skipped", "validated", "participants_validated", "logged"),
         *("checkpoint_saved", "model_saved"),
     ]
 )

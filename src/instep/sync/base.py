@@ -378,12 +378,14 @@ def make_strategy(
     coder = CODECS.factory(codec, codec_options, where="sync.codec_options", apart=["seed"])
     seeds = {"seed": seed} if "seed" in inspect.signature(coder).parameters else {}
     made = coder(**codec_options, **seeds)
+    if hasattr(made, "reduce") and not hasattr(made, "reducer"):
+        made.reducer = "hook"
     if missing := [
         part for part in OWN if not hasattr(made, part) and not hasattr(made, "reducer")
     ]:
         raise SpecError(
             f"sync.codec = {codec!r} lacks {', '.join(missing)}. A codec has all of "
-            f"{', '.join(OWN)}: see the guide on adding a codec."
+            f"{', '.join(OWN)}, or `reduce`: see the guide on adding a codec."
         )
     if codec == "none":
         return cast(Strategy, factory(**options))

@@ -98,6 +98,7 @@ SETTINGS = {
     "float16": Setting(
         "train.precision = 'float16'", lambda job, _: job.train.precision == "float16"
     ),
+    "ema": Setting("train.ema = {job.train.ema}", lambda job, _: job.train.ema is not None),
     "corruption": Setting("check.corruption = true", lambda job, _: job.check.corruption),
     "norm_rule": Setting("stop.gradient_norm", lambda job, _: job.stop.by_norm),
     "learning_rates": Setting(
@@ -145,6 +146,10 @@ CLASHES: dict[tuple[str, str], str] = {
     ("server_sync", "cuda"): _ON_THE_HOST,
     ("server_sync", "float16"): _ON_THE_HOST,
     ("server_sync", "corruption"): "it compares states that every worker has",
+    (
+        "server_sync",
+        "ema",
+    ): "servers move the parameters, and what they leave behind has no average",
     ("server_sync", "own_loop"): "your own loop calls the optimizer, which is on the servers",
     ("server_sync", "turns"): _ONE_OPTIMIZER,
     ("leased", "codec"): "servers are sent plain numbers",
@@ -152,6 +157,7 @@ CLASHES: dict[tuple[str, str], str] = {
     ("leased", "batch_norm"): _APART,
     ("leased", "cuda"): _ON_THE_HOST,
     ("leased", "float16"): _ON_THE_HOST,
+    ("leased", "ema"): "what a server leaves to its successor has no average",
     ("leased", "corruption"): "it compares states that every worker has",
     ("leased", "norm_rule"): "each micro-batch has a gradient of its own, and a step has none",
     ("leased", "own_loop"): "your own loop calls the optimizer, which is on the server",
@@ -192,6 +198,7 @@ CLASHES: dict[tuple[str, str], str] = {
     ("delayed", "own_loop"): "a step that another worker may have committed cannot be finished in "
     "your own loop",
     ("delayed", "turns"): "it carries over a single gradient",
+    ("ema", "own_loop"): "your own loop can have an AveragedModel, and the run does not validate",
     ("corruption", "turns"): "it repeats the pass of a single update",
     ("corruption", "batch_loss"): "it repeats passes of other workers, and the gradients of such a "
     "loss follow from the whole global batch",
@@ -213,6 +220,7 @@ CLASHES: dict[tuple[str, str], str] = {
         "powersgd": "its factors are of whole matrices, and a process of a replica has parts",
         "server_sync": "servers share out whole parameters, and a process of a replica has parts",
         "leased": "the server has whole parameters, and a process of a replica has parts",
+        "ema": "the average is of whole parameters, and a process of a replica has parts",
         "float16": "the scale of the loss follows from whole gradients",
         "corruption": "it compares states that every worker has",
         "own_loop": "only the model of a recipe is split",

@@ -16,6 +16,10 @@ and passes on no real-time signal."""
 INSIDE = "INSTEP_INSIDE"
 """Set in every process that a launcher starts: a recipe that starts another run is refused."""
 
+FORKED = "INSTEP_FORKED"
+"""Set in a fork server that is a fork of the user's process, and in its workers: these compute on
+one thread, as a pool of threads does not survive a fork."""
+
 ASKED = "INSTEP_ASKED"
 """Set in a script that is only asked what it gives to `instep.join`: where it is to say so."""
 

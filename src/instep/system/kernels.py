@@ -14,6 +14,7 @@ import torch
 from torch.utils import deterministic
 
 from instep.spec import TrainSpec
+from instep.system.environment import FORKED
 
 
 def set_kernels(train: TrainSpec, threads: int) -> None:
@@ -41,7 +42,7 @@ def set_threads(train: TrainSpec, threads: int) -> None:
         threads: what this worker may use if the job does not say.
     """
     shared = threads if train.determinism == "order" else 1
-    torch.set_num_threads(train.threads or shared)
+    torch.set_num_threads(1 if FORKED in os.environ else train.threads or shared)
 
 
 def share(cores: int, workers: int, hosts: int) -> int:

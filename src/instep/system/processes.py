@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +23,9 @@ from instep.system.stacks import ASK, send
 
 SPARE = "instep-spare"
 """The name of a spare process, which waits to replace another one; `ps` shows it."""
+
+FORWARDER = "instep-forward"
+"""That of a process that encrypts what a worker sends, if it is a fork of the worker."""
 
 MEMBERS = {"worker": "instep-worker", "server": "instep-server"}
 """The names of processes that are members of a run, by role; `ps` shows them."""
@@ -84,6 +88,63 @@ def start_with_retries(command: Sequence[str], **options: Any) -> subprocess.Pop
             print(f"warning {text} {pause_s:g} s.", file=sys.stderr)
             time.sleep(pause_s)
     return subprocess.Popen(command, **options)
+
+
+class Fork:
+    """A fork of this process, with a pipe each way; what a program's `Popen` says of it.
+
+    It inherits no other file than the standard ones. This process has no thread but this one.
+
+    Args:
+        work: called in it with the descriptors that it reads from and writes to; then it ends.
+        name: at most 15 bytes, for `ps`.
+
+    Raises:
+        OSError: there is no room for it.
+    """
+
+    def __init__(self, work: Callable[[int, int], None], *, name: str) -> None:
+        ends = [*os.pipe(), *os.pipe()]
+        try:
+            self.pid = os.fork()
+        except OSError:
+            for end in ends:
+                os.close(end)
+            raise
+        reads, writes = ends[0], ends[3]
+        if not self.pid:
+            code = 1
+            try:
+                first, last = sorted((reads, writes))
+                for start, stop in ((3, first), (first + 1, last), (last + 1, _most_files())):
+                    os.closerange(start, stop)
+                name_process(name)
+                work(reads, writes)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        os.close(reads)
+        os.close(writes)
+        self.stdin, self.stdout = os.fdopen(ends[1], "wb"), os.fdopen(ends[2], "rb")
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self.poll() is None:  # else the number may be another's
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def _most_files() -> int:
+    return int(os.sysconf("SC_OPEN_MAX"))
 
 
 def machine() -> str:
@@ -247,6 +308,21 @@ class Watched:
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
+
+
+def wait_for_child(pid: int, timeout_s: float) -> int | None:
+    """The exit code of a child that ends within a time, negative for a signal; else None."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            found, status = os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:  # somebody else has asked
+            return 0
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() >= deadline:
+            return None
+        time.sleep(0.01)
 
 
 def has_ended(pid: int) -> bool:

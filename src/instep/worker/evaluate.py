@@ -20,6 +20,8 @@ from instep.data.loader import Loader, Skipped, Slice
 from instep.errors import DataError, RecipeError
 from instep.parallel.nested import on_tensors
 from instep.recipe.forward import Forward
+from instep.recipe.metrics import WholeMetrics
+from instep.worker.in_order import InOrder
 
 ATTEMPTS = 64
 """Samples that a worker without work tries to read, to find one for its pass."""
@@ -52,7 +54,7 @@ def evaluate(
     arrived: Callable[[], None] = lambda: None,
     lockstep: bool = False,
     sizes: Sequence[int] = (),
-    as_participant: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
+    as_participant: Callable[[int], AbstractContextManager[None]] | None = None,
 ) -> Evaluation:
     """Mean loss and metrics over `samples` samples, in eval mode; every worker calls it.
 
@@ -80,7 +82,8 @@ def evaluate(
         DataError: no sample could be read.
         RecipeError: the loss is a mean over nothing.
     """
-    names = ["loss", *forward.recipe.metrics]
+    whole = WholeMetrics(forward.recipe.metrics)
+    names = ["loss", *(name for name in forward.recipe.metrics if name not in whole.names)]
     cuts, whose = _cuts(sizes or [samples], batch)
     count = len(cuts)
     # the last two columns: samples read, and the weight of the loss
@@ -90,6 +93,8 @@ def evaluate(
     rank = comm.rank if rank is None else rank
     own = list(dealt[rank]) if rank < len(dealt) else []
     beside = max(map(len, dealt)) - len(own) if lockstep else 0
+    in_order = InOrder(comm, count, lambda pair: whole.update(*pair), forward.device)
+    whole.reset()
     was_training = forward.model.training
     forward.model.eval()
     try:
@@ -97,10 +102,12 @@ def evaluate(
         for number, read in zip(own, reads, strict=True):
             skipped += read.skipped if tells else []
             if read.size:
-                with as_participant(whose[number]) if sizes else nullcontext():
+                with as_participant(whose[number]) if sizes and as_participant else nullcontext():
                     found = forward.measure(read.batch, read.size)
                 if tells and found is not None:
-                    values, weight = found
+                    values, weight = found.values, found.weight
+                    if whole.names:
+                        in_order.put(number, (found.outputs, found.targets))
                     row = [*(values[name] for name in names), read.size, weight]
                     table[number] = torch.tensor(row, dtype=torch.float64)
             else:
@@ -124,16 +131,32 @@ def evaluate(
             f"the {read_in_all} samples to validate on have the weight 0 together: there is "
             "nothing that the loss could be a mean of."
         )
+    of_all = _of_all(whole, in_order, comm, forward) if whole.names else {}
     means = _means(table, counts, weights, torch.zeros(count, dtype=torch.int64), 1)[:, 0]
     each: Sequence[Tensor] = ()
     if sizes:
         each = tuple(_means(table, counts, weights, torch.tensor(whose), len(sizes)))
+    by_name = dict(zip(names, means.tolist(), strict=True)) | of_all
     return Evaluation(
-        dict(zip(names, means.tolist(), strict=True)),
+        {name: by_name[name] for name in ("loss", *forward.recipe.metrics)},
         read_in_all,
         skipped,
         {name: values.tolist() for name, values in zip(names, each, strict=False)},
     )
+
+
+def _of_all(
+    whole: WholeMetrics, in_order: InOrder, comm: Comm, forward: Forward
+) -> dict[str, float]:
+    """Metrics of the whole dataset: rank 0 gets all batches, and tells the others."""
+    in_order.finish()
+    found = torch.zeros(len(whole.names), dtype=torch.float64, device=forward.device)
+    if comm.rank == 0:
+        forward.phase = "metrics"
+        found.copy_(torch.tensor(whole.compute(), dtype=torch.float64))
+    whole.reset()
+    comm.broadcast(found)
+    return dict(zip(whole.names, found.tolist(), strict=True))
 
 
 def _means(table: Tensor, counts: Tensor, weights: Tensor, group: Tensor, groups: int) -> Tensor:

@@ -30,6 +30,7 @@ from instep.data.participants import OwnRounds
 from instep.data.samples import last_read
 from instep.data.samples.contents import Record
 from instep.errors import CheckpointError, PeerError
+from instep.recipe.plateau import Plateau
 from instep.state.retention import Best
 from instep.state.save import Shard
 from instep.sync.base import strategy_of
@@ -37,6 +38,7 @@ from instep.sync.delayed import Delayed
 from instep.sync.rounds.averaging import Averaging
 from instep.sync.rounds.spread import Spread
 from instep.sync.rounds.streaming import Streaming
+from instep.worker.callbacks import Callbacks
 from instep.worker.member import Member
 from instep.worker.saving import Saver, lend_model, write_shards
 from instep.worker.step.alike import check_lengths
@@ -51,6 +53,9 @@ from instep.worker.step.slots import Split
 from instep.worker.step.turns import TurnState
 from instep.worker.step.update import Update
 from instep.worker.stopping import Stopping
+
+CALLBACKS = "callbacks"
+"""The phase in which the recipe's callbacks are called."""
 
 _ENDLESS = 2**40
 """Length of a loop that ends when the user leaves it."""
@@ -104,6 +109,7 @@ class Loop(ABC):
         more: passes of a step in addition to one for each micro-batch.
         turns: the updates of a step, instead of `update`, if it has several.
         split: how the parameters lie on the ranks of this replica; None where it is one rank.
+        callbacks: called after commits.
     """
 
     def __init__(
@@ -118,6 +124,7 @@ class Loop(ABC):
         more: int = 0,
         turns: Sequence[TurnState] = (),
         split: Split | None = None,
+        callbacks: Sequence[Any] = (),
     ) -> None:
         self.member, self.job, self.samples, self.last_step = member, member.job, samples, last_step
         self.batches = Batches.of_job(self.job, samples)
@@ -133,6 +140,7 @@ class Loop(ABC):
         self.engine = Engine(
             member, model, parameters, turns, ends=self._ends, more=more, split=split
         )
+        self.callbacks = Callbacks(member, self.engine, callbacks, samples)
         self.rule = "steps" if self.job.train.steps else "epochs"
         self._comms: tuple[Comm, ...] = ()  # of the present groups, or of ones that are forming
         self._regroups = False
@@ -141,6 +149,7 @@ class Loop(ABC):
         self._record: Record | None = None
         self._skips = SkipReporter(member)
         self._warned: set[str] = set()
+        self._told_saved = -1  # step of the newest checkpoint that has been called back for
         self._done = 0  # steps that this process has committed
 
     # ---- what a recipe and an own loop do differently
@@ -225,7 +234,7 @@ class Loop(ABC):
     @property
     def doing(self) -> str:
         """The phase, as precisely as it is known."""
-        return self.phase
+        return self.callbacks.present or self.phase
 
     def _regroup(self) -> None:
         """Join the next generation; if a member is lost meanwhile, the one after it."""
@@ -325,6 +334,10 @@ class Loop(ABC):
                 ),
                 compare=not given,
             )
+            anew = self._group.checkpoint is not None
+            self.callbacks.form(anew=anew)
+            if self.callbacks.behind():
+                self.state.settled = min(self.state.settled, self.state.progress.step - 1)
         except PeerError:
             for each in self._comms:
                 each.close()
@@ -340,8 +353,8 @@ class Loop(ABC):
             self._saver = None
         elif comm.rank == 0 and self._saver is None:
             self._saver = Saver(member, self._model, self._best())
+            self._told_saved = -1
             engine.saves = self._saver.late
-        anew = self._group.checkpoint is not None
         for observer in self.observers.values():
             observer.formed(anew=anew)
 
@@ -489,9 +502,15 @@ class Loop(ABC):
         self._report_epoch(where)
         self.stopping.after_commit(done.step, done.loss, done.norm, last=done.ends)
         metrics = self._validate(where) if done.ends or self._is_time(where) else None
+        if metrics is not None and self._is_time(where):
+            self._tell_plateaus(done.step, metrics["loss"])
         if metrics is not None and not done.ends:
             stop = self.stopping.after_validation(done.step, metrics)
             self.state.last = done = done._replace(told=stop, ends=stop)
+        names = [turn.name for turn in self.engine.turns] if done.losses else []
+        losses = dict(zip(names, done.losses, strict=True))
+        self.phase = CALLBACKS
+        self.callbacks.after_step(done, where, metrics, losses)
         self._save(done, where, metrics)
         if done.ends:
             self._set_rule(done.told, self.stopping.not_finite(done.loss, done.norm))
@@ -500,9 +519,12 @@ class Loop(ABC):
                 self.stopping.report(why, self.step, SPREAD)
         self.state.settled = done.step
         ends_epoch = where.stop == self.samples
-        names = [turn.name for turn in self.engine.turns] if done.losses else []
-        losses = dict(zip(names, done.losses, strict=True))
         return Step(done.step, where.epoch, done.loss, metrics, ends_epoch, losses)
+
+    def _tell_plateaus(self, step: int, loss: float) -> None:
+        for turn in self.engine.turns:
+            if isinstance(turn.update.scheduler, Plateau):
+                turn.update.scheduler.measured(step, loss)
 
     def _save(self, done: Commit, where: Position, metrics: dict[str, float] | None) -> None:
         self.phase = "saving"
@@ -530,6 +552,15 @@ class Loop(ABC):
                 shards=shards,
                 since=since,
             )
+            self._tell_saved(saver)
+
+    def _tell_saved(self, saver: Saver) -> None:
+        """Call back for checkpoints that have become complete."""
+        if saver.newest != self._told_saved:
+            self._told_saved, before = saver.newest, self.phase
+            self.phase = CALLBACKS
+            self.callbacks.after_save()
+            self.phase = before
 
     @property
     def _spread(self) -> Spread | None:
@@ -623,14 +654,13 @@ class Loop(ABC):
     def _finish_saving(self) -> None:
         """Write the model; where a replica is a mesh, each rank of the first lends its part."""
         comm = self.engine.comm
-        if self.engine.tables is not None:
-            with self.engine.reading():
-                if self._saver is not None:
-                    self._saver.finish(self.step, tables=self.engine.tables)
-        elif self._saver is not None:
-            self._saver.finish(self.step, comm)
-        elif self.job.mesh.ranks > 1:
-            lend_model(comm, self.member, self._model)
+        with self.engine.reading():
+            if self._saver is not None:
+                with self.state.averaged():
+                    self._saver.finish(self.step, comm, self.engine.tables)
+                self._tell_saved(self._saver)
+            elif self.job.mesh.ranks > 1:
+                lend_model(comm, self.member, self._model)
 
     @property
     def _finite(self) -> bool:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import platform
 import tempfile
+import threading
 import time
 import tomllib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -59,7 +61,7 @@ from instep.system import causes
 from instep.system.addresses import address_towards
 from instep.system.environment import recipe_here
 from instep.system.limits import FLOOR_S
-from instep.system.processes import is_stopped, machine
+from instep.system.processes import FORWARDER, Fork, is_stopped, machine
 
 if TYPE_CHECKING:
     from instep.comm.forwarder import Forwarder
@@ -129,7 +131,14 @@ class Member:
         if endpoint.credentials is not None:
             from instep.comm.forwarder import Forwarder
 
-            self.forwarder = Forwarder(number, self.address, endpoint.credentials, machine())
+            alone = phases is not None and threading.active_count() == 1
+            self.forwarder = Forwarder(
+                number,
+                self.address,
+                endpoint.credentials,
+                machine(),
+                fork=partial(Fork, name=FORWARDER) if alone else None,
+            )
             self.address = self.forwarder.inside
         job = spec_file.build(tomllib.loads(welcome.job), source="the master")
         self.job = msgspec.structs.replace(job, recipe=recipe_here(job.recipe))

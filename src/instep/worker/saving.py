@@ -40,6 +40,7 @@ from instep.state.snapshot import (
 )
 from instep.state.staging import SAVING, save_model, write_tensors
 from instep.state.whole import Lent, lend, save_whole
+from instep.store.calls import NAME as CALLBACKS
 from instep.store.folder import run_id
 from instep.worker.member import Member
 from instep.worker.step.capture import STRATEGY
@@ -48,7 +49,7 @@ from instep.worker.step.loading import who_sees
 from instep.worker.step.parts import captured_parts, rank_state
 from instep.worker.step.served_tables import ServedTables
 
-RESUMED_FROM = ("job.toml", "run.id", "events.jsonl", "ledger.bin", "steps.bin")
+RESUMED_FROM = ("job.toml", "run.id", "events.jsonl", "ledger.bin", "steps.bin", CALLBACKS)
 """Files that resuming reads in addition to the checkpoint; they are synced to disk before it."""
 
 _ROW = 33
@@ -93,6 +94,11 @@ class Saver:
             sync_first=[member.run / name for name in RESUMED_FROM],
             may_publish=lambda: not member.fenced,
         )
+
+    @property
+    def newest(self) -> int:
+        """The step of the newest checkpoint that this session has completed; 0 before the first."""
+        return self._newest
 
     def late(self) -> bool:
         """Whether the last save is longer ago than the job allows."""

@@ -24,7 +24,7 @@ from instep.data.participants import OwnRounds
 from instep.data.reading.generators import preserved
 from instep.data.reading.threads import cpu_clock
 from instep.data.samples.contents import Record
-from instep.errors import PeerError, SpecError
+from instep.errors import PeerError, RecipeError, SpecError
 from instep.parallel.batch_norm import make_global
 from instep.parallel.compiled import compiling
 from instep.parallel.host_state import keep_on_host
@@ -47,7 +47,7 @@ from instep.worker.early_reads import EarlyReads
 from instep.worker.evaluate import evaluate
 from instep.worker.layout import example_of, found_layout
 from instep.worker.loader_watch import LoaderWatch
-from instep.worker.loop import Loop, Passed, Step
+from instep.worker.loop import CALLBACKS, Loop, Passed, Step
 from instep.worker.member import Member
 from instep.worker.mesh_check import MeshCheck, check_validation
 from instep.worker.observed import Observed, make_observers
@@ -59,6 +59,7 @@ from instep.worker.rounds import Rounds
 from instep.worker.shared_steps import MembersChanged, SharedSteps
 from instep.worker.step.alike import check_division
 from instep.worker.step.assignment import Finished
+from instep.worker.step.average import Average
 from instep.worker.step.committed import Commit
 from instep.worker.step.engine import Weighed
 from instep.worker.step.leased import LeasedUpdate
@@ -101,6 +102,7 @@ class Training(Loop):
         check_device(self.job, device)
         check_rules(self.job.stop, recipe)
         clashes.check(self.job, recipe)
+        _check_validation(self.job, recipe)
         samples = len(recipe.train)
         fresh = member.checkpoint is None  # else the checkpoint has the parameters
         last_step = Batches.of_job(self.job, samples).length(self.job)
@@ -155,7 +157,7 @@ class Training(Loop):
             built.parameters,
             seed=self.job.seed,
             max_grad_norm=self.job.train.max_grad_norm,
-            measure=self.job.stop.by_norm,
+            measure=self.job.measures_norm,
             scaler=scaler,
         )
         super().__init__(
@@ -169,8 +171,11 @@ class Training(Loop):
             int(embeds),
             turns,
             self._replica,
+            recipe.callbacks,
         )
         self.state.trial = trial
+        if self.job.train.ema is not None:
+            self.state.average = Average(model, self.job.train.ema)
         if tables and isinstance(self.engine.strategy, ServerSync):
             self.engine.tables, self.engine.strategy.tables = tables, tables.tables
             tables.tables.waiting = self._waiting
@@ -408,11 +413,13 @@ class Training(Loop):
             waits = self.phase in ("loading", "validation")
             at, known = (self.step, self.phase, done), self._done > 0
             self._loader_watch.turn(time.monotonic(), pids, at=at, waits=waits, known=known)
+        # a callback may take as long as it likes
+        called_back = int(time.monotonic()) if self.phase == CALLBACKS else 0
         return Heartbeat(
             step=self.step,
             steps=self._done,
             phase=self._activity,
-            progress=done + self._loader_watch.ended,
+            progress=done + self._loader_watch.ended + called_back,
             cpu_s=self._clock() + sum(loader.cpu_s for loader in self._loaders),
         )
 
@@ -486,6 +493,8 @@ class Training(Loop):
     @property
     def doing(self) -> str:
         """What this worker is at, as precisely as it is known."""
+        if self.callbacks.present:
+            return self.callbacks.present
         if self.phase == "forward":
             return self._forward.phase
         inner = self.phase in ("validation", "trying a batch")
@@ -701,7 +710,7 @@ class Training(Loop):
         self._forward.take_turn(-1)
         begin, count = time.perf_counter(), len(self.recipe.validate)
         assignment, comm, mesh = self.engine.assignment, self.engine.comm, self.job.mesh
-        with self.engine.reading():
+        with self.state.averaged(), self.engine.reading():
             found = evaluate(
                 self._forward,
                 self._validation,
@@ -715,11 +724,7 @@ class Training(Loop):
                 arrived=self._waits,
                 lockstep=self._replica is not None,
                 sizes=self._own_data.validation_sizes if self._own_data is not None else (),
-                **(
-                    {"as_participant": self._rounds.as_participant}
-                    if self._rounds is not None
-                    else {}
-                ),
+                as_participant=self._rounds.as_participant if self._rounds else None,
             )
         left_out = found.skipped
         self._skips.report(left_out, dataset="validation", step=self.step, epoch=where.epoch)
@@ -779,6 +784,23 @@ def choose_device(job: JobSpec, local_rank: int, local_size: int) -> torch.devic
     if wanted == "cuda" or (wanted == "auto" and enough):
         return torch.device("cuda", local_rank)
     return torch.device("cpu")
+
+
+def _check_validation(job: JobSpec, recipe: Recipe) -> None:
+    """Refuse a recipe that needs a validation and has none, or predicts where it cannot.
+
+    Raises:
+        RecipeError: names what is missing.
+        SpecError: `mesh.stages` with `targets`.
+    """
+    if recipe.validate is None and recipe.targets is not None:
+        raise RecipeError("Recipe.targets is for metrics of a validation. Give validate too.")
+    if job.mesh.stages > 1 and recipe.targets is not None:
+        raise SpecError(
+            f"Recipe.targets with mesh.stages = {job.mesh.stages}: the outputs that metrics "
+            "compare would need a second pass through all stages. Set mesh.stages = 1, or give "
+            "loss and leave targets out."
+        )
 
 
 def check_encrypted(member: Member, device: torch.device) -> None:

@@ -34,8 +34,8 @@ def recipe(pause_s: float = 0.0) -> instep.Recipe:
     return of(rows(), pause_s)
 
 
-def in_whole_numbers() -> instep.Recipe:
-    return of(whole_numbers(EVEN), 0.0)
+def in_whole_numbers(pause_s: float = 0.0) -> instep.Recipe:
+    return of(whole_numbers(EVEN), pause_s)
 
 
 def of(samples: torch.Tensor, pause_s: float) -> instep.Recipe:

@@ -99,3 +99,25 @@ def test_a_member_that_never_connects_is_not_blamed_on_those_that_wait():
     with pytest.raises(PeerError, match="did not form") as caught:
         TorchComm(HashStore(), 0, 2, timeout_s=0.2)
     assert not caught.value.mine
+
+
+def test_a_message_may_come_later_than_ranks_may_take_to_meet():
+    """By itself gloo would wait for it for a fifth of that time, and give the group up."""
+    shared, comms = HashStore(), {}
+
+    def form(rank):
+        comms[rank] = TorchComm(shared, rank, 2, timeout_s=5.0)
+
+    threads = [threading.Thread(target=form, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    got = torch.zeros(1)
+    late = threading.Timer(1.5, lambda: comms[1].send(torch.ones(1), 0).wait())
+    late.start()
+    comms[0].receive(got, 1).wait()
+    late.join()
+    assert got.item() == 1.0
+    for comm in comms.values():
+        comm.close()

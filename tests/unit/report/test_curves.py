@@ -1,9 +1,12 @@
+import json
+
 import numpy as np
 import pytest
 
-from instep.report.figures.curves import POINTS, charts, thin, throughput
+from instep.events import STEPS
+from instep.report.figures.curves import POINTS, charts, smoothed, thin, throughput
 from instep.store.run_folder import RunFolder
-from made_up_runs import make_run
+from made_up_runs import BEGIN_S, make_run
 
 
 def thinned(values):
@@ -45,11 +48,74 @@ def test_what_is_not_finite_leaves_a_gap():
 
 def test_training_and_validation_loss_share_a_chart_and_each_metric_has_one(tmp_path):
     found = charts([RunFolder(make_run(tmp_path / "digits"))])
-    assert [chart["title"] for chart in found] == ["loss", "accuracy"]
+    assert [chart["title"] for chart in found] == ["loss", "accuracy", "samples per second"]
     training, validation = found[0]["lines"]
     assert (training["kind"], len(training["mean"])) == ("training", 48)
     assert (validation["step"], validation["mean"]) == ([16, 32, 48], [1.5, 0.75, 0.5])
     assert training["samples"][15:17] == [1000, 1064]
+
+
+def chart_of(folder, title):
+    (chart,) = [each for each in charts([RunFolder(folder)]) if each["title"] == title]
+    return chart, chart["lines"][0]
+
+
+def logged(folder, step, **values):
+    event = {"time": BEGIN_S + step, "event": "logged", "step": step, "values": values}
+    path = folder / "events.jsonl"
+    lines = path.read_text().splitlines()
+    lines.insert(len(lines) - 1, json.dumps(event))
+    path.write_text("\n".join(lines) + "\n")
+
+
+def test_what_was_logged_has_a_chart_and_a_learning_rate_holds_until_the_end(tmp_path):
+    folder = make_run(tmp_path / "digits")
+    for step, mine, rate in ((1, 5.0, 0.1), (20, None, 0.01), (30, 7.0, 0.001)):
+        logged(folder, step, mine=mine, **{"train/learning_rate": rate})
+    _, mine = chart_of(folder, "mine")
+    assert (mine["step"], mine["mean"]) == ([1, 20, 30], [5.0, None, 7.0])
+    _, rate = chart_of(folder, "learning rate")
+    assert (rate["step"], rate["mean"]) == ([1, 20, 30, 48], [0.1, 0.01, 0.001, 0.001])
+
+
+def test_the_norm_of_the_gradient_has_a_chart_where_it_was_computed(tmp_path):
+    folder = make_run(tmp_path / "digits")
+    steps = np.fromfile(folder / "steps.bin", STEPS)
+    steps["gradient_norm"] = np.where(steps["step"] % 2, 3.0 / steps["step"], np.nan)
+    steps.tofile(folder / "steps.bin")
+    chart, norm = chart_of(folder, "gradient norm")
+    assert norm["step"] == [*range(1, 48, 2)]
+    assert norm["mean"][1] == pytest.approx(1.0, rel=1e-6)
+    assert chart["log"]
+
+
+def test_the_speed_of_all_workers_adds_up_to_the_samples(tmp_path):
+    folder = make_run(tmp_path / "digits")
+    _, speed = chart_of(folder, "samples per second")
+    part_s = np.diff(speed["seconds"])[0]
+    assert sum(speed["mean"]) * part_s == pytest.approx(3000, rel=0.01)
+
+
+def test_an_axis_is_logarithmic_where_most_values_lie_at_its_foot(tmp_path):
+    chart, _ = chart_of(make_run(tmp_path / "falls"), "loss")  # from 2 to 2 / 48
+    assert chart["log"]
+    chart, _ = chart_of(make_run(tmp_path / "short", steps=8), "loss")
+    assert not chart["log"]
+
+
+def test_a_smoothed_line_is_a_moving_average_and_keeps_gaps():
+    assert smoothed([2.0] * 80) == [2.0] * 80
+    noisy = [1.0 + (-1) ** at for at in range(400)]
+    found = smoothed(noisy)
+    assert all(abs(value - 1.0) < 0.12 for value in found[40:])
+    noisy[100] = None
+    assert [at for at, value in enumerate(smoothed(noisy)) if value is None] == [100]
+
+
+def test_a_long_run_has_a_smoothed_line_and_a_short_one_has_none(tmp_path):
+    long = charts([RunFolder(make_run(tmp_path / "long", epochs=4))])[0]["lines"]
+    assert [line["kind"] for line in long] == ["training", "smoothed", "validation"]
+    assert long[1]["step"] == long[0]["step"]
 
 
 def test_throughput_adds_up_to_the_samples_of_the_worker(tmp_path):

@@ -40,6 +40,7 @@ def test_a_run_that_ended_has_the_figures_of_its_summary(runs, capsys):
     shown = capsys.readouterr().out
     assert shown.startswith(f"completed   {runs / 'whole'}\n")
     assert "epoch 3/3  step 48" in shown
+    assert f"\nnext    instep report {runs / 'whole'}\n        instep export" in shown
 
 
 def test_a_run_counts_as_running_as_long_as_its_folder_is_locked(runs, capsys):
@@ -52,9 +53,15 @@ def test_a_run_counts_as_running_as_long_as_its_folder_is_locked(runs, capsys):
         (found,) = answer(capsys, "status", runs / "cut")
         assert found["state"] == "running"
         assert found["step"] == 20
+        assert main(["status", str(runs / "cut")]) == 0
+        shown = capsys.readouterr().out
+        assert f"next    instep logs {runs / 'cut'} --follow\n" in shown
+        assert f"        instep scale {runs / 'cut'} --workers N\n" in shown
         states = {each["name"]: each["state"] for each in answer(capsys, "list", runs)[0]}
     assert states == {"cut": "running", "whole": "completed"}
     assert not is_running(runs / "cut")
+    assert main(["status", str(runs / "cut")]) == 0
+    assert f"next    instep resume {runs / 'cut'}\n" in capsys.readouterr().out
 
 
 def test_who_looks_whether_a_run_runs_does_not_keep_it_from_starting(runs):

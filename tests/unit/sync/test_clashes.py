@@ -36,6 +36,7 @@ JOBS = {
     "float16": {"train": {"precision": "float16"}},
     "corruption": {"train": {"determinism": "bits"}, "check": {"corruption": True}},
     "norm_rule": {"stop": {"gradient_norm": 0.5}},
+    "ema": {"train": {"ema": 0.99}},
     "learning_rates": {"start": {"learning_rates": {"a.*": 0.1}}},
     "own_loop": {"recipe": "a.py:__main__"},
     "turns": {},

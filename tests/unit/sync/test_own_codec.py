@@ -34,6 +34,11 @@ class Halves:
     def add_into(self, total, payload, weight=1.0):
         total.add_(payload.view(torch.float16), alpha=weight)
 
+class Sum:
+    def reduce(self, values, comm, *, key, left):
+        assert left is None
+        comm.all_reduce(values).wait()
+
 class Half:
     def encode(self, values, out, *, key, left=None):
         return 0
@@ -69,11 +74,32 @@ def test_it_sums_gradients_by_its_path():
     assert left[:2] == [0.0, 0.0]
 
 
+def test_a_hook_sums_gradients_its_own_way_and_nothing_is_remembered_unless_it_says_so():
+    def body(comm):
+        strategy = make_strategy("all_reduce", VECTORS, "my_own_codecs:Sum")
+        weight = Parameter(torch.zeros(3))
+        strategy.start([weight], comm, notes=0)
+        strategy.begin_pass(0.5, last=True)
+        strategy.gradient(0, torch.tensor([1.0, -0.5, 4.0 * comm.rank]))
+        strategy.exchange(torch.zeros(0, dtype=torch.float64))
+        strategy.hand_out()
+        assert not strategy.laws
+        return strategy.apply(lambda: weight.grad.tolist())
+
+    assert run_ranks(2, body) == [[1.0, -0.5, 2.0]] * 2
+    with pytest.raises(SpecError, match="rounds need a codec that is segmentable"):
+        make_strategy("averaging", {}, "my_own_codecs:Sum")
+
+
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
         ("no_such_file:Codec", {}, "Put no_such_file.py beside the recipe's file, or install it."),
-        ("my_own_codecs:Halvs", {}, "has no 'Halvs'. Did you mean 'Halves'? Known: Half, Halves."),
+        (
+            "my_own_codecs:Halvs",
+            {},
+            "has no 'Halvs'. Did you mean 'Halves'? Known: Half, Halves,",
+        ),
         ("my_own_codecs:Halves", {"limits": 1}, "has no option 'limits'. Did you mean 'limit'?"),
         (
             "my_own_codecs:Half",

@@ -231,7 +231,7 @@ def test_a_server_sends_back_what_has_come_while_more_is_coming():
         rank = Rank(OPTIMIZERS["sgd"], 1)
         watched = Watched(comm)
         rank.start(watched, parts=PARTS)
-        first = len(rank.strategy._segments[0])
+        first = len(rank.strategy._traffic._segments[0])
 
         def gives():
             if steps[0] == 1 and comm.rank < 2 and len(watched.messages) == first:

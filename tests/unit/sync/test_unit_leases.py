@@ -191,3 +191,38 @@ def test_the_guards_of_this_test_can_fail(monkeypatch):
     monkeypatch.setattr(Leases, "may_lease", lambda self, step: step <= self._last)
     with pytest.raises(AssertionError, match="beyond the bound"):
         World(1, staleness=1, workers=5, steps=400).run()
+
+
+def committed(staleness, part, *, workers=4, units=8, seconds=4000.0, period=50.0):
+    """How many units each worker commits, by the clock, if the first is twice as slow for a part
+    of each period; others take between 0.9 and 1.1 s for a unit."""
+    draw, now = random.Random(5), 0.0
+    leases = Leases(lambda step: units, staleness=staleness)
+    counts, ends, waiting = [0] * workers, {}, set(range(workers))
+    while now < seconds:
+        for worker in sorted(waiting):
+            lease = leases.lease(worker, now)
+            if lease is None:
+                break
+            slow = worker == 0 and now % period < part * period
+            ends[worker] = now + draw.uniform(0.9, 1.1) * (2.0 if slow else 1.0), lease
+            waiting.discard(worker)
+        worker = min(ends, key=ends.get)
+        now, lease = ends.pop(worker)
+        assert leases.push(lease.token) is not None
+        counts[worker] += 1
+        waiting.add(worker)
+    return counts
+
+
+@pytest.mark.parametrize("staleness", [2, None])
+def test_a_worker_that_is_slow_now_and_then_costs_no_time_but_its_own(staleness):
+    """If all waited for one that is twice as slow for a tenth of the time, 0.95 would be left."""
+    slow, alone = committed(staleness, 0.1), committed(staleness, 0.0)
+    assert sum(slow) / sum(alone) == pytest.approx(1 - 0.1 / 2 / 4, abs=0.003)
+    assert sum(slow[1:]) / sum(alone[1:]) > 0.997
+
+
+def test_where_units_wait_for_each_other_at_every_step_all_wait_for_the_slow_one():
+    slow, alone = (sum(committed(0, part, units=4)) for part in (1.0, 0.0))
+    assert slow / alone < 0.75

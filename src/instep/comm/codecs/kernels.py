@@ -279,3 +279,54 @@ def add_bfloat16(total: Any, given: Any, weight: float) -> None:
     """Add `weight` times each."""
     for i in range(total.size):
         total[i] += weight * _from_bfloat16(given[i])
+
+
+_HALF = float32(0.5)
+_HALF_BITS = uint32(0x3F000000)
+_LEAST16 = uint32(113 << 23)  # 2^-14, the smallest float16 with all its bits of precision
+_LEAST16_VALUE = float32(2.0**-14)
+_SIGN, _UNSIGNED, _INFINITE_BITS = uint32(0x80000000), uint32(0x7FFFFFFF), uint32(0x7F800000)
+
+
+@njit(inline="always")
+def _to_float16(bits: Any) -> Any:
+    """The nearest float16, as its bits; the largest one instead of infinity."""
+    size = uint32(bits & _UNSIGNED)
+    # a sum with 0.5 has the bits of a subnormal float16 as its lowest, rounded by the processor
+    subnormal = uint32(float32(size.view(float32) + _HALF).view(uint32) - _HALF_BITS)
+    # another bias of the exponent, and half a unit of the last place, or a little less
+    odd = uint32(size >> uint32(13)) & uint32(1)
+    normal = uint32(uint32(size + uint32(0xC8000FFF)) + odd) >> uint32(13)
+    near = min(uint32(subnormal if size < _LEAST16 else normal), uint32(0x7BFF))
+    strange = uint32(0x7E00) if size > _INFINITE_BITS else uint32(0x7C00)
+    found = uint32(strange if size >= _INFINITE_BITS else near)
+    return uint32(uint32(bits & _SIGN) >> uint32(16)) | found
+
+
+@njit(inline="always")
+def _from_float16(half: Any) -> Any:
+    bits = uint32(half)
+    size = uint32(uint32(bits & uint32(0x7FFF)) << uint32(13))
+    subnormal = float32(uint32(size + _LEAST16).view(float32) - _LEAST16_VALUE).view(uint32)
+    normal = uint32(size + uint32(112 << 23))
+    strange = uint32(size + uint32(224 << 23))
+    found = uint32(strange if size >= uint32(0x0F800000) else normal)
+    found = uint32(subnormal if size < uint32(0x00800000) else found)
+    return uint32(found | uint32(uint32(bits & uint32(0x8000)) << uint32(16))).view(float32)
+
+
+@compiled("uint32[::1]", _FLOATS, "uint16[::1]", _FLOATS)
+def encode_float16(bits: Any, values: Any, out: Any, left: Any) -> None:
+    """To the nearest, and to the largest instead of infinity. `bits`: the values as integers."""
+    for i in range(out.size):
+        out[i] = _to_float16(bits[i])
+    for i in range(left.size):
+        finite = (bits[i] & ~_SIGN) < _INFINITE_BITS
+        left[i] = values[i] - _from_float16(out[i]) if finite else float32(0.0)
+
+
+@compiled(_FLOATS, "uint16[::1]", "float32")
+def add_float16(total: Any, given: Any, weight: float) -> None:
+    """Add `weight` times each."""
+    for i in range(total.size):
+        total[i] += weight * _from_float16(given[i])

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from instep.comm.codecs.kernels import add_bfloat16, encode_bfloat16
+from instep.comm.codecs.kernels import (
+    add_bfloat16,
+    add_float16,
+    encode_bfloat16,
+    encode_float16,
+)
 
 
 class Short:
@@ -41,10 +49,18 @@ class Short:
         total.add_(payload[: self.size(total.numel())].view(self.dtype), alpha=weight)
 
 
-class BFloat16(Short):
-    """The range of float32, and 8 bits of its precision; on the CPU by compiled loops."""
+class Compiled(Short):
+    """The same, on the CPU by compiled loops."""
 
-    dtype = torch.bfloat16
+    @staticmethod
+    @abstractmethod
+    def _encode_here(bits: Any, values: Any, out: Any, left: Any) -> None:
+        """By a compiled loop; as `kernels.encode_bfloat16`."""
+
+    @staticmethod
+    @abstractmethod
+    def _add_here(total: Any, given: Any, weight: float) -> None:
+        """By a compiled loop; as `kernels.add_bfloat16`."""
 
     @torch.no_grad()
     def encode(self, values: Tensor, out: Tensor, *, key: int, left: Tensor | None = None) -> int:
@@ -54,7 +70,7 @@ class BFloat16(Short):
         size, numbers = self.size(values.numel()), values.numpy()
         rest = torch.empty(0) if left is None else left
         short = out[:size].numpy().view("uint16")
-        encode_bfloat16(numbers.view("uint32"), numbers, short, rest.numpy())
+        self._encode_here(numbers.view("uint32"), numbers, short, rest.numpy())
         return size
 
     @torch.no_grad()
@@ -64,10 +80,20 @@ class BFloat16(Short):
             super().add_into(total, payload, weight)
         else:
             short = payload[: self.size(total.numel())].numpy().view("uint16")
-            add_bfloat16(total.numpy(), short, weight)
+            self._add_here(total.numpy(), short, weight)
 
 
-class Float16(Short):
+class BFloat16(Compiled):
+    """The range of float32, and 8 bits of its precision."""
+
+    dtype = torch.bfloat16
+    _encode_here = staticmethod(encode_bfloat16)
+    _add_here = staticmethod(add_bfloat16)
+
+
+class Float16(Compiled):
     """11 bits of precision, up to 65,504. What is below 6e-8 waits until it has added up."""
 
     dtype = torch.float16
+    _encode_here = staticmethod(encode_float16)
+    _add_here = staticmethod(add_float16)

@@ -8,16 +8,25 @@ highest are kept; values that are not finite leave a gap.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from instep.report.figures.summary import loss_per_step
+from instep.report.figures.summary import OWN, loss_per_step
 from instep.store.run_folder import Floats, Records, RunFolder, step_ends
 
 POINTS = 400
 """Most points of one curve."""
+
+SMOOTHED = 60
+"""Points from which on a curve of the training loss has a smoothed line."""
+
+LOG_FROM = 12.0
+"""A chart is logarithmic if its largest value is so many times its median."""
+
+AXES = ("step", "samples", "seconds", "bytes")
 
 _STRIP_POINTS = 160
 _DIGITS = 6  # significant; a pixel is coarser
@@ -28,24 +37,100 @@ Curve = dict[str, list[float | None]]
 def charts(runs: list[RunFolder]) -> list[dict[str, Any]]:
     """What the page draws: one chart for each quantity, in it the lines of every run.
 
-    `loss` first, training and validation together; then each validation metric.
+    `loss` first, training and validation together; then each validation metric, what callbacks have
+    logged, learning rate, norm of the gradient, and speed. `log` says that a logarithmic axis shows
+    more.
     """
     names = dict.fromkeys(["loss"])
     for folder in runs:
         for event in folder.validations:
             names.update(dict.fromkeys(event.get("metrics") or {}))
-    found = []
+    found: list[dict[str, Any]] = []
     for name in names:
         lines = []
         for number, folder in enumerate(runs):
             if name == "loss" and len(folder.steps):
-                lines.append({"run": number, "kind": "training", **_training_loss(folder)})
+                training = _training_loss(folder)
+                lines.append({"run": number, "kind": "training", **training})
+                if len(training["mean"]) >= SMOOTHED:
+                    smooth = smoothed(training["mean"])
+                    axes = {name: training[name] for name in AXES}
+                    lines.append({"run": number, "kind": "smoothed", **axes, "mean": smooth})
             validation = _validation(folder, name)
             if validation["mean"]:
                 lines.append({"run": number, "kind": "validation", **validation})
-        if lines:
-            found.append({"title": name, "lines": lines})
+        found.append({"title": name, "lines": lines})
+    logged = dict.fromkeys(name for folder in runs for name in folder.logged)
+    others: dict[str, Callable[[RunFolder], Curve | None]] = {
+        name: partial(_logged, name=name) for name in logged if not name.startswith(OWN)
+    }
+    others["learning rate"] = partial(_logged, name=f"{OWN}learning_rate", steps=True)
+    others |= {"gradient norm": _gradient_norm, "samples per second": _speed}
+    for title, curve in others.items():
+        curves = [(number, curve(folder)) for number, folder in enumerate(runs)]
+        lines = [{"run": n, "kind": "", **each} for n, each in curves if each]
+        found.append({"title": title, "lines": lines})
+    for chart in found:
+        chart["log"] = chart["title"] != "samples per second" and _spans(chart["lines"])
+    return [chart for chart in found if chart["lines"]]
+
+
+def _spans(lines: list[dict[str, Any]]) -> bool:
+    """Whether values are above 0, and fill a linear axis so that most of them lie at its foot."""
+    values = [value for line in lines for value in line["mean"] if value is not None]
+    return bool(values) and min(values) > 0 and max(values) > LOG_FROM * float(np.median(values))
+
+
+def smoothed(values: Sequence[float | None]) -> list[float | None]:
+    """The exponential moving average of values, over about a twentieth of them; gaps stay gaps."""
+    keep = 1 - 2 / (len(values) / 20 + 1)
+    total = weight = 0.0
+    found: list[float | None] = []
+    for value in values:
+        if value is not None:
+            total, weight = keep * total + value, keep * weight + 1
+        found.append(None if value is None else float(f"{total / weight:.{_DIGITS}g}"))
     return found
+
+
+def _logged(folder: RunFolder, name: str, *, steps: bool = False) -> Curve | None:
+    """Values that were logged; `steps`: only where they changed, so that one holds until then."""
+    points = sorted(folder.logged.get(name, {}).items())
+    if not points:
+        return None
+    step = np.array([at for at, _ in points])
+    value, times = (np.array(each) for each in zip(*(point for _, point in points), strict=True))
+    if steps and step[-1] < folder.last_step:
+        step, value = np.append(step, folder.last_step), np.append(value, value[-1])
+        times = np.append(times, step_ends(folder.steps).max(initial=times[-1]))
+    return thin(_axes(folder, step, times), value)
+
+
+def _gradient_norm(folder: RunFolder) -> Curve | None:
+    norms = folder.steps[np.isfinite(folder.steps["gradient_norm"])]
+    step, where = np.unique(norms["step"], return_index=True)
+    if not len(step):
+        return None
+    values = norms["gradient_norm"][where].astype(np.float64)
+    return thin(_axes(folder, step, step_ends(norms[where])), values)
+
+
+def _speed(folder: RunFolder) -> Curve | None:
+    """Samples per second of all workers together, over equal parts of the time of the run."""
+    steps = folder.steps
+    if len(steps) < 2:
+        return None
+    ends = step_ends(steps)
+    order = np.argsort(ends)
+    ends, begin = ends[order], float(steps["begin"].min())
+    parts = min(_STRIP_POINTS, len(folder.steps_of(int(steps["worker"][0]))))
+    edges = np.linspace(begin, float(ends[-1]), parts + 1)
+    done = np.concatenate([[0], np.cumsum(steps["samples"][order])])
+    by_edge = np.interp(edges, np.concatenate([[begin], ends]), done)
+    reached = np.maximum.accumulate(steps["step"][order])
+    at = reached[np.minimum(np.searchsorted(ends, edges[1:]), len(ends) - 1)]
+    speed = np.diff(by_edge) / np.maximum(np.diff(edges), 1e-9)
+    return thin(_axes(folder, at, edges[1:]), speed)
 
 
 def _training_loss(folder: RunFolder) -> Curve:

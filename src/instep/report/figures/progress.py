@@ -15,6 +15,7 @@ import numpy as np
 
 from instep.data.batches import Batches
 from instep.data.order import LARGEST, Position
+from instep.report.figures.summary import OWN
 from instep.spec import JobSpec
 from instep.store.run_folder import PARTS, Records, step_ends
 from instep.sync import servers_of
@@ -74,6 +75,8 @@ class Progress:
         self.generations = 0
         self.step = self.epoch = self.committed = 0
         self.validated: dict[str, Any] = {}
+        self.logged: dict[str, Any] = {}
+        """The newest value of each name that callbacks have logged."""
         self.saved: tuple[float, dict[str, Any]] | None = None
         self.traffic: dict[int, tuple[float, float]] = {}
         self.steps_seen = False
@@ -111,6 +114,9 @@ class Progress:
         elif what == "validated":
             self.validated = event
             self._pauses_s += event["seconds"]
+        elif what == "logged":
+            values = event["values"].items()
+            self.logged |= {name: v for name, v in values if not name.startswith(OWN)}
         elif what == "epoch_finished" and not self.job.train.steps:
             samples = event["samples"]  # those of earlier sessions included
             self._sum = event["loss"] * samples, samples

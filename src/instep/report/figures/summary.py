@@ -16,6 +16,9 @@ from instep.store.run_folder import PARTS, Records, RunFolder
 from instep.units import readable_count
 from instep.words import LAST_STEPS, ranges, stop_words
 
+OWN = "train/"
+"""Begins the name of what the run logs itself."""
+
 _MOST_GAPS = 5
 
 
@@ -42,6 +45,11 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
         "samples": proof.used,
         "loss": _final_loss(folder),
         "metrics": dict(metrics),
+        "logged": {
+            name: list(values.values())[-1][0]
+            for name, values in folder.logged.items()
+            if not name.startswith(OWN)
+        },
         "workers": folder.team,
         "servers": folder.servers_at_the_end,
         "seconds": folder.seconds,

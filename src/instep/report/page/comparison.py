@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from typing import Any
 
+from instep.report.figures.settings import flat
 from instep.report.page.markup import MOST_ROWS, Html, figure, section, shortened, table, tag
 from instep.store.run_folder import RunFolder
 from instep.units import readable_bytes, readable_count, readable_seconds
@@ -62,13 +61,3 @@ def differing_settings(*jobs: dict[str, Any]) -> list[tuple[str, ...]]:
     keys = dict.fromkeys(key for each in tables for key in each)
     rows = [(key, *(each.get(key, "not given") for each in tables)) for key in keys]
     return [row for row in rows if len(set(row[1:])) > 1]
-
-
-def flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """A nested table as (`section.key`, value as text)."""
-    for key, value in table.items():
-        if isinstance(value, dict) and value:
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            text = value if isinstance(value, str) else json.dumps(value, default=str)
-            yield f"{prefix}{key}", text

@@ -89,6 +89,11 @@ def figure(value: Any, readable: Any = None) -> str:
     return f"{value:.4g}" if isinstance(value, float) else shortened(value)
 
 
+def hash_of(text: str) -> Html:
+    """A hash, which a click selects whole, with a button that copies it."""
+    return join([tag("code", text, class_="whole"), tag("button", "copy", type="button")])
+
+
 def listing(
     head: Sequence[str],
     items: Sequence[Any],

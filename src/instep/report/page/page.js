@@ -5,7 +5,7 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const space = { left: 52, right: 12, top: 10, bottom: 26 };
-  const chosen = { x: "step", y: "linear" };
+  const chosen = { x: "step", y: "auto" };
 
   const svg = (name, attributes, parent) => {
     const node = document.createElementNS("http://www.w3.org/2000/svg", name);
@@ -152,7 +152,7 @@
   };
 
   const draw = (figure) => {
-    const chart = data.charts[+figure.dataset.chart], log = chosen.y === "log";
+    const chart = data.charts[+figure.dataset.chart], log = chosen.y === "log" || (chosen.y === "auto" && chart.log);
     const width = figure.clientWidth, height = width > 700 ? 300 : 210;
     const box = extent(chart, log);
     const raw = (v) => {
@@ -170,7 +170,9 @@
     const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img" }, figure);
     root.setAttribute("aria-label", `${chart.title} by ${chosen.x}`);
     drawAxes(box, scale, width, height, log, root);
-    for (const line of chart.lines) drawLine(line, scale, root);
+    const smooth = chart.lines.some((line) => line.kind === "smoothed");
+    const lines = svg("g", smooth ? { class: "smooth" } : {}, root);
+    for (const line of chart.lines) drawLine(line, scale, lines);
     caption(words, chart, null);
     follow(root, words, chart, box, scale, bottom, width);
   };
@@ -197,6 +199,13 @@
   const drawAll = () => figures.forEach(draw);
   for (const input of document.querySelectorAll(".switches input"))
     input.addEventListener("change", () => { chosen[input.name] = input.value; drawAll(); });
+  for (const button of document.querySelectorAll("button"))
+    button.addEventListener("click", () => {
+      getSelection().selectAllChildren(button.previousElementSibling);
+      document.execCommand("copy");
+      button.textContent = "copied";
+      setTimeout(() => { button.textContent = "copy"; }, 1500);
+    });
   let width = 0;
   new ResizeObserver(() => {
     if (figures.length && figures[0].clientWidth !== width) { width = figures[0].clientWidth; drawAll(); }

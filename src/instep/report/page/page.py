@@ -106,7 +106,10 @@ def _details(folder: RunFolder, summary: dict[str, Any]) -> list[Html]:
 def _curves(drawn: list[dict[str, Any]]) -> Html:
     if not drawn:
         return section("Curves", tag("p", "No curves: no step was committed.", class_="note"))
-    switches = [_switch("x", "step", "samples", "seconds", "bytes"), _switch("y", "linear", "log")]
+    switches = [
+        _switch("x", "step", "samples", "seconds", "bytes"),
+        _switch("y", "auto", "linear", "log"),
+    ]
     frames = [tag("figure", class_="chart", data_chart=at) for at in range(len(drawn))]
     without = tag(
         "noscript", tag("p", "The curves need JavaScript: a script in this page draws them.")

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 
 from instep.report.figures.restarts import Restart, restarts
+from instep.report.figures.settings import flat
 from instep.report.figures.summary import cause_words, exactness_words, gap_words, network_words
-from instep.report.page.comparison import flat
 from instep.report.page.markup import (
     MOST_ROWS,
     Html,
     figure,
+    hash_of,
     join,
     listing,
     section,
@@ -177,7 +178,7 @@ def audit_of_samples(folder: RunFolder) -> Html:
         list(group)
         for _, group in groupby(proof.epochs, key=lambda each: (each.participant, *_counts(each)))
     ]
-    what, digest = "sha256 of every (epoch, position) used ", tag("code", proof.sha256)
+    what, digest = "sha256 of every (epoch, position) used ", hash_of(proof.sha256)
     rows = listing(head, groups, _audit_row, "rows")
     return section("Audit of samples", rows, tag("p", what, digest, class_="note hash"), note=note)
 
@@ -342,7 +343,7 @@ def reproduce(folder: RunFolder, summary: dict[str, Any]) -> Html:
         ("every (epoch, position) used", folder.audit.sha256 if folder.audit.epochs else None),
         ("parameters", summary["parameters_sha256"]),
     ]
-    rows = [[name, tag("code", shortened(value))] for name, value in hashes if value]
+    rows = [[name, hash_of(shortened(value))] for name, value in hashes if value]
     body = [tag("pre", tag("code", shortened(command)))] if command else []
     if rows:
         body.append(table(["sha256 of", ""], rows, numbers_from=9))

@@ -20,6 +20,7 @@ from instep.words import (
     member,
     members,
     mesh_in_words,
+    next_lines,
     of_what,
     plural,
     short_number,
@@ -71,8 +72,7 @@ def _lines(summary: dict[str, Any], folder: RunFolder) -> Iterator[str]:
         yield f"report  {page}"
     if folder.outcome != "completed":
         commands.insert(0, folder.to_resume)
-    for number, text in enumerate(commands):
-        yield f"{'' if number else 'next':8}{text}"
+    yield from next_lines(commands)
 
 
 def _ending(summary: dict[str, Any]) -> str:

@@ -19,7 +19,14 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from instep.report.figures.progress import Progress
-from instep.report.terminal.screen import eta, heading, notice, progress_words, screen
+from instep.report.terminal.screen import (
+    eta,
+    heading,
+    logged_words,
+    notice,
+    progress_words,
+    screen,
+)
 from instep.spec import JobSpec
 from instep.store.run_folder import Records, RunFolder
 from instep.units import readable_bytes, readable_count, readable_seconds
@@ -223,8 +230,9 @@ class PlainLines:
             self._said_step = progress.step
             rate = f"{readable_count(progress.samples_per_s)} samples/s"
             loss = f"training loss {short_number(progress.loss)}"
+            words, left = progress_words(progress), eta(progress)
             self._say(
-                "  ".join(filter(None, (progress_words(progress), loss, rate, eta(progress))))
+                "  ".join(filter(None, (words, loss, logged_words(progress, 200), rate, left)))
             )
 
     def _say(self, text: str | None) -> None:

@@ -177,7 +177,15 @@ def _training(progress: Progress, width: int, bar: str) -> list[Line]:
         if checked
         else "-"
     )
-    return [_bar_line(progress, width, bar), line, [("validation  ", ""), (found, "")]]
+    lines: list[Line] = [_bar_line(progress, width, bar), line, [("validation  ", ""), (found, "")]]
+    if progress.logged:
+        lines.append([("logged  ", ""), (logged_words(progress, width - 8), "")])
+    return lines
+
+
+def logged_words(progress: Progress, width: int) -> str:
+    """The newest values that callbacks have logged, as many as fit."""
+    return _fit([f"{n} {short_number(v)}" for n, v in progress.logged.items()], width)
 
 
 def _bar_line(progress: Progress, width: int, bar: str) -> Line:

@@ -19,7 +19,7 @@ from instep.report.terminal.screen import screen
 from instep.store.folder import is_running
 from instep.store.run_folder import RunFolder, step_ends
 from instep.units import readable_count, readable_seconds
-from instep.words import metrics_in_words
+from instep.words import command, metrics_in_words
 
 _RECENT_S, _BEAT_S = 3 * MEMORY_S, 0.5
 """The last steps are taken in one beat after another, as a view of the running job gets them."""
@@ -45,6 +45,18 @@ class Status:
         """As the live table, and the state."""
         shown = ["".join(text for text, _ in line) for line in screen(self.progress, width, 50)]
         return [f"{self.state}   {self.folder.path}", *(line.rstrip() for line in shown)]
+
+    def next_commands(self) -> list[str]:
+        """What one can do with a run that is in this state."""
+        path, logs = self.folder.path, command("logs", self.folder.path)
+        if self.state == "running":
+            scale = [] if self.folder.joined else [command("scale", path, "--workers N")]
+            return [f"{logs} --follow", *scale]
+        if self.state == "completed":
+            export = command("export", path, "--to model.safetensors")
+            there = (path / "model.safetensors").exists()
+            return [command("report", path), *([export] if there else [])]
+        return [self.folder.to_resume, logs]
 
     def as_table(self) -> dict[str, Any]:
         """Plain data; what is not known is None."""

@@ -26,6 +26,7 @@ REDUCERS = Registry(
     "reducer",
     {
         "dgc": "instep.sync.reducers.dgc:Dgc",
+        "hook": "instep.sync.reducers.hook:Hook",
         "gather": "instep.sync.reducers.gather:Gather",
         "powersgd": "instep.sync.reducers.powersgd:PowerSgd",
         "two_phase": "instep.sync.reducers.two_phase:TwoPhase",

@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from instep.comm.buckets import Bucket
+from instep.sync import norm
 from instep.sync.base import Piece
 
-CUT = 1 << 16
-"""Elements: a multiple of `norm.BLOCK`, and of what processors add at once."""
+CUT = norm.BLOCK
+"""Elements: no cut divides a block of the norm, or what processors add at once."""
 
-LONGEST_BYTES = 1 << 19
-"""Of a segment: long beside what a message costs, short beside a bucket."""
+LONGEST_BYTES = 1 << 17
+"""Of a segment. Until the first one is there from all workers a server has nothing to send, and it
+ends that much later (decision 0046)."""
 
 _ALIGNED = 64
 
@@ -46,7 +48,12 @@ class Part(NamedTuple):
     @property
     def pieces(self) -> list[Piece]:
         """The same, by parameter."""
-        return [piece for segment in self.segments for piece in segment.pieces]
+        return pieces_of(self.segments)
+
+
+def pieces_of(segments: Sequence[Segment]) -> list[Piece]:
+    """The same, by parameter."""
+    return [piece for segment in segments for piece in segment.pieces]
 
 
 def cut(

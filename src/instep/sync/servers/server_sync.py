@@ -7,17 +7,18 @@ which adds up in rank order, moves its part, and sends it to the workers. So all
 hold the same parameters, and each server those of its part.
 
 A server moves a segment as soon as all workers have sent it, and sends it back while others are
-still coming: both directions of its link are busy. It guesses then what is known only when
-all have told their notes: that the step is like the last one (`_Guess`). Where it was not, servers
-undo what they have moved, and move all after the exchange, in `prepare`; as they do where
-something has to be known of the whole gradient, such as its norm.
+still coming (`traffic.py`): both directions of its link are busy. It guesses then what is known
+only when all have told their notes: that the step is like the last one (`guess.py`). Where it was
+not, servers undo what they have moved, and move all after the exchange, in `prepare`; as they do
+where something has to be known of the whole gradient, such as its norm.
 
 A server's optimizer state is its own alone. It lies in ordinary memory, moves there before it is
 known whether the step happens, and is copied with the parameters of the part into a slot of memory
 that outlives the process. A step that does not happen is undone by the other slot.
 
 With `copy` the next server keeps a copy of a server's part: it is sent the summed gradients, and
-takes the same steps. Who lacks a part when a generation begins gets it from the other that has it.
+takes the same steps. Who lacks a part when a generation begins gets it from the other that has it
+(`copies.py`).
 
 Embeddings on servers (`tables.py`) take part in the same steps, and in the same slots.
 
@@ -35,24 +36,21 @@ from torch.nn import Parameter
 
 from instep.comm.base import Comm, Work
 from instep.comm.buckets import Bucket, laid_out_like, lay_out
-from instep.comm.named import receive_named, send_named
-from instep.errors import RecipeError, SpecError, WorkerError
+from instep.errors import RecipeError, SpecError
 from instep.records import BEGINNING, Attempt, Law
 from instep.sync import norm
-from instep.sync.arriving import summed
 from instep.sync.base import InMesh, Memory, Mover, Piece, Price, Result, Servers
 from instep.sync.gathering import Gathering
-from instep.sync.servers.cuts import Packed, Part, Segment, cut
+from instep.sync.servers.copies import PARAMETERS, gather_parts, lost, of_part, take_copies
+from instep.sync.servers.cuts import Packed, Part, Segment, cut, pieces_of
+from instep.sync.servers.guess import Guess
 from instep.sync.servers.kept_rows import KeptRows
 from instep.sync.servers.tables import Tables
+from instep.sync.servers.traffic import Traffic
 from instep.sync.sums import Exact, Plain
 
-_PARAMETERS = "parameters/"
-"""In memory that outlives a server, before the number of a server: the part that it has moved,
-[bytes]."""
-
 _ROWS = "rows/"
-"""The same, before what a step makes of the rows of embeddings."""
+"""In memory that outlives a server, before what a step makes of the rows of embeddings."""
 
 
 class _Shared(NamedTuple):
@@ -69,7 +67,8 @@ class ServerSync(Gathering):
     """Weighted mean of the gradients of all workers, and an optimizer on servers.
 
     Args:
-        bucket_mb: megabytes at which a bucket is full and starts on its way.
+        bucket_mb: megabytes at which a bucket is full and starts on its way; few, since a message
+            is a segment of it anyway, and nothing is sent before the first one is full.
         overlap: send during the backward pass, and have servers move what is there; off, all is
             sent after the pass, and moved when all is there.
         copy: have the next server keep a copy of each server's part and state.
@@ -78,7 +77,7 @@ class ServerSync(Gathering):
         SpecError: an option is refused.
     """
 
-    def __init__(self, *, bucket_mb: float = 8.0, overlap: bool = True, copy: bool = False) -> None:
+    def __init__(self, *, bucket_mb: float = 1.0, overlap: bool = True, copy: bool = False) -> None:
         super().__init__(bucket_mb=bucket_mb, overlap=overlap)
         if not isinstance(copy, bool):
             raise SpecError(f"sync.options.copy = {copy!r}: needs to be true or false.")
@@ -91,7 +90,6 @@ class ServerSync(Gathering):
         self._mine = -1  # which server this is; -1 for a worker
         self._moved = False  # whether anything of this server's part has moved in this step
         self._early = False  # whether servers move in this step what has come, before all has
-        self._under_way: list[Work] = []  # new parameters
         self._memory: Memory | None = None
         self._attempt = BEGINNING
         self._sizes: list[int] | None = None
@@ -136,7 +134,6 @@ class ServerSync(Gathering):
         sums = Exact(parameters, comm, parts) if parts else Plain()
         self._gather(parameters, comm, sums, notes)
         self._servers, self._mover, self._memory = list(servers.ranks), servers.mover, memory
-        self._workers = [rank for rank in range(comm.size) if rank not in self._servers]
         self._mine = self._servers.index(comm.rank) if comm.rank in self._servers else -1
         if self._copy and len(self._servers) < 2:
             raise SpecError(
@@ -155,17 +152,14 @@ class ServerSync(Gathering):
         if self._shared is None:
             self._share_out()
         assert self._shared is not None
-        self._segments: list[list[tuple[int, Segment]]] = [[] for _ in self._buckets]
-        for server, part in enumerate(self._shared.parts):
-            for segment in part.segments:
-                self._segments[segment.bucket].append((server, segment))
+        every, new = self._shared
+        self._traffic = Traffic(comm, self._servers, every, self._buckets, new, copies=self._copy)
         for packed in self._shared.new.values() if self._mine >= 0 else ():
             packed.load()
         self._hold(at)
         comm.all_reduce(torch.zeros(1)).wait()  # after it, each knows that all servers hold
         self._moved = self._early = False
-        self._under_way = []
-        self._guess = _Guess()
+        self._guess = Guess()
         mover = self._mover
         self._moves_early = self._overlap and mover.by_element and not mover.clips
 
@@ -207,35 +201,14 @@ class ServerSync(Gathering):
         held = self._held
         lacks = (held is None and at.number and not self._begins) or (held and held[:2] != at[:2])
         if self._copy:
-            self._take_copies(bool(self._mine >= 0 and lacks))
+            assert self._shared is not None
+            parts, lacking = self._shared.parts, bool(self._mine >= 0 and lacks)
+            take_copies(self._comm, self._servers, self._mine, parts, self._mover, lacking)
         elif self._mine >= 0 and lacks:
-            raise _lost(self._mine, len(self._servers))
+            raise lost(self._mine, len(self._servers))
         if self._mine >= 0 and (held is None or lacks):
             self._stage(at)
             self._held = at
-
-    def _take_copies(self, lacks: bool) -> None:
-        """Give servers that lack their state, and that of their copy, what others have of it."""
-        assert self._shared is not None
-        lacking = torch.zeros(len(self._servers))
-        lacking[self._mine] += float(lacks)
-        self._comm.all_reduce(lacking).wait()
-        taken, count = dict[str, Tensor](), len(self._servers)
-        for server, part in enumerate(self._shared.parts):
-            keeps = [server, (server + 1) % count]
-            having = [one for one in keeps if not lacking[one]]
-            for one in keeps:
-                if not lacking[one] or self._mine < 0:
-                    continue
-                if self._mine == one:
-                    if not having:
-                        raise _lost(server, count)
-                    taken |= receive_named(self._comm, self._servers[having[0]])
-                elif having and self._mine == having[0]:
-                    own = _of_part(part, self._mover.states())
-                    send_named(self._comm, own, self._servers[one])
-        if lacks:
-            self._mover.load_states(taken)
 
     def _stage(self, attempt: Attempt) -> None:
         """Copy the optimizer's state, and what it has moved, into the slot of a commit."""
@@ -243,7 +216,7 @@ class ServerSync(Gathering):
         assert self._shared is not None
         states = self._mover.states()
         for server in self._kept:
-            states[f"{_PARAMETERS}{server}"] = self._shared.new[server].flat
+            states[f"{PARAMETERS}{server}"] = self._shared.new[server].flat
         if self._rows is not None:
             states |= {f"{_ROWS}{n}": each for n, each in self._rows.staged().items()}
         layout = {name: (tuple(state.shape), state.dtype) for name, state in states.items()}
@@ -294,67 +267,23 @@ class ServerSync(Gathering):
     def _send(self, number: int, bucket: Bucket) -> Work:
         if not bucket.members:
             return self._comm.all_reduce(bucket.flat)
-        under_way = list[Work]()
-        for server, segment in self._segments[number] if self._mine < 0 else ():
-            flat = bucket.flat[segment.start : segment.stop]
-            under_way.append(self._comm.send(flat, self._servers[server]))
-            if self._early:
-                self._pull(server, segment)
-        return _All(under_way)
-
-    def _pull(self, server: int, segment: Segment) -> None:
-        """Have the new parameters of a segment come to this worker."""
-        assert self._shared is not None
-        into = self._shared.new[server].of(segment)
-        self._under_way.append(self._comm.receive(into, self._servers[server]))
+        return self._traffic.send(number, bucket.flat, pull=self._early)
 
     def _finish(self) -> None:
         """Servers add up what the workers send, and move what is complete, if they may."""
-        if self._mine >= 0:
-            assert self._shared is not None
-            places = self._places(self._mine)
-            arrived = summed(self._comm, self._workers, list(places.values()))
-            for (segment, place), _ in zip(places.items(), arrived, strict=True):
-                if self._copy:
-                    self._under_way.append(self._comm.send(place, self._next))
-                if self._early:
-                    self._move_early(segment)
-                    self._give([segment])
-            if self._copy:
-                self._follow()
-        super()._finish()
-        self._await_new()
-
-    def _places(self, server: int) -> dict[Segment, Tensor]:
-        """Where the sums of a server's part lie."""
-        assert self._shared is not None
-        return {
-            segment: self._buckets[segment.bucket].flat[segment.start : segment.stop]
-            for segment in self._shared.parts[server].segments
-        }
-
-    @property
-    def _next(self) -> int:
-        """The rank that keeps a copy of this server's part."""
-        return self._servers[(self._mine + 1) % len(self._servers)]
-
-    def _follow(self) -> None:
-        """Get the sums of the part of which this server keeps a copy."""
-        places, source = self._places(self._kept[1]), self._servers[self._kept[1]]
-        coming = [self._comm.receive(place, source) for place in places.values()]
-        for segment, message in zip(places, coming, strict=True):
-            message.wait()
+        for segment in self._traffic.summed() if self._mine >= 0 else ():
             if self._early:
                 self._move_early(segment)
+                self._traffic.give([segment])
+        for segment in self._traffic.followed() if self._mine >= 0 and self._copy else ():
+            if self._early:
+                self._move_early(segment)
+        super()._finish()
+        self._traffic.wait()
 
     def _move_early(self, segment: Segment) -> None:
         gradients = self._gradients([segment], self._guess.there, self._guess.scale)
         self._move([segment], gradients)
-
-    def _await_new(self) -> None:
-        works, self._under_way = self._under_way, []
-        for work in works:
-            work.wait()
 
     @torch.no_grad()
     def exchange(self, notes: Tensor) -> Tensor | None:
@@ -387,23 +316,23 @@ class ServerSync(Gathering):
             segments = shared.parts[self._mine].segments
             kept = [segment for server in self._kept for segment in shared.parts[server].segments]
             gradients = self._gradients(kept, there, scale)
-            own = {p: gradients[p] for p in _pieces(segments) if p in gradients}
+            own = {p: gradients[p] for p in pieces_of(segments) if p in gradients}
             factor = self._limit(own, scale)
             if factor != 1.0:
                 for gradient in gradients.values():
                     gradient.mul_(factor)
             self._move(kept, gradients)
-            self._give(segments)
+            self._traffic.give(segments)
         elif not (self._early and right):
             for server, part in enumerate(shared.parts):
                 for segment in part.segments:
-                    self._pull(server, segment)
+                    self._traffic.pull(server, segment)
             self._limit({}, scale)
         if self._mine >= 0:
             if self._rows is not None:
                 self._rows.move(scale * factor)
             self._stage(self._attempt)
-        self._await_new()
+        self._traffic.wait()
         self._tell_sizes()
         return scale
 
@@ -412,7 +341,7 @@ class ServerSync(Gathering):
     ) -> dict[Piece, Tensor]:
         """Of segments of this server, for the parameters that have one."""
         gradients = {}
-        for piece in _pieces(segments):
+        for piece in pieces_of(segments):
             if not there[piece.slot]:
                 continue
             parameter = self._mover.held[piece]
@@ -427,20 +356,12 @@ class ServerSync(Gathering):
     def _move(self, segments: Sequence[Segment], gradients: Mapping[Piece, Tensor]) -> None:
         """Have the optimizer move these segments by the gradients that there are."""
         self._moved = True
-        pieces, held = _pieces(segments), self._mover.held
+        pieces, held = pieces_of(segments), self._mover.held
         for piece in pieces:
             held[piece].grad = gradients.get(piece)
         self._mover.step(self._attempt.number, pieces)
         for piece in pieces:
             held[piece].grad = None
-
-    def _give(self, segments: Sequence[Segment]) -> None:
-        """Send what has moved of this server's part to the workers."""
-        assert self._shared is not None
-        own = self._shared.new[self._mine]
-        self._under_way += [
-            self._comm.send(own.of(segment), rank) for segment in segments for rank in self._workers
-        ]
 
     def _limit(self, gradients: Mapping[Piece, Tensor], scale: float) -> float:
         """What gradients are multiplied by, so that the norm of all is within its limit; all ranks
@@ -499,7 +420,7 @@ class ServerSync(Gathering):
         self._undo()
         if self._rows is not None:
             self._rows.abandon()
-        self._under_way = []
+        self._traffic.forget()
         self._sums.abandon()
         self._forget()
 
@@ -526,7 +447,7 @@ class ServerSync(Gathering):
         """The optimizer's state for this server's part."""
         if self._shared is None or self._mine < 0:
             return {}
-        states = _of_part(self._shared.parts[self._mine], self._mover.states())
+        states = of_part(self._shared.parts[self._mine], self._mover.states())
         return {f"optimizer/{name}": state for name, state in states.items()}
 
     def load_own(self, state: Mapping[str, Tensor]) -> None:
@@ -548,36 +469,16 @@ class ServerSync(Gathering):
         self, comm: Comm, root: int, servers: Sequence[int], memory: Memory | None
     ) -> None:
         """Give this server the parts of the others, if it is `root` and lacks them."""
-        wanted = torch.tensor([0, *BEGINNING])
+        lacks = None
         if comm.rank == root and not self.whole:
-            assert self._held is not None, "it has been part of a commit"
-            wanted = torch.tensor([1, *self._held])
-        comm.broadcast(wanted, root)
-        lacks, *commit = wanted.tolist()
-        if not lacks:
-            return
-        left = memory.at(*commit) if memory is not None and comm.rank in servers else None
-        has = torch.zeros(len(servers), len(servers))  # which has whose part
-        for server in range(len(servers)) if left else ():
-            has[servers.index(comm.rank), server] = float(f"{_PARAMETERS}{server}" in (left or {}))
-        comm.all_reduce(has).wait()
-        for server in range(len(servers)):
-            givers = [rank for rank, row in zip(servers, has, strict=True) if row[server]]
-            if not givers:
-                raise _lost(server, len(servers))
-            if root in givers:
-                continue
-            if comm.rank == root:
-                assert self._shared is not None
-                packed = Packed(self._shared.parts[server].pieces, self._parameters)
-                if len(packed.flat):
-                    comm.receive(packed.flat, givers[0]).wait()
-                    packed.store()
-            elif comm.rank == givers[0] and left is not None:
-                own = left[f"{_PARAMETERS}{server}"]
-                if len(own):
-                    comm.send(own, root).wait()
+            lacks = self._held
+            assert lacks is not None, "it has been part of a commit"
+        gather_parts(comm, root, servers, memory, lacks, self._room)
         self.whole = self.whole or comm.rank == root
+
+    def _room(self, server: int) -> Packed:
+        assert self._shared is not None, "a generation has begun"
+        return Packed(self._shared.parts[server].pieces, self._parameters)
 
     @staticmethod
     def price(parameter_bytes: int, replicas: int) -> Price:
@@ -585,76 +486,10 @@ class ServerSync(Gathering):
         return Price(parameter_bytes, 1)
 
 
-class _All:
-    """Several messages under way."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        """Return when all are over."""
-        for work in self._works:
-            work.wait()
-
-
-class _Guess:
-    """That a step is like the one before it, as far as it matters to who moves parameters early.
-
-    The same parameters have a gradient, it is finite, and it needs the same scale. After a wrong
-    guess twice as many steps as the last time have none: moving in vain costs time.
-    """
-
-    def __init__(self) -> None:
-        self.there: Sequence[bool] = ()
-        """Which parameters have a gradient; empty where nothing is guessed."""
-        self.scale = 1.0
-        self._wrong = 0
-        self._next = 0
-
-    def counts(self, step: int) -> bool:
-        """Whether there is a guess for a step."""
-        return bool(self.there) and step >= self._next
-
-    def compare(self, step: int, there: Sequence[bool], scale: float, *, used: bool) -> bool:
-        """Whether the guess was right; the next one is that all is as in this step.
-
-        Args:
-            step: its number.
-            there: as it was; empty where it is not to be guessed from.
-            scale: as it was.
-            used: whether parameters were moved by the guess.
-        """
-        right = bool(there) and (there, scale) == (self.there, self.scale)
-        if used and not right:
-            self._wrong += 1
-            self._next = step + 2**self._wrong
-        self.there, self.scale = there, scale
-        return right
-
-
-def _pieces(segments: Sequence[Segment]) -> list[Piece]:
-    return [piece for segment in segments for piece in segment.pieces]
-
-
 def _of_optimizer(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    beside = (_PARAMETERS, _ROWS)
+    beside = (PARAMETERS, _ROWS)
     return {name: tensor for name, tensor in kept.items() if not name.startswith(beside)}
 
 
 def _after(start: str, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {n.removeprefix(start): each for n, each in kept.items() if n.startswith(start)}
-
-
-def _of_part(part: Part, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of what an optimizer keeps, that for the pieces of a part."""
-    pieces = {(str(slot), f"{start}:{stop}") for slot, start, stop in part.pieces}
-    every = ((name, name.split("/"), state) for name, state in states.items())
-    return {name: state for name, (slot, *_, at), state in every if (slot, at) in pieces}
-
-
-def _lost(server: int, servers: int) -> WorkerError:
-    return WorkerError(
-        f"the optimizer state of server {server} of {servers} was lost with the memory of its "
-        "host, or its fork server, and no other process has it. Resume the run: it continues from "
-        "the newest checkpoint."
-    )

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -34,7 +33,8 @@ from instep.sync.servers.leases import Lease
 from instep.sync.servers.server_async import ServerAsync
 from instep.system.host_memory import NoRoom
 from instep.worker.leased.commits import Commits, Push
-from instep.worker.leased.line import LOOK_S, Ask, Door, Grant, Guest
+from instep.worker.leased.desk import Desk
+from instep.worker.leased.line import Ask, Door, Guest
 from instep.worker.leased.portions import Parcel, Portions
 from instep.worker.member import Member
 from instep.worker.step.clock import Clock
@@ -48,9 +48,6 @@ from instep.worker.training import Training
 SERVER = "server"
 """Under this key the master has the address of the server, and the secret for it."""
 
-TOLD = 1000
-"""Complete steps that are remembered for workers that do not know of them."""
-
 
 class Where(msgspec.Struct):
     """How a worker reaches the server."""
@@ -60,14 +57,6 @@ class Where(msgspec.Struct):
     number: int
     """Of the server."""
     secret: bytes
-
-
-class _Waits(NamedTuple):
-    """A worker that has asked."""
-
-    ask: Ask
-    counted: bool
-    since: float
 
 
 class Serving(Training):
@@ -96,13 +85,10 @@ class Serving(Training):
         self._row: tuple[int, ...] | None = None  # of the last commit, for the ledger
         self._ledger_at = 0  # where it begins there
         self._written = b""  # since the last complete step
-        self._complete = deque[tuple[int, float, float | None]](maxlen=TOLD)
         self._ends_at: int | None = None
         self._saves_at: int | None = None
         self._barrier = 0
-        self._door: Door | None = None
-        self._guests: dict[int, Guest] = {}  # the newest of each worker
-        self._asking: dict[Guest, _Waits] = {}
+        self._desk: Desk | None = None
         self._broken = -1  # the generation that was reported to be left
         self._commits: Commits | None = None
         self.engine.mends = False  # micro-batches of steps that are not complete count too
@@ -112,6 +98,12 @@ class Serving(Training):
         """There once a generation has begun."""
         assert self._commits is not None, "join() comes first"
         return self._commits
+
+    @property
+    def desk(self) -> Desk:
+        """There once a generation has begun."""
+        assert self._desk is not None, "join() comes first"
+        return self._desk
 
     def join(self) -> None:
         """Take up what the process before this one has left, and begin to serve."""
@@ -153,7 +145,7 @@ class Serving(Training):
         if self._row is not None:  # the process before may have been killed before it was written
             self.engine.ledger.cut(self._ledger_at)
             self._write(self._row)
-        if self._door is None:
+        if self._desk is None:
             self._open()
 
     def _before_steps(self, comm: Comm) -> None:
@@ -181,8 +173,9 @@ class Serving(Training):
     def _open(self) -> None:
         room = partial(Parcel, self.engine.model, self.engine.parameters)
         member = self.member
-        self._door = Door(member.outside, room, member.credentials)
-        where = Where(*self._door.address, member.number, self._door.secret)
+        door = Door(member.outside, room, member.credentials)
+        self._desk = Desk(door, self.commits, self._take)
+        where = Where(*door.address, member.number, door.secret)
         member.tell_all(SERVER, msgspec.msgpack.encode(where))
 
     def _leave(self, error: PeerError | None = None) -> None:
@@ -254,7 +247,7 @@ class Serving(Training):
         done = Commit(step, figures.loss, figures.norm, told, ends, figures.skipped, saves=saves)
         self.engine.buffers.after_update()  # pushes have moved some
         self.state.commit(done, where)
-        self._complete.append((step, figures.loss, figures.norm))
+        self.desk.completed(step, figures.loss, figures.norm)
         clock, norm = self.engine.clock, math.nan if figures.norm is None else figures.norm
         row = (step, self.member.number, 0, figures.loss, *clock.parts, norm)
         self.member.record(self._written, row)
@@ -267,31 +260,13 @@ class Serving(Training):
 
     def _turn(self) -> None:
         """Take in what arrives, and answer all that can be answered."""
-        assert self._door is not None, "join() comes first"
         since = time.perf_counter()
-        arrived = self._door.next(LOOK_S)
+        arrived = self.desk.next()
         since = self.engine.clock.lap(since, "wait")
         self._keep_up()
-        while arrived is not None:
-            self._arrived(*arrived)
-            arrived = self._door.next(0.0)
-        self._answer()
+        self.desk.take_in(arrived)
+        self.desk.answer()
         self.engine.clock.lap(since, "update")
-
-    def _arrived(self, guest: Guest, ask: Ask | None) -> None:
-        before = self._guests.get(guest.worker)
-        if ask is None:
-            self._asking.pop(guest, None)
-            if before is guest:
-                del self._guests[guest.worker]
-                self.commits.leave(guest.worker)
-            return
-        if before is not guest and before is not None:  # its connection broke, and it came again
-            self._asking.pop(before, None)
-            before.close()
-        self._guests[guest.worker] = guest
-        counted = ask.token >= 0 and self._take(guest, ask)
-        self._asking[guest] = _Waits(ask, counted, time.monotonic())
 
     def _take(self, guest: Guest, ask: Ask) -> bool:
         """Whether a push is a commit; then it is one for all."""
@@ -350,36 +325,11 @@ class Serving(Training):
             raise PeerError("the master did not answer for too long: the others may continue.")
         self._written += written
 
-    def _answer(self) -> None:
-        now = time.monotonic()
-        for guest, (ask, counted, since) in list(self._asking.items()):
-            granted = self.commits.grant(guest.worker, now)
-            if granted is None:
-                return
-            del self._asking[guest]
-            (token, unit, *_), body = granted
-            grant = Grant(counted, self._unknown(ask), token, *unit, now - since)
-            guest.answer(grant, body)
-
-    def _unknown(self, ask: Ask) -> list[tuple[int, float, float | None]]:
-        """The complete steps that a worker does not know of."""
-        found = []
-        for each in reversed(self._complete):
-            if each[0] <= ask.known:
-                break
-            found.append(each)
-        return found[::-1]
-
     # ---- the end
 
     def finish(self) -> bool:
         """Tell all workers that the run is over, and save the model; as `Loop.finish`."""
-        assert self._door is not None, "join() comes first"
-        end = Grant(True, [*self._complete], step=self.step, ends=self.rule, finite=self._finite)
-        self._door.end(end)
-        for guest in self._asking:
-            guest.answer(end)
-        self._asking.clear()
+        self.desk.end(self.step, self.rule, finite=self._finite)
         return super().finish()
 
     def _heartbeat(self) -> Heartbeat:
@@ -390,7 +340,5 @@ class Serving(Training):
     def close(self) -> None:
         """Close all connections too."""
         super().close()
-        if self._door is not None:
-            self._door.close()
-            for guest in self._guests.values():
-                guest.close()
+        if self._desk is not None:
+            self._desk.close()

@@ -125,7 +125,7 @@ class OwnLoop(Loop):
             parameters,
             seed=job.seed,
             max_grad_norm=job.train.max_grad_norm,
-            measure=job.stop.by_norm,
+            measure=job.measures_norm,
             scaler=scaler or torch.amp.GradScaler("cuda", enabled=False),
         )
         super().__init__(member, model, parameters, update, loader, samples, None)

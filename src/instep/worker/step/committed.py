@@ -8,6 +8,7 @@ the state from a peer's memory. How a step comes about, this file does not know.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,9 +22,13 @@ from instep.state import broadcast
 from instep.state.boxes import MeshRank
 from instep.state.packing import pack_state, unpack_state
 from instep.state.snapshot import Snapshot
+from instep.worker.step.average import Average
 from instep.worker.step.capture import Moved, Progress, capture, read_checkpoint, restore
 from instep.worker.step.catch_up import NOWHERE, Beginning, Place, beginning
 from instep.worker.trial_result import Trial
+
+AVERAGE = "average"
+"""The group of tensors of a snapshot that has the moving average."""
 
 _REMEMBERED = 256
 """Generations of which the last commit is known."""
@@ -82,6 +87,8 @@ class CommittedState:
         """The newest generation that it has begun to form with the state that it holds."""
         self.owners: tuple[int, ...] = ()
         """Workers of the newest generation that any state of their own may be of."""
+        self.average: Average | None = None
+        """Of the parameters, if the job wants one."""
         self._made: dict[int, tuple[int, int]] = {}  # by generation: course and last commit in it
 
     @property
@@ -96,7 +103,14 @@ class CommittedState:
 
     def capture(self, moved: Container[int] | None = None) -> Snapshot:
         """Everything of the last commit that the next step builds on; see `capture.capture`."""
-        return capture(self.progress, self._model, self._turns, moved=moved, rank=self._rank)
+        own = capture(self.progress, self._model, self._turns, moved=moved, rank=self._rank)
+        if self.average is not None and self.average.state():
+            own.tensors[AVERAGE] = self.average.state()
+        return own
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """In this context the model has the moving average of its parameters, if there is one."""
+        return self.average.in_place() if self.average is not None else nullcontext()
 
     def restore(self, snapshot: Snapshot, source: object) -> None:
         """Be at another commit, as `capture` gave it.
@@ -109,6 +123,8 @@ class CommittedState:
             CheckpointError: it is of another model or optimizer.
         """
         self.progress = restore(snapshot, source, self._model, self._turns, rank=self._rank)
+        if self.average is not None:
+            self.average.load(snapshot.tensors.get(AVERAGE, {}))
 
     def load(
         self, checkpoint: Path | None, *, ends: bool = False, lent: Snapshot | None = None
@@ -239,6 +255,8 @@ class CommittedState:
             self.progress = before._replace(turns=(*before.turns, done.loss))
         else:
             self.last = done
+            if self.average is not None:
+                self.average.update()
             self.progress = before._replace(
                 step=done.step,
                 epoch_loss=loss + done.loss * count,

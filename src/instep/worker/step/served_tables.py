@@ -60,6 +60,12 @@ class ServedTables:
     def __init__(self, model: nn.Module, job: JobSpec) -> None:
         self._model = model
         self._tables, self._asks = take_out(model)
+        if self._tables and job.train.ema is not None:
+            raise SpecError(
+                f"train.ema = {job.train.ema} averages whole parameters, and the rows of the "
+                f"embedding {self._tables[0].name!r} (sparse=True) are on servers. Leave one of "
+                "the two out."
+            )
         if self._tables and job.train.batch_norm == "global":
             raise SpecError(
                 "train.batch_norm = 'global' has servers compute passes too, and the rows of the "

@@ -40,7 +40,7 @@ def make_turns(built: Built, job: JobSpec, scaler: torch.amp.GradScaler) -> list
                 turn.parameters,
                 seed=job.seed,
                 max_grad_norm=job.train.max_grad_norm,
-                measure=job.stop.by_norm,
+                measure=job.measures_norm,
                 scaler=scaler,
                 turn=number,
             ),

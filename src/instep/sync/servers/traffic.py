@@ -1,0 +1,136 @@
+"""Segments on their way between workers and servers: gradients up, new parameters down.
+
+It knows which segment belongs to whom and where it lies, and nothing of steps or optimizers. One is
+made for each generation. Ways in: `send` and `pull` on workers, `summed` and `give` on servers,
+`wait` on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import Tensor
+
+from instep.comm.base import Comm, Work
+from instep.comm.buckets import Bucket
+from instep.sync.arriving import summed
+from instep.sync.servers.cuts import Packed, Part, Segment
+
+AHEAD = 4
+"""Segments of a worker that may be on their way to a server, for each server that there is. With
+more of them the first sum is complete later; a worker that sends to several servers is uneven."""
+
+
+class Traffic:
+    """One rank's.
+
+    Args:
+        comm: the group.
+        servers: their ranks.
+        parts: of each server.
+        buckets: where gradients lie.
+        new: by server, where its new parameters lie.
+        copies: whether the next server keeps a copy of each part.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        servers: Sequence[int],
+        parts: Sequence[Part],
+        buckets: Sequence[Bucket],
+        new: Mapping[int, Packed],
+        *,
+        copies: bool,
+    ) -> None:
+        self._comm, self._servers, self._parts = comm, list(servers), parts
+        self._buckets, self._new, self._copies = buckets, new, copies
+        self._workers = [rank for rank in range(comm.size) if rank not in self._servers]
+        self._mine = self._servers.index(comm.rank) if comm.rank in self._servers else -1
+        self._under_way: list[Work] = []
+        self._segments: list[list[tuple[int, Segment]]] = [[] for _ in buckets]
+        for server, part in enumerate(parts):
+            for segment in part.segments:
+                self._segments[segment.bucket].append((server, segment))
+
+    # ---- workers
+
+    def send(self, number: int, flat: Tensor, *, pull: bool) -> Work:
+        """Send a bucket's segments to their servers; a server sends nothing.
+
+        Args:
+            number: of the bucket.
+            flat: its gradients.
+            pull: have the new parameters of each come, too.
+        """
+        sent = list[Work]()
+        for server, segment in self._segments[number] if self._mine < 0 else ():
+            part = flat[segment.start : segment.stop]
+            sent.append(self._comm.send(part, self._servers[server]))
+            if pull:
+                self.pull(server, segment)
+        return _All(sent)
+
+    def pull(self, server: int, segment: Segment) -> None:
+        """Have the new parameters of a segment come to this worker."""
+        into = self._new[server].of(segment)
+        self._under_way.append(self._comm.receive(into, self._servers[server]))
+
+    # ---- servers
+
+    def summed(self) -> Iterator[Segment]:
+        """Add up what the workers send for this server's part; each segment as its sum is there."""
+        places, ahead = self._places(self._mine), AHEAD * len(self._servers)
+        arrived = summed(self._comm, self._workers, list(places.values()), ahead=ahead)
+        follower = self._servers[(self._mine + 1) % len(self._servers)]
+        for (segment, place), _ in zip(places.items(), arrived, strict=True):
+            if self._copies:
+                self._under_way.append(self._comm.send(place, follower))
+            yield segment
+
+    def followed(self) -> Iterator[Segment]:
+        """Get the sums of the part of which this server keeps a copy; each as it is there."""
+        leader = (self._mine - 1) % len(self._servers)
+        places = self._places(leader)
+        coming = [self._comm.receive(place, self._servers[leader]) for place in places.values()]
+        for segment, message in zip(places, coming, strict=True):
+            message.wait()
+            yield segment
+
+    def give(self, segments: Sequence[Segment]) -> None:
+        """Send what is new of this server's part to the workers."""
+        own = self._new[self._mine]
+        self._under_way += [
+            self._comm.send(own.of(segment), rank) for segment in segments for rank in self._workers
+        ]
+
+    def _places(self, server: int) -> dict[Segment, Tensor]:
+        """Where the sums of a server's part lie."""
+        return {
+            segment: self._buckets[segment.bucket].flat[segment.start : segment.stop]
+            for segment in self._parts[server].segments
+        }
+
+    # ---- all
+
+    def wait(self) -> None:
+        """Until all new parameters, and copies of sums, are where they belong."""
+        works, self._under_way = self._under_way, []
+        for work in works:
+            work.wait()
+
+    def forget(self) -> None:
+        """The group is broken: nothing more comes."""
+        self._under_way = []
+
+
+class _All:
+    """Several messages under way."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Return when all are over."""
+        for work in self._works:
+            work.wait()

@@ -1,0 +1,62 @@
+"""Predicts a column of numbers of a table from its other columns.
+
+    instep run job.toml
+
+`table.csv` has the rents of made-up flats. For your own table, replace the file, and name the
+column to predict in job.toml. A column of text is a choice between its values.
+"""
+
+import csv
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import instep
+
+FILE = Path(__file__).with_name("table.csv")
+
+
+def recipe(target: str = "rent", lr: float = 3e-3) -> instep.Recipe:
+    with FILE.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    train, held_out = rows[len(rows) // 5 :], rows[: len(rows) // 5]
+    names = [name for name in rows[0] if name != target]
+    encode = {name: encoder([row[name] for row in train]) for name in (*names, target)}
+
+    def dataset(rows: Sequence[dict[str, str]]) -> TensorDataset:
+        inputs = [torch.stack([encode[name](row[name]) for row in rows]) for name in names]
+        return TensorDataset(
+            torch.cat(inputs, dim=1), torch.stack([encode[target](row[target]) for row in rows])
+        )
+
+    width = len(dataset(rows[:1])[0][0])
+    spread = torch.tensor([float(row[target]) for row in train]).std()
+
+    def error(outputs: Tensor, target: Tensor) -> Tensor:
+        """In the unit of the column: of the rents, euros."""
+        return (outputs - target).abs().mean() * spread
+
+    return instep.Recipe(
+        model=nn.Sequential(
+            nn.Linear(width, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)
+        ),
+        loss=nn.MSELoss(),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=lr),
+        train=dataset(train),
+        validate=dataset(held_out),
+        metrics={"error": error},
+    )
+
+
+def encoder(column: Sequence[str]) -> Callable[[str], Tensor]:
+    """From a value to numbers [width]; what it knows of the column, it learns from these values."""
+    try:
+        numbers = torch.tensor([float(value) for value in column])
+    except ValueError:
+        values = sorted(set(column))
+        return lambda value: torch.tensor([float(value == known) for known in values])
+    mean, spread = numbers.mean(), numbers.std()
+    return lambda value: (torch.tensor([float(value)]) - mean) / spread

@@ -1,0 +1,175 @@
+"""Callbacks in whole runs: every call once, in order, whoever is killed whenever."""
+
+import json
+import random
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from started import RECIPES, Start, Started, kill_members, slow
+
+import instep
+from instep.errors import InstepError
+from instep.store.run_folder import RunFolder
+
+pytestmark = pytest.mark.process
+
+STEPS = 120
+TRAIN = {"steps": STEPS, "global_batch": 16, "determinism": "bits", "validate_every": 40}
+RECIPE = f"{RECIPES / 'calls_back.py'}:recipe"
+
+
+def written(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "written.jsonl").read_text().splitlines()]
+
+
+def train(folder: Path, workers: int = 2, **more):
+    given = {"name": "w", "seed": 5, "train": TRAIN, "checkpoint": {"every": 25}, "quiet": True}
+    return instep.train(RECIPE, runs=folder, workers=workers, **(given | more))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("undisturbed"), workers=1).path
+
+
+def plain(lines: list[dict]) -> list[dict]:
+    """What is the same at any number of workers: when a checkpoint is complete, is not."""
+    return [line for line in lines if line["moment"] != "on_save"]
+
+
+def check_complete(lines: list[dict], wanted: list[dict]) -> None:
+    """Each call of the undisturbed run is there once as a first one, in the same order; each that
+    is repeated follows one that was begun."""
+    first = [line for line in plain(lines) if not line["again"]]
+    assert first == plain(wanted)
+    known = Counter(key(line) for line in first)
+    assert all(known[key(line)] == 1 for line in plain(lines))
+    saved = Counter(line["checkpoint"] for line in lines if line["moment"] == "on_save")
+    assert all(line["there"] for line in lines if line["moment"] == "on_save")
+    assert saved.keys() >= {f"step-{STEPS:08d}"}
+
+
+def key(line: dict) -> tuple:
+    return line["who"], line["moment"], line["step"]
+
+
+def test_calls_are_the_same_at_any_number_of_workers_and_in_order(tmp_path, undisturbed):
+    run = train(tmp_path, workers=3)
+    lines, wanted = written(run.path), written(undisturbed)
+    assert plain(lines) == plain(wanted)
+    assert not any(line["again"] for line in lines)
+    steps = [line["step"] for line in lines]
+    assert all(a <= b for a, b in pairwise(steps))
+    first = [(line["who"], line["moment"]) for line in plain(lines) if line["step"] == 40]
+    moments = ["on_step_end", "on_evaluate", "on_log"]
+    assert first == [(who, moment) for moment in moments for who in ("first", "second")]
+    assert lines[-1]["samples"] == sum(min(16, 101 - 16 * (at % 7)) for at in range(STEPS))
+    saved = [line["checkpoint"] for line in lines if line["moment"] == "on_save"]
+    assert sorted(set(saved)) == [f"step-{s:08d}" for s in (25, 50, 75, 100, 120)]
+    assert all(count == 2 for count in Counter(saved).values())
+
+
+def test_what_is_logged_reaches_log_and_summary(undisturbed):
+    run = RunFolder(undisturbed)
+    logged = run.logged["twice_the_loss"]
+    losses = {line["step"]: line["loss"] for line in written(undisturbed)}
+    assert {step: value for step, (value, _) in logged.items()} == {
+        step: 2 * loss for step, loss in losses.items()
+    }
+    summary = json.loads((undisturbed / "summary.json").read_text())
+    assert summary["logged"] == {"twice_the_loss": 2 * losses[STEPS]}
+    assert run.logged["train/learning_rate"] == {1: (0.1, pytest.approx(1.8e9, rel=1))}
+
+
+@pytest.mark.parametrize("kills", [6, slow(40)])
+def test_kills_at_random_moments_repeat_only_the_calls_that_they_interrupt(
+    start: Start, tmp_path: Path, undisturbed: Path, kills: int
+) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text(
+        f'name = "disturbed"\nrecipe = "{RECIPE}"\nworkers = 3\nseed = 5\n'
+        f'[train]\nsteps = {STEPS}\nglobal_batch = 16\ndeterminism = "bits"\nvalidate_every = 40\n'
+        "[checkpoint]\nevery = 25\n"
+        f"[arguments]\npause_s = 0.004\nsleeps = {0.002 * kills}\n"
+    )
+    program = start("-m", "instep", "run", job)
+    program.until(program.is_training, "training")
+    kill_members(program, kills, random.Random(kills))
+    assert program.end(300) == 0, program.stderr
+    lines = written(program.run)
+    if not program.events("went_back"):
+        check_complete(lines, written(undisturbed))
+        again = Counter(key(line) for line in lines if line["again"])
+        assert sum(again.values()) <= 2 * kills
+
+
+def test_a_resumed_run_calls_again_for_the_steps_that_are_computed_again(tmp_path, undisturbed):
+    run = train(tmp_path, train=TRAIN | {"stop_after_steps": 60})
+    before = [each for each in written(run.path) if key(each)[1:] != ("on_evaluate", 60)]
+    (run.path / "checkpoints" / "step-00000060").rename(tmp_path / "gone")
+    instep.resume(run.path, quiet=True)
+    lines = [each for each in written(run.path) if key(each)[1:] != ("on_evaluate", 60)]
+    check_complete(lines, written(undisturbed))
+    again = [line for line in plain(lines[len(before) :]) if line["again"]]
+    assert [line["step"] for line in again if line["who"] == "first"][::2] == [*range(51, 61)]
+
+
+def test_a_run_that_is_resumed_at_its_last_step_calls_nothing_twice(tmp_path, undisturbed):
+    run = train(tmp_path, train=TRAIN | {"stop_after_steps": 60})
+    instep.resume(run.path, quiet=True)
+    lines = written(run.path)
+    assert not any(line["again"] for line in lines)
+    evaluated_at_the_stop = [line for line in lines if line["step"] == 60]
+    assert {line["moment"] for line in evaluated_at_the_stop} >= {"on_evaluate", "on_save"}
+    steps = [line["step"] for line in lines if key(line)[:2] == ("first", "on_step_end")]
+    assert steps == [*range(1, STEPS + 1)]
+
+
+def test_a_callback_that_raises_ends_the_run_and_its_line_is_named(tmp_path):
+    with pytest.raises(InstepError) as caught:
+        train(tmp_path, arguments={"fails_at": 7})
+    said = str(caught.value)
+    assert "at step 7, in Fails.on_step_end: RuntimeError: this callback cannot go on" in said
+    assert "calls_back.py" in said
+    assert "raise RuntimeError" in said
+    assert RunFolder(tmp_path / "w").last_step == 7
+
+
+def test_a_callback_that_changes_the_model_is_refused(tmp_path):
+    with pytest.raises(InstepError, match=r"Spoils.on_step_end has changed '0.weight' of the mo"):
+        train(tmp_path, arguments={"spoils": "writes"})
+
+
+def test_a_callback_that_leaves_the_model_in_eval_mode_changes_nothing(tmp_path, undisturbed):
+    run = train(tmp_path, arguments={"spoils": "mode"})
+    sums = [RunFolder(p).last("model_saved")["parameters_sha256"] for p in (run.path, undisturbed)]
+    assert sums[0] == sums[1]
+
+
+def test_loggers_of_a_run_get_all_that_it_has(tmp_path):
+    run = train(tmp_path, report={"loggers": ["csv"], "gradient_norm": True})
+    lines = (run.path / "metrics.csv").read_text().splitlines()
+    names = Counter(line.split(",")[2] for line in lines[1:])
+    assert names["train/loss"] == names["train/gradient_norm"] == names["twice_the_loss"] == STEPS
+    assert names["validation/accuracy"] == 3
+    assert names["train/learning_rate"] == 1
+
+
+def test_callbacks_are_called_in_a_loop_over_steps(start: Start, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(RECIPES)!r})\n"
+        "import calls_back, instep\n"
+        "train = {'steps': 9, 'global_batch': 16}\n"
+        "with instep.join(calls_back.recipe, name='w', train=train) as session:\n"
+        "    for step in session.steps():\n"
+        "        pass\n"
+    )
+    program: Started = start(script)
+    assert program.end() == 0, program.stderr
+    lines = written(program.work / "runs" / "w")
+    assert [line["step"] for line in lines if key(line)[:2] == ("first", "on_step_end")] == [
+        *range(1, 10)
+    ]
