@@ -130,8 +130,8 @@ def picture(broken: RunFolder, whole: RunFolder) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 860 {bottom + 46:.0f}">',
         f"<style>{STYLE}</style>",
         f'<rect class="paper" x=".5" y=".5" width="859" height="{bottom + 45:.0f}" rx="8"/>',
-        f'<text class="title" x="16" y="26">{len(broken.workers)} workers train,'
-        f" and {len(kills)} are killed meanwhile</text>",
+        f'<text class="title" x="16" y="26">{len(broken.workers)} workers train;'
+        f" {len(kills)} times one of them is killed</text>",
         f'<text class="said" x="{RIGHT}" y="26" text-anchor="end">&#215; kill -9, and the time'
         " until all train again</text>",
         *lanes(broken, kills, first, last),

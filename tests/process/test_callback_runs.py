@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from started import RECIPES, Start, Started, kill_members, slow
+from started import RECIPES, Start, Started, kill, kill_members, newest_pids, slow
 
 import instep
 from instep.errors import InstepError
@@ -83,26 +83,45 @@ def test_what_is_logged_reaches_log_and_summary(undisturbed):
     assert run.logged["train/learning_rate"] == {1: (0.1, pytest.approx(1.8e9, rel=1))}
 
 
-@pytest.mark.parametrize("kills", [6, slow(40)])
-def test_kills_at_random_moments_repeat_only_the_calls_that_they_interrupt(
-    start: Start, tmp_path: Path, undisturbed: Path, kills: int
-) -> None:
-    job = tmp_path / "job.toml"
+def begin(start: Start, folder: Path, sleeps: float) -> Started:
+    job = folder / "job.toml"
     job.write_text(
         f'name = "disturbed"\nrecipe = "{RECIPE}"\nworkers = 3\nseed = 5\n'
         f'[train]\nsteps = {STEPS}\nglobal_batch = 16\ndeterminism = "bits"\nvalidate_every = 40\n'
-        "[checkpoint]\nevery = 25\n"
-        f"[arguments]\npause_s = 0.004\nsleeps = {0.002 * kills}\n"
+        f"[checkpoint]\nevery = 25\n[arguments]\npause_s = 0.004\nsleeps = {sleeps}\n"
     )
-    program = start("-m", "instep", "run", job)
+    return start("-m", "instep", "run", job)
+
+
+def test_the_worker_that_makes_the_calls_is_killed_in_one(
+    start: Start, tmp_path: Path, undisturbed: Path
+) -> None:
+    program = begin(start, tmp_path, sleeps=0.03)  # in which nearly all of the time goes
+    made = program.work / "runs" / "disturbed" / "written.jsonl"
+    for many in (40, 200):
+        program.until(lambda many=many: made.exists() and len(written(made.parent)) > many, "calls")
+        kill(newest_pids(program)[0])
+    assert program.end(300) == 0, program.stderr
+    lines = written(program.run)
+    check_complete(lines, written(undisturbed))
+    assert not program.events("went_back")
+    again = [key(line) for line in plain(lines) if line["again"]]
+    assert 1 <= len(again) <= 2
+    assert {who for who, _, _ in again} == {"second"}
+
+
+@pytest.mark.parametrize("kills", [6, slow(40)])
+def test_kills_at_random_moments_repeat_only_calls_that_were_begun(
+    start: Start, tmp_path: Path, undisturbed: Path, kills: int
+) -> None:
+    program = begin(start, tmp_path, sleeps=0.002 * kills)
     program.until(program.is_training, "training")
     kill_members(program, kills, random.Random(kills))
     assert program.end(300) == 0, program.stderr
     lines = written(program.run)
+    check_complete(lines, written(undisturbed))
     if not program.events("went_back"):
-        check_complete(lines, written(undisturbed))
-        again = Counter(key(line) for line in lines if line["again"])
-        assert sum(again.values()) <= 2 * kills
+        assert sum(line["again"] for line in plain(lines)) <= 2 * kills
 
 
 def test_a_resumed_run_calls_again_for_the_steps_that_are_computed_again(tmp_path, undisturbed):

@@ -29,7 +29,7 @@ def netlab_options(parser: Parser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="action", required=True)
 
     def action(name: str, text: str, example: str = "") -> Callable[..., Any]:
-        made: Parser = actions.add_parser(name, help=text, description=text)
+        made: Parser = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
         made.example = f"netlab {name} {example}".rstrip()
         made.set_defaults(parser=made)
         return made.add_argument

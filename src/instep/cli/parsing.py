@@ -48,6 +48,7 @@ def make_parser(commands: Mapping[str, Command]) -> Parser:
     """One that knows these commands."""
     parser = Parser(
         prog="instep",
+        allow_abbrev=False,
         description="Train any PyTorch model across whatever machines there are, "
         "with the result of one machine.",
         epilog="Exit codes: 0 done, 2 wrong job or command, 3 recipe, 4 data, 5 a worker failed, "
@@ -59,7 +60,7 @@ def make_parser(commands: Mapping[str, Command]) -> Parser:
     every = parser.add_subparsers(dest="command", metavar="command", required=True)
     for name, command in commands.items():
         text = command.call.__doc__
-        own: Parser = every.add_parser(name, help=text, description=text)
+        own: Parser = every.add_parser(name, help=text, description=text, allow_abbrev=False)
         text = "print one JSON object as the last line of standard output"
         own.add_argument("--json", action="store_true", help=text)
         own.example = command.example
@@ -109,7 +110,7 @@ def _check_options(argv: Sequence[str], parser: Parser) -> None:
         given = word.partition("=")[0]
         if not re.match(r"-[^\d.]", given):
             continue
-        if not any(o.startswith(given) for o in parser._option_string_actions):
+        if given not in parser._option_string_actions:
             raise SpecError(_no_such_option(word, argv, parser))
 
 

@@ -3,6 +3,7 @@
 import json
 import time
 
+import slow_tiny
 import tiny
 
 import instep
@@ -35,11 +36,7 @@ class Writes(instep.Callback):
 
 
 def recipe(pause_s=0.0, sleeps=0.0, fails_at=0, spoils=""):
-    made = tiny.recipe()
-    if pause_s:
-        import slow_tiny
-
-        made = slow_tiny.recipe(pause_s)
+    made = slow_tiny.recipe(pause_s) if pause_s else tiny.recipe()  # each draws a model
     every = [Writes("first"), Writes("second", sleeps)]
     if fails_at:
         every.append(Fails(fails_at))

@@ -30,6 +30,7 @@ def save(comm, folder, own, mesh, step=3, run=None, left=None):
         state=state,
         buffers=SimpleNamespace(moved=None),
         own=SimpleNamespace(shard=dict),
+        tables=None,
         model=getattr(own, "model", None),
         device=torch.device("cpu"),
     )

@@ -32,7 +32,9 @@ def written(comm, run, parts, apart=()):
     )
     progress = SimpleNamespace(progress=SimpleNamespace(step=7))
     own = SimpleNamespace(shard=lambda: parts.get(comm.rank, {}))
-    engine = SimpleNamespace(comm=comm, state=progress, own=own, device=torch.device("cpu"))
+    engine = SimpleNamespace(
+        comm=comm, state=progress, own=own, tables=None, device=torch.device("cpu")
+    )
     return write_shards(engine, member), warnings
 
 
