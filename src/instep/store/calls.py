@@ -13,7 +13,9 @@ import os
 from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, NotRequired, TypedDict
+
+import msgspec
 
 from instep.errors import RunError
 from instep.plain_file import plain, replace_plain
@@ -42,6 +44,17 @@ class _At(NamedTuple):
     call: int
 
 
+class _Line(TypedDict):
+    """A line of the file."""
+
+    kind: str
+    course: int
+    step: int
+    call: int | None
+    furthest: tuple[int, int]
+    logged: NotRequired[dict[str, float]]
+
+
 class Calls:
     """The calls of one kind, in the order of steps, and of their numbers within a step.
 
@@ -66,10 +79,10 @@ class Calls:
             if line["kind"] == kind:
                 self._take(line)
 
-    def _take(self, line: Mapping[str, Any]) -> None:
+    def _take(self, line: _Line) -> None:
         call = line["call"]
         self._at = _At(line["course"], line["step"], _ENDED if call is None else call)
-        self._furthest = tuple(line["furthest"])
+        self._furthest = line["furthest"]
         self.logged = dict(line.get("logged", {}))
 
     def complete(self, course: int, step: int) -> bool:
@@ -110,8 +123,8 @@ class Calls:
         return max(self._furthest, self._at[1:])
 
     def _write(self, at: _At, furthest: tuple[int, int], logged: Mapping[str, float] = {}) -> None:
-        line: dict[str, Any] = {"kind": self._kind, **at._asdict(), "furthest": furthest}
-        line["call"] = None if at.call == _ENDED else at.call
+        call = None if at.call == _ENDED else at.call
+        line = _Line(kind=self._kind, course=at.course, step=at.step, call=call, furthest=furthest)
         if logged:
             line["logged"] = dict(logged)
         data = json.dumps(line).encode() + b"\n"
@@ -138,14 +151,15 @@ def _append(path: Path, kind: str, data: bytes) -> None:
         ) from None
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _lines(path: Path) -> list[_Line]:
     """All whole lines; what a kill has left of the last one is none."""
     if not path.exists():
         return []
     try:
         with open(path, "rb", opener=plain) as file:
-            return [json.loads(line) for line in file if line.endswith(b"}\n")]
-    except (OSError, ValueError) as error:
+            whole = [json.loads(line) for line in file if line.endswith(b"}\n")]
+        return msgspec.convert(whole, list[_Line])
+    except (OSError, ValueError, msgspec.ValidationError) as error:
         raise RunError(
             f"{path} cannot be read: {error}. It says which callbacks have been called: restore it "
             "from a copy, or remove it, and calls of the last step may be made once more."

@@ -103,8 +103,16 @@ def test_a_worker_that_no_longer_writes_the_ledger_writes_nothing_here(tmp_path)
     assert not (tmp_path / "callbacks.jsonl").exists()
 
 
-def test_a_damaged_file_is_named(tmp_path):
-    (tmp_path / "callbacks.jsonl").write_text("not json}\n")
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        "not json}",
+        '{"kind": "step"}',
+        '{"kind": "step", "course": 0, "step": "x", "call": 1, "furthest": [0, 0]}',
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, damaged):
+    (tmp_path / "callbacks.jsonl").write_text(f"{damaged}\n")
     with pytest.raises(RunError, match=r"callbacks\.jsonl cannot be read"):
         calls(tmp_path)
 
