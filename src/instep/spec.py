@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import math
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from datetime import date, datetime, time
@@ -315,7 +316,7 @@ class SyncSpec(Section, frozen=True, kw_only=True):
                 {key: self.options[key] for key in ROUND_OPTIONS if key in self.options}, RoundSpec
             )
         except msgspec.ValidationError as error:
-            key = next(key for key in ROUND_OPTIONS if f"`$.{key}`" in str(error))
+            key = next(key for key in ROUND_OPTIONS if re.search(rf"`\$\.{key}\b", str(error)))
             raise ValueError(
                 f"options.{key} = {self.options[key]!r}: {ROUND_OPTIONS[key]}."
             ) from None

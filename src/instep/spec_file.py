@@ -369,8 +369,8 @@ def _wanted(what: str, path: list[str], inner: bool) -> str:
         return (
             "needs the form file.py:function" if function else "has a character that is not allowed"
         )
-    if found := re.fullmatch(r"Expected `\w+` (>=?) (.*)", what):
-        bound = "at least" if found[1] == ">=" else "above"
+    if found := re.fullmatch(r"Expected `\w+` ([<>]=?) (.*)", what):
+        bound = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}[found[1]]
         return f"needs to be {bound} {found[2].removesuffix('.0')}"
     types = re.findall(r"\w+", what.partition("`")[2].partition("`")[0])
     return "needs to be " + " or ".join(_TYPES[name] for name in types if name in _TYPES)

@@ -224,6 +224,11 @@ MISTAKES = [
     ({"mesh": {"shard": 0}}, ["mesh.shard = 0", "at least 1"]),
     ({"sync": {"options": 3}}, ["sync.options = 3", "a table"]),
     ({"arguments": [1]}, ["arguments = [1]", "a table"]),
+    ({"train": {"ema": 1}}, ["train.ema = 1: needs to be below 1."]),
+    (
+        {"sync": {"name": "averaging", "options": {"local_parameters": [3]}}},
+        ["[sync] options.local_parameters = [3]: needs a list of patterns of names"],
+    ),
 ]
 
 

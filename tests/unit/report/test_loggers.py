@@ -331,3 +331,8 @@ def test_a_missing_package_is_named_with_the_command_that_brings_it(monkeypatch)
 def test_a_logger_that_does_not_exist_is_answered_with_the_near_one():
     with pytest.raises(SpecError, match="Did you mean 'tensorboard'"):
         check_loggers(["tensorbord"])
+
+
+def test_a_logger_that_is_named_twice_would_write_each_point_twice():
+    with pytest.raises(SpecError, match=r"names .csv. twice.*Name it once"):
+        check_loggers(["csv", "tensorboard", "csv"])

@@ -55,8 +55,14 @@ def check_loggers(names: Iterable[str]) -> None:
     Raises:
         SpecError: says which, and how to get it.
     """
+    names = list(names)
     for name in names:
         LOGGERS.check(name)
+        if names.count(name) > 1:
+            raise SpecError(
+                f"report.loggers names {name!r} twice, and every point would be written twice. "
+                "Name it once."
+            )
         package = LOGGERS[name].package
         if package and find_spec(package) is None:
             raise SpecError(
