@@ -12,6 +12,7 @@ from started import RECIPES, Start, kill_members, slow
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import instep
+from instep.cli import main
 from instep.data.order import Order
 from instep.errors import InstepError
 from instep.recipe.build import call
@@ -119,6 +120,14 @@ def test_the_saved_model_is_the_averaged_model_of_torch(averaged):
         loss = made.loss(average.module(made.validate.tensors[0]), made.validate.tensors[1])
     run = RunFolder(averaged)
     assert run.validations[-1]["metrics"]["loss"] == pytest.approx(float(loss), rel=1e-4)
+
+
+def test_a_checkpoint_is_exported_with_the_average_that_was_validated(tmp_path, averaged):
+    to = tmp_path / "model.safetensors"
+    assert main(["export", str(averaged), "--step", str(STEPS), "--to", str(to)]) == 0
+    exported, saved = load_file(to), load_file(averaged / "model.safetensors")
+    assert exported.keys() == saved.keys()
+    assert all(torch.equal(exported[name], value) for name, value in saved.items())
 
 
 def load_checkpoint(run: Path) -> dict[str, torch.Tensor]:

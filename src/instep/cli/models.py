@@ -129,9 +129,11 @@ def _write_model(
     lora, of_checkpoint = folder.spec.lora, model.parent != folder.path
     if lora.modules:
         from instep.state.adapter import write_adapter, write_merged
+        from instep.state.manifest import AVERAGE, file_name
 
         with tempfile.TemporaryDirectory(dir=target.parent) as place:
-            if of_checkpoint and not model.is_file():  # ranks of a mesh have written it in parts
+            average = model.with_name(file_name(AVERAGE)).is_file()
+            if of_checkpoint and (average or not model.is_file()):  # a mesh has written parts
                 whole = Path(place) / model.name
                 copy_model(model.parent, whole)
                 model = whole

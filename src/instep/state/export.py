@@ -1,6 +1,6 @@
 """Copy the model out of a checkpoint, and check every byte of it.
 
-It imports no torch, unless a mesh saved the model in parts. Way in: `choose`, then `copy_model`;
+It imports no torch, unless the model lies in several files. Way in: `choose`, then `copy_model`;
 `copy_own` for the final model of a run. Before that `check_target`, or `check_page` for a report:
 what the user names with `--to` must not overwrite anything that a run needs.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from instep.errors import CheckpointError, RunError, SpecError
 from instep.state.manifest import (
+    AVERAGE,
     check_file,
     file_name,
     is_meshed,
@@ -121,7 +122,8 @@ def _is_page(file: Path) -> bool:
 
 
 def copy_model(checkpoint: Path, target: Path, *, with_format: bool = False) -> int:
-    """Write the model of a checkpoint to `target`, atomically.
+    """Write the model of a checkpoint to `target`, atomically: what was validated, so with the
+    moving average of its parameters if there is one.
 
     Args:
         checkpoint: its folder.
@@ -138,7 +140,7 @@ def copy_model(checkpoint: Path, target: Path, *, with_format: bool = False) -> 
     """
     name, manifest = file_name("model"), read_manifest(checkpoint)
     parts = is_meshed(manifest) or any(map(is_table, manifest.files))
-    if parts or (with_format and name in manifest.files):
+    if parts or file_name(AVERAGE) in manifest.files or (with_format and name in manifest.files):
         from instep.state.whole import extract  # which imports torch
 
         return extract(checkpoint, target)

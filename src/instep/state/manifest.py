@@ -29,6 +29,9 @@ from instep.plain_file import NotPlain, plain
 FORMAT = "instep checkpoint"
 MANIFEST = "manifest.json"
 SUFFIX = ".safetensors"
+AVERAGE = "average"
+"""The group of tensors that has the moving average of the parameters."""
+
 REPLACED = ".old"
 """Ends the name of a checkpoint while a new one of the same step takes its place."""
 

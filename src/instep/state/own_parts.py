@@ -13,6 +13,7 @@ from torch import Tensor
 
 from instep.errors import CheckpointError
 from instep.state.load import load
+from instep.state.manifest import AVERAGE
 
 
 def write_model_of(checkpoint: Path, participant: int, target: Path) -> int:
@@ -37,6 +38,6 @@ def write_model_of(checkpoint: Path, participant: int, target: Path) -> int:
             f"--participant {participant}: {checkpoint} has parameters of participants' own, by "
             f"sync.options.local_parameters, of {there}. Name one of these, or leave it out."
         )
-    model = {**tensors["model"], **own[str(participant)]}
+    model = {**tensors["model"], **tensors.get(AVERAGE, {}), **own[str(participant)]}
     save_file({name: model[name].clone().contiguous() for name in model}, target)
     return target.stat().st_size

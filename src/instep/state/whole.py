@@ -22,7 +22,7 @@ from torch import Tensor
 from instep.comm.base import Comm
 from instep.errors import CheckpointError
 from instep.state.boxes import Box, Cut, elements, extent, gap, inside, read_cut, whole
-from instep.state.manifest import reason
+from instep.state.manifest import AVERAGE, reason
 from instep.state.model_file import HASH_BLANK, HASH_KEY
 from instep.state.pieces import Pieces, open_pieces
 from instep.state.snapshot import DTYPES, TYPES, raw_bytes, tied_names
@@ -207,13 +207,14 @@ def save_whole(
 
 def extract(checkpoint: Path, target: Path) -> int:
     """Write the model of a checkpoint as one file, also where a mesh or servers have saved parts of
-    it; returns its size in bytes.
+    it, and with the moving average of its parameters if there is one; returns its size in bytes.
 
     Raises:
         CheckpointError: a file of the checkpoint is damaged or missing; nothing is written.
         OSError: `target` cannot be written.
     """
-    pieces = open_pieces(checkpoint, {}).pieces
+    found = open_pieces(checkpoint, {})
+    pieces, average = found.pieces, found.tensors.get(AVERAGE, {})
     entries, tied, firsts = dict[str, Tensor](), dict[str, str](), dict[int, str]()
     for name in pieces.names("model"):
         of = f"model/{name}"
@@ -223,10 +224,12 @@ def extract(checkpoint: Path, target: Path) -> int:
             tied[name] = first
         else:
             entries[name] = torch.empty(pieces.shape(of), dtype=pieces.dtype(of), device="meta")
+
+    def values(name: str) -> Tensor | Iterator[Tensor]:
+        return average[name] if name in average else in_parts(pieces, f"model/{name}")
+
     try:
-        return save_whole(
-            target, entries, tied, lambda name: in_parts(pieces, f"model/{name}"), metadata={}
-        )[0]
+        return save_whole(target, entries, tied, values, metadata={})[0]
     except CheckpointError as error:
         if isinstance(error.__cause__, OSError):
             raise error.__cause__ from None

@@ -250,7 +250,7 @@ class Saver:
                 "Make room, or get access, then resume the run."
             )
 
-    def _save_model(self, step: int, comm: Comm | None, tables: ServedTables | None) -> None:
+    def _save_model(self, step: int, comm: Comm | None, tables: ServedTables | None = None) -> None:
         member, path = self._member, self._member.run / "model.safetensors"
         facts = {"step": str(step), "job": member.job.name}
         if member.job.mesh.ranks > 1:

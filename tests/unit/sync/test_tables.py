@@ -399,6 +399,17 @@ def test_the_weight_of_such_an_embedding_cannot_be_asked_for():
     assert twin.words(torch.tensor([3, 1, 3])).dtype == torch.float32
 
 
+def test_a_call_that_no_server_answers_says_so():
+    def called(comm):
+        rank = Rank("sgd", 1)
+        rank.start(comm)
+        if comm.rank == 0:
+            with pytest.raises(RecipeError, match="outside of passes and validations, as in a cal"):
+                loss_of(rank.model, 0, 0)
+
+    run_ranks(2, called)
+
+
 def test_strategies_whose_server_has_whole_parameters_refuse_them():
     job = spec_file.build({"recipe": "net.py:recipe", "sync": {"name": "bounded_stale"}}, source="")
     with pytest.raises(RecipeError, match=r"'words'.*bounded_stale.*server_sync"):

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from instep.comm.base import Comm
+from instep.errors import RecipeError
 from instep.sync.base import Memory
 from instep.sync.servers.kept_rows import Fill, KeptRows, RowMover, TableSpec, added_up
 
@@ -169,7 +170,12 @@ class Tables:
         return found.detach()
 
     def _pulled(self, table: int, ids: Tensor) -> Tensor:
-        assert self._asks, "the layer was called outside of passes"
+        if not self._asks:
+            raise RecipeError(
+                "an embedding with sparse=True was called outside of passes and validations, as in "
+                "a callback: with sync.name = 'server_sync' its rows are on servers, which give "
+                "them only there. Measure it in Recipe.metrics, or leave sparse=True out."
+            )
         spec, coming = self.specs[table], []
         for number, server in enumerate(self._servers):
             mine = ids % len(self._servers) == number

@@ -20,15 +20,13 @@ from instep.data.order import Position
 from instep.records import Attempt
 from instep.state import broadcast
 from instep.state.boxes import MeshRank
+from instep.state.manifest import AVERAGE
 from instep.state.packing import pack_state, unpack_state
 from instep.state.snapshot import Snapshot
 from instep.worker.step.average import Average
 from instep.worker.step.capture import Moved, Progress, capture, read_checkpoint, restore
 from instep.worker.step.catch_up import NOWHERE, Beginning, Place, beginning
 from instep.worker.trial_result import Trial
-
-AVERAGE = "average"
-"""The group of tensors of a snapshot that has the moving average."""
 
 _REMEMBERED = 256
 """Generations of which the last commit is known."""
