@@ -19,6 +19,7 @@ line; a traceback is a bug in instep. `docs/reference/errors.md` has a heading f
 
 from __future__ import annotations
 
+import linecache
 import sysconfig
 import traceback
 from collections.abc import Iterable
@@ -168,6 +169,10 @@ def own_line(error: BaseException) -> tuple[str, str]:
 
 
 def is_users(file: Path) -> bool:
-    """Whether a source file is the user's own: not of instep, Python or an installed package."""
+    """Whether a source file is the user's own: not of instep, Python or an installed package.
+
+    A cell of a notebook is one too: its path names no file, and `linecache` has its text.
+    """
     installed = {"site-packages", "dist-packages"} & set(file.parts)
-    return file.is_file() and not installed and not str(file.resolve()).startswith(_LIBRARY)
+    exists = file.is_file() or (file.is_absolute() and str(file) in linecache.cache)
+    return exists and not installed and not str(file.resolve()).startswith(_LIBRARY)

@@ -1,5 +1,7 @@
 """The cause of a failure, and the line of the user's own code that it came from."""
 
+import linecache
+
 import torch
 from torch import nn
 
@@ -51,6 +53,19 @@ def test_an_error_without_a_line_of_the_user_names_none():
     assert own_line(ValueError("never raised")) == ("", "")
     code = compile("1 / 0", "<nowhere>", "exec")
     assert own_line(caught(exec, code, {}))[0].startswith(f"{HERE}:")  # whoever ran it
+
+
+def test_an_error_in_a_cell_of_a_notebook_is_traced_to_its_line(tmp_path, monkeypatch):
+    """A cell's path names no file; the kernel gives its lines to `linecache`."""
+    cell = str(tmp_path / "2428102076.py")
+    text = "def recipe():\n    raise ValueError  # the cell's\n"
+    lines = text.splitlines(keepends=True)
+    monkeypatch.setitem(linecache.cache, cell, (len(text), None, lines, cell))
+    names = {}
+    exec(compile(text, cell, "exec"), names)
+    where, line = own_line(caught(names["recipe"]))
+    assert where == f"{cell}:2 in recipe"
+    assert line == "raise ValueError  # the cell's"
 
 
 def test_a_sentence_is_one_line_and_not_endless():
