@@ -15,8 +15,7 @@ from torch import Tensor
 
 from instep.comm.base import Comm, Work
 from instep.comm.codecs.base import Codec, aligned, draw_key
-from instep.sync.reducers import Place
-from instep.sync.reducers.two_slots import TwoSlots
+from instep.sync.reducers.residuals import Residuals
 from instep.sync.reducers.whole_buckets import WholeBuckets
 
 
@@ -67,18 +66,13 @@ class Payloads:
                     codec.add_into(total, payload[: sizes[rank][number]])
 
 
-class Gather(TwoSlots[WholeBuckets]):
+class Gather(Residuals[Codec]):
     """A `Reducer` for every codec; one with a true attribute `exact` drops nothing."""
 
     @staticmethod
     def kinds(codec: Codec) -> tuple[str, ...]:
         """What is dropped, if anything may be."""
         return () if getattr(codec, "exact", False) else ("residual",)
-
-    @staticmethod
-    def layout(buckets: Sequence[Sequence[Place]], size: int, idle: Sequence[int]) -> WholeBuckets:
-        """A residual for every element."""
-        return WholeBuckets(("residual",), buckets)
 
     def __init__(
         self,
@@ -90,9 +84,7 @@ class Gather(TwoSlots[WholeBuckets]):
         device: torch.device | str = "cpu",
         staged: Callable[[int], None] | None = None,
     ) -> None:
-        super().__init__(comm, layout, room, device, staged, carries=bool(self.kinds(codec)))
-        self._codec = codec
-        self._residuals = [layout.cut(slot)[0] for slot in self._slots if self._carries]
+        super().__init__(codec, comm, layout, room, device=device, staged=staged)
         sizes = [codec.size(length) for length in layout.lengths]
         self._payloads = Payloads(comm, sizes, device)
 
@@ -103,10 +95,8 @@ class Gather(TwoSlots[WholeBuckets]):
     @torch.no_grad()
     def begin(self, number: int, flat: Tensor, *, key: int = 0) -> None:
         """Encode a bucket; it is sent when the sizes of all are known."""
-        values, left = self._taken(number, flat), None
-        if self._carries:
-            values += self._residuals[self._committed][number]
-            left = self._residuals[1 - self._committed][number]
+        values = self._taken(number, flat)
+        left = self._add_left(number, values)
         out, mixed = self._payloads.out[number], draw_key(key, number, self._comm.rank)
         self._used.append(self._codec.encode(values, out, key=mixed, left=left))
 

@@ -6,16 +6,13 @@ their order, by one thread, so that calls which talk several times cannot wait f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from instep.comm.base import Comm
-from instep.sync.reducers import Place
-from instep.sync.reducers.two_slots import TwoSlots
-from instep.sync.reducers.whole_buckets import WholeBuckets
+from instep.sync.reducers.residuals import Residuals
 
 
 class Reduces(Protocol):
@@ -35,32 +32,13 @@ class Reduces(Protocol):
         """
 
 
-class Hook(TwoSlots[WholeBuckets]):
+class Hook(Residuals[Reduces]):
     """A `Reducer` that calls `reduce` of its codec."""
 
     @staticmethod
     def kinds(codec: Reduces) -> tuple[str, ...]:
         """What is left, if it says so."""
         return ("residual",) if getattr(codec, "carries", False) else ()
-
-    @staticmethod
-    def layout(buckets: Sequence[Sequence[Place]], size: int, idle: Sequence[int]) -> WholeBuckets:
-        """A residual for every element."""
-        return WholeBuckets(("residual",), buckets)
-
-    def __init__(
-        self,
-        codec: Reduces,
-        comm: Comm,
-        layout: WholeBuckets,
-        room: tuple[Tensor, Tensor] | None = None,
-        *,
-        device: torch.device | str = "cpu",
-        staged: Callable[[int], None] | None = None,
-    ) -> None:
-        super().__init__(comm, layout, room, device, staged, carries=bool(self.kinds(codec)))
-        self._codec = codec
-        self._residuals = [layout.cut(slot)[0] for slot in self._slots if self._carries]
 
     def _forget(self) -> None:
         super()._forget()
@@ -77,10 +55,8 @@ class Hook(TwoSlots[WholeBuckets]):
         """Call it for each bucket. All ranks have staged what is left before one goes on."""
         assert self._is_complete(), "each bucket begins first"
         for number, values in enumerate(self._flats):
-            left = None
-            if self._carries:
-                values += self._residuals[self._committed][number]
-                left = self._residuals[1 - self._committed][number].zero_()
+            if (left := self._add_left(number, values)) is not None:
+                left.zero_()
             self._codec.reduce(values, self._comm, key=self._key, left=left)
         self._stage()
         if self._carries:

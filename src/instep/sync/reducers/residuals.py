@@ -1,0 +1,52 @@
+"""What a rank leaves out of each bucket and adds in the next step, if it carries nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from instep.comm.base import Comm
+from instep.sync.reducers import Place
+from instep.sync.reducers.two_slots import TwoSlots
+from instep.sync.reducers.whole_buckets import WholeBuckets
+
+C = TypeVar("C")
+
+
+class Residuals(TwoSlots[WholeBuckets], Generic[C]):
+    """To inherit from: all of a `Reducer` but `begin` and `finish`."""
+
+    @staticmethod
+    def kinds(codec: Any) -> tuple[str, ...]:
+        """What is left out; empty where nothing is."""
+        raise NotImplementedError
+
+    @staticmethod
+    def layout(buckets: Sequence[Sequence[Place]], size: int, idle: Sequence[int]) -> WholeBuckets:
+        """A residual for every element."""
+        return WholeBuckets(("residual",), buckets)
+
+    def __init__(
+        self,
+        codec: C,
+        comm: Comm,
+        layout: WholeBuckets,
+        room: tuple[Tensor, Tensor] | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        staged: Callable[[int], None] | None = None,
+    ) -> None:
+        super().__init__(comm, layout, room, device, staged, carries=bool(self.kinds(codec)))
+        self._codec = codec
+        self._residuals = [layout.cut(slot)[0] for slot in self._slots if self._carries]
+
+    def _add_left(self, number: int, values: Tensor) -> Tensor | None:
+        """Add to a bucket what was left out of it; returns where to write what is left out now,
+        which holds anything, or None."""
+        if not self._carries:
+            return None
+        values += self._residuals[self._committed][number]
+        return self._residuals[1 - self._committed][number]
