@@ -28,7 +28,8 @@ from instep.errors import SpecError
 from instep.records import BEGINNING, Attempt, Law
 from instep.sync import ballots
 from instep.sync.base import InMesh, Memory, Price, Result, Servers
-from instep.sync.rounds.carried import SUM, Carried, Move, Piece, moves_to
+from instep.sync.rounds.carried import SUM, Move, Piece, moves_to
+from instep.sync.rounds.carrying import Carrying
 
 _KIND = "momentum-"
 """Begins the name of what a voter remembers; its number follows."""
@@ -36,7 +37,7 @@ _KIND = "momentum-"
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class SignVote:
+class SignVote(Carrying):
     """Majority of the signs of voters, every step.
 
     Args:
@@ -47,8 +48,6 @@ class SignVote:
         SpecError: it is no number from 0 to below 1.
     """
 
-    start_in_doubt = -1
-
     def __init__(self, *, momentum: float = 0.9) -> None:
         number = isinstance(momentum, (int, float)) and not isinstance(momentum, bool)
         if not (number and 0 <= momentum < 1):
@@ -56,11 +55,7 @@ class SignVote:
                 f"sync.options.momentum = {momentum!r}: needs a number from 0 to below 1."
             )
         self._momentum = float(momentum)
-        self._carried = Carried()
-        self._loaded: Mapping[str, Tensor] | None = None  # of a checkpoint, until `start`
-        self._attempt = BEGINNING
-        self._parameters: list[Parameter] = []
-        self._forget()
+        super().__init__()
 
     @property
     def laws(self) -> Mapping[str, Law]:
@@ -74,7 +69,7 @@ class SignVote:
     @property
     def _voters(self) -> list[int]:
         """Those that remember something, on any rank."""
-        return sorted(of for of in self._carried.made if of != SUM)
+        return sorted(of for of in self.carried.made if of != SUM)
 
     # ---- generations
 
@@ -108,23 +103,8 @@ class SignVote:
         for place, rank in enumerate(owners):
             begin, end = place * each, (place + 1) * each
             self._stretches[rank] = slice(min(begin, self._length), min(end, self._length))
-        if self._loaded is not None:
-            self._carried.held, self._loaded = self._from_checkpoint(self._loaded), None
-        lasts = self._momentum and self._device.type == "cpu"  # a GPU's own is lost with it
-        memory = memory if lasts else None
-        self._carried.start(comm, self._device, memory, at, draining, owners[0])
-        if self._momentum:
-            everyone = mesh.everyone if mesh is not None else comm
-            everyone.all_reduce(torch.zeros(1, device=self._device)).wait()  # all have theirs
-            if comm.rank in draining:
-                self._carried.held = {}
-        self._forget()
-
-    def resolve(self, generation: int) -> None:
-        """What changes hands is copied, so nothing is in doubt."""
-
-    def stop(self) -> None:
-        """What voters remember stays here."""
+        everyone = mesh.everyone if mesh is not None else comm
+        self._take_over(comm, memory, at, draining, everyone if self._momentum else None)
 
     # ---- a step
 
@@ -134,10 +114,6 @@ class SignVote:
         self._dense: set[int] = set()
         self._now = (0, 0.0)  # voter and weight of this pass
         self._agreed: tuple[Tensor, Tensor] | None = None
-
-    def begin_step(self, attempt: Attempt) -> None:
-        """Momenta of this commit are about to come."""
-        self._attempt = attempt
 
     def begin_pass(self, weight: float, *, last: bool, unit: int = 0) -> None:
         """What comes now is that voter's."""
@@ -161,7 +137,7 @@ class SignVote:
     def exchange(self, notes: Tensor) -> Tensor:
         """All talking: who votes, what voters remember elsewhere, votes, and their sums."""
         comm, count = self._comm, len(self._parameters)
-        row = self._carried.row(dict.fromkeys(self._given, 0))
+        row = self.carried.row(dict.fromkeys(self._given, 0))
         lengths, marks = torch.zeros(comm.size), torch.zeros(2, count)
         lengths[comm.rank] = len(row)
         marks[0, list(set().union(*self._has.values()))] = 1.0
@@ -169,7 +145,7 @@ class SignVote:
         agreed = torch.cat([lengths.double(), marks.flatten().double(), notes]).to(self._device)
         comm.all_reduce(agreed).wait()
         lengths, marks, notes = agreed.cpu().split([comm.size, 2 * count, len(notes)])
-        gives, holds = self._carried.rows(row, int(lengths.max()))
+        gives, holds = self.carried.rows(row, int(lengths.max()))
         counts, ties = self._vote(self._collect(gives, holds) if self._momentum else {})
         told = torch.zeros(comm.size + 1, max(comm.size, count), device=self._device)
         told[comm.rank, : comm.size] = ties
@@ -188,7 +164,7 @@ class SignVote:
     ) -> dict[int, Tensor]:
         """What this rank's voters remember, from whoever has it; nothing of those that remember
         nothing."""
-        found, moves, made = dict[int, Tensor](), list[Move](), self._carried.made
+        found, moves, made = dict[int, Tensor](), list[Move](), self.carried.made
         for rank, voters in enumerate(gives):
             for of in voters:
                 want = Piece(of, 0, self._length, made.get(of, 0))
@@ -196,7 +172,7 @@ class SignVote:
                 moves += found_at
                 if found_at and rank == self._comm.rank:
                     found[of] = torch.empty(self._length, device=self._device)
-        self._carried.bring(moves, lambda move: found[move.of.of])
+        self.carried.bring(moves, lambda move: found[move.of.of])
         return found
 
     def _vote(self, before: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
@@ -238,10 +214,10 @@ class SignVote:
         number = self._attempt.number
         pieces = [Piece(of, 0, self._length, number) for of in sorted(self._given)]
         made = dict.fromkeys((*voters, SUM), number)
-        staged = self._carried.stage(self._attempt, pieces, made, {})
+        staged = self.carried.stage(self._attempt, pieces, made, {})
         for piece in pieces:
             staged[piece].copy_(self._given[piece.of])
-        self._carried.staged()
+        self.carried.staged()
 
     def _count(self, counts: Tensor, voters: Sequence[int], told: Tensor) -> Tensor:
         """The sign of all votes [n] int8.
@@ -322,33 +298,19 @@ class SignVote:
         """Move by what was handed out; what voters remember counts."""
         result = update()
         if self._momentum:
-            self._carried.apply()
+            self.carried.apply()
         self._end()
         return result
-
-    def abandon(self) -> None:
-        """The step does not happen; a second call does nothing."""
-        self._carried.abandon()
-        self._end()
-
-    def _end(self) -> None:
-        self._forget()
-        for parameter in self._parameters:
-            parameter.grad = None
 
     # ---- between generations
 
     def state(self) -> dict[str, Tensor]:
         """In which commit each voter was last."""
-        return self._carried.state() if self._momentum else {}
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take up what `state` gave."""
-        self._carried.load_state(state)
+        return self.carried.state() if self._momentum else {}
 
     def own_state(self) -> dict[str, Tensor]:
         """What the voters that are here remember; zero for those of others."""
-        state, held, made = dict[str, Tensor](), self._carried.held, self._carried.made
+        state, held, made = dict[str, Tensor](), self.carried.held, self.carried.made
         for of in self._voters:
             flat = held.get(Piece(of, 0, self._length, made[of]))
             for slot, (parameter, place) in enumerate(
@@ -359,29 +321,15 @@ class SignVote:
                 state[f"{_KIND}{of}/{slot}"] = part
         return state
 
-    def load_own(self, state: Mapping[str, Tensor]) -> None:
-        """Kept until `start`."""
-        self._carried.abandon()
-        self._carried.held, self._loaded = {}, dict(state)
-
     def _from_checkpoint(self, state: Mapping[str, Tensor]) -> dict[Piece, Tensor]:
         held = dict[Piece, Tensor]()
         for name, tensor in state.items():
             voter, slot = name.removeprefix(_KIND).split("/")
-            piece = Piece(int(voter), 0, self._length, self._carried.made.get(int(voter), 0))
+            piece = Piece(int(voter), 0, self._length, self.carried.made.get(int(voter), 0))
             if piece not in held:
                 held[piece] = torch.zeros(self._length, device=self._device)
             held[piece][self._places[int(slot)]] = tensor.flatten().to(self._device)
         return held
-
-    def load_left(
-        self,
-        tensors: Mapping[str, Tensor],
-        parameters: Sequence[Parameter],
-        holders: Sequence[tuple[int, ...]] = (),
-    ) -> None:
-        """What a process that is gone held."""
-        self._carried.load_left(tensors)
 
     @staticmethod
     def price(parameter_bytes: int, replicas: int) -> Price:

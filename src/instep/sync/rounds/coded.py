@@ -27,14 +27,15 @@ from instep.comm.codecs.none import Identity
 from instep.errors import SpecError
 from instep.records import BEGINNING, Attempt, Law
 from instep.sync.base import InMesh, Memory, Price, Result, Servers
-from instep.sync.rounds.carried import SUM, Carried, Piece, kept_of
+from instep.sync.rounds.carried import SUM, Piece, kept_of
+from instep.sync.rounds.carrying import Carrying
 from instep.sync.rounds.checkpointed import laws_of, pieces_from, tensors_of
 from instep.sync.rounds.exchange import Exchange
 from instep.sync.rounds.segments import Segments
 from instep.sync.sums import Wide
 
 
-class Coded:
+class Coded(Carrying):
     """Sums of what participants give, as `AllReduce` sums gradients.
 
     Args:
@@ -48,18 +49,11 @@ class Coded:
         SpecError: the codec is not.
     """
 
-    start_in_doubt = -1
-
     def __init__(self, codec: Codec, *, median: bool = False, encode_vectors: bool = False) -> None:
         self._codec, self._median = check_codec(codec), median
         self._encode_vectors = encode_vectors
         self._lossy = not isinstance(codec, Identity)  # so that there is something to carry
-        self.carried = Carried()
-        """What is left out, and what optimizers of participants remember."""
-        self._loaded: Mapping[str, Tensor] | None = None  # of a checkpoint, until `start`
-        self._attempt = BEGINNING
-        self._parameters: list[Parameter] = []
-        self._forget()
+        super().__init__()  # carries what is left out, and what optimizers of participants remember
 
     @property
     def laws(self) -> Mapping[str, Law]:
@@ -94,22 +88,8 @@ class Coded:
         self._segments = Segments(parameters, lambda p: p.dim() < 2 and not self._encode_vectors)
         owners = [rank for rank in range(comm.size) if rank not in draining]
         self._sum = Exchange(self._codec, self._segments, comm, owners, self._device)
-        if self._loaded is not None:
-            given = self._loaded, self.carried, self._segments, self._place_of, self._device
-            self.carried.held, self._loaded = pieces_from(*given), None
-        memory = memory if self._device.type == "cpu" else None
-        self.carried.start(comm, self._device, memory, at, draining, owners[0])
         everyone = mesh.everyone if mesh is not None else comm
-        everyone.all_reduce(torch.zeros(1, device=self._device)).wait()  # all have theirs
-        if comm.rank in draining:
-            self.carried.held = {}
-        self._forget()
-
-    def resolve(self, generation: int) -> None:
-        """What changes hands is copied, so nothing is in doubt."""
-
-    def stop(self) -> None:
-        """What was left out stays here."""
+        self._take_over(comm, memory, at, draining, everyone)
 
     # ---- a round
 
@@ -120,10 +100,6 @@ class Coded:
         self._now = (0, 0.0)  # participant and weight of this pass
         self._weight = 0.0  # of all that is given here
         self._agreed: tuple[Tensor, list[float]] | None = None
-
-    def begin_step(self, attempt: Attempt) -> None:
-        """What is left out from here on belongs to this commit."""
-        self._attempt = attempt
 
     def begin_pass(self, weight: float, *, last: bool, unit: int = 0) -> None:
         """What comes now is another participant's."""
@@ -232,25 +208,11 @@ class Coded:
         self._end()
         return result
 
-    def abandon(self) -> None:
-        """It does not; a second call does nothing."""
-        self.carried.abandon()
-        self._end()
-
-    def _end(self) -> None:
-        self._forget()
-        for parameter in self._parameters:
-            parameter.grad = None
-
     # ---- between generations
 
     def state(self) -> dict[str, Tensor]:
         """In which commit each participant was last."""
         return self.carried.state() if self._lossy else {}
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take up what `state` gave."""
-        self.carried.load_state(state)
 
     def own_state(self) -> dict[str, Tensor]:
         """What this rank holds of the last rounds; zero for what others hold."""
@@ -258,22 +220,11 @@ class Coded:
         given = self.carried, self._segments, self._parameters, left, self._device
         return tensors_of(*given)
 
-    def load_own(self, state: Mapping[str, Tensor]) -> None:
-        """Kept until `start`."""
-        self.carried.abandon()
-        self.carried.held, self._loaded = {}, dict(state)
+    def _from_checkpoint(self, state: Mapping[str, Tensor]) -> dict[Piece, Tensor]:
+        return pieces_from(state, self.carried, self._segments, self._place_of, self._device)
 
     def _place_of(self, of: int) -> list[Piece]:
         return [Piece(of, 0, self._segments.length, self.carried.made.get(of, 0))]
-
-    def load_left(
-        self,
-        tensors: Mapping[str, Tensor],
-        parameters: Sequence[Parameter],
-        holders: Sequence[tuple[int, ...]] = (),
-    ) -> None:
-        """What a process that is gone held."""
-        self.carried.load_left(tensors)
 
     @staticmethod
     def price(parameter_bytes: int, replicas: int) -> Price:

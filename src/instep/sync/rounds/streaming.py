@@ -31,7 +31,8 @@ from instep.comm.codecs.none import Identity
 from instep.errors import SpecError
 from instep.records import BEGINNING, Attempt, Law
 from instep.sync.base import InMesh, Memory, Price, Result, Servers
-from instep.sync.rounds.carried import SUM, Carried, Piece, kept_of, within
+from instep.sync.rounds.carried import SUM, Piece, kept_of, within
+from instep.sync.rounds.carrying import Carrying
 from instep.sync.rounds.checkpointed import laws_of, pieces_from, tensors_of
 from instep.sync.rounds.coded import check_codec
 from instep.sync.rounds.exchange import Exchange
@@ -66,7 +67,7 @@ class Late(NamedTuple):
     agreed: Future[Agreed]
 
 
-class Streaming:
+class Streaming(Carrying):
     """Fragments of what participants train agree in turn.
 
     Args:
@@ -80,7 +81,6 @@ class Streaming:
         SpecError: the codec cannot be used.
     """
 
-    start_in_doubt = -1
     start_after, pull = 0, 0.0
 
     def __init__(
@@ -106,8 +106,6 @@ class Streaming:
         """Begins to compute what participants need later."""
         self.kept: Kept | None = None
         """Has the models of participants."""
-        self.carried = Carried()
-        """Holds them."""
         self.spread: Spread | None = None
         """How far participants were apart in what agreed last; None before."""
         self._next_spread: Spread | None = None
@@ -115,11 +113,8 @@ class Streaming:
         """By fragment: the commit whose local models have agreed."""
         self._shares = torch.zeros(0, dtype=torch.float64)
         """By participant: its weight in the last commit; they add up to 1."""
-        self._loaded: Mapping[str, Tensor] | None = None  # of a checkpoint, until `start`
-        self._attempt = BEGINNING
-        self._parameters: list[Parameter] = []
         self._late: Late | None = None
-        self._forget()
+        super().__init__()
 
     @property
     def laws(self) -> Mapping[str, Law]:
@@ -167,18 +162,7 @@ class Streaming:
             Exchange(self._codec, segments, comm, owners, self._device, fragment)
             for fragment in segments.fragments
         ]
-        if self._loaded is not None:
-            given = self._loaded, self.carried, segments, self._places_of, self._device
-            self.carried.held, self._loaded = pieces_from(*given), None
-        memory = memory if self._device.type == "cpu" else None
-        self.carried.start(comm, self._device, memory, at, draining, owners[0])
-        comm.all_reduce(torch.zeros(1, device=self._device)).wait()  # all have theirs
-        if comm.rank in draining:
-            self.carried.held = {}
-        self._forget()
-
-    def resolve(self, generation: int) -> None:
-        """What changes hands is copied, so nothing is in doubt."""
+        self._take_over(comm, memory, at, draining, comm)
 
     def stop(self) -> None:
         """Nothing is under way any more; what was staged stays."""
@@ -196,10 +180,6 @@ class Streaming:
         self._next: dict[int, Agreed] = {}  # by fragment
         self._next_shares = self._shares
         self._late = None
-
-    def begin_step(self, attempt: Attempt) -> None:
-        """The participants of a commit are about to give."""
-        self._attempt = attempt
 
     @property
     def _due(self) -> Sequence[int]:
@@ -454,16 +434,10 @@ class Streaming:
         """The commit does not happen; a second call does nothing. What is under way ends with
         `stop`."""
         late = self._late
-        self.carried.abandon()
         if self.kept is not None:
             self.kept.abandon()
-        self._end()
+        super().abandon()
         self._late = late
-
-    def _end(self) -> None:
-        self._forget()
-        for parameter in self._parameters:
-            parameter.grad = None
 
     # ---- between generations
 
@@ -481,31 +455,20 @@ class Streaming:
         nothing = torch.zeros(self._fragments, dtype=torch.int64)
         self._commits = state.get("commits", nothing).cpu().clone()
         self._shares = state.get("shares", torch.zeros(0, dtype=torch.float64)).cpu().clone()
-        self.carried.load_state(state)
+        super().load_state(state)
 
     def own_state(self) -> dict[str, Tensor]:
         """What this rank holds of participants and sums; zero for what others hold."""
         given = self.carried, self._segments, self._parameters, self._left_out, self._device
         return tensors_of(*given)
 
-    def load_own(self, state: Mapping[str, Tensor]) -> None:
-        """Kept until `start`."""
-        self.carried.abandon()
-        self.carried.held, self._loaded = {}, dict(state)
+    def _from_checkpoint(self, state: Mapping[str, Tensor]) -> dict[Piece, Tensor]:
+        return pieces_from(state, self.carried, self._segments, self._places_of, self._device)
 
     def _places_of(self, of: int) -> Iterator[Piece]:
         for fragment, stretch in enumerate(self._segments.fragments):
             what = within(of, fragment)
             yield Piece(what, *stretch, self.carried.made.get(what, 0))
-
-    def load_left(
-        self,
-        tensors: Mapping[str, Tensor],
-        parameters: Sequence[Parameter],
-        holders: Sequence[tuple[int, ...]] = (),
-    ) -> None:
-        """What a process that is gone held."""
-        self.carried.load_left(tensors)
 
     @staticmethod
     def price(parameter_bytes: int, replicas: int) -> Price:
