@@ -138,6 +138,7 @@ def nodes_on(network: Network) -> Iterator[str]:
             enter = ("unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh")
             there = (f"--address={head}:{port}", "--num-cpus=2")
             programs.append(_node(network, host, *there, enter=enter))
+        _until_there(f"{head}:{port}", len(programs))  # else one node would get both hosts
         yield f"{head}:{port}"
     finally:
         for program in programs:
@@ -163,3 +164,13 @@ def _until_accepts(host: str, port: int) -> None:
             return
         time.sleep(0.1)
     raise AssertionError(f"no Ray at {host}:{port}")
+
+
+def _until_there(address: str, nodes: int) -> None:
+    """Wait until a cluster has so many nodes."""
+    from ray._raylet import GcsClient
+
+    deadline, client = time.monotonic() + TIMEOUT_S, GcsClient(address=address)
+    while len(client.get_all_node_info(timeout=TIMEOUT_S)) < nodes:
+        assert time.monotonic() < deadline, f"not {nodes} nodes in {TIMEOUT_S} s"
+        time.sleep(0.1)

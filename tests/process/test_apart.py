@@ -3,6 +3,8 @@ folder of its own."""
 
 import json
 import platform
+import shlex
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import count
@@ -80,6 +82,41 @@ class Apart:
         ran = ["-m", "torch.distributed.run", *each, "--node-rank"]
         return [self._on(host, [*ran, host, SCRIPT, *arguments], {}) for host in (0, 1)]
 
+    def mpirun(self, processes: int, *arguments: object) -> Started:
+        """One start by Open MPI on the first host, with so many processes on each of two."""
+        agent = self._here.with_name("agent")  # in the place of ssh: an address, and a command
+        enter = shlex.join(self._entering(1))
+        agent.write_text(f'#!/bin/sh\nshift\nexec {enter} sh -c "hostname two; $*"\n')
+        agent.chmod(0o700)
+        hosts = ",".join(f"{self._network.address(h)}:{processes}" for h in ("h1", "h2"))
+        settings = {"plm_rsh_agent": agent, "oob_tcp_if_include": "eth0"}
+        ran = ["mpirun", "--allow-run-as-root", "--host", hosts, "-n", 2 * processes]
+        ran += [word for pair in settings.items() for word in ("--mca", *pair)]
+        ran += [word for name in self._said for word in ("-x", name)]
+        return self._start(
+            "-c",
+            EXECUTE,
+            *self._entering(0),
+            *ran,
+            sys.executable,
+            SCRIPT,
+            *arguments,
+            environment=self._said,
+        )
+
+    @property
+    def _said(self) -> dict[str, str]:
+        return {
+            "INSTEP_RENDEZVOUS": f"{self._network.address('h1')}:29600",
+            "INSTEP_TOKEN_FILE": str(self._here / "token"),
+        }
+
+    def _entering(self, host: int) -> list[str]:
+        """What runs the command that follows on a host."""
+        space = f"{self._network.name}-{self._network.hosts[host]}"
+        enter = ["ip", "netns", "exec", space, "unshare", "-m", "-u", "sh", "-c", _OWN_DISK, "sh"]
+        return [*enter, *map(str, (self.disks[host], self._here, self._names))]
+
     def _on(
         self,
         host: int,
@@ -87,15 +124,8 @@ class Apart:
         environment: dict[str, str],
         at_a_file: bool = False,
     ) -> Started:
-        said = {
-            "INSTEP_RENDEZVOUS": f"{self._network.address('h1')}:29600",
-            "INSTEP_TOKEN_FILE": str(self._here / "token"),
-        }
-        space = f"{self._network.name}-{self._network.hosts[host]}"
-        enter = ["ip", "netns", "exec", space, "unshare", "-m", "sh", "-c", _OWN_DISK, "sh"]
-        paths = [self.disks[host], self._here, self._names]
-        program = [*enter, *paths, sys.executable, *command]
-        where = {} if at_a_file else said
+        program = [*self._entering(host), sys.executable, *command]
+        where = {} if at_a_file else self._said
         return self._start("-c", EXECUTE, *program, environment={**where, **environment})
 
     def train(
@@ -231,6 +261,16 @@ def test_torchrun_on_two_hosts_needs_no_shared_folder(start: Start, apart: Apart
     for program in programs:
         assert program.end() == 0, "".join(each.stderr for each in programs)
         program.check_no_process_is_left()
+    assert [path.name for path in apart.disks[1].iterdir()] == ["token"]
+    assert facts(apart.run("recipe")) == facts(alone(start, "recipe", 0))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun (Open MPI)")
+def test_mpirun_on_two_hosts_needs_no_shared_folder(start: Start, apart: Apart):
+    program = apart.mpirun(2, "recipe", 0)
+    assert program.end() == 0, program.stderr
+    program.check_no_process_is_left()
     assert [path.name for path in apart.disks[1].iterdir()] == ["token"]
     assert facts(apart.run("recipe")) == facts(alone(start, "recipe", 0))
 
