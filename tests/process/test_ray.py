@@ -62,7 +62,7 @@ def refusal(made: JobSpec) -> str:
     began = time.monotonic()
     with pytest.raises(SpecError) as caught, launching(made):
         pass
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60  # Ray's own attempts take minutes
     return str(caught.value)
 
 
