@@ -2,23 +2,28 @@
 folder of its own."""
 
 import json
+import os
 import platform
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import tiny
 import torch
 from safetensors.torch import load_file
-from started import EXECUTE, RECIPES, Start, Started
+from started import EXECUTE, RECIPES, TIMEOUT_S, Start, Started
 from test_encrypted_hosts import Capture, is_tls
 from test_partitions import needs_hosts
 
+from disks import Disk
+from instep.control.journal import FILE
 from instep.data.order import Order, position
 from instep.lab import netlab
 from instep.recipe.build import seed_everything
@@ -341,3 +346,82 @@ def test_a_process_with_another_token_is_refused_and_the_run_ends(apart: Apart):
     assert one.end() == 1
     assert "does not have the token in" in one.stderr
     zero.kill()
+
+
+@pytest.fixture
+def small_disks(
+    start: Start, network: netlab.Network, tmp_path: Path
+) -> Iterator[tuple[Apart, list[Disk]]]:
+    """Hosts whose disks have 8 MB each."""
+    (folder := tmp_path / "small").mkdir()
+    disks = [Disk(folder / f"disk-{host}", 8_000_000) for host in network.hosts]
+    yield Apart(start, network, folder), disks
+    for disk in disks:
+        disk.close()
+
+
+def until_saved_twice(apart: Apart, programs: Sequence[Started]) -> None:
+    saved = apart.disks[0] / "runs" / "recipe" / "checkpoints"
+    programs[0].until(lambda: len(list(saved.glob("step-*"))) > 1, "saved twice")
+
+
+def check_all_end_with(programs: Sequence[Started], *parts: str) -> None:
+    """Each with the same cause, and nothing is left of them."""
+    for program in programs:
+        assert program.end() not in (0, None)
+        last = program.stderr[program.stderr.rindex("instep.errors.") :]
+        for part in parts:
+            assert part in last, last
+        program.check_no_process_is_left()
+        program.check_no_file_is_left()
+
+
+@pytest.mark.slow
+def test_a_full_disk_of_a_host_without_the_folder_does_not_matter(
+    start: Start, small_disks: tuple[Apart, list[Disk]]
+):
+    apart, disks = small_disks
+    disks[1].fill()
+    programs = apart.start([1, 1], "recipe", 0)
+    for program in programs:
+        assert program.end() == 0, program.stderr
+        program.check_no_process_is_left()
+    assert facts(apart.run("recipe")) == facts(alone(start, "recipe", 0))
+
+
+@pytest.mark.slow
+def test_a_full_disk_of_the_host_with_the_folder_ends_all_and_with_room_the_run_goes_on(
+    start: Start, small_disks: tuple[Apart, list[Disk]]
+):
+    apart, disks = small_disks
+    programs = apart.start([1, 1], "recipe", 0, 0.01)
+    until_saved_twice(apart, programs)
+    deadline = time.monotonic() + TIMEOUT_S
+    while any(program.process.poll() is None for program in programs):
+        disks[0].fill()  # what is deleted meanwhile makes no room
+        assert time.monotonic() < deadline, "it trains on without a ledger"
+        time.sleep(0.02)
+    # the ledger, the journal or the last checkpoint, whichever was to be written first
+    check_all_end_with(programs, "Make room, or get access", "/runs/recipe")
+    assert apart.run("recipe").audit.exact
+    disks[0].make_room()
+    apart.train([1, 1], "recipe", 0)
+    assert facts(apart.run("recipe")) == facts(alone(start, "recipe", 0))
+
+
+@pytest.mark.slow
+def test_a_damaged_journal_ends_all_hosts_once_another_master_needs_it_and_the_run_goes_on(
+    start: Start, apart: Apart
+):
+    programs = apart.start([1, 1], "recipe", 0, 0.01)
+    until_saved_twice(apart, programs)
+    master = psutil.Process(apart.run("recipe").last("master_started")["pid"])
+    master.suspend()  # it would write what it knows over the damage
+    with (apart.disks[0] / "runs" / "recipe" / FILE).open("r+b") as journal:
+        size = journal.seek(0, os.SEEK_END)
+        journal.seek(size // 2)
+        journal.write(b"\xff" * (size // 2))
+    master.kill()
+    check_all_end_with(programs, f"/runs/recipe/{FILE} is damaged (")
+    apart.train([1, 1], "recipe", 0)
+    assert facts(apart.run("recipe")) == facts(alone(start, "recipe", 0))

@@ -201,7 +201,9 @@ def test_an_actor_a_fork_server_and_a_raylet_are_killed_and_the_result_is_that_o
     assert kill(actor_of(program, worker_on(program, 1)).pid)
     program.until(lambda: worker_on(program, 1) is None, "running without the actor")
     wait_until_spread(program)
-    assert kill(raylet_of(program, 1))
+    raylet = raylet_of(program, 1)
+    actor_of(program, worker_on(program, 1)).suspend()  # it is the kernel that ends its processes
+    assert kill(raylet)
     program.until(lambda: worker_on(program, 1) is None, "running without the node")
     assert not program.events("went_back")  # the new actor was not beside the other
     wait_until_spread(program)
