@@ -87,7 +87,7 @@ def answer_all(
                         connected[message.number] = peer
                     case None:
                         pass
-                    case _:
+                    case _ if peer not in connected.values():  # they may have more to tell
                         hub.drop(peer)
     finally:
         meeting.remove(meetings.ENDPOINT)
