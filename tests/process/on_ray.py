@@ -42,7 +42,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
 
     store = {"object_store_memory": STORE_BYTES}
     head = {"num_cpus": 0, "include_dashboard": False, **store}
-    head["_system_config"] = getattr(request, "param", {})
+    head["_system_config"] = {"worker_niceness": 0, **getattr(request, "param", {})}
     made = Cluster(initialize_head=True, head_node_args=head)
     try:
         for _ in range(2):
@@ -153,7 +153,8 @@ def _node(
 ) -> subprocess.Popen[Any]:
     more = (f"--node-ip-address={network.address(host)}", f"--object-store-memory={STORE_BYTES}")
     command = [*enter, str(RAY), "start", *words, *more, "--disable-usage-stats", "--block"]
-    return network.run(host, command, stdout=subprocess.DEVNULL)
+    environment = {**os.environ, "RAY_worker_niceness": "0"}
+    return network.run(host, command, stdout=subprocess.DEVNULL, env=environment)
 
 
 def _until_accepts(host: str, port: int) -> None:

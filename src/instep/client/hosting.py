@@ -193,9 +193,8 @@ class Host:
         except InstepError as error:
             self._broke = error
             with contextlib.suppress(OSError):  # who was not told yet finds no master, and comes
-                brief_s, size = refusal.BRIEFLY_S, self._place.size
-                answer = causes.refused(error)
-                refusal.answer_all(board, size, answer, self._meeting, timeout_s=brief_s)
+                why, brief_s, size = causes.refused(error), refusal.BRIEFLY_S, self._place.size
+                refusal.answer_all(board, size, why, self._meeting, timeout_s=brief_s)
         except BaseException as error:
             self._broke = error
         finally:
