@@ -113,8 +113,8 @@ def measured(name: str, megabytes: int, folder: Path) -> dict[str, Any]:
 
 def with_servers(job: JobSpec, servers: int, network: Network) -> JobSpec:
     """The servers on hosts of their own."""
-    enter = [f"ip netns exec {network.name}-{host}" for host in network.hosts[WORKERS:]]
-    launch = msgspec.structs.replace(job.launch, servers=tuple(enter))
+    enter = tuple(f"ip netns exec {network.name}-{host}" for host in network.hosts)
+    launch = msgspec.structs.replace(job.launch, hosts=enter)
     sync = msgspec.structs.replace(job.sync, servers=servers)
     return msgspec.structs.replace(job, launch=launch, sync=sync)
 
