@@ -141,9 +141,10 @@ def test_what_gradients_left_out_is_not_added_to_the_first_rounds(ranks):
     wanted, usual = (list(in_one_process("int4", 8, start_after=n)) for n in (3, 0))
     assert torch.equal(wanted[2], usual[2])
     assert not torch.equal(wanted[3], usual[3])
-    results = run_ranks(ranks, rounds, "int4", 1, 4, start_after=3)
+    results = run_ranks(ranks, lambda comm: rounds(comm, "int4", 1, 4, start_after=3))
     state, own = results[0][1].state(), summed([strategy for _, strategy in results])
-    rest = run_ranks(2, rounds, "int4", 5, 8, own=own, state=state, start_after=3)
+    loaded = {"own": own, "state": state, "start_after": 3}
+    rest = run_ranks(2, lambda comm: rounds(comm, "int4", 5, 8, **loaded))
     for found in ([*results[0][0], *later] for later, _ in rest):
         for one, other in zip(found, wanted, strict=True):
             assert torch.equal(one, other)
