@@ -35,6 +35,7 @@ from instep.records import BEGINNING, Attempt, Law
 from instep.sync.base import InMesh, Memory, Price, Result, Servers
 from instep.sync.gathering import Gathering
 from instep.sync.reducers import Layout, Place, Reducer, reducer_of
+from instep.sync.reducers.two_phase import TwoPhase
 from instep.sync.sparse_rows import SparseRows
 from instep.sync.sums import Exact, Plain, Sums, Wide
 
@@ -272,6 +273,9 @@ class AllReduce(Gathering):
 
     def _finish(self) -> None:
         super()._finish()
+        if isinstance(self._reducer, TwoPhase):
+            used = self._buckets[-1].spare[: len(self._parameters)].tolist()
+            self._reducer.unused = {str(slot) for slot, mark in enumerate(used) if not mark}
         if self._reducer is not None:
             self._reducer.finish()
 
