@@ -50,7 +50,7 @@ CASES = {
     "all_reduce": Case([]),
     **{f"all_reduce, {name}": Case([f"sync.codec={name}"], name) for name in CODED},
     "all_reduce, powersgd": Case(
-        ["sync.codec=powersgd", "sync.codec_options.start_after=1"], "powersgd"
+        ["sync.codec=powersgd", "sync.codec_options.start_after=0"], "powersgd"
     ),
     "server_sync, 1 server": Case(["sync.name=server_sync"], "none", "servers", 1),
     "averaging": Case(["sync.name=averaging", *ROUNDS]),
