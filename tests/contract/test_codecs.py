@@ -309,7 +309,7 @@ def test_int8_is_four_times_smaller_but_for_a_scale_in_each_block():
         ("bfloat16", 16, 2),
         ("float16", 16, 2),
         ("int8", 8, 3.98),
-        ("int4", 4, 7.93),
+        ("int4", 4, 7.52),
         ("sign", 1, 31),
     ],
 )

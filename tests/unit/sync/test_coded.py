@@ -93,9 +93,7 @@ def dealt(step, size):
     return lambda n: (n + step) % size
 
 
-def rounds(
-    comm, name, first, last, own=None, state=None, vectors=False, start_after=0, **more
-):
+def rounds(comm, name, first, last, own=None, state=None, vectors=False, start_after=0, **more):
     strategy, slots = Coded(CODECS[name](), encode_vectors=vectors), parameters()
     strategy.start_after = start_after
     strategy.load_state(state or {})
