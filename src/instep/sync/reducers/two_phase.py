@@ -188,10 +188,10 @@ class TwoPhase(TwoSlots[Segments]):
             self._decode(total, payload)
         left = self._carry_over(total, number, 1)
         self._encode(total, payloads[0], left, (self._keys[number], number, rank, -1))
-        for place in self._unused_of(number) if left is not None else ():
-            own = slice(max(place.start - part.start, 0), max(place.stop - part.start, 0))
-            kept = total[own]
-            left[own] = torch.where(kept.isfinite(), kept, 0.0)
+        if left is not None:
+            for place in self._unused_of(number):
+                own = slice(max(place.start - part.start, 0), max(place.stop - part.start, 0))
+                left[own] = torch.where(total[own].isfinite(), total[own], 0.0)
         return payloads[0]
 
     def _unused_of(self, number: int) -> Iterator[slice]:
