@@ -13,8 +13,10 @@ from instep.comm.codecs.kernels import add_halves, draw_halves, encode_halves
 
 
 class Int4(Levels):
-    """Two levels in each byte. A value is off by at most 1/14 of the largest of its block, so it has
-    shorter blocks than codecs of more levels: with 1,024 values, training took more steps."""
+    """Two levels in each byte. A value is off by at most 1/14 of the largest of its block.
+
+    Blocks are shorter than with more levels: with 1,024 values, training took more steps.
+    """
 
     bits = 4
 
