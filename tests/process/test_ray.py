@@ -58,11 +58,6 @@ def job(**launch: Any) -> JobSpec:
     return build(table, source="a test")
 
 
-def priority() -> int:
-    """Of this process, as `nice` has it."""
-    return os.getpriority(os.PRIO_PROCESS, 0)
-
-
 def refusal(made: JobSpec) -> str:
     began = time.monotonic()
     with pytest.raises(SpecError) as caught, launching(made):
@@ -87,7 +82,8 @@ def test_a_run_within_somebodys_own_ray_program_has_the_result_of_one_machine(
     import ray
 
     assert {node["NodeManagerAddress"] for node in ray.nodes()} == {"127.0.0.1"}
-    assert ray.get(ray.remote(priority).remote()) == priority()  # and not Ray's own, which is low
+    priority = ray.remote(lambda: os.getpriority(os.PRIO_PROCESS, 0))
+    assert ray.get(priority.remote()) == os.getpriority(os.PRIO_PROCESS, 0)  # Ray's own is low
     alone = instep.train(TINY, runs=tmp_path, quiet=True, train=TRAIN)
     half = instep.train(
         TINY,
