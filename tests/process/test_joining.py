@@ -392,7 +392,8 @@ def test_a_program_that_ends_without_closing_its_session_says_what_is_missing(
     script = tmp_path / "left_open.py"
     text = (
         "import instep, sys, torch\n"
-        "session = instep.join(train={'epochs': 1, 'global_batch': 4}, quiet=True)\n"
+        "train = {'epochs': 1, 'global_batch': 4, 'micro_batches': 1}\n"
+        "session = instep.join(train=train, quiet=True)\n"
         "model = torch.nn.Linear(2, 1)\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
         "model, optimizer, data = session.prepare(model, optimizer, torch.ones(8, 2))\n"
