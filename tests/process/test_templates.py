@@ -16,7 +16,7 @@ LEARNT = {
     "own-loop": lambda metrics: metrics["accuracy"] > 0.95,
 }
 
-STEPS = {"vision": 375, "language": 100, "table": 260, "hugging-face": 48, "own-loop": 100}
+STEPS = {"vision": 375, "language": 100, "table": 260, "hugging-face": 32, "own-loop": 100}
 """Few enough for ten seconds, as `docs/guides/first-run.md` says of each."""
 
 

@@ -31,7 +31,7 @@ FILE = Path(__file__).with_name("reviews.csv")
 
 
 def recipe(
-    text: str = "text", label: str = "label", model: str = "", lr: float = 1e-3
+    text: str = "text", label: str = "label", model: str = "", lr: float = 3e-3
 ) -> instep.Recipe:
     with FILE.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
