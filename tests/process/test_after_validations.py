@@ -137,6 +137,7 @@ def load_checkpoint(run: Path) -> dict[str, torch.Tensor]:
     return load_file(newest / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_any_number_of_workers_and_a_resumed_run_have_the_same_average(tmp_path, averaged):
     train_ = TRAIN | {"ema": DECAY}
     assert digest(train(tmp_path / "a", "tiny", workers=3, train=train_)) == digest(averaged)
@@ -148,6 +149,7 @@ def test_any_number_of_workers_and_a_resumed_run_have_the_same_average(tmp_path,
     assert own == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [4, slow(30)])
 def test_a_worker_that_takes_a_killed_ones_place_has_the_average(
     start: Start, tmp_path: Path, averaged: Path, kills: int
@@ -174,6 +176,7 @@ def test_what_has_no_average_is_refused(tmp_path):
             train(tmp_path, "tiny", train=TRAIN | {"ema": DECAY}, **more)
 
 
+@pytest.mark.slow
 def test_rounds_have_the_average_of_what_participants_agreed_on(tmp_path):
     more = {
         "sync": {"name": "diloco", "participants": 3, "options": {"local_steps": 2}},
@@ -194,8 +197,9 @@ def test_rounds_have_the_average_of_what_participants_agreed_on(tmp_path):
     assert digest(train(tmp_path / "b", "tiny", workers=2, **more)) == digest(run)
 
 
-@pytest.mark.parametrize("damage", ["cut", slow("changed")])
-@pytest.mark.parametrize("kind", ["average", slow("rates")])
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["cut", "changed"])
+@pytest.mark.parametrize("kind", ["average", "rates"])
 def test_a_damaged_checkpoint_is_passed_over_and_the_end_is_the_same(
     tmp_path, averaged, on_plateaus, kind, damage
 ):

@@ -60,6 +60,7 @@ def test_what_the_loop_logs_reaches_the_runs_log_and_its_summary(undisturbed: Ru
     assert summary["logged"] == {"step/twice": 14.0 * EPOCHS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [4, slow(30)])
 def test_workers_that_are_killed_at_random_moments_leave_no_trace(
     start: Start, undisturbed: RunFolder, kills: int

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 TYPED = """
 import torch, instep
@@ -21,7 +21,7 @@ print("ended", run.summary["outcome"])
 """
 
 
-@pytest.mark.parametrize("way", [("-i", "-q"), pytest.param(("-c", TYPED), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", [("-i", "-q"), ("-c", TYPED)])
 def test_it_trains_as_in_a_notebook(tmp_path, way):
     done = subprocess.run(
         [sys.executable, *way], input=TYPED, cwd=tmp_path, capture_output=True, text=True

@@ -7,8 +7,8 @@ the reference that the job has. Way in: `give`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 _GIVEN: dict[str, Callable[..., Any]] = {}
@@ -25,7 +25,7 @@ def give(function: Callable[..., Any], file: str) -> str:
         Its reference, for a job.
     """
     name = getattr(function, "__name__", "")
-    reference = f"{Path(file).absolute()}:{name if name.isidentifier() else 'recipe'}"
+    reference = f"{os.path.abspath(file)}:{name if name.isidentifier() else 'recipe'}"
     _GIVEN[reference] = function
     return reference
 

@@ -137,7 +137,9 @@ class Training(Loop):
         self._tidy = False
         if self.job.sync.name in LEASED:
             refuse_sparse(model, self.job)
-        tables = ServedTables(model, self.job) if self.job.sync.name in SERVERS - LEASED else None
+        tables = None
+        if self.job.sync.name in SERVERS - LEASED:
+            tables = ServedTables(model, self.job, batch_loss=embeds)
         built = build_optimizer(
             recipe, model, round_checks.updates(self.job, last_step), self.job.start, begun
         )
@@ -343,9 +345,7 @@ class Training(Loop):
             InstepError: the workers cannot train together.
         """
         began = time.time()
-        self.member.recovers &= (
-            self.device.type == "cpu"
-        )  # NCCL takes long to notice a lost process
+        self.member.together = self.device.type != "cpu"  # NCCL takes long to notice a lost process
         self.member.interrupt, self.member.hold = self._interrupt, self.engine.hold
         if not self.member.others_have_state and self._replica is None:
             self.state.trial = self._try()  # else the others send the result

@@ -7,7 +7,8 @@ bit.
 
 What is left out (error feedback: Karimireddy et al. 2019, arXiv:1901.09847) belongs to its
 participant, or, of the sums, to the elements, and goes to whoever computes these next: who needs
-what another rank holds (`carried.py`), is given a copy at the beginning of `exchange`.
+what another rank holds (`carried.py`), is given a copy at the beginning of `exchange`. Before the
+rounds participants give gradients, and what is left out of these is not added to a round's.
 
 Way in: `Coded`, which `Averaging` holds in the place of `AllReduce`.
 """
@@ -53,6 +54,8 @@ class Coded(Carrying):
         self._codec, self._median = check_codec(codec), median
         self._encode_vectors = encode_vectors
         self._lossy = not isinstance(codec, Identity)  # so that there is something to carry
+        self.start_after = 0
+        """The last commit before the rounds: to it, what is given are gradients."""
         super().__init__()  # carries what is left out, and what optimizers of participants remember
 
     @property
@@ -149,7 +152,12 @@ class Coded(Carrying):
         found = {of: torch.zeros(length, device=self._device) for of in gives[rank]}
         if stop > start:
             found[SUM] = torch.zeros(stop - start, device=self._device)
-        whats = {of: (of, commit) for of, commit in self.carried.made.items()}
+        of_rounds = self._attempt.number > self.start_after
+        whats = {
+            of: (of, commit)
+            for of, commit in self.carried.made.items()
+            if (commit > self.start_after) == of_rounds
+        }
         starts = {SUM: start}
         self.carried.bring(
             list(self._sum.moves(gives, holds, whats)),
