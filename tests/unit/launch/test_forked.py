@@ -14,7 +14,7 @@ def job(**more):
 
 def test_once_cuda_has_started_the_recipe_is_refused_with_what_to_do(monkeypatch):
     ForkedLauncher.of(job())
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)  # no GPU is needed to ask
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)  # what a fork would be told
     with pytest.raises(RecipeError, match=r"CUDA has started in this process.*Restart the kernel"):
         ForkedLauncher.of(job())
 
