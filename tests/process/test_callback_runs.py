@@ -167,7 +167,10 @@ APART = {
     "zero 2": ["mesh.shard=2", "mesh.zero=2"],
     "tensor": ["mesh.tensor=2"],
     "stages": ["mesh.stages=2"],
-    "diloco": ['sync.name="diloco"', "sync.participants=4", "sync.options.local_steps=2"],
+    "diloco": [
+        *('sync.name="diloco"', "sync.participants=4", "sync.options.local_steps=2"),
+        'arguments.optimizer="adamw"',
+    ],
     "servers": ['sync.name="server_sync"', "sync.servers=1"],
 }
 """Of two processes, and a server."""
