@@ -265,6 +265,28 @@ def test_a_codec_of_another_kind_is_refused():
         Coded(Grows())
 
 
+def test_a_sparse_gradient_of_a_step_before_the_rounds_is_handed_out_sparse():
+    """Optimizers such as SparseAdam take no other."""
+    rows = torch.sparse_coo_tensor([[4, 1]], torch.ones(2, 3), (6, 3), check_invariants=True)
+
+    def body(comm):
+        strategy, table = Coded(CODECS["int4"]()), nn.Parameter(torch.zeros(6, 3))
+        strategy.start_after = 1
+        strategy.start([table], comm, notes=0)
+        strategy.begin_step(Attempt(0, 1, 1))
+        if comm.rank == 0:
+            strategy.begin_pass(0.5, last=True, unit=0)
+            strategy.gradient(0, rows)
+        strategy.exchange(torch.zeros(0, dtype=torch.float64))
+        strategy.hand_out()
+        return table.grad
+
+    for found in run_ranks(2, body):
+        assert found.is_sparse
+        assert found.coalesce().indices().tolist() == [[1, 4]]
+        torch.testing.assert_close(found.to_dense(), 0.5 * rows.to_dense())
+
+
 def test_all_strategies_with_rounds_take_a_codec():
     for name in ("averaging", "fedprox", "fedopt", "diloco"):
         assert make_strategy(name, {}, "int4").laws

@@ -28,6 +28,7 @@ from instep.comm.codecs.none import Identity
 from instep.errors import SpecError
 from instep.records import BEGINNING, Attempt, Law
 from instep.sync.base import InMesh, Memory, Price, Result, Servers
+from instep.sync.gathering import SPARSE
 from instep.sync.rounds.carried import SUM, Piece, kept_of
 from instep.sync.rounds.carrying import Carrying
 from instep.sync.rounds.checkpointed import laws_of, pieces_from, tensors_of
@@ -117,7 +118,7 @@ class Coded(Carrying):
             self._given[unit] = torch.zeros(self._segments.length, device=self._device)
         into = self._given[unit][self._segments.places[slot]].view(self._parameters[slot].shape)
         into.add_(gradient.to_dense() if gradient.is_sparse else gradient, alpha=weight)
-        self._seen[slot] = 1.0
+        self._seen[slot] = 1.0 + SPARSE if gradient.is_sparse else 1.0
 
     def keep(self, states: Mapping[int, Tensor]) -> None:
         """What the optimizers of this rank's participants remember after this round [n] float32:
@@ -204,7 +205,8 @@ class Coded(Carrying):
             part = total[place].view(parameter.shape)
             parameter.grad = None
             if mark or bool(part.any()):
-                parameter.grad = laid_out_like(part.to(parameter.dtype), parameter)
+                grad = laid_out_like(part.to(parameter.dtype), parameter)
+                parameter.grad = grad if mark == int(mark) else grad.to_sparse(1)
 
     def apply(self, update: Callable[[], Result]) -> Result:
         """The round happens: what is staged counts."""
