@@ -46,6 +46,7 @@ FIXED = {
     "start.learning_rates": "the optimizer's rates are in the checkpoint",
     "lora": "the checkpoint has the adapters",
     "train.global_batch": "the place in the data is counted in global batches",
+    "train.shuffle": "the order of the data follows from it",
     "train.micro_batches": "random draws and batch statistics belong to a micro-batch",
     "train.batch_norm": "running statistics are of the batches that it sees",
     "train.determinism": "bits would be neither those of one nor of the other",
