@@ -5,7 +5,10 @@ float32 in another order, over 120 steps. They were found to be up to 6e-7 of a 
 1e-5 is allowed. One sample that is missing makes far more.
 """
 
+import importlib.util
+import json
 import random
+import tempfile
 from pathlib import Path
 from typing import TypeAlias
 
@@ -13,14 +16,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sklearn.datasets import load_digits
-from started import Start, Started, kill, kill_members
+from started import EXECUTE, Start, Started, kill, kill_members
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from instep.events import read_events
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "examples" / "coming_from"
 CLOSE = 1e-5
+CLOSE_WITH_ADAM = 1e-4
 
 pytestmark = pytest.mark.process
 
@@ -80,6 +85,100 @@ def test_programs_that_torchrun_starts(start: Start, rival: str) -> None:
     check_ours(start, PROGRAMS / rival / "with_instep.py", expected)
 
 
+def with_accelerate(start: Start, file: Path) -> State:
+    words = ("--cpu", "--num_processes", 2, "--num_machines", 1)
+    launch = ("--mixed_precision", "no", "--dynamo_backend", "no")
+    program = start("-m", "accelerate.commands.launch", *words, *launch, file)
+    return load_file(ended(program) / "model" / "model.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_programs_that_accelerate_launches(start: Start) -> None:
+    expected = plain_loop(5)
+    theirs = with_accelerate(start, PROGRAMS / "accelerate" / "with_accelerate.py")
+    assert far(theirs, expected) < CLOSE
+    check_ours(start, PROGRAMS / "accelerate" / "with_instep.py", expected)
+
+
+def check_recipe(start: Start, folder: Path, rival: str, expected: State, close: float) -> None:
+    """Our program, with one worker, with two and with three."""
+    text = (PROGRAMS / rival / "with_instep.py").read_text()
+    for workers in (1, 2, 3):
+        file = folder / f"with_{workers}.py"
+        file.write_text(text.replace("workers=2", f"workers={workers}"))
+        run = ended(start(file)) / "runs" / "digits"
+        assert far(load_file(run / "model.safetensors"), expected) < close
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_programs_for_lightning(start: Start, tmp_path: Path) -> None:
+    python = ROOT / ".venv" / "lightning" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("Lightning has an environment of its own: make lightning")
+    expected = plain_loop(5)
+    program = start("-c", EXECUTE, python, PROGRAMS / "lightning" / "with_lightning.py")
+    assert far(torch.load(ended(program) / "model.pt"), expected) < CLOSE
+    check_recipe(start, tmp_path, "lightning", expected, CLOSE)
+
+
+def plain_loop_of_the_bert() -> State:
+    """The recipe of our program, in one process with nothing but torch and transformers."""
+    file = PROGRAMS / "hugging_face" / "with_instep.py"
+    spec = importlib.util.spec_from_file_location("coming_from_the_trainer", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    torch.manual_seed(0)
+    recipe = module.recipe()
+    model, optimizer = recipe.model.train(), recipe.optimizer(recipe.model.parameters())
+    scheduler = recipe.scheduler(optimizer)
+    for first in [*range(0, 1536, 64)] * 2:
+        batch = default_collate(recipe.train[first : first + 64])
+        recipe.compute_loss(model, batch).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
+def test_programs_for_the_trainer_of_hugging_face(start: Start, tmp_path: Path) -> None:
+    expected = plain_loop_of_the_bert()
+    theirs = ended(start(*torchrun(2, PROGRAMS / "hugging_face" / "with_trainer.py")))
+    assert far(load_file(theirs / "model" / "model.safetensors"), expected) < CLOSE_WITH_ADAM
+    check_recipe(start, tmp_path, "hugging_face", expected, CLOSE_WITH_ADAM)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_programs_for_ray_train(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray.train", exc_type=ImportError)
+    expected, runs = plain_loop(5), []
+    with tempfile.TemporaryDirectory(prefix="ray") as folder:  # names of sockets must be short
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        for name, workers in (("ray_train", 2), ("instep", 1), ("instep", 2), ("instep", 3)):
+            runs.append(tmp_path / f"runs-{len(runs)}")
+            text = (PROGRAMS / "ray_train" / f"with_{name}.py").read_text()
+            text = text.replace("workers=2", f"workers={workers}")
+            (file := tmp_path / f"{runs[-1].name}.py").write_text(
+                text.replace("/shared/runs", str(runs[-1]))
+            )
+            ended(start(file))
+    theirs, *ours = runs
+    newest = max(theirs.rglob("model.pt"), key=lambda file: file.stat().st_mtime)
+    assert far(torch.load(newest), expected) < CLOSE
+    for run in ours:
+        assert far(load_file(run / "digits" / "model.safetensors"), expected) < CLOSE
+
+
 LONGER = ("--set", "train.epochs=40", "--set", "train.determinism=bits")
 """There is time to kill somebody. Over so many steps rounding grows, so bits are compared."""
 
@@ -120,5 +219,6 @@ def test_torchrun_restarts_the_recipe_that_continues_at_its_checkpoint(
     )
     kill(second["pid"])
     ended(program)
-    assert len(program.events("run_started")) == 2
-    assert program.summary["parameters_sha256"] == bits(start, file)
+    assert sum(e["event"] == "run_started" for e in read_events(run / "events.jsonl")) == 2
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["parameters_sha256"] == bits(start, file)
