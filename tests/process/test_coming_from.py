@@ -25,7 +25,8 @@ from instep.events import read_events
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "examples" / "coming_from"
 CLOSE = 1e-5
-CLOSE_WITH_ADAM = 1e-4
+CLOSE_WITH_ADAM = 3e-5
+"""Adam divides by small numbers; found were 3e-6."""
 
 pytestmark = pytest.mark.process
 
@@ -49,9 +50,14 @@ def plain_loop(epochs: int) -> State:
 
 
 def far(found: State, expected: State) -> float:
-    """How far tensors are apart at most, as a share of the norm of each."""
+    """How far tensors are apart at most, as a share of the norm of each.
+
+    But for the bias of an attention's keys: the softmax does not see it, so that its gradient is
+    nothing but rounding, which Adam makes as large as any other.
+    """
     assert found.keys() == expected.keys()
-    return max(float((found[n] - t).norm() / t.norm()) for n, t in expected.items())
+    seen = {n: t for n, t in expected.items() if not n.endswith("key.bias")}
+    return max(float((found[n] - t).norm() / t.norm()) for n, t in seen.items())
 
 
 def torchrun(processes: int, file: Path, *options: object) -> list[object]:
@@ -85,19 +91,12 @@ def test_programs_that_torchrun_starts(start: Start, rival: str) -> None:
     check_ours(start, PROGRAMS / rival / "with_instep.py", expected)
 
 
-def with_accelerate(start: Start, file: Path) -> State:
-    words = ("--cpu", "--num_processes", 2, "--num_machines", 1)
-    launch = ("--mixed_precision", "no", "--dynamo_backend", "no")
-    program = start("-m", "accelerate.commands.launch", *words, *launch, file)
-    return load_file(ended(program) / "model" / "model.safetensors")
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_programs_that_accelerate_launches(start: Start) -> None:
+def test_programs_for_accelerate(start: Start) -> None:
     expected = plain_loop(5)
-    theirs = with_accelerate(start, PROGRAMS / "accelerate" / "with_accelerate.py")
-    assert far(theirs, expected) < CLOSE
+    theirs = ended(start(*torchrun(2, PROGRAMS / "accelerate" / "with_accelerate.py")))
+    assert far(load_file(theirs / "model" / "model.safetensors"), expected) < CLOSE
     check_ours(start, PROGRAMS / "accelerate" / "with_instep.py", expected)
 
 

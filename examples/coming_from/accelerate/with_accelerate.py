@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 images, digits = load_digits(return_X_y=True)
 images, digits = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(digits)
 
-accelerator = Accelerator()
+accelerator = Accelerator(cpu=True)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -37,6 +37,7 @@ arguments = TrainingArguments(
     per_device_train_batch_size=32,
     learning_rate=3e-3,
     train_sampling_strategy="sequential",
+    average_tokens_across_devices=False,  # or two processes make the loss of BERT twice as large
     use_cpu=True,
     ddp_backend="gloo",
     save_strategy="no",

@@ -2,7 +2,10 @@ import lightning
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+images, digits = load_digits(return_X_y=True)
+images, digits = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(digits)
 
 
 class Digits(lightning.LightningModule):
@@ -19,19 +22,22 @@ class Digits(lightning.LightningModule):
         right = (self.net(inputs).argmax(dim=1) == target).float().mean()
         self.log("accuracy", right, sync_dist=True)
 
+    def train_dataloader(self):
+        dataset = TensorDataset(images[:1536], digits[:1536])
+        return DataLoader(dataset, 32, sampler=DistributedSampler(dataset, shuffle=False))
+
+    def val_dataloader(self):
+        return DataLoader(TensorDataset(images[1536:], digits[1536:]), 32)
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 if __name__ == "__main__":
-    images, digits = load_digits(return_X_y=True)
-    images, digits = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(digits)
     lightning.seed_everything(0)
     trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=5)
     model = Digits()
-    train = DataLoader(TensorDataset(images[:1536], digits[:1536]), batch_size=32)
-    held_out = DataLoader(TensorDataset(images[1536:], digits[1536:]), batch_size=32)
-    trainer.fit(model, train, held_out)
+    trainer.fit(model)
     trainer.print(f"accuracy {trainer.callback_metrics['accuracy']:.3f}")
     if trainer.is_global_zero:
         torch.save(model.net.state_dict(), "model.pt")
