@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup lightning demo test test-fast test-slow test-timed test-long parity parity-table families families-table simulate dist site check format bench chaos chaos-hosts clean
+.PHONY: help setup lightning demo test test-fast test-slow test-timed test-long test-cuda parity parity-table families families-table simulate dist site check format bench chaos chaos-hosts clean
 
 help:            ## say what can be made
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
@@ -51,6 +51,9 @@ test-timed: setup ## what does depend on the machine's speed; on a quiet machine
 
 test-long: setup ## what takes many minutes; leaves a dated result
 	$(BIN)/python -m pytest -m long --timeout 3600 --junitxml benchmarks/results/$$(date +%F)-test-long.xml
+
+test-cuda: setup ## what needs a GPU: pairs of model and loss, strategies, codecs, kills
+	$(BIN)/python -m pytest -n 4 -m cuda
 
 parity: setup    ## every pair of model and loss against a plain PyTorch loop (some minutes)
 	$(BIN)/python -m pytest -n 2 -m parity tests/parity

@@ -77,20 +77,22 @@ class Program:
         self._process.wait()
 
 
-def instep(recipe: str, settings: Mapping[str, object], folder: Path) -> Program:
-    """Two workers of one thread each, training without end into `folder`/bench.
+def instep(recipe: str, settings: Mapping[str, object], folder: Path, workers: int = 2) -> Program:
+    """Workers of one thread each, training without end into `folder`/bench.
 
     Args:
         recipe: below this folder.
         settings: of the job, as `--set` takes them.
         folder: is made.
+        workers: so many.
     """
     folder.mkdir()
     job = folder / "job.toml"
     job.write_text(f'recipe = "{HERE / recipe}"\nname = "bench"\nseed = 7\n')
     settings = {"train.steps": ENDLESS, "train.threads": 1, **settings}
     sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    command = ["-m", "instep", "run", str(job), "--runs", str(folder), "--workers", "2"]
+    command = ["-m", "instep", "run", str(job), "--runs", str(folder)]
+    command += ["--workers", str(workers)]
     return Program([sys.executable, *command, *sets])
 
 

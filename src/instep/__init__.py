@@ -6,6 +6,7 @@ it is first used, so `import instep` alone does not import torch.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from instep.state.load import load_model
 
 __version__ = INSTEP
+
+# torch.cuda.is_available() asks NVML then, and not CUDA, which no fork could use afterwards
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 _HOME = {
     "Callback": "instep.recipe.callbacks",

@@ -46,10 +46,11 @@ class Loops:
     Args:
         folder: for what they leave.
         pairs: a module that has the `PAIRS`; beside the caller, or here.
+        device: where all of them compute.
     """
 
-    def __init__(self, folder: Path, pairs: str = "pairs") -> None:
-        self._folder, self._count = folder, 0
+    def __init__(self, folder: Path, pairs: str = "pairs", device: str = "cpu") -> None:
+        self._folder, self._count, self._device = folder, 0, device
         self._references: dict[str, References] = {}
         self._by_block: dict[str, Trained] = {}
         self._errors = folder / "errors.txt"
@@ -83,7 +84,9 @@ class Loops:
         assert self._program.stdin is not None
         assert self._program.stdout is not None
         print(
-            json.dumps({"pair": pair.name, "folder": str(folder), **request}),
+            json.dumps(
+                {"pair": pair.name, "folder": str(folder), "device": self._device, **request}
+            ),
             file=self._program.stdin,
             flush=True,
         )

@@ -7,7 +7,7 @@ job's keys. Between loss and update there is nothing but torch.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -37,12 +37,12 @@ class State:
 
 
 def state_of(model: nn.Module) -> State:
-    """A copy of everything that a model holds."""
+    """A copy of everything that a model holds, on the CPU."""
     trained, other = {}, {}
     for name, parameter in model.named_parameters():
-        (trained if parameter.requires_grad else other)[name] = parameter.detach().clone()
+        (trained if parameter.requires_grad else other)[name] = parameter.detach().cpu().clone()
     for name, buffer in model.named_buffers():
-        other[name] = buffer.detach().clone()
+        other[name] = buffer.detach().cpu().clone()
     return State(trained, other)
 
 
@@ -67,6 +67,7 @@ def train(
     micro_batches: int = MICRO_BATCHES,
     blocks: Sequence[str] = (),
     pieces: int = 1,
+    device: str = "cpu",
 ) -> Trained:
     """Train a pair for its steps with nothing but PyTorch.
 
@@ -77,9 +78,12 @@ def train(
         micro_batches: of a step of the job, for a model that draws; others have one pass a step.
         blocks: names of modules that draw numbers of their own, as in a pipeline.
         pieces: parts of a micro-batch that such a pipeline cuts.
+        device: where it computes.
     """
     parts = pair.make(dtype)
-    model, start = parts.model.train(), state_of(parts.model)
+    model, start = parts.model.to(device).train(), state_of(parts.model)
+    if isinstance(parts.loss, nn.Module):
+        parts.loss.to(device)
     parameters = [p for p in model.parameters() if p.requires_grad]
     given = parts.parameters(model) if parts.parameters else parameters
     optimizer = parts.optimizer(given)
@@ -108,7 +112,7 @@ def _whole(parts: Parts, step: int, way: int, precision: str) -> float:
     """The whole global batch in one pass."""
     _, first, stop = position(step, len(parts.train), GLOBAL_BATCH)
     (batch,) = _batches(parts, step, [(first, stop)], way)
-    with _autocast(precision):
+    with _autocast(precision, _device(parts).type):
         loss = parts.mean_loss(batch)
     loss.backward()
     return float(loss.detach())
@@ -143,17 +147,17 @@ def _micro_batches(
         low, high = cuts[number]
         for piece, (batch, _) in enumerate(cut(batches[number], high - low, pieces)):
             drawn = drawn_by_block(parts.model, blocks, (keyed, piece)) if blocks else nullcontext()
-            with drawn, _autocast(precision):
+            with drawn, _autocast(precision, _device(parts).type):
                 loss = parts.mean_loss(batch) * (parts.of(batch) / sum(weights))
             loss.backward()
             mean += float(loss.detach())
     return mean
 
 
-def _autocast(precision: str) -> Any:
+def _autocast(precision: str, device: str) -> Any:
     if precision == "float32":
         return nullcontext()
-    return torch.autocast("cpu", getattr(torch, precision))
+    return torch.autocast(device, getattr(torch, precision))
 
 
 def _batches(parts: Parts, step: int, cuts: list[tuple[int, int]], way: int) -> Iterator[Any]:
@@ -164,10 +168,29 @@ def _batches(parts: Parts, step: int, cuts: list[tuple[int, int]], way: int) -> 
         indices = Order(samples, SEED).indices(epoch, first, stop).tolist()
         if way != AS_IT_IS:
             random.Random(1000 * way + step).shuffle(indices)
-        yield (parts.collate or default_collate)([parts.train[i] for i in indices])
+        batch = (parts.collate or default_collate)([parts.train[i] for i in indices])
+        yield batch if _device(parts).type == "cpu" else _moved(batch, _device(parts))
+
+
+def _device(parts: Parts) -> torch.device:
+    return next(parts.model.parameters()).device
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    """Every tensor of a batch, as a plain loop moves them."""
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {name: _moved(each, device) for name, each in batch.items()}
+    if isinstance(batch, list | tuple):
+        moved = [_moved(each, device) for each in batch]
+        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+    return batch
 
 
 def _set_generators(number: int) -> None:
     torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(number)
     np.random.seed(number & 0xFFFFFFFF)
     random.seed(number)

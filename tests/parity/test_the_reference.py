@@ -56,7 +56,7 @@ def check(name: str, outcomes: list[Outcome]) -> None:
 
 @pytest.mark.parametrize("name", FOUR)
 def test_one_of_the_four_is_the_same_or_the_run_says_what_differs(name, loops):
-    check(name, outcomes_of(name, loops, FEW))
+    check(name, outcomes_of(name, loops, FEW[::2]))
 
 
 @pytest.mark.parity

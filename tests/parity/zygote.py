@@ -48,7 +48,8 @@ def run_plain(pair: Pair, request: dict[str, Any], folder: Path) -> None:
     """Every plain loop that was asked for."""
     for number, (dtype, way, micro_batches) in enumerate(request["loops"]):
         blocks, pieces = request.get("blocks", ()), request.get("pieces", 1)
-        trained = plain.train(pair, getattr(torch, dtype), way, micro_batches, blocks, pieces)
+        how = way, micro_batches, blocks, pieces, request["device"]
+        trained = plain.train(pair, getattr(torch, dtype), *how)
         torch.save(trained, folder / f"plain-{number}.pt")
 
 
@@ -73,7 +74,7 @@ def run_worker(pair: Pair, request: dict[str, Any], folder: Path, rank: int) -> 
         "steps": pair.steps,
         "global_batch": GLOBAL_BATCH,
         "micro_batches": request["micro_batches"],
-        "device": "cpu",
+        "device": request["device"],
         **pair.train,
         **job.pop("train", {}),
     }
@@ -187,5 +188,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    # on a GPU numbers would be cut to 10 bits in some passes, by their number of samples
+    torch.backends.cudnn.allow_tf32 = False
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line))), flush=True)

@@ -135,6 +135,7 @@ def load_checkpoint(run: Path) -> dict[str, torch.Tensor]:
     return load_file(newest / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_any_number_of_workers_and_a_resumed_run_have_the_same_average(tmp_path, averaged):
     train_ = TRAIN | {"ema": DECAY}
     assert digest(train(tmp_path / "a", "tiny", workers=3, train=train_)) == digest(averaged)
@@ -146,6 +147,7 @@ def test_any_number_of_workers_and_a_resumed_run_have_the_same_average(tmp_path,
     assert own == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [4, slow(30)])
 def test_a_worker_that_takes_a_killed_ones_place_has_the_average(
     start: Start, tmp_path: Path, averaged: Path, kills: int

@@ -178,6 +178,7 @@ def plain() -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
+@pytest.mark.slow
 def test_hosts_that_share_no_folder_come_to_what_one_process_does_and_send_no_plain_byte(
     start: Start, network: netlab.Network, apart: Apart, tmp_path: Path
 ):

@@ -299,6 +299,7 @@ def test_workers_killed_in_rounds_with_a_codec_leave_no_trace(run: Start, start:
     assert program.summary["missing_samples"] == program.summary["repeated_samples"] == 0
 
 
+@pytest.mark.slow
 def test_how_far_participants_are_apart_is_noted_and_can_end_a_run(run: Start):
     program = trained(run, 2, *CODED, "stop.spread=1e-3", recipe="classes")
     apart = program.events("participants_apart")
@@ -336,7 +337,7 @@ def check_equal(program, wanted):
 
 @pytest.mark.parametrize(
     ("workers", "local"),
-    [(2, "reset"), (2, "kept"), *(slow(n, local) for n in (1, 3) for local in LOCAL)],
+    [(2, "kept"), slow(2, "reset"), *(slow(n, local) for n in (1, 3) for local in LOCAL)],
 )
 def test_a_run_equals_federated_averaging_in_plain_pytorch(run: Start, wanted, workers, local):
     apart = (wanted["kept"]["0.weight"] - wanted["reset"]["0.weight"]).abs().max()
@@ -488,6 +489,7 @@ def own_loop(
     return start("-m", "instep", "run", OWN, *options, "--", *arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "local", "advanced"),
     [

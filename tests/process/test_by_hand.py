@@ -84,6 +84,7 @@ def hosts_of(program: Started) -> set[int]:
     return {int(e["host"]) for e in program.events("worker_joined")}
 
 
+@pytest.mark.slow
 def test_machines_join_before_and_after_the_run_begins(
     start: Start, tmp_path: Path, undisturbed: Path
 ) -> None:

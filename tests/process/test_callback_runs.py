@@ -93,6 +93,7 @@ def begin(start: Start, folder: Path, sleeps: float) -> Started:
     return start("-m", "instep", "run", job)
 
 
+@pytest.mark.slow
 def test_the_worker_that_makes_the_calls_is_killed_in_one(
     start: Start, tmp_path: Path, undisturbed: Path
 ) -> None:
@@ -124,6 +125,7 @@ def test_kills_at_random_moments_repeat_only_calls_that_were_begun(
         assert sum(line["again"] for line in plain(lines)) <= 2 * kills
 
 
+@pytest.mark.slow
 def test_a_resumed_run_calls_again_for_the_steps_that_are_computed_again(tmp_path, undisturbed):
     run = train(tmp_path, train=TRAIN | {"stop_after_steps": 60})
     before = [each for each in written(run.path) if key(each)[1:] != ("on_evaluate", 60)]
@@ -135,6 +137,7 @@ def test_a_resumed_run_calls_again_for_the_steps_that_are_computed_again(tmp_pat
     assert [line["step"] for line in again if line["who"] == "first"][::2] == [*range(51, 61)]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_at_its_last_step_calls_nothing_twice(tmp_path, undisturbed):
     run = train(tmp_path, train=TRAIN | {"stop_after_steps": 60})
     instep.resume(run.path, quiet=True)
@@ -161,6 +164,7 @@ def test_a_callback_that_changes_the_model_is_refused(tmp_path):
         train(tmp_path, arguments={"spoils": "writes"})
 
 
+@pytest.mark.slow
 def test_a_callback_that_leaves_the_model_in_eval_mode_changes_nothing(tmp_path, undisturbed):
     run = train(tmp_path, arguments={"spoils": "mode"})
     sums = [RunFolder(p).last("model_saved")["parameters_sha256"] for p in (run.path, undisturbed)]
@@ -176,6 +180,7 @@ def test_loggers_of_a_run_get_all_that_it_has(tmp_path):
     assert names["train/learning_rate"] == 1
 
 
+@pytest.mark.slow
 def test_callbacks_are_called_in_a_loop_over_steps(start: Start, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -40,6 +40,7 @@ def begin(
     return start("-m", "instep", "run", job)
 
 
+@pytest.mark.slow
 def test_after_kills_the_result_is_that_of_an_undisturbed_run(start: Start, tmp_path: Path) -> None:
     undisturbed = begin(start, tmp_path, "undisturbed", 0.0)
     assert undisturbed.end() == 0, undisturbed.stderr

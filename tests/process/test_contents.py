@@ -137,6 +137,7 @@ def test_a_record_that_is_changed_afterwards_is_found(tmp_path: Path, capsys: Ou
     assert audited(run, capsys, "20")[1]["compared"] == 20
 
 
+@pytest.mark.slow
 def test_a_dataset_that_is_read_wrongly_in_loader_processes_is_found(
     tmp_path: Path, capsys: Out
 ) -> None:
@@ -199,6 +200,7 @@ def read_all(run: Path) -> Any:
     return np.concatenate([read_records(f, CONTENTS) for f in run.glob("contents-*.bin")])
 
 
+@pytest.mark.slow
 def test_a_dataset_with_a_generator_of_its_own_is_named_and_the_audit_does_not_hold(
     tmp_path: Path, capsys: Out
 ) -> None:
@@ -270,6 +272,7 @@ def test_what_is_read_before_the_first_step_is_not_recorded_as_trained_on(
     assert rows["index"].tolist() == sorted(first.tolist())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "loaders"), [slow("plainly", 0), ("drawing", 2), slow("its own draws", 2)]
 )
@@ -283,6 +286,7 @@ def test_a_run_resumes_with_its_own_dataset(tmp_path: Path, how: str, loaders: i
     assert named == [how == "its own draws"] * 2
 
 
+@pytest.mark.slow
 def test_a_run_does_not_resume_with_a_dataset_of_another_length(stopped: Halted) -> None:
     write(stopped.train, samples=120)
     message = "the training dataset had 96 samples when the run was started and has 120 now"
@@ -293,6 +297,7 @@ def test_a_run_does_not_resume_with_a_dataset_of_another_length(stopped: Halted)
         assert f"--set start.model={stopped.run}" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_a_validation_set_of_another_length_if_accepted(
     stopped: Halted,
 ) -> None:
@@ -305,6 +310,7 @@ def test_a_run_resumes_with_a_validation_set_of_another_length_if_accepted(
     assert RunFolder(stopped.run).audit.exact
 
 
+@pytest.mark.slow
 def test_a_run_does_not_resume_with_other_contents_until_they_are_restored(stopped: Halted) -> None:
     for path, name in ((stopped.validate, "validation"), (stopped.train, "training")):
         before = path.read_bytes()

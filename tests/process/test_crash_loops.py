@@ -47,12 +47,14 @@ def test_a_sample_that_kills_its_reader_ends_the_run_and_is_named(run: Start, wo
     assert len(program.events("worker_lost")) in (2, 3)  # one more if nobody waited for it at first
 
 
+@pytest.mark.slow
 def test_a_sample_is_named_whatever_the_signal_is(run: Start) -> None:
     first = failed(deadly(run, "kill", 1, "data.loaders=0"))
     assert "killed by SIGKILL" in first
     assert f"while it read sample {MARKED} ({FILE})" in first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, slow(2)])
 def test_a_sample_whose_read_ends_the_process_by_a_code_is_named_as_one_that_kills(
     run: Start, workers: int
@@ -66,6 +68,7 @@ def test_a_sample_whose_read_ends_the_process_by_a_code_is_named_as_one_that_kil
     assert "data.unreadable = 'skip'" in first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loaders", [1, slow(2)])
 def test_a_sample_that_kills_loader_processes_ends_the_run_and_is_named(
     run: Start, loaders: int
@@ -96,7 +99,7 @@ def test_a_group_that_never_forms_for_lack_of_memory_ends_the_run_with_the_syste
 
 @pytest.mark.parametrize(
     ("workers", "how", "named"),
-    [(1, "segfault", "SIGSEGV"), (2, "segfault", "SIGSEGV"), (2, "exit", "code 3")],
+    [slow(1, "segfault", "SIGSEGV"), (2, "segfault", "SIGSEGV"), slow(2, "exit", "code 3")],
 )
 def test_a_sample_that_kills_its_reader_is_skipped_if_the_job_says_so(
     run: Start, workers: int, how: str, named: str
@@ -175,6 +178,7 @@ def test_a_read_that_loops_once_before_the_first_step_costs_one_restart(
     program.check_nothing_is_left()
 
 
+@pytest.mark.slow
 def test_a_loader_process_that_loops_once_costs_a_moment_and_no_worker(
     run: Start, tmp_path: Path
 ) -> None:

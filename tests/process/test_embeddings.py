@@ -62,6 +62,7 @@ def begin(start: Start, folder: Path, workers: int, servers: int, pause_s: float
     return start("-m", "instep", "run", job)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "servers", "kills"), [(2, 1, 3), slow(2, 2, 20), slow(3, 1, 20)]
 )

@@ -84,6 +84,7 @@ def test_two_processes_of_torchrun_come_to_what_one_process_does(
     program.check_no_process_is_left()
 
 
+@pytest.mark.slow
 def test_two_tasks_of_slurm_come_to_what_one_process_does(
     start: Start, tmp_path: Path, alone: Path
 ) -> None:
@@ -142,6 +143,7 @@ def two_tasks(start: Start, *command: object) -> list[Started]:
     return programs
 
 
+@pytest.mark.slow
 def test_a_complete_run_that_is_started_again_is_left_as_it_is(start: Start, again: Path) -> None:
     files = {path: path.read_bytes() for path in again.rglob("*") if path.is_file()}
     zero, one = two_tasks(start, AGAIN, again.parent, 5)
@@ -153,6 +155,7 @@ def test_a_complete_run_that_is_started_again_is_left_as_it_is(start: Start, aga
     assert [path.name for path in again.parent.iterdir()] == ["again"]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_after_its_last_step_is_ended(start: Start, again: Path) -> None:
     events = (again / "events.jsonl").read_text().splitlines(keepends=True)
     kept = [line for line in events if not re.search('"event": "(model_saved|run_finished)"', line)]
@@ -204,6 +207,7 @@ def test_loops_of_unequal_length_end_with_the_reason_to_the_bit_too(
         assert "the processes' loops are not of the same length: 1 of 2 left" in program.stderr
 
 
+@pytest.mark.slow
 def test_sessions_of_one_process_let_go_of_their_runs_and_lose_no_step(
     start: Start, tmp_path: Path
 ) -> None:
@@ -271,6 +275,7 @@ def seen(folder: Path, pattern: str) -> bool:
     return any((folder / "runs").glob(pattern))
 
 
+@pytest.mark.slow
 def test_process_0_ends_with_what_another_refused_after_it_had_come(
     start: Start, tmp_path: Path
 ) -> None:
@@ -314,6 +319,7 @@ def test_the_others_end_with_what_process_0_refused_before_it_had_a_master(
     assert list((tmp_path / "runs").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_process_that_joins_after_process_0_has_failed_gets_the_cause(
     start: Start, tmp_path: Path
 ) -> None:
@@ -325,6 +331,7 @@ def test_a_process_that_joins_after_process_0_has_failed_gets_the_cause(
     assert [path.name for path in (tmp_path / "runs").iterdir() if path.name != "early"] == []
 
 
+@pytest.mark.slow
 def test_where_all_meet_at_an_address_a_late_process_gets_the_cause_too(
     start: Start, tmp_path: Path
 ) -> None:

@@ -219,6 +219,7 @@ def masters(run: Path) -> list[int]:
     return [int(e["pid"]) for e in events if e["event"] == "master_started"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGSTOP, slow(signal.SIGKILL)])
 def test_the_master_of_joined_processes_is_replaced(
     start: Start, tmp_path: Path, number: signal.Signals

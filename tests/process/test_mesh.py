@@ -86,7 +86,7 @@ def check_equal(program, wanted, most=1e-10):
         slow(2, {"shard": 2, "offload": '"optimizer"'}),
         slow(3, {"shard": 3}),
         slow(4, {"shard": 4}),
-        (2, {"stages": 2, "pipeline_batches": 2}),
+        slow(2, {"stages": 2, "pipeline_batches": 2}),
         slow(4, {"stages": 2, "pipeline_batches": 1}),
         slow(2, {"stages": 2, "pipeline_batches": 2, "schedule": '"gpipe"'}),
         slow(4, {"stages": 2, "tensor": 2, "pipeline_batches": 2}),

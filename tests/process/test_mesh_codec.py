@@ -67,6 +67,7 @@ def on_parts(steps: int) -> torch.Tensor:
     )
 
 
+@pytest.mark.slow
 def test_each_part_of_a_replica_is_sent_as_the_codec_says(start: Start, tmp_path: Path):
     program = begin(start, tmp_path, "parts", recipe="adds_up.py:in_whole_numbers")
     assert program.end() == 0, program.stderr

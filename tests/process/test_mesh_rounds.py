@@ -96,6 +96,7 @@ def check_equal(program, wanted, most=1e-10):
         assert float((found[name] - tensor).abs().max()) <= most, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "mesh", "local"),
     [

@@ -25,6 +25,7 @@ def job_of(folder: Path, determinism: str, hosts: list[str], address: str) -> Pa
     return job
 
 
+@pytest.mark.slow
 def test_what_leaves_a_host_is_what_one_worker_would_send_and_the_bits_are_the_same(
     start: Start, tmp_path: Path
 ):

@@ -48,6 +48,7 @@ def check_as_if_nothing_had_been(program: Started, undisturbed: RunFolder) -> No
     program.check_nothing_is_left()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [4, slow(30)])
 def test_workers_that_are_killed_at_random_moments_leave_no_trace(
     start: Start, undisturbed: RunFolder, kills: int

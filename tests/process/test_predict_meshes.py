@@ -113,6 +113,7 @@ def check(program: Started, wanted: Tensor) -> None:
     assert [path.name for path in program.work.iterdir()] == ["predictions.safetensors"]
 
 
+@pytest.mark.slow
 def test_a_replica_that_loses_a_process_starts_again_and_no_prediction_changes(
     start: Start, tmp_path: Path, gate: Path
 ) -> None:

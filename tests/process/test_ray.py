@@ -70,6 +70,7 @@ def own_program() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.mark.slow
 def test_a_run_within_somebodys_own_ray_program_has_the_result_of_one_machine(
     tmp_path: Path, own_program: None
 ) -> None:

@@ -102,6 +102,22 @@ def test_the_others_train_while_a_replacement_gets_ready(
     check_as_if_nothing_had_been(program, undisturbed)
 
 
+@pytest.mark.slow
+def test_where_workers_share_a_fate_all_start_again_from_the_newest_checkpoint(
+    start: Start, tmp_path: Path, undisturbed: Path
+) -> None:
+    program = begin(start, tmp_path, 3, recipe="one_fate.py")
+    program.until(lambda: has_saved_twice(program), "saved")
+    before = newest_pids(program)
+    assert kill(before[1])
+    program.until(lambda: len(program.events("generation_started")) > 1, "in another group")
+    assert set(before.values()).isdisjoint(newest_pids(program).values())
+    assert program.end() == 0, program.stderr
+    (back,) = program.events("went_back")
+    assert back["resumed_step"] > 0
+    check_as_if_nothing_had_been(program, undisturbed)
+
+
 @pytest.mark.parametrize("workers", [1, slow(2)])
 def test_if_no_worker_is_left_the_run_goes_back_to_its_newest_checkpoint(
     start: Start, tmp_path: Path, undisturbed: Path, workers: int

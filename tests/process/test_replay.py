@@ -103,6 +103,7 @@ def test_a_step_before_the_first_checkpoint_is_computed_from_the_beginning(
     assert shares == [(0, 0, 32, 40), (1, 0, 40, 48)]
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_and_a_changed_bit_of_a_record_is_found(
     recorded: Path, tmp_path: Path, capsys: Out
 ) -> None:

@@ -76,6 +76,7 @@ def check_same(run: Path, undisturbed: Path) -> None:
     assert sums[0]["repeated_samples"] == sums[0]["missing_samples"] == 0
 
 
+@pytest.mark.slow
 def test_a_stopped_run_resumes_with_the_next_batch_at_another_size(
     run: Path, undisturbed: Path
 ) -> None:

@@ -46,6 +46,7 @@ def accuracy_of(run: Path) -> float:
         return float(tiny.accuracy(recipe.model(inputs), target))
 
 
+@pytest.mark.slow
 def test_a_target_is_reached_at_the_same_step_by_one_worker_and_by_three(run: Start) -> None:
     ended = {}
     for workers in (1, 3):
@@ -137,6 +138,7 @@ def test_a_small_gradient_ends_the_run_at_the_step_after_it(run: Start) -> None:
     program.check_nothing_is_left()
 
 
+@pytest.mark.slow
 def test_a_time_limit_ends_the_run_at_one_step_and_saves(run: Start) -> None:
     program = run("tiny.py:recipe", *ENDLESS, "stop.time_limit=4s", options=("--json",))
     assert program.end() == 0, program.stderr

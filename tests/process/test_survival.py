@@ -125,6 +125,7 @@ def test_a_client_that_is_killed_after_its_fork_server_was_leaves_no_process(
     program.check_no_process_is_left(soon_s=SOON_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [slow(1), 2])
 def test_a_worker_that_is_stopped_is_named_and_replaced(
     start: Start, tmp_path: Path, undisturbed: Path, workers: int
@@ -211,6 +212,7 @@ def test_workers_share_the_cores_by_the_number_that_the_run_was_scaled_to(
     assert alone.read_text().startswith(f"{cores()}\n")
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_be_scaled_says_why(start: Start, tmp_path: Path) -> None:
     program = begin(start, tmp_path, 2, "train.steps=3000")
     program.until(program.is_training, "training")

@@ -88,7 +88,7 @@ class Worker(Process):
         self._assignment: Lockstep | None = None
         self._parts: dict[int, Part] = {}
         """Of the step that it is at, by number of the first unit."""
-        self._recovers = True
+        self._recovers, self._one_fate = True, world.plan.together
         self._own = Own(number, world.memory[number])
         self._staged: Staged | None = None
         self._in_doubt = False
@@ -234,7 +234,7 @@ class Worker(Process):
 
     def _wait_for_group(self) -> Wait:
         if self.form is None:
-            self.connection.send(m.Built(recovers=self._recovers))
+            self.connection.send(m.Built(recovers=self._recovers, together=self._one_fate))
             self.built = True
         newest = self.form.generation + 1 if self.form else 0
         while True:

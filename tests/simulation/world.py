@@ -58,13 +58,18 @@ class Plan:
     """Of the dataset: the last batch of an epoch may be a small one."""
     ranks: int
     """Processes of one replica; each computes micro-batches of its own."""
+    together: bool
+    """Whether all workers start again where one is lost, as on GPUs."""
 
 
 def drawn(engine: Engine) -> Plan:
     """A job, and how much befalls it."""
     random = engine.random
-    kind = random.choices(["drains", "rounds", "joined", "plain", "mesh"], [8, 5, 2, 5, 6])[0]
+    kind = random.choices(
+        ["drains", "rounds", "joined", "plain", "mesh", "gpus"], [8, 5, 2, 5, 6, 3]
+    )[0]
     drains, rounds, joined, mesh = (kind == k for k in ("drains", "rounds", "joined", "mesh"))
+    gpus = kind == "gpus"
     steps = random.randint(3, 24) + (12 if drains else 0)  # for changes of members take time
     figures = random.random() < 0.3 and not rounds
     workers = random.choice([1, 2, 2, 3, 3, 4])
@@ -87,9 +92,10 @@ def drawn(engine: Engine) -> Plan:
         drains=drains,
         participants=max(workers, random.choice([2, 3, 5, 8])) if rounds else 0,
         joined=joined,
-        servers=0 if rounds or joined or mesh else random.choice([0, 0, 1, 2]),
+        servers=0 if rounds or joined or mesh or gpus else random.choice([0, 0, 1, 2]),
         samples=random.randint(3, 6) * 64 + random.choice([0, 8, 24]),
         ranks=ranks,
+        together=gpus,
     )
 
 

@@ -371,6 +371,8 @@ class Built(Message, frozen=True):
 
     recovers: bool
     """Whether it can join another group after a member is lost."""
+    together: bool = False
+    """Whether its group ends with any of its members, as with NCCL."""
     holds: bool = False
     """Whether it holds the state of the run, which an earlier process left on its host."""
 

@@ -271,7 +271,8 @@ def _built(state: State, event: Built, now: float) -> tuple[State, list[Action]]
     state = state.move(event.worker, Phase.READY)
     if event.holds:
         state = state.note(event.worker, held=max(state.course, 1))
-    return _advance(replace(state, recovers=state.recovers and event.recovers), now)
+    recovers, together = state.recovers and event.recovers, state.together or event.together
+    return _advance(replace(state, recovers=recovers, together=together), now)
 
 
 def _formed(state: State, worker: int, generation: int, now: float) -> tuple[State, list[Action]]:
@@ -399,7 +400,7 @@ def refuse_scale(state: State, job: JobSpec, workers: int) -> str:
             f"workers = {workers}: a run needs 1 or more, and this one has work for {most} at "
             f"most, since {job.portions} = {portions}."
         )
-    if not state.recovers:
+    if not state.recovers or state.together:
         return "the workers of this run cannot change: it computes on GPUs."
     if not state.course:
         return "its workers are still getting ready. Try again in a moment."
@@ -424,7 +425,7 @@ def _scaled(state: State, scaled: Scaled, now: float) -> tuple[State, list[Actio
 def _noticed(state: State, worker: int, now: float) -> tuple[State, list[Action]]:
     if worker not in state.wanted or state.phase not in ("gathering", "training"):
         return state, []
-    if not state.recovers:
+    if not state.recovers or state.together:
         return state, []  # it stays as long as it can
     if worker in state.servers:
         return state, []  # it too: what it holds stays in the memory of its host, for its number

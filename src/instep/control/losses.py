@@ -1,7 +1,8 @@
 """What is gone with a process that was lost, and which others have to start again with it.
 
-Processes that share a replica live and die together. A part of the decisions in `decide.py`, and
-as pure: who is to blame is in `crash_loop.py`, and when the next generation begins in `decide.py`.
+Processes that share a replica live and die together, and on GPUs all of a group do. A part of the
+decisions in `decide.py`, and as pure: who is to blame is in `crash_loop.py`, and when the next
+generation begins in `decide.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def lose(state: State, worker: int) -> State:
     if state.member(worker).phase is not Phase.ABSENT:
         replica, times = worker // state.ranks, state.restarts_of(worker)
         state = replace(state, restarts=state.restarts | {replica: times + 1})
-        lost |= state.fellows(worker) & state.those(LIVING - KILLED - {Phase.RELEASED})
+        fellows = frozenset(state.members) if state.together else state.fellows(worker)
+        lost |= fellows & state.those(LIVING - KILLED - {Phase.RELEASED})
     in_a_group = bool(lost & state.those(IN_A_GROUP))
     state = state.move(worker, Phase.ABSENT)
     for fellow in lost - {worker}:
@@ -44,9 +46,9 @@ def lose(state: State, worker: int) -> State:
 
 def restarts(before: State, after: State) -> list[Action]:
     """Where a replica starts again, its processes are killed, and their keys are of no use."""
-    if after.ranks == 1:
-        return []
     killed = after.those(KILLED) - before.those(KILLED)
+    if after.ranks == 1:
+        return [Kill(worker) for worker in sorted(killed)] if after.together else []
     again = (r for r, times in after.restarts.items() if times != before.restarts.get(r, 0))
     return [*[Kill(worker) for worker in sorted(killed)], *map(Forget, again)]
 

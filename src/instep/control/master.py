@@ -45,7 +45,7 @@ from instep.control.recorder import Recorder
 from instep.control.resume import go_back
 from instep.control.stack_requests import StackRequests
 from instep.control.verdicts import Verdicts
-from instep.control.watch import Watch
+from instep.control.watch import SILENT_S, Watch
 from instep.errors import InstepError, PeerError, SpecError
 from instep.report.terminal.live import View
 from instep.spec import JobSpec, as_table
@@ -586,8 +586,8 @@ class Master:
                 rule = fired.rule if fired else ""
                 verdict = m.Verdict(step=message.step, rule=rule, number=message.number)
                 self._hub.send(peer, verdict)
-            case m.Built(recovers=recovers, holds=holds):
-                self._decide(s.Built(number, recovers, holds))
+            case m.Built(recovers=recovers, holds=holds, together=together):
+                self._decide(s.Built(number, recovers, holds, together))
             case m.Formed(generation=generation):
                 self._decide(s.Formed(number, generation))
             case m.Broken(generation=generation, cause=cause, mine=mine, holds=holds):
@@ -909,14 +909,15 @@ class Master:
         last = self._recorder.committed
         if state.phase in ("gathering", "training"):
             often = {worker: times for worker, (step, times) in state.hangs.items() if step >= last}
-            for hang in self._watch.hangs(now, often, self._is_stopped):
+            least_s = SILENT_S if state.together else FLOOR_S  # its end costs all that much
+            for hang in self._watch.hangs(now, often, self._is_stopped, least_s):
                 process = self._processes.get(hang.worker)
                 if process is None or hang.worker in self._stack_requests:
                     continue
                 if isinstance(process, RemoteProcess) and self._hosts.is_quiet(process.host):
                     continue  # its host is the cause
                 self._stack_requests.ask(s.Hung(*hang[:4], loops=hang.loops), process, now)
-        if state.phase == "training":
+        if state.phase == "training" and not state.together:
             seconds = self._watch.stuck_s(state.group, now, state.broken)
             if seconds and not self._hosts.all_quiet:
                 self._observe(s.Stuck(state.generation, seconds, last))

@@ -58,6 +58,8 @@ class Built:
     """Whether it can be in one group after another."""
     holds: bool = False
     """Whether it holds the state of the run, which its process before left on its host."""
+    together: bool = False
+    """Whether its group ends with any of its members."""
 
 
 @dataclass(frozen=True)
@@ -425,6 +427,8 @@ class State:
     """By replica: the processes that it lacks, as was said last."""
     recovers: bool = False
     """Whether a member that is lost is replaced."""
+    together: bool = False
+    """Whether all start again where one is lost: NCCL does not let go of those that wait for it."""
     drains: bool = False
     """Whether members own state, which one that leaves must hand over first."""
     phase: RunPhase = "gathering"

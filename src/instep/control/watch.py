@@ -298,6 +298,7 @@ class Watch:
         now: float,
         times: dict[int, int],
         is_stopped: Callable[[int], bool] = lambda worker: False,
+        least_s: float = FLOOR_S,
     ) -> list[Hang]:
         """Who hangs.
 
@@ -306,6 +307,7 @@ class Watch:
             times: how often each worker was lost at this very place.
             is_stopped: whether the system knows that a worker's process does not run; asked
                 about one that is silent while it gets ready.
+            least_s: nobody hangs for less.
         """
         found: list[Hang] = []
         excused: list[Hang] = []  # where all stop at once, the cause is hardly one of them
@@ -315,8 +317,8 @@ class Watch:
         }
         for worker, seen in self._seen.items():
             silent, idle = now - seen.last_heartbeat, now - seen.since
-            if silent <= FLOOR_S and idle <= FLOOR_S:
-                continue  # no limit is less, and of many workers nearly all are skipped here
+            if silent <= least_s and idle <= least_s:
+                continue  # as a rule no limit is less; of many workers nearly all are skipped here
             often = times.get(worker, 0)
             at = seen.heartbeat or (_NO_HEARTBEAT if seen.ready else _GETTING_READY)
             if self._is_silent(seen, silent / 2**often, partial(is_stopped, worker)):

@@ -58,6 +58,7 @@ from instep.system.processes import (
     MEMBERS,
     SPARE,
     Watched,
+    cuda_survives_a_fork,
     die_with_parent,
     die_with_pipe,
     is_stopped,
@@ -195,15 +196,13 @@ def _import_meshes() -> None:
 
 def _preload(recipe: Path) -> bool:
     """Import the recipe's file; False if a fork would now be unsafe."""
-    import torch
-
     from instep.recipe.build import load_module
 
     try:
         load_module(recipe)
     except (Exception, SystemExit):
         pass  # each worker meets the same error, and reports it
-    return threading.active_count() == 1 and not torch.cuda.is_initialized()
+    return threading.active_count() == 1 and cuda_survives_a_fork()
 
 
 def _start_again(note: str) -> NoReturn:

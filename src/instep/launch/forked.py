@@ -24,7 +24,7 @@ from instep.plain_file import plain
 from instep.spec import JobSpec, LaunchSpec
 from instep.store.folder import host_log
 from instep.system.environment import END, FORKED, SETTINGS
-from instep.system.processes import end_group, is_stopped, wait_for_child
+from instep.system.processes import cuda_survives_a_fork, end_group, is_stopped, wait_for_child
 
 
 class ForkedLauncher:
@@ -54,11 +54,11 @@ class ForkedLauncher:
                 "where more than one thread can hang. Leave it out, or write the recipe into a .py "
                 "file."
             )
-        if (cuda := sys.modules.get("torch.cuda")) is not None and cuda.is_initialized():
+        if not cuda_survives_a_fork():
             raise RecipeError(
                 "CUDA has started in this process, so workers forked from it cannot use it. "
-                "Restart the kernel, and call instep.train before anything uses a GPU; or write "
-                "the recipe into a .py file, and import it from there."
+                "Restart the kernel, import instep first, and call instep.train before anything "
+                "uses a GPU; or write the recipe into a .py file, and import it from there."
             )
         return cls()
 

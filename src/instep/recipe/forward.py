@@ -77,6 +77,9 @@ class Forward:
     ) -> None:
         self.recipe, self.model, self.device = recipe, model, device
         self.precision = precision
+        for loss in (recipe.loss, recipe.compute_loss, recipe.batch_loss):
+            if isinstance(loss, nn.Module):
+                loss.to(device)  # the weights of classes, say
         self.losses = Losses(recipe.loss, recipe.compute_loss)
         self._named = "compute_loss"
         if recipe.embed is not None and recipe.batch_loss is not None:

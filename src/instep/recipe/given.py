@@ -7,6 +7,7 @@ the reference that the job has. Way in: `give`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,7 @@ def give(function: Callable[..., Any], file: str) -> str:
         Its reference, for a job.
     """
     name = getattr(function, "__name__", "")
-    reference = f"{file}:{name if name.isidentifier() else 'recipe'}"
+    reference = f"{os.path.abspath(file)}:{name if name.isidentifier() else 'recipe'}"
     _GIVEN[reference] = function
     return reference
 

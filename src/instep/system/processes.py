@@ -143,6 +143,17 @@ class Fork:
             os.kill(self.pid, signal.SIGKILL)
 
 
+def cuda_survives_a_fork() -> bool:
+    """Whether forks of this process may use a GPU: not once it has asked the driver for one."""
+    cuda = sys.modules.get("torch.cuda")
+    if cuda is None:
+        return True
+    pid = os.fork()
+    if not pid:
+        os._exit(int(cuda._is_in_bad_fork()))  # what torch itself will ask in a worker
+    return wait_for_child(pid, timeout_s=60.0) == 0
+
+
 def _most_files() -> int:
     return int(os.sysconf("SC_OPEN_MAX"))
 

@@ -154,6 +154,8 @@ class Member:
         self.checkpoint = Path(welcome.checkpoint) if welcome.checkpoint else None
         self.phases = dict(phases or {})
         self.recovers, self.complete = welcome.recovers, welcome.complete
+        self.together = False
+        """Whether the group ends with any of its members."""
         self.holds = False
         """Whether this process holds the state of the run before its first generation."""
         self.others_have_state = welcome.others_have_state
@@ -212,7 +214,8 @@ class Member:
             Released: this worker is in no further generation.
         """
         if self.form is None:
-            self._connection.send(Built(recovers=self.recovers, holds=self.holds))
+            built = Built(recovers=self.recovers, together=self.together, holds=self.holds)
+            self._connection.send(built)
             if self.at is not None:
                 if self.recovers and self.job.launch.count:
                     self._connection.keep()

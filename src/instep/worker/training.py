@@ -343,9 +343,7 @@ class Training(Loop):
             InstepError: the workers cannot train together.
         """
         began = time.time()
-        self.member.recovers &= (
-            self.device.type == "cpu"
-        )  # NCCL takes long to notice a lost process
+        self.member.together = self.device.type != "cpu"  # NCCL takes long to notice a lost process
         self.member.interrupt, self.member.hold = self._interrupt, self.engine.hold
         if not self.member.others_have_state and self._replica is None:
             self.state.trial = self._try()  # else the others send the result

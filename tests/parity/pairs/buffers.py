@@ -25,7 +25,7 @@ class Queue(nn.Module):
             key = F.normalize(self.encoder(other), dim=1)
         right = (query * key).sum(1, keepdim=True)
         logits = torch.cat([right, query @ self.queue.clone().T], 1) / 0.2
-        rows = (self.at + torch.arange(len(key))) % len(self.queue)
+        rows = (self.at + torch.arange(len(key), device=key.device)) % len(self.queue)
         self.queue[rows] = key
         self.at.copy_((self.at + len(key)) % len(self.queue))
         return logits

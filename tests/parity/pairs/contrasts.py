@@ -16,7 +16,7 @@ def info_nce(model, batch):
     one = F.normalize(model(batch[0]), dim=1)
     other = F.normalize(model(batch[0].roll(1, 1) * 0.2 + batch[0]), dim=1)
     logits = one @ other.T / 0.2
-    return F.cross_entropy(logits, torch.arange(len(logits)))
+    return F.cross_entropy(logits, torch.arange(len(logits), device=logits.device))
 
 
 def triplets(model, batch):

@@ -118,7 +118,7 @@ def dropout_before_zeros():
 @pair("noise on the targets, in the loss", draws=True)
 def noisy_targets():
     def loss(outputs, target):
-        flipped = torch.where(torch.rand(target.shape) < 0.2, 0, target)
+        flipped = torch.where(torch.rand_like(target, dtype=torch.float32) < 0.2, 0, target)
         return F.cross_entropy(outputs, flipped)
 
     return Parts(model=mlp(), train=classes(), loss=loss, given={"weight": samples_of})

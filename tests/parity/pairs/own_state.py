@@ -51,7 +51,7 @@ class Noisy(nn.Module):
 
     def forward(self, x):
         noise = torch.randn(x.shape, generator=self.generator, dtype=x.dtype)
-        return self.body(x + 0.3 * noise)
+        return self.body(x + 0.3 * noise.to(x.device))
 
 
 @pair("a generator of the model's own", said(TWICE + "|generator|random"))

@@ -142,7 +142,7 @@ class LastState(nn.Module):
     def forward(self, given):
         tokens, sizes = given
         packed = pack_padded_sequence(
-            self.embed(tokens), sizes, batch_first=True, enforce_sorted=False
+            self.embed(tokens), sizes.cpu(), batch_first=True, enforce_sorted=False
         )
         return self.out(self.rnn(packed)[1][0][-1])
 

@@ -136,7 +136,7 @@ def simcse():
 
     def loss(model, batch):
         one, other = (F.normalize(model(batch[0]), dim=1) for _ in range(2))
-        return F.cross_entropy(one @ other.T / 0.1, torch.arange(len(one)))
+        return F.cross_entropy(one @ other.T / 0.1, torch.arange(len(one), device=one.device))
 
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 8))
     return Parts(model=model, train=classes(), compute_loss=loss, given={"weight": samples_of})
@@ -437,7 +437,7 @@ def kept_table():
 
         def forward(self, x):
             if self.table is None or self.table.dtype != x.dtype:
-                self.table = torch.linspace(0, 1, 6, dtype=x.dtype)
+                self.table = torch.linspace(0, 1, 6, dtype=x.dtype, device=x.device)
             return self.body(x + self.table)
 
     return classifier(Places())

@@ -2,9 +2,10 @@
 
 import pytest
 
+from instep import spec_file
 from instep.comm.messages import Done, Form, Regroup, Release, Stop
 from instep.control.crash_loop import MOST_APART, MOST_HANGS
-from instep.control.decide import BUILDING_S, decide
+from instep.control.decide import BUILDING_S, decide, refuse_scale
 from instep.control.state import (
     Broke,
     Built,
@@ -38,7 +39,8 @@ from instep.errors import PeerError
 class Story:
     """A run of so many workers, and what its master's mind made of the events."""
 
-    def __init__(self, workers, servers=0, *, drains=False):
+    def __init__(self, workers, servers=0, *, drains=False, together=False):
+        self.together = together
         self.state = State(members=first_members(workers, servers), recovers=True, drains=drains)
         self.now = 0.0
         self.actions = []
@@ -53,7 +55,7 @@ class Story:
             self.actions += follows
 
     def come(self, *workers):
-        self.happens(*(n for w in workers for n in (Joined(w), Built(w))))
+        self.happens(*(n for w in workers for n in (Joined(w), Built(w, together=self.together))))
 
     def form(self):
         generation = self.state.generation
@@ -467,6 +469,24 @@ def test_where_the_run_goes_back_nobody_has_anything_to_hand_over(three):
     assert drained(three) == [([0, 1], ())]
     three.form()
     assert three.told(Release) == [2]
+
+
+def test_where_workers_share_a_fate_all_start_again_from_a_checkpoint_where_one_is_lost():
+    story = Story(3, together=True)
+    story.happens(Ended(1, -9, 5, 4))
+    assert story.new(Kill) == [Kill(0), Kill(2)]
+    assert story.new(Start) == [Start(1)]
+    story.happens(Ended(0, -9, 5, 4), Ended(2, -9, 5, 4))
+    assert story.new(Start) == [Start(0), Start(2)]
+    assert story.logged("worker_lost") == [story.logged("worker_lost")[0]]
+    story.come(0, 1, 2)
+    assert story.new(GoBack) == [GoBack()]
+    story.happens(WentBack("checkpoint", 3))
+    assert story.told(Form) == [0, 1, 2]
+    assert story.state.begins_at == "checkpoint"
+    story.form()
+    job = spec_file.build({"recipe": "a.py:f", "workers": 3}, source="a test")
+    assert "GPUs" in refuse_scale(story.state, job, 2)
 
 
 def test_without_own_state_a_member_leaves_at_once():

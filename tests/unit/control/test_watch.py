@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instep.comm.messages import Heartbeat
-from instep.control.watch import OF_A_STEP, WAITING, Watch
+from instep.control.watch import OF_A_STEP, SILENT_S, WAITING, Watch
 from instep.system.limits import FLOOR_S, STEPS, UNKNOWN_S
 
 BEAT_S = 0.2
@@ -77,8 +77,8 @@ class Shown:
         self.goes_on(1, frozen=[worker])
         self.watch.forms(worker, self.now)
 
-    def hangs(self, times=None, stopped=()):
-        found = self.watch.hangs(self.now, times or {}, stopped.__contains__)
+    def hangs(self, times=None, stopped=(), **more):
+        found = self.watch.hangs(self.now, times or {}, stopped.__contains__, **more)
         return [(hang.worker, hang.phase) for hang in found]
 
 
@@ -101,6 +101,15 @@ def test_a_worker_that_falls_silent_hangs_after_some_step_times_and_not_before(s
     assert shown.hangs() == []
     shown.goes_on(3, silent=[1])
     assert shown.hangs() == [(1, "forward")]
+
+
+def test_where_a_replacement_costs_much_nobody_hangs_before_a_minute():
+    shown = Shown(0, 1)
+    shown.goes_on(beats(SILENT_S - 2), silent=[1])
+    assert shown.hangs(least_s=SILENT_S) == []
+    assert shown.hangs() == [(1, "forward")]
+    shown.goes_on(beats(4), silent=[1])
+    assert shown.hangs(least_s=SILENT_S) == [(1, "forward")]
 
 
 @pytest.mark.parametrize("phase", sorted(OF_A_STEP))

@@ -267,3 +267,12 @@ def test_a_batch_in_which_nothing_counts_is_computed_where_others_look_at_it():
     found = clamped.loss(BATCH, 4, always=True)
     assert found is not None
     assert not found.counts
+
+
+def test_a_loss_that_is_a_module_is_moved_to_the_device():
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0]))
+    recipe = Recipe(
+        model=nn.Linear(3, 2), loss=loss, train=[0], optimizer=lambda p: torch.optim.SGD(p, lr=0.1)
+    )
+    Forward(recipe, recipe.model, torch.device("meta"), "float32")
+    assert loss.weight.device.type == "meta"
