@@ -50,7 +50,7 @@ CASES = {
     "all_reduce": Case([]),
     **{f"all_reduce, {name}": Case([f"sync.codec={name}"], name) for name in CODED},
     "all_reduce, powersgd": Case(
-        ["sync.codec=powersgd", "sync.codec_options.start_after=1"], "powersgd"
+        ["sync.codec=powersgd", "sync.codec_options.start_after=0"], "powersgd"
     ),
     "server_sync, 1 server": Case(["sync.name=server_sync"], "none", "servers", 1),
     "averaging": Case(["sync.name=averaging", *ROUNDS]),
@@ -113,8 +113,8 @@ def measured(name: str, megabytes: int, folder: Path) -> dict[str, Any]:
 
 def with_servers(job: JobSpec, servers: int, network: Network) -> JobSpec:
     """The servers on hosts of their own."""
-    enter = [f"ip netns exec {network.name}-{host}" for host in network.hosts[WORKERS:]]
-    launch = msgspec.structs.replace(job.launch, servers=tuple(enter))
+    enter = tuple(f"ip netns exec {network.name}-{host}" for host in network.hosts)
+    launch = msgspec.structs.replace(job.launch, hosts=enter)
     sync = msgspec.structs.replace(job.sync, servers=servers)
     return msgspec.structs.replace(job, launch=launch, sync=sync)
 

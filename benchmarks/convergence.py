@@ -1,6 +1,6 @@
 """How many steps does a small language model need to the same loss with each codec?
 
-    python benchmarks/convergence.py [--seeds 5] [--only NAME ...] [--json FILE]
+    python benchmarks/convergence.py [--seeds 0 1 2 3 4] [--only NAME ...] [--json FILE]
 
 A transformer of 0.1 million parameters reads the text of Python's own help, one letter after the
 other, with AdamW. Four workers, as threads, exchange gradients by all_reduce with each codec and
@@ -49,6 +49,10 @@ CODECS: dict[str, tuple[str, dict[str, Any]]] = {
     "int8, vectors": ("int8", {}),
     "int4": ("int4", {}),
     "int4, vectors": ("int4", {}),
+    "int4, block 256": ("int4", {"block": 256}),
+    "int4, block 128": ("int4", {"block": 128}),
+    "int4, block 64": ("int4", {"block": 64}),
+    "int4, block 128, random": ("int4", {"block": 128, "rounding": "random"}),
     "sign, vectors": ("sign", {}),
     "top_k, vectors": ("top_k", {}),
     "whole_top_k, vectors": ("", {}),
@@ -60,6 +64,12 @@ CODECS: dict[str, tuple[str, dict[str, Any]]] = {
 ROUNDS: dict[str, dict[str, Any]] = {
     "diloco": {},
     "diloco, int4": {"codec": "int4"},
+    "diloco, int4, start_after 40": {"codec": "int4", "options": {"start_after": 40}},
+    "diloco, int4, start_after 40, momentum 0.8": {
+        "codec": "int4",
+        "options": {"start_after": 40, "outer_momentum": 0.8},
+    },
+    "diloco, int4, momentum 0.8": {"codec": "int4", "options": {"outer_momentum": 0.8}},
 }
 
 
@@ -228,15 +238,17 @@ def of_rounds(seed: int, names: list[str]) -> dict[str, tuple[float | None, floa
     found = {}
     for name in names:
         sync = {"name": "diloco", "participants": WORKERS, **ROUNDS[name]}
-        curve = validated(sync, seed, LIMIT // LOCAL_STEPS, 1, target)
-        points = tuple((step * float(LOCAL_STEPS), loss) for step, loss in curve)
+        alone = sync.get("options", {}).get("start_after", 0)
+        commits = alone + (LIMIT - alone) // LOCAL_STEPS
+        curve = validated(sync, seed, commits, 1, target)
+        points = tuple((n + max(0, n - alone) * (LOCAL_STEPS - 1.0), loss) for n, loss in curve)
         found[name] = Outcome(0, 0, 0, None, points).time_to(target), target
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, nargs="*", default=range(5))
     every = [name for name in (*CODECS, *ROUNDS) if name != "none"]
     parser.add_argument("--only", nargs="*", default=every, choices=every)
     parser.add_argument("--json", type=Path)
@@ -245,7 +257,7 @@ def main() -> None:
     data = text()
     steps: dict[str, list[float | None]] = {name: [] for name in arguments.only}
     plain: dict[str, list[float | None]] = {name: [] for name in arguments.only}
-    for seed in range(arguments.seeds):
+    for seed in arguments.seeds:
         whole = losses_of("none", seed, data)
         target = statistics.fmean(whole[-OVER:])
         of_plain = reached(whole, target)

@@ -16,7 +16,8 @@ hosts have a worker each again. Told are:
 - repeated and missing samples, workers lost by drains, returns to a checkpoint, processes that
   are left, and whether the parameters are those of an undisturbed run.
 
-The run on Ray is encrypted, that on this machine alone is not; with `--network private` neither.
+Ray's workers have the priority of other programs, as those of the run on this machine alone. The
+run on Ray is encrypted, that on this machine alone is not; with `--network private` neither.
 Needs Ray. The times of Ray's own starts (a node, an actor) are in none of the figures: workers
 that were lost start on the hosts that are left.
 """
@@ -54,6 +55,10 @@ LIMIT_S = 120.0
 
 STORE_BYTES = 80 << 20
 
+NICENESS = 0
+"""Of what Ray starts; its own value is 15, with which all that a run does comes after the rest of
+this machine, and not only what is measured here."""
+
 
 def arguments(folder: Path, sample_s: float) -> dict[str, Any]:
     return {"mark": str(folder / "first"), "sample_s": sample_s, "times": 1.0}
@@ -65,7 +70,8 @@ class Nodes:
     def __init__(self) -> None:
         from ray.cluster_utils import Cluster
 
-        own = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": STORE_BYTES}
+        own: dict[str, Any] = {"num_cpus": 0, "include_dashboard": False}
+        own |= {"object_store_memory": STORE_BYTES, "_system_config": {"worker_niceness": NICENESS}}
         self.cluster = Cluster(initialize_head=True, head_node_args=own)
         self.pids: set[int] = set()
         for _ in range(WORKERS):
@@ -292,6 +298,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "torch": torch.__version__,
         "seed": args.seed,
         "network": args.network,
+        "worker_niceness": NICENESS,
         "load": [round(load, 1) for load in [*loads, os.getloadavg()[1]]],
         "on_this_machine": spread(local),
         "on_ray": {"killed": spread(killed), **ray},

@@ -175,6 +175,8 @@ class FakeMember:
         self.regroups = False
         self._fenced = -1
         self.recorded: Callable[[], None] = lambda: None
+        self.losses: dict[int, float] = {}
+        """That it has recorded, by step."""
 
     def fence(self) -> None:
         """Nothing more is committed in this generation."""
@@ -194,6 +196,8 @@ class FakeMember:
     def record(self, ledger: bytes, steps: tuple[Any, ...]) -> None:
         """The step stands in the ledger, where this worker writes it."""
         self.recorded()
+        step, _, _, loss, *_ = steps
+        self.losses[step] = loss
 
     def emit(self, name: str, **fields: Any) -> None:
         """Nobody listens."""
@@ -732,6 +736,9 @@ class World:
         assert found.exact, found
         steps = records["step"].tolist()
         assert steps == sorted(steps), steps
+        ever = {rank for members in (*self.generations, self.members) for rank in members}
+        noted = {step for rank in ever for step in rank.member.losses}
+        assert noted >= set(range(1, LAST + 1)), f"only {noted} have a loss in the records"
         for step in range(1, LAST + 1):  # of one deal, in one piece
             rows = records[records["step"] == step]
             assert len({int(each) for each in rows["generation"]}) == 1, rows

@@ -224,6 +224,12 @@ def test_a_result_that_is_lost_to_some_leaves_one_commit_or_none(folder, case, v
     check_all(folder, case, votes, some, replace=True)
 
 
+@pytest.mark.parametrize("case", [case for case in FIRST if has_own(case[1])], ids=str)
+def test_a_step_that_happens_although_all_were_in_doubt_has_its_loss_in_the_records(folder, case):
+    vote = max(last for _, last in places(case, True))
+    check(folder, case, True, [Script(lost={vote: frozenset(range(WORKERS))})], replace=True)
+
+
 @each_of(FIRST)
 def test_a_rank_that_is_cut_off_from_the_master_in_a_commit_ends_with_the_others(
     folder, case, votes

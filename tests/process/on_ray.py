@@ -42,7 +42,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
 
     store = {"object_store_memory": STORE_BYTES}
     head = {"num_cpus": 0, "include_dashboard": False, **store}
-    head["_system_config"] = getattr(request, "param", {})
+    head["_system_config"] = {"worker_niceness": 0, **getattr(request, "param", {})}
     made = Cluster(initialize_head=True, head_node_args=head)
     try:
         for _ in range(2):
@@ -138,6 +138,7 @@ def nodes_on(network: Network) -> Iterator[str]:
             enter = ("unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh")
             there = (f"--address={head}:{port}", "--num-cpus=2")
             programs.append(_node(network, host, *there, enter=enter))
+        _until_there(f"{head}:{port}", len(programs))  # else one node would get both hosts
         yield f"{head}:{port}"
     finally:
         for program in programs:
@@ -152,7 +153,8 @@ def _node(
 ) -> subprocess.Popen[Any]:
     more = (f"--node-ip-address={network.address(host)}", f"--object-store-memory={STORE_BYTES}")
     command = [*enter, str(RAY), "start", *words, *more, "--disable-usage-stats", "--block"]
-    return network.run(host, command, stdout=subprocess.DEVNULL)
+    environment = {**os.environ, "RAY_worker_niceness": "0"}
+    return network.run(host, command, stdout=subprocess.DEVNULL, env=environment)
 
 
 def _until_accepts(host: str, port: int) -> None:
@@ -163,3 +165,13 @@ def _until_accepts(host: str, port: int) -> None:
             return
         time.sleep(0.1)
     raise AssertionError(f"no Ray at {host}:{port}")
+
+
+def _until_there(address: str, nodes: int) -> None:
+    """Wait until a cluster has so many nodes."""
+    from ray._raylet import GcsClient
+
+    deadline, client = time.monotonic() + TIMEOUT_S, GcsClient(address=address)
+    while len(client.get_all_node_info(timeout=TIMEOUT_S)) < nodes:
+        assert time.monotonic() < deadline, f"not {nodes} nodes in {TIMEOUT_S} s"
+        time.sleep(0.1)

@@ -28,7 +28,7 @@ from safetensors.numpy import load_file
 from instep.events import LEDGER, STEPS, read_events, read_records
 
 RECIPES = Path(__file__).parent / "recipes"
-TIMEOUT_S = 90.0
+TIMEOUT_S = 180.0
 """For anything that should happen, on a machine that does other things too."""
 
 SOON_S = 10.0

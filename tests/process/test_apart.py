@@ -2,21 +2,28 @@
 folder of its own."""
 
 import json
+import os
 import platform
+import shlex
+import shutil
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import tiny
 import torch
 from safetensors.torch import load_file
-from started import EXECUTE, RECIPES, Start, Started
+from started import EXECUTE, RECIPES, TIMEOUT_S, Start, Started
 from test_encrypted_hosts import Capture, is_tls
 from test_partitions import needs_hosts
 
+from disks import Disk
+from instep.control.journal import FILE
 from instep.data.order import Order, position
 from instep.lab import netlab
 from instep.recipe.build import seed_everything
@@ -80,6 +87,41 @@ class Apart:
         ran = ["-m", "torch.distributed.run", *each, "--node-rank"]
         return [self._on(host, [*ran, host, SCRIPT, *arguments], {}) for host in (0, 1)]
 
+    def mpirun(self, processes: int, *arguments: object) -> Started:
+        """One start by Open MPI on the first host, with so many processes on each of two."""
+        agent = self._here.with_name("agent")  # in the place of ssh: an address, and a command
+        enter = shlex.join(self._entering(1))
+        agent.write_text(f'#!/bin/sh\nshift\nexec {enter} sh -c "hostname two; $*"\n')
+        agent.chmod(0o700)
+        hosts = ",".join(f"{self._network.address(h)}:{processes}" for h in ("h1", "h2"))
+        settings = {"plm_rsh_agent": agent, "oob_tcp_if_include": "eth0"}
+        ran = ["mpirun", "--allow-run-as-root", "--host", hosts, "-n", 2 * processes]
+        ran += [word for pair in settings.items() for word in ("--mca", *pair)]
+        ran += [word for name in self._said for word in ("-x", name)]
+        return self._start(
+            "-c",
+            EXECUTE,
+            *self._entering(0),
+            *ran,
+            sys.executable,
+            SCRIPT,
+            *arguments,
+            environment=self._said,
+        )
+
+    @property
+    def _said(self) -> dict[str, str]:
+        return {
+            "INSTEP_RENDEZVOUS": f"{self._network.address('h1')}:29600",
+            "INSTEP_TOKEN_FILE": str(self._here / "token"),
+        }
+
+    def _entering(self, host: int) -> list[str]:
+        """What runs the command that follows on a host."""
+        space = f"{self._network.name}-{self._network.hosts[host]}"
+        enter = ["ip", "netns", "exec", space, "unshare", "-m", "-u", "sh", "-c", _OWN_DISK, "sh"]
+        return [*enter, *map(str, (self.disks[host], self._here, self._names))]
+
     def _on(
         self,
         host: int,
@@ -87,15 +129,8 @@ class Apart:
         environment: dict[str, str],
         at_a_file: bool = False,
     ) -> Started:
-        said = {
-            "INSTEP_RENDEZVOUS": f"{self._network.address('h1')}:29600",
-            "INSTEP_TOKEN_FILE": str(self._here / "token"),
-        }
-        space = f"{self._network.name}-{self._network.hosts[host]}"
-        enter = ["ip", "netns", "exec", space, "unshare", "-m", "sh", "-c", _OWN_DISK, "sh"]
-        paths = [self.disks[host], self._here, self._names]
-        program = [*enter, *paths, sys.executable, *command]
-        where = {} if at_a_file else said
+        program = [*self._entering(host), sys.executable, *command]
+        where = {} if at_a_file else self._said
         return self._start("-c", EXECUTE, *program, environment={**where, **environment})
 
     def train(
@@ -237,6 +272,16 @@ def test_torchrun_on_two_hosts_needs_no_shared_folder(start: Start, apart: Apart
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun (Open MPI)")
+def test_mpirun_on_two_hosts_needs_no_shared_folder(start: Start, apart: Apart):
+    program = apart.mpirun(2, "recipe", 0)
+    assert program.end() == 0, program.stderr
+    program.check_no_process_is_left()
+    assert [path.name for path in apart.disks[1].iterdir()] == ["token"]
+    assert facts(apart.run("recipe")) == facts(alone(start, "recipe", 0))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["recipe", "own"])
 def test_a_run_goes_on_on_other_hosts_than_before(start: Start, apart: Apart, case: str):
     apart.train([1, 1], case, 9)
@@ -302,3 +347,85 @@ def test_a_process_with_another_token_is_refused_and_the_run_ends(apart: Apart):
     assert one.end() == 1
     assert "does not have the token in" in one.stderr
     zero.kill()
+
+
+@pytest.fixture
+def small_disks(
+    start: Start, network: netlab.Network, tmp_path: Path
+) -> Iterator[tuple[Apart, list[Disk]]]:
+    """Hosts whose disks have 8 MB each."""
+    (folder := tmp_path / "small").mkdir()
+    disks = [Disk(folder / f"disk-{host}", 8_000_000) for host in network.hosts]
+    yield Apart(start, network, folder), disks
+    for disk in disks:
+        disk.close()
+
+
+def until_saved_twice(apart: Apart, programs: Sequence[Started]) -> None:
+    saved = apart.disks[0] / "runs" / "recipe" / "checkpoints"
+    programs[0].until(lambda: len(list(saved.glob("step-*"))) > 1, "saved twice")
+
+
+def check_all_end_with(programs: Sequence[Started], *parts: str) -> None:
+    """Each with the same cause, and nothing is left of them."""
+    for program in programs:
+        assert program.end() not in (0, None)
+        last = program.stderr[program.stderr.rindex("instep.errors.") :]
+        for part in parts:
+            assert part in last, last
+        program.check_no_process_is_left()
+        program.check_no_file_is_left()
+
+
+@pytest.mark.slow
+def test_a_full_disk_of_a_host_without_the_folder_does_not_matter(
+    start: Start, small_disks: tuple[Apart, list[Disk]]
+):
+    apart, disks = small_disks
+    disks[1].fill()
+    programs = apart.start([1, 1], "recipe", 0)
+    for program in programs:
+        assert program.end() == 0, program.stderr
+        program.check_no_process_is_left()
+    assert facts(apart.run("recipe")) == facts(alone(start, "recipe", 0))
+
+
+@pytest.mark.slow
+def test_a_full_disk_of_the_host_with_the_folder_ends_all_and_with_room_the_run_goes_on(
+    start: Start, small_disks: tuple[Apart, list[Disk]]
+):
+    apart, disks = small_disks
+    programs = apart.start([1, 1], "recipe", 0, 0.01)
+    until_saved_twice(apart, programs)
+    deadline = time.monotonic() + TIMEOUT_S
+    while any(program.process.poll() is None for program in programs):
+        disks[0].fill()  # what is deleted meanwhile makes no room
+        assert time.monotonic() < deadline, "it trains on without a ledger"
+        time.sleep(0.02)
+    # the ledger, the journal or the last checkpoint, whichever was to be written first
+    check_all_end_with(programs, "Make room, or get access", "/runs/recipe")
+    assert apart.run("recipe").audit.exact
+    disks[0].make_room()
+    apart.train([1, 1], "recipe", 0, 0.01)
+    assert facts(apart.run("recipe")) == facts(alone(start, "recipe", 0))
+
+
+@pytest.mark.slow
+def test_a_damaged_journal_ends_all_hosts_once_another_master_needs_it_and_the_run_goes_on(
+    start: Start, apart: Apart
+):
+    programs = apart.start([1, 1], "recipe", 0, 0.01)
+    until_saved_twice(apart, programs)
+    master = psutil.Process(apart.run("recipe").last("master_started")["pid"])
+    master.suspend()  # it would write what it knows over the damage
+    with (apart.disks[0] / "runs" / "recipe" / FILE).open("r+b") as journal:
+        size = journal.seek(0, os.SEEK_END)
+        journal.seek(size // 2)
+        journal.write(b"\xff" * (size // 2))
+    master.kill()
+    check_all_end_with(programs, f"/runs/recipe/{FILE} is damaged (")
+    apart.train([1, 1], "recipe", 0, 0.01)
+    found, wanted = facts(apart.run("recipe")), facts(alone(start, "recipe", 0))
+    for each in (found, wanted):
+        del each["validations"]  # of those after the damage nobody could be told
+    assert found == wanted

@@ -17,6 +17,7 @@ from torch import nn
 
 import instep
 from conftest import instep_run
+from instep.comm.codecs import CODECS
 from instep.data.order import Order, key, micro_batch, position
 from instep.state.manifest import published
 from instep.store.run_folder import RunFolder
@@ -261,28 +262,111 @@ def test_a_strategy_with_rounds_has_the_same_bits_on_any_workers_and_resumed(run
 
 
 CODED = (*sync_of("diloco"), 'sync.codec="int4"', *BITS)
+LATER = (*CODED, "sync.options.start_after=2")
+
+
+def diloco_with_int4(local, start_after):
+    """Each matrix that a participant gives is encoded, and their sum once more; what that leaves
+    out is added the next time, but what gradients left out is not added to a round's."""
+    torch.manual_seed(0)
+    recipe, order, left = recipes.no_bias(), Order(recipes.SAMPLES, 0), {}
+    server, data = recipe.model(), recipe.train.tensors
+    trained, moments = list(server.parameters()), [{}] * PARTICIPANTS
+    shared, outer = recipe.optimizer(trained), nesterov(trained)
+
+    def through(values, *of):
+        if values.dim() < 2:
+            return values
+        codec, decoded = CODECS["int4"](), torch.zeros(values.numel())
+        whole, rest = values.flatten() + left.get(of, 0.0), torch.zeros(values.numel())
+        payload = torch.zeros(codec.size(len(whole)), dtype=torch.uint8)
+        codec.encode(whole, payload, key=0, left=rest)
+        codec.add_into(decoded, payload)
+        left[of] = rest
+        return decoded.view_as(values)
+
+    def gives(model, optimizer, rows, step):
+        optimizer.zero_grad()
+        inputs, target = (tensor[torch.from_numpy(rows)] for tensor in data)
+        recipe.loss(model(inputs), target).backward()
+        if step:
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+        return [parameter.grad for parameter in model.parameters()]
+
+    for step, (epoch, first, stop, whole) in enumerate(walked(ROUNDS, start_after), 1):
+        parts, early = -(-(stop - first) * PARTICIPANTS // whole), step <= start_after
+        sums = [torch.zeros_like(parameter) for parameter in trained]
+        left = {} if step == start_after + 1 else left
+        for n in range(parts):
+            low, high = micro_batch(first, stop, n, parts)
+            model = copy.deepcopy(server)
+            optimizer = recipe.optimizer(model.parameters())
+            if early:
+                given = gives(model, optimizer, order.indices(epoch, low, high), False)
+            else:
+                known = {**optimizer.state_dict(), "state": copy.deepcopy(moments[n])}
+                optimizer.load_state_dict(known)
+                for number in range(LOCAL_STEPS):
+                    part = micro_batch(low, high, number, LOCAL_STEPS)
+                    gives(model, optimizer, order.indices(epoch, *part), True)
+                pairs = zip(trained, model.parameters(), strict=True)
+                given = [before.detach() - after.detach() for before, after in pairs]
+                if local == "kept":
+                    moments[n] = optimizer.state_dict()["state"]
+            for slot, each in enumerate(given):
+                sums[slot] += through(each * ((high - low) / (stop - first)), n, slot)
+        agreed = [through(each, "sum", slot) for slot, each in enumerate(sums)]
+        if not early:
+            outer([parameter - each for parameter, each in zip(trained, agreed, strict=True)])
+            continue
+        for parameter, each in zip(trained, agreed, strict=True):
+            parameter.grad = each
+        nn.utils.clip_grad_norm_(trained, CLIP)
+        shared.step()
+        if local == "kept":
+            moments = [copy.deepcopy(shared.state_dict()["state"]) for _ in moments]
+    return dict(server.named_parameters())
+
+
+@pytest.mark.parametrize(("workers", "local"), [(2, "kept"), slow(3, "reset")])
+def test_steps_together_and_then_rounds_with_a_codec_equal_plain_pytorch(run, workers, local):
+    wanted, other = (diloco_with_int4(local, steps) for steps in (2, 0))
+    program = trained(run, workers, *LATER, recipe="no_bias", local=local)
+    found = load_file(program.run / "model.safetensors")
+    assert (wanted["0.weight"] - other["0.weight"]).abs().max() > 1e-3
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value.detach(), rtol=1e-6, atol=1e-7, msg=name)
 
 
 @pytest.mark.slow
-def test_diloco_with_int4_has_the_same_bits_on_any_workers_resumed_and_after_kills(run: Start):
+@pytest.mark.parametrize("coded", [CODED, LATER], ids=["rounds", "later"])
+def test_diloco_with_int4_has_the_same_bits_on_any_workers_and_resumed(run: Start, coded):
     """What a codec leaves out goes with its participant, or with its elements."""
     sums = {
-        workers: trained(run, workers, *CODED, recipe="classes", local="kept").summary
+        workers: trained(run, workers, *coded, recipe="classes", local="kept").summary
         for workers in (1, 2, 3)
     }
     hashes = {each["parameters_sha256"] for each in sums.values()}
-    stopped = trained(run, 3, *CODED, "train.stop_after_steps=2", recipe="classes", local="kept")
-    resumed = instep.resume(stopped.run, workers=2, quiet=True)
-    hashes.add(resumed.summary["parameters_sha256"])
+    for last in (1, 2, 3):
+        stop = f"train.stop_after_steps={last}"
+        stopped = trained(run, 3, *coded, stop, recipe="classes", local="kept")
+        resumed = instep.resume(stopped.run, workers=2, quiet=True)
+        hashes.add(resumed.summary["parameters_sha256"])
     assert len(hashes) == 1
-    plain = trained(run, 2, *CODED, 'sync.codec="none"', recipe="classes", local="kept")
+    plain = trained(run, 2, *coded, 'sync.codec="none"', recipe="classes", local="kept")
     assert plain.summary["parameters_sha256"] not in hashes
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("start_after", [0, 40])
 @pytest.mark.parametrize("local", LOCAL)
-def test_workers_killed_in_rounds_with_a_codec_leave_no_trace(run: Start, start: Start, local):
-    longer = (*QUICK, *CODED, "train.steps=60", "data.loaders=0", optimizers(local))
+def test_workers_killed_in_rounds_with_a_codec_leave_no_trace(
+    run: Start, start: Start, local, start_after
+):
+    """Before the rounds, at the turn, and in them; and members change."""
+    longer = (*QUICK, *CODED, "train.steps=80", "data.loaders=0", optimizers(local))
+    longer = (*longer, f"sync.options.start_after={start_after}")
     settings = in_order((*longer, "workers=3", "arguments.pause_s=0.002"))
     program = run("averages.py:classes", *settings)
     program.until(program.is_training, "training")
@@ -290,13 +374,16 @@ def test_workers_killed_in_rounds_with_a_codec_leave_no_trace(run: Start, start:
     for _ in range(3):
         time.sleep(draw.uniform(0.3, 0.9))  # the moment is what is drawn
         kill(draw.choice(list(newest_pids(program).values())))
-    asked = start("-m", "instep", "scale", program.run, "--workers", 2)
-    assert asked.end() == 0, asked.stderr
+    for workers in (2, 4):
+        asked = start("-m", "instep", "scale", program.run, "--workers", workers)
+        assert asked.end() == 0, asked.stderr
     assert program.end(200) == 0, program.stderr
     assert program.events("worker_lost")
     alone = trained(run, 1, *longer, recipe="classes", local=local)
     assert program.summary["parameters_sha256"] == alone.summary["parameters_sha256"]
     assert program.summary["missing_samples"] == program.summary["repeated_samples"] == 0
+    assert program.summary["loss"] == pytest.approx(alone.summary["loss"], rel=1e-6)
+    assert program.summary["unrecorded_steps"] == 0
 
 
 @pytest.mark.slow

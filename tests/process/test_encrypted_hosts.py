@@ -235,6 +235,12 @@ def forwarders(program: Started) -> dict[int, psutil.Process]:
     return found
 
 
+def forwarder_of(program: Started, worker: int) -> psutil.Process:
+    """That of a worker that may just have been replaced."""
+    program.until(lambda: newest_pids(program)[worker] in forwarders(program), "a forwarder")
+    return forwarders(program)[newest_pids(program)[worker]]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["worker", "forwarder", "host", "master", "stopped forwarder"])
 def test_a_killed_process_of_an_encrypted_run_is_replaced(
@@ -243,13 +249,12 @@ def test_a_killed_process_of_an_encrypted_run_is_replaced(
     with netlab.Network(2) as network:
         program = run_on(start, tmp_path, network, 2, recipe="slow_tiny.py")
         program.until(program.is_training, "training")
-        pids = newest_pids(program)
         if what == "worker":
-            assert kill(pids[1])
+            assert kill(newest_pids(program)[1])
         elif what == "forwarder":
-            forwarders(program)[pids[1]].kill()
+            forwarder_of(program, 1).kill()
         elif what == "stopped forwarder":
-            forwarders(program)[pids[1]].suspend()
+            forwarder_of(program, 1).suspend()
         elif what == "host":
             assert kill(program.events("host_joined")[0]["pid"])
         else:

@@ -6,12 +6,13 @@ import re
 import shutil
 import signal
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from started import RECIPES, Start, Started, distance, slow
+from started import EXECUTE, RECIPES, Start, Started, distance, slow
 
 from instep.cli import main
 from instep.client.results import failure
@@ -79,6 +80,18 @@ def test_two_processes_of_torchrun_come_to_what_one_process_does(
 ) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     program = start(*torchrun, TWICE, tmp_path / "runs")
+    assert program.end() == 0, program.stderr
+    check_both_runs(tmp_path / "runs", alone)
+    program.check_no_process_is_left()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun (Open MPI)")
+def test_two_processes_of_mpirun_come_to_what_one_process_does(
+    start: Start, tmp_path: Path, alone: Path
+) -> None:
+    mpirun = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", 2)
+    program = start("-c", EXECUTE, *mpirun, sys.executable, TWICE, tmp_path / "runs")
     assert program.end() == 0, program.stderr
     check_both_runs(tmp_path / "runs", alone)
     program.check_no_process_is_left()

@@ -8,10 +8,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from on_ray import (
     KEYS,
@@ -32,6 +34,8 @@ from started import RECIPES, SOON_S, Start, kill, newest_pids
 import instep
 from instep.client.job_checks import check_job
 from instep.client.launching import launching
+from instep.comm.channel import Address, listen
+from instep.comm.endpoint import Endpoint
 from instep.errors import INTERRUPTED, SpecError
 from instep.launch.ray_cluster import connect
 from instep.spec import JobSpec
@@ -57,7 +61,7 @@ def refusal(made: JobSpec) -> str:
     began = time.monotonic()
     with pytest.raises(SpecError) as caught, launching(made):
         pass
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60  # Ray's own attempts take minutes
     return str(caught.value)
 
 
@@ -77,6 +81,8 @@ def test_a_run_within_somebodys_own_ray_program_has_the_result_of_one_machine(
     import ray
 
     assert {node["NodeManagerAddress"] for node in ray.nodes()} == {"127.0.0.1"}
+    priority = ray.remote(lambda: os.getpriority(os.PRIO_PROCESS, 0))
+    assert ray.get(priority.remote()) == os.getpriority(os.PRIO_PROCESS, 0)  # Ray's own is low
     alone = instep.train(TINY, runs=tmp_path, quiet=True, train=TRAIN)
     half = instep.train(
         TINY,
@@ -197,7 +203,9 @@ def test_an_actor_a_fork_server_and_a_raylet_are_killed_and_the_result_is_that_o
     assert kill(actor_of(program, worker_on(program, 1)).pid)
     program.until(lambda: worker_on(program, 1) is None, "running without the actor")
     wait_until_spread(program)
-    assert kill(raylet_of(program, 1))
+    raylet = raylet_of(program, 1)
+    actor_of(program, worker_on(program, 1)).suspend()  # it is the kernel that ends its processes
+    assert kill(raylet)
     program.until(lambda: worker_on(program, 1) is None, "running without the node")
     assert not program.events("went_back")  # the new actor was not beside the other
     wait_until_spread(program)
@@ -273,3 +281,29 @@ def test_a_run_begins_on_the_nodes_that_are_there_and_a_worker_moves_to_one_that
     program.until(is_on_the_third, "a worker on it")
     assert program.end(200) == 0, program.stderr
     assert program.summary["parameters_sha256"] == expected
+
+
+@pytest.mark.slow
+def test_a_host_is_looked_at_by_one_process_at_a_time_however_often_it_is_asked_for(
+    tmp_path: Path, own_program: None
+) -> None:
+    with launching(job(nodes=1)) as (_, launcher), listen() as master:
+        launcher.start(Endpoint(Address(*master.getsockname()), "secret", 0), tmp_path)
+        before = python_workers()
+        for _ in range(50):
+            launcher.end_if_stopped()
+        deadline = time.monotonic() + 5  # others would start meanwhile
+        while time.monotonic() < deadline:
+            assert len(python_workers() - before) <= 1
+            time.sleep(0.1)
+
+
+def python_workers() -> set[int]:
+    """Processes of this program's cluster that run tasks, or wait for one."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            words = " ".join(process.cmdline())
+            if "default_worker.py" in words or words.startswith("ray::"):
+                found.add(process.pid)
+    return found

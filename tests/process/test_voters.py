@@ -69,6 +69,7 @@ def check_same(program: Started, wanted) -> None:
     assert program.end() == 0, program.stderr
     program.check_nothing_is_left()
     assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0
+    assert program.summary["unrecorded_steps"] == 0
     found = load_file(program.run / "model.safetensors")
     assert found.keys() == wanted.keys() - {"again.weight"}  # that is `first.weight`
     for name, tensor in found.items():

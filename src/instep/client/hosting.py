@@ -172,10 +172,10 @@ class Host:
                 self._meeting.remove(meetings.ENDPOINT)
 
     def _serve(self) -> None:
+        board, note = self._switchboard, self._note
         try:
             if self._to_train:
                 # in this thread: the kernel ends a master with the thread that started it
-                board, note = self._switchboard, self._note
                 with logged(self.folder, self._job):
                     self._over = MasterWatchdog(self.folder, board, None, note).serve()
             else:
@@ -189,7 +189,12 @@ class Host:
                     last_step=RunFolder(self.folder).last_step,
                 )
                 size = self._place.size
-                refusal.answer_all(self._switchboard, size, answer, self._meeting)
+                refusal.answer_all(board, size, answer, self._meeting)
+        except InstepError as error:
+            self._broke = error
+            with contextlib.suppress(OSError):  # who was not told yet finds no master, and comes
+                why, brief_s, size = causes.refused(error), refusal.BRIEFLY_S, self._place.size
+                refusal.answer_all(board, size, why, self._meeting, timeout_s=brief_s)
         except BaseException as error:
             self._broke = error
         finally:

@@ -35,6 +35,9 @@ TIMEOUT_S = 60.0
 BRIEFLY_S = 3.0
 """How long a process that fails before that tries to reach the others."""
 
+TAKEN_S = 1.0
+"""How long they may take to read the answer."""
+
 DOOR_S = 5.0
 """How long process 0 lets others read its notes that can be read only while it is there."""
 
@@ -84,13 +87,17 @@ def answer_all(
                         connected[message.number] = peer
                     case None:
                         pass
-                    case _:
+                    case _ if peer not in connected.values():  # they may have more to tell
                         hub.drop(peer)
     finally:
         meeting.remove(meetings.ENDPOINT)
     for peer in connected.values():
         if peer.socket.fileno() >= 0:
             hub.send(peer, answer)
+    deadline = time.monotonic() + TAKEN_S
+    while {*connected.values()} & {*hub.peers()} and time.monotonic() < deadline:
+        for _ in hub.receive(0.05):
+            pass  # else what one still sends would reset its connection, and the answer be lost
     switchboard.close()
     return {*connected}
 

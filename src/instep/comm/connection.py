@@ -93,6 +93,8 @@ class MasterConnection:
         self._lock = threading.RLock()
         self._arrived = threading.Condition(self._lock)
         self._gone: PeerError | None = None
+        self.refusal: PeerError | None = None
+        """Why the master, or who listens in its place, has ended the connection; if it has."""
         self._thread: threading.Thread | None = None
         self._closed = self._welcomed = False
         self._dropped = 0  # messages of this connection that are no longer kept
@@ -409,7 +411,7 @@ class MasterConnection:
             case Welcome() if self._welcomed:
                 pass
             case Refused(text=text) if self._welcomed:
-                self._gone = PeerError(text)
+                self._gone = self.refusal = PeerError(text)
             case StoreValue(key=key):
                 if self.question is None or self.question.key != key:
                     return True  # two masters were asked, and both have answered

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import time
+import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,10 @@ FILE = "journal.sqlite"
 
 WHOLE_EVERY = 64
 """One row of so many has all members."""
+
+
+_DAMAGED = (sqlite3.Error, ValueError, TypeError)
+"""What reading it raises where the disk has changed it. SQLite's are also those of a full disk."""
 
 
 class Begin(msgspec.Struct, frozen=True):
@@ -78,18 +83,21 @@ class Journal:
             self._rows.execute("CREATE TABLE IF NOT EXISTS keys (key TEXT PRIMARY KEY, value BLOB)")
             if begin is not None:
                 data = msgspec.msgpack.encode(begin, enc_hook=_plain)
-                self._rows.execute("INSERT INTO begin VALUES (?)", (data,))
+                self._rows.execute("INSERT INTO begin VALUES (?)", (_sealed(data),))
+            if begin is None:
+                self._check()
             found = self._rows.execute("SELECT begin FROM begin").fetchone()
+            begin = found and msgspec.msgpack.decode(_opened(*found), type=Begin, dec_hook=_made)
         except OSError as error:
             raise self._unusable(error.strerror) from None
-        except sqlite3.Error as error:
+        except _DAMAGED as error:
             raise self._unusable(error) from None
-        if found is None:
+        if begin is None:
             raise RunError(
                 f"{self._path} cannot be used: it is empty, or was removed during the run, "
                 "and the decisions of its master are lost."
             )
-        self.begin = msgspec.msgpack.decode(found[0], type=Begin, dec_hook=_made)
+        self.begin = begin
 
     def write(self, event: Event, state: State) -> None:
         """Keep a decision: the event, and the state after it.
@@ -97,7 +105,7 @@ class Journal:
         Raises:
             RunError: it cannot be written.
         """
-        whole = self._rows_written % WHOLE_EVERY == 0
+        whole = int(self._rows_written % WHOLE_EVERY == 0)
         before = {} if whole else self._members
         new = {n: each for n, each in state.members.items() if before.get(n) is not each}
         gone = [n for n in before if n not in state.members]
@@ -105,7 +113,7 @@ class Journal:
         try:
             self._rows.execute(
                 "INSERT INTO decisions (time, event, whole, state) VALUES (?, ?, ?, ?)",
-                (time.time(), repr(event), whole, data),
+                (time.time(), repr(event), whole, _sealed(data, whole)),
             )
         except sqlite3.Error as error:
             raise self._unusable(error) from None
@@ -118,7 +126,9 @@ class Journal:
             RunError: it cannot be written.
         """
         try:
-            self._rows.execute("INSERT OR REPLACE INTO keys VALUES (?, ?)", (key, value))
+            self._rows.execute(
+                "INSERT OR REPLACE INTO keys VALUES (?, ?)", (key, _sealed(value, key))
+            )
         except sqlite3.Error as error:
             raise self._unusable(error) from None
 
@@ -136,20 +146,35 @@ class Journal:
             raise self._unusable(error) from None
 
     def kept(self) -> list[tuple[str, bytes]]:
-        """All keys, with their values."""
-        return [(str(key), bytes(value)) for key, value in self._rows.execute("SELECT * FROM keys")]
+        """All keys, with their values.
+
+        Raises:
+            RunError: they cannot be read.
+        """
+        try:
+            found = self._rows.execute("SELECT * FROM keys").fetchall()
+            return [(key, _opened(value, key)) for key, value in found]
+        except _DAMAGED as error:
+            raise self._unusable(error) from None
 
     def last(self) -> State | None:
-        """The state after the last decision; None if there is none."""
+        """The state after the last decision; None if there is none.
+
+        Raises:
+            RunError: it cannot be read.
+        """
         members, last = dict[int, Member](), None
-        for (data,) in self._rows.execute(
-            "SELECT state FROM decisions "
-            "WHERE number >= (SELECT MAX(number) FROM decisions WHERE whole) ORDER BY number"
-        ):
-            row = msgspec.msgpack.decode(data, type=_Row)
-            last, members = row.state, members | row.state.members
-            for number in row.gone:
-                del members[number]
+        try:
+            for whole, data in self._rows.execute(
+                "SELECT whole, state FROM decisions "
+                "WHERE number >= (SELECT MAX(number) FROM decisions WHERE whole) ORDER BY number"
+            ):
+                row = msgspec.msgpack.decode(_opened(data, whole), type=_Row)
+                last, members = row.state, members | row.state.members
+                for number in row.gone:
+                    del members[number]
+        except _DAMAGED as error:
+            raise self._unusable(error) from None
         return last and replace(last, members=members)
 
     def close(self) -> None:
@@ -158,9 +183,32 @@ class Journal:
             self._rows.execute("PRAGMA journal_mode = DELETE")  # leaves no file beside
         self._rows.close()
 
+    def _check(self) -> None:
+        (found,) = self._rows.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":  # rows may be missing
+            raise sqlite3.DatabaseError(found.splitlines()[-1])
+
     def _unusable(self, error: Exception | str | None) -> RunError:
         text = f"{self._path} cannot be used: {error}. Make room, or get access to it."
+        if isinstance(error, _DAMAGED) and not isinstance(error, sqlite3.OperationalError):
+            text = f"{self._path} is damaged ({error}): the decisions of its master are lost."
         return RunError(gone(self._path.parent) or text)
+
+
+def _sealed(data: bytes, beside: object = "") -> bytes:
+    """With its checksum before it, and that of what is in the row beside it."""
+    return zlib.crc32(data, zlib.crc32(repr(beside).encode())).to_bytes(4, "little") + data
+
+
+def _opened(sealed: bytes, beside: object = "") -> bytes:
+    """The bytes of `_sealed`.
+
+    Raises:
+        ValueError: they were changed.
+    """
+    if _sealed(sealed[4:], beside) != sealed:
+        raise ValueError("a row was changed")
+    return sealed[4:]
 
 
 def _plain(value: object) -> object:

@@ -151,6 +151,8 @@ def _at(table: Mapping[str, Any], key: str) -> Any:
 
 def _shown(value: Any) -> str:
     plain = list(value) if isinstance(value, tuple) else value  # as a job file has it
+    if isinstance(plain, bool):
+        return str(plain).lower()
     return "not set" if plain is None else repr(plain)
 
 

@@ -52,6 +52,7 @@ def connect(address: str, cpus: int, working_dir: str = "") -> tuple[Any, bool]:
         quiet["runtime_env"] = {"working_dir": _folder(working_dir)}
     if address == "local":
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # as without Ray; its own value is 15
         cores = max(cpus, os.cpu_count() or 1)
         own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": STORE_BYTES}
         try:

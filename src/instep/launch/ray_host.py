@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from contextlib import suppress
@@ -14,7 +15,7 @@ from instep.launch.local import LocalLauncher
 from instep.launch.node import Needs, enter
 from instep.launch.ray_metrics import export
 from instep.system.environment import END, RECIPE
-from instep.system.processes import Watched, is_stopped, stat_fields
+from instep.system.processes import Watched, die_with_parent, is_stopped, stat_fields
 
 LOOK_S = 0.05
 """Seconds between two looks at the fork server."""
@@ -50,8 +51,11 @@ class Host:
         self._exports: threading.Thread | None = None
         self._copy = os.getcwd()  # of the driver's `working_dir`, if it has one
         # Ray looks for orphans of pid 1 only, and there may be another process that adopts them
-        raylet = Watched(os.getppid())
-        threading.Thread(target=_end_with, args=(raylet, self._local), daemon=True).start()
+        raylet = os.getppid()
+        if _is_of_main_thread(raylet):
+            die_with_parent(signal.SIGKILL)  # a thread has to wait for the interpreter
+        watch = Watched(raylet), self._local
+        threading.Thread(target=_end_with, args=watch, daemon=True).start()
 
     def place(self, needs: Needs) -> Place:
         """Where this is."""
@@ -90,6 +94,14 @@ class Host:
             self._local.stop()
         if self._exports is not None:
             self._exports.join(LAST_S)
+
+
+def _is_of_main_thread(parent: int) -> bool:
+    """Whether the main thread of its parent has started this process: others may end before."""
+    with suppress(OSError):
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text()
+        return str(os.getpid()) in children.split()
+    return False
 
 
 def _end_with(process: Watched, local: LocalLauncher) -> None:

@@ -35,6 +35,8 @@ from instep.records import BEGINNING, Attempt, Law
 from instep.sync.base import InMesh, Memory, Price, Result, Servers
 from instep.sync.gathering import Gathering
 from instep.sync.reducers import Layout, Place, Reducer, reducer_of
+from instep.sync.reducers.two_phase import TwoPhase
+from instep.sync.sparse_rows import SparseRows
 from instep.sync.sums import Exact, Plain, Sums, Wide
 
 
@@ -59,6 +61,7 @@ class AllReduce(Gathering):
         encode_vectors: bool = False,
         codec: Codec | None = None,
     ) -> None:
+        self._rows = SparseRows()
         super().__init__(bucket_mb=bucket_mb, overlap=overlap)
         if not isinstance(encode_vectors, bool):
             raise SpecError(
@@ -221,6 +224,17 @@ class AllReduce(Gathering):
         if self._memory is not None:
             self._memory.stage(*attempt)
 
+    def gradient(self, slot: int, gradient: Tensor) -> None:
+        """Move a fresh gradient into its bucket; of a sparse one, remember which rows it has."""
+        self._rows.add(slot, gradient)
+        super().gradient(slot, gradient)
+
+    def exchange(self, notes: Tensor) -> Tensor | None:
+        """As in `Gathering`, and which rows sparse gradients have."""
+        agreed = super().exchange(notes)
+        self._rows.agree(self._parameters, self._agreed, self._comm)
+        return agreed
+
     def _with_room(self, spare: int) -> list[Bucket]:
         """The buckets, and at the end of the last one room for notes in full precision."""
         buckets = self._cut(self._parameters, self._sums.types, self._holders)
@@ -259,6 +273,9 @@ class AllReduce(Gathering):
 
     def _finish(self) -> None:
         super()._finish()
+        if isinstance(self._reducer, TwoPhase):
+            used = self._buckets[-1].spare[: len(self._parameters)].tolist()
+            self._reducer.unused = {str(slot) for slot, mark in enumerate(used) if not mark}
         if self._reducer is not None:
             self._reducer.finish()
 
@@ -276,7 +293,7 @@ class AllReduce(Gathering):
             grad = None
             if mark or self._is_late(index):
                 grad = self._sums.gradient(index, self._home[index][1])
-                grad = grad if mark == int(mark) else grad.to_sparse(1)
+                grad = grad if mark == int(mark) else self._rows.of(index, grad)
             parameter = self._parameters[index]
             parameter.grad = None if grad is None else laid_out_like(grad, parameter)
 
@@ -299,6 +316,10 @@ class AllReduce(Gathering):
         if self._reducer is not None:
             self._reducer.abandon()
         self._forget()
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._rows.forget()
 
     def stop(self) -> None:
         """What was dropped is kept for the next group."""

@@ -129,8 +129,6 @@ CLASHES: dict[tuple[str, str], str] = {
     "global batch of all of them",
     ("own_data", "own_loop"): "only the data of a recipe are divided",
     ("start_after", "own_data"): "before the rounds all take the samples of a step together",
-    ("start_after", "codec"): "what it carries over would be of gradients first, and of rounds "
-    "then",
     ("start_after", "own_loop"): "a step of yours would be one of all first, and one of a "
     "participant then",
     ("local_parameters", "codec"): "what participants remember is with one worker then, and each "

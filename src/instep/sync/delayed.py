@@ -85,6 +85,7 @@ class Delayed(AllReduce):
         agreed = super().exchange(notes)
         if agreed is None:
             self._there.abandon()
+        self._rows.forget()  # what is handed out is of the step before
         return agreed
 
     def prepare(self, step: int, scale: float) -> float:

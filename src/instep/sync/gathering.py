@@ -18,7 +18,7 @@ from instep.comm.buckets import Bucket
 from instep.errors import SpecError, WorkerError
 from instep.sync.sums import Plain, Sums
 
-_SPARSE = 2.0**-12
+SPARSE = 2.0**-12
 """Added to a parameter's mark where its gradient is sparse; below 1 with up to 4,095 ranks."""
 
 
@@ -92,7 +92,7 @@ class Gathering(ABC):
                 "(re-entrant activation checkpointing)."
             )
         self._sums.add(slot, gradient, self._weight, view, not self._seen[slot])
-        self._seen[slot] = 1.0 + _SPARSE if gradient.is_sparse else 1.0
+        self._seen[slot] = 1.0 + SPARSE if gradient.is_sparse else 1.0
         if self._sending:
             self._missing[number] -= 1
             self._send_full()

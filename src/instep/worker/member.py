@@ -465,10 +465,16 @@ class Member:
         self._connection.send(Emit(name="traffic", fields=fields))
 
     def failed(self, word: Failed) -> None:
-        """Send the last message of a failed worker; if the master is lost, wait for the next."""
+        """Send the last message of a failed worker; if the master is lost, wait for the next.
+
+        Raises:
+            PeerError: the run is over; the text says why, if a master has said so.
+        """
         self.flush()
         self._connection.send(word)
         self._connection.wait_until_acknowledged(LAST_WORD_S)
+        if self._connection.refusal is not None:
+            raise self._connection.refusal
 
     def done(self, step: int, rule: str, *, finite: bool = True) -> bool:
         """Report the end of training, and wait for the others, who may still read from us.

@@ -137,7 +137,9 @@ class Training(Loop):
         self._tidy = False
         if self.job.sync.name in LEASED:
             refuse_sparse(model, self.job)
-        tables = ServedTables(model, self.job) if self.job.sync.name in SERVERS - LEASED else None
+        tables = None
+        if self.job.sync.name in SERVERS - LEASED:
+            tables = ServedTables(model, self.job, batch_loss=embeds)
         built = build_optimizer(
             recipe, model, round_checks.updates(self.job, last_step), self.job.start, begun
         )

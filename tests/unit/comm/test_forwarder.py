@@ -301,24 +301,35 @@ def test_callers_from_machines_without_a_worker_get_a_small_part_of_a_forwarder(
     both = forwarders("a", "b")
     on_ranks(both, total)  # from now on each knows where the other is
     made = showing(Authority().issue(Identity("worker", 1)).own)
+    accepts = tls.context(authority.issue(Identity("worker", 0)), server=True)
 
-    def answered(source, seconds):
-        """How many handshakes the first forwarder goes on with."""
-        count, end = 0, time.monotonic() + seconds
-        while time.monotonic() < end:
+    def step_s():
+        """How long a forwarder takes to go on with a handshake."""
+        theirs = tls.Tls(accepts, server=True, accepted=lambda _: True)
+        data = tls.Tls(made, server=False, accepted=lambda _: True).begin()
+        began = time.perf_counter()
+        theirs.open(data)
+        return time.perf_counter() - began
+
+    def answered(seconds):
+        """How many handshakes of strangers the first forwarder goes on with; and in how long."""
+        count, began = 0, time.monotonic()
+        while time.monotonic() - began < seconds:
             ours = tls.Tls(made, server=False, accepted=lambda _: True)
             with socket.create_connection(
-                ("127.0.0.1", both[0]._known_port()), 5, source_address=(source, 0)
+                ("127.0.0.1", both[0]._known_port()), 60, source_address=("127.0.0.9", 0)
             ) as caller:
                 caller.sendall(ours.begin())
                 count += bool(caller.recv(1))
-        return count
+        return count, time.monotonic() - began
 
-    answered("127.0.0.9", 0.5)  # more than it gives at once
+    answered(0.5)  # more than it gives at once
     with ThreadPoolExecutor(1) as pool:
-        strangers = pool.submit(answered, "127.0.0.9", 0.5)
+        strangers = pool.submit(answered, 0.5)
         for each in both:
             each.begin("another group")
             each.begin("group")
         on_ranks(both, total)
-        assert strangers.result() < answered("127.0.0.1", 0.5) / 2
+        count, seconds = strangers.result()
+    least_s = min(step_s() for _ in range(20))  # the least: other programs want the cores too
+    assert 0 < count < 3 + 2 * forwarder.STRANGERS * seconds / least_s

@@ -151,11 +151,33 @@ def test_a_journal_leaves_no_file_beside_it(tmp_path, begun):
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
 
 
-@pytest.mark.parametrize("content", [b"no database", b""])
-def test_a_file_that_is_no_journal_is_one_clear_error(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "said"), [(b"no database", "is damaged"), (b"", "cannot be used: it is empty")]
+)
+def test_a_file_that_is_no_journal_is_one_clear_error(tmp_path, content, said):
     (tmp_path / FILE).write_bytes(content)
-    with pytest.raises(RunError, match=r"journal\.sqlite cannot be used"):
+    with pytest.raises(RunError, match=rf"journal\.sqlite {said}"):
         Journal(tmp_path)
+
+
+def test_a_journal_whose_bytes_were_changed_is_one_clear_error_or_as_it_was(tmp_path, begun):
+    for step in range(70):
+        begun.write(Tick(step), replace(FULL, generation=step))
+    begun.keep("key", b"value")
+    known = begun.begin, begun.last(), begun.kept()
+    begun.close()
+    data, dice, damaged = (tmp_path / FILE).read_bytes(), random.Random(0), 0
+    for _ in range(300):
+        at, many = dice.randrange(len(data)), dice.choice([1, 1, 512, 4096])
+        noise = dice.randbytes(min(many, len(data) - at))
+        (tmp_path / FILE).write_bytes(data[:at] + noise + data[at + len(noise) :])
+        try:
+            journal = Journal(tmp_path)
+            assert (journal.begin, journal.last(), journal.kept()) == known
+        except RunError as error:
+            damaged += 1
+            assert FILE in str(error)  # noqa: PT017
+    assert damaged > 100
 
 
 def test_a_journal_that_was_removed_is_said_to_be_empty(tmp_path, begun):

@@ -39,10 +39,11 @@ def take_part(step):
     return range(PARTICIPANTS) if step < 3 else [n for n in range(PARTICIPANTS) if n != step % 4]
 
 
-def in_one_process(codec_name, steps, vectors=False):
+def in_one_process(codec_name, steps, vectors=False, start_after=0):
     """Each participant's contribution to a matrix encoded as a whole, then their sum."""
     whos = [*range(PARTICIPANTS), "sum"]
-    left = {(who, slot): torch.zeros(s).flatten() for who in whos for slot, s in enumerate(SHAPES)}
+    zero = {(who, slot): torch.zeros(s).flatten() for who in whos for slot, s in enumerate(SHAPES)}
+    left = dict(zero)
 
     def through(values, who, slot):
         codec = codec_of(slot)
@@ -57,6 +58,7 @@ def in_one_process(codec_name, steps, vectors=False):
 
     for step in range(1, steps + 1):
         result = []
+        left |= zero if step == start_after + 1 else {}
         for slot, shape in enumerate(SHAPES):
             total, decoded = torch.zeros(shape).flatten(), torch.zeros(shape).flatten()
             for n in take_part(step):
@@ -91,8 +93,9 @@ def dealt(step, size):
     return lambda n: (n + step) % size
 
 
-def rounds(comm, name, first, last, own=None, state=None, vectors=False, **more):
+def rounds(comm, name, first, last, own=None, state=None, vectors=False, start_after=0, **more):
     strategy, slots = Coded(CODECS[name](), encode_vectors=vectors), parameters()
+    strategy.start_after = start_after
     strategy.load_state(state or {})
     strategy.load_own(own if own is not None and comm.rank == 0 else {})
     strategy.start(slots, comm, notes=1, at=Attempt(0, first - 1, 1), **more)
@@ -126,6 +129,21 @@ def test_any_ranks_come_to_the_bits_of_one_process_without_segments(name, ranks)
     """Also where participants move, are not in every round, and a rank has none."""
     wanted = list(in_one_process(name, 6))
     for found, _ in run_ranks(ranks, rounds, name, 1, 6):
+        for one, other in zip(found, wanted, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_what_gradients_left_out_is_not_added_to_the_first_rounds(ranks):
+    """Nor is it from a checkpoint, and by participants that are not in the first of them."""
+    wanted, usual = (list(in_one_process("int4", 8, start_after=n)) for n in (3, 0))
+    assert torch.equal(wanted[2], usual[2])
+    assert not torch.equal(wanted[3], usual[3])
+    results = run_ranks(ranks, lambda comm: rounds(comm, "int4", 1, 4, start_after=3))
+    state, own = results[0][1].state(), summed([strategy for _, strategy in results])
+    loaded = {"own": own, "state": state, "start_after": 3}
+    rest = run_ranks(2, lambda comm: rounds(comm, "int4", 5, 8, **loaded))
+    for found in ([*results[0][0], *later] for later, _ in rest):
         for one, other in zip(found, wanted, strict=True):
             assert torch.equal(one, other)
 
@@ -245,6 +263,28 @@ def test_a_codec_of_another_kind_is_refused():
 
     with pytest.raises(SpecError, match="Use int8"):
         Coded(Grows())
+
+
+def test_a_sparse_gradient_of_a_step_before_the_rounds_is_handed_out_sparse():
+    """Optimizers such as SparseAdam take no other."""
+    rows = torch.sparse_coo_tensor([[4, 1]], torch.ones(2, 3), (6, 3), check_invariants=True)
+
+    def body(comm):
+        strategy, table = Coded(CODECS["int4"]()), nn.Parameter(torch.zeros(6, 3))
+        strategy.start_after = 1
+        strategy.start([table], comm, notes=0)
+        strategy.begin_step(Attempt(0, 1, 1))
+        if comm.rank == 0:
+            strategy.begin_pass(0.5, last=True, unit=0)
+            strategy.gradient(0, rows)
+        strategy.exchange(torch.zeros(0, dtype=torch.float64))
+        strategy.hand_out()
+        return table.grad
+
+    for found in run_ranks(2, body):
+        assert found.is_sparse
+        assert found.coalesce().indices().tolist() == [[1, 4]]
+        torch.testing.assert_close(found.to_dense(), 0.5 * rows.to_dense())
 
 
 def test_all_strategies_with_rounds_take_a_codec():

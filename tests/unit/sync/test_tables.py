@@ -14,7 +14,7 @@ from torch.nn import functional
 import instep
 from instep import spec_file
 from instep.comm.memory import run_ranks
-from instep.errors import RecipeError, SpecError
+from instep.errors import CheckpointError, RecipeError, SpecError
 from instep.recipe.build import build_model, build_optimizer
 from instep.records import Attempt
 from instep.spec import JobSpec
@@ -378,6 +378,30 @@ def tied():
 def test_an_embedding_that_needs_its_whole_table_is_refused(make, why):
     with pytest.raises(RecipeError, match=rf"sparse embedding.*{why}.*sparse=True"):
         ServedTables(Momentum(make), JOB)
+
+
+def test_a_loss_of_the_whole_batch_is_refused():
+    with pytest.raises(RecipeError, match=r"'words\.weight' .*Recipe\.batch_loss.*sparse=True"):
+        ServedTables(Momentum(), JOB, batch_loss=True)
+    ServedTables(nn.Linear(3, 3), JOB, batch_loss=True)
+
+
+def test_a_server_that_does_not_see_the_checkpoint_is_refused_before_its_first_step(tmp_path):
+    def body(comm):
+        given = instep.Recipe(
+            model=Momentum,
+            train=[0],
+            compute_loss=lambda m, b: m(b),
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        )
+        model, _ = build_model(given, 0, torch.device("cpu"))
+        served = ServedTables(model, JOB)
+        served.made(build_optimizer(given, model, 1))
+        served.load(tmp_path, sees=comm.rank == 0)  # the worker, which needs no rows
+        served.tables.start(comm, [1], HostMemory(), by_unit=False)
+
+    with pytest.raises(CheckpointError, match=r"'words\.weight' from .*its host does not see"):
+        run_ranks(2, body)
 
 
 def test_a_model_of_embeddings_alone_is_refused():

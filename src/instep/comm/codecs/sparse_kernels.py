@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from numba import njit
-from numpy import float32, int8, int32, int64, rint, uint8, uint16
+from numpy import float32, int8, int32, int64, rint, uint8, uint16, uint64
 
 from instep.comm.codecs.kernels import SMALLEST, compiled
 
@@ -32,7 +32,7 @@ LARGEST_SCALE = float(
 
 _TOP, _TINY, _ONE, _NAN = float32(TOP), float32(SMALLEST), float32(1.0), float32(np.nan)
 _MAGNITUDE, _INFINITE, _CAP = int32(MAGNITUDE), int32(0x7F800000), float32(LARGEST_SCALE)
-_BLOCK = 16  # values that are looked at together for whether one of them is large
+_BYTE_NUMBERS = uint64(0x0001020304050607)  # times a 1 in byte k: k in the highest byte
 _NEAR = 1 << 18  # the distance of two magnitudes that differ by about 3 %
 _FLOATS, _BITS, _BYTES, _SHORTS = "float32[::1]", "int32[::1]", "uint8[::1]", "uint16[::1]"
 
@@ -71,21 +71,36 @@ def _search(bits: Any, wanted: Any, most: Any, guess: Any) -> Any:
 
 
 @njit
-def _gather(bits: Any, least: Any, magnitudes: Any, where: Any) -> Any:
-    """Collect the magnitudes of at least `least`, in their order; returns how many there are."""
-    found: Any = 0
-    for first in range(0, bits.size, _BLOCK):
-        part = bits[first : min(first + _BLOCK, bits.size)]
-        largest = int32(0)
-        for i in range(part.size):
-            largest = max(largest, part[i] & _MAGNITUDE)
-        if largest >= least:
-            for i in range(part.size):
-                magnitude = part[i] & _MAGNITUDE
-                magnitudes[found] = magnitude  # without a branch, which would often be wrong
-                where[found] = first + i
-                found += int64(magnitude >= least)
+def _mark(bits: Any, least: Any, marks: Any) -> Any:
+    """A 1 for each magnitude of at least `least`, else a 0; returns how many there are."""
+    found = int32(0)
+    for i in range(bits.size):
+        large = (bits[i] & _MAGNITUDE) >= least
+        marks[i] = uint8(large)
+        found += int32(large)
     return found
+
+
+@njit
+def _gather(bits: Any, eights: Any, some: Any, magnitudes: Any, where: Any) -> None:
+    """Collect the magnitudes that are marked, in their order.
+
+    `eights` are the marks, eight in a number, and zeros after them; `some` has room for as many.
+    """
+    count = uint64(0)
+    for n in range(uint64(eights.size)):
+        some[count] = n  # without a branch, which would often be wrong
+        count += uint64(eights[n] != uint64(0))
+    found = uint64(0)
+    for k in range(count):
+        rest = eights[some[k]]
+        while rest:
+            lowest = rest & (~rest + uint64(1))
+            at = some[k] * uint64(8) + (lowest * _BYTE_NUMBERS >> uint64(56))
+            magnitudes[found] = bits[at] & _MAGNITUDE
+            where[found] = int64(at)
+            found += uint64(1)
+            rest ^= lowest
 
 
 @njit
@@ -164,14 +179,19 @@ def encode_largest(
     """Choose and pack. `bits`: the values as integers; `left` may be empty."""
     each, edge = places.size // scales.size, (chosen * low + 7) // 8
     most = max(2 * chosen, chosen + 16)
-    magnitudes, where = np.empty(width + 1, int32), np.empty(width + 1, int64)
+    magnitudes, where = np.empty(width, int32), np.empty(width, int64)
+    marks, some = np.zeros((width + 7) // 8 * 8, uint8), np.empty((width + 7) // 8 + 1, uint64)
     guess = int64(0x3F800000)
     for number in range(scales.size):
         first = number * width
         given, seen = values[first : first + width], bits[first : first + width]
         sent = levels[number * chosen : (number + 1) * chosen]
-        least = _search(seen, chosen, most, guess)
-        found = _gather(seen, least, magnitudes, where)
+        least = int32(min(max(guess, int64(0)), int64(_MAGNITUDE)))
+        found = int64(_mark(seen, least, marks))
+        if not chosen <= found <= most:
+            least = _search(seen, chosen, most, guess)
+            found = int64(_mark(seen, least, marks))
+        _gather(seen, marks.view(uint64), some, magnitudes, where)
         guess = int64(least) + (_NEAR if 2 * found > 3 * chosen else 0)
         guess -= _NEAR if 4 * found < 5 * chosen else 0
         if found > chosen:

@@ -10,6 +10,9 @@ What a codec drops is carried over to the next step (error feedback: Karimireddy
 it passed on. All are in the unit of the sum, so that their total over the ranks is what
 counts, whichever rank holds it: results + residuals after = contributions + residuals before.
 
+Of a parameter that no rank used, nothing comes out: what other values of its block would give it,
+and what is still to be sent of it, stays with the owner until it is used.
+
 It knows nothing of parameters' gradients, weights, steps or votes. Residuals lie in two
 slots of memory: one is as committed, into the other the next is written while it is
 encoded, and `apply` exchanges the two.
@@ -17,7 +20,8 @@ encoded, and `apply` exchanges the two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -139,6 +143,8 @@ class TwoPhase(TwoSlots[Segments]):
         super()._forget()
         self._work: list[Work] = []
         self._keys: list[int] = []
+        self.unused: Collection[str] = ()
+        """The members that no rank has used in this step; the same on every rank."""
 
     @torch.no_grad()
     def begin(self, number: int, flat: Tensor, *, key: int = 0) -> None:
@@ -182,7 +188,19 @@ class TwoPhase(TwoSlots[Segments]):
             self._decode(total, payload)
         left = self._carry_over(total, number, 1)
         self._encode(total, payloads[0], left, (self._keys[number], number, rank, -1))
+        if left is not None:
+            for place in self._unused_of(number):
+                own = slice(max(place.start - part.start, 0), max(place.stop - part.start, 0))
+                left[own] = torch.where(total[own].isfinite(), total[own], 0.0)
         return payloads[0]
+
+    def _unused_of(self, number: int) -> Iterator[slice]:
+        """Where the unused members of a bucket lie."""
+        at = 0
+        for place in self._layout.buckets[number]:
+            begin, at = at, at + math.prod(place.shape)
+            if place.name in self.unused:
+                yield slice(begin, at)
 
     def _carry_over(self, values: Tensor, number: int, part: int) -> Tensor | None:
         """Add the committed residual, of what is sent (0) or owned (1); where the next one goes."""
@@ -195,6 +213,8 @@ class TwoPhase(TwoSlots[Segments]):
         values = self._flats[number].zero_()
         for owner, payload in enumerate(self._out[number].view(self._comm.size, -1)):
             self._decode(values[self._layout.segment(number, owner)], payload)
+        for place in self._unused_of(number):
+            values[place] = 0.0
 
     def _encode(
         self, values: Tensor, out: Tensor, left: Tensor | None, key: tuple[int, ...]

@@ -62,8 +62,7 @@ class Averaging:
             median = combine == "median"
             self._mean = Coded(codec or Identity(), median=median, encode_vectors=encode_vectors)
         self.pull, self._outer = pull, outer
-        self.start_after = 0
-        """Before the rounds, so many steps sum up gradients, and move by them as they are."""
+        self._start_after = 0
         self._early = False  # this commit is one of them
         self._parameters: list[Parameter] = []
         self._given: list[Given] = []
@@ -104,6 +103,17 @@ class Averaging:
             draining=draining,
             mesh=mesh,
         )
+
+    @property
+    def start_after(self) -> int:
+        """Before the rounds, so many steps sum up gradients, and move by them as they are."""
+        return self._start_after
+
+    @start_after.setter
+    def start_after(self, steps: int) -> None:
+        self._start_after = steps
+        if isinstance(self._mean, Coded):
+            self._mean.start_after = steps
 
     @property
     def laws(self) -> Mapping[str, Law]:

@@ -7,7 +7,8 @@ bit.
 
 What is left out (error feedback: Karimireddy et al. 2019, arXiv:1901.09847) belongs to its
 participant, or, of the sums, to the elements, and goes to whoever computes these next: who needs
-what another rank holds (`carried.py`), is given a copy at the beginning of `exchange`.
+what another rank holds (`carried.py`), is given a copy at the beginning of `exchange`. Before the
+rounds participants give gradients, and what is left out of these is not added to a round's.
 
 Way in: `Coded`, which `Averaging` holds in the place of `AllReduce`.
 """
@@ -27,6 +28,7 @@ from instep.comm.codecs.none import Identity
 from instep.errors import SpecError
 from instep.records import BEGINNING, Attempt, Law
 from instep.sync.base import InMesh, Memory, Price, Result, Servers
+from instep.sync.gathering import SPARSE
 from instep.sync.rounds.carried import SUM, Piece, kept_of
 from instep.sync.rounds.carrying import Carrying
 from instep.sync.rounds.checkpointed import laws_of, pieces_from, tensors_of
@@ -53,6 +55,8 @@ class Coded(Carrying):
         self._codec, self._median = check_codec(codec), median
         self._encode_vectors = encode_vectors
         self._lossy = not isinstance(codec, Identity)  # so that there is something to carry
+        self.start_after = 0
+        """The last commit before the rounds: to it, what is given are gradients."""
         super().__init__()  # carries what is left out, and what optimizers of participants remember
 
     @property
@@ -114,7 +118,7 @@ class Coded(Carrying):
             self._given[unit] = torch.zeros(self._segments.length, device=self._device)
         into = self._given[unit][self._segments.places[slot]].view(self._parameters[slot].shape)
         into.add_(gradient.to_dense() if gradient.is_sparse else gradient, alpha=weight)
-        self._seen[slot] = 1.0
+        self._seen[slot] = 1.0 + SPARSE if gradient.is_sparse else 1.0
 
     def keep(self, states: Mapping[int, Tensor]) -> None:
         """What the optimizers of this rank's participants remember after this round [n] float32:
@@ -149,7 +153,12 @@ class Coded(Carrying):
         found = {of: torch.zeros(length, device=self._device) for of in gives[rank]}
         if stop > start:
             found[SUM] = torch.zeros(stop - start, device=self._device)
-        whats = {of: (of, commit) for of, commit in self.carried.made.items()}
+        of_rounds = self._attempt.number > self.start_after
+        whats = {
+            of: (of, commit)
+            for of, commit in self.carried.made.items()
+            if (commit > self.start_after) == of_rounds
+        }
         starts = {SUM: start}
         self.carried.bring(
             list(self._sum.moves(gives, holds, whats)),
@@ -196,7 +205,8 @@ class Coded(Carrying):
             part = total[place].view(parameter.shape)
             parameter.grad = None
             if mark or bool(part.any()):
-                parameter.grad = laid_out_like(part.to(parameter.dtype), parameter)
+                grad = laid_out_like(part.to(parameter.dtype), parameter)
+                parameter.grad = grad if mark == int(mark) else grad.to_sparse(1)
 
     def apply(self, update: Callable[[], Result]) -> Result:
         """The round happens: what is staged counts."""

@@ -252,7 +252,7 @@ class Engine:
             load(self.state, self.member, comm, column, self.device)
             self.own.load(self.state.own if column.rank == 0 else {})
             if self.tables is not None and form.checkpoint:
-                self.tables.load(Path(form.checkpoint))
+                self.tables.load(Path(form.checkpoint), sees=self.member.sees_run)
             self.state.tried = form.generation
             return False
         if not self.applies_staged:
@@ -263,7 +263,10 @@ class Engine:
         )
         if self._staged is not None:
             if self._staged[:2] == (there.course, there.number):
-                self._apply(self.update.apply)
+                staged, counts = self._staged, self.ends_step
+                done = self._apply(self.update.apply)
+                if counts:  # the ledger is mended below
+                    self._record_times(done, staged, b"")
             self._drop()
         self.strategy.resolve(there.generation)
         if comm.rank == there.root and self.mends:
@@ -815,6 +818,9 @@ class Engine:
             written = self._ledger.append(self.assignment.records())
             if not written:  # another thread has let go of the file
                 self.member.fence()
+        self._record_times(done, staged, written)
+
+    def _record_times(self, done: Commit, staged: _Staged, written: bytes) -> None:
         times, norm = self.clock.parts, _as_recorded(done.norm)
         number = self.member.number
         self.member.record(written, (done.step, number, staged.samples, done.loss, *times, norm))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from instep.comm.base import Comm
@@ -47,15 +48,30 @@ class OwnState:
         """Keeps it, should this process be killed."""
 
     def summed(self, comm: Comm) -> dict[str, Tensor]:
-        """What is a part of a sum over the ranks of a group, added up, as `KIND/PARAMETER`; all
-        of them call it.
+        """What is a part of a sum over the ranks of a group, added up on rank 0, as
+        `KIND/PARAMETER`; all of them call it, and what others get is of no use.
+
+        What one rank alone has, as what a participant remembers, goes straight to rank 0.
 
         Raises:
             PeerError: one of them went away meanwhile.
         """
-        own = self._named(Law.SUM)
-        for name in sorted(own):
-            comm.all_reduce(own[name]).wait()
+        own = dict(sorted(self._named(Law.SUM).items()))
+        if comm.size == 1 or not own:
+            return own
+        device = next(iter(own.values())).device
+        has = torch.zeros(comm.size, len(own), device=device)
+        has[comm.rank] = torch.tensor([float(bool(each.any())) for each in own.values()])
+        comm.all_reduce(has).wait()
+        for (name, mine), holds in zip(own.items(), has.T.tolist(), strict=True):
+            holders = [rank for rank, there in enumerate(holds) if there]
+            if len(holders) > 1:
+                comm.all_reduce(mine).wait()
+            elif holders == [comm.rank] and comm.rank:
+                comm.send(mine.contiguous(), 0).wait()
+            elif holders and holders != [0] and not comm.rank:
+                own[name] = mine.contiguous()
+                comm.receive(own[name], holders[0]).wait()
         return own
 
     def shard(self) -> dict[str, Tensor]:

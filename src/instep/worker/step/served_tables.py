@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from instep.errors import RecipeError, SpecError
+from instep.errors import CheckpointError, RecipeError, SpecError
 from instep.parallel.embeddings import is_sparse, leave_out, take_out
 from instep.recipe.build import Built
 from instep.spec import JobSpec
@@ -49,17 +49,24 @@ class ServedTables:
     Args:
         model: as the recipe built it; its sparse embeddings are changed.
         job: to refuse what does not go with them.
+        batch_loss: whether the loss is of the whole global batch.
 
     Raises:
-        RecipeError: an embedding does what needs its whole table.
+        RecipeError: an embedding does what needs its whole table, or the loss is of all.
         SpecError: the job wants what servers cannot do for embeddings.
     """
 
     tables: Tables
 
-    def __init__(self, model: nn.Module, job: JobSpec) -> None:
+    def __init__(self, model: nn.Module, job: JobSpec, *, batch_loss: bool = False) -> None:
         self._model = model
         self._tables, self._asks = take_out(model)
+        if self._tables and batch_loss:
+            raise RecipeError(
+                f"the rows of the embedding {self._tables[0].name!r} (sparse=True) are on servers, "
+                "and a layer asks for them in a pass of its own; with Recipe.batch_loss each "
+                "micro-batch has two. Leave sparse=True out, or use sync.name = 'all_reduce'."
+            )
         if self._tables and job.train.ema is not None:
             raise SpecError(
                 f"train.ema = {job.train.ema} averages whole parameters, and the rows of the "
@@ -124,10 +131,22 @@ class ServedTables:
         for table in self._tables:
             table.initial = None
 
-    def load(self, checkpoint: Path) -> None:
-        """The next generation begins with the rows of a checkpoint."""
+    def load(self, checkpoint: Path, *, sees: bool = True) -> None:
+        """The next generation begins with the rows of a checkpoint.
+
+        Args:
+            checkpoint: its folder.
+            sees: whether this process sees it. A server that does not raises a CheckpointError
+                when it is to take up its rows.
+        """
 
         def fill(table: int, first: int, step: int, rows: Tensor, state: dict[str, Tensor]) -> None:
+            if not sees:
+                raise CheckpointError(
+                    f"a server is to begin with rows of the embedding {self._tables[table].name!r} "
+                    f"from {checkpoint}, and its host does not see this folder. Have servers on "
+                    "hosts that do: of one machine, or with a shared folder."
+                )
             pieces, name = open_pieces(checkpoint, {}).pieces, self._tables[table].name
             for of, into in ((f"model/{name}", rows), *_named(name, state)):
                 if not into.dim():
