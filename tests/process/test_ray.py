@@ -48,7 +48,6 @@ pytestmark = pytest.mark.process
 __all__ = ["cluster"]  # the fixture
 
 TINY = f"{RECIPES / 'tiny.py'}:recipe"
-GUIDES = Path(__file__).resolve().parents[2] / "docs" / "guides"
 TRAIN = {"steps": 30, "determinism": "bits"}
 
 
