@@ -513,6 +513,10 @@ IN_A_RECIPE = {
         {"train": "[(torch.ones(3), 0, 0)] * 4"},
         ["a batch is a list of 3, but (inputs, target) is wanted", "compute_loss=lambda"],
     ),
+    "a batch of transformers": Part(
+        {"train": "[{'input_ids': torch.ones(3), 'labels': 0}] * 4"},
+        ["compute_loss=lambda model, batch: model(**batch).loss instead of loss"],
+    ),
     "a loss for each sample": Part(
         {"loss": "nn.CrossEntropyLoss(reduction='none')"},
         ["Recipe.loss returned a tensor of shape [4], but a scalar is wanted: the mean"],

@@ -1,6 +1,8 @@
 """What follows from validations and commits: learning rates on a plateau, averaged parameters."""
 
+import os
 import random
+import signal
 from pathlib import Path
 
 import plateaus
@@ -8,7 +10,7 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file
-from started import RECIPES, Start, kill_members, slow
+from started import RECIPES, Start, kill_members, newest_pids, slow
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import instep
@@ -172,3 +174,72 @@ def test_what_has_no_average_is_refused(tmp_path):
     ):
         with pytest.raises(InstepError, match=rf"train.ema = 0.9|{said}"):
             train(tmp_path, "tiny", train=TRAIN | {"ema": DECAY}, **more)
+
+
+@pytest.mark.slow
+def test_rounds_have_the_average_of_what_participants_agreed_on(tmp_path):
+    more = {
+        "sync": {"name": "diloco", "participants": 3, "options": {"local_steps": 2}},
+        "train": TRAIN | {"steps": 12, "ema": DECAY},
+        "checkpoint": {"every": 1, "keep_last": 12},
+    }
+    run = train(tmp_path / "a", "tiny", **more)
+    agreed = [
+        load_file(folder / "model.safetensors")
+        for folder in sorted((run / "checkpoints").glob("step-*"))
+    ]
+    assert len(agreed) == 12
+    average = dict(agreed[0])
+    for each in agreed[1:]:
+        average = {name: torch.lerp(average[name], each[name], 1 - DECAY) for name in average}
+    saved = load_file(run / "model.safetensors")
+    assert all(torch.equal(saved[name], value) for name, value in average.items())
+    assert digest(train(tmp_path / "b", "tiny", workers=2, **more)) == digest(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["cut", "changed"])
+@pytest.mark.parametrize("kind", ["average", "rates"])
+def test_a_damaged_checkpoint_is_passed_over_and_the_end_is_the_same(
+    tmp_path, averaged, on_plateaus, kind, damage
+):
+    recipe, settings, wanted = {
+        "average": ("tiny", {"ema": DECAY}, averaged),
+        "rates": ("plateaus", {}, on_plateaus),
+    }[kind]
+    settings = TRAIN | settings | {"stop_after_steps": 65}
+    stopped = train(tmp_path, recipe, train=settings, checkpoint={"every": 20, "keep_last": 3})
+    for file in (stopped / "checkpoints" / "step-00000065").glob("*.safetensors"):
+        data = file.read_bytes()
+        changed = data[:-1] + bytes([data[-1] ^ 1])
+        file.write_bytes(data[:-9] if damage == "cut" else changed)
+    instep.resume(stopped, quiet=True)
+    assert RunFolder(stopped).last("run_started")["resumed_step"] == 60
+    assert digest(stopped) == digest(wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["slow_tiny", "plateaus"])
+def test_a_worker_that_is_stopped_and_a_run_that_is_told_to_end_leave_no_trace(
+    start: Start, tmp_path: Path, averaged: Path, on_plateaus: Path, recipe: str
+) -> None:
+    ema = f"ema = {DECAY}\n" if recipe == "slow_tiny" else ""
+    job = tmp_path / "job.toml"
+    job.write_text(
+        f'name = "w"\nrecipe = "{RECIPES / recipe}.py:recipe"\nworkers = 3\nseed = 5\n'
+        f'[train]\nsteps = {STEPS}\nglobal_batch = {BATCH}\ndeterminism = "bits"\n{ema}'
+        f'validate_every = {EVERY}\n[report]\nloggers = ["csv"]\n[arguments]\npause_s = 0.006\n'
+    )
+    program = start("-m", "instep", "run", job)
+    program.until(program.is_training, "training")
+    os.kill(newest_pids(program)[1], signal.SIGSTOP)
+    program.until(lambda: bool(program.events("worker_lost")), "a lost worker")
+    program.process.terminate()
+    assert program.end(100) == 130, program.stderr
+    assert RunFolder(program.run).last_step < STEPS
+    again = start("-m", "instep", "resume", program.run)
+    assert again.end(200) == 0, again.stderr
+    assert digest(program.run) == digest(averaged if ema else on_plateaus)
+    lines = (program.run / "metrics.csv").read_text().splitlines()
+    steps = {int(line.split(",")[0]) for line in lines[1:] if ",train/loss," in line}
+    assert steps == {*range(1, STEPS + 1)}

@@ -2,10 +2,12 @@
 
 import json
 import random
+import signal
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
+import psutil
 import pytest
 from started import RECIPES, Start, Started, kill, kill_members, newest_pids, slow
 
@@ -157,6 +159,108 @@ def test_a_callback_that_raises_ends_the_run_and_its_line_is_named(tmp_path):
     assert "calls_back.py" in said
     assert "raise RuntimeError" in said
     assert RunFolder(tmp_path / "w").last_step == 7
+
+
+SPLIT = RECIPE.replace(":recipe", ":split")
+APART = {
+    "shard": ["mesh.shard=2"],
+    "zero 2": ["mesh.shard=2", "mesh.zero=2"],
+    "tensor": ["mesh.tensor=2"],
+    "stages": ["mesh.stages=2"],
+    "diloco": [
+        *('sync.name="diloco"', "sync.participants=4", "sync.options.local_steps=2"),
+        'arguments.optimizer="adamw"',
+    ],
+    "servers": ['sync.name="server_sync"', "sync.servers=1"],
+}
+"""Of two processes, and a server."""
+
+
+def run_split(start: Start, folder: Path, settings: list[str], **arguments: object) -> Started:
+    given = [
+        *("workers=2", "seed=5", "train.steps=60", "train.global_batch=32", "train.threads=1"),
+        *("train.micro_batches=8", "train.validate_every=20", 'train.determinism="bits"'),
+        *("checkpoint.every=10", 'report.loggers=["csv"]'),
+        *settings,
+        *(f"arguments.{name}={json.dumps(value)}" for name, value in arguments.items()),
+    ]
+    job = folder / "job.toml"
+    job.write_text(f'name = "w"\nrecipe = "{SPLIT}"\n')
+    words = [word for each in given for word in ("--set", each)]
+    return start("-m", "instep", "run", job, *words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", APART)
+def test_each_way_to_train_calls_once_and_in_order_also_if_its_processes_are_killed(
+    start: Start, tmp_path: Path, kind: str
+) -> None:
+    alone = run_split(start, tmp_path, APART[kind])
+    assert alone.end(300) == 0, alone.stderr
+    wanted = written(alone.run)
+    assert [line["step"] for line in wanted if key(line)[:2] == ("first", "on_step_end")] == [
+        *range(1, 61)
+    ]
+    program = run_split(start, tmp_path, APART[kind], pause_s=0.02)
+    program.until(program.is_training, "training")
+    assert kill_members(program, 3, random.Random(kind), pauses_s=(0.3, 1.0)).total() == 3
+    assert program.end(300) == 0, program.stderr
+    lines = written(program.run)
+    assert [line for line in plain(lines) if not line["again"]] == plain(wanted)
+    assert {line["checkpoint"] for line in lines if "checkpoint" in line} >= {"step-00000060"}
+    logged = RunFolder(program.run).logged["twice_the_loss"]
+    assert {step: value for step, (value, _) in logged.items()} == {
+        line["step"]: 2 * line["loss"] for line in wanted
+    }
+    points = (program.run / "metrics.csv").read_text()
+    assert [f"\n{n}," in points for n in range(1, 61)] == [True] * 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["shard", "tensor", "stages"])
+def test_a_callback_that_calls_the_model_of_a_mesh_is_refused(start, tmp_path, kind):
+    program = run_split(start, tmp_path, APART[kind], fails="calls")
+    assert program.end(100) == 3
+    assert "Asks.on_step_end has called the model, of which each process of a mesh" in (
+        program.stderr
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["stages", "diloco", "servers"])
+def test_one_that_raises_ends_the_run_whichever_way_it_trains(start, tmp_path, kind):
+    program = run_split(start, tmp_path, APART[kind], fails="raises")
+    assert program.end(100) == 5
+    assert "at step 7, in Asks.on_step_end: RuntimeError: this callback cannot" in program.stderr
+    program.check_no_process_is_left()
+
+
+@pytest.mark.slow
+def test_one_that_does_not_return_for_long_is_named_once(start, tmp_path):
+    program = run_split(start, tmp_path, [], fails="sleeps")
+    assert program.end(100) == 0, program.stderr
+    said = [event["text"] for event in program.events("warning")]
+    (text,) = [each for each in said if "Asks.on_step_end has not returned for 10 s" in each]
+    assert text.endswith("on worker 0 at step 7; the run waits for it.")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_of_loggers_that_is_killed_or_stopped_loses_no_point(start, tmp_path, number):
+    program = run_split(start, tmp_path, [], pause_s=0.01)
+    program.until(program.is_training, "training")
+    (loggers,) = [
+        each
+        for each in psutil.Process(program.process.pid).children()
+        if "instep.report.loggers.follow" in each.cmdline()
+    ]
+    loggers.send_signal(number)
+    assert program.end(200) == 0, program.stderr
+    lines = (program.run / "metrics.csv").read_text().splitlines()
+    assert {int(line.split(",")[0]) for line in lines[1:] if "train/loss" in line} == {
+        *range(1, 61)
+    }
+    assert "warning: a logger failed" not in program.stderr
 
 
 def test_a_callback_that_changes_the_model_is_refused(tmp_path):

@@ -404,3 +404,32 @@ def test_a_process_that_joins_twice_is_refused(start: Start, tmp_path: Path) -> 
     assert "another has its place" in more.stderr
     assert zero.process.poll() is None
     assert one.process.poll() is None
+
+
+@pytest.mark.slow
+def test_a_program_that_ends_without_closing_its_session_says_what_is_missing(
+    start: Start, tmp_path: Path
+) -> None:
+    script = tmp_path / "left_open.py"
+    text = (
+        "import instep, sys, torch\n"
+        "train = {'epochs': 1, 'global_batch': 4, 'micro_batches': 1}\n"
+        "session = instep.join(train=train, quiet=True)\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "model, optimizer, data = session.prepare(model, optimizer, torch.ones(8, 2))\n"
+        "for batch in data:\n"
+        "    session.backward(model(batch).mean())\n"
+        "    optimizer.step()\n"
+        "    optimizer.zero_grad()\n"
+    )
+    for end, said in (
+        ("", ["session.close(), so the run has no model and no report", "left_open. Use `with"]),
+        ("session.close()\n", []),
+        ("raise ValueError('mine')\n", ["ValueError: mine"]),
+    ):
+        script.write_text(text + end)
+        program = start(script)
+        assert program.end() == bool("raise" in end), program.stderr
+        assert [each for each in said if each not in program.stderr] == []
+        assert ("instep: warning" in program.stderr) == (end == "")

@@ -113,7 +113,8 @@ def test_a_recipe_of_a_cell_trains_with_a_table_there_and_its_report_below(kerne
     updates = [c for kind, c in shown if kind == "update_display_data"]
     assert updates
     assert all(each["transient"] == first["transient"] for each in updates)
-    assert "/20" in updates[-1]["data"]["text/html"]
+    assert "/20" in updates[-2]["data"]["text/html"]
+    assert "<pre>done in" in updates[-1]["data"]["text/html"]
     assert [c for kind, c in shown if kind == "stream"] == []
     (page,) = [c["data"]["text/html"] for kind, c in shown if kind == "execute_result"]
     assert "done in" in page

@@ -1,5 +1,6 @@
 """`instep run script.py`: the user's own loop on workers that are replaced when they are lost."""
 
+import json
 import os
 import random
 import signal
@@ -45,7 +46,18 @@ def check_as_if_nothing_had_been(program: Started, undisturbed: RunFolder) -> No
     metrics = [{e["step"]: e["metrics"] for e in each.validations} for each in (run, undisturbed)]
     assert metrics[0] == metrics[1]
     assert len(metrics[0]) == EPOCHS
+    twice = {step: value for step, (value, _) in run.logged["step/twice"].items()}
+    assert twice.items() <= {(step, 2.0 * step) for step in range(7 * EPOCHS + 1)}
+    assert len(twice) > 5 * EPOCHS
     program.check_nothing_is_left()
+
+
+def test_what_the_loop_logs_reaches_the_runs_log_and_its_summary(undisturbed: RunFolder) -> None:
+    logged = undisturbed.logged["step/twice"]
+    wanted = {step: 2.0 * step for step in range(7 * EPOCHS + 1)}
+    assert {step: value for step, (value, _) in logged.items()} == wanted
+    summary = json.loads((undisturbed.path / "summary.json").read_text())
+    assert summary["logged"] == {"step/twice": 14.0 * EPOCHS}
 
 
 @pytest.mark.slow

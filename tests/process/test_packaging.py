@@ -56,7 +56,7 @@ def test_it_has_all_that_is_no_python_file_and_nothing_besides(wheel):
     wanted = [
         path.relative_to(ROOT / "src").as_posix()
         for path in (ROOT / "src" / "instep").rglob("*")
-        if path.is_file() and path.suffix != ".pyc"
+        if path.is_file() and "__pycache__" not in path.parts
     ]
     assert sorted(each for each in files if each.startswith("instep/")) == sorted(wanted)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from instep.cli import main
-from instep.client.first import KINDS, write
+from instep.client.first import KINDS, NEEDS, write
 from instep.errors import RunError
 
 
@@ -32,6 +32,13 @@ def test_the_last_line_is_the_command_to_go_on_with(tmp_path, monkeypatch, capsy
     *wrote, last = capsys.readouterr().out.splitlines()
     assert wrote == [f"wrote   table/{name}" for name in ("recipe.py", "table.csv", "job.toml")]
     assert last == "next    instep run table/job.toml"
+    assert main(["init", "hugging-face"]) == 0
+    assert capsys.readouterr().out.endswith("next    instep run hugging-face/job.toml\n")
+    monkeypatch.setitem(NEEDS, "vision", "not_there")
+    assert main(["init", "vision"]) == 0
+    *_, first, second = capsys.readouterr().out.splitlines()
+    assert first == "next    pip install not_there"
+    assert second == "        instep run vision/job.toml"
     assert main(["init", "own-loop", "a b"]) == 0
     assert capsys.readouterr().out.endswith("next    instep run 'a b/train.py' --workers 2\n")
 

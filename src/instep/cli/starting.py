@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 
 from instep.cli.parsing import Parser, make_parser
 from instep.errors import SpecError
+from instep.words import next_lines
 
 
 def init(args: argparse.Namespace) -> int:
     """Write a first recipe and job, which train in seconds, to begin your own with."""
-    from instep.client.first import KINDS, write
+    from instep.client.first import KINDS, NEEDS, write
 
     if args.list or args.kind is None:
         if args.kind is not None:
@@ -33,7 +35,10 @@ def init(args: argparse.Namespace) -> int:
         return 0
     for file in files:
         print(f"wrote   {file}")
-    print(f"next    {shlex.join(words)}")
+    package = NEEDS.get(args.kind)
+    missing = package is not None and find_spec(package) is None
+    for line in next_lines([*([f"pip install {package}"] if missing else []), shlex.join(words)]):
+        print(line)
     return 0
 
 

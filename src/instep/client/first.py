@@ -20,6 +20,9 @@ KINDS = {
 }
 """What there is, in words."""
 
+NEEDS = {"hugging-face": "transformers"}
+"""Packages that instep does not bring along."""
+
 
 def write(kind: str, folder: Path) -> list[Path]:
     """Copy the files of a kind into a folder, which is made if it is not there.

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from instep.plain_file import plain
 from instep.spec import JobSpec
+from instep.system.processes import is_stopped
 
 LINGER_S = 60.0
 """How long loggers may take at the end, such as to upload the last points."""
+
+LOOK_S = 0.5
+"""How often to look whether they were stopped, as by SIGSTOP, and would never end."""
 
 
 @contextmanager
@@ -33,7 +38,7 @@ def logged(run: Path, job: JobSpec) -> Iterator[None]:
         if not run.exists():
             process.kill()
             process.wait()
-        elif _end(process) < 0:  # it was killed: another one finds how far it has come
+        elif _end(process) < 0:  # it was killed, or stopped: another one finds how far it has come
             process = _start(run, job, log)
             _end(process)
         if process.returncode:
@@ -59,9 +64,10 @@ def _end(process: subprocess.Popen[bytes]) -> int:
     assert process.stdin is not None
     with suppress(BrokenPipeError):
         process.stdin.close()
-    try:
-        return process.wait(LINGER_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-        return 1
+    deadline = time.monotonic() + LINGER_S
+    while time.monotonic() < deadline and not is_stopped(process.pid):
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(LOOK_S)
+    stopped = is_stopped(process.pid)
+    process.kill()
+    return process.wait() if stopped else 1

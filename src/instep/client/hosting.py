@@ -39,6 +39,7 @@ from instep.control.journal import Begin, Journal
 from instep.control.resume import check_changes, prepare
 from instep.data.batches import Batches
 from instep.errors import InstepError, PeerError, RunError
+from instep.report.terminal.closing import show_ending
 from instep.spec import JobSpec
 from instep.store.folder import (
     BEGINNING,
@@ -96,6 +97,7 @@ class Host:
         self._hold = ExitStack()
         self._over: Over | None = None
         self._broke: BaseException | None = None
+        self._quiet = quiet
         self._note = {"quiet": quiet, "json": True, "about": {**about(job), "started_by": "join"}}
         self._job, self._place, self._start_point = job, place, BEGINNING
         with refusal.announced(place, meeting):
@@ -254,6 +256,8 @@ class Host:
                 error = failure(over.worker, failed, self.folder)
                 refusal.leave_notes(self._meeting, missing, error)
                 raise error
+        if not self._quiet:
+            show_ending(summary, self.folder)
         return summary
 
     def _summary(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A run in a notebook: a table that is updated in place, and the report below the cell.
 
 It reads the run's folder, as `instep status` does, and needs nothing of the run's processes.
-Nothing here imports IPython: where a kernel runs, it is there. Ways in: `table`, `page`.
+Nothing here imports IPython: where a kernel runs, it is there. Ways in: `Table`, `page`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import html
 import sys
 import time
-from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,26 +31,31 @@ def in_kernel() -> bool:
     return shell is not None and hasattr(shell, "kernel")
 
 
-def table() -> Callable[[Path], None]:
+class Table:
     """For `watch` of a run: shows it below the cell, and updates what it shows."""
-    from importlib import import_module
 
-    display: Any = import_module("IPython.display")
-    shown = display.display(display.HTML(_pre(["starting"])), display_id=True)
-    due = [0.0]
+    def __init__(self) -> None:
+        self._display: Any = import_module("IPython.display")
+        html = self._display.HTML(_pre(["starting"]))
+        self._shown = self._display.display(html, display_id=True)
+        self._due = 0.0
 
-    def update(run: Path) -> None:
+    def __call__(self, run: Path) -> None:
+        """Show how it is, if that is due."""
         now = time.monotonic()
-        if now < due[0]:
+        if now < self._due:
             return
-        try:
-            shown.update(display.HTML(_pre(_lines(run))))
-        except InstepError:
-            pass  # its first files are about to be written
+        with suppress(InstepError):  # its first files are about to be written
+            self._show(_lines(run))
         took_s = time.monotonic() - now
-        due[0] = now + max(UPDATE_S, took_s / SHARE)
+        self._due = now + max(UPDATE_S, took_s / SHARE)
 
-    return update
+    def end(self, lines: list[str]) -> None:
+        """Show how it ended, in place of the table."""
+        self._show(lines)
+
+    def _show(self, lines: list[str]) -> None:
+        self._shown.update(self._display.HTML(_pre(lines)))
 
 
 def _lines(run: Path) -> list[str]:

@@ -8,6 +8,8 @@ without one, `Session.prepare()` returns model, optimizer and loader for the use
 
 from __future__ import annotations
 
+import atexit
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +33,7 @@ from instep.data.loader import Loader
 from instep.data.reading.choose import cores
 from instep.errors import InstepError, PeerError, SpecError, WorkerError
 from instep.recipe.build import call, seed_everything
+from instep.recipe.callbacks import checked_value
 from instep.recipe.quick_start import spare_dynamo
 from instep.recipe.recipe import Recipe
 from instep.recipe.weights import WeightedLoss
@@ -126,6 +129,8 @@ def join(
         meeting.close()
     member.show_itself()
     session = Session(member, place, host)
+    if host is not None:
+        _OPEN.add(session.run)
     try:
         if not resume:  # a run that continues has the job that it had
             check_same(job, member.job, place.rank)
@@ -134,6 +139,21 @@ def join(
         session.fail(error)
         raise
     return session
+
+
+_OPEN = set[Path]()
+"""Runs of which this is process 0, and whose session is not closed."""
+
+
+@atexit.register
+def _warn_of_open_sessions() -> None:
+    failed = hasattr(sys, "last_value")  # an exception nobody caught, which says enough
+    for run in _OPEN if not failed else ():
+        print(
+            "instep: warning: the program ended without session.close(), so the run has no model "
+            f"and no report: {run}. Use `with instep.join(...) as session:`.",
+            file=sys.stderr,
+        )
 
 
 def _within_script(script: Script, recipe: Callable[..., Any] | Recipe | None) -> Session:
@@ -437,6 +457,24 @@ class Session:
         """
         self._own.validated(samples, metrics)
 
+    def log(self, name: str, value: Tensor | float) -> None:
+        """Show a number at the last committed step, in the live table, the report and the loggers.
+
+        Every process may call it; what process 0 gives is shown. In a recipe use a callback's
+        `context.log`, whose calls a kill neither loses nor doubles.
+
+        Args:
+            name: of its curve; those that begin with `train/` or `validation/` are the run's.
+            value: one number.
+
+        Raises:
+            RecipeError: the name is taken or cannot be one, or the value is no number.
+        """
+        number = checked_value(name, value)
+        if self.rank == 0 and not self._member.complete:
+            shown = number if math.isfinite(number) else None
+            self._member.emit("logged", step=self.step, values={name: shown})
+
     @property
     def _own(self) -> OwnLoop:
         if self._loop is None:
@@ -526,6 +564,7 @@ class Session:
 
     def _end(self) -> None:
         self._closed = True
+        _OPEN.discard(self.run)
         self._close_readers()
         self._member.close()
         if self._host is not None:
@@ -538,6 +577,7 @@ class Session:
             InstepError: the cause, if `error` is only a consequence of another process's error.
         """
         self._closed = True
+        _OPEN.discard(self.run)
         at, over = self._training or self._loop, None
         if self._script is not None:  # which sends the last message
             self._script.at = self.at

@@ -37,6 +37,7 @@ from instep.store.folder import (
 )
 
 if TYPE_CHECKING:
+    from instep.client.notebook import Table
     from instep.launch.base import Launcher
 
 
@@ -96,7 +97,7 @@ def train(
     if on:
         sections["launch"] = {**sections.get("launch", {}), "on": on}
     reference = recipe if isinstance(recipe, str) else reference_to(recipe)
-    table = {
+    job_table = {
         "name": name or reference.rpartition(":")[2],
         "recipe": reference,
         "workers": workers,
@@ -105,20 +106,33 @@ def train(
         "arguments": dict(arguments or {}),
         **{section: dict(values) for section, values in sections.items()},
     }
-    job = spec_file.absolute(spec_file.build(table, source="instep.train"), Path.cwd())
-    watch = _table(quiet)
-    return run_job(
-        job, Path(runs), named=name is not None, quiet=quiet or watch is not None, watch=watch
+    job = spec_file.absolute(spec_file.build(job_table, source="instep.train"), Path.cwd())
+    table = _table(quiet)
+    run = run_job(
+        job, Path(runs), named=name is not None, quiet=quiet or table is not None, watch=table
     )
+    return _told(run, quiet, table)
 
 
-def _table(quiet: bool) -> Callable[[Path], None] | None:
+def _table(quiet: bool) -> Table | None:
     """What shows a run in a notebook, where there is one."""
     if quiet or "IPython" not in sys.modules:
         return None
     from instep.client import notebook
 
-    return notebook.table() if notebook.in_kernel() else None
+    return notebook.Table() if notebook.in_kernel() else None
+
+
+def _told(run: Run, quiet: bool, table: Table | None) -> Run:
+    """Show how a run ended."""
+    from instep.report.terminal.closing import closing_lines, show_ending
+    from instep.store.run_folder import RunFolder
+
+    if table is not None:
+        table.end(closing_lines(run.summary, RunFolder(run.path)))
+    elif not quiet:
+        show_ending(run.summary, run.path)
+    return run
 
 
 def reference_to(function: Callable[..., Any]) -> str:
@@ -247,8 +261,9 @@ def resume(
         changes["recipe"] = reference_to(changes["recipe"])
     if workers is not None:
         changes["workers"] = workers
-    watch = _table(quiet)
-    return resume_run(Path(run), changes=changes, quiet=quiet or watch is not None, watch=watch)
+    table = _table(quiet)
+    done = resume_run(Path(run), changes=changes, quiet=quiet or table is not None, watch=table)
+    return _told(done, quiet, table)
 
 
 def _conduct(

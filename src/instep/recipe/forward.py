@@ -276,10 +276,12 @@ def _call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def _pair(batch: Any) -> tuple[Any, Any]:
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        size = f" of {len(batch)}" if isinstance(batch, (tuple, list, Mapping)) else ""
+        named = isinstance(batch, Mapping)
+        size = f" of {len(batch)}" if named or isinstance(batch, (tuple, list)) else ""
+        own = "model(**batch).loss" if named and "labels" in batch else "..."  # of transformers
         raise RecipeError(
             f"a batch is {a_or_an(batch)}{size}, but (inputs, target) is wanted. For other batches "
-            "give compute_loss=lambda model, batch: ... instead of loss."
+            f"give compute_loss=lambda model, batch: {own} instead of loss."
         )
     return batch[0], batch[1]
 

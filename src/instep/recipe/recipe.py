@@ -219,7 +219,9 @@ def _check_loss(recipe: Recipe) -> None:
     if len(losses) != 1:
         given = "none was" if not losses else f"{' and '.join(losses)} were"
         raise RecipeError(
-            f"a Recipe needs one of loss, compute_loss, and embed with batch_loss; {given} given."
+            f"a Recipe needs one of loss, compute_loss, and embed with batch_loss; {given} given. "
+            "For a model that computes its own loss, as those of transformers do: "
+            "compute_loss=lambda model, batch: model(**batch).loss."
         )
     for name in (*_LOSSES, "embed"):
         given = getattr(recipe, name)

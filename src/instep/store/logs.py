@@ -7,6 +7,7 @@ from pathlib import Path
 
 from instep.errors import RunError
 from instep.store.folder import is_running
+from instep.store.run_folder import RunFolder
 
 _MOST = 1 << 20
 """Bytes of a file that are read at a time."""
@@ -19,14 +20,15 @@ class Logs:
         run: its folder.
 
     Raises:
-        RunError: there are no logs.
+        RunError: it is not the folder of a run, or has no logs.
     """
 
     def __init__(self, run: Path) -> None:
         self._run, self._folder = run, run / "logs"
         self._read: dict[str, int] = {}
+        RunFolder(run)  # says what is wrong with what is no run
         if not self._folder.is_dir():
-            raise RunError(f"{run} has no folder of logs. Give the folder of a run.")
+            raise RunError(f"{run} has no folder of logs: no process of that run was started here.")
 
     def names(self) -> list[str]:
         """`host`, `worker-0`, ...: of which there is a file."""

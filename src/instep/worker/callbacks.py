@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from instep.data.order import Position
 from instep.errors import RecipeError
@@ -24,6 +27,9 @@ from instep.store.calls import NAME, Calls, Due
 from instep.worker.member import Member
 from instep.worker.step.committed import Commit
 from instep.worker.step.engine import Engine
+
+LONG_S = 10.0
+"""A call that takes longer is told."""
 
 _CHANGE = 0.005
 """A learning rate is logged when it has changed by this share of the largest one so far."""
@@ -57,6 +63,8 @@ class Callbacks:
         self._largest = 0.0
         self.present = ""
         """The call that is being made."""
+        self._since = 0.0
+        self._told_long = set[str]()
 
     def form(self, *, anew: bool) -> None:
         """A generation begins; `anew`: from a checkpoint, or from the run's beginning."""
@@ -157,6 +165,7 @@ class Callbacks:
             what = calls.begin(course, step, place, self._logged)
             if what is not Due.DONE:
                 callback = self._callbacks[number][0]
+                self._since = time.monotonic()
                 self.present = f"{type(callback).__name__}.{moment}"
                 context = replace(self._last, repeated=what is Due.AGAIN)
                 with self._guarded(), torch.no_grad():
@@ -164,12 +173,22 @@ class Callbacks:
         calls.end(course, step)
         self.present = ""
 
+    def tell_if_long(self) -> None:
+        """In the thread of heartbeats: say once of a method that the others wait for it."""
+        call, took_s = self.present, time.monotonic() - self._since
+        if call and took_s > LONG_S and call not in self._told_long:
+            self._told_long.add(call)
+            where = f"worker {self._member.number} at step {self._engine.state.progress.step}"
+            text = f"{call} has not returned for {took_s:.0f} s, on {where}; the run waits for it."
+            self._member.warn(text)
+
     @contextmanager
     def _guarded(self) -> Iterator[None]:
         """The call changes nothing of the model, which the other workers have as it is."""
         model = self._engine.model
         modes, before = [each.training for each in model.modules()], self._versions()
-        yield
+        with self._uncalled() if self._member.job.mesh.ranks > 1 else nullcontext():
+            yield
         for each, mode in zip(model.modules(), modes, strict=True):
             each.training = mode
         for name, version in self._versions().items():
@@ -179,6 +198,24 @@ class Callbacks:
                     "one worker, and the others would go on without the change: copy what you "
                     "change, and call the model in eval mode."
                 )
+
+    @contextmanager
+    def _uncalled(self) -> Iterator[None]:
+        """The model is a part, and a call of it would wait for the other processes' for ever."""
+        own = set(self._engine.model.modules())
+
+        def refuse(module: nn.Module, _: Any) -> None:
+            if module in own:
+                raise RecipeError(
+                    f"{self.present} has called the model, of which each process of a mesh has a "
+                    "part, and callbacks are called on one process. Measure it in Recipe.metrics."
+                )
+
+        hook = register_module_forward_pre_hook(refuse)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def _versions(self) -> dict[str, int]:
         """How often each tensor of the model was written to; of a mesh, reading does that too."""

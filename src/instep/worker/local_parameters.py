@@ -47,11 +47,13 @@ class LocalParameters:
             if _fits(name, patterns)
         }
         every = [name for name, parameter in model.named_parameters() if id(parameter) in numbers]
+        buffers = [name for name, _ in model.named_buffers()]
         for pattern in patterns:
             if not any(_fits(name, [pattern]) for name in (*every, *self._buffers)):
                 raise SpecError(
                     f"sync.options.local_parameters has {pattern!r}: no parameter that is trained, "
-                    f"and no buffer, has such a name. There are {listed(every, 6)}."
+                    f"and no buffer, has such a name. There are {listed(every, 6)}"
+                    + (f"; buffers: {listed(buffers, 6)}." if buffers else "; no buffer.")
                 )
         if len(self.slots) == len(trained):
             raise SpecError(

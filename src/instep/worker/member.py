@@ -434,6 +434,10 @@ class Member:
         self.flush()
         self._connection.send(Emit(name=name, fields=fields))
 
+    def warn(self, text: str) -> None:
+        """Send a warning for the run's log at once, from any thread."""
+        self._connection.send(Emit(name="warning", fields={"text": text}))
+
     def record(self, ledger: bytes, steps: tuple[Any, ...]) -> None:
         """Record one committed step.
 

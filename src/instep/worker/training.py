@@ -413,6 +413,7 @@ class Training(Loop):
             waits = self.phase in ("loading", "validation")
             at, known = (self.step, self.phase, done), self._done > 0
             self._loader_watch.turn(time.monotonic(), pids, at=at, waits=waits, known=known)
+        self.callbacks.tell_if_long()
         # a callback may take as long as it likes
         called_back = int(time.monotonic()) if self.phase == CALLBACKS else 0
         return Heartbeat(

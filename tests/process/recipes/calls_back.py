@@ -4,7 +4,9 @@ import json
 import time
 
 import slow_tiny
+import splits
 import tiny
+import torch
 
 import instep
 
@@ -65,3 +67,28 @@ class Spoils(instep.Callback):
                 parameter.add_(1.0)
         else:
             context.model.eval()
+
+
+def split(pause_s=0.0, fails="", **options):
+    """A model that a mesh can split."""
+    made = splits.recipe(pause_s=pause_s, **options)
+    every = [Writes("first"), Writes("second"), *([Asks(fails)] if fails else [])]
+    object.__setattr__(made, "callbacks", every)
+    return made
+
+
+class Asks(instep.Callback):
+    """Calls the model, as one would to draw something of it."""
+
+    def __init__(self, how):
+        self.how = how
+
+    def on_step_end(self, context):
+        if self.how == "calls":
+            context.model.eval()(torch.ones(2, 5, dtype=torch.float64))
+        elif context.step != 7:
+            pass
+        elif self.how == "sleeps":
+            time.sleep(12)
+        else:
+            raise RuntimeError("this callback cannot go on")

@@ -41,6 +41,7 @@ def main() -> None:
                 time.sleep(PAUSE_S)
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
+                session.log("step/twice", 2 * session.step)
             validate(session, model, held_out, len(made.validate))
             scheduler.step()
 

@@ -188,6 +188,37 @@ def test_a_logger_that_fails_does_not_keep_another_from_its_points(run, over, ca
     assert len(lines_of(run)) > 30
 
 
+def test_a_damaged_note_of_how_far_loggers_are_has_them_write_all_again_and_is_mended(
+    run, over, capfd
+):
+    assert follow(run, ["csv"]) == 0
+    before = lines_of(run)
+    for damaged in ("{", '{"csv": 3}', '["csv"]'):
+        (run / STATE).write_text(damaged)
+        assert follow(run, ["csv"]) == 0
+        assert "loggers.json cannot be read" in capfd.readouterr().err
+        assert lines_of(run)[-len(before) :] == before
+        assert follow(run, ["csv"]) == 0
+        assert capfd.readouterr().err == ""
+    assert len(lines_of(run)) == 4 * len(before)
+
+
+def test_a_note_that_cannot_be_written_keeps_no_point_back(run, over):
+    (run / STATE).mkdir()
+    assert follow(run, ["csv"]) == 0
+    assert len(lines_of(run)) > 30
+
+
+def test_a_line_that_a_kill_has_torn_is_cut_off(run, over):
+    assert follow(run, ["csv"]) == 0
+    before = lines_of(run)
+    with open(run / "metrics.csv", "a") as file:
+        file.write("31,1000.000,train/lo")
+    add(run, steps_of([0], 31, 32))
+    assert follow(run, ["csv"]) == 0
+    assert lines_of(run) == [*before, (31, "train/loss", pytest.approx(1 / 31))]
+
+
 def test_a_run_without_points_makes_no_file(run, over):
     for name in ("steps.bin", "events.jsonl"):
         (run / name).unlink()

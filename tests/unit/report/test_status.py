@@ -97,7 +97,8 @@ def test_a_run_that_cannot_be_read_does_not_hide_the_others(runs, capsys):
         (["list", "{}/whole/logs"], RunError.exit_code, "there is no run in"),
         (["list", "{}/whole"], RunError.exit_code, "is a run itself: instep status"),
         (["status", "{}"], RunError.exit_code, "is not the folder of a run"),
-        (["logs", "{}"], RunError.exit_code, "has no folder of logs"),
+        (["logs", "{}"], RunError.exit_code, "is not the folder of a run"),
+        (["logs", "{}/nope"], RunError.exit_code, "there is no run at"),
         (["logs", "{}/whole", "worker-9"], SpecError.exit_code, "'worker-9' has no log there"),
     ],
 )

@@ -107,3 +107,12 @@ def test_double_precision_is_refused():
 
     with pytest.raises(SpecError, match=r"torch\.float64, and fragments are sent as float32"):
         run_ranks(1, start)
+
+
+def test_more_fragments_than_numbers_are_refused():
+    def start(comm):
+        strategy = make_strategy("diloco", {"fragments": 5, "local_steps": 10})
+        strategy.start([nn.Parameter(torch.zeros(4))], comm, notes=0)
+
+    with pytest.raises(SpecError, match=r"fragments = 5: the model has 4 numbers to train"):
+        run_ranks(1, start)

@@ -29,7 +29,10 @@ def test_a_pattern_is_of_names_at_any_depth_with_their_buffers():
 
 @pytest.mark.parametrize(
     ("pattern", "why"),
-    [("*.nrom.*", r"'\*\.nrom\.\*': no parameter .* has such a name"), ("*", "all")],
+    [
+        ("*.nrom.*", r"'\*\.nrom\.\*': no parameter .* has such a name.*; buffers: norm.running_m"),
+        ("*", "all"),
+    ],
 )
 def test_patterns_of_nothing_and_of_all_are_refused(pattern, why):
     with pytest.raises(SpecError, match=why):

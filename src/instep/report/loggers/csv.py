@@ -6,6 +6,7 @@ If a step is there twice, the run went back behind it, and the later line counts
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -14,6 +15,18 @@ from instep.plain_file import plain
 from instep.report.loggers.base import Point
 from instep.spec import JobSpec
 
+_LONGEST = 4096
+"""Bytes of a line."""
+
+
+def _drop_torn(path: Path) -> None:
+    """Cut off the line that a killed process was writing: its point is written again."""
+    if path.exists():
+        with open(path, "r+b", opener=plain) as file:
+            begin = max(0, file.seek(0, os.SEEK_END) - _LONGEST)
+            file.seek(begin)
+            file.truncate(begin + file.read().rfind(b"\n") + 1)
+
 
 class CsvLogger:
     """Appends to the file; the first line has the columns' names."""
@@ -21,8 +34,10 @@ class CsvLogger:
     package: ClassVar[str] = ""
 
     def __init__(self, run: Path, job: JobSpec) -> None:
+        file = run / "metrics.csv"
+        _drop_torn(file)
         self._file = open(  # noqa: SIM115 closed by close
-            run / "metrics.csv", "a", newline="", encoding="utf-8", opener=plain
+            file, "a", newline="", encoding="utf-8", opener=plain
         )
         self._lines = csv.writer(self._file)
         if not self._file.tell():

@@ -13,10 +13,12 @@ import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from select import select
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from instep import spec_file
@@ -118,7 +120,8 @@ def follow(run: Path, names: list[str]) -> int:
                 followers.remove(follower)
                 failed = _failed(follower.name)
         if flushes:
-            replace_plain(run / STATE, json.dumps(state))
+            with suppress(OSError):  # without it a successor writes some points again: no harm
+                replace_plain(run / STATE, json.dumps(state))
     for follower in followers:
         try:
             follower.close()
@@ -129,8 +132,14 @@ def follow(run: Path, names: list[str]) -> int:
 
 def _state(run: Path) -> dict[str, tuple[int, int]]:
     path = run / STATE
-    found = json.loads(path.read_text()) if path.exists() else {}
-    return {name: (events, steps) for name, (events, steps) in found.items()}
+    if not path.exists():
+        return {}
+    try:
+        with open(path, "rb", opener=plain) as file:
+            return msgspec.json.decode(file.read(), type=dict[str, tuple[int, int]])
+    except (OSError, msgspec.MsgspecError) as error:
+        print(f"{path} cannot be read: {error}. All points are written again.", file=sys.stderr)
+        return {}
 
 
 def _failed(name: str) -> bool:

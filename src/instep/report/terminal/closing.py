@@ -1,11 +1,13 @@
 """The lines that a run ends with on a terminal: how it ended, what came out, the next commands.
 
-A line appears only where there is something true to say. Way in: `closing_lines`.
+A line appears only where there is something true to say. Ways in: `closing_lines`, `show_ending`.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import Any
 
 from instep.report.figures.participants import spread_in_words
@@ -31,6 +33,11 @@ from instep.words import (
 def closing_lines(summary: dict[str, Any], folder: RunFolder) -> list[str]:
     """The lines for one run; the last ones are the commands to run next."""
     return list(_lines(summary, folder))
+
+
+def show_ending(summary: dict[str, Any], path: Path) -> None:
+    """Print them where progress was printed: what a program prints itself stays apart."""
+    print(*closing_lines(summary, RunFolder(path)), sep="\n", file=sys.stderr, flush=True)
 
 
 def _lines(summary: dict[str, Any], folder: RunFolder) -> Iterator[str]:

@@ -41,6 +41,7 @@ from instep.sync.rounds.outer import OUTER, Outer
 from instep.sync.rounds.segments import Segments, Stretch
 from instep.sync.rounds.spread import Given, Spread, spread
 from instep.sync.sums import Wide
+from instep.words import plural
 
 
 class Agreed(NamedTuple):
@@ -149,6 +150,11 @@ class Streaming(Carrying):
             raise SpecError(
                 "sync.options.fragments: the model has parameters of torch.float64, and fragments "
                 "are sent as float32. Use float32, or fragments = 1."
+            )
+        if self._fragments > (count := sum(parameter.numel() for parameter in parameters)):
+            raise SpecError(
+                f"sync.options.fragments = {self._fragments}: the model has "
+                f"{plural(count, 'number')} to train, and each fragment needs one. Use fewer."
             )
         Wide(parameters)
         self._parameters, self._comm, self._device = list(parameters), comm, parameters[0].device

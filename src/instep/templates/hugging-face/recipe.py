@@ -2,11 +2,9 @@
 
     instep run job.toml
 
-`reviews.csv` has a text and a label in each row; replace it with yours. The model is a small
-BERT that knows nothing yet. To start from a trained one, name it in job.toml:
-
-    [arguments]
-    model = "distilbert-base-uncased"
+`reviews.csv` has a text and a label in each row. Replace it with yours, and name its columns in
+job.toml. The model is a small BERT that knows nothing yet. To start from a trained one, name it
+there too: `model = "distilbert-base-uncased"`, or a folder.
 """
 
 import csv
@@ -32,10 +30,15 @@ except ImportError as error:
 FILE = Path(__file__).with_name("reviews.csv")
 
 
-def recipe(model: str = "", lr: float = 1e-3) -> instep.Recipe:
+def recipe(
+    text: str = "text", label: str = "label", model: str = "", lr: float = 3e-3
+) -> instep.Recipe:
     with FILE.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    texts, labels = [row["text"] for row in rows], [row["label"] for row in rows]
+    if not rows or not {text, label} <= rows[0].keys():
+        there = ", ".join(rows[0]) if rows else "no row"
+        raise ValueError(f"{FILE.name} has {there}; job.toml names {text!r} and {label!r}")
+    texts, labels = [row[text] for row in rows], [row[label] for row in rows]
     classes = sorted(set(labels))
     if model:
         tokenizer = AutoTokenizer.from_pretrained(model)

@@ -22,6 +22,9 @@ FILE = Path(__file__).with_name("table.csv")
 def recipe(target: str = "rent", lr: float = 3e-3) -> instep.Recipe:
     with FILE.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
+    if not rows or target not in rows[0]:
+        there = ", ".join(rows[0]) if rows else "no row"
+        raise ValueError(f"{FILE.name} has {there}; job.toml names {target!r}")
     train, held_out = rows[len(rows) // 5 :], rows[: len(rows) // 5]
     names = [name for name in rows[0] if name != target]
     encode = {name: encoder([row[name] for row in train]) for name in (*names, target)}
