@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-fast test-slow test-timed test-long test-cuda parity parity-table families families-table simulate dist site check format bench chaos chaos-hosts clean
+.PHONY: help setup lightning demo test test-fast test-slow test-timed test-long test-cuda parity parity-table families families-table simulate dist site check format bench chaos chaos-hosts clean
 
 help:            ## say what can be made
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
@@ -35,7 +35,15 @@ test-fast: setup ## most of the tests, in about a minute on two cores; before ea
 	$(BIN)/python -m pip install --quiet --editable ".[wandb,mlflow]"
 	touch $@
 
-test-slow: setup .venv/loggers ## what takes longer; its verdict does not depend on the machine's speed
+lightning: .venv/lightning/ready ## an environment of its own for Lightning, beside whose result ours is tested
+
+.venv/lightning/ready: .venv/ready
+	$(BIN)/python -m venv --without-pip .venv/lightning
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(.venv/lightning/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/torch.pth
+	$(BIN)/python -m pip --python .venv/lightning/bin/python install --quiet "lightning>=2.5"
+	touch $@
+
+test-slow: setup .venv/loggers .venv/lightning/ready ## what takes longer; its verdict does not depend on the machine's speed
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
 
 test-timed: setup ## what does depend on the machine's speed; on a quiet machine

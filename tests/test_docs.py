@@ -1,6 +1,7 @@
 """What the documents say holds: links lead somewhere, commands parse, code compiles."""
 
 import copy
+import difflib
 import re
 import shlex
 import subprocess
@@ -216,3 +217,27 @@ def agreed(strategy: Any) -> list[torch.Tensor]:
         return [*gradients, notes]
 
     return run_ranks(3, one)[-1]
+
+
+COMING_FROM = ROOT / "examples" / "coming_from"
+
+
+def test_the_pages_for_those_who_come_from_elsewhere_show_the_programs_that_are_tested():
+    shown = {}
+    for page in PAGES:
+        text = page.read_text("utf-8")
+        found = re.findall(r"^<!-- (examples/\S+) -->\n```python\n(.*?)^```", text, re.M | re.S)
+        shown |= {ROOT / file: code for file, code in found}
+    assert shown == {file: file.read_text("utf-8") for file in COMING_FROM.rglob("*.py")}
+
+
+def test_at_most_ten_lines_of_a_script_for_ddp_go_and_at_most_ten_come():
+    theirs, ours = (
+        (COMING_FROM / "ddp" / f"with_{name}.py").read_text("utf-8").splitlines()
+        for name in ("ddp", "instep")
+    )
+    changes = [line[0] for line in difflib.ndiff(theirs, ours)]
+    gone, come = changes.count("-"), changes.count("+")
+    assert max(gone, come) <= 10
+    page = (ROOT / "docs/guides/from-ddp.md").read_text("utf-8")
+    assert f"{gone} lines go and {come} come" in page

@@ -48,6 +48,10 @@ class TrainSpec(Section, frozen=True, kw_only=True):
     global_batch: Positive = 64
     """Samples of one step, over all workers together."""
 
+    shuffle: bool = True
+    """Whether each epoch takes the samples in another order, which follows from the job's seed;
+    false: in the order of the dataset."""
+
     micro_batches: Positive = 8
     """Parts that a global batch is cut into; work is distributed in these parts. Fixed for the
     job."""

@@ -1,7 +1,6 @@
 """Runs on Ray: a real cluster, of several nodes where one is lost."""
 
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -49,7 +48,6 @@ pytestmark = pytest.mark.process
 __all__ = ["cluster"]  # the fixture
 
 TINY = f"{RECIPES / 'tiny.py'}:recipe"
-GUIDES = Path(__file__).resolve().parents[2] / "docs" / "guides"
 TRAIN = {"steps": 30, "determinism": "bits"}
 
 
@@ -282,25 +280,6 @@ def test_a_run_begins_on_the_nodes_that_are_there_and_a_worker_moves_to_one_that
     program.until(is_on_the_third, "a worker on it")
     assert program.end(200) == 0, program.stderr
     assert program.summary["parameters_sha256"] == expected
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_the_two_programs_of_the_page_for_ray_train_learn_the_same(
-    start: Start, tmp_path: Path, short_folder: None
-) -> None:
-    pytest.importorskip("ray.train", exc_type=ImportError)
-    text = (GUIDES / "from-ray-train.md").read_text("utf-8")
-    losses = []
-    for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)):
-        (file := tmp_path / f"program_{number}.py").write_text(
-            code.replace("/shared/runs", str(tmp_path / f"runs-{number}"))
-        )
-        program = start(file)
-        assert program.end() == 0, program.stderr
-        losses.append(float(program.stdout.split()[-1]))
-    assert len(losses) == 2
-    assert max(losses) < 0.45  # 0.69 is chance
 
 
 @pytest.mark.slow

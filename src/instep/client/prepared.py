@@ -145,7 +145,7 @@ def _lost(data: Data, train: TrainSpec) -> Sequence[Unused]:
             f"{batch * parts}; or give the dataset instead."
         )
     name = "the training"
-    return [*data.given.unused(name, shuffled=True, batch=batch or whole)]
+    return [*data.given.unused(name, shuffled=train.shuffle, batch=batch or whole)]
 
 
 def _lost_in_evaluations(data: Sequence[Data], train: TrainSpec) -> Iterator[Unused]:

@@ -262,6 +262,16 @@ class Session:
         form = self._member.form
         return len(form.members) if form is not None else self._place.size
 
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is process 0 of those that train together now."""
+        return self.rank == 0
+
+    def print(self, *values: object, **options: Any) -> None:
+        """`print` on process 0; nothing on the others."""
+        if self.is_main_process:
+            print(*values, **options)
+
     def begin(self, recipe: Callable[..., Any] | Recipe | None) -> None:
         """Seed everything, choose a device, make the recipe if needed; `join` calls it."""
         seed_everything(self.job.seed)

@@ -46,6 +46,7 @@ FIXED = {
     "start.learning_rates": "the optimizer's rates are in the checkpoint",
     "lora": "the checkpoint has the adapters",
     "train.global_batch": "the place in the data is counted in global batches",
+    "train.shuffle": "the order of the data follows from it",
     "train.micro_batches": "random draws and batch statistics belong to a micro-batch",
     "train.batch_norm": "running statistics are of the batches that it sees",
     "train.determinism": "bits would be neither those of one nor of the other",
@@ -150,6 +151,8 @@ def _at(table: Mapping[str, Any], key: str) -> Any:
 
 def _shown(value: Any) -> str:
     plain = list(value) if isinstance(value, tuple) else value  # as a job file has it
+    if isinstance(plain, bool):
+        return str(plain).lower()
     return "not set" if plain is None else repr(plain)
 
 

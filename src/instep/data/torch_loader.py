@@ -92,7 +92,7 @@ class LoaderParts(NamedTuple):
         ):
             yield Unused(
                 f"{of} has shuffle = False, which is not used: the order of each epoch follows "
-                "from the job's seed"
+                "from the job's seed. Set train.shuffle = false for the order of the dataset"
             )
         if not once:
             yield Unused(

@@ -163,12 +163,14 @@ def _coverage(run: RunFolder, rows: Records) -> tuple[int, int]:
         return 0, 0
     chosen, job = Selection(samples, run.spec.seed, which), run.spec
     own = divide(job, _recipe(run)) if job.own_data else None
-    order: Order | Regions = own.train if own is not None else Order(samples, job.seed)
+    keyed = Order(samples, job.seed) if job.train.shuffle else None
+    order: Order | Regions | None = own.train if own is not None else keyed
     due = recorded = 0
     for epoch in run.audit.epochs:
         begin = 0 if own is None else int(own.train.offsets[epoch.participant or 0])
         part = epoch.epoch, begin, min(begin + epoch.expected, samples)
-        wanted = order.indices(*part)[chosen(*part)]
+        taken = order.indices(*part) if order is not None else np.arange(*part[1:])
+        wanted = taken[chosen(*part)]
         due += len(wanted)
         recorded += int(np.isin(wanted, rows["index"][rows["epoch"] == epoch.epoch]).sum())
     return due, recorded

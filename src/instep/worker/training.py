@@ -553,7 +553,7 @@ class Training(Loop):
         help.
         """
         every = self.recipe.given["train"].unused(
-            "Recipe.train", shuffled=True, batch=self.job.train.global_batch
+            "Recipe.train", shuffled=self.job.train.shuffle, batch=self.job.train.global_batch
         )
         reasons = [f"{text}. {remedy}" for text, remedy in every if remedy]
         if self.job.sync.codec != "none":
@@ -601,8 +601,9 @@ class Training(Loop):
                 f"{gpus} GPUs; --workers {gpus} would use them"
             )
         for name, given in self.recipe.given.items():
-            batch = self.job.train.global_batch
-            for lost in given.unused(f"Recipe.{name}", shuffled=name == "train", batch=batch):
+            train = self.job.train
+            shuffled = name == "train" and train.shuffle
+            for lost in given.unused(f"Recipe.{name}", shuffled=shuffled, batch=train.global_batch):
                 self._warn(lost.text)
         if pids := [*loader.pids, *(self._validation.pids if self._validation else [])]:
             member.emit("loaders_started", worker=member.number, pids=pids)

@@ -85,6 +85,7 @@ def test_a_path_is_a_recipe_that_has_moved(folder, run, monkeypatch):
     ("changes", "words"),
     [
         ({"seed": None}, "seed was 5 and cannot become 0"),
+        ({"train": {"shuffle": False}}, "train.shuffle was true and cannot become false"),
         ({"arguments": {"day": None}}, "arguments was .* and cannot become {}"),
         ({"train": {"steps": Path("9")}}, 'train.steps = "9": needs to be a whole number'),
         ({"trian": {"steps": 9}}, "Did you mean 'train'"),

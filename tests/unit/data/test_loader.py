@@ -17,7 +17,9 @@ from instep.data.loader import Loader, Slice
 from instep.data.order import Order, key, micro_batch, position, steps_in_epoch
 from instep.data.reading.generators import DrawDetector
 from instep.data.sources.text import text
+from instep.data.torch_loader import LoaderParts
 from instep.errors import DataError
+from instep.spec import JobSpec, TrainSpec
 
 TENSORS = TensorDataset(torch.randn(100, 5), torch.arange(100))
 SLICES = [Slice(0, 0, 7), Slice(0, 7, 7), Slice(0, 7, 40), Slice(3, 99, 100), Slice(1, 0, 64)]
@@ -43,6 +45,19 @@ def test_global_batches_are_equal_at_any_number_of_workers_also_the_last(workers
                 got[number // len(share)] += [] if loaded is None else loaded[0].tolist()
     assert got == [order.indices(*place).tolist() for place in places]
     assert sorted(chain(*got)) == list(range(samples))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_job_decides_whether_what_is_trained_on_is_shuffled(shuffle):
+    job = JobSpec(recipe="a.py:f", train=TrainSpec(shuffle=shuffle))
+    places = [Slice(epoch, 0, 100) for epoch in (0, 1)]
+    for name in ("training", "validation"):
+        parts = LoaderParts(TENSORS, loaders=0)
+        with closing(Loader.of_job(job, parts, name, say=print)) as loader:
+            orders = [read[1].tolist() for read in load(loader, places)]
+        natural = name == "validation" or not shuffle
+        assert (orders[0] == orders[1] == list(range(100))) == natural
+        assert sorted(orders[0]) == sorted(orders[1]) == list(range(100))
 
 
 @pytest.mark.parametrize("dataset", [Plain(), Many(), Drawing(), Nested(), TENSORS])

@@ -105,6 +105,13 @@ def test_an_unused_property_of_a_loader_is_reported(options, word):
     assert bool(remedy) == ("sampler" in word)  # those decide what is trained
 
 
+def test_the_order_of_the_dataset_is_kept_where_the_job_says_so():
+    loader = DataLoader(Plain(), batch_size=64)
+    (lost,) = unpack_loader(loader).unused("Recipe.train", shuffled=True, batch=64)
+    assert lost.text.endswith("Set train.shuffle = false for the order of the dataset")
+    assert list(unpack_loader(loader).unused("Recipe.train", shuffled=False, batch=64)) == []
+
+
 def test_a_distributed_sampler_changes_nothing_that_is_trained():
     dealing = DistributedSampler(Plain(), num_replicas=2, rank=0)
     ((text, remedy),) = said(DataLoader(Plain(), 64, sampler=dealing))
