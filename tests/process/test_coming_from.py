@@ -5,6 +5,7 @@ float32 in another order, over 120 steps. They were found to be up to 6e-7 of a 
 1e-5 is allowed. One sample that is missing makes far more.
 """
 
+import importlib.util
 import json
 import random
 import tempfile
@@ -17,12 +18,15 @@ from safetensors.torch import load_file
 from sklearn.datasets import load_digits
 from started import EXECUTE, Start, Started, kill, kill_members
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from instep.events import read_events
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "examples" / "coming_from"
 CLOSE = 1e-5
+CLOSE_WITH_ADAM = 3e-5
+"""Adam divides by small numbers; found were 3e-6."""
 
 pytestmark = pytest.mark.process
 
@@ -46,9 +50,14 @@ def plain_loop(epochs: int) -> State:
 
 
 def far(found: State, expected: State) -> float:
-    """How far tensors are apart at most, as a share of the norm of each."""
+    """How far tensors are apart at most, as a share of the norm of each.
+
+    But for the bias of an attention's keys: the softmax does not see it, so that its gradient is
+    nothing but rounding, which Adam makes as large as any other.
+    """
     assert found.keys() == expected.keys()
-    return max(float((found[n] - t).norm() / t.norm()) for n, t in expected.items())
+    seen = {n: t for n, t in expected.items() if not n.endswith("key.bias")}
+    return max(float((found[n] - t).norm() / t.norm()) for n, t in seen.items())
 
 
 def torchrun(processes: int, file: Path, *options: object) -> list[object]:
@@ -111,6 +120,38 @@ def test_programs_for_lightning(start: Start, tmp_path: Path) -> None:
     program = start("-c", EXECUTE, python, PROGRAMS / "lightning" / "with_lightning.py")
     assert far(torch.load(ended(program) / "model.pt"), expected) < CLOSE
     check_recipe(start, tmp_path, "lightning", expected, CLOSE)
+
+
+def plain_loop_of_the_bert() -> State:
+    """The recipe of our program, in one process with nothing but torch and transformers."""
+    file = PROGRAMS / "hugging_face" / "with_instep.py"
+    spec = importlib.util.spec_from_file_location("coming_from_the_trainer", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    torch.manual_seed(0)
+    recipe = module.recipe()
+    model, optimizer = recipe.model.train(), recipe.optimizer(recipe.model.parameters())
+    scheduler = recipe.scheduler(optimizer)
+    for first in [*range(0, 1536, 64)] * 2:
+        batch = default_collate(recipe.train[first : first + 64])
+        recipe.compute_loss(model, batch).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
+def test_programs_for_the_trainer_of_hugging_face(start: Start, tmp_path: Path) -> None:
+    expected = plain_loop_of_the_bert()
+    theirs = ended(start(*torchrun(2, PROGRAMS / "hugging_face" / "with_trainer.py")))
+    assert far(load_file(theirs / "model" / "model.safetensors"), expected) < CLOSE_WITH_ADAM
+    check_recipe(start, tmp_path, "hugging_face", expected, CLOSE_WITH_ADAM)
 
 
 @pytest.mark.slow
