@@ -263,9 +263,13 @@ def test_a_process_of_loggers_that_is_killed_or_stopped_loses_no_point(start, tm
     assert "warning: a logger failed" not in program.stderr
 
 
-def test_a_callback_that_changes_the_model_is_refused(tmp_path):
-    with pytest.raises(InstepError, match=r"Spoils.on_step_end has changed '0.weight' of the mo"):
-        train(tmp_path, arguments={"spoils": "writes"})
+@pytest.mark.parametrize(
+    ("how", "named"),
+    [("writes", "'0.weight' of the model"), ("freezes", "whether '0.weight' needs a gradient")],
+)
+def test_a_callback_that_changes_the_model_is_refused(tmp_path, how, named):
+    with pytest.raises(InstepError, match=f"Spoils.on_step_end has changed {named}"):
+        train(tmp_path, arguments={"spoils": how})
 
 
 @pytest.mark.slow

@@ -187,10 +187,18 @@ class Callbacks:
         """The call changes nothing of the model, which the other workers have as it is."""
         model = self._engine.model
         modes, before = [each.training for each in model.modules()], self._versions()
+        trained = {name: each.requires_grad for name, each in model.named_parameters()}
         with self._uncalled() if self._member.job.mesh.ranks > 1 else nullcontext():
             yield
         for each, mode in zip(model.modules(), modes, strict=True):
             each.training = mode
+        for name, parameter in model.named_parameters():
+            if trained.get(name, parameter.requires_grad) != parameter.requires_grad:
+                raise RecipeError(
+                    f"{self.present} has changed whether {name!r} needs a gradient. Callbacks are "
+                    "called on one worker, and the others would go on without the change: freeze "
+                    "it in the recipe, or with start.freeze."
+                )
         for name, version in self._versions().items():
             if before.get(name, version) != version:
                 raise RecipeError(

@@ -557,9 +557,10 @@ class Training(Loop):
         )
         reasons = [f"{text}. {remedy}" for text, remedy in every if remedy]
         if self.job.sync.codec != "none":
+            carried = ", and what is carried over depends on the number of workers"
             reasons.append(
-                f"sync.codec = {self.job.sync.codec!r} rounds gradients, and what is carried over "
-                "depends on the number of workers. Leave it out"
+                f"sync.codec = {self.job.sync.codec!r} rounds what is sent"
+                f"{'' if self.job.sync.rounds else carried}. Leave it out"
             )
         if self.job.sync.delayed:
             reasons.append(

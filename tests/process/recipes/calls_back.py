@@ -65,6 +65,8 @@ class Spoils(instep.Callback):
         if self.how == "writes":
             for parameter in context.model.parameters():
                 parameter.add_(1.0)
+        elif self.how == "freezes":
+            context.model[0].requires_grad_(False)
         else:
             context.model.eval()
 

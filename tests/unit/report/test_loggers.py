@@ -193,14 +193,23 @@ def test_a_damaged_note_of_how_far_loggers_are_has_them_write_all_again_and_is_m
 ):
     assert follow(run, ["csv"]) == 0
     before = lines_of(run)
-    for damaged in ("{", '{"csv": 3}', '["csv"]'):
+    beyond, inside = '{"csv": [0, 99999999]}', '{"csv": [7, 0]}'
+    for damaged in (
+        "{",
+        '{"csv": 3}',
+        '["csv"]',
+        '{"csv": [0, 13]}',
+        '{"csv": [-5, -9]}',
+        beyond,
+        inside,
+    ):
         (run / STATE).write_text(damaged)
         assert follow(run, ["csv"]) == 0
         assert "loggers.json cannot be read" in capfd.readouterr().err
         assert lines_of(run)[-len(before) :] == before
         assert follow(run, ["csv"]) == 0
         assert capfd.readouterr().err == ""
-    assert len(lines_of(run)) == 4 * len(before)
+    assert len(lines_of(run)) == 8 * len(before)
 
 
 def test_a_note_that_cannot_be_written_keeps_no_point_back(run, over):

@@ -91,17 +91,17 @@ class Follower:
             self.outcome = event["outcome"]
 
 
-def _new(path: Path, at: int) -> bytes:
+def _new(path: Path, at: int, most: int = _MOST_BYTES) -> bytes:
     if not path.exists():
         return b""
     with open(path, "rb", opener=plain) as file:
         file.seek(at)
-        return file.read(_MOST_BYTES)
+        return file.read(most)
 
 
 def follow(run: Path, names: list[str]) -> int:
     """Follow a run until standard input ends; 1 if a logger failed."""
-    job, state = spec_file.load(run / "job.toml"), _state(run)
+    job, state = spec_file.load(run / "job.toml"), _state(run, names)
     followers = [Follower(run, job, name, state.get(name, (0, 0))) for name in names]
     failed, flushed = False, time.monotonic()
     over, more = False, False
@@ -130,16 +130,36 @@ def follow(run: Path, names: list[str]) -> int:
     return int(failed)
 
 
-def _state(run: Path) -> dict[str, tuple[int, int]]:
+def _state(run: Path, names: list[str]) -> dict[str, tuple[int, int]]:
     path = run / STATE
     if not path.exists():
         return {}
     try:
         with open(path, "rb", opener=plain) as file:
-            return msgspec.json.decode(file.read(), type=dict[str, tuple[int, int]])
-    except (OSError, msgspec.MsgspecError) as error:
+            found = msgspec.json.decode(file.read(), type=dict[str, tuple[int, int]])
+        for name in names:
+            _check_place(run, *found.get(name, (0, 0)))
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
         print(f"{path} cannot be read: {error}. All points are written again.", file=sys.stderr)
         return {}
+    return found
+
+
+def _check_place(run: Path, events: int, steps: int) -> None:
+    """Refuse a place at which no line of events and no record of a step ends.
+
+    Raises:
+        ValueError: says which.
+    """
+    if not 0 <= steps <= _size(run / "steps.bin") or steps % STEPS.itemsize:
+        raise ValueError(f"no record ends at byte {steps} of steps.bin")
+    before = _new(run / "events.jsonl", events - 1, 1) if events > 0 else b"\n"
+    if events < 0 or before != b"\n":
+        raise ValueError(f"no line ends at byte {events} of events.jsonl")
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _failed(name: str) -> bool:
