@@ -73,8 +73,8 @@ def drawn(engine: Engine) -> Plan:
     steps = random.randint(3, 24) + (12 if drains else 0)  # for changes of members take time
     figures = random.random() < 0.3 and not rounds
     workers = random.choice([1, 2, 2, 3, 3, 4])
-    ranks = random.choice([2, 2, 4]) if mesh else 1
-    if mesh:
+    ranks = random.choice([2, 2, 4]) if mesh or (gpus and random.random() < 0.5) else 1
+    if ranks > 1:
         workers = ranks * random.choice([1, 2, 2, 3])
     return Plan(
         workers=workers,

@@ -30,10 +30,10 @@ def lose(state: State, worker: int) -> State:
     """
     lost = frozenset({worker})
     if state.member(worker).phase is not Phase.ABSENT:
-        replica, times = worker // state.ranks, state.restarts_of(worker)
-        state = replace(state, restarts=state.restarts | {replica: times + 1})
         fellows = frozenset(state.members) if state.together else state.fellows(worker)
         lost |= fellows & state.those(LIVING - KILLED - {Phase.RELEASED})
+        again = {n // state.ranks: state.restarts_of(n) + 1 for n in lost}
+        state = replace(state, restarts=state.restarts | again)
     in_a_group = bool(lost & state.those(IN_A_GROUP))
     state = state.move(worker, Phase.ABSENT)
     for fellow in lost - {worker}:

@@ -9,7 +9,7 @@ a processor busy does not wait for a disk. Processes that share a replica wait f
 inside a pass: of these the one that holds up the others hangs. Before they are ready, they hang
 if all of them wait.
 
-Under `instep.join`, and on GPUs, workers cannot be replaced, and one that hangs ends the run:
+Under `instep.join` workers cannot be replaced, and one that hangs ends the run:
 the others would wait for it without end. There the timeouts are longer, and only silence
 counts (`Watch.silent`): a loop of the user's own may compute, compile or download for any
 time. Where all are silent at once, as after Ctrl-Z, a user may wake them.

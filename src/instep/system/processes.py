@@ -150,7 +150,11 @@ def cuda_survives_a_fork() -> bool:
         return True
     pid = os.fork()
     if not pid:
-        os._exit(int(cuda._is_in_bad_fork()))  # what torch itself will ask in a worker
+        code = 1
+        try:
+            code = int(cuda._is_in_bad_fork())  # what torch itself will ask in a worker
+        finally:
+            os._exit(code)
     return wait_for_child(pid, timeout_s=60.0) == 0
 
 

@@ -478,6 +478,7 @@ def test_where_workers_share_a_fate_all_start_again_from_a_checkpoint_where_one_
     assert story.new(Start) == [Start(1)]
     story.happens(Ended(0, -9, 5, 4), Ended(2, -9, 5, 4))
     assert story.new(Start) == [Start(0), Start(2)]
+    assert [story.state.restarts_of(worker) for worker in range(3)] == [1, 1, 1]
     assert story.logged("worker_lost") == [story.logged("worker_lost")[0]]
     story.come(0, 1, 2)
     assert story.new(GoBack) == [GoBack()]
