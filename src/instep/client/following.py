@@ -65,9 +65,8 @@ def _end(process: subprocess.Popen[bytes]) -> int:
     with suppress(BrokenPipeError):
         process.stdin.close()
     deadline = time.monotonic() + LINGER_S
-    while time.monotonic() < deadline and not is_stopped(process.pid):
+    while not (stopped := is_stopped(process.pid)) and time.monotonic() < deadline:
         with suppress(subprocess.TimeoutExpired):
             return process.wait(LOOK_S)
-    stopped = is_stopped(process.pid)
     process.kill()
     return process.wait() if stopped else 1

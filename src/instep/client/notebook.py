@@ -36,8 +36,8 @@ class Table:
 
     def __init__(self) -> None:
         self._display: Any = import_module("IPython.display")
-        html = self._display.HTML(_pre(["starting"]))
-        self._shown = self._display.display(html, display_id=True)
+        begin = self._display.HTML(_pre(["starting"]))
+        self._shown = self._display.display(begin, display_id=True)
         self._due = 0.0
 
     def __call__(self, run: Path) -> None:

@@ -47,10 +47,11 @@ def lose(state: State, worker: int) -> State:
 def restarts(before: State, after: State) -> list[Action]:
     """Where a replica starts again, its processes are killed, and their keys are of no use."""
     killed = after.those(KILLED) - before.those(KILLED)
+    kills: list[Action] = [Kill(worker) for worker in sorted(killed)]
     if after.ranks == 1:
-        return [Kill(worker) for worker in sorted(killed)] if after.together else []
+        return kills
     again = (r for r, times in after.restarts.items() if times != before.restarts.get(r, 0))
-    return [*[Kill(worker) for worker in sorted(killed)], *map(Forget, again)]
+    return [*kills, *map(Forget, again)]
 
 
 def recall(state: State) -> tuple[State, list[Action]]:
