@@ -32,7 +32,8 @@ WORKERS, HEADERS = 4, 66
 """Bytes of a packet's headers: Ethernet, IPv4, TCP with timestamps."""
 
 Curve = list[tuple[float, float, float]]
-"""Of each validation, seconds since the first step began, samples and loss."""
+"""Of each validation, seconds since the first step began, without those in which was validated;
+samples and loss."""
 
 
 class Load(NamedTuple):
@@ -99,7 +100,10 @@ class Racer(NamedTuple):
         run = RunFolder(self.folder / "race")
         outcome = outcome_of(run)
         pairs = zip(outcome.curve, run.validations, strict=True)
-        curve = [(seconds, each["step"] * samples, loss) for (seconds, loss), each in pairs]
+        curve, stood = list[Any](), 0.0
+        for (seconds, loss), each in pairs:
+            stood += each["seconds"]
+            curve.append((seconds - stood, each["step"] * samples, loss))
         return curve, outcome.sent_bytes / self.workers
 
     def rival(self) -> tuple[Curve, float]:

@@ -98,7 +98,7 @@ def recipe(model: str = "gpt", lr: float = 2e-3) -> instep.Recipe:
     return instep.Recipe(
         model=kind(),
         loss=loss,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=lr),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=lr, fused=True),
         train=train,
         validate=validate,
     )

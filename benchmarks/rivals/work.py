@@ -44,14 +44,16 @@ class Work:
         self.model, self.loss = self.recipe.model, self.recipe.loss
         self._tensors = self.recipe.train.tensors
         self._global_batch, self._share, self._rank = global_batch, global_batch // workers, rank
+        self._epoch, self._order = -1, torch.empty(0)
 
     def batch(self, step: int) -> tuple[Tensor, ...]:
         """This worker's samples of a step, which counts from 1."""
         samples = len(self._tensors[0])
         first = (step - 1) * self._global_batch + self._rank * self._share
-        generator = torch.Generator().manual_seed(self._seed + first // samples)
-        order = torch.randperm(samples, generator=generator)
-        rows = order[torch.arange(first, first + self._share) % samples]
+        if self._epoch != (epoch := first // samples):
+            generator = torch.Generator().manual_seed(self._seed + epoch)
+            self._epoch, self._order = epoch, torch.randperm(samples, generator=generator)
+        rows = self._order[torch.arange(first, first + self._share) % samples]
         return tuple(tensor[rows] for tensor in self._tensors)
 
 

@@ -100,7 +100,8 @@ class Exchange:
             PeerError: a rank went away.
         """
         result = torch.zeros(self.end - self.begin, device=self._device)
-        for payload, (low, high) in zip(self._from_owners(own), self.stretches, strict=True):
+        for owner, payload in self._from_owners(own):
+            low, high = self.stretches[owner]
             self._decode(result[low - self.begin : high - self.begin], payload, low, high)
         return result
 
@@ -191,23 +192,27 @@ class Exchange:
         nothing = torch.zeros(0, dtype=torch.uint8, device=self._device)
         return {of: come.get(of, nothing) for ranks in gives for of in ranks}
 
-    def _from_owners(self, own: Tensor) -> list[Tensor]:
-        """The payload of each rank's stretch of the sum."""
-        comm, work = self._comm, list[Work]()
-        found = [
-            torch.empty(self._bytes(*each), dtype=torch.uint8, device=self._device)
-            for each in self.stretches
-        ]
-        found[comm.rank] = own
-        for step in range(1, comm.size):
-            to, source = (comm.rank + step) % comm.size, (comm.rank - step) % comm.size
-            if len(own):
-                work.append(comm.send(own, to))
-            if len(found[source]):
-                work.append(comm.receive(found[source], source))
-        for one in work:
+    def _from_owners(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Owner and payload of each stretch of the sum, as they come: from neighbour to neighbour,
+        as a connection that never rests takes more of a line than several that do."""
+        comm, rank, payload = self._comm, self._comm.rank, own
+        before, after = (rank - 1) % comm.size, (rank + 1) % comm.size
+        sent = list[Work]()
+        for step in range(comm.size):
+            owner, coming = (rank - step) % comm.size, None
+            if step + 1 < comm.size:
+                size = self._bytes(*self.stretches[(owner - 1) % comm.size])
+                room = torch.empty(size, dtype=torch.uint8, device=self._device)
+                coming = comm.receive(room, before) if size else None
+                if len(payload):
+                    sent.append(comm.send(payload, after))
+            yield owner, payload
+            if coming is not None:
+                coming.wait()
+            if step + 1 < comm.size:
+                payload = room
+        for one in sent:
             one.wait()
-        return found
 
 
 def median_of(values: Tensor) -> Tensor:
