@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+from inspect import signature
 from pathlib import Path
 
 from instep.comm.certificates import Authority
@@ -16,6 +17,7 @@ from instep.comm.endpoint import Switchboard
 from instep.data.partition import PARTITIONS
 from instep.errors import RecipeError, SpecError, file_beside
 from instep.launch import LAUNCHERS
+from instep.recipe.arguments import check_arguments, signature_in
 from instep.recipe.given import given
 from instep.recipe.start_file import start_file
 from instep.report.loggers.base import check_loggers
@@ -50,9 +52,9 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
             "a run was started while the recipe's file was being imported. Put the call under "
             "`if __name__ == '__main__':`."
         )
-    STRATEGIES.check(job.sync.name)
-    LAUNCHERS.check(job.launch.launcher)
-    CODECS.check(job.sync.codec)
+    STRATEGIES.check(job.sync.name, "sync.name")
+    LAUNCHERS.check(job.launch.launcher, "launch.launcher")
+    CODECS.check(job.sync.codec, "sync.codec")
     check_loggers(job.report.loggers)
     _check_sync(job)
     clashes.check(job)
@@ -60,11 +62,21 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
     file = Path(job.recipe.rpartition(":")[0])
     if given(job.recipe) is None and not file.is_file():
         raise RecipeError(f"there is no recipe file {str(file)!r}. {file_beside(file, '*.py')}")
+    _check_arguments(job)
     if job.launch.hosts:
         open_switchboard(job).close()
     model = None if resumed else start_file(job.start)
     if model is not None:
         check_hash(model)
+
+
+def _check_arguments(job: JobSpec) -> None:
+    """Refuse `[arguments]` that the recipe function does not take, where that can be told."""
+    file, _, name = job.recipe.rpartition(":")
+    function = given(job.recipe)
+    found = signature_in(Path(file), name) if function is None else signature(function)
+    if found is not None:
+        check_arguments(name, found, job.arguments)
 
 
 def check_mesh(mesh: MeshSpec) -> None:
@@ -153,7 +165,7 @@ def _check_partition(sync: SyncSpec) -> None:
         return
     partition = sync.rounds.partition
     if partition != SHARED:
-        PARTITIONS.check(partition)
+        PARTITIONS.check(partition, "sync.options.partition")
     if partition != "labels" and "skew" in sync.options:
         raise SpecError(
             f"sync.options.skew = {sync.options['skew']} with partition = {partition!r}: it says "
