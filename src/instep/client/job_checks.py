@@ -1,7 +1,8 @@
 """Refuses a job before any process is started: parts that do not exist, or do not go together.
 
 What one section can check by itself is checked in `spec.py`. Ways in: `check_job`, `check_mesh` for
-processes that predict, and `open_switchboard` for the address that a run listens on.
+processes that predict, `with_options` for what a run is to keep, and `open_switchboard` for the
+address that it listens on.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import socket
 from inspect import signature
 from pathlib import Path
 
+import msgspec
+
 from instep.comm.certificates import Authority
-from instep.comm.codecs import CODECS
+from instep.comm.codecs import CODECS, DEFAULTS
 from instep.comm.endpoint import Switchboard
 from instep.data.partition import PARTITIONS
 from instep.errors import RecipeError, SpecError, file_beside
@@ -56,7 +59,7 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
     LAUNCHERS.check(job.launch.launcher, "launch.launcher")
     CODECS.check(job.sync.codec, "sync.codec")
     check_loggers(job.report.loggers)
-    _check_sync(job)
+    _check_sync(job, resumed=resumed)
     clashes.check(job)
     check_mesh(job.mesh)
     file = Path(job.recipe.rpartition(":")[0])
@@ -117,7 +120,22 @@ def check_mesh(mesh: MeshSpec) -> None:
                 )
 
 
-def _check_sync(job: JobSpec) -> None:
+def with_options(job: JobSpec, before: JobSpec | None = None) -> JobSpec:
+    """The job with all options of its codec: those that it does not give are today's defaults.
+
+    Args:
+        job: of a run that begins, or is resumed.
+        before: the job of the run that is resumed; its options are those that were.
+    """
+    known = DEFAULTS.get(job.sync.codec, {})
+    if before is not None:
+        known = before.sync.codec_options if before.sync.codec == job.sync.codec else {}
+    options = known | job.sync.codec_options
+    replace = msgspec.structs.replace
+    return replace(job, sync=replace(job.sync, codec_options=options))
+
+
+def _check_sync(job: JobSpec, *, resumed: bool) -> None:
     """Refuse keys of `[sync]` that its strategy does not know or needs, and wrong options."""
     sync = job.sync
     if sync.name not in ROUNDS and sync.participants != SyncSpec().participants:
@@ -153,7 +171,7 @@ def _check_sync(job: JobSpec) -> None:
     apart = ROUND_OPTIONS if sync.name in ROUNDS else {}
     own = ":" in sync.codec  # is imported by the workers, with the recipe
     options = sync.options.keys() - apart or sync.codec_options
-    if options and not own:  # only then: it imports torch
+    if options and not own and not resumed:  # only then: it imports torch
         from instep.sync.base import strategy_of
 
         strategy_of(sync)
