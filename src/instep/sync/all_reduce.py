@@ -223,11 +223,8 @@ class AllReduce(Gathering):
         if self._memory is not None:
             self._memory.stage(*attempt)
 
-    def gradient(self, slot: int, gradient: Tensor) -> None:
-        """Move a fresh gradient into its bucket; of a sparse one, remember which rows it has."""
-        if gradient.is_sparse:
-            self._rows.add(slot, gradient)
-        super().gradient(slot, gradient)
+    def _note_rows(self, slot: int, gradient: Tensor) -> None:
+        self._rows.add(slot, gradient)
 
     def exchange(self, notes: Tensor) -> Tensor | None:
         """As in `Gathering`, and which rows sparse gradients have."""

@@ -22,10 +22,10 @@ SPARSE = 2.0**-12
 """Added to a parameter's mark where its gradient is sparse; below 1 with up to 4,095 ranks."""
 
 
-def mark(gradient: Tensor, before: float) -> float:
-    """What a rank tells of a gradient, after what it told of the passes before: a sum with a dense
-    one is dense."""
-    return 1.0 + SPARSE if gradient.is_sparse and before != 1.0 else 1.0
+def sparse_mark(before: float) -> float:
+    """What a rank tells of a sparse gradient, after what it told of the passes before: a sum with a
+    dense one is dense."""
+    return 1.0 if before == 1.0 else 1.0 + SPARSE
 
 
 def sparse_of(marks: Sequence[float]) -> list[int]:
@@ -105,10 +105,17 @@ class Gathering(ABC):
                 "(re-entrant activation checkpointing)."
             )
         self._sums.add(slot, gradient, self._weight, view, not self._seen[slot])
-        self._seen[slot] = mark(gradient, self._seen[slot])
+        if gradient.is_sparse:
+            self._seen[slot] = sparse_mark(self._seen[slot])
+            self._note_rows(slot, gradient)
+        else:
+            self._seen[slot] = 1.0
         if self._sending:
             self._missing[number] -= 1
             self._send_full()
+
+    def _note_rows(self, slot: int, gradient: Tensor) -> None:
+        """A sparse gradient has these rows."""
 
     def _send_full(self) -> None:
         """Start the buckets that are full, in order; the last one waits for the notes."""
