@@ -35,7 +35,7 @@ from instep.records import BEGINNING, Attempt, Law
 from instep.sync.base import InMesh, Memory, Price, Result, Servers
 from instep.sync.gathering import Gathering, sparse_of
 from instep.sync.reducers import Layout, Place, Reducer, reducer_of
-from instep.sync.sparse_rows import SparseRows, with_rows
+from instep.sync.sparse_rows import with_rows
 from instep.sync.sums import Exact, Plain, Sums, Wide
 
 
@@ -60,7 +60,6 @@ class AllReduce(Gathering):
         encode_vectors: bool = False,
         codec: Codec | None = None,
     ) -> None:
-        self._rows = SparseRows()
         super().__init__(bucket_mb=bucket_mb, overlap=overlap)
         if not isinstance(encode_vectors, bool):
             raise SpecError(
@@ -222,9 +221,6 @@ class AllReduce(Gathering):
         self._attempt = attempt
         if self._memory is not None:
             self._memory.stage(*attempt)
-
-    def _note_rows(self, slot: int, gradient: Tensor) -> None:
-        self._rows.add(slot, gradient)
 
     def exchange(self, notes: Tensor) -> Tensor | None:
         """As in `Gathering`, and which rows sparse gradients have."""

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from instep.comm.base import Comm, Work
 from instep.comm.buckets import Bucket
 from instep.errors import SpecError, WorkerError
+from instep.sync.sparse_rows import SparseRows
 from instep.sync.sums import Plain, Sums
 
 SPARSE = 2.0**-12
@@ -55,6 +56,7 @@ class Gathering(ABC):
         self._bucket_bytes = int(bucket_mb * 1e6)
         self._overlap = overlap
         self._sums: Sums = Plain()
+        self._rows = SparseRows()
         self._loaded: Mapping[str, Tensor] | None = None  # until `start`
         self._comm: Comm
 
@@ -107,15 +109,12 @@ class Gathering(ABC):
         self._sums.add(slot, gradient, self._weight, view, not self._seen[slot])
         if gradient.is_sparse:
             self._seen[slot] = sparse_mark(self._seen[slot])
-            self._note_rows(slot, gradient)
+            self._rows.add(slot, gradient)
         else:
             self._seen[slot] = 1.0
         if self._sending:
             self._missing[number] -= 1
             self._send_full()
-
-    def _note_rows(self, slot: int, gradient: Tensor) -> None:
-        """A sparse gradient has these rows."""
 
     def _send_full(self) -> None:
         """Start the buckets that are full, in order; the last one waits for the notes."""
