@@ -225,7 +225,7 @@ class AllReduce(Gathering):
     def exchange(self, notes: Tensor) -> Tensor | None:
         """As in `Gathering`, and which rows sparse gradients have."""
         agreed = super().exchange(notes)
-        self._rows.agree(sparse_of(self._agreed), self._parameters, self._comm)
+        self._sparse_rows.agree(sparse_of(self._agreed), self._parameters, self._comm)
         return agreed
 
     def _with_room(self, spare: int) -> list[Bucket]:
@@ -278,7 +278,7 @@ class AllReduce(Gathering):
     def hand_out(self) -> None:
         """Give each parameter its agreed gradient, if any rank had one."""
         assert self._agreed, "exchange comes first"
-        self._hand_out(self._agreed, self._rows.agreed)
+        self._hand_out(self._agreed, self._sparse_rows.agreed)
 
     def _hand_out(self, marks: Sequence[float], rows: Mapping[int, Tensor]) -> None:
         """By parameter, whether a rank had a gradient; and which rows, of sparse ones."""
@@ -308,7 +308,7 @@ class AllReduce(Gathering):
 
     def _forget(self) -> None:
         super()._forget()
-        self._rows.forget()
+        self._sparse_rows.forget()
 
     def stop(self) -> None:
         """What was dropped is kept for the next group."""

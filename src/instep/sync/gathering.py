@@ -56,7 +56,7 @@ class Gathering(ABC):
         self._bucket_bytes = int(bucket_mb * 1e6)
         self._overlap = overlap
         self._sums: Sums = Plain()
-        self._rows = SparseRows()
+        self._sparse_rows = SparseRows()
         self._loaded: Mapping[str, Tensor] | None = None  # until `start`
         self._comm: Comm
 
@@ -109,7 +109,7 @@ class Gathering(ABC):
         self._sums.add(slot, gradient, self._weight, view, not self._seen[slot])
         if gradient.is_sparse:
             self._seen[slot] = sparse_mark(self._seen[slot])
-            self._rows.add(slot, gradient)
+            self._sparse_rows.add(slot, gradient)
         else:
             self._seen[slot] = 1.0
         if self._sending:

@@ -191,7 +191,7 @@ def test_dense_models_note_nothing(monkeypatch):
     def body(comm):
         weight, strategy = nn.Parameter(torch.zeros(4, 2)), AllReduce()
         strategy.start([weight], comm, notes=0)
-        monkeypatch.setattr(strategy._rows, "add", None)
+        monkeypatch.setattr(strategy._sparse_rows, "add", None)
         strategy.begin_pass(0.5, last=True)
         strategy.gradient(0, torch.ones(4, 2))
         strategy.exchange(torch.zeros(0, dtype=torch.float64))
