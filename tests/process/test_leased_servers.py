@@ -25,6 +25,7 @@ from test_leased_runs import (
 
 import instep
 from instep.data.order import Order
+from instep.events import read_events
 from instep.store.run_folder import RunFolder
 
 pytestmark = pytest.mark.process
@@ -112,3 +113,17 @@ def test_a_run_resumes_with_another_number_of_servers(tmp_path: Path, then: int)
     run = RunFolder(again.path)
     check_exact(run, 20)
     check_equal(run, plain_loop(20))
+
+
+@pytest.mark.slow
+def test_servers_for_which_there_is_nothing_go_along_and_are_told_of(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"name": "leased", "runs": tmp_path, "seed": 5, "quiet": True}
+    sync = {"name": "bounded_stale", "servers": 6, "options": {"staleness": 0}}
+    train = {"steps": 9, "global_batch": BATCH, "micro_batches": PARTS}
+    done = instep.train(f"{RECIPES / 'tiny.py'}:recipe", workers=1, train=train, sync=sync, **given)
+    run = RunFolder(done.path)
+    check_equal(run, plain_loop(9))
+    warnings = [
+        e["text"] for e in read_events(run.path / "events.jsonl") if e["event"] == "warning"
+    ]
+    assert any("no parameters for 2 of them: choose fewer" in text for text in warnings)

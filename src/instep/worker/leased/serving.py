@@ -179,6 +179,11 @@ class Serving(Server):
         door = Door(self.member.outside, self._holding.room, self.member.credentials)
         self._desk = Desk(door, self.commits, self._take)
         tell(self.member, 0, door)
+        if idle := sum(not each for each in self._holding.shares):
+            self._warn(
+                f"sync.servers = {self._servers}, and there are no parameters for {idle} of them: "
+                "choose fewer"
+            )
 
     def _leave(self, error: PeerError | None = None) -> None:
         if self.engine.started:
