@@ -3,7 +3,8 @@
     python benchmarks/server_recovery.py [--kills 10] [--copies 4096] [--only NAME ...]
 
 Two workers on this machine; `server_sync` with two servers, with and without copies on the other
-one, and the strategies without lockstep with one server and with two. A server gets SIGKILL at a moment drawn by chance.
+one, and the strategies without lockstep with one server and with two. A server gets SIGKILL at a
+moment drawn by chance.
 `lost_s` is from the kill until the master knows; `going_s` until the end of the first step that
 begins after it. The aim is 2 s more than `lost_s`. At the end no worker may have been started
 again, and the parameters have to be the sum of what the ledger says was trained on:
