@@ -64,6 +64,8 @@ class Ask(msgspec.Struct, array_like=True):
     """As in `commits.Push`."""
     known: int = 0
     """The last step that it knows to be complete."""
+    frozen: bool = False
+    """Whether it wants no lease, but the parameters that are not trained, as the body."""
 
 
 class Grant(msgspec.Struct, array_like=True):

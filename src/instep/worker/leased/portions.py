@@ -104,6 +104,13 @@ def buffers_of(model: nn.Module) -> list[Tensor]:
     return [buffer for buffer in model.buffers() if buffer.numel()]
 
 
+def frozen_in(model: nn.Module, trained: Sequence[Tensor]) -> Parcel:
+    """Room for the other parameters of a model, which no update moves."""
+    apart = {id(parameter) for parameter in trained}
+    frozen = [each for each in model.parameters() if id(each) not in apart and each.numel()]
+    return Parcel(frozen, whole_pieces(frozen))
+
+
 @torch.no_grad()
 def changes(now: Sequence[Tensor], before: Sequence[Tensor], into: Sequence[Tensor]) -> None:
     """What a pass has added to buffers."""

@@ -45,7 +45,7 @@ from instep.worker.leased.further import HELD, path_of, write_shard
 from instep.worker.leased.holding import Holding
 from instep.worker.leased.line import Ask, Door, Guest
 from instep.worker.leased.others import Others, lost
-from instep.worker.leased.portions import Parcel, buffers_of
+from instep.worker.leased.portions import Parcel, buffers_of, frozen_in
 from instep.worker.leased.questions import Answer, End, Give, Write
 from instep.worker.leased.reach import reach, tell
 from instep.worker.leased.server import Server
@@ -177,13 +177,18 @@ class Serving(Server):
 
     def _open(self) -> None:
         door = Door(self.member.outside, self._holding.room, self.member.credentials)
-        self._desk = Desk(door, self.commits, self._take)
+        self._desk = Desk(door, self.commits, self._take, self._frozen)
         tell(self.member, 0, door)
         if idle := sum(not each for each in self._holding.shares):
             self._warn(
                 f"sync.servers = {self._servers}, and there are no parameters for {idle} of them: "
                 "choose fewer"
             )
+
+    def _frozen(self) -> list[Tensor]:
+        parcel = frozen_in(self.engine.model, self.engine.parameters)
+        parcel.load()
+        return parcel.flats
 
     def _leave(self, error: PeerError | None = None) -> None:
         if self.engine.started:

@@ -26,7 +26,14 @@ from instep.recipe.build import set_generators
 from instep.recipe.recipe import Recipe
 from instep.sync.servers.leases import Unit
 from instep.worker.leased.line import Ask, Grant, Line
-from instep.worker.leased.portions import Parcel, Portions, buffers_of, changes, pieces_of
+from instep.worker.leased.portions import (
+    Parcel,
+    Portions,
+    buffers_of,
+    changes,
+    frozen_in,
+    pieces_of,
+)
 from instep.worker.leased.questions import Answer, Pull, Stage
 from instep.worker.leased.reach import AGAIN_S, reach
 from instep.worker.loop import Step
@@ -70,6 +77,9 @@ class Working(Training):
             [Parcel(parameters, *each) for each in zip(pieces, buffers, strict=True)]
             for _ in range(2)
         )
+        self._lacks: Parcel | None = None  # a checkpoint has them, and the server
+        if member.checkpoint is not None:
+            self._lacks = frozen_in(model, parameters)
         self._watched = Buffers(model)
         self._shares: dict[int, _Share] = {}
         self._known = 0
@@ -139,6 +149,13 @@ class Working(Training):
         Raises:
             PeerError: a connection broke.
         """
+        if self._lacks is not None:
+            first.send(Ask(frozen=True), ())
+            grant = first.receive(Grant, self._lacks.flats, self._keep_up)
+            if grant.ends:
+                return grant
+            self._lacks.store()
+            self._lacks = None
         ask, body, clock = Ask(), list[Tensor](), Clock(begin=time.time())
         while True:
             ask.known = self._known
