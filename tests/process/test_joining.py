@@ -319,7 +319,7 @@ def check_refused_by_1(zero: Started, one: Started, runs: Path) -> None:
     assert list(runs.iterdir()) == []
 
 
-@pytest.mark.parametrize("late", [9, slow(1)])
+@pytest.mark.parametrize("late", [slow(9), slow(1)])
 def test_the_others_end_with_what_process_0_refused_before_it_had_a_master(
     start: Start, tmp_path: Path, late: int
 ) -> None:

@@ -22,6 +22,19 @@ SPARSE = 2.0**-12
 """Added to a parameter's mark where its gradient is sparse; below 1 with up to 4,095 ranks."""
 
 
+def mark(gradient: Tensor, before: float) -> float:
+    """What a rank tells of a gradient, after what it told of the passes before: a sum with a dense
+    one is dense."""
+    return 1.0 + SPARSE if gradient.is_sparse and before != 1.0 else 1.0
+
+
+def sparse_of(marks: Sequence[float]) -> list[int]:
+    """The parameters of which all gradients were sparse, by the sums of all ranks' marks."""
+    return [
+        slot for slot, each in enumerate(marks) if each % 1 and each == int(each) * (1 + SPARSE)
+    ]
+
+
 class Gathering(ABC):
     """Fills buckets, sends each as soon as it is full, and exchanges notes.
 
@@ -92,7 +105,7 @@ class Gathering(ABC):
                 "(re-entrant activation checkpointing)."
             )
         self._sums.add(slot, gradient, self._weight, view, not self._seen[slot])
-        self._seen[slot] = 1.0 + SPARSE if gradient.is_sparse else 1.0
+        self._seen[slot] = mark(gradient, self._seen[slot])
         if self._sending:
             self._missing[number] -= 1
             self._send_full()
