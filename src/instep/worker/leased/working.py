@@ -155,7 +155,7 @@ class Working(Training):
             if grant.ends:
                 return grant
             self._lacks.store()
-            self._lacks = None
+            self._lacks, self._watched = None, Buffers(self.engine.model)
         ask, body, clock = Ask(), list[Tensor](), Clock(begin=time.time())
         while True:
             ask.known = self._known
