@@ -126,4 +126,4 @@ def test_servers_for_which_there_is_nothing_go_along_and_are_told_of(tmp_path: P
     warnings = [
         e["text"] for e in read_events(run.path / "events.jsonl") if e["event"] == "warning"
     ]
-    assert any("no parameters for 2 of them: choose fewer" in text for text in warnings)
+    assert any("no parameters for 3 of them: choose fewer" in text for text in warnings)
