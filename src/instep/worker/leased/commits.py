@@ -198,7 +198,7 @@ class Commits:
         try:
             told = others.ask(Apply(version, moves, factor, options, self.keeps), move)
         finally:
-            if told is None and moves:
+            if told is None and moves and others.count:
                 self._undo()
         if told is None:
             return False, None

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from instep.errors import PeerError
 from instep.worker.leased.commits import Commits
 from instep.worker.leased.line import LOOK_S, Ask, Door, Grant, Guest
 
@@ -75,7 +76,11 @@ class Desk:
         if ask.frozen:
             guest.answer(Grant(False, []), self._frozen())
             return
-        counted = ask.token >= 0 and self._take(guest, ask)
+        try:
+            counted = ask.token >= 0 and self._take(guest, ask)
+        except PeerError:  # this server is cut off; nobody would answer
+            guest.close()
+            raise
         self._asking[guest] = _Waits(ask, counted, time.monotonic())
 
     def answer(self) -> None:
