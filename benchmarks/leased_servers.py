@@ -40,7 +40,7 @@ def updates_per_s(servers: int, args: argparse.Namespace) -> float:
             f'[checkpoint]\nevery = "never"\n[arguments]\ncopies = {args.copies}\nsample_s = 0.0\n'
             f'[launch]\nhosts = {hosts}\naddress = "{net.address(netlab.OUTSIDE)}"\n'
         )
-        command = [sys.executable, "-m", "instep", "run", job]
+        command = [sys.executable, "-m", "instep", "run", str(job)]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(done.stderr)
