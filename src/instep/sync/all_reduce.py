@@ -35,7 +35,7 @@ from instep.records import BEGINNING, Attempt, Law
 from instep.sync.base import InMesh, Memory, Price, Result, Servers
 from instep.sync.gathering import Gathering, sparse_of
 from instep.sync.reducers import Layout, Place, Reducer, reducer_of
-from instep.sync.sparse_rows import SparseRows, with_rows
+from instep.sync.sparse_rows import with_rows
 from instep.sync.sums import Exact, Plain, Sums, Wide
 
 
@@ -60,7 +60,6 @@ class AllReduce(Gathering):
         encode_vectors: bool = False,
         codec: Codec | None = None,
     ) -> None:
-        self._rows = SparseRows()
         super().__init__(bucket_mb=bucket_mb, overlap=overlap)
         if not isinstance(encode_vectors, bool):
             raise SpecError(
@@ -223,16 +222,10 @@ class AllReduce(Gathering):
         if self._memory is not None:
             self._memory.stage(*attempt)
 
-    def gradient(self, slot: int, gradient: Tensor) -> None:
-        """Move a fresh gradient into its bucket; of a sparse one, remember which rows it has."""
-        if gradient.is_sparse:
-            self._rows.add(slot, gradient)
-        super().gradient(slot, gradient)
-
     def exchange(self, notes: Tensor) -> Tensor | None:
         """As in `Gathering`, and which rows sparse gradients have."""
         agreed = super().exchange(notes)
-        self._rows.agree(sparse_of(self._agreed), self._parameters, self._comm)
+        self._sparse_rows.agree(sparse_of(self._agreed), self._parameters, self._comm)
         return agreed
 
     def _with_room(self, spare: int) -> list[Bucket]:
@@ -285,7 +278,7 @@ class AllReduce(Gathering):
     def hand_out(self) -> None:
         """Give each parameter its agreed gradient, if any rank had one."""
         assert self._agreed, "exchange comes first"
-        self._hand_out(self._agreed, self._rows.agreed)
+        self._hand_out(self._agreed, self._sparse_rows.agreed)
 
     def _hand_out(self, marks: Sequence[float], rows: Mapping[int, Tensor]) -> None:
         """By parameter, whether a rank had a gradient; and which rows, of sparse ones."""
@@ -315,7 +308,7 @@ class AllReduce(Gathering):
 
     def _forget(self) -> None:
         super()._forget()
-        self._rows.forget()
+        self._sparse_rows.forget()
 
     def stop(self) -> None:
         """What was dropped is kept for the next group."""

@@ -123,11 +123,11 @@ class Delayed(AllReduce):
         if late.rest:
             for bucket, total in zip(self._buckets, late.rest, strict=False):
                 bucket.flat[: len(total)] = total
-            self._hand_out_scaled(late.told_of_rest, self._rows.agreed)
+            self._hand_out_scaled(late.told_of_rest, self._sparse_rows.agreed)
             result = update()
             self._sums.end_step()
         late.apply()
-        self._rows_waiting = self._rows.agreed
+        self._rows_waiting = self._sparse_rows.agreed
         self._forget()
         return result
 

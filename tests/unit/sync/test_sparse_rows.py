@@ -11,7 +11,7 @@ from instep.records import Attempt
 from instep.sync.all_reduce import AllReduce
 from instep.sync.base import make_strategy
 from instep.sync.delayed import Delayed
-from instep.sync.gathering import mark, sparse_of
+from instep.sync.gathering import sparse_mark, sparse_of
 from instep.sync.sparse_rows import SparseRows
 from instep.worker.step.gradients import Gradients
 
@@ -180,8 +180,7 @@ def test_a_sum_of_a_sparse_gradient_and_a_dense_one_is_dense_as_in_a_plain_loop(
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4095])
 def test_marks_tell_whether_all_were_sparse(ranks):
-    sparse = torch.ones(1, 1).to_sparse(1)
-    one = torch.tensor(mark(sparse, 0.0))
+    one = torch.tensor(sparse_mark(0.0))
     assert one.dtype == torch.float32  # as in the notes of a bucket
     assert sparse_of([0.0, float(one * ranks), float(one * (ranks - 1)) + 1.0, ranks]) == [1]
 
@@ -192,7 +191,7 @@ def test_dense_models_note_nothing(monkeypatch):
     def body(comm):
         weight, strategy = nn.Parameter(torch.zeros(4, 2)), AllReduce()
         strategy.start([weight], comm, notes=0)
-        monkeypatch.setattr(strategy._rows, "add", None)
+        monkeypatch.setattr(strategy._sparse_rows, "add", None)
         strategy.begin_pass(0.5, last=True)
         strategy.gradient(0, torch.ones(4, 2))
         strategy.exchange(torch.zeros(0, dtype=torch.float64))

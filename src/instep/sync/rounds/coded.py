@@ -29,7 +29,7 @@ from instep.comm.codecs.none import Identity
 from instep.errors import SpecError
 from instep.records import BEGINNING, Attempt, Law
 from instep.sync.base import InMesh, Memory, Price, Result, Servers
-from instep.sync.gathering import mark, sparse_of
+from instep.sync.gathering import sparse_mark, sparse_of
 from instep.sync.rounds.carried import SUM, Piece, kept_of
 from instep.sync.rounds.carrying import Carrying
 from instep.sync.rounds.checkpointed import laws_of, pieces_from, tensors_of
@@ -122,9 +122,11 @@ class Coded(Carrying):
             self._given[unit] = torch.zeros(self._segments.length, device=self._device)
         into = self._given[unit][self._segments.places[slot]].view(self._parameters[slot].shape)
         into.add_(gradient.to_dense() if gradient.is_sparse else gradient, alpha=weight)
-        self._seen[slot] = mark(gradient, self._seen[slot])
         if gradient.is_sparse:
+            self._seen[slot] = sparse_mark(self._seen[slot])
             self._rows.add(slot, gradient)
+        else:
+            self._seen[slot] = 1.0
 
     def keep(self, states: Mapping[int, Tensor]) -> None:
         """What the optimizers of this rank's participants remember after this round [n] float32:
