@@ -106,8 +106,8 @@ IN_A_JOB_FILE = [
         ["does not go with train.device = 'cuda'", "compute on the CPU"],
     ),
     Job(
-        '[sync]\nname = "bounded_stale"\nservers = 2',
-        ["sync.servers = 2: bounded_stale has one server", "Leave the key out."],
+        '[sync]\nname = "bounded_stale"\nservers = 0',
+        ["sync.servers = 0: needs to be at least 1"],
     ),
     Job(
         '[sync]\nname = "bounded_stale"\noptions = { staleness = -1 }',

@@ -26,7 +26,7 @@ from instep.recipe.start_file import start_file
 from instep.report.loggers.base import check_loggers
 from instep.spec import OF_AXIS, ROUND_OPTIONS, SHARED, JobSpec, MeshSpec, SyncSpec
 from instep.state.model_file import check_hash
-from instep.sync import LEASED, ROUNDS, SERVERS, STRATEGIES, clashes
+from instep.sync import ROUNDS, SERVERS, STRATEGIES, clashes
 from instep.system.environment import ASKED, INSIDE
 
 WILDCARDS = ("::", "::0", "[::]", "*")
@@ -157,10 +157,6 @@ def _check_sync(job: JobSpec, *, resumed: bool) -> None:
         raise SpecError(
             f"sync.servers = {sync.servers}: {sync.name} has no servers. Leave the key out, or "
             "use sync.name = 'server_sync'."
-        )
-    if sync.name in LEASED and sync.servers != 1:
-        raise SpecError(
-            f"sync.servers = {sync.servers}: {sync.name} has one server. Leave the key out."
         )
     if sync.name == "server_sync" and sync.options.get("copy") and sync.servers < 2:
         raise SpecError(

@@ -14,13 +14,18 @@ from instep.comm.channel import Address
 from instep.errors import PeerError
 from instep.worker.leased import line as line_file
 from instep.worker.leased.line import Ask, Door, Grant, Line
-from instep.worker.leased.portions import Parcel
+from instep.worker.leased.portions import Parcel, buffers_of, whole_pieces
 
 MODEL = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
 
 
+def parcel_of(model):
+    parameters = list(model.parameters())
+    return Parcel(parameters, whole_pieces(parameters), buffers_of(model))
+
+
 def parcel():
-    return Parcel(MODEL, list(MODEL.parameters()))
+    return parcel_of(MODEL)
 
 
 @pytest.fixture
@@ -177,7 +182,7 @@ def test_a_parcel_has_every_sort_of_tensor():
     model.register_buffer("flags", torch.tensor([True, False]))
     model.register_buffer("empty", torch.zeros(0))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    made = Parcel(model, list(model.parameters()))
+    made = parcel_of(model)
     made.load()
     with torch.no_grad():
         for tensor in model.state_dict().values():
