@@ -212,6 +212,16 @@ def test_processes_that_join_with_other_arguments_end_with_the_first_that_differ
         assert "train.global_batch = 17 in process 1, and with 16 in process 0" in program.stderr
 
 
+def test_a_run_keeps_the_options_of_a_codec_that_processes_leave_out(
+    start: Start, tmp_path: Path
+) -> None:
+    for program in two_tasks(start, RECIPES / "joins_with_a_codec.py", tmp_path / "runs"):
+        assert program.process.returncode == 0, program.stderr
+    run = RunFolder(tmp_path / "runs" / "coded")
+    assert len(run.named("run_started")) == 2
+    assert run.spec.sync.codec_options == {"block": 128, "rounding": "nearest"}
+
+
 def test_loops_of_unequal_length_end_with_the_reason_to_the_bit_too(
     start: Start, tmp_path: Path
 ) -> None:
