@@ -93,6 +93,25 @@ def test_encrypted_lines_carry_the_same(doors, connected):
     check_carries(door, line, 3)
 
 
+@pytest.mark.parametrize("encrypted", [False, True], ids=["", "encrypted"])
+def test_a_line_is_idle_until_its_other_end_leaves(doors, connected, encrypted):
+    authority = Authority()
+    ours, its = (authority.issue(Identity("worker", n)) if encrypted else None for n in (3, 9))
+    door = doors(its)
+    line = connected(door, credentials=ours)
+    line.send(Ask(), ())
+    guest, _ = door.next(5.0)
+    guest.answer(Grant(True, []))
+    line.receive(Grant, parcel().flats)
+    time.sleep(0.2)
+    assert line.idle
+    guest.close()
+    deadline = time.monotonic() + 5
+    while line.idle:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("what", ["another run", "another number", "plain"])
 def test_a_stranger_is_not_let_in_to_an_encrypted_door(doors, connected, what):
     authority = Authority()

@@ -5,12 +5,14 @@ it kept is in a memory file that the next one gets.
 """
 
 import copy
+import errno
 import os
 import random
 import threading
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from instep.errors import PeerError, WorkerError
@@ -19,14 +21,15 @@ from instep.sync.servers.leases import Unit
 from instep.sync.servers.server_async import ServerAsync
 from instep.system import host_memory
 from instep.worker.leased.commits import Commits, Push
-from instep.worker.leased.further import Further
+from instep.worker.leased.further import Further, path_of, write_shard
 from instep.worker.leased.holding import Holding
 from instep.worker.leased.line import Door, Line
 from instep.worker.leased.others import Others
 from instep.worker.leased.portions import Parcel, Portions, buffers_of, changes
-from instep.worker.leased.questions import Answer, Apply, Prepare, Pull, Question, Stage
+from instep.worker.leased.questions import Answer, Apply, Prepare, Pull, Question, Stage, Write
 from instep.worker.step.host_copy import HostCopy
 from instep.worker.step.leased import LeasedUpdate
+from instep.worker.step.served import put_together
 
 SAMPLES, TRAIN = 90, TrainSpec(global_batch=16, micro_batches=4, steps=40)
 STEPS, FIRST = 9, 100
@@ -400,6 +403,74 @@ def test_a_push_without_its_parts_does_not_count_and_its_micro_batch_is_leased_a
     worker.ask()
     assert worker.lease.unit == unit
     assert worker.push() is not None
+
+
+def test_parts_of_an_older_lease_do_not_count(runs):
+    run = runs(2, OPTIMIZERS["sgd"])
+    worker = Worker(run, 0)
+    worker.ask()
+    total, weight, present = worker.compute()
+    worker.stage(present)
+    worker.ask()
+    push = Push(worker.lease.token, total, weight, 0, present, worker.pushed[0].pieces, [])
+    assert run.take(push) is None
+
+
+def test_what_was_computed_with_an_update_that_did_not_happen_does_not_count(runs):
+    run = runs(2, OPTIMIZERS["sgd"])
+    worker, other = Worker(run, 0), Worker(run, 1)
+    for _ in range(4):
+        worker.turn()
+    worker.ask()
+    _, _, present = worker.compute()
+    worker.stage(present)
+    (told,) = run.others.ask(Prepare(worker.lease.token, 0, 3))
+    assert told.fine
+    run.others.ask(Apply(3, True, 1.0, run.part.update.options(), True))
+    other.ask()  # and gets the part of an update that is not made by all
+    unit = other.lease.unit
+    run.others.close()
+    run.others.meet()
+    assert run.threads[1].further.at == (0, 2)
+    assert other.push() is None
+    other.ask()
+    assert other.lease.unit == unit
+    assert other.push().version == 3
+
+
+def test_states_of_all_servers_are_those_of_one_optimizer_in_a_checkpoint(runs, tmp_path):
+    make = OPTIMIZERS["adamw"]
+    run, one = runs(3, make), runs(1, make)
+    for each in (run, one):
+        worker = Worker(each, 0)
+        for _ in range(8):
+            worker.turn()
+    asked = Write(str(tmp_path / "shard-"), "-0")
+    names = [name for name, p in MODEL.named_parameters() if p.requires_grad]
+    told = [write_shard(asked, 0, run.part.holding, names), *run.others.must(asked)]
+    assert all(each.fine and each.size_bytes for each in told)
+    shards = {}
+    for place in range(3):
+        shards |= load_file(path_of(asked, place))
+    model = copy.deepcopy(one.part.model)
+    whole = put_together(shards, model)
+    for own, other in zip(model.parameters(), one.part.model.parameters(), strict=True):
+        wanted = one.part.update.optimizer.state.get(other, {})
+        assert whole.get(own, {}).keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert torch.equal(whole[own][name], value)
+
+
+def test_a_server_that_cannot_write_says_why(runs, tmp_path):
+    (told,) = runs(2, OPTIMIZERS["adamw"]).others.must(Write(str(tmp_path / "no" / "shard-"), ""))
+    assert told.size_bytes == 0  # there is no state yet
+    run = runs(2, OPTIMIZERS["adamw"])
+    worker = Worker(run, 0)
+    for _ in range(2):
+        worker.turn()
+    (told,) = run.others.must(Write(str(tmp_path / "no" / "shard-"), ""))
+    assert not told.fine
+    assert told.errno == errno.ENOENT
 
 
 class Dies:

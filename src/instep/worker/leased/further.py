@@ -11,7 +11,6 @@ master. Way in: `Further.take_in`.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -173,7 +172,6 @@ class Further:
             self.at = at
         elif held is None:
             self.keep()
-        self._copy.forget_after(Attempt(*at, sys.maxsize))
         self._holding.drop()
         self._met = True
         return Answer()

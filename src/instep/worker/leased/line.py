@@ -179,9 +179,9 @@ class Line:
         return taken
 
     def _fill(self, into: memoryview, waits: Callable[[], None]) -> None:
-        self._socket.settimeout(LOOK_S)
         while into.nbytes:
             try:
+                self._socket.settimeout(LOOK_S)  # fails once another thread has closed it
                 got = self._socket.recv_into(into)
             except TimeoutError:
                 waits()

@@ -86,16 +86,12 @@ class HostCopy:
 
     def back_to(self, at: Attempt) -> Snapshot:
         """What there is of one of these commits; newer ones are forgotten. Tensors are copies."""
-        self.forget_after(at)
-        held = self._memory.at(*at)
-        assert held is not None, "it is held"
-        return _snapshot(held)
-
-    def forget_after(self, at: Attempt) -> None:
-        """Forget copies of commits that did not happen: those after this one."""
         for each in self.held():
             if each > at:
                 self._memory.forget(*each)
+        held = self._memory.at(*at)
+        assert held is not None, "it is held"
+        return _snapshot(held)
 
     def clear(self) -> None:
         """Forget what was copied: another replica or a checkpoint has the state."""
