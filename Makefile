@@ -21,7 +21,7 @@ demo: setup      ## train the first example on two processes, ending with a repo
 	env -u OMP_NUM_THREADS $(BIN)/instep run examples/01_digits/job.toml --workers 2
 
 test: setup      ## the whole suite; about nine minutes on two cores
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 # No run, and none of the files that take seconds for each test: 84 % of the tests in 25 % of the time.
 SLOWER := control/test_a_silent_worker data/test_loader data/test_unreadable \

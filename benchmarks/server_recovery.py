@@ -3,7 +3,8 @@
     python benchmarks/server_recovery.py [--kills 10] [--copies 4096] [--only NAME ...]
 
 Two workers on this machine; `server_sync` with two servers, with and without copies on the other
-one, and the strategies without lockstep. A server gets SIGKILL at a moment drawn by chance.
+one, and the strategies without lockstep with one server and with two. A server gets SIGKILL at a
+moment drawn by chance.
 `lost_s` is from the kill until the master knows; `going_s` until the end of the first step that
 begins after it. The aim is 2 s more than `lost_s`. At the end no worker may have been started
 again, and the parameters have to be the sum of what the ledger says was trained on:
@@ -45,6 +46,8 @@ CASES: dict[str, dict[str, object]] = {
     },
     "server_async": {"sync.name": "server_async"},
     "bounded_stale": {"sync.name": "bounded_stale"},
+    "server_async, two servers": {"sync.name": "server_async", "sync.servers": 2},
+    "bounded_stale, two servers": {"sync.name": "bounded_stale", "sync.servers": 2},
 }
 LIMIT_S = 60.0
 

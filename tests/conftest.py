@@ -24,10 +24,13 @@ multiprocessing.set_forkserver_preload(["torch", "torch.distributed.fsdp"])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests may take ten minutes: their verdict is not to depend on the machine's speed."""
+    """Tests that wait may take longer than each of their waits, so that what they say of it comes
+    first: their verdict is not to depend on the machine's speed."""
     for item in items:
-        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(600))
+        marks = {mark.name for mark in item.iter_markers()}
+        limit_s = 600 if "slow" in marks else 400 if "process" in marks else None
+        if limit_s is not None and not marks & {"timeout", "long"}:
+            item.add_marker(pytest.mark.timeout(limit_s))
 
 
 @pytest.fixture(autouse=True)

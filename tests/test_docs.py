@@ -153,6 +153,18 @@ def test_every_command_has_its_heading():
     assert [name for name in COMMANDS if f"instep {name}" not in titles] == []
 
 
+def test_every_variable_that_is_set_in_the_environment_is_on_the_page():
+    page = (ROOT / "docs/reference/command-line.md").read_text("utf-8")
+    found = set()
+    for file in (ROOT / "src/instep").rglob("*.py"):
+        text = file.read_text("utf-8")
+        for quote, name in re.findall(r'environ\.setdefault\(("?)(\w+)', text):
+            constants = re.findall(rf'^{name} = "(\w+)"', text, re.M)
+            found |= {name} if quote else set(constants)
+    assert len(found) >= 5
+    assert [name for name in sorted(found) if f"| `{name}` |" not in page] == []
+
+
 def test_every_place_in_the_code_that_the_architecture_names_exists():
     text = (ROOT / "docs/architecture.md").read_text("utf-8")
     places = re.findall(r"`((?:\w+/)*\w+\.py):([\w.]+)`", text)

@@ -106,8 +106,8 @@ IN_A_JOB_FILE = [
         ["does not go with train.device = 'cuda'", "compute on the CPU"],
     ),
     Job(
-        '[sync]\nname = "bounded_stale"\nservers = 2',
-        ["sync.servers = 2: bounded_stale has one server", "Leave the key out."],
+        '[sync]\nname = "bounded_stale"\nservers = 0',
+        ["sync.servers = 0: needs to be at least 1"],
     ),
     Job(
         '[sync]\nname = "bounded_stale"\noptions = { staleness = -1 }',
@@ -228,14 +228,17 @@ IN_A_JOB_FILE = [
         "[report]\ntensorboard = true",
         ["report.tensorboard is now called report.loggers", "loggers = ['tensorboard']"],
     ),
-    Job('[report]\nloggers = ["wandbb"]', ["no logger is called 'wandbb'", "'wandb'"]),
+    Job(
+        '[report]\nloggers = ["wandbb"]',
+        ["report.loggers: no logger is called 'wandbb'", "'wandb'"],
+    ),
     Job(
         '[sync]\nname = "allreduce"',
-        ["no sync strategy is called 'allreduce'", "Did you mean 'all_reduce'?"],
+        ["sync.name: no sync strategy is called 'allreduce'", "Did you mean 'all_reduce'?"],
     ),
     Job(
         '[sync]\ncodec = "topk"',
-        ["no codec is called 'topk'. Did you mean 'top_k'? Known: bfloat16, "],
+        ["sync.codec: no codec is called 'topk'. Did you mean 'top_k'? Known: bfloat16, "],
     ),
     Job("[mesh]\nschedule = 'gpipe'", ["mesh.schedule = 'gpipe' is for mesh.stages above 1."]),
     Job(
@@ -276,13 +279,18 @@ IN_A_JOB_FILE = [
         code=7,
     ),
     Job('recipe = "recipy.py:recipe"', ["no recipe file", "Did you mean 'recipe.py'?"], code=3),
+    Job(
+        "[arguments]\nwdith = 3",
+        ["[arguments] gives 'wdith', which the recipe function 'recipe' does not take", "'width'"],
+        code=3,
+    ),
 ]
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working folder, with a job and a recipe in it."""
-    (tmp_path / "recipe.py").write_text("def recipe(): ...\n")
+    (tmp_path / "recipe.py").write_text("def recipe(width=2): ...\n")
     (tmp_path / "old.pt").write_bytes(b"PK\x03\x04" + bytes(60))
     whole = safetensors.numpy.save({"a": np.zeros(2, np.float32)})
     (tmp_path / "body.safetensors").write_bytes(whole[:-2])

@@ -94,11 +94,16 @@ class Registry(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def check(self, name: str) -> None:
+    def check(self, name: str, where: str = "") -> None:
         """Raise `SpecError` unless `name` is in the table, or reads like a user's own; imports
-        nothing."""
+        nothing.
+
+        Args:
+            where: the key of the job that has it, for the message.
+        """
         if name not in self._entries and not (self._open and _is_path(name)):
-            raise SpecError(f"no {self.kind} is called {name!r}. {near_miss(name, self)}")
+            key = f"{where}: " if where else ""
+            raise SpecError(f"{key}no {self.kind} is called {name!r}. {near_miss(name, self)}")
 
 
 def _is_path(name: str) -> bool:

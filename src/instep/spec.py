@@ -277,8 +277,8 @@ class SyncSpec(Section, frozen=True, kw_only=True):
     """A key of `sync.STRATEGIES`."""
 
     servers: Positive = 1
-    """Of `server_sync`: how many parameter servers share the parameters. They are processes beside
-    the workers, and hold the optimizer's state. `bounded_stale` and `server_async` have one."""
+    """Of strategies with parameter servers: how many share the parameters. They are processes
+    beside the workers, and hold the optimizer's state."""
 
     codec: str = "none"
     """How gradients are encoded for sending: `none` sends them as they are; `bfloat16` and

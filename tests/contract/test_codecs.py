@@ -1,5 +1,6 @@
 """Every codec keeps the promises of `comm/codecs/base.py`; so does the one that the guide shows."""
 
+import inspect
 import math
 import re
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from helpers import run_processes
-from instep.comm.codecs import CODECS
+from instep.comm.codecs import CODECS, DEFAULTS
 from instep.comm.codecs import places as codec_places
 from instep.comm.codecs.base import ALIGNED_BYTES, CUT
 from instep.comm.codecs.short import Short
@@ -472,3 +473,9 @@ def test_nonzero_packs_places_near_their_entropy(density):
     packed = codec_places.packed(places.unsqueeze(0), count, low)[0]
     assert torch.equal(payload[8 + 4 * sent :], packed)
     assert torch.equal(codec_places.unpacked(packed.unsqueeze(0), sent, low)[0], places)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_the_defaults_that_a_run_writes_down_are_those_of_the_codec(name):
+    known = inspect.signature(CODECS[name]).parameters.values()
+    assert DEFAULTS.get(name, {}) == {p.name: p.default for p in known if p.name != "seed"}

@@ -94,6 +94,7 @@ def outputs(model: nn.Module) -> Tensor:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_ends_as_a_plain_loop_with_peft_does_and_is_exported_for_both(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

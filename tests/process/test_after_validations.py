@@ -68,6 +68,7 @@ def test_the_rates_are_those_that_torch_makes_of_the_same_validation_losses(on_p
     assert rate < 0.5
 
 
+@pytest.mark.slow
 def test_any_number_of_workers_and_a_resumed_run_have_the_same_rates(tmp_path, on_plateaus):
     assert digest(train(tmp_path / "a", "plateaus", workers=3)) == digest(on_plateaus)
     stopped = train(tmp_path / "b", "plateaus", train=TRAIN | {"stop_after_steps": 65})

@@ -195,7 +195,6 @@ def emulated(cluster: Cluster, network: netlab.Network, places: list[str]) -> li
 
 
 @needs_hosts
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("setting", ["", pytest.param("network=private", marks=pytest.mark.slow)])
 def test_between_several_addresses_no_byte_is_plain_unless_the_job_says_so(
     start: Start, tmp_path: Path, undisturbed: Path, setting: str
@@ -225,7 +224,6 @@ def test_between_several_addresses_no_byte_is_plain_unless_the_job_says_so(
 
 
 @needs_hosts
-@pytest.mark.timeout(180)
 @pytest.mark.slow
 def test_a_machine_that_is_disconnected_and_comes_back_keeps_its_place(
     start: Start, tmp_path: Path, undisturbed: Path

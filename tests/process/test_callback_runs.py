@@ -41,16 +41,19 @@ def plain(lines: list[dict]) -> list[dict]:
     return [line for line in lines if line["moment"] != "on_save"]
 
 
-def check_complete(lines: list[dict], wanted: list[dict]) -> None:
-    """Each call of the undisturbed run is there once as a first one, in the same order; each that
-    is repeated follows one that was begun."""
-    first = [line for line in plain(lines) if not line["again"]]
-    assert first == plain(wanted)
-    known = Counter(key(line) for line in first)
-    assert all(known[key(line)] == 1 for line in plain(lines))
+def check_complete(lines: list[dict], wanted: list[dict], kills: int = 0) -> None:
+    """Each call of the undisturbed run is there, in the same order, and once as a first one; but a
+    kill can come after a call was begun and before it could write, and then only its repetition
+    is there. All others that are repeated follow a first one."""
+    seen = dict[tuple, dict]()
+    for line in plain(lines):
+        seen.setdefault(key(line), line)
+    assert [line | {"again": False} for line in seen.values()] == plain(wanted)
+    assert sum(line["again"] for line in seen.values()) <= kills
+    assert all(seen[key(line)] is line for line in plain(lines) if not line["again"])
     saved = Counter(line["checkpoint"] for line in lines if line["moment"] == "on_save")
     assert all(line["there"] for line in lines if line["moment"] == "on_save")
-    assert saved.keys() >= {f"step-{STEPS:08d}"}
+    assert saved.keys() >= {f"step-{max(line['step'] for line in wanted):08d}"}
 
 
 def key(line: dict) -> tuple:
@@ -122,7 +125,7 @@ def test_kills_at_random_moments_repeat_only_calls_that_were_begun(
     kill_members(program, kills, random.Random(kills))
     assert program.end(300) == 0, program.stderr
     lines = written(program.run)
-    check_complete(lines, written(undisturbed))
+    check_complete(lines, written(undisturbed), kills)
     if not program.events("went_back"):
         assert sum(line["again"] for line in plain(lines)) <= 2 * kills
 
@@ -206,8 +209,7 @@ def test_each_way_to_train_calls_once_and_in_order_also_if_its_processes_are_kil
     assert kill_members(program, 3, random.Random(kind), pauses_s=(0.3, 1.0)).total() == 3
     assert program.end(300) == 0, program.stderr
     lines = written(program.run)
-    assert [line for line in plain(lines) if not line["again"]] == plain(wanted)
-    assert {line["checkpoint"] for line in lines if "checkpoint" in line} >= {"step-00000060"}
+    check_complete(lines, wanted, kills=3)
     logged = RunFolder(program.run).logged["twice_the_loss"]
     assert {step: value for step, (value, _) in logged.items()} == {
         line["step"]: 2 * line["loss"] for line in wanted

@@ -34,7 +34,8 @@ def begin(
     job.write_text(
         f'name = "{name}"\nrecipe = "{RECIPES / recipe}.py:recipe"\nworkers = {workers}\n'
         f'seed = 5\n[train]\nsteps = {STEPS}\nglobal_batch = 16\ndeal = "even"\n'
-        '[sync]\ncodec = "int8"\n[checkpoint]\nevery = 50\nkeep_last = 9\n'
+        '[sync]\ncodec = "int8"\noptions = { encode_vectors = true }\n'
+        "[checkpoint]\nevery = 50\nkeep_last = 9\n"
         f"[arguments]\npause_s = {pause_s}\n"
     )
     return start("-m", "instep", "run", job)

@@ -190,7 +190,6 @@ def bits(start: Start, file: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_workers_of_the_script_that_was_one_for_ddp_are_killed(start: Start) -> None:
     file = PROGRAMS / "ddp" / "with_instep.py"
     program = start("-m", "instep", "run", file, "--workers", 2, *LONGER)
@@ -203,7 +202,6 @@ def test_workers_of_the_script_that_was_one_for_ddp_are_killed(start: Start) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_torchrun_restarts_the_recipe_that_continues_at_its_checkpoint(
     start: Start, tmp_path: Path
 ) -> None:

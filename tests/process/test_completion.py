@@ -3,7 +3,6 @@
 import os
 import pty
 import re
-import select
 import shutil
 import subprocess
 import time
@@ -13,6 +12,7 @@ import pytest
 from instep.cli import COMMANDS
 from instep.cli.completion import script
 from instep.cli.parsing import make_parser
+from instep.system.processes import wait_readable
 
 pytestmark = pytest.mark.process
 
@@ -62,7 +62,7 @@ class Terminal:
         read, deadline = "", time.monotonic() + 60
         while until not in read:
             left_s = deadline - time.monotonic()
-            assert select.select([self._end], [], [], max(left_s, 0))[0], (until, read)
+            assert wait_readable([self._end], max(left_s, 0)), (until, read)
             read += re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\x07", "", os.read(self._end, 4096).decode())
         return read
 

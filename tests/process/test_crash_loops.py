@@ -150,7 +150,6 @@ def test_a_read_that_never_ends_before_the_first_step_is_the_cause_after_two_att
     assert "data.unreadable = 'skip'" in first
 
 
-@pytest.mark.timeout(400)  # three attempts of 30 s
 @pytest.mark.parametrize("loaders", [long(0), slow(1)])
 def test_a_read_that_never_ends_before_the_first_step_is_skipped_if_the_job_says_so(
     run: Start, loaders: int

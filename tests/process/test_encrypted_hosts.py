@@ -22,7 +22,7 @@ from instep.cli import main
 from instep.lab import netlab
 from instep.system.processes import FORWARDER
 
-pytestmark = [pytest.mark.process, needs_hosts, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.process, needs_hosts]
 
 __all__ = ["longer"]  # the fixture
 

@@ -70,18 +70,22 @@ def test_a_host_with_a_server_is_lost_and_the_copy_on_another_is_used(
     check_is_encrypted_and_nothing_is_left(program)
 
 
-@pytest.mark.parametrize("what", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_host_of_workers_is_lost_and_each_micro_batch_is_committed_once_to_the_server(
-    start: Start, tmp_path: Path, what: signal.Signals
+@pytest.mark.parametrize(
+    ("what", "servers"),
+    [(signal.SIGKILL, 1), (signal.SIGSTOP, 1), (signal.SIGKILL, 2)],
+    ids=["killed", "stopped", "killed, with two servers"],
+)
+def test_a_host_of_workers_is_lost_and_each_micro_batch_is_committed_once_to_the_servers(
+    start: Start, tmp_path: Path, what: signal.Signals, servers: int
 ) -> None:
     with netlab.Network(3) as network:
-        job = write_job(tmp_path, 3, 'name = "server_async"', 0.05)
+        job = write_job(tmp_path, 3, f'name = "server_async"\nservers = {servers}', 0.05)
         with job.open("a") as file:
             file.write(launch(network))
         program = start("-m", "instep", "run", job)
         program.until(program.is_training, "training")
         places = homes(program)
-        away = next(host for host in range(3) if host != places[3])
+        away = next(n for n in range(3) if n not in (places[3], places[3 + servers - 1]))
         lost = {n for n, host in places.items() if host == away}
         pids = newest_pids(program)
         hit = all_of(program, away)
@@ -92,7 +96,8 @@ def test_a_host_of_workers_is_lost_and_each_micro_batch_is_committed_once_to_the
         send(hit, signal.SIGCONT)
         assert program.end(300) == 0, program.stderr
     check_exact(RunFolder(program.run))
-    assert newest_pids(program)[3] == pids[3]  # the server has seen nothing of it
+    for server in range(3, 3 + servers):  # they have seen nothing of it
+        assert newest_pids(program)[server] == pids[server]
     check_is_encrypted_and_nothing_is_left(program)
 
 

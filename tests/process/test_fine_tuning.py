@@ -121,6 +121,7 @@ def test_a_file_that_does_not_fit_ends_the_run_with_the_names(file: Path, run: S
     assert list(program.work.iterdir()) == []  # it was refused before it trained
 
 
+@pytest.mark.slow
 def test_an_own_loop_is_refused_start_and_freeze(start: Start) -> None:
     program = start(RECIPES / "joins_with_start.py")
     assert program.end() != 0

@@ -90,6 +90,7 @@ def test_if_no_worker_has_a_copy_the_run_goes_back_before_the_fault(
     program.check_nothing_is_left()
 
 
+@pytest.mark.slow
 def test_a_micro_batch_in_which_nothing_counts_is_no_corruption(
     start: Start, tmp_path: Path
 ) -> None:

@@ -212,6 +212,16 @@ def test_processes_that_join_with_other_arguments_end_with_the_first_that_differ
         assert "train.global_batch = 17 in process 1, and with 16 in process 0" in program.stderr
 
 
+def test_a_run_keeps_the_options_of_a_codec_that_processes_leave_out(
+    start: Start, tmp_path: Path
+) -> None:
+    for program in two_tasks(start, RECIPES / "joins_with_a_codec.py", tmp_path / "runs"):
+        assert program.process.returncode == 0, program.stderr
+    run = RunFolder(tmp_path / "runs" / "coded")
+    assert len(run.named("run_started")) == 2
+    assert run.spec.sync.codec_options == {"block": 128, "rounding": "nearest"}
+
+
 def test_loops_of_unequal_length_end_with_the_reason_to_the_bit_too(
     start: Start, tmp_path: Path
 ) -> None:
@@ -319,7 +329,7 @@ def check_refused_by_1(zero: Started, one: Started, runs: Path) -> None:
     assert list(runs.iterdir()) == []
 
 
-@pytest.mark.parametrize("late", [9, slow(1)])
+@pytest.mark.parametrize("late", [slow(9), slow(1)])
 def test_the_others_end_with_what_process_0_refused_before_it_had_a_master(
     start: Start, tmp_path: Path, late: int
 ) -> None:

@@ -52,6 +52,7 @@ def test_the_best_is_known_again_after_a_restart(run: Start, start: Start) -> No
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000002", "step-00000021"]
 
 
+@pytest.mark.slow
 def test_a_metric_that_the_recipe_does_not_have_is_refused_before_training(run: Start) -> None:
     program = run("tiny.py:recipe", *TINY, "checkpoint.keep_best=1", "checkpoint.best_metric=acc")
     assert program.end() == 2

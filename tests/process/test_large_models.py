@@ -139,6 +139,7 @@ def test_two_blocks_show_a_mesh_that_computes_other_gradients(run: Start, start_
     assert "its gradient of 'enter.weight' is off by" in program.stderr
 
 
+@pytest.mark.slow
 def test_a_model_that_the_recipe_has_built_cannot_be_built_in_parts(run: Start):
     program = run("large.py:built", *QUICK)
     assert program.end() == 2

@@ -16,7 +16,7 @@ import counted
 import pytest
 import tiny
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from started import RECIPES, Start, Started, kill, kill_members, newest_pids, slow
 from torch import nn
 
@@ -30,11 +30,19 @@ pytestmark = pytest.mark.process
 SAMPLES, STEPS, BATCH, PARTS = 101, 160, 16, 4
 
 
-def plain_loop(steps: int) -> dict[str, torch.Tensor]:
-    """What a loop of plain PyTorch makes of the micro-batches of so many steps."""
+def plain_loop(steps: int, start: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+    """What a loop of plain PyTorch makes of the micro-batches of so many steps.
+
+    Args:
+        steps: of the job.
+        start: what the model begins with; then its first layer is frozen.
+    """
     recipe = call(tiny.recipe, {}, 5)
     model, order = copy.deepcopy(recipe.model), Order(SAMPLES, 5)
-    assert isinstance(model, nn.Module)
+    assert isinstance(model, nn.Sequential)
+    if start is not None:
+        model.load_state_dict(start)
+        model[0].requires_grad_(False)
     inputs, labels = recipe.train.tensors
     optimizer = recipe.optimizer(model.parameters())
     per_epoch = -(-SAMPLES // BATCH)
@@ -230,6 +238,33 @@ def test_a_run_is_stopped_and_resumed(tmp_path: Path, then: int) -> None:
     check_exact(run)
     if then == 1:
         check_equal(run, plain_loop(STEPS))
+
+
+@pytest.mark.slow
+def test_workers_of_a_resumed_run_have_the_frozen_parameters_of_its_checkpoint(
+    tmp_path: Path,
+) -> None:
+    model = call(tiny.recipe, {}, 9).model
+    assert isinstance(model, nn.Module)
+    save_file(model.state_dict(), tmp_path / "start.safetensors")
+    halted = instep.train(
+        f"{RECIPES / 'tiny.py'}:recipe",
+        name="frozen",
+        runs=tmp_path,
+        seed=5,
+        quiet=True,
+        workers=1,
+        start={"model": str(tmp_path / "start.safetensors"), "freeze": ["0.*"]},
+        sync={"name": "bounded_stale", "options": {"staleness": 0}},
+        train={
+            "steps": 20,
+            "global_batch": BATCH,
+            "micro_batches": PARTS,
+            "stop_after_steps": 9,
+        },
+    )
+    again = instep.resume(halted.path, quiet=True, train={"stop_after_steps": None})
+    check_equal(RunFolder(again.path), plain_loop(20, model.state_dict()))
 
 
 @pytest.mark.slow

@@ -46,6 +46,7 @@ def check_replaced(program: Started, stopped: psutil.Process, event: str, count:
     assert not psutil.pid_exists(stopped.pid) or stopped.status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.slow
 def test_a_master_that_is_stopped_is_replaced_and_no_worker_starts_again(
     start: Start, tmp_path: Path, undisturbed: Path
 ) -> None:

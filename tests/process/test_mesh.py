@@ -78,7 +78,7 @@ def check_equal(program, wanted, most=1e-10):
     ("workers", "mesh"),
     [
         (2, {"shard": 2}),
-        (2, {"tensor": 2}),
+        slow(2, {"tensor": 2}),
         slow(4, {"tensor": 2}),
         slow(4, {"shard": 2, "tensor": 2}),
         slow(2, {"shard": 2, "zero": 2, "checkpointing": '"blocks"'}),

@@ -202,7 +202,8 @@ def test_a_replica_hands_over_before_it_leaves(start: Start, tmp_path: Path):
     )
     scale(program.run, 4)
     assert program.end() == 0, program.stderr
-    assert program.events("generation_started")[-1]["members"] == [0, 1, 2, 3]
+    members = program.events("generation_started")[-1]["members"]
+    assert members in ([0, 1, 2, 3], [0, 1, 4, 5])  # others where the first are not yet gone
     check_nothing_is_lost(program, 200)
 
 

@@ -43,7 +43,7 @@ def test_a_mesh_in_which_something_is_left_out_is_refused_and_the_first_tensor_i
 @pytest.mark.parametrize(
     "mesh",
     [
-        ("mesh.shard=2",),
+        slow(("mesh.shard=2",)),
         slow(("mesh.shard=2", "mesh.zero=2")),
         slow(("mesh.tensor=2",)),
         slow(("mesh.stages=2", "mesh.pipeline_batches=2", "arguments.drop=0.0")),

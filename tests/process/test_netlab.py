@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import select
 import signal
 import socket
 import subprocess
@@ -16,6 +15,7 @@ import pytest
 
 from instep.lab import netlab
 from instep.lab.netlab import Network, NetworkError
+from instep.system.processes import wait_readable
 
 TOOL = ["-m", "instep", "netlab"]
 TIMEOUT_S = 30.0
@@ -44,7 +44,7 @@ def connection(network: Network, one: str, other: str) -> Iterator[tuple[socket.
 
 
 def hears(socket_: socket.socket, seconds: float) -> bool:
-    return bool(select.select([socket_], [], [], seconds)[0])
+    return bool(wait_readable([socket_.fileno()], seconds))
 
 
 class Traces:

@@ -8,7 +8,7 @@ from test_partitions import needs_hosts
 
 from instep.lab import netlab
 
-pytestmark = [pytest.mark.process, needs_hosts, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.process, needs_hosts]
 
 STEPS = 12
 MODEL_BYTES = 4 * (7 * 55_000 + 55_000 * 3 + 3)

@@ -213,7 +213,7 @@ def test_layers_that_stay_have_the_same_bits_on_any_workers_and_resumed(run: Sta
     assert len(hashes) == 1
 
 
-@pytest.mark.parametrize("partition", ["labels", slow("blocks")])
+@pytest.mark.parametrize("partition", [slow("labels"), slow("blocks")])
 def test_with_bits_the_hash_is_the_same_on_any_number_of_workers_and_resumed(
     run: Start, start: Start, partition
 ):

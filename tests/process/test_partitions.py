@@ -73,7 +73,6 @@ def check_no_process_is_left(program: Started) -> None:
 
 
 @needs_hosts
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "away",
     [["h3"], ["h1", "h2"]],
@@ -106,7 +105,6 @@ def test_the_side_with_the_master_continues_whether_larger_or_smaller(
 
 
 @needs_hosts
-@pytest.mark.timeout(180)
 @pytest.mark.slow
 def test_one_worker_that_the_master_still_reaches_trains_on_and_the_four_others_write_nothing(
     start: Start, tmp_path: Path, network: netlab.Network, undisturbed: Path
@@ -136,7 +134,6 @@ def test_one_worker_that_the_master_still_reaches_trains_on_and_the_four_others_
 
 
 @needs_hosts
-@pytest.mark.timeout(180)
 @pytest.mark.slow
 def test_a_master_that_is_cut_off_from_all_waits_for_them_and_no_step_is_lost(
     start: Start, tmp_path: Path, network: netlab.Network, undisturbed: Path
@@ -163,7 +160,6 @@ def test_a_master_that_is_cut_off_from_all_waits_for_them_and_no_step_is_lost(
 
 
 @needs_hosts
-@pytest.mark.timeout(180)
 @pytest.mark.slow
 def test_a_newcomer_that_has_part_of_the_state_leaves_the_group_if_its_source_is_killed(
     start: Start, tmp_path: Path, network: netlab.Network
@@ -184,7 +180,6 @@ def test_a_newcomer_that_has_part_of_the_state_leaves_the_group_if_its_source_is
     check_no_process_is_left(program)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.slow
 def test_hosts_may_be_on_one_machine_and_a_worker_that_is_lost_starts_where_the_fewest_are(
     start: Start, tmp_path: Path, undisturbed: Path

@@ -224,7 +224,6 @@ def short_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("whose", ["the program's own", "an existing"])
 def test_nothing_is_left_on_a_cluster_when_the_program_is_killed(
     run: Start, request: pytest.FixtureRequest, short_folder: None, whose: str
@@ -247,7 +246,6 @@ def test_nothing_is_left_on_a_cluster_when_the_program_is_killed(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_ctrl_c_in_a_terminal_stops_at_a_commit_and_ends_the_programs_own_cluster(
     run: Start, short_folder: None
 ) -> None:
@@ -261,7 +259,6 @@ def test_ctrl_c_in_a_terminal_stops_at_a_commit_and_ends_the_programs_own_cluste
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_a_run_begins_on_the_nodes_that_are_there_and_a_worker_moves_to_one_that_comes(
     run: Start, cluster: Any
 ) -> None:

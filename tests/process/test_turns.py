@@ -99,12 +99,13 @@ def test_any_number_of_workers_gives_what_a_plain_loop_gives(tmp_path, plain, wo
     assert run.summary["repeated_samples"] == run.summary["missing_samples"] == 0
 
 
-@pytest.mark.parametrize("workers", [slow(2), slow(3)])  # the tests below do so by the way
+@pytest.mark.parametrize("workers", [slow(2), slow(3)])
 def test_with_bits_every_number_of_workers_gives_the_same(tmp_path, alone, workers):
     found = trained(tmp_path, workers)
     assert found.summary["parameters_sha256"] == alone.summary["parameters_sha256"]
 
 
+@pytest.mark.slow
 def test_workers_killed_within_and_between_the_turns_leave_no_trace(tmp_path, alone):
     """One in each turn's passes, and one in each turn's update, when others may have committed."""
     marks = tmp_path / "marks"

@@ -7,7 +7,7 @@ import pytest
 import torch
 import votes
 from safetensors.torch import load_file
-from started import RECIPES, Start, Started, kill_members
+from started import RECIPES, Start, Started, kill_members, slow
 from torch import nn
 
 import instep
@@ -76,7 +76,7 @@ def check_same(program: Started, wanted) -> None:
         torch.testing.assert_close(tensor, wanted[name], rtol=0.0, atol=1e-6)
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [slow(1), 3])
 def test_a_run_equals_a_plain_loop_over_the_voters(start: Start, tmp_path: Path, workers: int):
     """Epochs end with nine samples for three voters."""
     program = begin(start, tmp_path, "plain", workers=workers)

@@ -27,6 +27,7 @@ from instep import spec_file
 from instep.client import meeting as meetings
 from instep.client import refusal
 from instep.client.following import logged
+from instep.client.job_checks import with_options
 from instep.client.meeting import Meeting
 from instep.client.placement import Placement, host_address, is_loopback
 from instep.client.results import about, failure, finish, recipe_sha256, refused
@@ -149,12 +150,14 @@ class Host:
         """Lock a run folder; returns where training starts, None if the run is complete."""
         job = self._job
         if not (resume and (runs / job.name / "job.toml").is_file()):
+            job = self._job = with_options(job)
             self.folder = make_run_folder(runs, job, named=False)
             self._hold.enter_context(held(self.folder))
             return BEGINNING
         self.folder = (runs / job.name).resolve()
         self._hold.enter_context(held(self.folder))
         run = RunFolder(self.folder)
+        job = self._job = with_options(job, run.spec)
         # a numbered run is found by its folder's name, which is not its job's
         check_changes(msgspec.structs.replace(run.spec, name=job.name), job)
         if not own_loop and is_complete(run, job):

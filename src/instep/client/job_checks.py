@@ -1,27 +1,32 @@
 """Refuses a job before any process is started: parts that do not exist, or do not go together.
 
 What one section can check by itself is checked in `spec.py`. Ways in: `check_job`, `check_mesh` for
-processes that predict, and `open_switchboard` for the address that a run listens on.
+processes that predict, `with_options` for what a run is to keep, and `open_switchboard` for the
+address that it listens on.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+from inspect import signature
 from pathlib import Path
 
+import msgspec
+
 from instep.comm.certificates import Authority
-from instep.comm.codecs import CODECS
+from instep.comm.codecs import CODECS, DEFAULTS
 from instep.comm.endpoint import Switchboard
 from instep.data.partition import PARTITIONS
 from instep.errors import RecipeError, SpecError, file_beside
 from instep.launch import LAUNCHERS
+from instep.recipe.arguments import check_arguments, signature_in
 from instep.recipe.given import given
 from instep.recipe.start_file import start_file
 from instep.report.loggers.base import check_loggers
 from instep.spec import OF_AXIS, ROUND_OPTIONS, SHARED, JobSpec, MeshSpec, SyncSpec
 from instep.state.model_file import check_hash
-from instep.sync import LEASED, ROUNDS, SERVERS, STRATEGIES, clashes
+from instep.sync import ROUNDS, SERVERS, STRATEGIES, clashes
 from instep.system.environment import ASKED, INSIDE
 
 WILDCARDS = ("::", "::0", "[::]", "*")
@@ -50,21 +55,31 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
             "a run was started while the recipe's file was being imported. Put the call under "
             "`if __name__ == '__main__':`."
         )
-    STRATEGIES.check(job.sync.name)
-    LAUNCHERS.check(job.launch.launcher)
-    CODECS.check(job.sync.codec)
+    STRATEGIES.check(job.sync.name, "sync.name")
+    LAUNCHERS.check(job.launch.launcher, "launch.launcher")
+    CODECS.check(job.sync.codec, "sync.codec")
     check_loggers(job.report.loggers)
-    _check_sync(job)
+    _check_sync(job, resumed=resumed)
     clashes.check(job)
     check_mesh(job.mesh)
     file = Path(job.recipe.rpartition(":")[0])
     if given(job.recipe) is None and not file.is_file():
         raise RecipeError(f"there is no recipe file {str(file)!r}. {file_beside(file, '*.py')}")
+    _check_arguments(job)
     if job.launch.hosts:
         open_switchboard(job).close()
     model = None if resumed else start_file(job.start)
     if model is not None:
         check_hash(model)
+
+
+def _check_arguments(job: JobSpec) -> None:
+    """Refuse `[arguments]` that the recipe function does not take, where that can be told."""
+    file, _, name = job.recipe.rpartition(":")
+    function = given(job.recipe)
+    found = signature_in(Path(file), name) if function is None else signature(function)
+    if found is not None:
+        check_arguments(name, found, job.arguments)
 
 
 def check_mesh(mesh: MeshSpec) -> None:
@@ -105,7 +120,22 @@ def check_mesh(mesh: MeshSpec) -> None:
                 )
 
 
-def _check_sync(job: JobSpec) -> None:
+def with_options(job: JobSpec, before: JobSpec | None = None) -> JobSpec:
+    """The job with all options of its codec: those that it does not give are today's defaults.
+
+    Args:
+        job: of a run that begins, or is resumed.
+        before: the job of the run that is resumed; its options are those that were.
+    """
+    known = DEFAULTS.get(job.sync.codec, {})
+    if before is not None:
+        known = before.sync.codec_options if before.sync.codec == job.sync.codec else {}
+    options = known | job.sync.codec_options
+    replace = msgspec.structs.replace
+    return replace(job, sync=replace(job.sync, codec_options=options))
+
+
+def _check_sync(job: JobSpec, *, resumed: bool) -> None:
     """Refuse keys of `[sync]` that its strategy does not know or needs, and wrong options."""
     sync = job.sync
     if sync.name not in ROUNDS and sync.participants != SyncSpec().participants:
@@ -128,10 +158,6 @@ def _check_sync(job: JobSpec) -> None:
             f"sync.servers = {sync.servers}: {sync.name} has no servers. Leave the key out, or "
             "use sync.name = 'server_sync'."
         )
-    if sync.name in LEASED and sync.servers != 1:
-        raise SpecError(
-            f"sync.servers = {sync.servers}: {sync.name} has one server. Leave the key out."
-        )
     if sync.name == "server_sync" and sync.options.get("copy") and sync.servers < 2:
         raise SpecError(
             f"sync.options.copy = true with sync.servers = {sync.servers}: another server keeps "
@@ -141,7 +167,7 @@ def _check_sync(job: JobSpec) -> None:
     apart = ROUND_OPTIONS if sync.name in ROUNDS else {}
     own = ":" in sync.codec  # is imported by the workers, with the recipe
     options = sync.options.keys() - apart or sync.codec_options
-    if options and not own:  # only then: it imports torch
+    if options and not own and not resumed:  # only then: it imports torch
         from instep.sync.base import strategy_of
 
         strategy_of(sync)
@@ -153,7 +179,7 @@ def _check_partition(sync: SyncSpec) -> None:
         return
     partition = sync.rounds.partition
     if partition != SHARED:
-        PARTITIONS.check(partition)
+        PARTITIONS.check(partition, "sync.options.partition")
     if partition != "labels" and "skew" in sync.options:
         raise SpecError(
             f"sync.options.skew = {sync.options['skew']} with partition = {partition!r}: it says "

@@ -152,7 +152,7 @@ def _lost_in_evaluations(data: Sequence[Data], train: TrainSpec) -> Iterator[Unu
     """What of the loaders to evaluate on is not kept; it changes nothing of what is trained."""
     for each in data:
         batch = each.batch or train.global_batch
-        for lost in each.given.unused("an evaluation", shuffled=False, batch=batch):
+        for lost in each.given.unused("an evaluation", shuffled=None, batch=batch):
             yield lost._replace(remedy="")
 
 

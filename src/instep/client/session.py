@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from instep import spec_file
 from instep.client import placement, refusal
 from instep.client.hosting import Host, meet
-from instep.client.job_checks import check_job
+from instep.client.job_checks import check_job, with_options
 from instep.client.prepared import Prepared
 from instep.client.rendezvous import meeting_at
 from instep.client.script import print_job_if_asked
@@ -133,7 +133,7 @@ def join(
         _OPEN.add(session.run)
     try:
         if not resume:  # a run that continues has the job that it had
-            check_same(job, member.job, place.rank)
+            check_same(with_options(job), member.job, place.rank)
         session.begin(recipe)
     except BaseException as error:
         session.fail(error)

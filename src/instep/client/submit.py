@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from instep import spec_file
-from instep.client.job_checks import check_job, open_switchboard
+from instep.client.job_checks import check_job, open_switchboard, with_options
 from instep.client.launching import launching
 from instep.client.results import about, failure, finish, recipe_sha256, refused
 from instep.comm.endpoint import Switchboard
@@ -187,6 +187,7 @@ def run_job(
         InstepError: nothing was started, or a worker failed (its cause is the text).
     """
     check_job(job, resumed=start_point.checkpoint is not None)
+    job = with_options(job)
     there, view = runs.exists(), {"quiet": quiet, "json": json_output}
     try:
         with launching(job) as (settled, launcher):

@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -24,14 +25,23 @@ from instep.errors import RunError
 from instep.plain_file import check_plain
 from instep.store.folder import StartPoint, gone
 
+T = TypeVar("T")
+
 FILE = "journal.sqlite"
 """In the run folder; of the latest session."""
 
 WHOLE_EVERY = 64
 """One row of so many has all members."""
 
+VERSION = 1
+"""Of its rows. Without checksums they had none."""
 
-_DAMAGED = (sqlite3.Error, ValueError, TypeError)
+
+class _Changed(Exception):
+    """A row is not as it was written."""
+
+
+_DAMAGED = (sqlite3.Error, _Changed)
 """What reading it raises where the disk has changed it. SQLite's are also those of a full disk."""
 
 
@@ -68,6 +78,7 @@ class Journal:
         self._path = run / FILE
         self._members: Mapping[int, Member] = {}  # as they were in the row before
         self._rows_written = 0
+        first = msgspec.msgpack.encode(begin, enc_hook=_plain) if begin is not None else b""
         try:
             if begin is not None:
                 self._path.unlink(missing_ok=True)
@@ -82,12 +93,15 @@ class Journal:
             )
             self._rows.execute("CREATE TABLE IF NOT EXISTS keys (key TEXT PRIMARY KEY, value BLOB)")
             if begin is not None:
-                data = msgspec.msgpack.encode(begin, enc_hook=_plain)
-                self._rows.execute("INSERT INTO begin VALUES (?)", (_sealed(data),))
-            if begin is None:
+                self._rows.execute(f"PRAGMA user_version = {VERSION}")
+                self._rows.execute("INSERT INTO begin VALUES (?)", (_sealed(first),))
+            else:
                 self._check()
             found = self._rows.execute("SELECT begin FROM begin").fetchone()
-            begin = found and msgspec.msgpack.decode(_opened(*found), type=Begin, dec_hook=_made)
+            (version,) = self._rows.execute("PRAGMA user_version").fetchone()
+            if found and version != VERSION:
+                raise RunError(self._of_another_version())
+            begin = self._decoded(_opened(*found), Begin) if found else None
         except OSError as error:
             raise self._unusable(error.strerror) from None
         except _DAMAGED as error:
@@ -152,7 +166,7 @@ class Journal:
             RunError: they cannot be read.
         """
         try:
-            found = self._rows.execute("SELECT * FROM keys").fetchall()
+            found = self._rows.execute("SELECT key, value FROM keys").fetchall()
             return [(key, _opened(value, key)) for key, value in found]
         except _DAMAGED as error:
             raise self._unusable(error) from None
@@ -169,10 +183,11 @@ class Journal:
                 "SELECT whole, state FROM decisions "
                 "WHERE number >= (SELECT MAX(number) FROM decisions WHERE whole) ORDER BY number"
             ):
-                row = msgspec.msgpack.decode(_opened(data, whole), type=_Row)
+                row = self._decoded(_opened(data, whole), _Row)
                 last, members = row.state, members | row.state.members
                 for number in row.gone:
-                    del members[number]
+                    if members.pop(number, None) is None:
+                        raise _Changed("a row is missing")
         except _DAMAGED as error:
             raise self._unusable(error) from None
         return last and replace(last, members=members)
@@ -188,6 +203,24 @@ class Journal:
         if found != "ok":  # rows may be missing
             raise sqlite3.DatabaseError(found.splitlines()[-1])
 
+    def _decoded(self, data: bytes, kind: type[T]) -> T:
+        """What a row has.
+
+        Raises:
+            RunError: it is not what this version writes.
+        """
+        try:
+            return msgspec.msgpack.decode(data, type=kind, dec_hook=_made)
+        except msgspec.DecodeError as error:
+            raise RunError(self._of_another_version()) from error
+
+    def _of_another_version(self) -> str:
+        return (
+            f"{self._path} was written by another version of instep, which began this session: its "
+            "master's decisions cannot be read. Resume the run: a session that begins with this "
+            "version writes its own."
+        )
+
     def _unusable(self, error: Exception | str | None) -> RunError:
         text = f"{self._path} cannot be used: {error}. Make room, or get access to it."
         if isinstance(error, _DAMAGED) and not isinstance(error, sqlite3.OperationalError):
@@ -200,14 +233,14 @@ def _sealed(data: bytes, beside: object = "") -> bytes:
     return zlib.crc32(data, zlib.crc32(repr(beside).encode())).to_bytes(4, "little") + data
 
 
-def _opened(sealed: bytes, beside: object = "") -> bytes:
+def _opened(sealed: object, beside: object = "") -> bytes:
     """The bytes of `_sealed`.
 
     Raises:
-        ValueError: they were changed.
+        _Changed: they are not.
     """
-    if _sealed(sealed[4:], beside) != sealed:
-        raise ValueError("a row was changed")
+    if not isinstance(sealed, bytes) or _sealed(sealed[4:], beside) != sealed:
+        raise _Changed("a row was changed")
     return sealed[4:]
 
 

@@ -60,12 +60,12 @@ class LoaderParts(NamedTuple):
         """What `get_worker_info().dataset` is in a loader process: what the user gave torch."""
         return self.dataset if self.loader is None else self.loader.dataset
 
-    def unused(self, name: str, *, shuffled: bool, batch: int) -> Iterator[Unused]:
+    def unused(self, name: str, *, shuffled: bool | None, batch: int) -> Iterator[Unused]:
         """The properties of the `DataLoader` that are not used.
 
         Args:
             name: of the field that holds it, such as `Recipe.train`.
-            shuffled: whether each epoch has another order.
+            shuffled: whether each epoch has another order; None where nothing follows from it.
             batch: samples of a step.
         """
         if self.loader is None:
@@ -84,16 +84,19 @@ class LoaderParts(NamedTuple):
                 f"train.global_batch = {batch} says how many samples a step takes"
             )
         once = self._every_sample_once(sampler)
-        if (
-            once
-            and type(sampler) is SequentialSampler
-            and shuffled
-            and type(batches) is BatchSampler
-        ):
-            yield Unused(
-                f"{of} has shuffle = False, which is not used: the order of each epoch follows "
-                "from the job's seed. Set train.shuffle = false for the order of the dataset"
-            )
+        if once and type(batches) is BatchSampler:
+            if type(sampler) is SequentialSampler and shuffled:
+                yield Unused(
+                    f"{of} has shuffle = False, which is not used: the order of each epoch follows "
+                    "from the job's seed. Set train.shuffle = false for the order of the dataset"
+                )
+            elif type(sampler) is not SequentialSampler and shuffled is False:
+                random = type(sampler) is RandomSampler
+                yield Unused(
+                    f"{of} has {'shuffle = True' if random else 'a SubsetRandomSampler'}, which "
+                    "is not used to shuffle: train.shuffle = false takes the samples in the order "
+                    "of the dataset. Leave that out for another order in each epoch"
+                )
         if not once:
             yield Unused(
                 f"{of} has a sampler ({type(sampler).__name__}), which is not used: every sample "

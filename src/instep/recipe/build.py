@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from instep.data.reading import generators
 from instep.errors import InstepError, RecipeError, SpecError, file_beside, near_miss
 from instep.recipe import tuning
+from instep.recipe.arguments import check_arguments
 from instep.recipe.combined import CombinedOptimizer
 from instep.recipe.given import given
 from instep.recipe.large import Building, build_in_files, build_large
@@ -139,7 +140,7 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any], seed: int) 
     Raises:
         RecipeError: it does not accept these arguments, or does not return a Recipe.
     """
-    _check_arguments(function, arguments)
+    check_arguments(_name(function), inspect.signature(function), arguments)
     seed_everything(seed)
     recipe = function(**arguments)
     if not isinstance(recipe, Recipe):
@@ -152,25 +153,6 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any], seed: int) 
 
 def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
-
-
-def _check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    parameters = inspect.signature(function).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return
-    name = _name(function)
-    for argument in arguments:
-        if argument not in parameters:
-            raise RecipeError(
-                f"[arguments] gives {argument!r}, which the recipe function {name!r} does not "
-                f"take. {near_miss(argument, parameters)}"
-            )
-    for p in parameters.values():
-        if p.default is p.empty and p.kind is not p.VAR_POSITIONAL and p.name not in arguments:
-            raise RecipeError(
-                f"the recipe function {name!r} needs {p.name!r}: give it under [arguments], "
-                f"or with --set arguments.{p.name}=..."
-            )
 
 
 def build_model(

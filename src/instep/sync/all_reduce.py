@@ -33,10 +33,9 @@ from instep.comm.codecs.base import Codec
 from instep.errors import SpecError
 from instep.records import BEGINNING, Attempt, Law
 from instep.sync.base import InMesh, Memory, Price, Result, Servers
-from instep.sync.gathering import Gathering
+from instep.sync.gathering import Gathering, sparse_of
 from instep.sync.reducers import Layout, Place, Reducer, reducer_of
-from instep.sync.reducers.two_phase import TwoPhase
-from instep.sync.sparse_rows import SparseRows
+from instep.sync.sparse_rows import with_rows
 from instep.sync.sums import Exact, Plain, Sums, Wide
 
 
@@ -61,7 +60,6 @@ class AllReduce(Gathering):
         encode_vectors: bool = False,
         codec: Codec | None = None,
     ) -> None:
-        self._rows = SparseRows()
         super().__init__(bucket_mb=bucket_mb, overlap=overlap)
         if not isinstance(encode_vectors, bool):
             raise SpecError(
@@ -224,15 +222,10 @@ class AllReduce(Gathering):
         if self._memory is not None:
             self._memory.stage(*attempt)
 
-    def gradient(self, slot: int, gradient: Tensor) -> None:
-        """Move a fresh gradient into its bucket; of a sparse one, remember which rows it has."""
-        self._rows.add(slot, gradient)
-        super().gradient(slot, gradient)
-
     def exchange(self, notes: Tensor) -> Tensor | None:
         """As in `Gathering`, and which rows sparse gradients have."""
         agreed = super().exchange(notes)
-        self._rows.agree(self._parameters, self._agreed, self._comm)
+        self._sparse_rows.agree(sparse_of(self._agreed), self._parameters, self._comm)
         return agreed
 
     def _with_room(self, spare: int) -> list[Bucket]:
@@ -273,10 +266,9 @@ class AllReduce(Gathering):
 
     def _finish(self) -> None:
         super()._finish()
-        if isinstance(self._reducer, TwoPhase):
+        if self._reducer is not None:
             used = self._buckets[-1].spare[: len(self._parameters)].tolist()
             self._reducer.unused = {str(slot) for slot, mark in enumerate(used) if not mark}
-        if self._reducer is not None:
             self._reducer.finish()
 
     def prepare(self, step: int, scale: float) -> float:
@@ -286,20 +278,17 @@ class AllReduce(Gathering):
     def hand_out(self) -> None:
         """Give each parameter its agreed gradient, if any rank had one."""
         assert self._agreed, "exchange comes first"
-        self._hand_out(self._agreed)
+        self._hand_out(self._agreed, self._sparse_rows.agreed)
 
-    def _hand_out(self, marks: Sequence[float]) -> None:
-        for index, mark in enumerate(marks):
-            grad = None
-            if mark or self._is_late(index):
+    def _hand_out(self, marks: Sequence[float], rows: Mapping[int, Tensor]) -> None:
+        """By parameter, whether a rank had a gradient; and which rows, of sparse ones."""
+        sparse = set(sparse_of(marks))
+        for index, (mark, parameter) in enumerate(zip(marks, self._parameters, strict=True)):
+            parameter.grad = None
+            if mark:
                 grad = self._sums.gradient(index, self._home[index][1])
-                grad = grad if mark == int(mark) else self._rows.of(index, grad)
-            parameter = self._parameters[index]
-            parameter.grad = None if grad is None else laid_out_like(grad, parameter)
-
-    def _is_late(self, index: int) -> bool:
-        """Whether a gradient of an earlier step arrives, of which a codec had dropped it."""
-        return self._reducer is not None and bool(self._home[index][1].any())
+                grad = with_rows(grad, rows.get(index)) if index in sparse else grad
+                parameter.grad = laid_out_like(grad, parameter)
 
     def apply(self, update: Callable[[], Result]) -> Result | None:
         """Move by what was handed out; the next pass starts from none."""
@@ -319,7 +308,7 @@ class AllReduce(Gathering):
 
     def _forget(self) -> None:
         super()._forget()
-        self._rows.forget()
+        self._sparse_rows.forget()
 
     def stop(self) -> None:
         """What was dropped is kept for the next group."""

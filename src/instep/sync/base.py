@@ -311,7 +311,13 @@ class Strategy(Protocol):
 
     @staticmethod
     def price(parameter_bytes: int, replicas: int) -> Price:
-        """What a step costs each rank."""
+        """What a step costs each rank.
+
+        Args:
+            parameter_bytes: of all parameters, and four for each row of those with sparse
+                gradients.
+            replicas: how many there are.
+        """
 
 
 class NothingOfItsOwn:

@@ -217,7 +217,7 @@ CLASHES: dict[tuple[str, str], str] = {
         "start_after": "the gradient of a whole replica and that of a participant lie otherwise",
         "powersgd": "its factors are of whole matrices, and a process of a replica has parts",
         "server_sync": "servers share out whole parameters, and a process of a replica has parts",
-        "leased": "the server has whole parameters, and a process of a replica has parts",
+        "leased": "servers share out whole parameters, and a process of a replica has parts",
         "ema": "the average is of whole parameters, and a process of a replica has parts",
         "float16": "the scale of the loss follows from whole gradients",
         "corruption": "it compares states that every worker has",

@@ -8,12 +8,12 @@ second update.
 
 A commit holds its step's gradient as contributions of the ranks (`reducers/late.py`): they are
 handed over, copied and kept as what codecs drop is. What all ranks must know of a gradient beside
-its sum (who had one, its scale, its lattice) is agreed on in its own step.
+its sum (who had one, which rows, its scale, its lattice) is agreed on in its own step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -27,6 +27,9 @@ from instep.sync.base import Result
 from instep.sync.reducers import Layout, Place, Reducer
 from instep.sync.reducers.late import KIND, Late, Waiting
 from instep.sync.sums import Exact, InTurns, Plain, Sums
+
+_ROWS = "late-rows/"
+"""Begins the names of the rows of what waits; the number of the parameter follows."""
 
 
 class Delayed(AllReduce):
@@ -43,6 +46,7 @@ class Delayed(AllReduce):
         super().__init__(bucket_mb=bucket_mb, overlap=overlap)
         self.laws = {KIND: Law.SUM}
         self._late: Late | None = None
+        self._rows_waiting: Mapping[int, Tensor] = {}  # of what waits, as `SparseRows.agreed`
         self.last: int | None = None
         """The number of the job's last commit, which leaves nothing for a later one."""
 
@@ -85,7 +89,6 @@ class Delayed(AllReduce):
         agreed = super().exchange(notes)
         if agreed is None:
             self._there.abandon()
-        self._rows.forget()  # what is handed out is of the step before
         return agreed
 
     def prepare(self, step: int, scale: float) -> float:
@@ -96,23 +99,20 @@ class Delayed(AllReduce):
     def hand_out(self) -> None:
         """Give each parameter the gradient of the step before."""
         assert self._agreed, "exchange comes first"
-        self._hand_out_scaled(self._there.told)
+        self._hand_out_scaled(self._there.told, self._rows_waiting)
 
-    def _hand_out_scaled(self, told: Sequence[float]) -> None:
+    def _hand_out_scaled(self, told: Sequence[float], rows: Mapping[int, Tensor]) -> None:
         if not told:
             for parameter in self._parameters:
                 parameter.grad = None
             return
         scale, *marks = told
-        self._hand_out(marks)
+        self._hand_out(marks, rows)
         if scale == 1.0:
             return
         for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
-
-    def _is_late(self, index: int) -> bool:
-        return False
 
     def apply(self, update: Callable[[], Result]) -> Result | None:
         """Move by what was handed out; in the last step by its own gradient too."""
@@ -123,12 +123,24 @@ class Delayed(AllReduce):
         if late.rest:
             for bucket, total in zip(self._buckets, late.rest, strict=False):
                 bucket.flat[: len(total)] = total
-            self._hand_out_scaled(late.told_of_rest)
+            self._hand_out_scaled(late.told_of_rest, self._sparse_rows.agreed)
             result = update()
             self._sums.end_step()
         late.apply()
+        self._rows_waiting = self._sparse_rows.agreed
         self._forget()
         return result
+
+    def state(self) -> dict[str, Tensor]:
+        """What the sums remember, what was told of what waits, and its rows."""
+        rows = {f"{_ROWS}{slot}": had > 0 for slot, had in self._rows_waiting.items()}
+        return super().state() | rows
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Kept until `start`."""
+        super().load_state(state)
+        names = (name for name in state if name.startswith(_ROWS))
+        self._rows_waiting = {int(name.removeprefix(_ROWS)): state[name] for name in names}
 
 
 def all_reduce(

@@ -16,10 +16,24 @@ from torch.nn import Parameter
 from instep.comm.base import Comm, Work
 from instep.comm.buckets import Bucket
 from instep.errors import SpecError, WorkerError
+from instep.sync.sparse_rows import SparseRows
 from instep.sync.sums import Plain, Sums
 
 SPARSE = 2.0**-12
 """Added to a parameter's mark where its gradient is sparse; below 1 with up to 4,095 ranks."""
+
+
+def sparse_mark(before: float) -> float:
+    """What a rank tells of a sparse gradient, after what it told of the passes before: a sum with a
+    dense one is dense."""
+    return 1.0 if before == 1.0 else 1.0 + SPARSE
+
+
+def sparse_of(marks: Sequence[float]) -> list[int]:
+    """The parameters of which all gradients were sparse, by the sums of all ranks' marks."""
+    return [
+        slot for slot, each in enumerate(marks) if each % 1 and each == int(each) * (1 + SPARSE)
+    ]
 
 
 class Gathering(ABC):
@@ -42,6 +56,7 @@ class Gathering(ABC):
         self._bucket_bytes = int(bucket_mb * 1e6)
         self._overlap = overlap
         self._sums: Sums = Plain()
+        self._sparse_rows = SparseRows()
         self._loaded: Mapping[str, Tensor] | None = None  # until `start`
         self._comm: Comm
 
@@ -92,7 +107,11 @@ class Gathering(ABC):
                 "(re-entrant activation checkpointing)."
             )
         self._sums.add(slot, gradient, self._weight, view, not self._seen[slot])
-        self._seen[slot] = 1.0 + SPARSE if gradient.is_sparse else 1.0
+        if gradient.is_sparse:
+            self._seen[slot] = sparse_mark(self._seen[slot])
+            self._sparse_rows.add(slot, gradient)
+        else:
+            self._seen[slot] = 1.0
         if self._sending:
             self._missing[number] -= 1
             self._send_full()

@@ -30,6 +30,7 @@ from instep.sync import ballots
 from instep.sync.base import InMesh, Memory, Price, Result, Servers
 from instep.sync.rounds.carried import SUM, Move, Piece, moves_to
 from instep.sync.rounds.carrying import Carrying
+from instep.sync.sparse_rows import SparseRows, with_rows
 
 _KIND = "momentum-"
 """Begins the name of what a voter remembers; its number follows."""
@@ -55,6 +56,7 @@ class SignVote(Carrying):
                 f"sync.options.momentum = {momentum!r}: needs a number from 0 to below 1."
             )
         self._momentum = float(momentum)
+        self._rows = SparseRows()
         super().__init__()
 
     @property
@@ -114,6 +116,7 @@ class SignVote(Carrying):
         self._dense: set[int] = set()
         self._now = (0, 0.0)  # voter and weight of this pass
         self._agreed: tuple[Tensor, Tensor] | None = None
+        self._rows.forget()
 
     def begin_pass(self, weight: float, *, last: bool, unit: int = 0) -> None:
         """What comes now is that voter's."""
@@ -130,7 +133,9 @@ class SignVote(Carrying):
         into = self._given[unit][self._places[slot]].view(self._parameters[slot].shape)
         into.add_(gradient.to_dense() if gradient.is_sparse else gradient, alpha=weight)
         self._has.setdefault(unit, set()).add(slot)
-        if not gradient.is_sparse:
+        if gradient.is_sparse:
+            self._rows.add(slot, gradient)
+        else:
             self._dense.add(slot)
 
     @torch.no_grad()
@@ -155,6 +160,7 @@ class SignVote(Carrying):
             self._stage({of for voters in gives for of in voters})
         signs = self._count(counts, [len(voters) for voters in gives], told.cpu() > 0)
         has, dense = marks.view(2, count)
+        self._agree_on_rows(((has > 0) & (dense == 0)).nonzero().flatten().tolist())
         kinds = torch.stack([has, dense, told[-1, :count].cpu().double()])
         self._agreed = signs, kinds
         return notes
@@ -194,6 +200,15 @@ class SignVote(Carrying):
         every = len(self._given)
         ties = [float(not (voted[part] == every).all()) for part in self._stretches]
         return counts, torch.tensor(ties, device=self._device)
+
+    def _agree_on_rows(self, sparse: Sequence[int]) -> None:
+        """Of what voters gave, and of what they remember."""
+        for slot in sparse:
+            for of, momentum in self._given.items():
+                if slot in self._has[of]:
+                    values = momentum[self._places[slot]].view(self._parameters[slot].shape)
+                    self._rows.add_values(slot, values)
+        self._rows.agree(sparse, self._parameters, self._comm)
 
     def _silent(self, voter: int) -> list[slice]:
         """Where a voter has no gradient."""
@@ -292,7 +307,8 @@ class SignVote(Carrying):
             grad = signs[place].view(parameter.shape).to(parameter.dtype)
             if broken:
                 grad.fill_(torch.nan)
-            parameter.grad = laid_out_like(grad if dense else grad.to_sparse(1), parameter)
+            grad = grad if dense else with_rows(grad, self._rows.agreed.get(slot))
+            parameter.grad = laid_out_like(grad, parameter)
 
     def apply(self, update: Callable[[], Result]) -> Result:
         """Move by what was handed out; what voters remember counts."""

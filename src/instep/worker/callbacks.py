@@ -62,14 +62,14 @@ class Callbacks:
         self._logged_rates: tuple[float, ...] = ()
         self._largest = 0.0
         self.present = ""
-        """The call that is being made."""
+        """The call that is being made, or has raised."""
         self._since = 0.0
         self._told_long = set[str]()
 
     def form(self, *, anew: bool) -> None:
         """A generation begins; `anew`: from a checkpoint, or from the run's beginning."""
         self._steps = self._saves = None
-        self._next_rates = self._rates()
+        self._next_rates, self.present = self._rates(), ""
         if not self._callbacks or self._engine.comm.rank != 0:
             return
         path, progress = self._member.run / NAME, self._engine.state.progress
@@ -170,8 +170,8 @@ class Callbacks:
                 context = replace(self._last, repeated=what is Due.AGAIN)
                 with self._guarded(), torch.no_grad():
                     getattr(callback, moment)(context, *more)
+                self.present = ""
         calls.end(course, step)
-        self.present = ""
 
     def tell_if_long(self) -> None:
         """In the thread of heartbeats: say once of a method that the others wait for it."""

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,9 @@ from instep.worker.stopping import Stopping
 
 CALLBACKS = "callbacks"
 """The phase in which the recipe's callbacks are called."""
+
+Shards: TypeAlias = dict[str, Shard] | CheckpointError
+"""Files that several members have written, by the name of their group; or why there are none."""
 
 _ENDLESS = 2**40
 """Length of a loop that ends when the user leaves it."""
@@ -532,15 +535,9 @@ class Loop(ABC):
         due = done.ends or done.saves or self.job.checkpoint.due(done.step)
         due = due or (saver is not None and saver.is_best(done.step, metrics))
         own, since = dict[str, Tensor](), time.perf_counter()
-        shards: dict[str, Shard] | CheckpointError = {}
-        written_by_many = bool(self.engine.strategy.laws) or self.job.mesh.ranks > 1
-        if written_by_many and (due or metrics is not None):
-            # only the worker that saves knows which are the best
-            save = torch.tensor([float(due and not self.stopping.diverged)], device=self.device)
-            self.engine.comm.broadcast(save)
-            due = bool(save.item())
-            own = self.engine.own_state() if due else {}
-            shards = write_shards(self.engine, self.member, own) if due else {}
+        shards: Shards = {}
+        if self._written_by_many and (due or metrics is not None):
+            due, own, shards = self._write_parts(due and not self.stopping.diverged)
         if saver is not None and not self.stopping.diverged:
             saver.after_step(
                 self.engine,
@@ -553,6 +550,21 @@ class Loop(ABC):
                 since=since,
             )
             self._tell_saved(saver)
+
+    @property
+    def _written_by_many(self) -> bool:
+        """Whether a checkpoint has files that several members write."""
+        return bool(self.engine.strategy.laws) or self.job.mesh.ranks > 1
+
+    def _write_parts(self, due: bool) -> tuple[bool, dict[str, Tensor], Shards]:
+        """Have all write what they alone have, if a checkpoint is due: only the worker that saves
+        knows which are the best. Whether it is; what single workers have; the files."""
+        save = torch.tensor([float(due)], device=self.device)
+        self.engine.comm.broadcast(save)
+        if not save.item():
+            return False, {}, {}
+        own = self.engine.own_state()
+        return True, own, write_shards(self.engine, self.member, own)
 
     def _tell_saved(self, saver: Saver) -> None:
         """Call back for checkpoints that have become complete."""

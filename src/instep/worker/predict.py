@@ -115,7 +115,7 @@ class Predictor:
         loader.begin()
         model = self._model(recipe, plan, device)
         if self._member.number == 0:
-            for each in parts.unused("--data", shuffled=False, batch=plan.batch):
+            for each in parts.unused("--data", shuffled=None, batch=plan.batch):
                 if each.remedy:
                     what = each.text.partition(", which")[0]
                     text = f"{what}, which is not used: each sample is predicted once, in order."

@@ -27,6 +27,8 @@ from instep.system import causes
 from instep.system.kernels import per_machine, set_kernels, set_threads, share
 from instep.system.output import drop_unwritable_output
 from instep.system.stacks import write_stack_on_signal
+from instep.worker.leased.following import Following
+from instep.worker.leased.server import place_of
 from instep.worker.leased.serving import Serving
 from instep.worker.leased.working import Working
 from instep.worker.member import Member, Released, ReplicaBroken
@@ -128,7 +130,9 @@ def prepare(member: Member, local_rank: int) -> Training:
     member.phase = "building"
     made: type[Training] = Training
     if job.sync.name in LEASED:
-        made = Serving if member.role == "server" else Working
+        made = Working
+        if member.role == "server":
+            made = Following if place_of(member) else Serving
     training = made(member, recipe, device)
     training.sized = lambda size: set_threads(job.train, share(cores(), size, hosts))
     lap("build")

@@ -401,11 +401,23 @@ def _write_files(
     for shard_file in written.values() if comm.rank == 0 else ():
         shard_file.path.unlink(missing_ok=True)
     code = next(-1 - size for size in told[:, 0].tolist() if size < 0)
+    return could_not_write(step, failed[0].who, failed[0].path.parent, code)
+
+
+def could_not_write(step: int, who: str, folder: Path, code: int) -> CheckpointError:
+    """What to raise, or tell, where one of those that write a checkpoint could not.
+
+    Args:
+        step: of the checkpoint.
+        who: could not.
+        folder: where.
+        code: of the system's error; 0 if its log has the cause.
+    """
     cause = OSError(code, os.strerror(code)) if code else None
     why = reason(cause) if cause else "its log says why"
     unsaved = CheckpointError(
-        f"no checkpoint of step {step}: {failed[0].who} could not write its part "
-        f"in {failed[0].path.parent}: {why}. Earlier ones are untouched."
+        f"no checkpoint of step {step}: {who} could not write its part "
+        f"in {folder}: {why}. Earlier ones are untouched."
     )
     unsaved.__cause__ = cause
     return unsaved

@@ -603,7 +603,7 @@ class Training(Loop):
             )
         for name, given in self.recipe.given.items():
             train = self.job.train
-            shuffled = name == "train" and train.shuffle
+            shuffled = train.shuffle if name == "train" else None
             for lost in given.unused(f"Recipe.{name}", shuffled=shuffled, batch=train.global_batch):
                 self._warn(lost.text)
         if pids := [*loader.pids, *(self._validation.pids if self._validation else [])]:

@@ -7,7 +7,7 @@ from torch.utils.data import TensorDataset
 
 import instep
 
-SAMPLES, EVEN, WIDTH = 101, 96, 700
+SAMPLES, EVEN, WIDTH, WIDE = 101, 96, 700, 50_000
 
 
 def rows() -> torch.Tensor:
@@ -21,10 +21,16 @@ def whole_numbers(count: int) -> torch.Tensor:
     return torch.randint(-99, 100, (count, WIDTH), generator=generator).float()
 
 
+def many_whole_numbers() -> torch.Tensor:
+    """The same, of so many that servers share them out."""
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(-99, 100, (EVEN, WIDE), generator=generator).float()
+
+
 class Product(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(WIDTH))
+        self.weight = nn.Parameter(torch.zeros(width))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return inputs @ self.weight
@@ -38,9 +44,13 @@ def in_whole_numbers(pause_s: float = 0.0) -> instep.Recipe:
     return of(whole_numbers(EVEN), pause_s)
 
 
+def in_many_whole_numbers(pause_s: float = 0.0) -> instep.Recipe:
+    return of(many_whole_numbers(), pause_s)
+
+
 def of(samples: torch.Tensor, pause_s: float) -> instep.Recipe:
     return instep.Recipe(
-        model=Product(),
+        model=Product(samples.shape[1]),
         compute_loss=lambda model, batch: instep.WeightedLoss(model(batch[0]).sum(), len(batch[0])),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
         train=Slow(TensorDataset(samples), pause_s),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -48,6 +49,13 @@ def test_a_sampler_that_decides_what_is_trained_is_told():
     (lost,) = found.lost
     assert "has a sampler (WeightedRandomSampler), which is not used" in lost.text
     assert lost.remedy
+
+
+def test_a_loader_that_shuffles_is_told_that_the_job_does_not():
+    train = msgspec.structs.replace(TRAIN, shuffle=False)
+    loaders = [DataLoader(DATA, batch_size=8, shuffle=True) for _ in range(2)]
+    (lost,) = Prepared.of([*parts(), *loaders], None, train).lost  # the second is to evaluate on
+    assert lost.text.startswith("the training's DataLoader has shuffle = True, which is not used")
 
 
 def test_what_is_not_used_of_a_loader_to_evaluate_on_is_told_and_changes_no_verdict():

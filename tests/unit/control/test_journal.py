@@ -10,7 +10,7 @@ import pytest
 
 from instep.comm.messages import Done, Failed
 from instep.control.decide import decide
-from instep.control.journal import FILE, Begin, Journal
+from instep.control.journal import FILE, Begin, Journal, _sealed
 from instep.control.state import (
     NEXT,
     Blame,
@@ -191,3 +191,54 @@ def test_a_folder_in_the_place_of_the_journal_is_named(tmp_path):
     (tmp_path / FILE).mkdir()
     with pytest.raises(RunError, match=f"{FILE} cannot be used: "):
         Journal(tmp_path, Begin(12.5, BEGINNING))
+
+
+def changed(folder, *sql):
+    rows = sqlite3.connect(folder / FILE, isolation_level=None)
+    rows.execute(*sql)
+    rows.close()
+
+
+def test_a_journal_of_a_version_without_checksums_is_said_to_be_of_another(tmp_path, begun):
+    begun.write(Tick(), FULL)
+    begun.close()
+    changed(tmp_path, "PRAGMA user_version = 0")
+    changed(tmp_path, "UPDATE begin SET begin = substr(begin, 5)")
+    changed(tmp_path, "UPDATE decisions SET state = substr(state, 5)")
+    with pytest.raises(RunError, match="another version of instep, which began this session"):
+        Journal(tmp_path)
+
+
+def test_a_row_that_is_intact_and_has_something_else_is_of_another_version(tmp_path, begun):
+    begun.write(Tick(), FULL)
+    begun.close()
+    changed(tmp_path, "UPDATE decisions SET state = ?", (_sealed(b"\x81\xa1a\x01", 1),))
+    journal = Journal(tmp_path)
+    with pytest.raises(RunError, match="another version of instep"):
+        journal.last()
+    journal.close()
+
+
+@pytest.mark.parametrize("value", [None, 7, "text"])
+def test_a_row_of_another_type_is_damaged(tmp_path, begun, value):
+    begun.close()
+    changed(tmp_path, "UPDATE begin SET begin = ?", (value,))
+    with pytest.raises(RunError, match=r"is damaged \(a row was changed\)"):
+        Journal(tmp_path)
+
+
+def test_a_row_that_is_missing_is_noticed(tmp_path, begun):
+    begun.write(Tick(), FULL)
+    begun.write(Tick(), replace(FULL, members={**FULL.members, 4: Member()}))
+    begun.write(Tick(), FULL)
+    begun.close()
+    changed(tmp_path, "DELETE FROM decisions WHERE number = 2")
+    journal = Journal(tmp_path)
+    with pytest.raises(RunError, match=r"is damaged \(a row is missing\)"):
+        journal.last()
+    journal.close()
+
+
+def test_an_error_of_ours_is_not_said_to_be_damage(tmp_path):
+    with pytest.raises(NotImplementedError):
+        Journal(tmp_path, Begin(object(), BEGINNING))

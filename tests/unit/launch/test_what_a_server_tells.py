@@ -2,7 +2,6 @@
 
 import errno
 import os
-import select
 import signal
 from contextlib import contextmanager
 
@@ -14,6 +13,7 @@ from instep.comm.messages import Adopt, Emit, Exited, StartWorker, Whereabouts
 from instep.data.samples import last_read
 from instep.launch import fork_server
 from instep.launch.fork_server import Server
+from instep.system.processes import wait_readable
 from instep.worker import process
 
 SEAT = Endpoint(Address("127.0.0.1", 1), "token", 0)
@@ -26,7 +26,7 @@ class MasterConnection:
         self.said, self.pipe, self.orders = [], -1, []
 
     def send(self, message):
-        self.said.append((message, bool(select.select([self.pipe], [], [], 0)[0])))
+        self.said.append((message, bool(wait_readable([self.pipe], 0))))
 
     def poll(self):
         return self.orders.pop(0) if self.orders else None

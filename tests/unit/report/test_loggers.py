@@ -218,11 +218,12 @@ def test_a_note_that_cannot_be_written_keeps_no_point_back(run, over):
     assert len(lines_of(run)) > 30
 
 
-def test_a_line_that_a_kill_has_torn_is_cut_off(run, over):
+@pytest.mark.parametrize("length", [2, 4096 - 17, 4096 - 16, 100_000])
+def test_a_line_that_a_kill_has_torn_is_cut_off(run, over, length):
     assert follow(run, ["csv"]) == 0
     before = lines_of(run)
     with open(run / "metrics.csv", "a") as file:
-        file.write("31,1000.000,train/lo")
+        file.write("31,1000.000,train/" + length * "l")
     add(run, steps_of([0], 31, 32))
     assert follow(run, ["csv"]) == 0
     assert lines_of(run) == [*before, (31, "train/loss", pytest.approx(1 / 31))]

@@ -7,7 +7,6 @@ import os
 import random
 import re
 import resource
-import select
 import shutil
 import signal
 import struct
@@ -30,6 +29,7 @@ from instep.state.model_file import check_hash
 from instep.state.save import CheckpointWriter, Saved
 from instep.state.snapshot import Snapshot
 from instep.state.staging import save_model
+from instep.system.processes import wait_readable
 
 
 def snapshot_of(step, size=100):
@@ -399,7 +399,7 @@ def kill_at(folder, delay_s):
     heard = os.read(listen, 8)
     until = time.monotonic() + delay_s
     while (left := until - time.monotonic()) > 0:
-        if select.select([listen], [], [], left)[0]:
+        if wait_readable([listen], left):
             heard += os.read(listen, 1 << 16)
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)

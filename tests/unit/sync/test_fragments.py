@@ -25,6 +25,17 @@ def parameters():
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
 
 
+def test_more_fragments_than_there_are_numbers_to_train_are_refused():
+    def body(comm):
+        strategy = make_strategy("diloco", {"fragments": 8})
+        strategy.start(
+            [nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(1))], comm, notes=0
+        )
+
+    with pytest.raises(SpecError, match=r"fragments = 8: the model has 7 numbers to train"):
+        run_ranks(1, body)
+
+
 def way(participant, step):
     generator = torch.Generator().manual_seed(100 * step + participant)
     return [0.1 * torch.randn(shape, generator=generator) for shape in SHAPES]

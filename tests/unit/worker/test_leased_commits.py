@@ -15,7 +15,9 @@ from instep.sync.servers.bounded_stale import BoundedStale
 from instep.sync.servers.leases import Unit
 from instep.sync.servers.server_async import ServerAsync
 from instep.worker.leased.commits import Commits, Push
-from instep.worker.leased.portions import Parcel, Portions, buffers_of, changes
+from instep.worker.leased.holding import Holding
+from instep.worker.leased.others import Others
+from instep.worker.leased.portions import Parcel, Portions, buffers_of, changes, whole_pieces
 from instep.worker.step.leased import LeasedUpdate
 
 SAMPLES, TRAIN = 90, TrainSpec(global_batch=16, micro_batches=4, steps=40)
@@ -31,6 +33,14 @@ OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
 }
+
+
+NOBODY = Others(0, lambda place: None, lambda: None, lambda: (0, 0))
+
+
+def parcel_of(model):
+    parameters = list(model.parameters())
+    return Parcel(parameters, whole_pieces(parameters), buffers_of(model))
 
 
 def loss_of(model, portions, unit):
@@ -53,14 +63,26 @@ class Server:
             scaler=torch.amp.GradScaler("cuda", enabled=False),
         )
         self.portions = Portions(SAMPLES, TRAIN)
-        self.commits = Commits(self.model, parameters, update, strategy, self.portions)
+        self.holding = Holding(parameters, update, strategy, buffers=buffers_of(self.model))
+        self.commits = Commits(
+            self.holding,
+            buffers_of(self.model),
+            update,
+            self.portions,
+            staleness=strategy.staleness,
+            others=NOBODY,
+            undo=self.fail,
+        )
+
+    def fail(self):
+        raise AssertionError("no other server can be lost")
 
 
 class Worker:
     def __init__(self, server, number):
         self.server, self.number, self.lease = server, number, None
         self.model = copy.deepcopy(MODEL)
-        self.parcel = Parcel(self.model, list(self.model.parameters()))
+        self.parcel = parcel_of(self.model)
 
     def ask(self):
         granted = self.server.commits.grant(self.number, 0.0)
@@ -76,7 +98,7 @@ class Worker:
         self.model.zero_grad()
         loss = loss_of(self.model, self.server.portions, self.lease.unit)
         loss.backward()
-        moved = Parcel(self.model, list(self.model.parameters()))
+        moved = parcel_of(self.model)
         changes(buffers_of(self.model), self.parcel.buffers, moved.buffers)
         first, stop = self.server.portions.of(self.lease.unit)
         gradients = [p.grad.clone() for p in self.model.parameters()]
@@ -210,11 +232,13 @@ def test_another_process_takes_up_what_is_committed():
             server.commits.complete()
     state, leases = server.commits.state(), server.commits.leases
     again = Commits(
-        server.model,
-        list(server.model.parameters()),
+        server.holding,
+        buffers_of(server.model),
         server.commits._update,
-        BoundedStale(),
         server.portions,
+        staleness=2,
+        others=NOBODY,
+        undo=server.fail,
         step=server.commits._step,
         left=state,
     )

@@ -14,13 +14,18 @@ from instep.comm.channel import Address
 from instep.errors import PeerError
 from instep.worker.leased import line as line_file
 from instep.worker.leased.line import Ask, Door, Grant, Line
-from instep.worker.leased.portions import Parcel
+from instep.worker.leased.portions import Parcel, buffers_of, whole_pieces
 
 MODEL = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
 
 
+def parcel_of(model):
+    parameters = list(model.parameters())
+    return Parcel(parameters, whole_pieces(parameters), buffers_of(model))
+
+
 def parcel():
-    return Parcel(MODEL, list(MODEL.parameters()))
+    return parcel_of(MODEL)
 
 
 @pytest.fixture
@@ -86,6 +91,25 @@ def test_encrypted_lines_carry_the_same(doors, connected):
     door = doors(authority.issue(Identity("worker", 9)))
     line = connected(door, credentials=authority.issue(Identity("worker", 3)))
     check_carries(door, line, 3)
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["", "encrypted"])
+def test_a_line_is_idle_until_its_other_end_leaves(doors, connected, encrypted):
+    authority = Authority()
+    ours, its = (authority.issue(Identity("worker", n)) if encrypted else None for n in (3, 9))
+    door = doors(its)
+    line = connected(door, credentials=ours)
+    line.send(Ask(), ())
+    guest, _ = door.next(5.0)
+    guest.answer(Grant(True, []))
+    line.receive(Grant, parcel().flats)
+    time.sleep(0.2)
+    assert line.idle
+    guest.close()
+    deadline = time.monotonic() + 5
+    while line.idle:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("what", ["another run", "another number", "plain"])
@@ -177,7 +201,7 @@ def test_a_parcel_has_every_sort_of_tensor():
     model.register_buffer("flags", torch.tensor([True, False]))
     model.register_buffer("empty", torch.zeros(0))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    made = Parcel(model, list(model.parameters()))
+    made = parcel_of(model)
     made.load()
     with torch.no_grad():
         for tensor in model.state_dict().values():

@@ -3,10 +3,13 @@
 A codec turns flat float32 values into fewer bytes and back. It knows nothing of networks, ranks or
 optimizers, and has no state: the strategy keeps the residuals.
 
-To add one: write a class that implements `base.Codec` in a file of its own, and add its line here.
+To add one: write a class that implements `base.Codec` in a file of its own, and add its line here,
+and another to `DEFAULTS` if it has options.
 The suite in `tests/contract/test_codecs.py` finds it, and `docs/guides/adding-a-codec.md` needs its
 heading. One of a user's own needs no line: a job names it as `module:Class`.
 """
+
+from typing import Any
 
 from instep.registry import Registry
 
@@ -26,6 +29,17 @@ CODECS = Registry(
     },
     open=True,
 )
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "int8": {"block": 1024, "rounding": "nearest"},
+    "int4": {"block": 128, "rounding": "nearest"},
+    "sign": {"block": 1024},
+    "dgc": {"density": 0.001, "warm_up": 100, "clip": 0.0},
+    "powersgd": {"rank": 4, "start_after": 100},
+    "top_k": {"density": 0.01},
+}
+"""The options of each that has some, as they are if they are left out. A run writes them down, so
+that it goes on with them where another version has others."""
 
 OWN = ("linear", "segmentable", "unbiased", "fixed_size", "size", "encode", "add_into")
 """What a codec has; see `base.Codec`."""

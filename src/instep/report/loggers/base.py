@@ -57,7 +57,7 @@ def check_loggers(names: Iterable[str]) -> None:
     """
     names = list(names)
     for name in names:
-        LOGGERS.check(name)
+        LOGGERS.check(name, "report.loggers")
         if names.count(name) > 1:
             raise SpecError(
                 f"report.loggers names {name!r} twice, and every point would be written twice. "

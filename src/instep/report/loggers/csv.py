@@ -15,17 +15,22 @@ from instep.plain_file import plain
 from instep.report.loggers.base import Point
 from instep.spec import JobSpec
 
-_LONGEST = 4096
-"""Bytes of a line."""
+_READ = 4096
+"""Bytes that are looked through at a time."""
 
 
 def _drop_torn(path: Path) -> None:
     """Cut off the line that a killed process was writing: its point is written again."""
     if path.exists():
         with open(path, "r+b", opener=plain) as file:
-            begin = max(0, file.seek(0, os.SEEK_END) - _LONGEST)
-            file.seek(begin)
-            file.truncate(begin + file.read().rfind(b"\n") + 1)
+            end = file.seek(0, os.SEEK_END)
+            while end:
+                begin = file.seek(max(0, end - _READ))
+                if ended := file.read(end - begin).rfind(b"\n") + 1:
+                    end = begin + ended
+                    break
+                end = begin
+            file.truncate(end)
 
 
 class CsvLogger:

@@ -12,7 +12,7 @@ says which codec gets which.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -56,6 +56,14 @@ class Buckets:
         parts = flat[: self.lengths[number]].split([math.prod(shape) for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
+    def places(self, number: int, names: Collection[str]) -> Iterator[slice]:
+        """Where some members of a bucket lie."""
+        at = 0
+        for place in self.buckets[number]:
+            begin, at = at, at + math.prod(place.shape)
+            if place.name in names:
+                yield slice(begin, at)
+
 
 class Layout(Protocol):
     """How what a rank carries over lies in one slot of its memory.
@@ -70,6 +78,9 @@ class Layout(Protocol):
     @property
     def owners(self) -> tuple[int, ...]:
         """The ranks on which it depends where things lie, beside a rank's own number."""
+
+    def places(self, number: int, names: Collection[str]) -> Iterator[slice]:
+        """Where some members of a bucket lie."""
 
     def room(self, rank: int) -> int:
         """Elements of a slot, float32."""
@@ -88,6 +99,10 @@ class Reducer(Protocol):
     rank makes the same calls in the same order; each talks in the order of the buckets, from the
     thread that calls.
     """
+
+    unused: Collection[str]
+    """The members that no rank has used in this step; the same on every rank, and said before
+    `finish`. Their sum is zero, and what is carried over of them is still carried over."""
 
     @staticmethod
     def kinds(codec: Codec) -> tuple[str, ...]:

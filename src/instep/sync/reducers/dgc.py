@@ -107,9 +107,12 @@ class Dgc(TwoSlots[WholeBuckets]):
             torch.add(values, old, alpha=codec.momentum, out=new)
             values.copy_(new)
         values += old_rest
+        self._leave_out(number)
         used = int(stage.encode(values, out, key=0, left=new_rest))
         if not isinstance(stage, Identity):
             stage.add_into(values.zero_(), out[:used])
             new.masked_fill_(values != 0, 0.0)
         new.nan_to_num_(0.0, 0.0, 0.0)
+        self._still_carry(number, old_rest, new_rest)
+        self._still_carry(number, old, new)
         return used

@@ -104,5 +104,8 @@ class Gather(Residuals[Codec]):
     def finish(self) -> None:
         """Gather the sizes, and then the payloads of each bucket."""
         assert self._is_complete(), "each bucket begins first"
+        self._still_carry_residuals()
         self._stage()
         self._payloads.gather(self._used, self._flats, self._codec)
+        for number in range(len(self._flats)):
+            self._leave_out(number)

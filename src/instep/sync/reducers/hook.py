@@ -57,7 +57,10 @@ class Hook(Residuals[Reduces]):
         for number, values in enumerate(self._flats):
             if (left := self._add_left(number, values)) is not None:
                 left.zero_()
+            self._leave_out(number)
             self._codec.reduce(values, self._comm, key=self._key, left=left)
+            self._leave_out(number)
+        self._still_carry_residuals()
         self._stage()
         if self._carries:
             self._comm.all_reduce(torch.zeros(1, device=self._slots[0].device)).wait()

@@ -27,7 +27,7 @@ from instep.comm.base import Comm, Work
 from instep.comm.codecs.factor_kernels import multiply, orthonormalise
 from instep.comm.codecs.powersgd import PowerSGD
 from instep.sync.reducers import Place
-from instep.sync.reducers.two_slots import TwoSlots
+from instep.sync.reducers.residuals import Residuals
 from instep.sync.reducers.whole_buckets import WholeBuckets
 
 _WORTH = 2
@@ -55,18 +55,13 @@ class _Matrix(NamedTuple):
         return torch.randn(self.rank, self.m, generator=generator)
 
 
-class PowerSgd(TwoSlots[WholeBuckets]):
+class PowerSgd(Residuals[PowerSGD]):
     """A `Reducer`: right factors are alike on all ranks, residuals each rank's own."""
 
     @staticmethod
     def kinds(codec: PowerSGD) -> tuple[str, ...]:
         """What a projection leaves out."""
         return ("residual",)
-
-    @staticmethod
-    def layout(buckets: Sequence[Sequence[Place]], size: int, idle: Sequence[int]) -> WholeBuckets:
-        """A residual for every element."""
-        return WholeBuckets(("residual",), buckets)
 
     def __init__(
         self,
@@ -78,9 +73,7 @@ class PowerSgd(TwoSlots[WholeBuckets]):
         device: torch.device | str = "cpu",
         staged: Callable[[int], None] | None = None,
     ) -> None:
-        super().__init__(comm, layout, room, device, staged)
-        self._start_after = codec.start_after
-        self._residuals = [layout.cut(slot)[0] for slot in self._slots]
+        super().__init__(codec, comm, layout, room, device=device, staged=staged)
         self._buckets = [_Bucket(bucket, codec.rank, device) for bucket in layout.buckets]
         self._right = {
             matrix.name: matrix.drawn().to(device)
@@ -98,9 +91,13 @@ class PowerSgd(TwoSlots[WholeBuckets]):
     def begin(self, number: int, flat: Tensor, *, key: int = 0) -> None:
         """Send a bucket's products with the right factors, or early in the run the whole of it."""
         bucket, values = self._buckets[number], self._taken(number, flat)
-        values += self._residuals[self._committed][number]
-        self._residuals[1 - self._committed][number].zero_()
-        self._whole = key <= self._start_after
+        self._whole = key <= self._codec.start_after
+        before, after = self._residuals[self._committed], self._residuals[1 - self._committed]
+        if self._whole:  # there is something only where a run began with factors
+            after[number].copy_(before[number])
+        else:
+            values += before[number]
+            after[number].zero_()
         last = number == len(self._buckets) - 1
         if last and (self._whole or not any(each.matrices for each in self._buckets)):
             self._stage()
@@ -130,6 +127,7 @@ class PowerSgd(TwoSlots[WholeBuckets]):
             if number in factored:
                 self._project(number)
                 if number == factored[-1]:
+                    self._still_carry_residuals()
                     self._stage()
                 self._work[number] = self._comm.all_reduce(self._buckets[number].second)
         if not self._flats:
@@ -140,8 +138,10 @@ class PowerSgd(TwoSlots[WholeBuckets]):
             every = zip(bucket.left_factors(), bucket.right_factors(), strict=True)
             for (matrix, left), (_, right) in every:
                 _multiply(left, right, matrix.of(values))
-                if right.isfinite().all():  # else the next step begins where this one did
+                known = matrix.name not in self.unused and right.isfinite().all()
+                if known:  # else the next step begins where this one did
                     self._next[matrix.name] = right.clone()
+            self._leave_out(number)
 
     def _project(self, number: int) -> None:
         """This rank's products with the left factors, and what is left of its matrices."""

@@ -43,6 +43,13 @@ class Residuals(TwoSlots[WholeBuckets], Generic[C]):
         self._codec = codec
         self._residuals = [layout.cut(slot)[0] for slot in self._slots if self._carries]
 
+    def _still_carry_residuals(self) -> None:
+        """Of the members that nobody has used."""
+        if self._carries:
+            before, after = self._residuals[self._committed], self._residuals[1 - self._committed]
+            for number, (old, new) in enumerate(zip(before, after, strict=True)):
+                self._still_carry(number, old, new)
+
     def _add_left(self, number: int, values: Tensor) -> Tensor | None:
         """Add to a bucket what was left out of it; returns where to write what is left out now,
         which holds anything, or None."""

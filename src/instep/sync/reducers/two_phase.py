@@ -20,8 +20,7 @@ encoded, and `apply` exchanges the two.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -143,8 +142,6 @@ class TwoPhase(TwoSlots[Segments]):
         super()._forget()
         self._work: list[Work] = []
         self._keys: list[int] = []
-        self.unused: Collection[str] = ()
-        """The members that no rank has used in this step; the same on every rank."""
 
     @torch.no_grad()
     def begin(self, number: int, flat: Tensor, *, key: int = 0) -> None:
@@ -189,18 +186,10 @@ class TwoPhase(TwoSlots[Segments]):
         left = self._carry_over(total, number, 1)
         self._encode(total, payloads[0], left, (self._keys[number], number, rank, -1))
         if left is not None:
-            for place in self._unused_of(number):
+            for place in self._layout.places(number, self.unused):
                 own = slice(max(place.start - part.start, 0), max(place.stop - part.start, 0))
                 left[own] = torch.where(total[own].isfinite(), total[own], 0.0)
         return payloads[0]
-
-    def _unused_of(self, number: int) -> Iterator[slice]:
-        """Where the unused members of a bucket lie."""
-        at = 0
-        for place in self._layout.buckets[number]:
-            begin, at = at, at + math.prod(place.shape)
-            if place.name in self.unused:
-                yield slice(begin, at)
 
     def _carry_over(self, values: Tensor, number: int, part: int) -> Tensor | None:
         """Add the committed residual, of what is sent (0) or owned (1); where the next one goes."""
@@ -213,8 +202,7 @@ class TwoPhase(TwoSlots[Segments]):
         values = self._flats[number].zero_()
         for owner, payload in enumerate(self._out[number].view(self._comm.size, -1)):
             self._decode(values[self._layout.segment(number, owner)], payload)
-        for place in self._unused_of(number):
-            values[place] = 0.0
+        self._leave_out(number)
 
     def _encode(
         self, values: Tensor, out: Tensor, left: Tensor | None, key: tuple[int, ...]

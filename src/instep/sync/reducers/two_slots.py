@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Generic, TypeVar
 
 import torch
@@ -42,6 +42,8 @@ class TwoSlots(Generic[L]):
         """A step is over."""
         self._flats: list[Tensor] = []
         self._is_staged = False
+        self.unused: Collection[str] = ()
+        """As of `Reducer`."""
 
     @property
     def committed(self) -> int:
@@ -61,6 +63,16 @@ class TwoSlots(Generic[L]):
 
     def _is_complete(self) -> bool:
         return len(self._flats) == len(self._layout.lengths)
+
+    def _leave_out(self, number: int) -> None:
+        """Of a bucket, nothing is summed of the members that nobody has used."""
+        for place in self._layout.places(number, self.unused):
+            self._flats[number][place] = 0.0
+
+    def _still_carry(self, number: int, before: Tensor, after: Tensor) -> None:
+        """What is carried over of these members of a bucket is what was before."""
+        for place in self._layout.places(number, self.unused):
+            after[place] = before[place]
 
     def _stage(self) -> None:
         """All that this step leaves lies in the other slot."""

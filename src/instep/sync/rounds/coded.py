@@ -8,14 +8,15 @@ bit.
 What is left out (error feedback: Karimireddy et al. 2019, arXiv:1901.09847) belongs to its
 participant, or, of the sums, to the elements, and goes to whoever computes these next: who needs
 what another rank holds (`carried.py`), is given a copy at the beginning of `exchange`. Before the
-rounds participants give gradients, and what is left out of these is not added to a round's.
+rounds participants give gradients, and what is left out of these is not added to a round's. Of a
+parameter that nobody gave a gradient of, what was left out before stays so.
 
 Way in: `Coded`, which `Averaging` holds in the place of `AllReduce`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -28,12 +29,13 @@ from instep.comm.codecs.none import Identity
 from instep.errors import SpecError
 from instep.records import BEGINNING, Attempt, Law
 from instep.sync.base import InMesh, Memory, Price, Result, Servers
-from instep.sync.gathering import SPARSE
+from instep.sync.gathering import sparse_mark, sparse_of
 from instep.sync.rounds.carried import SUM, Piece, kept_of
 from instep.sync.rounds.carrying import Carrying
 from instep.sync.rounds.checkpointed import laws_of, pieces_from, tensors_of
 from instep.sync.rounds.exchange import Exchange
 from instep.sync.rounds.segments import Segments
+from instep.sync.sparse_rows import SparseRows, with_rows
 from instep.sync.sums import Wide
 
 
@@ -57,6 +59,7 @@ class Coded(Carrying):
         self._lossy = not isinstance(codec, Identity)  # so that there is something to carry
         self.start_after = 0
         """The last commit before the rounds: to it, what is given are gradients."""
+        self._rows = SparseRows()
         super().__init__()  # carries what is left out, and what optimizers of participants remember
 
     @property
@@ -104,6 +107,7 @@ class Coded(Carrying):
         self._now = (0, 0.0)  # participant and weight of this pass
         self._weight = 0.0  # of all that is given here
         self._agreed: tuple[Tensor, list[float]] | None = None
+        self._rows.forget()
 
     def begin_pass(self, weight: float, *, last: bool, unit: int = 0) -> None:
         """What comes now is another participant's."""
@@ -118,7 +122,11 @@ class Coded(Carrying):
             self._given[unit] = torch.zeros(self._segments.length, device=self._device)
         into = self._given[unit][self._segments.places[slot]].view(self._parameters[slot].shape)
         into.add_(gradient.to_dense() if gradient.is_sparse else gradient, alpha=weight)
-        self._seen[slot] = 1.0 + SPARSE if gradient.is_sparse else 1.0
+        if gradient.is_sparse:
+            self._seen[slot] = sparse_mark(self._seen[slot])
+            self._rows.add(slot, gradient)
+        else:
+            self._seen[slot] = 1.0
 
     def keep(self, states: Mapping[int, Tensor]) -> None:
         """What the optimizers of this rank's participants remember after this round [n] float32:
@@ -140,7 +148,8 @@ class Coded(Carrying):
         gives, holds = self.carried.rows(row, int(lengths.max()))
         held = self._collect(gives, holds)
         *marks, weight = told.tolist()
-        total = self._summed(gives, held)
+        self._rows.agree(sparse_of(marks), self._parameters, comm)
+        total = self._summed(gives, held, marks)
         self._agreed = total.mul_(weight) if self._median else total, marks
         return notes
 
@@ -166,7 +175,12 @@ class Coded(Carrying):
         )
         return found
 
-    def _summed(self, gives: Sequence[Mapping[int, int]], before: dict[int, Tensor]) -> Tensor:
+    def _summed(
+        self,
+        gives: Sequence[Mapping[int, int]],
+        before: dict[int, Tensor],
+        marks: Sequence[float],
+    ) -> Tensor:
         """The sum over all participants; what is left out of it lies staged."""
         number, (start, stop) = self._attempt.number, self._sum.own
         given = {of: length for ranks in gives for of, length in ranks.items()}
@@ -185,9 +199,22 @@ class Coded(Carrying):
         for of, values in self._given.items():
             before[of] = values.add_(before[of])
         left = {of: staged[piece] for of, piece in room.items()}
+        owed = list[tuple[Tensor, Tensor]]()
+        for of, values in before.items():
+            for part in self._unused(marks, start if of == SUM else 0):
+                owed.append((left[of][part], values[part].clone()))
+                values[part] = 0.0
         own = self._sum.add_up(before, left, gives, number=number, median=self._median)
+        for later, still in owed:
+            later.copy_(still)
         self.carried.staged()
         return self._sum.gather(own)
+
+    def _unused(self, marks: Sequence[float], start: int) -> Iterator[slice]:
+        """Where the parameters lie that nobody has given anything of, from an element on."""
+        for place, each in zip(self._segments.places, marks, strict=True):
+            if not each:
+                yield slice(max(place.start - start, 0), max(place.stop - start, 0))
 
     # ---- the commit
 
@@ -196,17 +223,17 @@ class Coded(Carrying):
         return scale
 
     def hand_out(self) -> None:
-        """Give each parameter the sum, where a rank gave something or something arrives late."""
+        """Give each parameter the sum, where a rank gave something."""
         assert self._agreed is not None, "exchange comes first"
         total, marks = self._agreed
-        for parameter, place, mark in zip(
-            self._parameters, self._segments.places, marks, strict=True
-        ):
-            part = total[place].view(parameter.shape)
+        sparse = set(sparse_of(marks))
+        every = zip(self._parameters, self._segments.places, marks, strict=True)
+        for slot, (parameter, place, each) in enumerate(every):
             parameter.grad = None
-            if mark or bool(part.any()):
-                grad = laid_out_like(part.to(parameter.dtype), parameter)
-                parameter.grad = grad if mark == int(mark) else grad.to_sparse(1)
+            if each:
+                grad = total[place].view(parameter.shape).to(parameter.dtype)
+                grad = with_rows(grad, self._rows.agreed.get(slot)) if slot in sparse else grad
+                parameter.grad = laid_out_like(grad, parameter)
 
     def apply(self, update: Callable[[], Result]) -> Result:
         """The round happens: what is staged counts."""

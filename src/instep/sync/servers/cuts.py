@@ -9,6 +9,8 @@ summed in blocks of which no cut divides one. Nothing here knows gradients or op
 
 from __future__ import annotations
 
+import sys
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -57,7 +59,12 @@ def pieces_of(segments: Sequence[Segment]) -> list[Piece]:
 
 
 def cut(
-    buckets: Sequence[Bucket], parameters: Sequence[Tensor], servers: int, *, by_element: bool
+    buckets: Sequence[Bucket],
+    parameters: Sequence[Tensor],
+    servers: int,
+    *,
+    by_element: bool,
+    longest_bytes: int = LONGEST_BYTES,
 ) -> list[Part]:
     """The part of each server; together they are all parameters, each element once.
 
@@ -66,6 +73,7 @@ def cut(
         parameters: in the order of their slots.
         servers: how many.
         by_element: whether a parameter may be cut, if its elements lie in their order.
+        longest_bytes: of a segment.
     """
     parts = [Part([]) for _ in range(servers)]
     bytes_of = [0] * servers
@@ -86,10 +94,24 @@ def cut(
             server = bytes_of.index(min(bytes_of))
             bytes_of[server] += each * (stop - start)
             inside = [place for place in [*places, at] if start < place <= stop]
-            for first, last in _short(start, inside, LONGEST_BYTES // each):
+            for first, last in _short(start, inside, longest_bytes // each):
                 pieces = _pieces(first, last, bucket.members, begins, parameters)
                 parts[server].segments.append(Segment(number, first, last, tuple(pieces)))
     return parts
+
+
+def shares(parameters: Sequence[Tensor], servers: int, *, by_element: bool) -> list[list[Piece]]:
+    """The same where nothing is cut into segments: the pieces of each server, in their order.
+
+    A server's list is empty where there is nothing left for it.
+    """
+    kinds = defaultdict[torch.dtype, list[int]](list)
+    for slot, parameter in enumerate(parameters):
+        kinds[parameter.dtype].append(slot)
+    nothing = torch.empty(0)
+    buckets = [Bucket(nothing, tuple(members), (), nothing) for members in kinds.values()]
+    every = cut(buckets, parameters, servers, by_element=by_element, longest_bytes=sys.maxsize)
+    return [sorted(part.pieces) for part in every]
 
 
 def _places(begin: int, parameter: Tensor, *, by_element: bool) -> Sequence[int]:

@@ -109,6 +109,10 @@ class Leases:
         self._of_worker[worker] = lease.token
         return lease
 
+    def find(self, token: int) -> Lease | None:
+        """The lease with this token, while it counts."""
+        return self._leases.get(token)
+
     def push(self, token: int) -> Committed | None:
         """What was computed under a lease is here: its commit, or None if it does not count."""
         lease = self._leases.pop(token, None)

@@ -1,22 +1,26 @@
 """What a push does: it is numbered, moves the parameters, and counts towards its step.
 
-A step of the job is complete when all its micro-batches are committed, in whatever order. Nothing
-here knows connections, files or the master. Way in: `Commits.grant` and `Commits.take`.
+A step of the job is complete when all its micro-batches are committed, in whatever order. Where
+there are other servers, each moves its part: the push counts once all have. Nothing here knows
+connections, files or the master. Way in: `Commits.grant` and `Commits.take`.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from instep.state.packing import pack_state, unpack_state
+from instep.sync.norm import norm as norm_of
 from instep.sync.servers.leases import Committed, Lease, Leases, Unit
-from instep.sync.servers.server_async import ServerAsync
-from instep.worker.leased.portions import Parcel, Portions, buffers_of, change
+from instep.worker.leased.holding import Holding
+from instep.worker.leased.others import Others
+from instep.worker.leased.portions import Portions, change
+from instep.worker.leased.questions import Apply, Prepare
 from instep.worker.step.leased import LeasedUpdate
 
 USUAL = 64
@@ -39,7 +43,7 @@ class Push(NamedTuple):
     present: Sequence[bool]
     """Which parameters have a gradient; none where nothing counts."""
     gradients: Sequence[Tensor]
-    """Of the mean loss, like the parameters; what is not present holds anything."""
+    """Of the mean loss, of each piece that this server has; what is not present holds anything."""
     changes: Sequence[Tensor]
     """What the pass has added to the buffers."""
 
@@ -67,11 +71,13 @@ class Commits:
     """The parameters of a run, and the order in which pushes move them.
 
     Args:
-        model: has them.
-        parameters: those that are trained.
-        update: moves them.
-        strategy: how.
+        holding: what this server has of them.
+        buffers: of the model.
+        update: has the learning rate.
         portions: the micro-batches.
+        staleness: how many steps a micro-batch may be ahead; None for no bound.
+        others: the other servers.
+        undo: has `holding` be as the last commit left it.
         step: all of them up to this step are committed.
         left: what `state` gave, of another process; instead of what `step` says.
         first_token: of the first lease; see `Leases`.
@@ -79,27 +85,30 @@ class Commits:
 
     def __init__(
         self,
-        model: nn.Module,
-        parameters: Sequence[nn.Parameter],
+        holding: Holding,
+        buffers: Sequence[Tensor],
         update: LeasedUpdate,
-        strategy: ServerAsync,
         portions: Portions,
         *,
+        staleness: int | None,
+        others: Others,
+        undo: Callable[[], None],
         step: int = 0,
         left: Mapping[str, Any] | None = None,
         first_token: int = 1,
     ) -> None:
-        self._model, self._parameters = model, list(parameters)
-        self._update, self._strategy, self._portions = update, strategy, portions
+        self._holding, self._buffers, self._update = holding, list(buffers), update
+        self._portions, self._others, self._undo = portions, others, undo
+        self.keeps = True
+        """Whether all servers keep copies in memory that outlives them."""
         self._parts: dict[Unit, _Part] = {}  # of steps that `complete` has not been asked for
         for commit, number, *figures in unpack_state({}, left["parts"]) if left else ():
             self._parts[Unit(commit, number)] = _Part(*figures)
         self._step = step
-        self._given: dict[int, Parcel] = {}  # what each worker computes with
         self._usual = deque[float](maxlen=USUAL)
         self.leases = Leases(
             portions.count,
-            staleness=strategy.staleness,
+            staleness=staleness,
             step=step,
             beyond=self._parts,
             version=left["version"] if left else portions.before(step),
@@ -122,15 +131,12 @@ class Commits:
         lease = self.leases.lease(worker, now, self._limit_s)
         if lease is None:
             return None
-        if worker not in self._given:
-            self._given[worker] = Parcel(self._model, self._parameters)
-        self._given[worker].load()
-        return lease, self._given[worker].flats
+        return lease, self._holding.give(worker, lease.token, lease.version)
 
     def leave(self, worker: int) -> None:
         """A worker is gone."""
         self.leases.leave(worker)
-        self._given.pop(worker, None)
+        self._holding.leave(worker)
 
     @property
     def _limit_s(self) -> float:
@@ -143,15 +149,22 @@ class Commits:
     def take(self, push: Push, now: float) -> Committed | None:
         """Commit a push, and move the parameters by it; None if it does not count.
 
-        Whatever is raised here ends the process.
+        Where another server is lost meanwhile nothing has moved here, and the others are still to
+        be told (`Others.meet`). What else is raised here ends the process.
+
+        Raises:
+            PeerError: as from `Others.ask`; nothing has moved here.
         """
-        committed = self.leases.push(push.token)
-        if committed is None:
+        lease = self.leases.find(push.token)
+        if lease is None:
             return None
-        lease, found = committed.lease, None
+        moved, found = self._move(push, lease)
+        if not moved:
+            self.leases.leave(lease.worker)
+            return None
+        committed = self.leases.push(push.token)
+        assert committed is not None, "it counts"
         self._usual.append(now - lease.since)
-        if push.weight:
-            found = self._move(push, committed)
         norm = math.nan if found is None else found
         self._parts[lease.unit] = _Part(push.total, push.weight, push.skipped, norm)
         self._ahead += self._samples(lease.unit)
@@ -159,18 +172,40 @@ class Commits:
             self._update.advance()
         return committed
 
-    def _move(self, push: Push, committed: Committed) -> float | None:
-        then = self._given[committed.lease.worker].parameters
-        every = zip(self._parameters, push.present, push.gradients, then, strict=True)
-        for parameter, present, gradient, before in every:
-            parameter.grad = gradient if present else None
-            if present and self._strategy.compensation and committed.lag:
-                self._strategy.compensate(gradient, parameter.detach(), before)
-        found = self._update.move(committed.version, self._strategy.rate(committed.lag))
-        for parameter in self._parameters:
-            parameter.grad = None
-        change(buffers_of(self._model), push.changes)
-        return found
+    def _move(self, push: Push, lease: Lease) -> tuple[bool, float | None]:
+        """Have all servers move their parts; whether they have, and the norm of the gradient."""
+        holding, others, version = self._holding, self._others, self.leases.version + 1
+        moves, squares, found, factor = bool(push.weight), list[float](), None, 1.0
+
+        def receive() -> None:
+            given = lease.worker, version, push.present, push.gradients
+            squares.extend(holding.receive(*given))
+
+        def move() -> None:
+            if moves:
+                holding.move(version, factor)
+
+        if moves:
+            told = others.ask(Prepare(push.token, lease.worker, version), receive)
+            if told is None or not all(each.fine for each in told):
+                holding.drop()
+                return False, None
+            squares += [square for each in told for square in each.squares]
+        if moves and self._update.clips:
+            found = norm_of(squares)
+            factor = self._update.factor(found)
+        options, told = self._update.options() if others.count else [], None
+        try:
+            told = others.ask(Apply(version, moves, factor, options, self.keeps), move)
+        finally:
+            if told is None and moves and others.count:
+                self._undo()
+        if told is None:
+            return False, None
+        self.keeps &= all(each.keeps for each in told)
+        if moves:
+            change(self._buffers, push.changes)
+        return True, found
 
     def _samples(self, unit: Unit) -> int:
         first, stop = self._portions.of(unit)

@@ -11,6 +11,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from torch import Tensor
+
+from instep.errors import PeerError
 from instep.worker.leased.commits import Commits
 from instep.worker.leased.line import LOOK_S, Ask, Door, Grant, Guest
 
@@ -33,10 +36,17 @@ class Desk:
         door: where workers connect.
         commits: has the leases.
         take: commits what a worker has pushed, if it counts; returns whether it does.
+        frozen: gives the parameters that are not trained, as bytes.
     """
 
-    def __init__(self, door: Door, commits: Commits, take: Callable[[Guest, Ask], bool]) -> None:
-        self._door, self._commits, self._take = door, commits, take
+    def __init__(
+        self,
+        door: Door,
+        commits: Commits,
+        take: Callable[[Guest, Ask], bool],
+        frozen: Callable[[], list[Tensor]],
+    ) -> None:
+        self._door, self._commits, self._take, self._frozen = door, commits, take, frozen
         self._complete = deque[tuple[int, float, float | None]](maxlen=TOLD)
         self._guests: dict[int, Guest] = {}  # the newest of each worker
         self._asking: dict[Guest, _Waits] = {}
@@ -63,7 +73,14 @@ class Desk:
             self._asking.pop(before, None)
             before.close()
         self._guests[guest.worker] = guest
-        counted = ask.token >= 0 and self._take(guest, ask)
+        if ask.frozen:
+            guest.answer(Grant(False, []), self._frozen())
+            return
+        try:
+            counted = ask.token >= 0 and self._take(guest, ask)
+        except PeerError:  # this server is cut off; nobody would answer
+            guest.close()
+            raise
         self._asking[guest] = _Waits(ask, counted, time.monotonic())
 
     def answer(self) -> None:

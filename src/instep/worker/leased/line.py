@@ -5,8 +5,8 @@ of the server waits for each; what arrives it hands to the server's main thread,
 anything. A worker shows the secret that it got from the master; the server accepts nobody else.
 Between hosts connections are encrypted, and both ends have a certificate that says who they are.
 
-What questions and answers mean is not known here. Way in: `Door` on the server, `Line.to` on a
-worker.
+Servers are connected to each other in the same way. What questions and answers mean is not known
+here. Way in: `Door` on a server, `Line.to` on a worker.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import hmac
 import queue
 import secrets
+import select
 import socket
 import ssl
 import struct
@@ -22,7 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from torch import Tensor
@@ -63,6 +64,8 @@ class Ask(msgspec.Struct, array_like=True):
     """As in `commits.Push`."""
     known: int = 0
     """The last step that it knows to be complete."""
+    frozen: bool = False
+    """Whether it wants no lease, but the parameters that are not trained, as the body."""
 
 
 class Grant(msgspec.Struct, array_like=True):
@@ -176,9 +179,9 @@ class Line:
         return taken
 
     def _fill(self, into: memoryview, waits: Callable[[], None]) -> None:
-        self._socket.settimeout(LOOK_S)
         while into.nbytes:
             try:
+                self._socket.settimeout(LOOK_S)  # fails once another thread has closed it
                 got = self._socket.recv_into(into)
             except TimeoutError:
                 waits()
@@ -188,6 +191,11 @@ class Line:
             if not got:
                 raise PeerError("the connection is gone (the other end closed it).")
             into = into[got:]
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing has arrived, not even the end of the connection."""
+        return not select.select([self._socket], [], [], 0)[0]
 
     def close(self) -> None:
         """Close; other threads that use it find the connection gone."""
@@ -220,17 +228,17 @@ def _check(connection: socket.socket, number: int) -> None:
 
 
 class Guest:
-    """A worker that is connected to the server."""
+    """A process that is connected to a server."""
 
     def __init__(self, door: Door, line: Line, worker: int) -> None:
         self.worker, self.body = worker, door.room()
         """What it has sent with its last question."""
         self._door, self._line = door, line
-        self._answers = queue.SimpleQueue[tuple[Grant, Sequence[Tensor]] | None]()
+        self._answers = queue.SimpleQueue[tuple[msgspec.Struct, Sequence[Tensor]] | None]()
 
-    def answer(self, grant: Grant, body: Sequence[Tensor] = ()) -> None:
+    def answer(self, head: msgspec.Struct, body: Sequence[Tensor] = ()) -> None:
         """Answer its question; the body is not to change before the next one."""
-        self._answers.put((grant, body))
+        self._answers.put((head, body))
 
     def close(self) -> None:
         """Answer nothing more."""
@@ -241,7 +249,7 @@ class Guest:
         door = self._door
         with suppress(PeerError):
             while True:
-                ask = self._line.receive(Ask, self.body.flats, door.check)
+                ask = self._line.receive(door.asks, self.body.flats, door.check)
                 door.arrived(self, ask)
                 answer = self._answers.get()
                 if answer is None:
@@ -252,29 +260,36 @@ class Guest:
 
 
 class Door:
-    """Where workers connect to the server.
+    """Where workers connect to a server.
 
     Args:
         host: the address to listen on.
         room: gives what the body of a worker's questions goes into.
         credentials: of this end, where connections are encrypted.
+        asks: what questions are.
     """
 
     def __init__(
-        self, host: str, room: Callable[[], Parcel], credentials: Credentials | None = None
+        self,
+        host: str,
+        room: Callable[[], Parcel],
+        credentials: Credentials | None = None,
+        *,
+        asks: Any = Ask,
     ) -> None:
+        self.asks = asks
         self.secret = secrets.token_bytes(32)
         """What a worker has to show."""
         self.room, self._closed, self._credentials = room, False, credentials
         self._listener = socket.create_server((host, 0), backlog=1024)
         self.address = Address(*self._listener.getsockname()[:2])
-        self._arrivals = queue.SimpleQueue[tuple[Guest, Ask | None]]()
+        self._arrivals = queue.SimpleQueue[tuple[Guest, Any]]()
         self._unproven = threading.BoundedSemaphore(MOST_UNPROVEN)
         self._end: Grant | None = None
         self._ending = threading.Lock()
         self._start(self._accept)
 
-    def next(self, timeout_s: float) -> tuple[Guest, Ask | None] | None:
+    def next(self, timeout_s: float) -> tuple[Guest, Any] | None:
         """A question; or None in place of it, from one that is gone. None if nothing arrives."""
         try:
             return self._arrivals.get(timeout_s > 0, timeout_s)
@@ -288,7 +303,7 @@ class Door:
         while (arrived := self.next(0)) is not None:
             self.arrived(*arrived)
 
-    def arrived(self, guest: Guest, ask: Ask | None) -> None:
+    def arrived(self, guest: Guest, ask: Any) -> None:
         """A question has come, or the end of a connection; in the guest's thread."""
         with self._ending:
             if self._end is None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from instep.data.order import Position, position, steps_in_epoch
 from instep.spec import TrainSpec
 from instep.sync.base import Piece
-from instep.sync.servers.cuts import Packed
+from instep.sync.servers.cuts import Packed, shares
 from instep.sync.servers.leases import Unit
 from instep.worker.step.passes import parts_of, positions_of
 
@@ -53,37 +53,46 @@ class Portions:
 
 
 class Parcel:
-    """Room for what travels: something for each parameter that is trained, and for each buffer.
+    """Room for what travels: something for each piece of parameters, and for each buffer.
 
     Args:
-        model: whose.
         parameters: those that are trained.
+        pieces: those of a server.
+        buffers: those that travel with them.
     """
 
-    def __init__(self, model: nn.Module, parameters: Sequence[Tensor]) -> None:
-        self._packed = _pack(parameters), _pack(buffers_of(model))
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        pieces: Sequence[Piece],
+        buffers: Sequence[Tensor] = (),
+    ) -> None:
+        self._packed = Packed(pieces, parameters), Packed(whole_pieces(buffers), buffers)
         self.flats = [packed.flat for packed in self._packed]
         """[bytes] each, to be sent."""
-        self.parameters, self.buffers = map(_views, self._packed)
+        self.pieces, self.buffers = map(_views, self._packed)
 
     def load(self) -> None:
-        """Take the values of parameters and buffers."""
+        """Take the values of pieces and buffers."""
         for packed in self._packed:
             packed.load()
 
     def store(self) -> None:
-        """Give parameters and buffers these values."""
+        """Give pieces and buffers these values."""
         for packed in self._packed:
             packed.store()
 
-    def store_buffers(self) -> None:
-        """Give these values to the buffers alone."""
-        self._packed[1].store()
+
+def whole_pieces(tensors: Sequence[Tensor]) -> list[Piece]:
+    """Each as one piece."""
+    return [Piece(n, 0, tensor.numel()) for n, tensor in enumerate(tensors)]
 
 
-def _pack(tensors: Sequence[Tensor]) -> Packed:
-    pieces = [Piece(n, 0, tensor.numel()) for n, tensor in enumerate(tensors)]
-    return Packed(pieces, tensors)
+def pieces_of(parameters: Sequence[Tensor], servers: int, *, by_element: bool) -> list[list[Piece]]:
+    """Of each server, what it has of the parameters; the same in every process."""
+    if servers == 1:
+        return [whole_pieces(parameters)]
+    return shares(parameters, servers, by_element=by_element)
 
 
 def _views(packed: Packed) -> list[Tensor]:
@@ -93,6 +102,13 @@ def _views(packed: Packed) -> list[Tensor]:
 def buffers_of(model: nn.Module) -> list[Tensor]:
     """The buffers of a model, each once; those without elements are left out."""
     return [buffer for buffer in model.buffers() if buffer.numel()]
+
+
+def frozen_in(model: nn.Module, trained: Sequence[Tensor]) -> Parcel:
+    """Room for the other parameters of a model, which no update moves."""
+    apart = {id(parameter) for parameter in trained}
+    frozen = [each for each in model.parameters() if id(each) not in apart and each.numel()]
+    return Parcel(frozen, whole_pieces(frozen))
 
 
 @torch.no_grad()

@@ -1,66 +1,66 @@
-"""The server's end of training without lockstep: grants leases, commits pushes, ends steps.
+"""The first server's end of training without lockstep: grants leases, commits pushes, ends steps.
 
 It is a loop of one member: its steps are those of the job, and a step is over when workers have
 pushed all its micro-batches. So what follows a step (validation, checkpoint, rules that stop the
 run) is that of every other training. For what needs exactly the steps up to one, no micro-batch of
 later steps is leased before that is done (`_limit`).
 
-An update is committed in this order: parameters, a copy of all in memory that outlives the process,
-the ledger, the answer. A process that takes this one's place continues from that copy.
+An update is committed in this order: parameters, on all servers (`others.py`), a copy of all that
+this one has in memory that outlives the process, the ledger, the answer. A process that takes this
+one's place continues from that copy, and has the other servers go back to it. The model is whole
+here only while what needs that asks the others for their parts (`_gather`).
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator, Iterable, Iterator
-from functools import partial
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import msgspec
 import torch
+from torch import Tensor
 
 from instep.comm.alone import AloneComm
 from instep.comm.base import Comm
 from instep.comm.messages import Form, Heartbeat
 from instep.data.loader import Read, Slice
 from instep.data.order import Position
-from instep.errors import PeerError, SpecError, WorkerError
+from instep.errors import PeerError
 from instep.events import Kind
 from instep.recipe.recipe import Recipe
 from instep.records import Attempt
+from instep.state.manifest import FileEntry
+from instep.state.pieces import SHARD
+from instep.state.save import Shard
+from instep.state.snapshot import model_tensors
+from instep.state.staging import SAVING
 from instep.sync.servers.leases import Lease
 from instep.sync.servers.server_async import ServerAsync
 from instep.system.host_memory import NoRoom
 from instep.worker.leased.commits import Commits, Push
 from instep.worker.leased.desk import Desk
+from instep.worker.leased.further import HELD, path_of, write_shard
+from instep.worker.leased.holding import Holding
 from instep.worker.leased.line import Ask, Door, Guest
-from instep.worker.leased.portions import Parcel, Portions
+from instep.worker.leased.others import Others, lost
+from instep.worker.leased.portions import Parcel, buffers_of, frozen_in
+from instep.worker.leased.questions import Answer, End, Give, Write
+from instep.worker.leased.reach import reach, tell
+from instep.worker.leased.server import Server
+from instep.worker.loop import Shards, Step
 from instep.worker.member import Member
+from instep.worker.saving import could_not_write
 from instep.worker.step.clock import Clock
 from instep.worker.step.committed import Commit
-from instep.worker.step.host_copy import HostCopy
 from instep.worker.step.leased import LeasedUpdate
 from instep.worker.step.passes import Share
 from instep.worker.step.skipping import share_read
-from instep.worker.training import Training
-
-SERVER = "server"
-"""Under this key the master has the address of the server, and the secret for it."""
 
 
-class Where(msgspec.Struct):
-    """How a worker reaches the server."""
-
-    host: str
-    port: int
-    number: int
-    """Of the server."""
-    secret: bytes
-
-
-class Serving(Training):
-    """The server of a run.
+class Serving(Server):
+    """The first server of a run, or its only one.
 
     Args:
         member: this server's membership in the run.
@@ -72,16 +72,16 @@ class Serving(Training):
     """
 
     def __init__(self, member: Member, recipe: Recipe, device: torch.device) -> None:
-        if not member.sees_run:
-            raise SpecError(
-                f"the server does not see the folder of the run, {member.run}, where it writes "
-                "checkpoints and the ledger. Name a host that does in cluster.servers, or use a "
-                "shared folder."
-            )
         super().__init__(member, recipe, device)
-        self._portions = Portions(self.samples, self.job.per_commit)
-        self._copy = HostCopy()
-        self._left: dict[str, Any] | None = None  # of the process before
+        self._others = Others(
+            self._servers - 1,
+            lambda place: reach(member, place, self._keep_up),
+            self._keep_up,
+            lambda: (self.state.progress.course, self.commits.leases.version),
+        )
+        self._held: Mapping[str, Tensor] = {}  # by the process before
+        self._whole_at: tuple[int, int] | None = None  # the update at which the model was whole
+        self._left: dict[str, Any] | None = None  # by it
         self._row: tuple[int, ...] | None = None  # of the last commit, for the ledger
         self._ledger_at = 0  # where it begins there
         self._written = b""  # since the last complete step
@@ -89,9 +89,8 @@ class Serving(Training):
         self._saves_at: int | None = None
         self._barrier = 0
         self._desk: Desk | None = None
-        self._broken = -1  # the generation that was reported to be left
         self._commits: Commits | None = None
-        self.engine.mends = False  # micro-batches of steps that are not complete count too
+        self._holding: Holding
 
     @property
     def commits(self) -> Commits:
@@ -111,6 +110,10 @@ class Serving(Training):
         if found is not None:
             _, snapshot = found
             self._left = snapshot.facts.pop("leased")
+            if self._servers > 1:
+                self._held = snapshot.tensors.pop(HELD)
+                rest = snapshot.tensors["model"]
+                snapshot.tensors["model"] = model_tensors(self.engine.model) | rest
             self.state.take(snapshot, "the memory of this host")
             self.state.settled = max(0, self.state.progress.step - 1)
             self.member.holds = True
@@ -133,11 +136,7 @@ class Serving(Training):
         form = self.member.form
         assert form is not None, "no generation yet"
         if form.checkpoint is None and self.member.others_have_state and not self.state.held:
-            raise WorkerError(
-                "the parameters of the server were lost with the memory of its host, or its fork "
-                "server, and no other process has them. Resume the run: it continues from the "
-                "newest checkpoint."
-            )
+            raise lost(0, self._servers)
         if form.checkpoint is not None:
             self._left = None
             self._copy.clear()
@@ -155,12 +154,18 @@ class Serving(Training):
         if self._commits is not None:
             return
         left, self._left = self._left, None
+        self._holding = self._made_holding(buffers_of(self.engine.model))
+        if left is not None and self._servers > 1:
+            self._holding.take(self._held)
+        self._held = {}
         self._commits = Commits(
-            self.engine.model,
-            self.engine.parameters,
+            self._holding,
+            buffers_of(self.engine.model),
             cast(LeasedUpdate, self._update),
-            cast(ServerAsync, self.engine.strategy),
             self._portions,
+            staleness=cast(ServerAsync, self.engine.strategy).staleness,
+            others=self._others,
+            undo=self._undo,
             step=self.state.progress.step,
             left=left,
             first_token=time.time_ns(),  # above all of a server before this one
@@ -171,34 +176,24 @@ class Serving(Training):
             self._row, self._ledger_at = tuple(left["row"]), left["ledger_bytes"]
 
     def _open(self) -> None:
-        room = partial(Parcel, self.engine.model, self.engine.parameters)
-        member = self.member
-        door = Door(member.outside, room, member.credentials)
-        self._desk = Desk(door, self.commits, self._take)
-        where = Where(*door.address, member.number, door.secret)
-        member.tell_all(SERVER, msgspec.msgpack.encode(where))
+        door = Door(self.member.outside, self._holding.room, self.member.credentials)
+        self._desk = Desk(door, self.commits, self._take, self._frozen)
+        tell(self.member, 0, door)
+        if idle := sum(not each for each in self._holding.shares):
+            self._warn(
+                f"sync.servers = {self._servers}, and there are no parameters for {idle} of them: "
+                "choose fewer"
+            )
+
+    def _frozen(self) -> list[Tensor]:
+        parcel = frozen_in(self.engine.model, self.engine.parameters)
+        parcel.load()
+        return parcel.flats
 
     def _leave(self, error: PeerError | None = None) -> None:
         if self.engine.started:
             self.engine.buffers.after_update()  # or they would be taken back
         super()._leave(error)
-
-    def _keep_up(self) -> None:
-        """Be in the generation that the master has begun; nothing else of it matters here.
-
-        Raises:
-            PeerError: this process may have been replaced.
-        """
-        member = self.member
-        member.check_lease()
-        if member.superseded:
-            form = member.wait_for_group()
-            self.state.inside(form.generation)
-            self.sized(len(form.members))
-            member.formed()
-        elif member.regroups and self._broken != self.state.generation:
-            self._broken = self.state.generation
-            member.broken(holds=True)
 
     # ---- steps
 
@@ -264,6 +259,7 @@ class Serving(Training):
         arrived = self.desk.next()
         since = self.engine.clock.lap(since, "wait")
         self._keep_up()
+        self._others.meet(idle=arrived is None)
         self.desk.take_in(arrived)
         self.desk.answer()
         self.engine.clock.lap(since, "update")
@@ -271,9 +267,10 @@ class Serving(Training):
     def _take(self, guest: Guest, ask: Ask) -> bool:
         """Whether a push is a commit; then it is one for all."""
         figures = ask.token, ask.total, ask.weight, ask.skipped, ask.present
-        push = Push(*figures, guest.body.parameters, guest.body.buffers)
+        push = Push(*figures, guest.body.pieces, guest.body.buffers)
         committed = self.commits.take(push, time.monotonic())
         if committed is None:
+            self._others.meet()
             return False
         self._row = self._entry(committed.lease)
         self._keep()
@@ -293,8 +290,17 @@ class Serving(Training):
         """Copy the state of the last commit into memory that outlives this process."""
         if not self._copy.lasts:
             return
+        if not self.commits.keeps:
+            self._go_without_copies("another server has none.")
+            return
         self._ledger_at = self.engine.ledger.size_bytes if self._row is not None else 0
         snapshot = self.state.for_another()
+        if self._servers > 1:  # not what other servers have
+            model, parameters = self.engine.model, {id(p) for p in self.engine.parameters}
+            every = model.named_parameters(remove_duplicate=False)
+            for name in [name for name, each in every if id(each) in parameters]:
+                del snapshot.tensors["model"][name]
+            snapshot.tensors[HELD] = self._holding.kept()
         snapshot.facts["leased"] = {
             "row": self._row,
             "ledger_bytes": self._ledger_at,
@@ -305,13 +311,24 @@ class Serving(Training):
         try:
             self._copy.keep(snapshot, at)
         except NoRoom as error:
-            self._copy.drop()
-            self.member.emit(
-                "warning",
-                text=f"no memory for copies of the server's state: {error} Training continues "
-                "without them: if the server is lost, the run ends, and can be resumed from its "
-                "newest checkpoint.",
-            )
+            self._go_without_copies(str(error))
+
+    def _go_without_copies(self, why: str) -> None:
+        self._copy.drop()
+        self.commits.keeps = False
+        self.member.emit(
+            "warning",
+            text=f"no memory for copies of the server's state: {why} Training continues "
+            "without them: if the server is lost, the run ends, and can be resumed from its "
+            "newest checkpoint.",
+        )
+
+    def _undo(self) -> None:
+        """Have what this server holds be as the last commit left it."""
+        held = self._copy.held()
+        if not held:
+            raise lost(0, self._servers)
+        self._holding.take(self._copy.back_to(held[0]).tensors[HELD])
 
     def _write(self, row: tuple[int, ...]) -> None:
         """Append a commit to the ledger.
@@ -325,7 +342,63 @@ class Serving(Training):
             raise PeerError("the master did not answer for too long: the others may continue.")
         self._written += written
 
+    # ---- what needs the parts of all servers
+
+    def _gather(self) -> None:
+        """Have the model whole: with the parts of the other servers, as of the last update."""
+        at = self.state.progress.course, self.commits.leases.version
+        if self._servers == 1 or self._whole_at == at:
+            return
+        rooms = [Parcel(self.engine.parameters, each) for each in self._holding.shares[1:]]
+        self._others.must(Give(), bodies=[room.flats for room in rooms])
+        for room in rooms:
+            room.store()
+        self._whole_at = at
+
+    def _settle(self, done: Commit) -> Step:
+        if self.recipe.callbacks:
+            self._gather()
+        return super()._settle(done)
+
+    def _validate(self, where: Position) -> dict[str, float] | None:
+        if self._validation is not None:
+            self._gather()
+        return super()._validate(where)
+
+    @property
+    def _written_by_many(self) -> bool:
+        return self._servers > 1
+
+    def _write_parts(self, due: bool) -> tuple[bool, dict[str, Tensor], Shards]:
+        if not due:
+            return False, {}, {}
+        self._gather()
+        step, folder, names = self.state.progress.step, self.member.run / "checkpoints", self._names
+        begins = str(folder / f"{SAVING}{step}-{SHARD}")
+        asked, own = Write(begins, f"-{self.state.generation}"), list[Answer]()
+        told = self._others.must(
+            asked, lambda: own.append(write_shard(asked, 0, self._holding, names))
+        )
+        shards = dict[str, Shard]()
+        for place, each in enumerate([own[-1], *told]):
+            if not each.fine:
+                for shard in shards.values():
+                    shard.path.unlink(missing_ok=True)
+                if not each.errno:
+                    self.member.emit("warning", text=f"no checkpoint of step {step}: {each.why}")
+                who = f"server {self.member.number + place}"
+                return True, {}, could_not_write(step, who, folder, each.errno)
+            if each.size_bytes:
+                entry = FileEntry(each.size_bytes, each.sha256)
+                shards[f"{SHARD}{place}"] = Shard(path_of(asked, place), entry)
+        return True, {}, shards
+
     # ---- the end
+
+    def _finish_saving(self) -> None:
+        self._gather()
+        super()._finish_saving()
+        self._others.must(End(self.step, self.rule, self._finite))
 
     def finish(self) -> bool:
         """Tell all workers that the run is over, and save the model; as `Loop.finish`."""
@@ -340,5 +413,6 @@ class Serving(Training):
     def close(self) -> None:
         """Close all connections too."""
         super().close()
+        self._others.close()
         if self._desk is not None:
             self._desk.close()

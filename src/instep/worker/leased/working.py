@@ -1,23 +1,24 @@
 """A worker's end of training without lockstep: ask, compute, push, until the run is over.
 
-It holds nothing that another process would miss. If its connection breaks it connects again, and
-what it had leased is leased again; if it is killed, likewise. It knows no other worker.
+It has a connection to each server. What it has computed it leaves with all others before it shows
+the token to the first, so no server ever waits for it. It holds nothing that another process would
+miss. If a connection breaks it connects again, and what it had leased is leased again; if it is
+killed, likewise. It knows no other worker.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import cast
 
-import msgspec
 import torch
 from torch import Tensor
 
 from instep.comm.alone import AloneComm
-from instep.comm.channel import Address
 from instep.data.loader import Slice
 from instep.data.samples import last_read
 from instep.errors import PeerError, RecipeError
@@ -25,17 +26,23 @@ from instep.recipe.build import set_generators
 from instep.recipe.recipe import Recipe
 from instep.sync.servers.leases import Unit
 from instep.worker.leased.line import Ask, Grant, Line
-from instep.worker.leased.portions import Parcel, Portions, buffers_of, changes
-from instep.worker.leased.serving import SERVER, Where
+from instep.worker.leased.portions import (
+    Parcel,
+    Portions,
+    buffers_of,
+    changes,
+    frozen_in,
+    pieces_of,
+)
+from instep.worker.leased.questions import Answer, Pull, Stage
+from instep.worker.leased.reach import AGAIN_S, reach
 from instep.worker.loop import Step
 from instep.worker.member import Member
 from instep.worker.step.buffers import Buffers
 from instep.worker.step.clock import Clock
+from instep.worker.step.leased import LeasedUpdate
 from instep.worker.step.turns import key_of_pass
 from instep.worker.training import Training
-
-AGAIN_S = 0.05
-"""How long a worker waits before it tries to reach the server again."""
 
 
 @dataclass
@@ -62,8 +69,17 @@ class Working(Training):
         super().__init__(member, recipe, device)
         self._portions = Portions(self.samples, self.job.per_commit)
         model, parameters = self.engine.model, self.engine.parameters
-        self._taken = Parcel(model, parameters)  # as the server sent them
-        self._pushed = Parcel(model, parameters)  # gradients, and what a pass has added to buffers
+        by_element = cast(LeasedUpdate, self._update).by_element
+        pieces = pieces_of(parameters, self.job.sync.servers, by_element=by_element)
+        buffers = [buffers_of(model), *[[]] * (len(pieces) - 1)]  # with the first server's part
+        self._pieces = pieces
+        self._taken, self._pushed = (  # as servers sent them; gradients, and changes of buffers
+            [Parcel(parameters, *each) for each in zip(pieces, buffers, strict=True)]
+            for _ in range(2)
+        )
+        self._lacks: Parcel | None = None  # a checkpoint has them, and the server
+        if member.checkpoint is not None:
+            self._lacks = frozen_in(model, parameters)
         self._watched = Buffers(model)
         self._shares: dict[int, _Share] = {}
         self._known = 0
@@ -113,56 +129,43 @@ class Working(Training):
 
     def _until_the_end(self) -> Grant:
         while True:
-            line = self._connect()
+            lines = list[Line]()
             try:
-                return self._work(line)
+                self.phase = "joining"
+                for place in range(len(self._pieces)):
+                    lines.append(reach(self.member, place, self._keep_up))
+                return self._work(*lines)
             except PeerError as error:  # raised again, if there is no master either
                 with suppress(OSError):  # a full disk must not end the run
                     print(f"instep: {error}", file=sys.stderr, flush=True)
                 time.sleep(AGAIN_S)
             finally:
-                line.close()
+                for line in lines:
+                    line.close()
 
-    def _connect(self) -> Line:
-        """A connection to the server, which may be on its way.
-
-        Raises:
-            PeerError: there is no master any more.
-        """
-        self.phase = "joining"
-        while True:
-            try:
-                told = self.member.told(SERVER)
-            except PeerError:
-                if not self.member.superseded:
-                    raise
-                self._keep_up()
-                continue
-            where = msgspec.msgpack.decode(told, type=Where)
-            try:
-                return Line.to(
-                    Address(where.host, where.port),
-                    where.number,
-                    where.secret,
-                    self.member.number,
-                    self.member.credentials,
-                )
-            except PeerError:
-                time.sleep(AGAIN_S)
-                self._keep_up()
-
-    def _work(self, line: Line) -> Grant:
+    def _work(self, first: Line, *others: Line) -> Grant:
         """Until the end of the run.
 
         Raises:
-            PeerError: the connection broke.
+            PeerError: a connection broke.
         """
+        if self._lacks is not None:
+            first.send(Ask(frozen=True), ())
+            grant = first.receive(Grant, self._lacks.flats, self._keep_up)
+            if grant.ends:
+                return grant
+            self._lacks.store()
+            self._lacks, self._watched = None, Buffers(self.engine.model)
         ask, body, clock = Ask(), list[Tensor](), Clock(begin=time.time())
         while True:
             ask.known = self._known
             self.phase, since = "exchange", time.perf_counter()
-            line.send(ask, body)
-            grant = line.receive(Grant, self._taken.flats, self._keep_up)
+            if body:
+                self._ask(others, Stage(ask.token, ask.present), self._pushed[1:], [])
+            first.send(ask, body)
+            grant = first.receive(Grant, self._taken[0].flats, self._keep_up)
+            if not grant.ends:
+                self._ask(others, Pull(grant.token), [], self._taken[1:])
             took = time.perf_counter() - since
             clock.wait += min(grant.held_s, took)
             clock.wire += max(0.0, took - grant.held_s)
@@ -171,14 +174,28 @@ class Working(Training):
             self._report(grant)
             if grant.ends:
                 return grant
-            self._taken.store()
+            for taken in self._taken:
+                taken.store()
             clock = Clock(begin=time.time())
             self.step, self._number = grant.step, grant.number
             ask = self._compute(grant, clock)
-            body = self._pushed.flats if ask.weight else []
+            body = self._pushed[0].flats if ask.weight else []
             self._done += 1
 
     _number = 0
+
+    def _ask(
+        self,
+        lines: Sequence[Line],
+        question: Stage | Pull,
+        sent: Sequence[Parcel],
+        taken: Sequence[Parcel],
+    ) -> None:
+        """Ask all servers but the first; send each its parcel, or take one from each."""
+        for place, line in enumerate(lines):
+            line.send(question, sent[place].flats if sent else [])
+        for place, line in enumerate(lines):
+            line.receive(Answer, taken[place].flats if taken else [], self._keep_up)
 
     def _compute(self, grant: Grant, clock: Clock) -> Ask:
         """The gradient of one micro-batch, in `_pushed`; or nothing, if nothing in it counts."""
@@ -202,27 +219,30 @@ class Working(Training):
         ask.total, ask.weight = float(found.loss.detach()) * found.factor, found.factor
         ask.present = self._pack_gradients()
         now = buffers_of(self.engine.model)
-        changes(now, self._taken.buffers, self._pushed.buffers)
+        changes(now, self._taken[0].buffers, self._pushed[0].buffers)
         self._watched.after_pass(0.0, unit.number)  # each module has its own tensors again
         clock.lap(since, "backward")
         return ask
 
     @torch.no_grad()
     def _pack_gradients(self) -> list[bool]:
-        present = list[bool]()
-        for parameter, into in zip(self.engine.parameters, self._pushed.parameters, strict=True):
-            gradient = parameter.grad
-            present.append(gradient is not None)
-            if gradient is None:
-                continue
-            if gradient.is_sparse:
-                raise RecipeError(
-                    "a parameter has a sparse gradient, which this strategy cannot send. Use "
-                    "nn.Embedding(..., sparse=False), or all_reduce."
-                )
-            into.copy_(gradient)
+        gradients = [parameter.grad for parameter in self.engine.parameters]
+        if any(each is not None and each.is_sparse for each in gradients):
+            raise RecipeError(
+                "a parameter has a sparse gradient, which this strategy cannot send. Use "
+                "nn.Embedding(..., sparse=False), or all_reduce."
+            )
+        for pieces, pushed in zip(self._pieces, self._pushed, strict=True):
+            for piece, into in zip(pieces, pushed.pieces, strict=True):
+                gradient = gradients[piece.slot]
+                if gradient is None:
+                    continue
+                if gradient.shape != into.shape:
+                    gradient = gradient.reshape(-1)[piece.start : piece.stop]
+                into.copy_(gradient)
+        for parameter in self.engine.parameters:
             parameter.grad = None
-        return present
+        return [each is not None for each in gradients]
 
     # ---- the record
 

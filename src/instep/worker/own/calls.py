@@ -24,6 +24,9 @@ from instep.state.snapshot import Snapshot
 from instep.worker.own.evaluation import Piece, exchange
 from instep.worker.step.sections import Sections
 
+EVALUATION = "the loop over an evaluation loader"
+"""The call with which an evaluation begins; its result is how many parts it has."""
+
 
 class Call(NamedTuple):
     """One call of the user's code."""
@@ -184,7 +187,3 @@ class Waits:
                     f"process {other} waited in {called} while process {rank} waited in {name}: "
                     "every process needs to make the same calls in the same order."
                 )
-
-
-EVALUATION = "the loop over an evaluation loader"
-"""The call with which an evaluation begins; its result is how many parts it has."""

@@ -68,8 +68,7 @@ class HostCopy:
         Returns:
             The commit, and what this rank had of it; tensors are copies.
         """
-        stamps = self._memory.stamps() if self.lasts else []
-        mine = [Attempt(*stamp) for stamp in stamps if self._memory.at(*stamp) is not None]
+        mine = self.held()
         table = torch.zeros(comm.size, _SLOTS, len(_NOTHING), dtype=torch.int64, device=device)
         table[comm.rank] = torch.tensor([*mine, _NOTHING, _NOTHING][:_SLOTS])
         comm.all_reduce(table).wait()
@@ -78,12 +77,21 @@ class HostCopy:
         if not common:
             return None
         newest = max(common)
-        for each in mine:
-            if each > newest:
+        return newest, self.back_to(newest)
+
+    def held(self) -> list[Attempt]:
+        """The commits of which there are copies, the newest first."""
+        stamps = self._memory.stamps() if self.lasts else []
+        return [Attempt(*stamp) for stamp in stamps if self._memory.at(*stamp) is not None]
+
+    def back_to(self, at: Attempt) -> Snapshot:
+        """What there is of one of these commits; newer ones are forgotten. Tensors are copies."""
+        for each in self.held():
+            if each > at:
                 self._memory.forget(*each)
-        held = self._memory.at(*newest)
-        assert held is not None, "it was there"
-        return newest, _snapshot(held)
+        held = self._memory.at(*at)
+        assert held is not None, "it is held"
+        return _snapshot(held)
 
     def clear(self) -> None:
         """Forget what was copied: another replica or a checkpoint has the state."""

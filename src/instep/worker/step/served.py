@@ -56,6 +56,9 @@ class ServedUpdate(Update):
         SpecError: the job wants what cannot be had with servers.
     """
 
+    where = "sync.name = 'server_sync'"
+    """The setting that has each server move a part, for messages."""
+
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         if self.scaler.is_enabled():
@@ -83,9 +86,9 @@ class ServedUpdate(Update):
         every = {id(each): each for each in (optimizer, *parts_of(optimizer))}.values()
         if any(o._optimizer_step_pre_hooks or o._optimizer_step_post_hooks for o in every):
             raise RecipeError(
-                "the optimizer has step hooks, which look at whole parameters: with sync.name = "
-                "'server_sync' each server has only a part. Leave them out (averages of the "
-                "weights, as EMA), or use all_reduce."
+                f"the optimizer has step hooks, which look at whole parameters: with {self.where} "
+                "each server has only a part. Leave them out (averages of the weights, as EMA), "
+                "or use all_reduce."
             )
         if pieces and not self.by_element:
             self._check_apart()
@@ -138,7 +141,7 @@ class ServedUpdate(Update):
         if not self.by_element and not torch.equal(drawn, torch.get_rng_state()):
             raise RecipeError(
                 f"the optimizer {type(optimizer).__name__} draws random numbers in its step: with "
-                "sync.name = 'server_sync' each server would draw its own. Use all_reduce."
+                f"{self.where} each server would draw its own. Use all_reduce."
             )
         return states
 
@@ -188,7 +191,7 @@ class ServedUpdate(Update):
                 if learnt:
                     raise RecipeError(
                         f"the optimizer {type(optimizer).__name__} changes values of its "
-                        "param_groups in its step: with sync.name = 'server_sync' each server "
+                        f"param_groups in its step: with {self.where} each server "
                         "would have its own. Use all_reduce."
                     )
         if not all(torch.equal(ends[0][piece], ends[1][piece]) for piece in ends[0]):
@@ -217,7 +220,7 @@ class ServedUpdate(Update):
         found: dict[str, Tensor] = {}
         for piece, state in self._states.items():
             for name, value in state.items():
-                name, value = kept_as(name, value, self.optimizer, "sync.name = 'server_sync'")
+                name, value = kept_as(name, value, self.optimizer, self.where)
                 found[f"{piece.slot}/{name}/{piece.start}:{piece.stop}"] = value
         return found
 

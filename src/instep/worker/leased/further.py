@@ -1,0 +1,201 @@
+"""What the servers do that have no leases: hold gradients until they count, update, go back.
+
+A worker leaves its gradient here under the token of its lease (`Stage`), and shows the token to the
+first server, which alone decides what counts. That one then has all servers make the same update
+(`Prepare`, `Apply`), one at a time. Each keeps a copy in memory that outlives it, beside that of
+the update before: if one is lost in between, the others go back by one (`Be`).
+
+Nothing here waits for anybody. It knows no leases, no files but those of checkpoints, and no
+master. Way in: `Further.take_in`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from instep.errors import CheckpointError
+from instep.records import Attempt
+from instep.state.snapshot import Snapshot
+from instep.state.staging import write_tensors
+from instep.system.host_memory import NoRoom
+from instep.worker.leased.holding import Holding
+from instep.worker.leased.line import Guest
+from instep.worker.leased.questions import (
+    Answer,
+    Apply,
+    Be,
+    End,
+    Give,
+    Prepare,
+    Pull,
+    Stage,
+    Write,
+)
+from instep.worker.step.host_copy import HostCopy
+
+HELD = "held"
+"""The group of a copy in which a server has what it holds."""
+
+
+class Further:
+    """A server that has no leases.
+
+    Args:
+        holding: what it has.
+        copy: where copies are kept, and lie from the process before.
+        place: which of the servers it is.
+        first: number of the process that is the first server.
+        names: of the parameters.
+        at: course and number of the update at which `holding` is.
+    """
+
+    def __init__(
+        self,
+        holding: Holding,
+        copy: HostCopy,
+        *,
+        place: int,
+        first: int,
+        names: Sequence[str],
+        at: tuple[int, int],
+    ) -> None:
+        self._holding, self._copy, self._place = holding, copy, place
+        self._first, self._names = first, list(names)
+        self.at = at
+        """Course and number of the last update."""
+        self.ended: End | None = None
+        """What the first server has said of the end."""
+        self.generation = 0
+        """In which updates are made."""
+        self._met = False  # whether the first server has said what the last update is
+        self._guests: dict[int, Guest] = {}  # the newest of each process
+        self._staged: dict[int, Stage] = {}  # by worker; the gradient is its guest's body
+        self._waiting: dict[Guest, Pull] = {}
+
+    def take_in(self, guest: Guest, question: Any) -> None:
+        """A question has arrived; or None in place of it, from one that is gone."""
+        before = self._guests.get(guest.worker)
+        if before is not guest and before is not None:
+            if question is None:
+                return
+            self._leave(before)  # it came again
+            before.close()
+        if question is None:
+            self._leave(guest)
+            return
+        self._guests[guest.worker] = guest
+        if isinstance(question, Stage):
+            self._staged[guest.worker] = question
+            guest.answer(Answer())
+        elif isinstance(question, Pull):
+            self._waiting[guest] = question
+        elif guest.worker != self._first:
+            guest.close()
+        elif isinstance(question, Give):
+            body = self._holding.give(guest.worker, 0, self.at[1])
+            self._holding.leave(guest.worker)
+            guest.answer(Answer(), body)
+        else:
+            guest.answer(self._answer(question))
+        if self._met:
+            for each, pull in self._waiting.items():
+                each.answer(Answer(), self._holding.give(each.worker, pull.token, self.at[1]))
+            self._waiting.clear()
+
+    def _leave(self, guest: Guest) -> None:
+        self._guests.pop(guest.worker, None)
+        self._staged.pop(guest.worker, None)
+        self._waiting.pop(guest, None)
+        self._holding.leave(guest.worker)
+
+    def _answer(self, question: Prepare | Apply | Be | Write | End) -> Answer:
+        match question:
+            case Prepare():
+                return self._prepare(question)
+            case Apply():
+                return self._apply(question)
+            case Be(course, version):
+                return self._be((course, version))
+            case Write():
+                return write_shard(question, self._place, self._holding, self._names)
+            case End():
+                self.ended = question
+                return Answer()
+
+    def _prepare(self, asked: Prepare) -> Answer:
+        staged = self._staged.get(asked.worker)
+        gave = self._holding.gave(asked.worker, asked.token)
+        if staged is None or staged.token != asked.token or not gave:
+            return Answer(fine=False)
+        del self._staged[asked.worker]
+        gradients = self._guests[asked.worker].body.pieces
+        return Answer(
+            squares=self._holding.receive(asked.worker, asked.version, staged.present, gradients)
+        )
+
+    def _apply(self, asked: Apply) -> Answer:
+        course, version = self.at
+        assert asked.version == version + 1, "updates are made one after the other"
+        self._holding.take_options(asked.options)
+        if asked.moves:
+            self._holding.move(asked.version, asked.factor)
+        self.at = course, asked.version
+        if not asked.keeps and self._copy.lasts:
+            self._copy.drop()
+        self.keep()
+        return Answer(keeps=self._copy.lasts)
+
+    def go_on(self) -> None:
+        """What was said of the end does not hold: somebody was lost before all had ended."""
+        self.ended = None
+
+    def keep(self) -> None:
+        """Copy what is held into memory that outlives this process."""
+        if not self._copy.lasts:
+            return
+        kept = Snapshot(step=0, tensors={HELD: self._holding.kept()}, facts={})
+        try:
+            self._copy.keep(kept, Attempt(*self.at, self.generation))
+        except NoRoom:  # the first server says so
+            self._copy.drop()
+
+    def _be(self, at: tuple[int, int]) -> Answer:
+        held = next((each for each in self._copy.held() if each[:2] == at), None)
+        if self.at != at:
+            if held is None:
+                return Answer(fine=False)
+            self._holding.take(self._copy.back_to(held).tensors[HELD])
+            self._holding.forget()
+            self._staged.clear()
+            self.at = at
+        elif held is None:
+            self.keep()
+        self._holding.drop()
+        self._met = True
+        return Answer()
+
+
+def write_shard(asked: Write, place: int, holding: Holding, names: Sequence[str]) -> Answer:
+    """Write the state of the optimizer for what a server holds, if there is any.
+
+    Args:
+        asked: where.
+        place: which of the servers it is.
+        holding: what it has.
+        names: of the parameters.
+    """
+    shard = holding.shard(names)
+    try:
+        entry = write_tensors(path_of(asked, place), shard) if shard else None
+    except CheckpointError as error:
+        cause = error.__cause__
+        errno = cause.errno if isinstance(cause, OSError) else None
+        return Answer(fine=False, why=str(error), errno=errno or 0)
+    return Answer(size_bytes=entry.size_bytes, sha256=entry.sha256) if entry else Answer()
+
+
+def path_of(asked: Write, place: int) -> Path:
+    """The file of a server."""
+    return Path(f"{asked.begins}{place}{asked.ends}")

@@ -1,0 +1,129 @@
+"""Several servers without lockstep: whoever is killed, no update is lost or made twice.
+
+What happens at each moment of an update is tested on threads, in `unit/worker`.
+"""
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import adds_up
+import pytest
+import torch
+from safetensors.torch import load_file
+from started import RECIPES, Start, kill, kill_members, newest_pids, slow
+from test_leased_runs import (
+    BATCH,
+    PARTS,
+    STEPS,
+    begin,
+    check_equal,
+    check_exact,
+    plain_loop,
+)
+
+import instep
+from instep.data.order import Order
+from instep.events import read_events
+from instep.store.run_folder import RunFolder
+
+pytestmark = pytest.mark.process
+
+ONE_BY_ONE = 'name = "bounded_stale"\nservers = {}\noptions = {{ staleness = 0 }}'
+
+
+@pytest.mark.parametrize(("servers", "kills", "steps"), [(2, 3, 50), slow(3, 25, STEPS)])
+def test_one_worker_is_a_plain_loop_whichever_server_is_killed(
+    start: Start, tmp_path: Path, servers: int, kills: int, steps: int
+) -> None:
+    pause_s = 0.003 if kills < 10 else 0.012
+    program = begin(start, tmp_path, 1, ONE_BY_ONE.format(servers), pause_s, steps)
+    program.until(program.is_training, "training")
+    kill(newest_pids(program)[2])
+    kill_members(program, kills - 1, random.Random(kills))
+    assert program.end(300) == 0, program.stderr
+    run = RunFolder(program.run)
+    check_exact(run, steps)
+    check_equal(run, plain_loop(steps))
+    assert not program.events("went_back")
+    program.check_nothing_is_left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["server_async", "bounded_stale"])
+def test_whichever_server_is_killed_no_update_is_lost_and_the_bound_holds(
+    start: Start, tmp_path: Path, name: str
+) -> None:
+    """The parameters are a sum of whole numbers: no order of updates shows in it, and each does."""
+    given = (3, f'name = "{name}"\nservers = 2', 0.02, STEPS, "adds_up.py:in_many_whole_numbers")
+    program = begin(start, tmp_path, *given)
+    program.until(program.is_training, "training")
+    before, draw, kills = newest_pids(program), random.Random(name), 10
+    for number in range(kills):
+        reached = int(program.ledger["step"].max(initial=0))
+        program.until(lambda: program.ledger["step"].max(initial=0) > reached, "going on")  # noqa: B023
+        time.sleep(draw.uniform(0.0, 0.3))  # the moment is what is drawn
+        assert kill(newest_pids(program)[draw.choice([3, 4])])
+        program.until(lambda: len(program.events("worker_lost")) > number, "noticed")  # noqa: B023
+    assert program.end(300) == 0, program.stderr
+    run = RunFolder(program.run)
+    check_exact(run)
+    after = newest_pids(program)
+    assert [n for n in before if before[n] != after[n]] == [3, 4]
+    order, rows = Order(adds_up.EVEN, 5), adds_up.many_whole_numbers().double()
+    wanted = torch.zeros(adds_up.WIDE, dtype=torch.float64)
+    farthest = 0
+    for row in run.ledger:
+        indices = order.indices(int(row["epoch"]), int(row["first"]), int(row["stop"]))
+        wanted -= rows[indices].mean(0)
+        assert name == "server_async" or row["step"] >= farthest - 2
+        farthest = max(farthest, int(row["step"]))
+    assert torch.equal(load_file(run.path / "model.safetensors")["weight"].double(), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [20])
+def test_whoever_is_killed_each_micro_batch_is_committed_once_to_all_servers(
+    start: Start, tmp_path: Path, kills: int
+) -> None:
+    program = begin(start, tmp_path, 3, 'name = "bounded_stale"\nservers = 3', 0.036)
+    program.until(program.is_training, "training")
+    kill_members(program, kills, random.Random(kills))
+    assert program.end(300) == 0, program.stderr
+    run = RunFolder(program.run)
+    check_exact(run)
+    assert program.summary["metrics"]["accuracy"] > 0.8
+    assert [event["step"] for event in run.validations] == [40, 80, 120, 160]
+    program.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("then", [3, slow(1)])
+def test_a_run_resumes_with_another_number_of_servers(tmp_path: Path, then: int) -> None:
+    given: dict[str, Any] = {"name": "leased", "runs": tmp_path, "seed": 5, "quiet": True}
+    sync = {"name": "bounded_stale", "servers": 2, "options": {"staleness": 0}}
+    train = {"steps": 20, "global_batch": BATCH, "micro_batches": PARTS, "stop_after_steps": 9}
+    recipe = f"{RECIPES / 'tiny.py'}:recipe"
+    halted = instep.train(recipe, workers=1, train=train, sync=sync, **given)
+    names = [path.name for path in (halted.path / "checkpoints" / "step-00000009").iterdir()]
+    assert {"shard-0.safetensors", "shard-1.safetensors"} <= {*names}
+    again = instep.resume(
+        halted.path, quiet=True, train={"stop_after_steps": None}, sync={"servers": then}
+    )
+    run = RunFolder(again.path)
+    check_exact(run, 20)
+    check_equal(run, plain_loop(20))
+
+
+@pytest.mark.slow
+def test_servers_for_which_there_is_nothing_go_along_and_are_told_of(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"name": "leased", "runs": tmp_path, "seed": 5, "quiet": True}
+    sync = {"name": "bounded_stale", "servers": 6, "options": {"staleness": 0}}
+    train = {"steps": 9, "global_batch": BATCH, "micro_batches": PARTS}
+    done = instep.train(f"{RECIPES / 'tiny.py'}:recipe", workers=1, train=train, sync=sync, **given)
+    run = RunFolder(done.path)
+    check_equal(run, plain_loop(9))
+    warnings = [
+        e["text"] for e in read_events(run.path / "events.jsonl") if e["event"] == "warning"
+    ]
+    assert any("no parameters for 3 of them: choose fewer" in text for text in warnings)

@@ -1,0 +1,73 @@
+"""Which call of a callback a worker is said to be at."""
+
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from instep.data.order import Position
+from instep.worker.callbacks import Callbacks
+
+
+class Watches:
+    """Has two moments, and may raise in the second."""
+
+    def __init__(self, *, raises):
+        self.raises = raises
+
+    def on_step_end(self, context):
+        pass
+
+    def on_evaluate(self, context, metrics):
+        if self.raises:
+            raise ValueError("of the user")
+
+
+def after_one_step(folder, callback, notes=9):
+    """The calls of a worker whose disk is full after so many notes; and what was raised."""
+    left = iter(range(notes))
+
+    def while_held(write):
+        if next(left, None) is None:
+            raise OSError("no room")
+        write()
+        return True
+
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = SimpleNamespace(
+        model=model,
+        comm=SimpleNamespace(rank=0),
+        state=SimpleNamespace(progress=SimpleNamespace(course=0, step=1)),
+        turns=[SimpleNamespace(update=SimpleNamespace(optimizer=optimizer))],
+        ledger=SimpleNamespace(while_held=while_held),
+    )
+    job = SimpleNamespace(mesh=SimpleNamespace(ranks=1))
+    member = SimpleNamespace(run=folder, job=job, check_lease=lambda: None, emit=lambda *_, **__: 0)
+    calls = Callbacks(member, engine, [callback], 1)
+    calls.form(anew=False)
+    done = SimpleNamespace(step=1, loss=0.5, norm=None, ends=False)
+    try:
+        calls.after_step(done, Position(0, 0, 1), {"accuracy": 1.0}, {})
+    except (OSError, ValueError) as error:
+        return calls, error
+    return calls, None
+
+
+def test_a_call_that_has_returned_is_not_said_to_be_made(tmp_path):
+    calls, error = after_one_step(tmp_path, Watches(raises=False))
+    assert (calls.present, error) == ("", None)
+
+
+def test_a_call_that_has_raised_is_named_until_the_worker_goes_on(tmp_path):
+    calls, error = after_one_step(tmp_path, Watches(raises=True))
+    assert isinstance(error, ValueError)
+    assert calls.present == "Watches.on_evaluate"
+    calls.form(anew=False)
+    assert calls.present == ""
+
+
+def test_what_fails_between_two_calls_is_not_said_to_be_the_first(tmp_path):
+    calls, error = after_one_step(tmp_path, Watches(raises=False), notes=1)
+    assert isinstance(error, OSError)
+    assert calls.present == ""
