@@ -26,7 +26,17 @@ from instep.worker.leased.holding import Holding
 from instep.worker.leased.line import Door, Line
 from instep.worker.leased.others import Others
 from instep.worker.leased.portions import Parcel, Portions, buffers_of, changes
-from instep.worker.leased.questions import Answer, Apply, Prepare, Pull, Question, Stage, Write
+from instep.worker.leased.questions import (
+    Answer,
+    Apply,
+    End,
+    Give,
+    Prepare,
+    Pull,
+    Question,
+    Stage,
+    Write,
+)
 from instep.worker.step.host_copy import HostCopy
 from instep.worker.step.leased import LeasedUpdate
 from instep.worker.step.served import put_together
@@ -558,6 +568,23 @@ def test_only_the_first_server_may_have_others_update(runs):
     with pytest.raises(PeerError):
         line.receive(Answer, ())
     assert run.threads[1].further.at == (0, 0)
+
+
+def test_after_the_end_a_server_turns_workers_away_and_still_hears_the_first(runs):
+    run = runs(2, OPTIMIZERS["sgd"])
+    worker, server = Worker(run, 0), run.threads[1]
+    worker.ask()
+    run.others.must(End(3, "steps", True))
+    server.door.end(server.further.late)  # as `Following` does
+    worker.line(1).send(Stage(worker.lease.token, [True]), worker.pushed[1].flats)
+    with pytest.raises(PeerError):
+        worker.line(1).receive(Answer, [])
+    run.others.close()  # its connection breaks, and it asks again
+    run.others.meet()
+    run.others.must(End(3, "steps", True))
+    server.door.go_on()
+    server.further.go_on()
+    run.others.must(Give(), bodies=[server.further._holding.room().flats])
 
 
 def test_more_servers_than_there_is_to_share_out_have_nothing_and_go_along(runs):

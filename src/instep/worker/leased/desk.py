@@ -117,7 +117,12 @@ class Desk:
             finite: whether its loss was.
         """
         end = Grant(True, [*self._complete], step=step, ends=rule, finite=finite)
-        self._door.end(end)
+
+        def tell(guest: Guest, _: Ask) -> bool:
+            guest.answer(end)
+            return True
+
+        self._door.end(tell)
         for guest in self._asking:
             guest.answer(end)
         self._asking.clear()

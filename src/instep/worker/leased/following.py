@@ -90,7 +90,9 @@ class Following(Server):
         assert self._further is not None, "join() comes first"
         self._waits()
         flushed = time.monotonic()
+        assert self._door is not None, "it is opened with the rest"
         self._further.go_on()
+        self._door.go_on()
         while self._further.ended is None:
             try:
                 self._keep_up()
@@ -98,13 +100,13 @@ class Following(Server):
                 self.member.broken(error, holds=True)
                 self._regroup()
                 self._waits()
-            assert self._door is not None, "it is opened with the rest"
             self._further.generation = self.state.generation
             if (arrived := self._door.next(LOOK_S)) is not None:
                 self._further.take_in(*arrived)
             if time.monotonic() - flushed > FLUSH_S:
                 self.member.flush()
                 flushed = time.monotonic()
+        self._door.end(self._further.late)
         return self._further.ended
 
     def _heartbeat(self) -> Heartbeat:

@@ -147,6 +147,20 @@ class Further:
         self.keep()
         return Answer(keeps=self._copy.lasts)
 
+    def late(self, guest: Guest, question: Any) -> bool:
+        """Whether a question is answered that comes after the end; in the guest's thread.
+
+        Workers are turned away: they ask the first server next, which tells them of the end. That
+        one may ask again, as its connection broke.
+        """
+        if guest.worker != self._first:
+            guest.close()
+        elif isinstance(question, End) or question == Be(*self.at):
+            guest.answer(Answer())
+        else:
+            return False
+        return True
+
     def go_on(self) -> None:
         """What was said of the end does not hold: somebody was lost before all had ended."""
         self.ended = None

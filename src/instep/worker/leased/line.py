@@ -14,7 +14,6 @@ from __future__ import annotations
 import hmac
 import queue
 import secrets
-import select
 import socket
 import ssl
 import struct
@@ -30,6 +29,7 @@ from torch import Tensor
 
 from instep.comm.channel import Address
 from instep.errors import PeerError, StrangerError
+from instep.system.processes import wait_readable
 from instep.worker.leased.portions import Parcel
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class Line:
     @property
     def idle(self) -> bool:
         """Whether nothing has arrived, not even the end of the connection."""
-        return not select.select([self._socket], [], [], 0)[0]
+        return not wait_readable([self._socket.fileno()], 0)
 
     def close(self) -> None:
         """Close; other threads that use it find the connection gone."""
@@ -285,7 +285,7 @@ class Door:
         self.address = Address(*self._listener.getsockname()[:2])
         self._arrivals = queue.SimpleQueue[tuple[Guest, Any]]()
         self._unproven = threading.BoundedSemaphore(MOST_UNPROVEN)
-        self._end: Grant | None = None
+        self._late: Callable[[Guest, Any], bool] | None = None
         self._ending = threading.Lock()
         self._start(self._accept)
 
@@ -296,20 +296,28 @@ class Door:
         except queue.Empty:
             return None
 
-    def end(self, grant: Grant) -> None:
-        """Answer all questions with this from now on, whichever thread is busy."""
+    def end(self, late: Callable[[Guest, Any], bool]) -> None:
+        """From now on questions are for this, whichever thread is busy.
+
+        Args:
+            late: called in the guest's thread; those of which it says False wait for `next`.
+        """
         with self._ending:
-            self._end = grant
-        while (arrived := self.next(0)) is not None:
-            self.arrived(*arrived)
+            self._late = late
+        waiting = list(iter(lambda: self.next(0), None))
+        for guest, ask in waiting:
+            self.arrived(guest, ask)
+
+    def go_on(self) -> None:
+        """The end was none."""
+        with self._ending:
+            self._late = None
 
     def arrived(self, guest: Guest, ask: Any) -> None:
         """A question has come, or the end of a connection; in the guest's thread."""
         with self._ending:
-            if self._end is None:
+            if self._late is None or (ask is not None and not self._late(guest, ask)):
                 self._arrivals.put((guest, ask))
-            elif ask is not None:
-                guest.answer(self._end)
 
     def check(self) -> None:
         """Raise PeerError once the door is closed."""
