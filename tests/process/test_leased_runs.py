@@ -141,6 +141,16 @@ def test_whoever_is_killed_each_micro_batch_is_committed_once(
     program.check_nothing_is_left()
 
 
+def kill_servers(program: Started, numbers: list[int], kills: int, draw: random.Random) -> None:
+    """Kill one of these workers after the other, each once the run goes on after the last."""
+    for number in range(kills):
+        reached = int(program.ledger["step"].max(initial=0))
+        program.until(lambda: program.ledger["step"].max(initial=0) > reached, "going on")  # noqa: B023
+        time.sleep(draw.uniform(0.0, 0.3))  # the moment is what is drawn
+        assert kill(newest_pids(program)[draw.choice(numbers)])
+        program.until(lambda: len(program.events("worker_lost")) > number, "noticed")  # noqa: B023
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["server_async", "bounded_stale"])
 def test_a_server_that_is_killed_loses_no_update_and_no_worker_starts_again(
@@ -150,13 +160,8 @@ def test_a_server_that_is_killed_loses_no_update_and_no_worker_starts_again(
     given = (3, f'name = "{name}"', 0.02, STEPS, "adds_up.py:in_whole_numbers")
     program = begin(start, tmp_path, *given)
     program.until(program.is_training, "training")
-    before, draw, kills = newest_pids(program), random.Random(name), 8
-    for number in range(kills):
-        reached = int(program.ledger["step"].max(initial=0))
-        program.until(lambda: program.ledger["step"].max(initial=0) > reached, "going on")  # noqa: B023
-        time.sleep(draw.uniform(0.0, 0.3))  # the moment is what is drawn
-        assert kill(newest_pids(program)[3])
-        program.until(lambda: len(program.events("worker_lost")) > number, "noticed")  # noqa: B023
+    before, kills = newest_pids(program), 8
+    kill_servers(program, [3], kills, random.Random(name))
     assert program.end(300) == 0, program.stderr
     run = RunFolder(program.run)
     check_exact(run)

@@ -4,7 +4,6 @@ What happens at each moment of an update is tested on threads, in `unit/worker`.
 """
 
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from test_leased_runs import (
     begin,
     check_equal,
     check_exact,
+    kill_servers,
     plain_loop,
 )
 
@@ -59,13 +59,8 @@ def test_whichever_server_is_killed_no_update_is_lost_and_the_bound_holds(
     given = (3, f'name = "{name}"\nservers = 2', 0.02, STEPS, "adds_up.py:in_many_whole_numbers")
     program = begin(start, tmp_path, *given)
     program.until(program.is_training, "training")
-    before, draw, kills = newest_pids(program), random.Random(name), 10
-    for number in range(kills):
-        reached = int(program.ledger["step"].max(initial=0))
-        program.until(lambda: program.ledger["step"].max(initial=0) > reached, "going on")  # noqa: B023
-        time.sleep(draw.uniform(0.0, 0.3))  # the moment is what is drawn
-        assert kill(newest_pids(program)[draw.choice([3, 4])])
-        program.until(lambda: len(program.events("worker_lost")) > number, "noticed")  # noqa: B023
+    before = newest_pids(program)
+    kill_servers(program, [3, 4], 10, random.Random(name))
     assert program.end(300) == 0, program.stderr
     run = RunFolder(program.run)
     check_exact(run)

@@ -65,6 +65,16 @@ def owed(strategy):
     return {name: tensor.clone() for name, tensor in strategy.own_state().items()}
 
 
+def agree(strategy, step, rank):
+    """A step up to what is handed out."""
+    strategy.begin_step(Attempt(0, step, 1))
+    strategy.begin_pass(1.0, last=True)
+    for slot in used(step):
+        strategy.gradient(slot, gradient(step, slot, rank))
+    strategy.exchange(torch.zeros(0, dtype=torch.float64))
+    strategy.hand_out()
+
+
 def trained(comm, name):
     """What is handed out in each step, and what is owed after it."""
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
@@ -75,12 +85,7 @@ def trained(comm, name):
     strategy.start(parameters, comm, notes=0)
     found = []
     for step in range(1, STEPS + 1):
-        strategy.begin_step(Attempt(0, step, 1))
-        strategy.begin_pass(1.0, last=True)
-        for slot in used(step):
-            strategy.gradient(slot, gradient(step, slot, comm.rank))
-        strategy.exchange(torch.zeros(0, dtype=torch.float64))
-        strategy.hand_out()
+        agree(strategy, step, comm.rank)
         handed = [parameter.grad for parameter in parameters]
         assert [slot for slot, each in enumerate(handed) if each is not None] == used(step)
         found.append([None if each is None else each.clone() for each in handed])
@@ -134,12 +139,7 @@ def with_momentum_of_dgc(comm, start):
     move_momentum(optimizer, strategy, "dgc")
     strategy.start(parameters, comm, notes=0)
     for step in range(1, STEPS + 1):
-        strategy.begin_step(Attempt(0, step, 1))
-        strategy.begin_pass(1.0, last=True)
-        for slot in used(step):
-            strategy.gradient(slot, gradient(step, slot, comm.rank))
-        strategy.exchange(torch.zeros(0, dtype=torch.float64))
-        strategy.hand_out()
+        agree(strategy, step, comm.rank)
         strategy.apply(optimizer.step)
     return [parameter.detach() for parameter in parameters]
 

@@ -198,19 +198,18 @@ class Exchange:
         comm, rank, payload = self._comm, self._comm.rank, own
         before, after = (rank - 1) % comm.size, (rank + 1) % comm.size
         sent = list[Work]()
-        for step in range(comm.size):
-            owner, coming = (rank - step) % comm.size, None
-            if step + 1 < comm.size:
-                size = self._bytes(*self.stretches[(owner - 1) % comm.size])
-                room = torch.empty(size, dtype=torch.uint8, device=self._device)
-                coming = comm.receive(room, before) if size else None
-                if len(payload):
-                    sent.append(comm.send(payload, after))
+        for step in range(comm.size - 1):
+            owner = (rank - step) % comm.size
+            size = self._bytes(*self.stretches[owner - 1])
+            room = torch.empty(size, dtype=torch.uint8, device=self._device)
+            coming = comm.receive(room, before) if size else None
+            if len(payload):
+                sent.append(comm.send(payload, after))
             yield owner, payload
             if coming is not None:
                 coming.wait()
-            if step + 1 < comm.size:
-                payload = room
+            payload = room
+        yield after, payload
         for one in sent:
             one.wait()
 

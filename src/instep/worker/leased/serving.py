@@ -60,16 +60,7 @@ from instep.worker.step.skipping import share_read
 
 
 class Serving(Server):
-    """The first server of a run, or its only one.
-
-    Args:
-        member: this server's membership in the run.
-        recipe: what is trained.
-        device: the CPU.
-
-    Raises:
-        InstepError: job or recipe cannot be trained.
-    """
+    """The first server of a run, or its only one; as `Server`."""
 
     def __init__(self, member: Member, recipe: Recipe, device: torch.device) -> None:
         super().__init__(member, recipe, device)
