@@ -110,6 +110,22 @@ def test_a_run_resumes_with_another_number_of_servers(tmp_path: Path, then: int)
     check_equal(run, plain_loop(20))
 
 
+def test_callbacks_see_the_parameters_of_all_servers_at_their_step(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"name": "leased", "runs": tmp_path, "seed": 5, "quiet": True}
+    sync = {"name": "bounded_stale", "servers": 2, "options": {"staleness": 0}}
+    train = {"steps": 5, "global_batch": BATCH, "micro_batches": PARTS}
+    recipe = f"{RECIPES / 'sums_up.py'}:recipe"
+    done = instep.train(recipe, workers=1, train=train, sync=sync, **given)
+    events = read_events(done.path / "events.jsonl")
+    logged = [e for e in events if e["event"] == "logged" and "0.weight" in e["values"]]
+    assert [event["step"] for event in logged] == [1, 2, 3, 4, 5]
+    for event in logged:
+        wanted = plain_loop(event["step"])
+        assert event["values"] == pytest.approx(
+            {k: float(v.double().sum()) for k, v in wanted.items()}
+        )
+
+
 @pytest.mark.slow
 def test_servers_for_which_there_is_nothing_go_along_and_are_told_of(tmp_path: Path) -> None:
     given: dict[str, Any] = {"name": "leased", "runs": tmp_path, "seed": 5, "quiet": True}

@@ -8,7 +8,7 @@ later steps is leased before that is done (`_limit`).
 An update is committed in this order: parameters, on all servers (`others.py`), a copy of all that
 this one has in memory that outlives the process, the ledger, the answer. A process that takes this
 one's place continues from that copy, and has the other servers go back to it. The model is whole
-here only while what needs that asks the others for their parts (`_gather`).
+here only for what reads it, which asks the others for their parts (`_gather`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from instep.worker.leased.portions import Parcel, buffers_of, frozen_in
 from instep.worker.leased.questions import Answer, End, Give, Write
 from instep.worker.leased.reach import reach, tell
 from instep.worker.leased.server import Server
-from instep.worker.loop import Shards, Step
+from instep.worker.loop import Shards
 from instep.worker.member import Member
 from instep.worker.saving import could_not_write
 from instep.worker.step.clock import Clock
@@ -70,6 +70,7 @@ class Serving(Server):
             self._keep_up,
             lambda: (self.state.progress.course, self.commits.leases.version),
         )
+        self.callbacks.gather = self._gather
         self._held: Mapping[str, Tensor] = {}  # by the process before
         self._whole_at: tuple[int, int] | None = None  # the update at which the model was whole
         self._left: dict[str, Any] | None = None  # by it
@@ -345,11 +346,6 @@ class Serving(Server):
         for room in rooms:
             room.store()
         self._whole_at = at
-
-    def _settle(self, done: Commit) -> Step:
-        if self.recipe.callbacks:
-            self._gather()
-        return super()._settle(done)
 
     def _validate(self, where: Position) -> dict[str, float] | None:
         if self._validation is not None:
