@@ -17,11 +17,12 @@ from torch import nn
 
 from instep.errors import PeerError, WorkerError
 from instep.spec import TrainSpec
+from instep.state.pieces import SHARD
 from instep.sync.servers.leases import Unit
 from instep.sync.servers.server_async import ServerAsync
 from instep.system import host_memory
 from instep.worker.leased.commits import Commits, Push
-from instep.worker.leased.further import Further, path_of, write_shard
+from instep.worker.leased.further import Further, path_of, write_shard, written_by
 from instep.worker.leased.holding import Holding
 from instep.worker.leased.line import Door, Line
 from instep.worker.leased.others import Others
@@ -481,6 +482,28 @@ def test_a_server_that_cannot_write_says_why(runs, tmp_path):
     (told,) = run.others.must(Write(str(tmp_path / "no" / "shard-"), ""))
     assert not told.fine
     assert told.errno == errno.ENOENT
+
+
+def test_where_one_server_cannot_write_no_file_of_another_stays(runs, tmp_path):
+    run = runs(4, OPTIMIZERS["adamw"])
+    worker = Worker(run, 0)
+    for _ in range(2):
+        worker.turn()
+    asked = Write(str(tmp_path / "shard-"), "-0")
+    names = [name for name, p in MODEL.named_parameters() if p.requires_grad]
+
+    def write():
+        return [write_shard(asked, 0, run.part.holding, names), *run.others.must(asked)]
+
+    shards, failed = written_by(asked, write())
+    assert failed is None
+    assert sorted(shards) == [f"{SHARD}{place}" for place in range(4)]
+    assert {shard.path for shard in shards.values()} == {*tmp_path.iterdir()}
+    for shard in shards.values():
+        shard.path.unlink()
+    path_of(asked, 1).symlink_to("/dev/full")
+    assert written_by(asked, write()) == ({}, 1)
+    assert not [*tmp_path.iterdir()]
 
 
 class Dies:

@@ -31,9 +31,7 @@ from instep.errors import PeerError
 from instep.events import Kind
 from instep.recipe.recipe import Recipe
 from instep.records import Attempt
-from instep.state.manifest import FileEntry
 from instep.state.pieces import SHARD
-from instep.state.save import Shard
 from instep.state.snapshot import model_tensors
 from instep.state.staging import SAVING
 from instep.sync.servers.leases import Lease
@@ -41,7 +39,7 @@ from instep.sync.servers.server_async import ServerAsync
 from instep.system.host_memory import NoRoom
 from instep.worker.leased.commits import Commits, Push
 from instep.worker.leased.desk import Desk
-from instep.worker.leased.further import HELD, path_of, write_shard
+from instep.worker.leased.further import HELD, write_shard, written_by
 from instep.worker.leased.holding import Holding
 from instep.worker.leased.line import Ask, Door, Guest
 from instep.worker.leased.others import Others, lost
@@ -366,19 +364,14 @@ class Serving(Server):
         told = self._others.must(
             asked, lambda: own.append(write_shard(asked, 0, self._holding, names))
         )
-        shards = dict[str, Shard]()
-        for place, each in enumerate([own[-1], *told]):
-            if not each.fine:
-                for shard in shards.values():
-                    shard.path.unlink(missing_ok=True)
-                if not each.errno:
-                    self.member.emit("warning", text=f"no checkpoint of step {step}: {each.why}")
-                who = f"server {self.member.number + place}"
-                return True, {}, could_not_write(step, who, folder, each.errno)
-            if each.size_bytes:
-                entry = FileEntry(each.size_bytes, each.sha256)
-                shards[f"{SHARD}{place}"] = Shard(path_of(asked, place), entry)
-        return True, {}, shards
+        shards, failed = written_by(asked, answers := [own[-1], *told])
+        if failed is None:
+            return True, {}, shards
+        why = answers[failed]
+        if not why.errno:
+            self.member.emit("warning", text=f"no checkpoint of step {step}: {why.why}")
+        who = f"server {self.member.number + failed}"
+        return True, {}, could_not_write(step, who, folder, why.errno)
 
     # ---- the end
 
