@@ -584,6 +584,39 @@ def test_a_server_goes_without_copies_where_another_does(runs):
     assert not run.threads[1].further._copy.lasts
 
 
+def test_an_update_that_was_sent_before_the_first_server_came_back_is_not_made(runs):
+    """Not by a server that has it or is behind it, which go on; and what follows counts once."""
+    found = []
+    for late in ((), (1, 2, 3, 4, 9)):
+        run = runs(2, OPTIMIZERS["sgd"])
+        worker = Worker(run, 0)
+        while run.commits.leases.version < 3:
+            worker.turn()
+        for version in late:
+            at, line = run.threads[1].further.at, run.reach(1)
+            line.send(Apply(version, True, 1.0, run.part.update.options(), True), ())
+            told = line.receive(Answer, ())
+            assert told.fine == (version == 4)
+            assert run.threads[1].further.at == ((0, 4) if version == 4 else at)
+        found.append(train(run, 1, random.Random(0)))
+    check_same_bits(*found)
+
+
+def test_an_update_that_another_server_cannot_make_is_made_by_none(runs):
+    run = runs(3, OPTIMIZERS["sgd"])
+    worker = Worker(run, 0)
+    for _ in range(4):
+        worker.turn()
+    before = copy.deepcopy(run.whole())
+    worker.ask()
+    run.threads[2].further.at = 0, 9
+    assert worker.push() is None
+    assert [each.further.at for each in run.threads.values()] == [(0, 2), (0, 2)]
+    check_same_bits(run.whole(), before)
+    worker.ask()
+    assert worker.push() is not None
+
+
 def test_only_the_first_server_may_have_others_update(runs):
     run = runs(2, OPTIMIZERS["sgd"])
     line = run.reach(1, number=3)

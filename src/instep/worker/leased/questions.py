@@ -84,7 +84,8 @@ class Answer(msgspec.Struct, array_like=True):
     """To any of them."""
 
     fine: bool = True
-    """Whether it was done: `Prepare` needs the push, `Be` the copy, `Write` the disk."""
+    """Whether it was done: `Prepare` needs the push, `Apply` the update before, `Be` the copy,
+    `Write` the disk."""
     squares: list[float] = []
     """Of the gradient, by block."""
     keeps: bool = True
