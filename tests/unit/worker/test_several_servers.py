@@ -381,6 +381,14 @@ def test_one_worker_gets_what_a_plain_loop_does_and_the_same_bits_from_any_numbe
         check_same_bits(model, found[0])
 
 
+def test_a_message_has_room_for_the_squares_of_a_gradient_of_any_size(runs, monkeypatch):
+    """Here of 100,000 elements in blocks of 4, and up to 4 kB in a message."""
+    monkeypatch.setattr("instep.sync.norm.BLOCK", 4)
+    one = train(runs(1, OPTIMIZERS["sgd"], 0.4), 1, random.Random(0))
+    monkeypatch.setattr("instep.worker.leased.line.MOST_HEAD", 4096)
+    check_same_bits(train(runs(3, OPTIMIZERS["sgd"], 0.4), 1, random.Random(0)), one)
+
+
 def test_large_parameters_are_cut_and_bytes_are_shared_out_evenly(runs):
     shares = runs(3, OPTIMIZERS["sgd"]).part.holding.shares
     sizes = [sum(piece.stop - piece.start for piece in each) for each in shares]

@@ -22,6 +22,7 @@ from instep.state.pieces import SHARD
 from instep.state.save import Shard
 from instep.state.snapshot import Snapshot
 from instep.state.staging import write_tensors
+from instep.sync.norm import summed
 from instep.system.host_memory import NoRoom
 from instep.worker.leased.holding import Holding
 from instep.worker.leased.line import Guest
@@ -134,9 +135,8 @@ class Further:
             return Answer(fine=False)
         del self._staged[asked.worker]
         gradients = self._guests[asked.worker].body.pieces
-        return Answer(
-            squares=self._holding.receive(asked.worker, asked.version, staged.present, gradients)
-        )
+        squares = self._holding.receive(asked.worker, asked.version, staged.present, gradients)
+        return Answer(squares=summed(squares))
 
     def _apply(self, asked: Apply) -> Answer:
         course, version = self.at
