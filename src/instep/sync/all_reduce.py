@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +32,7 @@ from instep.comm.codecs.base import Codec
 from instep.errors import SpecError
 from instep.records import BEGINNING, Attempt, Law
 from instep.sync.base import InMesh, Memory, Price, Result, Servers
+from instep.sync.carried_over import CarriedOver
 from instep.sync.gathering import Gathering, sparse_of
 from instep.sync.reducers import Layout, Place, Reducer, reducer_of
 from instep.sync.sparse_rows import with_rows
@@ -72,9 +72,7 @@ class AllReduce(Gathering):
             self.laws = dict.fromkeys(reducer_of(codec).kinds(codec), Law.SUM)
         self._encode_vectors = encode_vectors or "momentum" in self.laws  # which they need too
         self._holders: Sequence[tuple[int, ...]] = ()
-        self._carried = _Carried({})  # what was dropped before, between two generations
-        self._next: tuple[int, _Carried] | None = None  # the same, if this generation's start holds
-        self._memory: Memory | None = None
+        self._carry = CarriedOver()  # what was dropped before
         self._attempt = BEGINNING
 
     def start(
@@ -128,7 +126,7 @@ class AllReduce(Gathering):
 
     def _make_reducer(self, layout: Layout, room: tuple[Tensor, Tensor] | None) -> Reducer:
         assert self.codec is not None, "no other buckets are reduced"
-        staged = self._stamp if room is not None else None
+        staged = self._carry.stamp if room is not None else None
         device = self._buckets[0].flat.device
         make = reducer_of(self.codec)
         return make(self.codec, self._comm, layout, room, device=device, staged=staged)
@@ -143,7 +141,7 @@ class AllReduce(Gathering):
         """What the group of before has dropped is carried over."""
         if self._reducer is not None:
             if self.laws:
-                self._carried = _Carried.of(self._layout, self._comm.rank, self._reducer.carried)
+                self._carry.keep(self._layout, self._comm.rank, self._reducer.carried)
             self._loaded, self._reducer = self.state(), None
 
     def _carry_over(
@@ -153,74 +151,42 @@ class AllReduce(Gathering):
         at: Attempt,
         draining: Sequence[int],
     ) -> Reducer:
-        """Lay out what is carried over, beginning with what was carried before.
-
-        What there was before counts until every rank has got so far.
-        """
-        comm, device = self._comm, self._buckets[0].flat.device
+        """Lay out what is carried over, beginning with what was carried before."""
+        comm, device, types = self._comm, self._buckets[0].flat.device, self._sums.types
         layout = self._laid_out(self._buckets, self._parameters, comm.size, draining)
         if not self.laws:
             return self._make_reducer(layout, None)
-        count = layout.room(comm.rank)
-        place = torch.tensor([comm.rank, comm.size, int(self._sums.flags > 0), *draining])
-        slots = torch.zeros(count, device=device), torch.zeros(count, device=device)
-        carried = self._handed_over(draining) if draining else self._carried
-        memory = memory if device.type == "cpu" else None  # a GPU's own is lost with the process
-        if memory is not None:
-            memory.lay_out(
-                {"residual": ((count,), torch.float32), "place": (tuple(place.shape), torch.int64)}
-            )
-            slot = memory.stage(*at)
-            slot["place"].copy_(place)
-            slots = slot["residual"], slots[1]
-        carried.fill(slots[0], layout, comm)
-        if memory is not None:
-            memory.staged(*at)
-        everyone.all_reduce(torch.zeros(1, device=device)).wait()  # all have laid out theirs
-        self._next = at.generation, carried
-        everyone.all_reduce(torch.zeros(1, device=device)).wait()  # all know it
-        if memory is not None:
-            slot = memory.stage(*at._replace(number=at.number + 1))
-            slot["place"].copy_(place)
-            slots = slots[0], slot["residual"]
-        self._memory, self._next, self._layout = memory, None, layout
-        return self._make_reducer(layout, slots)
-
-    def _handed_over(self, draining: Sequence[int]) -> _Carried:
-        """What this rank carries once those that leave have given theirs to the lowest other."""
-        comm, totals, types = self._comm, dict[str, Tensor](), self._sums.types
-        taker = min(rank for rank in range(comm.size) if rank not in draining)
         encoded = [(n, p) for n, p in enumerate(self._parameters) if self._is_encoded(p)]
-        for kind, (slot, parameter) in product(self.laws, encoded):
-            dtype = types.get(parameter.dtype, parameter.dtype)
-            nothing = torch.zeros_like(parameter, dtype=dtype)
-            mine = self._carried.totals.get(f"{kind}/{slot}", nothing)
-            given = mine.clone() if comm.rank in draining else nothing.clone()
-            comm.all_reduce(given).wait()
-            if comm.rank not in draining:
-                totals[f"{kind}/{slot}"] = mine + given if comm.rank == taker else mine
-        return _Carried(totals)
+        self._layout = layout
+        slots = self._carry.start(
+            comm,
+            layout,
+            everyone=everyone,
+            memory=memory if device.type == "cpu" else None,  # a GPU's own is lost with the process
+            at=at,
+            place=[comm.rank, comm.size, int(self._sums.flags > 0), *draining],
+            draining=draining,
+            like={
+                f"{kind}/{slot}": torch.empty_like(p, dtype=types.get(p.dtype, p.dtype))
+                for kind, (slot, p) in product(self.laws, encoded if draining else ())
+            },
+            device=device,
+        )
+        return self._make_reducer(layout, slots)
 
     @property
     def start_in_doubt(self) -> int:
         """The generation whose start this rank is in doubt about; else -1."""
-        return self._next[0] if self._next is not None else -1
+        return self._carry.start_in_doubt
 
     def resolve(self, generation: int) -> None:
         """What was handed over counts, or does not, on every rank alike."""
-        if self._next is not None and self._next[0] == generation:
-            self._carried = self._next[1]
-        self._next = None
-
-    def _stamp(self, _: int) -> None:
-        if self._memory is not None:
-            self._memory.staged(*self._attempt)
+        self._carry.resolve(generation)
 
     def begin_step(self, attempt: Attempt) -> None:
         """What is dropped from here on belongs to this commit."""
         self._attempt = attempt
-        if self._memory is not None:
-            self._memory.stage(*attempt)
+        self._carry.begin_step(attempt)
 
     def exchange(self, notes: Tensor) -> Tensor | None:
         """As in `Gathering`, and which rows sparse gradients have."""
@@ -315,7 +281,7 @@ class AllReduce(Gathering):
 
     def own_state(self) -> dict[str, Tensor]:
         """What the codec dropped here, and is still to be sent."""
-        return dict(self._carried.totals) if self._reducer is None else self._reducer.own_state()
+        return dict(self._carry.totals) if self._reducer is None else self._reducer.own_state()
 
     def state(self) -> dict[str, Tensor]:
         """What the sums remember, and the reducer."""
@@ -323,8 +289,7 @@ class AllReduce(Gathering):
 
     def load_own(self, state: Mapping[str, Tensor]) -> None:
         """Kept until `start`."""
-        self._carried = _Carried(state)
-        self._next = None
+        self._carry.load(state)
 
     def load_left(
         self,
@@ -337,7 +302,7 @@ class AllReduce(Gathering):
         buckets = self._cut(parameters, self._types(parameters, exact=bool(exact)), holders)
         layout = self._laid_out(buckets, parameters, size, idle)
         if len(tensors["residual"]) == layout.room(rank):
-            self._carried = _Carried.of(layout, rank, tensors["residual"])
+            self._carry.keep(layout, rank, tensors["residual"])
 
     def _laid_out(
         self,
@@ -358,30 +323,6 @@ class AllReduce(Gathering):
     def price(parameter_bytes: int, replicas: int) -> Price:
         """A ring sends 2(W-1)/W of the bytes in 2(W-1) messages."""
         return Price(2 * (replicas - 1) / replicas * parameter_bytes, 2 * (replicas - 1))
-
-
-class _Carried(NamedTuple):
-    """What a rank alone remembers, between two generations."""
-
-    totals: Mapping[str, Tensor]
-    """As `own_state` gives it."""
-    flat: Tensor | None = None
-    """The same as it lay in memory, of one rank among the owners of segments."""
-    rank: int = 0
-    owners: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, layout: Layout, rank: int, flat: Tensor) -> _Carried:
-        """Copied from a rank's slot."""
-        return cls(layout.state_of(flat, rank), flat.clone(), rank, layout.owners)
-
-    def fill(self, slot: Tensor, layout: Layout, comm: Comm) -> None:
-        """Have a slot begin with them. A rank that has its place of before gets them as they lay,
-        so that further steps have the same bits."""
-        if self.flat is not None and (self.rank, self.owners) == (comm.rank, layout.owners):
-            slot.copy_(self.flat)
-        else:
-            layout.fill(slot, comm.rank, self.totals)
 
 
 class _Begun:

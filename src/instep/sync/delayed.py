@@ -66,7 +66,7 @@ class Delayed(AllReduce):
     def _make_reducer(self, layout: Layout, room: tuple[Tensor, Tensor] | None) -> Reducer:
         assert isinstance(layout, Waiting), "as made below"
         device = self._buckets[0].flat.device
-        self._late = Late(self._comm, layout, room, device=device, staged=self._stamp)
+        self._late = Late(self._comm, layout, room, device=device, staged=self._carry.stamp)
         return self._late
 
     def _make_layout(
