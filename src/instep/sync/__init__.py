@@ -57,7 +57,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = OF_CODECS | {
     },
     "fedprox": {"mu": 0.01, "bucket_mb": 8.0, "encode_vectors": False},
     "server_async": {"compensation": 0.0, "slow_late": False},
-    "server_sync": {"bucket_mb": 1.0, "overlap": True, "copy": False},
+    "server_sync": {"bucket_mb": 1.0, "overlap": True, "copy": False, "encode_vectors": False},
     "sign_vote": {"momentum": 0.9},
 }
 """The options of each that has some, and of codecs, as they are if they are left out; without

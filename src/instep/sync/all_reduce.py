@@ -290,6 +290,7 @@ class AllReduce(Gathering):
     def load_own(self, state: Mapping[str, Tensor]) -> None:
         """Kept until `start`."""
         self._carry.load(state)
+        self._reducer = None  # what it carries is of what this takes the place of
 
     def load_left(
         self,

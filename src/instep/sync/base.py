@@ -62,6 +62,11 @@ class Piece(NamedTuple):
     stop: int
 
 
+SERVED = "served"
+"""Among what an optimizer has for a parameter, in a checkpoint: the parameter as its servers have
+it, where workers hold another."""
+
+
 @runtime_checkable
 class Mover(Protocol):
     """The optimizer, for strategies that have it on servers: it moves pieces of parameters."""
@@ -79,7 +84,7 @@ class Mover(Protocol):
 
     def hold(self, pieces: Mapping[Piece, Parameter]) -> None:
         """From now on these are what it moves here, and it keeps state for nothing else. State
-        that it has for the parameters themselves is cut."""
+        that it has for the parameters themselves is cut; `SERVED` among it is put into them."""
 
     def limit(self, squares: Tensor) -> float:
         """Take in the squares of all gradients (`norm.squares`); what to multiply them by."""

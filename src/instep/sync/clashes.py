@@ -140,7 +140,7 @@ CLASHES: dict[tuple[str, str], str] = {
     ("streams", "start_after"): "before the rounds no participant has a model of its own",
     ("streams", "cuda"): "fragments are sent by another thread, which was tried on the CPU alone",
     ("streams", "own_loop"): "your loop would have to take up fragments in the middle of it",
-    ("server_sync", "codec"): "servers are sent plain numbers",
+    ("server_sync", "no_rounds"): "servers are sent segments, each in a fixed number of bytes",
     ("server_sync", "cuda"): _ON_THE_HOST,
     ("server_sync", "float16"): _ON_THE_HOST,
     ("server_sync", "corruption"): "it compares states that every worker has",

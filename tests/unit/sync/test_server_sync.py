@@ -67,7 +67,9 @@ def update_of(kind, parameters, make, limit=None):
 class Rank:
     """One process of a run, with servers or without."""
 
-    def __init__(self, make, servers=0, *, limit=None, options=None, memory=None, wide=False):
+    def __init__(
+        self, make, servers=0, *, limit=None, options=None, memory=None, wide=False, codec=("none",)
+    ):
         self.model, self.servers = copy.deepcopy(MODEL), servers
         self.dtype = torch.float64 if wide else torch.float32
         self.model.to(self.dtype)
@@ -76,9 +78,9 @@ class Rank:
         self.update = update_of(kind, self.parameters, make, limit)
         self.memory = memory or HostMemory()
         name = "server_sync" if servers else "all_reduce"
-        self.strategy = make_strategy(name, {"bucket_mb": 0.3, **(options or {})})
+        self.strategy = make_strategy(name, {"bucket_mb": 0.3, **(options or {})}, *codec)
 
-    def start(self, comm, *, parts=0, at=FIRST):
+    def start(self, comm, *, parts=0, at=FIRST, draining=()):
         self.comm, self.at = comm, at
         self.workers = comm.size - self.servers
         servers = Servers(range(self.workers, comm.size), self.update) if self.servers else None
@@ -89,20 +91,23 @@ class Rank:
             parts=parts,
             memory=self.memory,
             at=at,
+            draining=draining,
             servers=servers,
         )
+        self.working = [rank for rank in range(self.workers) if rank not in draining]
         self.gradients = Gradients(self.parameters, self.strategy.gradient)
 
     def exchange(self, step, scale=1.0):
         """The passes of this rank, until all agree; the parameters have not moved."""
-        own = [n for n in range(PARTS) if n % self.workers == self.comm.rank]
+        who = self.working
+        own = [n for n in range(PARTS) if who[n % len(who)] == self.comm.rank]
         self.strategy.begin_step(self.at._replace(number=step + 1))
         agreed = None
         while agreed is None:
             for place, number in enumerate(own):
                 self.strategy.begin_pass(1 / PARTS / scale, last=place == len(own) - 1)
-                found = self.model(INPUTS[step, number].to(self.dtype))
-                wanted = TARGETS[step, number].to(self.dtype)
+                found = self.model(INPUTS[step % STEPS, number].to(self.dtype))
+                wanted = TARGETS[step % STEPS, number].to(self.dtype)
                 nn.functional.mse_loss(found, wanted).backward()
             agreed = self.strategy.exchange(torch.ones(1, dtype=torch.float64))
         assert agreed.tolist() == [self.comm.size]

@@ -20,6 +20,12 @@ With `copy` the next server keeps a copy of a server's part: it is sent the summ
 takes the same steps. Who lacks a part when a generation begins gets it from the other that has it
 (`copies.py`).
 
+With a codec each segment of a gradient is encoded, and a worker carries over what is left out
+(`pushes.py`). What comes back is encoded too: by how much the parameters of the workers are to move
+(`differences.py`). The parameters of the run are those that the workers hold; a server has its own
+besides, which only its optimizer moves, as it has state. Vectors (biases, norms) have buckets of
+their own, and travel as they are.
+
 Embeddings on servers (`tables.py`) take part in the same steps, and in the same slots.
 
 It knows nothing of how an optimizer works (`base.Mover`), nor of votes.
@@ -36,21 +42,30 @@ from torch.nn import Parameter
 
 from instep.comm.base import Comm, Work
 from instep.comm.buckets import Bucket, laid_out_like, lay_out
+from instep.comm.codecs.base import Codec
 from instep.errors import RecipeError, SpecError
 from instep.records import BEGINNING, Attempt, Law
 from instep.sync import norm
-from instep.sync.base import InMesh, Memory, Mover, Piece, Price, Result, Servers
+from instep.sync.base import SERVED, InMesh, Memory, Mover, Piece, Price, Result, Servers
+from instep.sync.carried_over import CarriedOver
 from instep.sync.gathering import Gathering
+from instep.sync.reducers.whole_buckets import WholeBuckets
 from instep.sync.servers.copies import PARAMETERS, gather_parts, lost, of_part, take_copies
 from instep.sync.servers.cuts import Packed, Part, Segment, cut, pieces_of
+from instep.sync.servers.differences import Differences
 from instep.sync.servers.guess import Guess
 from instep.sync.servers.kept_rows import KeptRows
+from instep.sync.servers.pushes import Pushes, layout_of
 from instep.sync.servers.tables import Tables
 from instep.sync.servers.traffic import Traffic
-from instep.sync.sums import Exact, Plain
+from instep.sync.sums import Exact, Plain, Sums, Wide
 
 _ROWS = "rows/"
 """In memory that outlives a server, before what a step makes of the rows of embeddings."""
+
+_SERVED = "served/"
+"""In memory that outlives a server, before its number: with a codec, the parameters of its part as
+its optimizer has them, [bytes]."""
 
 
 class _Shared(NamedTuple):
@@ -61,6 +76,10 @@ class _Shared(NamedTuple):
     new: dict[int, Packed]
     """By server, its part, moved towards the next commit. A worker has all; a server has its own,
     and that of which it keeps a copy: what its optimizer moves."""
+    held: dict[int, Packed]
+    """The same as the workers hold it; with a codec a server has it apart from `new`."""
+    back: Differences | None
+    """With a codec, what goes back to the workers."""
 
 
 class ServerSync(Gathering):
@@ -72,17 +91,36 @@ class ServerSync(Gathering):
         overlap: send during the backward pass, and have servers move what is there; off, all is
             sent after the pass, and moved when all is there.
         copy: have the next server keep a copy of each server's part and state.
+        encode_vectors: encode also parameters of fewer than two dimensions.
+        codec: how gradients, and what comes back, look on the wire; None sends them as they are.
 
     Raises:
         SpecError: an option is refused.
     """
 
-    def __init__(self, *, bucket_mb: float = 1.0, overlap: bool = True, copy: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        bucket_mb: float = 1.0,
+        overlap: bool = True,
+        copy: bool = False,
+        encode_vectors: bool = False,
+        codec: Codec | None = None,
+    ) -> None:
         super().__init__(bucket_mb=bucket_mb, overlap=overlap)
-        if not isinstance(copy, bool):
-            raise SpecError(f"sync.options.copy = {copy!r}: needs to be true or false.")
-        self._copy = copy
+        for name, value in (("copy", copy), ("encode_vectors", encode_vectors)):
+            if not isinstance(value, bool):
+                raise SpecError(f"sync.options.{name} = {value!r}: needs to be true or false.")
+        if codec is not None:
+            _check(codec, copy=copy)
+        self._copy, self.codec, self._encode_vectors = copy, codec, encode_vectors
         self.laws = {"optimizer": Law.MOVE}
+        self._carries = codec is not None and bool(Pushes.kinds(codec))
+        if codec is not None:
+            self.laws |= dict.fromkeys(Pushes.kinds(codec), Law.SUM)
+        self._carry = CarriedOver()  # of a worker: what was left out of its gradients
+        self._pushes: Pushes | None = None
+        self._residuals: WholeBuckets  # how they lie
         self._shared: _Shared | None = None
         self._left: dict[str, Tensor] | None = None  # of the process before, until `start`
         self._held: Attempt | None = None  # under which memory has the state of the last commit
@@ -100,10 +138,14 @@ class ServerSync(Gathering):
         """Whether this rank has all parameters of the last commit; a server has those of its part,
         once it has moved them."""
 
-    start_in_doubt = -1
+    @property
+    def start_in_doubt(self) -> int:
+        """As of `CarriedOver`: nothing else changes hands."""
+        return self._carry.start_in_doubt
 
     def resolve(self, generation: int) -> None:
-        """Nothing changes hands."""
+        """What was handed over counts, or does not, on every rank alike."""
+        self._carry.resolve(generation)
 
     # ---- generations
 
@@ -131,8 +173,11 @@ class ServerSync(Gathering):
                 f"sync.name = 'server_sync' works in the memory of the host, and the model is on "
                 f"{parameters[0].device}. Set train.device = 'cpu', or use all_reduce."
             )
-        sums = Exact(parameters, comm, parts) if parts else Plain()
-        self._gather(parameters, comm, sums, notes)
+        if self._pushes is not None and self._carries:
+            self._carry.keep(self._residuals, self._comm.rank, self._pushes.carried)
+        self._pushes = None
+        self._gather(parameters, comm, self._make_sums(parameters, comm, parts), notes)
+        self._residuals = self._laid_out(self._buckets, parameters)
         self._servers, self._mover, self._memory = list(servers.ranks), servers.mover, memory
         self._mine = self._servers.index(comm.rank) if comm.rank in self._servers else -1
         if self._copy and len(self._servers) < 2:
@@ -152,16 +197,81 @@ class ServerSync(Gathering):
         if self._shared is None:
             self._share_out()
         assert self._shared is not None
-        every, new = self._shared
-        self._traffic = Traffic(comm, self._servers, every, self._buckets, new, copies=self._copy)
-        for packed in self._shared.new.values() if self._mine >= 0 else ():
+        shared = self._shared
+        for packed in shared.held.values() if self._mine >= 0 or self.codec is not None else ():
             packed.load()
         self._hold(at)
-        comm.all_reduce(torch.zeros(1)).wait()  # after it, each knows that all servers hold
+        slots = None
+        if self._carries:
+            slots = self._carry_over(memory, at, draining)
+        else:
+            comm.all_reduce(torch.zeros(1)).wait()  # after it, each knows that all servers hold
+        if self.codec is not None and self._mine < 0:
+            every = [s for part in shared.parts for s in part.segments if self._codes(s)]
+            staged = self._carry.stamp
+            self._pushes = Pushes(self.codec, comm, self._residuals, slots, every, staged=staged)
+        self._traffic = Traffic(
+            comm,
+            self._servers,
+            shared.parts,
+            self._buckets,
+            shared.held,
+            copies=self._copy,
+            codec=self.codec,
+            back=shared.back,
+            pushes=self._pushes,
+        )
         self._moved = self._early = False
         self._guess = Guess()
         mover = self._mover
         self._moves_early = self._overlap and mover.by_element and not mover.clips
+
+    def _make_sums(self, parameters: Sequence[Parameter], comm: Comm, parts: int) -> Sums:
+        """How gradients are added."""
+        if self.codec is None:
+            return Exact(parameters, comm, parts) if parts else Plain()
+        if parts:
+            raise SpecError(
+                "sync.codec with determinism = 'bits': what a codec drops depends on who sends "
+                "what. Leave one of the two out."
+            )
+        return Wide(parameters)
+
+    def _carry_over(
+        self, memory: Memory | None, at: Attempt, draining: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """A worker begins with what it has left out before; all ranks know when all have got so
+        far."""
+        comm, works = self._comm, self._mine < 0
+        return self._carry.start(
+            comm,
+            self._residuals if works else None,
+            everyone=comm,
+            memory=memory if works else None,
+            at=at,
+            place=[comm.rank],
+            draining=draining,
+            like=self._nothing_left() if draining else {},
+            idle=self._servers,
+        )
+
+    def _laid_out(self, buckets: Sequence[Bucket], parameters: Sequence[Tensor]) -> WholeBuckets:
+        """How a worker's residuals lie."""
+        return layout_of([b.members for b in buckets if self._encodes(b)], parameters)
+
+    def _nothing_left(self) -> dict[str, Tensor]:
+        """A worker's residuals, where there are none."""
+        encoded = [(n, p) for n, p in enumerate(self._parameters) if self._is_encoded(p)]
+        return {f"residual/{slot}": torch.zeros(p.shape) for slot, p in encoded}
+
+    def _encodes(self, bucket: Bucket) -> bool:
+        return bool(bucket.members) and self._is_encoded(bucket.views[0])
+
+    def _is_encoded(self, parameter: Tensor) -> bool:
+        return self.codec is not None and (self._encode_vectors or parameter.dim() > 1)
+
+    def _codes(self, segment: Segment) -> bool:
+        return self._is_encoded(self._parameters[segment.pieces[0].slot])
 
     def _share_out(self) -> None:
         """Cut the parameters, and the state that the optimizer has for them."""
@@ -172,14 +282,32 @@ class ServerSync(Gathering):
             for server, part in enumerate(every)
             if self._mine < 0 or server in self._kept
         }
-        self._shared = _Shared(every, new)
-        held = [packed.views.items() for packed in new.values()] if self._mine >= 0 else []
-        mover.hold({piece: Parameter(view) for views in held for piece, view in views})
+        held = new
+        if self.codec is not None and self._mine >= 0:
+            held = {n: Packed(every[n].pieces, self._parameters) for n in new}
+        for packed in new.values():
+            packed.load()  # with a codec, what is beyond the parameters is taken up below
+        self._shared = _Shared(every, new, held, self._differences(every, held))
+        own = [packed.views.items() for packed in new.values()] if self._mine >= 0 else []
+        mover.hold({piece: Parameter(view) for views in own for piece, view in views})
         if self._left is not None and self._mine >= 0:
             assert self._memory is not None
-            mover.load_states(_of_optimizer(self._left))
+            self._take_back(self._left)
             self._held = Attempt(*self._memory.stamps()[0])
         self._left = None
+
+    def _differences(self, parts: Sequence[Part], held: Mapping[int, Packed]) -> Differences | None:
+        if self.codec is None:
+            return None
+        every = ((s, packed) for n, packed in held.items() for s in parts[n].segments)
+        return Differences(self.codec, {s: packed for s, packed in every if self._codes(s)})
+
+    def _take_back(self, kept: Mapping[str, Tensor]) -> None:
+        """Have the optimizer be where it was when it left this in memory."""
+        assert self._shared is not None
+        self._mover.load_states(_of_optimizer(kept))
+        for server, packed in self._shared.new.items() if self.codec is not None else ():
+            packed.flat.copy_(kept[f"{_SERVED}{server}"])
 
     @property
     def _rows(self) -> KeptRows | None:
@@ -216,7 +344,9 @@ class ServerSync(Gathering):
         assert self._shared is not None
         states = self._mover.states()
         for server in self._kept:
-            states[f"{PARAMETERS}{server}"] = self._shared.new[server].flat
+            states[f"{PARAMETERS}{server}"] = self._shared.held[server].flat
+            if self.codec is not None:
+                states[f"{_SERVED}{server}"] = self._shared.new[server].flat
         if self._rows is not None:
             states |= {f"{_ROWS}{n}": each for n, each in self._rows.staged().items()}
         layout = {name: (tuple(state.shape), state.dtype) for name, state in states.items()}
@@ -233,13 +363,20 @@ class ServerSync(Gathering):
 
     def _with_room(self, spare: int) -> list[Bucket]:
         """The buckets, and one for the notes, which goes to all."""
-        buckets = lay_out(self._parameters, [self._bucket_bytes], types=self._sums.types)
+        buckets = self._cut(self._parameters, self._sums)
         room = torch.zeros(spare, dtype=torch.float64)
         return [*buckets, Bucket(room, (), (), room)]
+
+    def _cut(self, parameters: Sequence[Tensor], sums: Sums) -> list[Bucket]:
+        """With a codec, the buckets of those that are not encoded are the last."""
+        plain = [slot for slot, p in enumerate(parameters) if not self._is_encoded(p)]
+        last = plain if self.codec is not None else ()
+        return lay_out(parameters, [self._bucket_bytes], types=sums.types, last=last)
 
     def begin_step(self, attempt: Attempt) -> None:
         """What the servers move from here on belongs to this commit."""
         self._attempt = attempt
+        self._carry.begin_step(attempt)
         self._early = self._moves_early and self._guess.counts(attempt.number)
         if self.tables is not None:
             self.tables.begin_step()
@@ -267,14 +404,15 @@ class ServerSync(Gathering):
     def _send(self, number: int, bucket: Bucket) -> Work:
         if not bucket.members:
             return self._comm.all_reduce(bucket.flat)
-        return self._traffic.send(number, bucket.flat, pull=self._early)
+        key = self._attempt.number
+        return self._traffic.send(number, bucket.flat, pull=self._early, key=key)
 
     def _finish(self) -> None:
         """Servers add up what the workers send, and move what is complete, if they may."""
         for segment in self._traffic.summed() if self._mine >= 0 else ():
             if self._early:
                 self._move_early(segment)
-                self._traffic.give([segment])
+                self._give([segment], self._guess.there)
         for segment in self._traffic.followed() if self._mine >= 0 and self._copy else ():
             if self._early:
                 self._move_early(segment)
@@ -322,7 +460,7 @@ class ServerSync(Gathering):
                 for gradient in gradients.values():
                     gradient.mul_(factor)
             self._move(kept, gradients)
-            self._traffic.give(segments)
+            self._give(segments, there)
         elif not (self._early and right):
             for server, part in enumerate(shared.parts):
                 for segment in part.segments:
@@ -332,6 +470,8 @@ class ServerSync(Gathering):
             if self._rows is not None:
                 self._rows.move(scale * factor)
             self._stage(self._attempt)
+        elif self._pushes is not None:
+            self._pushes.finish([slot for slot, used in enumerate(there) if not used])
         self._traffic.wait()
         self._tell_sizes()
         return scale
@@ -352,6 +492,18 @@ class ServerSync(Gathering):
             gradient = laid_out_like(self._sums.gradient(piece.slot, agreed), parameter)
             gradients[piece] = gradient.mul_(scale) if scale != 1.0 else gradient
         return gradients
+
+    def _give(self, segments: Sequence[Segment], there: Sequence[bool]) -> None:
+        """Send what is new of segments of this server to the workers."""
+        assert self._shared is not None
+        _, new, held, back = self._shared
+        if back is not None:
+            for segment in segments:
+                if segment in back.payloads:
+                    back.encode(segment, new[self._mine], there, self._attempt.number)
+                else:
+                    held[self._mine].of(segment).copy_(new[self._mine].of(segment))
+        self._traffic.give(segments)
 
     def _move(self, segments: Sequence[Segment], gradients: Mapping[Piece, Tensor]) -> None:
         """Have the optimizer move these segments by the gradients that there are."""
@@ -401,9 +553,15 @@ class ServerSync(Gathering):
     def apply(self, update: Callable[[], Result]) -> Result:
         """Give the model the parameters that the servers have moved."""
         assert self._shared is not None
-        for packed in self._shared.new.values():
+        back, there = self._shared.back, [seen > 0 for seen in self._agreed]
+        if back is not None and self._mine < 0:
+            for segment in back.payloads:
+                back.take(segment, there)
+        for packed in self._shared.held.values():
             packed.store()
         result = update()
+        if self._pushes is not None:
+            self._pushes.apply()
         self._sums.end_step(self._sizes)
         if self._mine >= 0:
             if self._rows is not None:
@@ -420,6 +578,8 @@ class ServerSync(Gathering):
         self._undo()
         if self._rows is not None:
             self._rows.abandon()
+        if self._pushes is not None:
+            self._pushes.abandon()
         self._traffic.forget()
         self._sums.abandon()
         self._forget()
@@ -432,8 +592,8 @@ class ServerSync(Gathering):
             assert self._held is not None
             before = self._memory.at(*self._held)
             assert before is not None, "the slot of the last commit is kept"
-            self._mover.load_states(_of_optimizer(before))
-            for packed in self._shared.new.values():
+            self._take_back(before)
+            for packed in self._shared.held.values():
                 packed.load()
             self._memory.forget(*self._attempt)
             self._moved = False
@@ -444,14 +604,22 @@ class ServerSync(Gathering):
     # ---- what this rank alone has
 
     def own_state(self) -> dict[str, Tensor]:
-        """The optimizer's state for this server's part."""
+        """The optimizer's state for this server's part; of a worker, what it has left out."""
         if self._shared is None or self._mine < 0:
-            return {}
-        states = of_part(self._shared.parts[self._mine], self._mover.states())
-        return {f"optimizer/{name}": state for name, state in states.items()}
+            pushes = self._pushes
+            return pushes.own_state() if pushes is not None else dict(self._carry.totals)
+        part = self._shared.parts[self._mine]
+        states = of_part(part, self._mover.states())
+        for piece in pieces_of([segment for segment in part.segments if self._codes(segment)]):
+            name = f"{piece.slot}/{SERVED}/{piece.start}:{piece.stop}"
+            states[name] = self._shared.new[self._mine].views[piece]
+        left = self._nothing_left() if self._carries else {}
+        return left | {f"optimizer/{name}": state for name, state in states.items()}
 
     def load_own(self, state: Mapping[str, Tensor]) -> None:
         """Begin from what the optimizer itself has."""
+        self._carry.load(state)
+        self._pushes = None
         self._shared, self._held, self._left, self._begins = None, None, None, True
         self.whole = True
 
@@ -461,8 +629,13 @@ class ServerSync(Gathering):
         parameters: Sequence[Parameter],
         holders: Sequence[tuple[int, ...]] = (),
     ) -> None:
-        """What lies in memory is what this server holds."""
-        self._left = {name: tensor.clone() for name, tensor in tensors.items()}
+        """What lies in memory is what this server holds, or what this worker has left out."""
+        if "residual" not in tensors:
+            self._left = {name: tensor.clone() for name, tensor in tensors.items()}
+            return
+        layout = self._laid_out(self._cut(parameters, Wide(parameters)), parameters)
+        if len(tensors["residual"]) == layout.room(0):
+            self._carry.keep(layout, 0, tensors["residual"])
 
     @torch.no_grad()
     def make_whole(
@@ -487,9 +660,26 @@ class ServerSync(Gathering):
 
 
 def _of_optimizer(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    beside = (PARAMETERS, _ROWS)
+    beside = (PARAMETERS, _ROWS, _SERVED)
     return {name: tensor for name, tensor in kept.items() if not name.startswith(beside)}
 
 
 def _after(start: str, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {n.removeprefix(start): each for n, each in kept.items() if n.startswith(start)}
+
+
+def _check(codec: Codec, *, copy: bool) -> None:
+    """Refuse a codec that servers cannot use.
+
+    Raises:
+        SpecError: it is one.
+    """
+    if hasattr(codec, "reducer") or not (codec.segmentable and codec.fixed_size):
+        raise SpecError(
+            "sync.codec: servers need a codec that is segmentable and of fixed size. Use int8."
+        )
+    if copy:
+        raise SpecError(
+            "sync.options.copy = true does not go with sync.codec: the server that keeps the copy "
+            "is sent sums as they are. Leave one of the two out."
+        )

@@ -1,8 +1,9 @@
 """Segments on their way between workers and servers: gradients up, new parameters down.
 
 It knows which segment belongs to whom and where it lies, and nothing of steps or optimizers. One is
-made for each generation. Ways in: `send` and `pull` on workers, `summed` and `give` on servers,
-`wait` on all.
+made for each generation. With a codec both directions are payloads, gradients (`pushes.py`) and
+differences of parameters (`differences.py`). Ways in: `send` and `pull` on workers, `summed` and
+`give` on servers, `wait` on all.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from torch import Tensor
 
 from instep.comm.base import Comm, Work
 from instep.comm.buckets import Bucket
+from instep.comm.codecs.base import Codec
 from instep.sync.arriving import summed
 from instep.sync.servers.cuts import Packed, Part, Segment
+from instep.sync.servers.differences import Differences
+from instep.sync.servers.pushes import Pushes
 
 AHEAD = 4
 """Segments of a worker that may be on their way to a server, for each server that there is. With
@@ -31,6 +35,9 @@ class Traffic:
         buckets: where gradients lie.
         new: by server, where its new parameters lie.
         copies: whether the next server keeps a copy of each part.
+        codec: of the segments that `back` has a payload of; None where there are none.
+        back: with a codec, what goes back to the workers.
+        pushes: with a codec, on a worker, what goes to the servers.
     """
 
     def __init__(
@@ -42,7 +49,12 @@ class Traffic:
         new: Mapping[int, Packed],
         *,
         copies: bool,
+        codec: Codec | None = None,
+        back: Differences | None = None,
+        pushes: Pushes | None = None,
     ) -> None:
+        self._codec, self._pushes = codec, pushes
+        self._payloads = back.payloads if back is not None else {}
         self._comm, self._servers, self._parts = comm, list(servers), parts
         self._buckets, self._new, self._copies = buckets, new, copies
         self._workers = [rank for rank in range(comm.size) if rank not in self._servers]
@@ -55,17 +67,21 @@ class Traffic:
 
     # ---- workers
 
-    def send(self, number: int, flat: Tensor, *, pull: bool) -> Work:
+    def send(self, number: int, flat: Tensor, *, pull: bool, key: int = 0) -> Work:
         """Send a bucket's segments to their servers; a server sends nothing.
 
         Args:
             number: of the bucket.
             flat: its gradients.
             pull: have the new parameters of each come, too.
+            key: with a codec, the number of the commit.
         """
-        sent = list[Work]()
+        sent, payloads = list[Work](), dict[Segment, Tensor]()
+        segments = [segment for _, segment in self._segments[number]]
+        if self._pushes is not None and self._pushes.encodes(number):
+            payloads.update(self._pushes.encode(number, flat, segments, key))
         for server, segment in self._segments[number] if self._mine < 0 else ():
-            part = flat[segment.start : segment.stop]
+            part = payloads.get(segment, flat[segment.start : segment.stop])
             sent.append(self._comm.send(part, self._servers[server]))
             if pull:
                 self.pull(server, segment)
@@ -73,15 +89,22 @@ class Traffic:
 
     def pull(self, server: int, segment: Segment) -> None:
         """Have the new parameters of a segment come to this worker."""
-        into = self._new[server].of(segment)
+        into = self._answer(server, segment)
         self._under_way.append(self._comm.receive(into, self._servers[server]))
+
+    def _answer(self, server: int, segment: Segment) -> Tensor:
+        """Where what goes back of a segment lies."""
+        payload = self._payloads.get(segment)
+        return self._new[server].of(segment) if payload is None else payload
 
     # ---- servers
 
     def summed(self) -> Iterator[Segment]:
         """Add up what the workers send for this server's part; each segment as its sum is there."""
         places, ahead = self._places(self._mine), AHEAD * len(self._servers)
-        arrived = summed(self._comm, self._workers, list(places.values()), ahead=ahead)
+        codecs = [self._codec if segment in self._payloads else None for segment in places]
+        each = list(places.values())
+        arrived = summed(self._comm, self._workers, each, ahead=ahead, codecs=codecs)
         follower = self._servers[(self._mine + 1) % len(self._servers)]
         for (segment, place), _ in zip(places.items(), arrived, strict=True):
             if self._copies:
@@ -99,9 +122,10 @@ class Traffic:
 
     def give(self, segments: Sequence[Segment]) -> None:
         """Send what is new of this server's part to the workers."""
-        own = self._new[self._mine]
         self._under_way += [
-            self._comm.send(own.of(segment), rank) for segment in segments for rank in self._workers
+            self._comm.send(self._answer(self._mine, segment), rank)
+            for segment in segments
+            for rank in self._workers
         ]
 
     def _places(self, server: int) -> dict[Segment, Tensor]:

@@ -21,7 +21,7 @@ from instep.data.order import key
 from instep.errors import CheckpointError, RecipeError, SpecError
 from instep.recipe.build import set_generators
 from instep.recipe.combined import parts_of
-from instep.sync.base import Piece
+from instep.sync.base import SERVED, Piece
 from instep.sync.norm import norm
 from instep.worker.step.update import OF_UPDATE, Update, options_of
 
@@ -90,9 +90,13 @@ class ServedUpdate(Update):
                 "each server has only a part. Leave them out (averages of the weights, as EMA), "
                 "or use all_reduce."
             )
+        served = {p: kept.pop(SERVED) for p, kept in optimizer.state.items() if SERVED in kept}
         if pieces and not self.by_element:
             self._check_apart()
         self.held, whole = dict(pieces), optimizer.state
+        for piece, own in self.held.items():
+            if (parameter := self.parameters[piece.slot]) in served:
+                own.data.copy_(_part(served[parameter], piece, parameter))
         for piece, own in self.held.items():  # what the user has marked a parameter with
             vars(own).update(vars(self.parameters[piece.slot]))
         self._states = {
