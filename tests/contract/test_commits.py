@@ -37,7 +37,7 @@ SAME = {
     "all_reduce": ("order", "bits"),
     "averaging": ("bits",),
     "diloco": ("bits",),
-    "server_sync": ("bits",),
+    "server_sync": ("order", "bits"),
     "sign_vote": ("bits",),
 }
 """Of strategies that have nothing to lose with a worker: in which kinds of sums a disturbed run
@@ -51,6 +51,8 @@ OPTIONS = {
         {"servers": 2},
         {"servers": 2, "copy": True},
         {"servers": 2, "bucket_mb": 0.00005},
+        {"servers": 1, "codec": "int8"},
+        {"servers": 2, "codec": "int4", "bucket_mb": 0.00005},
     ],
     "diloco": [
         {"codec": "int4"},  # a codec in rounds, and state of the outer step
@@ -74,7 +76,9 @@ CASES = [
     if name not in LEASED
     for options in OPTIONS.get(name, [{}])
     for determinism in SAME.get(name, ("order",))
-    if "codec" not in options or (determinism == "order") == (name == "all_reduce")
+    if (determinism == "order") == (name == "all_reduce" or "servers" in options)
+    or "codec" not in options
+    if name != "server_sync" or (determinism == "order") == ("codec" in options)
 ]
 FIRST = [case for case in CASES if "bucket_mb" not in case[1]]
 VOTES = pytest.mark.parametrize("votes", [False, True], ids=["no_vote", "vote"])

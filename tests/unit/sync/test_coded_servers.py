@@ -1,7 +1,7 @@
-"""Servers and a codec: what a plain loop makes of it, to the bit, and nothing that is left out is lost.
+"""Servers and a codec: what a plain loop makes of it, to the bit, and nothing left out is lost.
 
-The loop is one process: for each worker what it has left out, encode, decode, add up, the optimizer,
-and the encoded difference. Workers and servers are threads.
+The loop is one process: for each worker what it has left out, encode, decode, add up, the
+optimizer, and the encoded difference. Workers and servers are threads.
 """
 
 import copy
@@ -18,6 +18,7 @@ from test_server_sync import (
     TARGETS,
     Rank,
     alike,
+    scaler,
     update_of,
 )
 from torch import nn
@@ -102,10 +103,9 @@ class Plain:
             found = torch.autograd.grad(loss, self.held, allow_unused=True)
             for slot, each in enumerate(found):
                 if each is not None:
-                    weight = 1 / PARTS / scale
-                    own[slot] = (
-                        each * weight if own[slot] is None else own[slot].add(each, alpha=weight)
-                    )
+                    weight, own_before = 1 / PARTS / scale, own[slot]
+                    fresh = own_before is None
+                    own[slot] = each * weight if fresh else own_before.add(each, alpha=weight)
         return own
 
     def _sent(self, values, number, segment, who):
@@ -255,13 +255,14 @@ def test_what_servers_undo_and_what_nobody_uses_leaves_no_trace(codec):
 # ---- what is left out outlives everything
 
 
-def restored(rank, other, *, server=False):
+def restored(rank, other):
     """A process that was begun anew has what another worker gave, and what lay in its memory."""
     new = Rank(OPTIMIZERS["adamw"], rank.servers, memory=rank.memory, codec=INT8)
     with torch.no_grad():
         for own, given in zip(new.parameters, other.parameters, strict=True):
             own.copy_(given)
     new.update.scheduler.load_state_dict(other.update.scheduler.state_dict())
+    new.update.optimizer.load_state_dict(other.update.optimizer.state_dict())
     left = new.memory.at(*new.memory.stamps()[0])
     new.strategy.load_left(left, new.parameters)
     return new
@@ -309,6 +310,7 @@ def resumed(ranks, workers, servers):
             for parameter, given in zip(new.parameters, ranks[0].parameters, strict=True):
                 parameter.copy_(given)
         new.update.scheduler.load_state_dict(ranks[0].update.scheduler.state_dict())
+        new.update.optimizer.load_state_dict(ranks[0].update.optimizer.state_dict())
         new.update.optimizer.state.update(put_together(shards, new.model))
         new.strategy.load_own(own if number == 0 else {})
         every.append(new)
@@ -324,49 +326,33 @@ def test_a_run_that_is_resumed_goes_on_as_if_nothing_had_been():
     assert all(alike(own.tensors(), one.tensors()) for own, one in zip(found, wanted, strict=True))
 
 
-class Sums:
-    """Of all gradients that were given, and of what they have become; in double precision."""
-
-    def __init__(self):
-        self.given, self.agreed = ([torch.zeros(200, 30).double()] for _ in range(2))
-
-
-class Takes(torch.optim.Optimizer):
-    """Takes the gradient away from each parameter."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for parameter in self.param_groups[0]["params"]:
-            if parameter.grad is not None:
-                parameter.sub_(parameter.grad)
-
-
 def residual_of(rank):
-    return rank.strategy.own_state().get("residual/0", torch.zeros(200, 30)).double()
+    return rank.strategy.own_state().get("residual/0", torch.zeros(600, 60)).double()
 
 
 class Sent:
     """A rank of one matrix, and gradients that are drawn."""
 
     def __init__(self, servers):
-        self.parameters, self.servers = [nn.Parameter(torch.zeros(200, 30))], servers
-        self.update, self.memory = update_of(ServedUpdate, self.parameters, Takes), HostMemory()
+        self.parameters, self.servers = [nn.Parameter(torch.zeros(600, 60))], servers
+        optimizer, how = torch.optim.SGD(self.parameters, lr=1.0), {"scaler": scaler()}
+        self.update = ServedUpdate(
+            optimizer, None, self.parameters, seed=0, max_grad_norm=None, **how
+        )
+        self.memory = HostMemory()
         self.strategy = make_strategy("server_sync", {}, "int4")
 
     def generation(self, comm, at, steps, draining=()):
         servers = Servers(range(comm.size - self.servers, comm.size), self.update)
         how = {"notes": 0, "memory": self.memory, "at": at, "servers": servers}
         self.strategy.start(self.parameters, comm, draining=draining, **how)
-        total = torch.zeros(200, 30).double()
+        total = torch.zeros(600, 60).double()
         for number in range(at.number + 1, at.number + 1 + steps):
             self.strategy.begin_step(at._replace(number=number))
             self.strategy.begin_pass(1.0, last=True)
             if comm.rank not in servers.ranks and comm.rank not in draining:
                 drawn = torch.Generator().manual_seed(1000 * number + comm.rank)
-                gradient = torch.randn(200, 30, generator=drawn)
+                gradient = torch.randn(600, 60, generator=drawn)
                 total += gradient
                 self.strategy.gradient(0, gradient)
             self.strategy.exchange(torch.zeros(0, dtype=torch.float64))
@@ -378,11 +364,11 @@ class Sent:
 
 def test_nothing_is_lost_from_4_to_3_to_4_workers_and_in_checkpoints():
     """All that was given is in the servers' parameters, or is still to be sent by a worker."""
-    make, given = lambda: Sent(2), torch.zeros(200, 30).double()
+    make, given = lambda: Sent(2), torch.zeros(600, 60).double()
     workers, servers, step = [make() for _ in range(4)], [make() for _ in range(2)], 0
 
     def check(ranks):
-        own = torch.zeros(200, 30).double()
+        own = torch.zeros(600, 60).double()
         for server in servers:
             for name, values in server.strategy.own_state().items():
                 if name.startswith(f"optimizer/0/{SERVED}/"):

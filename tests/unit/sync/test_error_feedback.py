@@ -138,6 +138,20 @@ def test_nothing_is_lost_from_4_to_3_to_4_workers(codec):
     run.check(workers)
 
 
+def test_what_a_checkpoint_has_takes_the_place_of_what_a_living_worker_carries():
+    run, workers = Run(), [Worker(n) for n in range(2)]
+    run.generation_of(workers, 3)
+    saved = [worker.strategy.own_state() for worker in workers]
+    run.generation_of(workers, 3)
+    for worker, own in zip(workers, saved, strict=True):
+        worker.strategy.load_own(own)
+    run.generation_of(workers, 0)
+    for worker, own in zip(workers, saved, strict=True):
+        again = worker.strategy.own_state()
+        assert own
+        assert all(torch.equal(again[name], own[name]) for name in own)
+
+
 def test_vectors_travel_as_they_are_unless_told_otherwise():
     run, workers = Run(), [Worker(n, vectors=False) for n in range(4)]
     run.generation_of(workers, 10)
