@@ -63,13 +63,15 @@ def begin(
     pause_s: float = 1.3,
     copy: bool = False,
     hosts: tuple[str, str] = ("", ""),
+    codec: str = "none",
 ) -> Started:
+    determinism = "bits" if codec == "none" else "order"
     job = folder / "job.toml"
     job.write_text(
         f'name = "disturbed"\nrecipe = "{RECIPES / "slow_tiny.py"}:recipe"\nworkers = {workers}\n'
         f"seed = 5\n{hosts[0]}\n[train]\nsteps = {STEPS}\nglobal_batch = 16\n"
-        'determinism = "bits"\nvalidate_every = 40\n'
-        f'[sync]\nname = "server_sync"\nservers = {servers}\n'
+        f'determinism = "{determinism}"\ndeal = "even"\nvalidate_every = 40\n'
+        f'[sync]\nname = "server_sync"\nservers = {servers}\ncodec = "{codec}"\n'
         f"[sync.options]\ncopy = {str(copy).lower()}\n[checkpoint]\nevery = {every}\n"
         f"[arguments]\npause_s = {pause_s * workers / 1000}\n{hosts[1]}\n"
     )
@@ -116,6 +118,48 @@ def test_servers_and_workers_that_are_killed_at_random_moments_leave_no_trace(
     check_who_started_again(program, killed)
     check_checkpoints(program.run)
     assert killed.total() == kills
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "codec"), [(1, "int8"), (2, "int4")])
+def test_with_a_codec_kills_leave_no_trace_either(
+    start: Start, tmp_path: Path, workers: int, codec: str
+) -> None:
+    """What is left out on a worker, and what a server has beyond the workers, outlive both."""
+    sync = {"name": "server_sync", "servers": 2, "codec": codec}
+    train = {"steps": STEPS, "global_batch": 16, "deal": "even", "validate_every": 40}
+    how: dict[str, Any] = {"seed": 5, "quiet": True, "workers": workers, "train": train}
+    recipe = f"{RECIPES / 'tiny.py'}:recipe"
+    wanted = instep.train(recipe, name="calm", runs=tmp_path, sync=sync, **how).path
+    program = begin(start, tmp_path, workers, 2, every=5, pause_s=6, codec=codec)
+    program.until(program.is_training, "training")
+    killed = kill_members(program, 12, random.Random(workers))
+    assert program.end(500) == 0, program.stderr
+    check_as_if_nothing_had_been(program, wanted)
+    check_who_started_again(program, killed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "then"), [(2, 2), (2, 1), (1, 3)])
+def test_a_checkpoint_with_a_codec_is_taken_up_by_any_number_of_servers(
+    tmp_path: Path, first: int, then: int
+) -> None:
+    """By as many, to the bit; by another number, whose segments are others, to what int8 rounds."""
+    recipe = f"{RECIPES / 'tiny.py'}:recipe"
+    sync = {"name": "server_sync", "servers": first, "codec": "int8"}
+    how = settings(sync=sync, workers=1)
+    train = {**how.pop("train"), "determinism": "order"}
+    whole = instep.train(recipe, name="whole", runs=tmp_path, train=train, **how)
+    train["stop_after_steps"] = 11
+    halted = instep.train(recipe, name="halted", runs=tmp_path, train=train, **how)
+    again = instep.resume(
+        halted.path, quiet=True, train={"stop_after_steps": None}, sync={"servers": then}
+    )
+    found, wanted = (RunFolder(r.path).last("model_saved") for r in (again, whole))
+    if first == then:
+        assert found["parameters_sha256"] == wanted["parameters_sha256"]
+    assert again.summary["loss"] == pytest.approx(whole.summary["loss"], rel=1e-3)
+    assert len(RunFolder(again.path).generations[-1]["members"]) == 1 + then
 
 
 @pytest.mark.slow

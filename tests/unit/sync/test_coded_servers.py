@@ -252,6 +252,25 @@ def test_what_servers_undo_and_what_nobody_uses_leaves_no_trace(codec):
     assert all(map(torch.equal, early[0][0][-1][:2], early[1][0][-1][:2]))
 
 
+def test_a_step_that_does_not_happen_leaves_nothing():
+    def body(comm, disturbed):
+        rank = Rank(OPTIMIZERS["adamw"], 2, codec=INT8)
+        rank.start(comm)
+        for step in (0, 1):
+            rank.exchange(step)
+            rank.commit(step)
+        if disturbed:
+            rank.exchange(3)
+            rank.strategy.abandon()
+        rank.exchange(2)
+        rank.commit(2)
+        return rank.tensors(), rank.strategy.own_state()
+
+    for own, other in zip(run_ranks(4, body, True), run_ranks(4, body, False), strict=True):
+        assert alike(own[0], other[0])
+        assert all(torch.equal(own[1][name], left) for name, left in other[1].items())
+
+
 # ---- what is left out outlives everything
 
 
