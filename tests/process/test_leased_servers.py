@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import adds_up
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -21,11 +22,14 @@ from test_leased_runs import (
     check_exact,
     kill_servers,
     plain_loop,
+    write_job,
 )
 
 import instep
 from instep.data.order import Order
+from instep.errors import WorkerError
 from instep.events import read_events
+from instep.state.manifest import published
 from instep.store.run_folder import RunFolder
 
 pytestmark = pytest.mark.process
@@ -91,6 +95,40 @@ def test_whoever_is_killed_each_micro_batch_is_committed_once_to_all_servers(
     assert program.summary["metrics"]["accuracy"] > 0.8
     assert [event["step"] for event in run.validations] == [40, 80, 120, 160]
     program.check_nothing_is_left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_host_that_is_lost_with_a_server_ends_the_run_which_resumes_with_every_unit_once(
+    start: Start, tmp_path: Path, place: int
+) -> None:
+    """Of two hosts, each with a worker and a server."""
+    job = write_job(tmp_path, 2, 'name = "server_async"\nservers = 2', 0.03, steps := 60)
+    hosts = 'hosts = ["env HOST=1", "env HOST=2"]\naddress = "127.0.0.1"'
+    job.write_text(f'network = "private"\n{job.read_text()}[launch]\n{hosts}\n')
+    program = start("-m", "instep", "run", job)
+    program.until(program.is_training, "training")
+    program.until(lambda: program.events("checkpoint_saved"), "saved")
+    homes = {int(e["worker"]): int(e["host"]) for e in program.events("worker_joined")}
+    assert homes[2] != homes[3]
+    pids = {int(e["host"]): int(e["pid"]) for e in program.events("host_joined")}
+    host = psutil.Process(pids[homes[2 + place]])
+    for process in [host, *host.children(recursive=True)]:
+        kill(process.pid)
+    assert program.end(120) == WorkerError.exit_code == 5
+    sentence, *rest = program.error.splitlines()
+    assert (
+        f"the parameters of server {place} of 2 were lost with the memory of its host" in sentence
+    )
+    assert sentence.endswith("Resume the run: it continues from the newest checkpoint.")
+    assert rest[-1] == f"  to resume: instep resume {program.run}"
+    at = max(step for step, _ in published(program.run / "checkpoints"))
+    again = start("-m", "instep", "resume", program.run)
+    assert again.end(200) == 0, again.stderr
+    assert program.events("run_started")[-1]["resumed_step"] == at
+    check_exact(RunFolder(program.run), steps)
+    program.check_no_process_is_left(soon_s=10)
+    again.check_no_process_is_left()
 
 
 @pytest.mark.parametrize("then", [3, slow(1)])
