@@ -1,7 +1,7 @@
 """How fast is a step with parameter servers, beside an all-reduce, and how full are the links?
 
     python benchmarks/servers.py [--rate 100mbit] [--megabytes 32] [--servers 4] [--rounds 3]
-        [--backward-s 0] [--only NAME ...]
+        [--backward-s 0] [--only NAME ...] [--codec int8]
 
 One process in each of a few emulated hosts (needs root): four workers and their servers. Gradients
 are there at once, so a step is exchange and update (SGD with momentum) and nothing else; or they
@@ -9,7 +9,8 @@ come evenly within `--backward-s` (slept), the last parameters' first. All conte
 same processes and take turns. `goodput` is what a server receives in a step, the gradients of its
 part from all workers, over what its link carries meanwhile; it sends as much. The limit is 0.956.
 Bytes are those that a host's interface has sent or received, without headers (66 bytes a packet),
-over those of theory: a worker sends its gradient and receives the parameters.
+over those of theory: a worker sends its gradient and receives the parameters. With `--codec` all
+contenders are there with it as well; theory counts its payloads then, and so does `goodput`.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from torch import nn
 from torch._C._distributed_c10d import FileStore
 from turns import write
 
+from instep.comm.codecs import CODECS
 from instep.comm.torch_comm import TorchComm
 from instep.lab.netlab import Network, bits_per_s
 from instep.records import Attempt
@@ -46,21 +48,36 @@ class Case(NamedTuple):
 
     servers: int
     options: Mapping[str, Any] = MappingProxyType({})
+    codec: str = "none"
+
+    @property
+    def smaller(self) -> float:
+        """How many times fewer bytes there are with the codec."""
+        codec, count = CODECS[self.codec](), 1 << 18
+        return 4 * count / float(codec.size(count))
 
 
-def cases(servers: int) -> dict[str, Case]:
+def cases(servers: int, codec: str = "none") -> dict[str, Case]:
     """By name; the same in every process."""
-    return {
+    plain = {
         "all-reduce": Case(0),
         f"{servers} servers": Case(servers),
         f"{servers} servers, no overlap": Case(servers, {"overlap": False}),
         f"{servers} servers, copies": Case(servers, {"copy": True}),
         "1 server": Case(1),
     }
+    if codec == "none":
+        return plain
+    coded = {
+        f"{name}, {codec}": case._replace(codec=codec)
+        for name, case in plain.items()
+        if "copy" not in case.options
+    }
+    return plain | coded
 
 
 def chosen(args: argparse.Namespace) -> dict[str, Case]:
-    every = cases(args.servers)
+    every = cases(args.servers, args.codec)
     return {name: every[name] for name in every if not args.only or name in args.only}
 
 
@@ -81,7 +98,8 @@ class Contender:
         self, case: Case, comm: TorchComm, megabytes: int, backward_s: float = 0.0
     ) -> None:
         self.comm, self.number, self.pause_s = comm, 0, backward_s / megabytes
-        shapes = [(1 << 18,)] * megabytes  # a megabyte each
+        self.case = case
+        shapes = [(1 << 9, 1 << 9)] * megabytes  # a megabyte each
         self.parameters = [nn.Parameter(torch.ones(shape)) for shape in shapes]
         drawn = torch.Generator().manual_seed(comm.rank)
         self.gradients = [torch.randn(shape, generator=drawn) for shape in shapes]
@@ -91,7 +109,7 @@ class Contender:
         self.update = kind(
             optimizer, None, self.parameters, seed=0, max_grad_norm=None, scaler=scaler
         )
-        self.strategy, servers = make_strategy(name, case.options), None
+        self.strategy, servers = make_strategy(name, case.options, case.codec), None
         if isinstance(self.update, ServedUpdate):
             servers = Servers(range(WORKERS, comm.size), self.update)
         self.memory = HostMemory()
@@ -142,8 +160,9 @@ def rank(args: argparse.Namespace) -> None:
                     found[name][what].append(now - then)
     if args.rank == 0:
         ends = {name: each.parameters[0].detach() for name, each in contenders.items()}
-        for end in ends.values():
-            torch.testing.assert_close(end, ends["all-reduce"])
+        for name, end in ends.items():
+            if contenders[name].case.codec == "none":
+                torch.testing.assert_close(end, ends["all-reduce"])
     (args.folder / f"rank{args.rank}").write_text(json.dumps(found))
     everyone.all_reduce(torch.ones(1)).wait()
 
@@ -160,6 +179,7 @@ def main() -> None:
     parser.add_argument("--servers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--backward-s", type=float, default=0.0, help="in which gradients come")
+    parser.add_argument("--codec", default="none", help="have all with it, too")
     parser.add_argument("--only", nargs="+", default=[], help="beside all-reduce")
     parser.add_argument("--out", type=Path)
     for hidden in ("--rank", "--address", "--folder"):
@@ -169,7 +189,7 @@ def main() -> None:
     if args.rank is not None:
         rank(args)
         return
-    known = [*cases(args.servers)]
+    known = [*cases(args.servers, args.codec)]
     if unknown := [name for name in args.only if name not in known]:
         parser.error(f"no contender is called {unknown[0]!r}. Known: {', '.join(known)}.")
     args.only = [known[0], *args.only] if args.only else known
@@ -177,7 +197,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, Network(hosts, rate=args.rate) as network:
         settings = [f"--servers={args.servers}", f"--rounds={args.rounds}"]
         settings += [f"--megabytes={args.mb}", f"--backward-s={args.backward_s}"]
-        settings += ["--only", *args.only]
+        settings += [f"--codec={args.codec}", "--only", *args.only]
         programs = [
             network.run(
                 host,
@@ -195,11 +215,12 @@ def main() -> None:
     show(found, args)
     if args.out:
         how = {"rate": args.rate, "megabytes": args.mb, "backward_s": args.backward_s}
+        how |= {"codec": args.codec}
         write(args.out, [{**how, "rank": n, **each} for n, each in enumerate(found)])
 
 
 def show(found: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    size, rivals = args.mb << 20, found[0]["all-reduce"]["seconds"]
+    rivals = found[0]["all-reduce"]["seconds"]
     for name, case in chosen(args).items():
         seconds = found[0][name]["seconds"]
         speeds = [rival / own for rival, own in zip(rivals, seconds, strict=True)]
@@ -207,6 +228,7 @@ def show(found: list[dict[str, Any]], args: argparse.Namespace) -> None:
         line += f"{statistics.median(speeds):.3f} times all-reduce "
         line += f"({min(speeds):.3f} to {max(speeds):.3f})"
         if case.servers:
+            size = (args.mb << 20) / case.smaller
             goodput = WORKERS * size / case.servers / statistics.median(seconds)
             line += f", goodput {goodput / (bits_per_s(args.rate) / 8):.3f} each way"
             theory = {**dict.fromkeys(range(WORKERS), 1.0)}

@@ -5,6 +5,7 @@ optimizer, and the encoded difference. Workers and servers are threads.
 """
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from test_server_sync import (
 )
 from torch import nn
 
+from helpers import run_processes
 from instep.comm.buckets import lay_out
 from instep.comm.codecs import CODECS
 from instep.comm.codecs.base import draw_key
@@ -34,6 +36,7 @@ from instep.sync.base import SERVED, Servers, make_strategy
 from instep.sync.servers.cuts import cut
 from instep.sync.servers.server_sync import ServerSync
 from instep.system.host_memory import HostMemory
+from instep.worker.step.gradients import Gradients
 from instep.worker.step.served import ServedUpdate, put_together
 from instep.worker.step.update import Update
 
@@ -269,6 +272,67 @@ def test_a_step_that_does_not_happen_leaves_nothing():
     for own, other in zip(run_ranks(4, body, True), run_ranks(4, body, False), strict=True):
         assert alike(own[0], other[0])
         assert all(torch.equal(own[1][name], left) for name, left in other[1].items())
+
+
+class Sorts(nn.Module):
+    """Parameters of several types and layouts, each in a bucket of its own; one is shared."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.first = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        self.low = nn.Parameter(torch.randn(8, 8).bfloat16())
+        self.short = nn.Parameter(torch.randn(8, 8).half())
+        self.some = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
+        self.some[7].weight = self.some[0].weight
+        self.frozen = nn.Parameter(torch.randn(8), requires_grad=False)
+        self.never = nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, images):
+        x = self.first(images).mean((2, 3)) @ self.low.float() @ self.short.float()
+        for each in self.some:
+            x = torch.tanh(each(x)) + self.frozen
+        return x.square().mean()
+
+
+def ends_of(comm, name, steps):
+    """After each step, all that two workers and two servers hold."""
+    model = Sorts()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    update = update_of(ServedUpdate, parameters, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+    strategy = make_strategy("server_sync", {"bucket_mb": 1e-6, "encode_vectors": True}, name)
+    how = {"servers": Servers([2, 3], update), "memory": HostMemory(), "at": FIRST}
+    strategy.start(parameters, comm, notes=0, **how)
+    assert len(strategy._buckets) > 8
+    gradients, ends = Gradients(parameters, strategy.gradient), []
+    for number in range(1, steps + 1):
+        strategy.begin_step(Attempt(0, number, 1))
+        if comm.rank < 2:
+            strategy.begin_pass(0.5, last=True)
+            drawn = torch.Generator().manual_seed(10 * number + comm.rank)
+            model(torch.randn(2, 3, 5, 5, generator=drawn)).backward()
+        strategy.exchange(torch.zeros(0, dtype=torch.float64))
+        strategy.prepare(number, 1.0)
+        strategy.apply(lambda: update.apply(number))  # noqa: B023
+        ends.append(
+            [p.detach().float().flatten().tolist() for p in parameters] if comm.rank < 2 else []
+        )
+    gradients.close()
+    strategy.stop()
+    return ends
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "sign", "top_k", "bfloat16", "float16"])
+def test_workers_have_the_same_bits_with_parameters_of_every_sort_and_many_buckets(name):
+    first, second, *_ = run_ranks(4, ends_of, name, 10)
+    assert first == second
+    assert all(one != two for one, two in itertools.pairwise(first))
+
+
+@pytest.mark.process
+def test_processes_do_not_wait_for_each_other_and_tell_the_same_as_threads(tmp_path):
+    wanted = run_ranks(4, ends_of, "int8", 10)
+    assert run_processes(4, ends_of, tmp_path, "int8", 10) == wanted
 
 
 # ---- what is left out outlives everything
