@@ -168,3 +168,22 @@ def test_ten_million_rows_train_in_the_memory_of_those_that_are_touched(
         assert sum(seen[worker].values()) < table / 2, seen
     assert seen[2]["RssShmem"] > table, seen
     assert seen[2]["RssAnon"] < table / 2, seen
+
+
+@pytest.mark.slow
+def test_rows_travel_as_they_are_beside_encoded_layers(tmp_path: Path) -> None:
+    losses = []
+    for codec in ("none", "int8"):
+        run = instep.train(
+            RECIPE,
+            name=codec,
+            runs=tmp_path,
+            seed=5,
+            quiet=True,
+            workers=2,
+            sync={"name": "server_sync", "servers": 2, "codec": codec},
+            train={"global_batch": 16, "steps": 40, "max_grad_norm": 1.0},
+        )
+        losses.append(run.summary["loss"])
+    assert losses[0] != losses[1]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)

@@ -295,9 +295,12 @@ class Sorts(nn.Module):
         return x.square().mean()
 
 
+SORTS = Sorts()  # built once: threads draw from one generator
+
+
 def ends_of(comm, name, steps):
-    """After each step, all that two workers and two servers hold."""
-    model = Sorts()
+    """After each step, all that two workers hold; there are two servers."""
+    model = copy.deepcopy(SORTS)
     parameters = [p for p in model.parameters() if p.requires_grad]
     update = update_of(ServedUpdate, parameters, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
     strategy = make_strategy("server_sync", {"bucket_mb": 1e-6, "encode_vectors": True}, name)
@@ -329,6 +332,7 @@ def test_workers_have_the_same_bits_with_parameters_of_every_sort_and_many_bucke
     assert all(one != two for one, two in itertools.pairwise(first))
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_processes_do_not_wait_for_each_other_and_tell_the_same_as_threads(tmp_path):
     wanted = run_ranks(4, ends_of, "int8", 10)
