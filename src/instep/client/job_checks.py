@@ -18,7 +18,7 @@ from instep.comm.certificates import Authority
 from instep.comm.codecs import CODECS
 from instep.comm.endpoint import Switchboard
 from instep.data.partition import PARTITIONS
-from instep.errors import RecipeError, SpecError, file_beside
+from instep.errors import RecipeError, SpecError, WorkerError, file_beside
 from instep.launch import LAUNCHERS
 from instep.recipe.arguments import check_arguments, signature_in
 from instep.recipe.given import given
@@ -26,7 +26,7 @@ from instep.recipe.start_file import start_file
 from instep.report.loggers.base import check_loggers
 from instep.spec import OF_AXIS, ROUND_OPTIONS, SHARED, JobSpec, MeshSpec, SyncSpec
 from instep.state.model_file import check_hash
-from instep.sync import ROUNDS, SERVERS, STRATEGIES, clashes, defaults_of
+from instep.sync import LEASED, ROUNDS, SERVERS, STRATEGIES, clashes, defaults_of
 from instep.system.environment import ASKED, INSIDE
 
 WILDCARDS = ("::", "::0", "[::]", "*")
@@ -163,6 +163,13 @@ def _check_sync(job: JobSpec, *, resumed: bool) -> None:
         raise SpecError(
             f"sync.options.copy = true with sync.servers = {sync.servers}: another server keeps "
             "the copy. Set sync.servers = 2 or more, or leave it out."
+        )
+    if sync.name in LEASED and "copy" in sync.options:
+        raise SpecError(
+            f"sync.options.copy: with sync.name = {sync.name!r} no other host has a copy. If the "
+            f"host of a server is lost, the run ends with exit code {WorkerError.exit_code}, and "
+            "instep resume continues from the newest checkpoint. Leave copy out, and set "
+            "checkpoint.every to what may be trained again; or use sync.name = 'server_sync'."
         )
     _check_partition(sync)
     if not resumed:
