@@ -204,7 +204,7 @@ def _check_of_use(sync: SyncSpec) -> None:
     if sync.name == "fedopt":
         rule = options.get("rule", "adam")
         read = {"momentum": (), "adagrad": ("tau",)}.get(str(rule), ("tau", "outer_beta2"))
-        unused = {each: f"rule = {rule!r}" for each in {"tau", "outer_beta2"}.difference(read)}
+        unused = dict.fromkeys({"tau", "outer_beta2"}.difference(read), f"rule = {rule!r}")
     elif sync.name == "diloco" and sync.rounds is not None and not sync.rounds.delay:
         unused = {"mixing": "delay = 0"}
     for option, why in sorted(unused.items()):

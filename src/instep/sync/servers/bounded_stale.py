@@ -29,6 +29,7 @@ class BoundedStale(ServerAsync):
         if not isinstance(staleness, int) or isinstance(staleness, bool) or staleness < 0:
             raise SpecError(
                 f"sync.options.staleness = {staleness!r}: it is how many steps a micro-batch may "
-                "be ahead, a whole number of 0 or more. For no bound use sync.name = 'server_async'."
+                "be ahead, a whole number of 0 or more. For no bound use sync.name = "
+                "'server_async'."
             )
         self.staleness = staleness
