@@ -104,6 +104,7 @@ def torchft_diloco(work: Work, args: argparse.Namespace) -> Step:
 def hivemind(work: Work, args: argparse.Namespace) -> Step:
     """hivemind's Optimizer, which averages gradients once the peers have a global batch."""
     import hivemind as hm
+    from hivemind import compression
 
     first = args.folder / "peer"
     peers = [] if args.rank == 0 else [wait_for(first)]
@@ -116,9 +117,9 @@ def hivemind(work: Work, args: argparse.Namespace) -> Step:
         first.with_suffix(".new").rename(first)
     share = args.work["global_batch"] // args.workers
     codec = {
-        "none": hm.NoCompression,
-        "int8": hm.Uniform8BitQuantization,
-        "fp16": hm.Float16Compression,
+        "none": compression.NoCompression,
+        "int8": compression.Uniform8BitQuantization,
+        "fp16": compression.Float16Compression,
     }[args.options.get("codec", "none")]
     options = {"use_local_updates": True} if args.options.get("local") else {}
     optimizer = hm.Optimizer(
