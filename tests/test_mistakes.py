@@ -114,6 +114,14 @@ IN_A_JOB_FILE = [
         ["staleness = -1: it is how many steps", "use sync.name = 'server_async'"],
     ),
     Job(
+        '[sync]\nname = "bounded_stale"\nservers = 2\noptions = { copy = true }',
+        [
+            "sync.options.copy: with sync.name = 'bounded_stale' no other host has a copy.",
+            "exit code 5, and instep resume continues from the newest checkpoint.",
+            "use sync.name = 'server_sync'",
+        ],
+    ),
+    Job(
         '[sync]\nname = "server_async"\noptions = { staleness = 2 }',
         ["server_async has no option 'staleness'"],
     ),

@@ -298,13 +298,29 @@ class SyncSpec(Section, frozen=True, kw_only=True):
     options: dict[str, Any] = {}
     """Options of the strategy, which has their names, defaults and checks."""
 
+    defaults: dict[str, dict[str, Any]] = {}
+    """Written by a run into its own `job.toml`: what `options` and `codec_options` leave out, by
+    the name of strategy and codec, so that a resume with another version goes on with it."""
+
+    @property
+    def all_options(self) -> dict[str, Any]:
+        """Options of the strategy, with those that the run wrote down."""
+        return self.defaults.get(self.name, {}) | self.options
+
+    @property
+    def all_codec_options(self) -> dict[str, Any]:
+        """Options of the codec, with those that the run wrote down."""
+        return self.defaults.get(self.codec, {}) | self.codec_options
+
     @property
     def rounds(self) -> RoundSpec | None:
         """What the options say of the rounds; None for a strategy that agrees on every step."""
         if self.name not in ROUNDS:
             return None
-        given = {key: self.options[key] for key in ROUND_OPTIONS if key in self.options}
-        return msgspec.structs.replace(ROUNDS[self.name], **given) if given else ROUNDS[self.name]
+        options = self.all_options
+        given = {key: options[key] for key in ROUND_OPTIONS if key in options}
+        known = msgspec.structs.asdict(ROUNDS[self.name])
+        return msgspec.convert(known | given, RoundSpec)
 
     @property
     def taking_part(self) -> int:
@@ -365,7 +381,7 @@ class SyncSpec(Section, frozen=True, kw_only=True):
     @property
     def delayed(self) -> bool:
         """Whether each gradient is applied one step late."""
-        return self.name == "all_reduce" and self.options.get("delayed") is True
+        return self.name == "all_reduce" and self.all_options.get("delayed") is True
 
 
 class Coordinate(NamedTuple):

@@ -82,6 +82,9 @@ def read_table(path: Path) -> dict[str, Any]:
 _EITHER = {"train.epochs": ("steps",), "train.steps": ("epochs",)}
 """Keys of which a job has one."""
 
+_HAS_OPTIONS = {"sync.name": ("options",), "sync.codec": ("codec_options",)}
+"""Keys that name a part, and those of its options."""
+
 _RENAMED = {
     "train.clip_norm": "train.max_grad_norm. The meaning is the same.",
     "checkpoint.every_steps": "checkpoint.every. Set it to a number of steps, a time such as '5m', "
@@ -101,8 +104,8 @@ def apply_overrides(table: dict[str, Any], overrides: Iterable[str]) -> None:
     that fails, so quotes are needed only for text that looks like a number or a boolean.
     Python's spellings (`False`, `None`, `.5`) are refused: read as text, they would count
     as true, or not as a number. Setting an axis of `[mesh]` to 1 also takes away the keys that
-    are for this axis, and another `sync.name` the options of the one before, unless they are set
-    after it.
+    are for this axis, and another `sync.name` or `sync.codec` the options of the one before, unless
+    they are set after it.
 
     Raises:
         SpecError: a string has no `=`, its path goes through a plain value, or its value
@@ -123,7 +126,7 @@ def apply_overrides(table: dict[str, Any], overrides: Iterable[str]) -> None:
                 raise SpecError(f"--set {override!r}: {key!r} is a value, not a section.")
         before, where = target.get(keys[-1]), ".".join(keys)
         target[keys[-1]] = _value(text.strip(), override)
-        if where != "sync.name" or before != target[keys[-1]]:
+        if where not in _HAS_OPTIONS or before != target[keys[-1]]:
             _drop_replaced(target, where, target[keys[-1]])
 
 
@@ -142,8 +145,9 @@ def _drop_replaced(
     section, _, key = where.rpartition(".")
     if section == "mesh" and value in (1, None):  # the axis is not there now
         others = OF_AXIS.get(key, ())
-    if where == "sync.name":
-        others = ("options",) if value in ROUNDS else ("options", "participants")
+    others += _HAS_OPTIONS.get(where, ())
+    if where == "sync.name" and value not in ROUNDS:
+        others += ("participants",)
     for other in others:
         if given.get(other) is None:
             table.pop(other, None)
@@ -167,7 +171,7 @@ def lay_over(table: dict[str, Any], changes: Mapping[str, Any], section: str = "
         else:
             before = table.get(key)
             table[key] = os.fspath(value) if isinstance(value, os.PathLike) else value
-            if where != "sync.name" or before != value:
+            if where not in _HAS_OPTIONS or before != value:
                 _drop_replaced(table, where, value, changes)
 
 

@@ -1,6 +1,7 @@
 """Every strategy keeps the promises of `sync/base.py`, whoever has which passes."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from torch import nn
 from instep.comm.memory import run_ranks
 from instep.errors import SpecError
 from instep.records import Attempt
-from instep.sync import LEASED, SERVERS, STRATEGIES
+from instep.spec import ROUND_OPTIONS
+from instep.sync import DEFAULTS, LEASED, SERVERS, STRATEGIES
 from instep.sync.base import Servers, make_strategy
 from instep.system.host_memory import HostMemory
 from instep.worker.step.gradients import Gradients
@@ -381,3 +383,11 @@ def test_a_step_that_does_not_happen_leaves_nothing_behind(name, parts):
         pytest.skip("it refuses determinism = 'bits'")
     wanted = agreed_of(name, [torch.tensor([4.0, 3.0])]).tolist()
     assert [gradient.tolist() for gradient in given[:2]] == [wanted] * 2
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_defaults_that_a_run_writes_down_are_those_of_the_strategy(name):
+    known = inspect.signature(STRATEGIES[name]).parameters.values()
+    apart = {"codec", *ROUND_OPTIONS}  # `ROUNDS` has these
+    given = {p.name: p.default for p in known if p.name not in apart and p.default is not None}
+    assert DEFAULTS.get(name, {}) == given

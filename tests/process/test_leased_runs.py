@@ -22,6 +22,7 @@ from torch import nn
 
 import instep
 from instep.data.order import Order
+from instep.errors import RecipeError
 from instep.recipe.build import call
 from instep.store.run_folder import RunFolder
 
@@ -270,6 +271,18 @@ def test_workers_of_a_resumed_run_have_the_frozen_parameters_of_its_checkpoint(
     )
     again = instep.resume(halted.path, quiet=True, train={"stop_after_steps": None})
     check_equal(RunFolder(again.path), plain_loop(20, model.state_dict()))
+
+
+@pytest.mark.parametrize(("by", "named"), [("function", "'table'"), slow("layer", "'words'")])
+def test_sparse_gradients_are_refused_before_anything_counts(
+    tmp_path: Path, by: str, named: str
+) -> None:
+    with pytest.raises(RecipeError, match=rf"{named}.*'bounded_stale'.* Use .*'server_sync'"):
+        instep.train(
+            f"{RECIPES / 'by_rows.py'}:recipe", workers=1, runs=tmp_path, quiet=True,
+            sync={"name": "bounded_stale"}, train={"steps": 4}, arguments={"by": by},
+        )  # fmt: skip
+    assert not [*tmp_path.glob("*/model.safetensors")]
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import adds_up
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -21,11 +22,14 @@ from test_leased_runs import (
     check_exact,
     kill_servers,
     plain_loop,
+    write_job,
 )
 
 import instep
 from instep.data.order import Order
+from instep.errors import WorkerError
 from instep.events import read_events
+from instep.state.manifest import published
 from instep.store.run_folder import RunFolder
 
 pytestmark = pytest.mark.process
@@ -93,6 +97,40 @@ def test_whoever_is_killed_each_micro_batch_is_committed_once_to_all_servers(
     program.check_nothing_is_left()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_host_that_is_lost_with_a_server_ends_the_run_which_resumes_with_every_unit_once(
+    start: Start, tmp_path: Path, place: int
+) -> None:
+    """Of two hosts, each with a worker and a server."""
+    job = write_job(tmp_path, 2, 'name = "server_async"\nservers = 2', 0.03, steps := 60)
+    hosts = 'hosts = ["env HOST=1", "env HOST=2"]\naddress = "127.0.0.1"'
+    job.write_text(f'network = "private"\n{job.read_text()}[launch]\n{hosts}\n')
+    program = start("-m", "instep", "run", job)
+    program.until(program.is_training, "training")
+    program.until(lambda: program.events("checkpoint_saved"), "saved")
+    homes = {int(e["worker"]): int(e["host"]) for e in program.events("worker_joined")}
+    assert homes[2] != homes[3]
+    pids = {int(e["host"]): int(e["pid"]) for e in program.events("host_joined")}
+    host = psutil.Process(pids[homes[2 + place]])
+    for process in [host, *host.children(recursive=True)]:
+        kill(process.pid)
+    assert program.end(120) == WorkerError.exit_code == 5
+    sentence, *rest = program.error.splitlines()
+    assert (
+        f"the parameters of server {place} of 2 were lost with the memory of its host" in sentence
+    )
+    assert sentence.endswith("Resume the run: it continues from the newest checkpoint.")
+    assert rest[-1] == f"  to resume: instep resume {program.run}"
+    at = max(step for step, _ in published(program.run / "checkpoints"))
+    again = start("-m", "instep", "resume", program.run)
+    assert again.end(200) == 0, again.stderr
+    assert program.events("run_started")[-1]["resumed_step"] == at
+    check_exact(RunFolder(program.run), steps)
+    program.check_no_process_is_left(soon_s=10)
+    again.check_no_process_is_left()
+
+
 @pytest.mark.parametrize("then", [3, slow(1)])
 def test_a_run_resumes_with_another_number_of_servers(tmp_path: Path, then: int) -> None:
     given: dict[str, Any] = {"name": "leased", "runs": tmp_path, "seed": 5, "quiet": True}
@@ -108,6 +146,22 @@ def test_a_run_resumes_with_another_number_of_servers(tmp_path: Path, then: int)
     run = RunFolder(again.path)
     check_exact(run, 20)
     check_equal(run, plain_loop(20))
+
+
+def test_callbacks_see_the_parameters_of_all_servers_at_their_step(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"name": "leased", "runs": tmp_path, "seed": 5, "quiet": True}
+    sync = {"name": "bounded_stale", "servers": 2, "options": {"staleness": 0}}
+    train = {"steps": 5, "global_batch": BATCH, "micro_batches": PARTS}
+    recipe = f"{RECIPES / 'sums_up.py'}:recipe"
+    done = instep.train(recipe, workers=1, train=train, sync=sync, **given)
+    events = read_events(done.path / "events.jsonl")
+    logged = [e for e in events if e["event"] == "logged" and "0.weight" in e["values"]]
+    assert [event["step"] for event in logged] == [1, 2, 3, 4, 5]
+    for event in logged:
+        wanted = plain_loop(event["step"])
+        assert event["values"] == pytest.approx(
+            {k: float(v.double().sum()) for k, v in wanted.items()}
+        )
 
 
 @pytest.mark.slow

@@ -531,6 +531,21 @@ def test_another_strategy_takes_away_the_options_of_the_one_before(overrides, sy
     assert build(table, source="a test").sync.name == sync["name"]
 
 
+def test_another_codec_takes_away_the_options_of_the_one_before():
+    for overrides, options in (
+        (["sync.codec=int4"], None),
+        (["sync.codec=int8"], {"block": 64}),
+        (["sync.codec=int4", "sync.codec_options.block=32"], {"block": 32}),
+    ):
+        given = {"codec": "int8", "codec_options": {"block": 64}}
+        table = {"recipe": "a.py:recipe", "sync": given}
+        apply_overrides(table, overrides)
+        assert table["sync"].get("codec_options") == options
+    table = {"recipe": "a.py:recipe", "sync": {"codec": "int8", "codec_options": {"block": 64}}}
+    lay_over(table, {"sync": {"codec": "int4"}})
+    assert table["sync"] == {"codec": "int4"}
+
+
 @pytest.mark.parametrize(
     ("name", "local_steps", "kept"), [("averaging", 10, False), ("diloco", 20, True)]
 )

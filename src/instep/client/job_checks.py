@@ -15,10 +15,10 @@ from pathlib import Path
 import msgspec
 
 from instep.comm.certificates import Authority
-from instep.comm.codecs import CODECS, DEFAULTS
+from instep.comm.codecs import CODECS
 from instep.comm.endpoint import Switchboard
 from instep.data.partition import PARTITIONS
-from instep.errors import RecipeError, SpecError, file_beside
+from instep.errors import RecipeError, SpecError, WorkerError, file_beside
 from instep.launch import LAUNCHERS
 from instep.recipe.arguments import check_arguments, signature_in
 from instep.recipe.given import given
@@ -26,7 +26,7 @@ from instep.recipe.start_file import start_file
 from instep.report.loggers.base import check_loggers
 from instep.spec import OF_AXIS, ROUND_OPTIONS, SHARED, JobSpec, MeshSpec, SyncSpec
 from instep.state.model_file import check_hash
-from instep.sync import ROUNDS, SERVERS, STRATEGIES, clashes
+from instep.sync import LEASED, ROUNDS, SERVERS, STRATEGIES, clashes, defaults_of
 from instep.system.environment import ASKED, INSIDE
 
 WILDCARDS = ("::", "::0", "[::]", "*")
@@ -121,18 +121,19 @@ def check_mesh(mesh: MeshSpec) -> None:
 
 
 def with_options(job: JobSpec, before: JobSpec | None = None) -> JobSpec:
-    """The job with all options of its codec: those that it does not give are today's defaults.
+    """The job with `sync.defaults`: all options of its strategy and codec, as they are today.
 
     Args:
         job: of a run that begins, or is resumed.
-        before: the job of the run that is resumed; its options are those that were.
+        before: the job of the run that is resumed; its defaults are those that were, if it has
+            written any.
     """
-    known = DEFAULTS.get(job.sync.codec, {})
-    if before is not None:
-        known = before.sync.codec_options if before.sync.codec == job.sync.codec else {}
-    options = known | job.sync.codec_options
+    kept = (before or job).sync.defaults
+    names = [job.sync.name, job.sync.codec] if before is None or kept else []
+    found = {name: kept.get(name) or defaults_of(name) for name in names}
+    defaults = {name: options for name, options in found.items() if options}
     replace = msgspec.structs.replace
-    return replace(job, sync=replace(job.sync, codec_options=options))
+    return replace(job, sync=replace(job.sync, defaults=defaults))
 
 
 def _check_sync(job: JobSpec, *, resumed: bool) -> None:
@@ -158,10 +159,17 @@ def _check_sync(job: JobSpec, *, resumed: bool) -> None:
             f"sync.servers = {sync.servers}: {sync.name} has no servers. Leave the key out, or "
             "use sync.name = 'server_sync'."
         )
-    if sync.name == "server_sync" and sync.options.get("copy") and sync.servers < 2:
+    if sync.name == "server_sync" and sync.all_options.get("copy") and sync.servers < 2:
         raise SpecError(
             f"sync.options.copy = true with sync.servers = {sync.servers}: another server keeps "
             "the copy. Set sync.servers = 2 or more, or leave it out."
+        )
+    if sync.name in LEASED and "copy" in sync.options:
+        raise SpecError(
+            f"sync.options.copy: with sync.name = {sync.name!r} no other host has a copy. If the "
+            f"host of a server is lost, the run ends with exit code {WorkerError.exit_code}, and "
+            "instep resume continues from the newest checkpoint. Leave copy out, and set "
+            "checkpoint.every to what may be trained again; or use sync.name = 'server_sync'."
         )
     _check_partition(sync)
     apart = ROUND_OPTIONS if sync.name in ROUNDS else {}

@@ -230,7 +230,7 @@ def resume_run(
             f"the processes of {before.path} called instep.join, and instep resume cannot start "
             f"them. To resume: {before.to_resume}"
         )
-    job = changed(before, overrides, changes)
+    job = with_options(changed(before, overrides, changes), before.spec)
     check_job(job, resumed=True)
     folder, view = path.resolve(), {"quiet": quiet, "json": json_output}
     with launching(job) as (settled, launcher), held(folder):

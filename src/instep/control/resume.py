@@ -131,8 +131,9 @@ def check_changes(before: JobSpec, after: JobSpec) -> None:
     fixed = FIXED | (FIXED_KEPT if keeps else {})
     fixed |= FIXED_BITS if before.train.determinism == "bits" else {}
     old, new = as_table(before), as_table(after)
-    for each in (old, new):  # a checkpoint holds what all servers had, for any number of them
-        del each["sync"]["servers"]
+    for each, sync in ((old["sync"], before.sync), (new["sync"], after.sync)):
+        del each["servers"], each["defaults"]  # a checkpoint is for any number of servers
+        each |= {"options": sync.all_options, "codec_options": sync.all_codec_options}
     for key, reason in fixed.items():
         was, given = _at(old, key), _at(new, key)
         if was != given:

@@ -355,7 +355,7 @@ class NothingOfItsOwn:
 
 def strategy_of(sync: SyncSpec, seed: int = 0) -> Strategy:
     """As `make_strategy`, of a job with this seed."""
-    return make_strategy(sync.name, sync.options, sync.codec, sync.codec_options, seed)
+    return make_strategy(sync.name, sync.all_options, sync.codec, sync.all_codec_options, seed)
 
 
 def make_strategy(

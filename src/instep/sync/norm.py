@@ -47,6 +47,22 @@ def squares(gradients: Sequence[Tensor]) -> Tensor:
     return torch.cat([each.to(torch.float64) for each in norms]).square_()
 
 
+def summed(squares: Sequence[float]) -> list[float]:
+    """A few numbers whose sum is exactly that of these: `norm` gives the same for them.
+
+    Each is what the ones before it leave of the sum, rounded once.
+    """
+    parts = list[float]()
+    try:
+        while rest := math.fsum([*squares, *(-part for part in parts)]):
+            parts.append(rest)
+            if not math.isfinite(rest):
+                break
+    except OverflowError:  # of finite numbers
+        return [math.inf]
+    return parts
+
+
 def norm(squares: Iterable[float]) -> float:
     """The 2-norm of all blocks together; 0 where there are none."""
     try:

@@ -54,6 +54,8 @@ class Callbacks:
     ) -> None:
         self._member, self._engine, self._samples = member, engine, samples
         self._callbacks = [(each, methods(each)) for each in callbacks]
+        self.gather: Callable[[], None] = lambda: None
+        """Called before each call, which may read the model."""
         self._steps: Calls | None = None
         self._saves: Calls | None = None
         self._logged: dict[str, float] = {}
@@ -161,6 +163,7 @@ class Callbacks:
         assert self._last is not None
         course, count = self._engine.state.progress.course, len(self._callbacks)
         for number, moment, more in due:
+            self.gather()
             place = MOMENTS.index(moment) * count + number
             what = calls.begin(course, step, place, self._logged)
             if what is not Due.DONE:

@@ -5,32 +5,81 @@ from pathlib import Path
 import pytest
 
 import instep
-from instep import spec_file
+from instep import spec, spec_file
 from instep.client.job_checks import with_options
-from instep.comm.codecs import DEFAULTS
 from instep.control.resume import changed, check_changes
 from instep.errors import SpecError
-from instep.spec import JobSpec
+from instep.spec import JobSpec, RoundSpec, SyncSpec
 from instep.store.folder import make_run_folder
 from instep.store.run_folder import RunFolder
+from instep.sync import DEFAULTS
+from instep.sync.base import strategy_of
 
 
 def job_with(**sync: object) -> JobSpec:
     return spec_file.build({"recipe": "a.py:f", "sync": sync}, source="a test")
 
 
-def test_options_that_a_job_leaves_out_are_those_of_the_version_that_begins_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = job_with(codec="int4", codec_options={"rounding": "random"})
-    began = with_options(job)
-    assert began.sync.codec_options == {"block": 128, "rounding": "random"}
-    run = RunFolder(make_run_folder(tmp_path, began, named=True))
+def begun(tmp_path: Path, job: JobSpec) -> RunFolder:
+    return RunFolder(make_run_folder(tmp_path, with_options(job), named=True))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return begun(tmp_path, job_with(**GIVEN))
+
+
+GIVEN = {
+    "name": "diloco",
+    "codec": "int4",
+    "options": {"outer_momentum": 0.5},
+    "codec_options": {"rounding": "random"},
+}
+
+
+@pytest.fixture
+def another_version(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once that run has begun, defaults are others."""
     monkeypatch.setitem(DEFAULTS, "int4", {"block": 64, "rounding": "nearest"})
-    assert changed(run, []).sync == began.sync
-    assert with_options(job, run.spec).sync == began.sync  # of a script that joins again
+    monkeypatch.setitem(DEFAULTS, "diloco", {"outer_lr": 0.1})
+    monkeypatch.setattr(spec, "ROUNDS", {"diloco": RoundSpec(local_steps=3)})
+    monkeypatch.setattr("instep.sync.ROUNDS", spec.ROUNDS)
+
+
+def resumed(run: RunFolder, *overrides: str) -> SyncSpec:
+    return with_options(changed(run, overrides), run.spec).sync
+
+
+@pytest.mark.usefixtures("another_version")
+def test_a_run_goes_on_with_what_the_version_had_that_began_it(run: RunFolder) -> None:
+    sync = resumed(run)
+    assert sync == run.spec.sync
+    assert sync.all_codec_options == {"block": 128, "rounding": "random"}
+    assert sync.rounds == RoundSpec(local_steps=20, local_optimizers="kept")
+    assert sync.all_options["outer_lr"] == 0.7
+    strategy_of(sync)  # takes them all
+
+
+@pytest.mark.usefixtures("another_version")
+def test_a_script_that_joins_again_goes_on_with_them_too(run: RunFolder) -> None:
+    assert with_options(job_with(**GIVEN), run.spec).sync == run.spec.sync
+    said = GIVEN | {"codec_options": {"rounding": "random", "block": 128}}
+    check_changes(run.spec, with_options(job_with(**said), run.spec))
     with pytest.raises(SpecError, match=r"sync was .* and cannot become"):
         check_changes(run.spec, with_options(job_with(codec="int8"), run.spec))
+    with pytest.raises(SpecError, match=r"'block': 128.* cannot become .*'block': 32"):
+        resumed(run, "sync.codec_options.block=32")
+
+
+def test_what_was_left_out_of_one_codec_is_not_given_to_another(tmp_path: Path) -> None:
+    run = begun(tmp_path, job_with(codec="int8"))
+    file = run.path / "job.toml"
+    file.write_text(file.read_text().replace('codec = "int8"', 'codec = "int4"'))
+    sync = resumed(RunFolder(run.path))
+    assert sync.all_codec_options == {"block": 128, "rounding": "nearest"}
+    assert sync.defaults["int4"] == sync.all_codec_options  # for the next resume
+    file.write_text(file.read_text().replace('codec = "int4"', 'codec = "top_k"'))
+    assert resumed(RunFolder(run.path)).all_codec_options == {"density": 0.01}
 
 
 def test_a_run_of_before_keeps_that_it_left_them_out() -> None:
@@ -40,7 +89,11 @@ def test_a_run_of_before_keeps_that_it_left_them_out() -> None:
 
 def test_nothing_is_added_where_there_is_nothing_to_add() -> None:
     for codec in ("none", "bfloat16", "my_codecs:Own"):
-        assert with_options(job_with(codec=codec)) == job_with(codec=codec)
+        assert list(with_options(job_with(codec=codec)).sync.defaults) == ["all_reduce"]
+
+
+def test_a_run_again_of_a_runs_job_has_them(run: RunFolder) -> None:
+    assert with_options(run.spec) == run.spec
 
 
 @pytest.mark.process
@@ -51,4 +104,4 @@ def test_a_run_writes_them_down(tmp_path: Path) -> None:
         f"{recipe}:recipe", workers=1, runs=tmp_path, quiet=True, train=train,
         sync={"codec": "top_k"}, arguments={"pause_s": 0.0},
     )  # fmt: skip
-    assert RunFolder(run.path).spec.sync.codec_options == {"density": 0.01}
+    assert RunFolder(run.path).spec.sync.defaults["top_k"] == {"density": 0.01}

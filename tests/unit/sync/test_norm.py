@@ -4,9 +4,11 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
-from instep.sync.norm import BLOCK, blocks, factor, norm, squares
+from instep.sync.norm import BLOCK, blocks, factor, norm, squares, summed
 
 
 @pytest.fixture(params=[1, 2, 4])
@@ -43,6 +45,22 @@ def test_it_is_the_norm_of_torch_to_rounding_and_clips_as_torch_does():
     for gradient, parameter in zip(gradients, model.parameters(), strict=True):
         torch.testing.assert_close(gradient * by, parameter.grad, rtol=1e-6, atol=0)
     assert factor(found, 2 * found) == 1.0
+
+
+@given(st.lists(st.lists(st.floats(min_value=0, max_value=1e300), max_size=9), max_size=4))
+def test_a_few_sums_stand_for_all_squares_to_the_bit(servers):
+    every = [square for squares in servers for square in squares]
+    few = [summed(squares) for squares in servers]
+    assert norm(part for parts in few for part in parts) == norm(every)
+    assert all(math.fsum(parts) == math.fsum(own) for parts, own in zip(few, servers, strict=True))
+
+
+def test_there_are_few_of_them_for_a_gradient_of_two_billion_elements():
+    exponents = 100 * torch.randn(130_000, generator=torch.Generator().manual_seed(3))
+    assert 2 < len(summed(exponents.double().exp2_().tolist())) < 50
+    assert summed([]) == summed([0.0]) == []
+    assert summed([1e308, 1e308]) == summed([math.inf, 2.0]) == [math.inf]
+    assert math.isnan(*summed([2.0, math.nan]))
 
 
 def test_of_nothing_it_is_zero_and_of_what_is_no_number_none():

@@ -1,6 +1,6 @@
 """Which call of a callback a worker is said to be at."""
 
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import torch
 from torch import nn
@@ -23,7 +23,9 @@ class Watches:
             raise ValueError("of the user")
 
 
-def after_one_step(folder, callback, notes=9):
+def after_one_step(
+    folder, callback, notes=9, metrics=MappingProxyType({"accuracy": 1.0}), gather=lambda: None
+):
     """The calls of a worker whose disk is full after so many notes; and what was raised."""
     left = iter(range(notes))
 
@@ -45,10 +47,11 @@ def after_one_step(folder, callback, notes=9):
     job = SimpleNamespace(mesh=SimpleNamespace(ranks=1))
     member = SimpleNamespace(run=folder, job=job, check_lease=lambda: None, emit=lambda *_, **__: 0)
     calls = Callbacks(member, engine, [callback], 1)
+    calls.gather = gather
     calls.form(anew=False)
     done = SimpleNamespace(step=1, loss=0.5, norm=None, ends=False)
     try:
-        calls.after_step(done, Position(0, 0, 1), {"accuracy": 1.0}, {})
+        calls.after_step(done, Position(0, 0, 1), metrics, {})
     except (OSError, ValueError) as error:
         return calls, error
     return calls, None
@@ -71,3 +74,24 @@ def test_what_fails_between_two_calls_is_not_said_to_be_the_first(tmp_path):
     calls, error = after_one_step(tmp_path, Watches(raises=False), notes=1)
     assert isinstance(error, OSError)
     assert calls.present == ""
+
+
+class Evaluates:
+    """Wants validations alone."""
+
+    def on_evaluate(self, context, metrics):
+        pass
+
+
+def test_a_model_is_gathered_for_calls_and_for_nothing_else(tmp_path):
+    for callback, metrics, calls in (
+        (Watches(raises=False), None, 1),
+        (Watches(raises=False), {"accuracy": 1.0}, 2),
+        (Evaluates(), None, 0),
+        (Evaluates(), {"accuracy": 1.0}, 1),
+    ):
+        gathered = []
+        folder = tmp_path / f"{type(callback).__name__}-{metrics is not None}"
+        folder.mkdir()
+        after_one_step(folder, callback, metrics=metrics, gather=lambda: gathered.append(1))  # noqa: B023
+        assert len(gathered) == calls

@@ -17,11 +17,12 @@ from torch import nn
 
 from instep.errors import PeerError, WorkerError
 from instep.spec import TrainSpec
+from instep.state.pieces import SHARD
 from instep.sync.servers.leases import Unit
 from instep.sync.servers.server_async import ServerAsync
 from instep.system import host_memory
 from instep.worker.leased.commits import Commits, Push
-from instep.worker.leased.further import Further, path_of, write_shard
+from instep.worker.leased.further import Further, path_of, write_shard, written_by
 from instep.worker.leased.holding import Holding
 from instep.worker.leased.line import Door, Line
 from instep.worker.leased.others import Others
@@ -380,6 +381,14 @@ def test_one_worker_gets_what_a_plain_loop_does_and_the_same_bits_from_any_numbe
         check_same_bits(model, found[0])
 
 
+def test_a_message_has_room_for_the_squares_of_a_gradient_of_any_size(runs, monkeypatch):
+    """Here of 100,000 elements in blocks of 4, and up to 4 kB in a message."""
+    monkeypatch.setattr("instep.sync.norm.BLOCK", 4)
+    one = train(runs(1, OPTIMIZERS["sgd"], 0.4), 1, random.Random(0))
+    monkeypatch.setattr("instep.worker.leased.line.MOST_HEAD", 4096)
+    check_same_bits(train(runs(3, OPTIMIZERS["sgd"], 0.4), 1, random.Random(0)), one)
+
+
 def test_large_parameters_are_cut_and_bytes_are_shared_out_evenly(runs):
     shares = runs(3, OPTIMIZERS["sgd"]).part.holding.shares
     sizes = [sum(piece.stop - piece.start for piece in each) for each in shares]
@@ -483,6 +492,28 @@ def test_a_server_that_cannot_write_says_why(runs, tmp_path):
     assert told.errno == errno.ENOENT
 
 
+def test_where_one_server_cannot_write_no_file_of_another_stays(runs, tmp_path):
+    run = runs(4, OPTIMIZERS["adamw"])
+    worker = Worker(run, 0)
+    for _ in range(2):
+        worker.turn()
+    asked = Write(str(tmp_path / "shard-"), "-0")
+    names = [name for name, p in MODEL.named_parameters() if p.requires_grad]
+
+    def write():
+        return [write_shard(asked, 0, run.part.holding, names), *run.others.must(asked)]
+
+    shards, failed = written_by(asked, write())
+    assert failed is None
+    assert sorted(shards) == [f"{SHARD}{place}" for place in range(4)]
+    assert {shard.path for shard in shards.values()} == {*tmp_path.iterdir()}
+    for shard in shards.values():
+        shard.path.unlink()
+    path_of(asked, 1).symlink_to("/dev/full")
+    assert written_by(asked, write()) == ({}, 1)
+    assert not [*tmp_path.iterdir()]
+
+
 class Dies:
     """A script: kill the server at the n-th question of a kind, before or after it is done."""
 
@@ -559,6 +590,39 @@ def test_a_server_goes_without_copies_where_another_does(runs):
         worker.turn()
     assert not run.commits.keeps
     assert not run.threads[1].further._copy.lasts
+
+
+def test_an_update_that_was_sent_before_the_first_server_came_back_is_not_made(runs):
+    """Not by a server that has it or is behind it, which go on; and what follows counts once."""
+    found = []
+    for late in ((), (1, 2, 3, 4, 9)):
+        run = runs(2, OPTIMIZERS["sgd"])
+        worker = Worker(run, 0)
+        while run.commits.leases.version < 3:
+            worker.turn()
+        for version in late:
+            at, line = run.threads[1].further.at, run.reach(1)
+            line.send(Apply(version, True, 1.0, run.part.update.options(), True), ())
+            told = line.receive(Answer, ())
+            assert told.fine == (version == 4)
+            assert run.threads[1].further.at == ((0, 4) if version == 4 else at)
+        found.append(train(run, 1, random.Random(0)))
+    check_same_bits(*found)
+
+
+def test_an_update_that_another_server_cannot_make_is_made_by_none(runs):
+    run = runs(3, OPTIMIZERS["sgd"])
+    worker = Worker(run, 0)
+    for _ in range(4):
+        worker.turn()
+    before = copy.deepcopy(run.whole())
+    worker.ask()
+    run.threads[2].further.at = 0, 9
+    assert worker.push() is None
+    assert [each.further.at for each in run.threads.values()] == [(0, 2), (0, 2)]
+    check_same_bits(run.whole(), before)
+    worker.ask()
+    assert worker.push() is not None
 
 
 def test_only_the_first_server_may_have_others_update(runs):

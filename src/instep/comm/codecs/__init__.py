@@ -38,8 +38,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "powersgd": {"rank": 4, "start_after": 100},
     "top_k": {"density": 0.01},
 }
-"""The options of each that has some, as they are if they are left out. A run writes them down, so
-that it goes on with them where another version has others."""
+"""The options of each that has some, as they are if they are left out. A run writes them down
+(`SyncSpec.defaults`)."""
 
 OWN = ("linear", "segmentable", "unbiased", "fixed_size", "size", "encode", "add_into")
 """What a codec has; see `base.Codec`."""

@@ -197,6 +197,9 @@ class Commits:
         options, told = self._update.options() if others.count else [], None
         try:
             told = others.ask(Apply(version, moves, factor, options, self.keeps), move)
+            if told is not None and not all(each.fine for each in told):
+                told = None
+                others.close()  # and are told where to be
         finally:
             if told is None and moves and others.count:
                 self._undo()

@@ -17,8 +17,12 @@ from typing import Any
 
 from instep.errors import CheckpointError
 from instep.records import Attempt
+from instep.state.manifest import FileEntry
+from instep.state.pieces import SHARD
+from instep.state.save import Shard
 from instep.state.snapshot import Snapshot
 from instep.state.staging import write_tensors
+from instep.sync.norm import summed
 from instep.system.host_memory import NoRoom
 from instep.worker.leased.holding import Holding
 from instep.worker.leased.line import Guest
@@ -131,13 +135,13 @@ class Further:
             return Answer(fine=False)
         del self._staged[asked.worker]
         gradients = self._guests[asked.worker].body.pieces
-        return Answer(
-            squares=self._holding.receive(asked.worker, asked.version, staged.present, gradients)
-        )
+        squares = self._holding.receive(asked.worker, asked.version, staged.present, gradients)
+        return Answer(squares=summed(squares))
 
     def _apply(self, asked: Apply) -> Answer:
         course, version = self.at
-        assert asked.version == version + 1, "updates are made one after the other"
+        if asked.version != version + 1:  # it was sent before the first server came back
+            return Answer(fine=False, keeps=self._copy.lasts)
         self._holding.take_options(asked.options)
         if asked.moves:
             self._holding.move(asked.version, asked.factor)
@@ -208,6 +212,29 @@ def write_shard(asked: Write, place: int, holding: Holding, names: Sequence[str]
         errno = cause.errno if isinstance(cause, OSError) else None
         return Answer(fine=False, why=str(error), errno=errno or 0)
     return Answer(size_bytes=entry.size_bytes, sha256=entry.sha256) if entry else Answer()
+
+
+def written_by(asked: Write, told: Sequence[Answer]) -> tuple[dict[str, Shard], int | None]:
+    """The files of a checkpoint that servers have written; or which server could not.
+
+    Args:
+        asked: of each of them.
+        told: what each has answered.
+
+    Returns:
+        By the name of the group, the files; and None. If one could not write its file, those of all
+        others are removed: none, and its place.
+    """
+    wrote = {place: each for place, each in enumerate(told) if each.size_bytes}
+    failed = next((place for place, each in enumerate(told) if not each.fine), None)
+    if failed is not None:
+        for place in wrote:
+            path_of(asked, place).unlink(missing_ok=True)
+        return {}, failed
+    return {
+        f"{SHARD}{place}": Shard(path_of(asked, place), FileEntry(each.size_bytes, each.sha256))
+        for place, each in wrote.items()
+    }, None
 
 
 def path_of(asked: Write, place: int) -> Path:

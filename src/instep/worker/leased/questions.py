@@ -84,9 +84,10 @@ class Answer(msgspec.Struct, array_like=True):
     """To any of them."""
 
     fine: bool = True
-    """Whether it was done: `Prepare` needs the push, `Be` the copy, `Write` the disk."""
+    """Whether it was done: `Prepare` needs the push, `Apply` the update before, `Be` the copy,
+    `Write` the disk."""
     squares: list[float] = []
-    """Of the gradient, by block."""
+    """Of the gradient, as `norm.summed`: however many blocks it has, they are a few."""
     keeps: bool = True
     """Whether this server keeps copies."""
     size_bytes: int = 0

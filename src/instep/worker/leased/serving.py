@@ -8,7 +8,7 @@ later steps is leased before that is done (`_limit`).
 An update is committed in this order: parameters, on all servers (`others.py`), a copy of all that
 this one has in memory that outlives the process, the ledger, the answer. A process that takes this
 one's place continues from that copy, and has the other servers go back to it. The model is whole
-here only while what needs that asks the others for their parts (`_gather`).
+here only for what reads it, which asks the others for their parts (`_gather`).
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ from instep.errors import PeerError
 from instep.events import Kind
 from instep.recipe.recipe import Recipe
 from instep.records import Attempt
-from instep.state.manifest import FileEntry
 from instep.state.pieces import SHARD
-from instep.state.save import Shard
 from instep.state.snapshot import model_tensors
 from instep.state.staging import SAVING
 from instep.sync.servers.leases import Lease
@@ -41,7 +39,7 @@ from instep.sync.servers.server_async import ServerAsync
 from instep.system.host_memory import NoRoom
 from instep.worker.leased.commits import Commits, Push
 from instep.worker.leased.desk import Desk
-from instep.worker.leased.further import HELD, path_of, write_shard
+from instep.worker.leased.further import HELD, write_shard, written_by
 from instep.worker.leased.holding import Holding
 from instep.worker.leased.line import Ask, Door, Guest
 from instep.worker.leased.others import Others, lost
@@ -49,7 +47,7 @@ from instep.worker.leased.portions import Parcel, buffers_of, frozen_in
 from instep.worker.leased.questions import Answer, End, Give, Write
 from instep.worker.leased.reach import reach, tell
 from instep.worker.leased.server import Server
-from instep.worker.loop import Shards, Step
+from instep.worker.loop import Shards
 from instep.worker.member import Member
 from instep.worker.saving import could_not_write
 from instep.worker.step.clock import Clock
@@ -70,6 +68,7 @@ class Serving(Server):
             self._keep_up,
             lambda: (self.state.progress.course, self.commits.leases.version),
         )
+        self.callbacks.gather = self._gather
         self._held: Mapping[str, Tensor] = {}  # by the process before
         self._whole_at: tuple[int, int] | None = None  # the update at which the model was whole
         self._left: dict[str, Any] | None = None  # by it
@@ -346,11 +345,6 @@ class Serving(Server):
             room.store()
         self._whole_at = at
 
-    def _settle(self, done: Commit) -> Step:
-        if self.recipe.callbacks:
-            self._gather()
-        return super()._settle(done)
-
     def _validate(self, where: Position) -> dict[str, float] | None:
         if self._validation is not None:
             self._gather()
@@ -370,19 +364,14 @@ class Serving(Server):
         told = self._others.must(
             asked, lambda: own.append(write_shard(asked, 0, self._holding, names))
         )
-        shards = dict[str, Shard]()
-        for place, each in enumerate([own[-1], *told]):
-            if not each.fine:
-                for shard in shards.values():
-                    shard.path.unlink(missing_ok=True)
-                if not each.errno:
-                    self.member.emit("warning", text=f"no checkpoint of step {step}: {each.why}")
-                who = f"server {self.member.number + place}"
-                return True, {}, could_not_write(step, who, folder, each.errno)
-            if each.size_bytes:
-                entry = FileEntry(each.size_bytes, each.sha256)
-                shards[f"{SHARD}{place}"] = Shard(path_of(asked, place), entry)
-        return True, {}, shards
+        shards, failed = written_by(asked, answers := [own[-1], *told])
+        if failed is None:
+            return True, {}, shards
+        why = answers[failed]
+        if not why.errno:
+            self.member.emit("warning", text=f"no checkpoint of step {step}: {why.why}")
+        who = f"server {self.member.number + failed}"
+        return True, {}, could_not_write(step, who, folder, why.errno)
 
     # ---- the end
 

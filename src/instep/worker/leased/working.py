@@ -227,11 +227,15 @@ class Working(Training):
     @torch.no_grad()
     def _pack_gradients(self) -> list[bool]:
         gradients = [parameter.grad for parameter in self.engine.parameters]
-        if any(each is not None and each.is_sparse for each in gradients):
-            raise RecipeError(
-                "a parameter has a sparse gradient, which this strategy cannot send. Use "
-                "nn.Embedding(..., sparse=False), or all_reduce."
-            )
+        for parameter, gradient in zip(self.engine.parameters, gradients, strict=True):
+            if gradient is not None and gradient.is_sparse:
+                names = (n for n, each in self.engine.model.named_parameters() if each is parameter)
+                raise RecipeError(
+                    f"the gradient of {next(names)!r} is sparse, and sync.name = "
+                    f"{self.job.sync.name!r} sends none that is. Use sync.name = 'server_sync' and "
+                    "nn.Embedding(..., sparse=True), whose rows servers have; or leave sparse=True "
+                    "out."
+                )
         for pieces, pushed in zip(self._pieces, self._pushed, strict=True):
             for piece, into in zip(pieces, pushed.pieces, strict=True):
                 gradient = gradients[piece.slot]
