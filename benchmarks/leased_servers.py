@@ -12,6 +12,7 @@ the workers' links, which carry both ways in turn.
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -57,6 +58,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=48)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    begin = os.getloadavg()[0]
     found: dict[int, list[float]] = {servers: [] for servers in args.servers}
     for _ in range(args.rounds):
         for servers in args.servers:
@@ -65,6 +67,7 @@ def main() -> None:
     once = args.copies * 256 * 8 / netlab.bits_per_s(args.rate)
     result: dict[str, Any] = {
         "machine": platform.machine(),
+        "load": [round(begin, 1), round(os.getloadavg()[0], 1)],
         "rate": args.rate,
         "parameter_bytes": args.copies * 256,
         "seconds_for_parameters": round(once, 3),

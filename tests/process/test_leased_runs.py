@@ -273,7 +273,8 @@ def test_workers_of_a_resumed_run_have_the_frozen_parameters_of_its_checkpoint(
     check_equal(RunFolder(again.path), plain_loop(20, model.state_dict()))
 
 
-@pytest.mark.parametrize(("by", "named"), [("function", "'table'"), slow("layer", "'words'")])
+@pytest.mark.slow
+@pytest.mark.parametrize(("by", "named"), [("function", "'table'"), ("layer", "'words'")])
 def test_sparse_gradients_are_refused_before_anything_counts(
     tmp_path: Path, by: str, named: str
 ) -> None:

@@ -165,6 +165,29 @@ def test_callbacks_see_the_parameters_of_all_servers_at_their_step(tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("servers", [1, 2, 3])
+def test_a_worker_that_sleeps_through_the_end_of_the_run_hears_of_it(
+    start: Start, tmp_path: Path, servers: int
+) -> None:
+    """In the last micro-batch, beyond its lease: meanwhile another worker ends the run."""
+    job, woke = tmp_path / "job.toml", tmp_path / "woke"
+    job.write_text(
+        f'recipe = "{RECIPES / "sleeps.py"}:recipe"\nworkers = 2\nseed = 5\n'
+        f"[train]\nsteps = 7\nglobal_batch = {BATCH}\nmicro_batches = {PARTS}\nshuffle = false\n"
+        f'[sync]\nname = "bounded_stale"\nservers = {servers}\n'
+        f'[arguments]\nonce = "{woke}"\nsleep_s = 4.0\n'
+    )
+    program = start("-m", "instep", "run", job)
+    assert program.end(60) == 0, program.stderr
+    run = RunFolder(program.run)
+    check_exact(run, 7)
+    slept = run.last("model_saved")["time"] < float(woke.read_text())
+    assert slept, "the run ended later"
+    assert not run.named("worker_lost")
+    program.check_nothing_is_left()
+
+
+@pytest.mark.slow
 def test_servers_for_which_there_is_nothing_go_along_and_are_told_of(tmp_path: Path) -> None:
     given: dict[str, Any] = {"name": "leased", "runs": tmp_path, "seed": 5, "quiet": True}
     sync = {"name": "bounded_stale", "servers": 6, "options": {"staleness": 0}}
