@@ -152,7 +152,7 @@ def rounds_of_flower(work: Work, args: argparse.Namespace, steps: Iterator[None]
     held, local_steps = work.model.state_dict(), args.options["local_steps"]
     share = args.work["global_batch"] // args.workers
 
-    class Participant(NumPyClient):
+    class Participant(NumPyClient):  # type: ignore[misc]
         def get_parameters(self, config: Any) -> list[Any]:
             return [tensor.numpy() for tensor in held.values()]
 
@@ -188,7 +188,7 @@ def serve_flower(address: str, workers: int, rounds: int) -> None:
     from flwr.server.strategy import FedAvg
 
     everyone = {"min_fit_clients": workers, "min_available_clients": workers}
-    strategy = FedAvg(fraction_evaluate=0.0, **everyone)  # type: ignore[arg-type]
+    strategy = FedAvg(fraction_evaluate=0.0, **everyone)
     config = ServerConfig(num_rounds=rounds)
     start_server(server_address=address, config=config, strategy=strategy)
 

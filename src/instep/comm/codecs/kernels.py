@@ -6,7 +6,8 @@ bytes are those of the operations in torch (`blocks.py`), which run on CUDA.
 
 Blocks are cut out as slices: with indices into the whole, LLVM makes no vectors of the loops.
 All take contiguous arrays: `values`, `left` and `total` [n] float32, `scales` [ceil(n / block)]
-float32, or the bits of bfloat16. Of a block with a value that is not finite, the scale is NaN, and nothing is left.
+float32, or the bits of bfloat16. Of a block with a value that is not finite, the scale is NaN, and
+nothing is left.
 """
 
 from __future__ import annotations
