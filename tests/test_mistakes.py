@@ -57,6 +57,30 @@ IN_A_JOB_FILE = [
         ["[sync] options.local_steps = 0: needs a whole number of at least 1."],
     ),
     Job(
+        '[sync]\nname = "bounded_stale"\noptions = { staleness = 1.5 }',
+        ["sync.options.staleness = 1.5", "a whole number of 0 or more"],
+    ),
+    Job(
+        '[sync]\nname = "server_async"\noptions = { compensation = "a little" }',
+        ["sync.options.compensation = 'a little': it is a factor of 0 or more"],
+    ),
+    Job(
+        '[sync]\nname = "server_async"\noptions = { slow_late = "yes" }',
+        ["sync.options.slow_late = 'yes': needs to be true or false"],
+    ),
+    Job(
+        '[sync]\nname = "fedopt"\noptions = { rule = "momentum", tau = 0.01 }',
+        ["sync.options.tau = 0.01 does nothing with rule = 'momentum'"],
+    ),
+    Job(
+        '[sync]\nname = "fedopt"\noptions = { rule = "adagrad", outer_beta2 = 0.9 }',
+        ["sync.options.outer_beta2 = 0.9 does nothing with rule = 'adagrad'"],
+    ),
+    Job(
+        '[sync]\nname = "diloco"\noptions = { mixing = 0.2, fragments = 2 }',
+        ["sync.options.mixing = 0.2 does nothing with delay = 0"],
+    ),
+    Job(
         '[sync]\nname = "fedopt"\noptions = { rule = "adan" }',
         ["sync.options.rule = 'adan'. Did you mean 'adam'?"],
     ),

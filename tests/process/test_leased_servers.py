@@ -146,6 +146,9 @@ def test_a_run_resumes_with_another_number_of_servers(tmp_path: Path, then: int)
     run = RunFolder(again.path)
     check_exact(run, 20)
     check_equal(run, plain_loop(20))
+    model = load_file(run.path / "model.safetensors").values()
+    size = sum(each.nbytes for each in model if each.is_floating_point())
+    assert again.summary["wire_bytes"] > 2 * size * len(run.ledger), "down and up, for each update"
 
 
 def test_callbacks_see_the_parameters_of_all_servers_at_their_step(tmp_path: Path) -> None:

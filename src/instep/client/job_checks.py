@@ -172,6 +172,8 @@ def _check_sync(job: JobSpec, *, resumed: bool) -> None:
             "checkpoint.every to what may be trained again; or use sync.name = 'server_sync'."
         )
     _check_partition(sync)
+    if not resumed:
+        _check_of_use(sync)
     apart = ROUND_OPTIONS if sync.name in ROUNDS else {}
     own = ":" in sync.codec  # is imported by the workers, with the recipe
     options = sync.options.keys() - apart or sync.codec_options
@@ -193,6 +195,24 @@ def _check_partition(sync: SyncSpec) -> None:
             f"sync.options.skew = {sync.options['skew']} with partition = {partition!r}: it says "
             "how uneven labels are dealt. Leave it out, or set partition = 'labels'."
         )
+
+
+def _check_of_use(sync: SyncSpec) -> None:
+    """Refuse an option that another one leaves without any effect."""
+    options = sync.options
+    unused: dict[str, str] = {}
+    if sync.name == "fedopt":
+        rule = options.get("rule", "adam")
+        read = {"momentum": (), "adagrad": ("tau",)}.get(str(rule), ("tau", "outer_beta2"))
+        unused = dict.fromkeys({"tau", "outer_beta2"}.difference(read), f"rule = {rule!r}")
+    elif sync.name == "diloco" and sync.rounds is not None and not sync.rounds.delay:
+        unused = {"mixing": "delay = 0"}
+    for option, why in sorted(unused.items()):
+        if option in options:
+            raise SpecError(
+                f"sync.options.{option} = {options[option]} does nothing with {why}. Leave one of "
+                "the two out."
+            )
 
 
 _OF_SEVERAL = {

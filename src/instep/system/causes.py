@@ -69,8 +69,8 @@ _HINTS = (
     (
         "Expected more than 1 value per channel",
         "One sample alone reached a batch normalisation: use fewer train.micro_batches (with "
-        "averaging, fewer sync.participants), a train.global_batch that leaves more samples for "
-        "the last step of an epoch, or train.batch_norm = 'global'.",
+        "averaging, fewer sync.participants or local steps), a train.global_batch that leaves more "
+        "samples for the last step of an epoch, or train.batch_norm = 'global'.",
     ),
 )
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from instep.comm.metered import tcp_traffic
+from instep.comm.metered import close, tcp_traffic
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other kernels do not tell")
 
@@ -45,6 +45,20 @@ def test_bytes_over_loopback_are_counted_exactly_on_both_ends(count):
                     pass
             received += len(other.recv(1 << 16))
         assert counted_until((count, count), before) == (count, count)
+
+
+def test_a_connection_that_was_closed_is_counted_on():
+    one, other = pair()
+    before = tcp_traffic()
+    one.sendall(bytes(1000))
+    assert len(other.recv(1000, socket.MSG_WAITALL)) == 1000
+    assert counted_until((1000, 1000), before) == (1000, 1000)
+    for each in (one, one, other, other):
+        close(each)
+    sent, received = tcp_traffic()
+    assert sent - before.sent_bytes == 1000
+    assert received - before.received_bytes in (1000, 1001)  # an end counts as one byte
+    assert one.fileno() == other.fileno() == -1
 
 
 def test_sockets_that_are_not_tcp_are_not_counted():

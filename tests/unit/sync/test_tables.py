@@ -341,7 +341,7 @@ class Momentum(nn.Module):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "SGD"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "SGD moves other rows"),
         (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1), "SGD"),
         (lambda p: torch.optim.Adam(p), "Adam"),
     ],

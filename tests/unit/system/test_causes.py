@@ -98,7 +98,7 @@ def test_memory_that_ran_out_gets_a_hint():
 
 def test_a_batch_normalisation_of_one_sample_gets_a_hint():
     error = caught(nn.BatchNorm1d(3), torch.ones(1, 3))
-    assert "fewer train.micro_batches (with averaging, fewer sync.participants)" in sentence(error)
+    assert "(with averaging, fewer sync.participants or local steps)" in sentence(error)
 
 
 def test_who_is_not_wanted_any_more_is_no_cause_for_the_others():

@@ -26,9 +26,10 @@ class BoundedStale(ServerAsync):
         self, *, staleness: int = 2, compensation: float = 0.0, slow_late: bool = False
     ) -> None:
         super().__init__(compensation=compensation, slow_late=slow_late)
-        if staleness < 0:
+        if not isinstance(staleness, int) or isinstance(staleness, bool) or staleness < 0:
             raise SpecError(
-                f"sync.options.staleness = {staleness}: it is how many steps a micro-batch may be "
-                "ahead, 0 or more. For no bound use sync.name = 'server_async'."
+                f"sync.options.staleness = {staleness!r}: it is how many steps a micro-batch may "
+                "be ahead, a whole number of 0 or more. For no bound use sync.name = "
+                "'server_async'."
             )
         self.staleness = staleness

@@ -37,11 +37,14 @@ class ServerAsync(NothingOfItsOwn):
     """How many steps a micro-batch may be ahead; None for no bound."""
 
     def __init__(self, *, compensation: float = 0.0, slow_late: bool = False) -> None:
-        if not (math.isfinite(compensation) and compensation >= 0):
+        numeric = isinstance(compensation, int | float) and not isinstance(compensation, bool)
+        if not (numeric and 0 <= compensation < math.inf):
             raise SpecError(
                 f"sync.options.compensation = {compensation!r}: it is a factor of 0 or more. Leave "
                 "it out for no compensation; 0.04 is a value to begin with."
             )
+        if not isinstance(slow_late, bool):
+            raise SpecError(f"sync.options.slow_late = {slow_late!r}: needs to be true or false.")
         self.compensation, self._slow_late = compensation, slow_late
 
     def rate(self, lag: int) -> float:

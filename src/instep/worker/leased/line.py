@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 from torch import Tensor
 
+from instep.comm import metered
 from instep.comm.channel import Address
 from instep.errors import PeerError, StrangerError
 from instep.system.processes import wait_readable
@@ -201,7 +202,7 @@ class Line:
         """Close; other threads that use it find the connection gone."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        metered.close(self._socket)
 
 
 def _encrypted(
