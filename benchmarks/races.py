@@ -25,6 +25,7 @@ from instep.lab.emulated import emulated_hosts, on_hosts
 from instep.lab.netlab import Network
 from instep.report.figures.outcomes import Outcome, outcome_of
 from instep.store.run_folder import RunFolder
+from instep.worker.round_checks import updates
 
 HERE = Path(__file__).resolve().parent
 OURS = "instep"
@@ -89,9 +90,9 @@ class Racer(NamedTuple):
             f"[train]\nglobal_batch = {self.of.batch}\nmicro_batches = {WORKERS}\nthreads = 1\n"
             'deal = "even"\n'
         )
-        samples = spec_file.load(file, self.settings).per_commit.global_batch
-        local = samples // self.of.batch
-        length = [f"train.steps={-(-self.steps // local)}"]
+        job = spec_file.load(file, self.settings)
+        local, early = job.local_steps, job.start_after
+        length = [f"train.steps={early - (early - self.steps) // local}"]
         length.append(f"train.validate_every={max(1, self.of.every // local)}")
         job = spec_file.load(file, [*self.settings, *length])
         if self.network is not None:
@@ -103,7 +104,7 @@ class Racer(NamedTuple):
         curve, stood = list[Any](), 0.0
         for (seconds, loss), each in pairs:
             stood += each["seconds"]
-            curve.append((seconds - stood, each["step"] * samples, loss))
+            curve.append((seconds - stood, updates(job, each["step"]) * self.of.batch, loss))
         return curve, outcome.sent_bytes / self.workers
 
     def rival(self) -> tuple[Curve, float]:

@@ -119,9 +119,9 @@ IN_A_JOB_FILE = [
         ["sync.servers = 0: needs to be at least 1"],
     ),
     Job(
-        '[sync]\nname = "server_sync"\ncodec = "int8"',
+        '[sync]\nname = "server_sync"\ncodec = "powersgd"',
         [
-            "does not go with sync.codec = 'int8': servers are sent plain numbers",
+            "does not go with sync.codec = 'powersgd': servers are sent segments",
             "Leave one of the two",
         ],
     ),

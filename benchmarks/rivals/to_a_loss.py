@@ -10,9 +10,13 @@ stands still while it validates.
 import argparse
 import json
 import os
+import socket
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +108,7 @@ def torchft_diloco(work: Work, args: argparse.Namespace) -> Step:
 def hivemind(work: Work, args: argparse.Namespace) -> Step:
     """hivemind's Optimizer, which averages gradients once the peers have a global batch."""
     import hivemind as hm
+    from hivemind import compression
 
     first = args.folder / "peer"
     peers = [] if args.rank == 0 else [wait_for(first)]
@@ -116,9 +121,9 @@ def hivemind(work: Work, args: argparse.Namespace) -> Step:
         first.with_suffix(".new").rename(first)
     share = args.work["global_batch"] // args.workers
     codec = {
-        "none": hm.NoCompression,
-        "int8": hm.Uniform8BitQuantization,
-        "fp16": hm.Float16Compression,
+        "none": compression.NoCompression,
+        "int8": compression.Uniform8BitQuantization,
+        "fp16": compression.Float16Compression,
     }[args.options.get("codec", "none")]
     options = {"use_local_updates": True} if args.options.get("local") else {}
     optimizer = hm.Optimizer(
@@ -134,6 +139,60 @@ def hivemind(work: Work, args: argparse.Namespace) -> Step:
     return plain(work, optimizer, work.model)
 
 
+def flower(work: Work, args: argparse.Namespace) -> Step:
+    """A local step of Flower's FedAvg; `rounds_of_flower` has the rest. Optimizers are kept."""
+    return plain(work, work.recipe.optimizer(work.model.parameters()), work.model)
+
+
+def rounds_of_flower(work: Work, args: argparse.Namespace, steps: Iterator[None]) -> None:
+    """Take the steps when Flower's server asks for a round; worker 0 has the server, too."""
+    from flwr.client import NumPyClient
+    from flwr.compat.client.app import start_client
+
+    held, local_steps = work.model.state_dict(), args.options["local_steps"]
+    share = args.work["global_batch"] // args.workers
+
+    class Participant(NumPyClient):  # type: ignore[misc]
+        def get_parameters(self, config: Any) -> list[Any]:
+            return [tensor.numpy() for tensor in held.values()]
+
+        def fit(self, parameters: Any, config: Any) -> tuple[list[Any], int, dict[str, Any]]:
+            with torch.no_grad():
+                for tensor, values in zip(held.values(), parameters, strict=True):
+                    tensor.copy_(torch.from_numpy(values))
+            for _ in range(local_steps):
+                next(steps, None)
+            return self.get_parameters(config), local_steps * share, {}
+
+    first = args.folder / "port"
+    if args.rank == 0:
+        with socket.create_server((args.address, 0)) as free:
+            address = f"{args.address}:{free.getsockname()[1]}"
+        rounds = -(-args.steps // local_steps) + 1
+        get_context("spawn").Process(
+            target=serve_flower, args=(address, args.workers, rounds)
+        ).start()
+        host, _, port = address.rpartition(":")
+        while True:
+            with suppress(ConnectionRefusedError):
+                socket.create_connection((host, int(port))).close()
+                break
+            time.sleep(0.1)
+        first.with_suffix(".new").write_text(address)
+        first.with_suffix(".new").rename(first)
+    start_client(server_address=wait_for(first), client=Participant().to_client(), insecure=True)
+
+
+def serve_flower(address: str, workers: int, rounds: int) -> None:
+    from flwr.server import ServerConfig, start_server
+    from flwr.server.strategy import FedAvg
+
+    everyone = {"min_fit_clients": workers, "min_available_clients": workers}
+    strategy = FedAvg(fraction_evaluate=0.0, **everyone)
+    config = ServerConfig(num_rounds=rounds)
+    start_server(server_address=address, config=config, strategy=strategy)
+
+
 def wait_for(file: Path) -> str:
     while not file.exists():
         time.sleep(0.1)
@@ -144,7 +203,24 @@ WAYS: dict[str, Callable[[Work, argparse.Namespace], Step]] = {
     "ddp": ddp,
     "torchft_diloco": torchft_diloco,
     "hivemind": hivemind,
+    "flower": flower,
 }
+
+DRIVEN = {"flower": rounds_of_flower}
+"""Those that say themselves when a step is taken."""
+
+
+def steps_of(work: Work, step: Step, args: argparse.Namespace) -> Iterator[None]:
+    """Take the steps one by one; what follows a step is done when the next is asked for."""
+    progress = None
+    for number in range(1, args.steps + 1):
+        inputs, target = work.batch(number)
+        if progress is None and args.rank == 0:
+            progress = Progress(work, args.folder / "progress")
+        step(inputs, target)
+        yield
+        if progress is not None and number % args.every == 0:
+            progress.validate(number * args.work["global_batch"])
 
 
 def main() -> None:
@@ -163,14 +239,11 @@ def main() -> None:
     work = Work(workers=args.workers, rank=args.rank, **args.work)
     step = WAYS[args.kind](work, args)
     work.model.train()
-    progress = None
-    for number in range(1, args.steps + 1):
-        inputs, target = work.batch(number)
-        if progress is None and args.rank == 0:
-            progress = Progress(work, args.folder / "progress")
-        step(inputs, target)
-        if progress is not None and number % args.every == 0:
-            progress.validate(number * args.work["global_batch"])
+    steps = steps_of(work, step, args)
+    if args.kind in DRIVEN:
+        DRIVEN[args.kind](work, args, steps)
+    else:
+        deque(steps, maxlen=0)
     wait_for(args.folder / "over")
 
 

@@ -218,7 +218,8 @@ def test_a_segmentable_codecs_values_may_be_cut(codec):
         if at_random:  # then to the same levels, or those beside them
             blocks = [torch.cat(parts).split(codec.block), whole.split(codec.block)]
             for one, other, given in zip(*blocks, values.split(codec.block), strict=True):
-                assert (one - other).abs().max() <= given.abs().max() / codec.top * (1 + 1e-5)
+                near = 1e-5 if codec.scale_type == torch.float32 else 2.0**-7
+                assert (one - other).abs().max() <= given.abs().max() / codec.top * (1 + near)
         else:
             assert bits(torch.cat(parts)) == bits(whole)
 
@@ -290,13 +291,15 @@ def test_another_process_decodes_the_same_bits(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("tiny", "subnormal")])
-@pytest.mark.parametrize(("name", "block", "top"), [("int8", BLOCK, 127), ("int4", 64, 7)])
-def test_a_value_is_off_by_half_a_level_of_its_block_at_most(name, block, top, kind):
+@pytest.mark.parametrize(
+    ("name", "block", "top", "near"), [("int8", BLOCK, 127, 1e-5), ("int4", 64, 7, 2.0**-7)]
+)
+def test_a_value_is_off_by_half_a_level_of_its_block_at_most(name, block, top, near, kind):
     for count in COUNTS[1:]:
         codec, values = CODECS[name](block=block), KINDS[kind](count)
         got = decoded(codec, encoded(codec, values), count)
         for part, back in zip(values.double().split(block), got.double().split(block), strict=True):
-            assert (back - part).abs().max() <= part.abs().max() / (2 * top) * (1 + 1e-5)
+            assert (back - part).abs().max() <= part.abs().max() / (2 * top) * (1 + near)
 
 
 def test_int8_is_four_times_smaller_but_for_a_scale_in_each_block():
@@ -316,7 +319,7 @@ def test_int8_is_four_times_smaller_but_for_a_scale_in_each_block():
 )
 def test_a_codec_is_as_much_smaller_as_its_bits_but_for_the_scales(name, bits, smaller):
     codec = CODECS[name]()
-    scales = 32 / codec.block if hasattr(codec, "block") else 0
+    scales = 8 * codec.scale_type.itemsize / codec.block if hasattr(codec, "block") else 0
     assert codec.size(1 << 20) == (1 << 20) * (bits + scales) / 8
     assert 4 * (1 << 20) / codec.size(1 << 20) >= smaller
 
@@ -343,7 +346,7 @@ def test_compiled_loops_do_what_torchs_operations_do(name, block, kind):
             wanted, levels, rest = codec.coded(rows, 7, piece.start)
             near = 2.0**-23 if name == "sign" else 0.0  # of a mean, which is summed in any order
             torch.testing.assert_close(
-                scales[blocks], wanted.flatten(), rtol=near, atol=0.0, equal_nan=True
+                scales[blocks].float(), wanted.flatten(), rtol=near, atol=0.0, equal_nan=True
             )
             assert torch.equal(packed[places], levels)
             # where torch rounds once and the loop twice

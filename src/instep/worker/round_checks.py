@@ -33,7 +33,8 @@ def check_length(job: JobSpec, samples: int) -> None:
 
 def updates(job: JobSpec, commits: int) -> int:
     """Steps of an optimizer and its scheduler in so many commits."""
-    return job.start_after + (commits - job.start_after) * job.local_steps
+    early = min(commits, job.start_after)
+    return early + (commits - early) * job.local_steps
 
 
 def verdict(job: JobSpec) -> str:

@@ -40,7 +40,7 @@ GIVEN = {
 @pytest.fixture
 def another_version(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once that run has begun, defaults are others."""
-    monkeypatch.setitem(DEFAULTS, "int4", {"block": 64, "rounding": "nearest"})
+    monkeypatch.setitem(DEFAULTS, "int4", {"block": 32, "rounding": "nearest"})
     monkeypatch.setitem(DEFAULTS, "diloco", {"outer_lr": 0.1})
     monkeypatch.setattr(spec, "ROUNDS", {"diloco": RoundSpec(local_steps=3)})
     monkeypatch.setattr("instep.sync.ROUNDS", spec.ROUNDS)
@@ -54,7 +54,7 @@ def resumed(run: RunFolder, *overrides: str) -> SyncSpec:
 def test_a_run_goes_on_with_what_the_version_had_that_began_it(run: RunFolder) -> None:
     sync = resumed(run)
     assert sync == run.spec.sync
-    assert sync.all_codec_options == {"block": 128, "rounding": "random"}
+    assert sync.all_codec_options == {"block": 64, "rounding": "random"}
     assert sync.rounds == RoundSpec(local_steps=20, local_optimizers="kept")
     assert sync.all_options["outer_lr"] == 0.7
     strategy_of(sync)  # takes them all
@@ -63,12 +63,12 @@ def test_a_run_goes_on_with_what_the_version_had_that_began_it(run: RunFolder) -
 @pytest.mark.usefixtures("another_version")
 def test_a_script_that_joins_again_goes_on_with_them_too(run: RunFolder) -> None:
     assert with_options(job_with(**GIVEN), run.spec).sync == run.spec.sync
-    said = GIVEN | {"codec_options": {"rounding": "random", "block": 128}}
+    said = GIVEN | {"codec_options": {"rounding": "random", "block": 64}}
     check_changes(run.spec, with_options(job_with(**said), run.spec))
     with pytest.raises(SpecError, match=r"sync was .* and cannot become"):
         check_changes(run.spec, with_options(job_with(codec="int8"), run.spec))
-    with pytest.raises(SpecError, match=r"'block': 128.* cannot become .*'block': 32"):
-        resumed(run, "sync.codec_options.block=32")
+    with pytest.raises(SpecError, match=r"'block': 64.* cannot become .*'block': 16"):
+        resumed(run, "sync.codec_options.block=16")
 
 
 def test_what_was_left_out_of_one_codec_is_not_given_to_another(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_what_was_left_out_of_one_codec_is_not_given_to_another(tmp_path: Path) 
     file = run.path / "job.toml"
     file.write_text(file.read_text().replace('codec = "int8"', 'codec = "int4"'))
     sync = resumed(RunFolder(run.path))
-    assert sync.all_codec_options == {"block": 128, "rounding": "nearest"}
+    assert sync.all_codec_options == {"block": 64, "rounding": "nearest"}
     assert sync.defaults["int4"] == sync.all_codec_options  # for the next resume
     file.write_text(file.read_text().replace('codec = "int4"', 'codec = "top_k"'))
     assert resumed(RunFolder(run.path)).all_codec_options == {"density": 0.01}

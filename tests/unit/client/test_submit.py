@@ -80,9 +80,9 @@ def test_a_folder_that_cannot_be_made_is_refused_with_the_reason(tmp_path):
         ({"sync": {"name": "all_reduc"}}, SpecError, "Did you mean 'all_reduce'"),
         ({"sync": {"servers": 2}}, SpecError, "sync.servers = 2: all_reduce has no servers"),
         (
-            {"sync": {"name": "server_sync", "codec": "int8"}},
+            {"sync": {"name": "server_sync", "codec": "nonzero"}},
             SpecError,
-            "'server_sync' does not go with sync.codec = 'int8': servers are sent plain numbers",
+            "'server_sync' does not go with sync.codec = 'nonzero': servers are sent segments",
         ),
         (
             {"sync": {"name": "server_sync"}, "train": {"device": "cuda"}},

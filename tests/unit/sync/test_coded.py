@@ -271,7 +271,7 @@ def test_a_sparse_gradient_of_a_step_before_the_rounds_is_handed_out_sparse():
     rows = torch.sparse_coo_tensor([[4, 1, 2]], values, (6, 3), check_invariants=True)
 
     def body(comm):
-        strategy, table = Coded(CODECS["int4"]()), nn.Parameter(torch.zeros(6, 3))
+        strategy, table = Coded(CODECS["int8"]()), nn.Parameter(torch.zeros(6, 3))
         strategy.start_after = 1
         strategy.start([table], comm, notes=0)
         strategy.begin_step(Attempt(0, 1, 1))

@@ -32,7 +32,7 @@ CODECS = Registry(
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "int8": {"block": 1024, "rounding": "nearest"},
-    "int4": {"block": 128, "rounding": "nearest"},
+    "int4": {"block": 64, "rounding": "nearest"},
     "sign": {"block": 1024},
     "dgc": {"density": 0.001, "warm_up": 100, "clip": 0.0},
     "powersgd": {"rank": 4, "start_after": 100},

@@ -1,4 +1,4 @@
-"""Blocks of values that share a float32 scale: what `int8`, `int4` and `sign` have in common.
+"""Blocks of values that share a scale: what `int8`, `int4` and `sign` have in common.
 
 The payload is the scales, then the values in a few bits each. A block with a value that is not
 finite has a scale of NaN, and decodes to NaN as a whole. On the CPU compiled loops do the work
@@ -38,6 +38,8 @@ class Blocks(ABC):
     unbiased = False
     fixed_size = True
     bits: int
+    scale_type = torch.float32
+    """Of the scales in the payload."""
 
     def __init__(self, *, block: int = 1024) -> None:
         whole = isinstance(block, int) and not isinstance(block, bool)
@@ -49,8 +51,8 @@ class Blocks(ABC):
         self.block = block
 
     def size(self, count: int) -> int:
-        """Four bytes for each block, and the bits of all values."""
-        return 4 * self._blocks(count) + -(-count * self.bits // 8)
+        """The scales of all blocks, and the bits of all values."""
+        return self._scale_bytes(count) + -(-count * self.bits // 8)
 
     @torch.no_grad()
     def encode(self, values: Tensor, out: Tensor, *, key: int, left: Tensor | None = None) -> int:
@@ -58,7 +60,8 @@ class Blocks(ABC):
         scales, packed = self._parts(out, values.numel())
         if values.device.type == "cpu":
             rest = torch.empty(0) if left is None else left
-            self._encode_here(values.numpy(), scales.numpy(), packed.numpy(), rest.numpy(), key)
+            given = values.numpy(), _numbers(scales), packed.numpy(), rest.numpy()
+            self._encode_here(*given, key)
         else:
             for piece, blocks, places in self._pieces(values.numel()):
                 scale, levels, rest = self.coded(self._rows(values[piece]), key, piece.start)
@@ -73,7 +76,7 @@ class Blocks(ABC):
         """Add level times scale."""
         scales, packed = self._parts(payload, total.numel())
         if total.device.type == "cpu":
-            self._add_here(total.numpy(), packed.numpy(), scales.numpy(), weight)
+            self._add_here(total.numpy(), packed.numpy(), _numbers(scales), weight)
         else:
             for piece, blocks, places in self._pieces(total.numel()):
                 rows = self._rows(total[piece])
@@ -105,10 +108,13 @@ class Blocks(ABC):
     def _blocks(self, count: int) -> int:
         return -(-count // self.block)
 
+    def _scale_bytes(self, count: int) -> int:
+        return self.scale_type.itemsize * self._blocks(count)
+
     def _parts(self, payload: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Scales [blocks] and packed levels [bytes], as views."""
-        middle = 4 * self._blocks(count)
-        return payload[:middle].view(torch.float32), payload[middle : self.size(count)]
+        middle = self._scale_bytes(count)
+        return payload[:middle].view(self.scale_type), payload[middle : self.size(count)]
 
     def _pieces(self, count: int) -> Iterator[tuple[slice, slice, slice]]:
         """Values, their blocks and their bytes: of all whole blocks, then of a shorter one."""
@@ -164,7 +170,7 @@ class Levels(Blocks):
         """The levels nearest to the values, or beside them."""
         scales = rows.abs().amax(1, keepdim=True) / self.top
         broken = scales.isfinite().logical_not_()
-        scales = scales.masked_fill_(scales < SMALLEST, 1.0).clamp_(max=self.largest)
+        scales = self.sent(scales.masked_fill_(scales < SMALLEST, 1.0)).clamp_(max=self.largest)
         scales.masked_fill_(broken, torch.nan)
         levels = rows / scales
         if self.unbiased:
@@ -173,6 +179,10 @@ class Levels(Blocks):
         levels = levels.round_().masked_fill_(broken, 0.0)
         left = (rows - levels * scales).masked_fill_(broken, 0.0)
         return scales, self.pack(levels.flatten()), left
+
+    def sent(self, scales: Tensor) -> Tensor:
+        """The smallest scales that can be sent and are not below these: [...] float32."""
+        return scales
 
     def _halves(self, key: int) -> tuple[int, int]:
         """32 bits each of key and seed, mixed (the finalizer of SplitMix64)."""
@@ -185,6 +195,11 @@ class Levels(Blocks):
     @abstractmethod
     def pack(self, levels: Tensor) -> Tensor:
         """The bytes of whole numbers from -`top` to `top`: [bytes] uint8."""
+
+
+def _numbers(scales: Tensor) -> Any:
+    """Seen as what loops take: those of bfloat16 as their bits."""
+    return (scales.view(torch.uint16) if scales.dtype == torch.bfloat16 else scales).numpy()
 
 
 def _drawn(rows: Tensor, first: int, low: int, high: int) -> Tensor:

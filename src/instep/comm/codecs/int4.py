@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,17 +12,31 @@ from torch.nn.functional import pad
 from instep.comm.codecs.blocks import Levels
 from instep.comm.codecs.kernels import add_halves, draw_halves, encode_halves
 
+_SENT = ~0xFFFF
+"""Of the bits of a float32, those that bfloat16 has."""
+
 
 class Int4(Levels):
     """Two levels in each byte. A value is off by at most 1/14 of the largest of its block.
 
-    Blocks are shorter than with more levels: with 1,024 values, training took more steps.
+    Blocks are shorter than with more levels: with 1,024 values, training took more steps. So that
+    the scales take no more room, they are sent as bfloat16, rounded up.
     """
 
     bits = 4
+    scale_type = torch.bfloat16
 
-    def __init__(self, *, block: int = 128, rounding: str = "nearest", seed: int = 0) -> None:
+    def __init__(self, *, block: int = 64, rounding: str = "nearest", seed: int = 0) -> None:
         super().__init__(block=block, rounding=rounding, seed=seed)
+
+    @cached_property
+    def largest(self) -> float:
+        """As of `Levels`, as it can be sent."""
+        return float((torch.tensor(super().largest).view(torch.int32) & _SENT).view(torch.float32))
+
+    def sent(self, scales: Tensor) -> Tensor:
+        """Rounded up to bfloat16."""
+        return ((scales.view(torch.int32) + ~_SENT) & _SENT).view(torch.float32)
 
     def pack(self, levels: Tensor) -> Tensor:
         """8 more than each level, the first one in the low half."""

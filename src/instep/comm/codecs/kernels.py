@@ -6,7 +6,8 @@ bytes are those of the operations in torch (`blocks.py`), which run on CUDA.
 
 Blocks are cut out as slices: with indices into the whole, LLVM makes no vectors of the loops.
 All take contiguous arrays: `values`, `left` and `total` [n] float32, `scales` [ceil(n / block)]
-float32. Of a block with a value that is not finite, the scale is NaN, and nothing is left.
+float32, or the bits of bfloat16. Of a block with a value that is not finite, the scale is NaN, and
+nothing is left.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ _TINY, _ONE, _NAN = float32(SMALLEST), float32(1.0), float32(np.nan)
 _INFINITE = int32(0x7F800000)
 _MAGNITUDE = int32(0x7FFFFFFF)
 _FLOATS, _BITS, _BYTES = "float32[::1]", "int32[::1]", "uint8[::1]"
+_SHORT = "uint16[::1]"
+"""Bits of bfloat16."""
 
 
 def compiled(*arguments: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -128,7 +131,21 @@ def add_bytes(total: Any, levels: Any, scales: Any, block: int, weight: float) -
             sums[i] += weight * float32(given[i]) * scale
 
 
-@compiled(_FLOATS, _BITS, "int64", "float32", "float32", _FLOATS, _BYTES, _FLOATS)
+@njit(inline="always")
+def _from_bfloat16(bits: Any) -> Any:
+    return uint32(uint32(bits) << uint32(16)).view(float32)
+
+
+@njit(inline="always")
+def _short_scale_of(bits: Any, top: Any, largest_scale: Any) -> Any:
+    """As `_scale_of`, rounded up to bfloat16: its bits."""
+    scale = _scale_of(bits, top, float32(np.inf))
+    short = uint32(uint32(float32(scale).view(uint32) + uint32(0xFFFF)) >> uint32(16))
+    most = uint32(float32(largest_scale).view(uint32) >> uint32(16))
+    return short if np.isnan(scale) else min(short, most)
+
+
+@compiled(_FLOATS, _BITS, "int64", "float32", "float32", _SHORT, _BYTES, _FLOATS)
 def encode_halves(
     values: Any, bits: Any, block: int, top: float, largest: float, scales: Any, out: Any, left: Any
 ) -> None:
@@ -137,7 +154,8 @@ def encode_halves(
         first, stop = number * block, min((number + 1) * block, values.size)
         given = values[first:stop]
         pairs = out[first // 2 : (stop + 1) // 2]
-        scale = scales[number] = _scale_of(bits[first:stop], top, largest)
+        scales[number] = _short_scale_of(bits[first:stop], top, largest)
+        scale = _from_bfloat16(scales[number])
         if np.isnan(scale):
             pairs[:] = uint8(0x88)
             left[first:stop] = 0.0
@@ -155,7 +173,7 @@ def encode_halves(
 
 @compiled(
     *(_FLOATS, _BITS, "int64", "float32", "float32"),
-    *(_FLOATS, _BYTES, _FLOATS, "uint32", "uint32"),
+    *(_SHORT, _BYTES, _FLOATS, "uint32", "uint32"),
 )
 def draw_halves(
     values: Any, bits: Any, block: int, top: float, largest: float,
@@ -166,7 +184,8 @@ def draw_halves(
         first, stop = number * block, min((number + 1) * block, values.size)
         given = values[first:stop]
         pairs = out[first // 2 : (stop + 1) // 2]
-        scale = scales[number] = _scale_of(bits[first:stop], top, largest)
+        scales[number] = _short_scale_of(bits[first:stop], top, largest)
+        scale = _from_bfloat16(scales[number])
         if np.isnan(scale):
             pairs[:] = uint8(0x88)
             left[first:stop] = 0.0
@@ -184,12 +203,12 @@ def draw_halves(
                 rest[i] = given[i] - _rounded(given[i], scale, first + i, low, high, top) * scale
 
 
-@compiled(_FLOATS, _BYTES, _FLOATS, "int64", "float32")
+@compiled(_FLOATS, _BYTES, _SHORT, "int64", "float32")
 def add_halves(total: Any, levels: Any, scales: Any, block: int, weight: float) -> None:
     """Add `weight` times level times scale."""
     for number in range(scales.size):
         first, stop = number * block, min((number + 1) * block, total.size)
-        sums, scale = total[first:stop], scales[number]
+        sums, scale = total[first:stop], _from_bfloat16(scales[number])
         pairs = levels[first // 2 : (stop + 1) // 2]
         for i in range(sums.size // 2):
             pair = int32(pairs[i])
@@ -252,11 +271,6 @@ def add_signs(total: Any, signs: Any, scales: Any, block: int, weight: float) ->
             byte = int32(packed[place])
             for k in range(eight.size):
                 eight[k] += -step if (byte >> k) & 1 else step
-
-
-@njit(inline="always")
-def _from_bfloat16(bits: Any) -> Any:
-    return uint32(uint32(bits) << uint32(16)).view(float32)
 
 
 @compiled("uint32[::1]", _FLOATS, "uint16[::1]", _FLOATS)

@@ -87,20 +87,23 @@ class Lockstep:
     ) -> None:
         self.form = form
         """The generation, as its members see it."""
-        self._train, self._batches, self._finished, self._own = train, batches, finished, own
+        self._train, self._batches, self._own = train, batches, own
         self.workers = [member for member in form.members if member not in form.servers]
         """By rank; servers have the ranks behind them, and no work."""
+        stay = {unit: n for unit, n in finished.holders.items() if self._stays(n)}
+        self._finished = finished._replace(holders=stay)
         self._ranks = len(self.workers)
         self._mesh, self._unit = mesh, mesh.shard if unit is None else unit
-        self._working = [
-            n
-            for n, worker in enumerate(self.workers)
-            if worker not in form.draining and n % mesh.ranks == 0
-        ]
+        self._working = [n for n in range(self._ranks) if self._stays(n) and n % mesh.ranks == 0]
         even = bool(form.draining)
         self.dealing = Dealing(self._ranks // mesh.ranks, by_speed=by_speed and not even)
         """Of replicas: of each worker, where it is one."""
         self._done: tuple[int, int, Position, Speeds | None] | None = None
+
+    def _stays(self, rank: int) -> bool:
+        """Whether it does not leave with this generation, and with it what only it has: it handed
+        its own over as the generation began."""
+        return self.workers[rank] not in self.form.draining
 
     def plan(
         self, first: int, last: int, *, merge: bool, whole: bool = False
