@@ -137,6 +137,7 @@ def check_changes(before: JobSpec, after: JobSpec) -> None:
     for key, reason in fixed.items():
         was, given = _at(old, key), _at(new, key)
         if was != given:
+            key, was, given = _narrowed(key, was, given)
             raise SpecError(
                 f"{key} was {_shown(was)} and cannot become {_shown(given)} when a run is resumed: "
                 f"{reason}. Leave it, or begin a new run with instep run."
@@ -148,6 +149,14 @@ def _at(table: Mapping[str, Any], key: str) -> Any:
     for part in key.split("."):
         value = value[part]
     return value
+
+
+def _narrowed(key: str, was: Any, given: Any) -> tuple[str, Any, Any]:
+    """The first key within two tables that differs, unless they have other keys."""
+    if not (isinstance(was, Mapping) and isinstance(given, Mapping) and was.keys() == given.keys()):
+        return key, was, given
+    first = next(each for each in was if was[each] != given[each])
+    return _narrowed(f"{key}.{first}", was[first], given[first])
 
 
 def _shown(value: Any) -> str:

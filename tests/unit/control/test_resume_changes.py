@@ -104,5 +104,7 @@ def test_a_run_goes_on_with_another_number_of_servers_and_no_other_strategy(fold
     (folder / "job.toml").write_text(spec_file.dump(spec_file.build(table, source="test")))
     run = RunFolder(folder)
     assert changed(run, ["sync.servers=3"]).sync.servers == 3
-    with pytest.raises(SpecError, match=r"sync was .*'server_sync'.* cannot become .*'all_reduce'"):
+    with pytest.raises(SpecError, match=r"sync\.name was 'server_sync' and .* 'all_reduce'"):
         changed(run, ["sync.name=all_reduce", "sync.servers=1"])
+    with pytest.raises(SpecError, match=r"sync\.codec was 'none' and cannot become 'int8' when"):
+        changed(run, ["sync.codec=int8"])
