@@ -335,8 +335,9 @@ def test_steps_together_and_then_rounds_with_a_codec_equal_plain_pytorch(run, wo
     program = trained(run, workers, *LATER, recipe="no_bias", local=local)
     found = load_file(program.run / "model.safetensors")
     assert (wanted["0.weight"] - other["0.weight"]).abs().max() > 1e-3
+    near = {"rtol": 1e-6, "atol": 2e-7}  # of sums of float32 in another order: 1.1e-7 was seen
     for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value.detach(), rtol=1e-6, atol=1e-7, msg=name)
+        torch.testing.assert_close(found[name], value.detach(), **near, msg=name)
 
 
 @pytest.mark.slow

@@ -195,7 +195,8 @@ def emulated(cluster: Cluster, network: netlab.Network, places: list[str]) -> li
 
 
 @needs_hosts
-@pytest.mark.parametrize("setting", ["", pytest.param("network=private", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["", "network=private"])
 def test_between_several_addresses_no_byte_is_plain_unless_the_job_says_so(
     start: Start, tmp_path: Path, undisturbed: Path, setting: str
 ) -> None:

@@ -219,7 +219,7 @@ def test_a_run_keeps_the_options_of_a_codec_that_processes_leave_out(
         assert program.process.returncode == 0, program.stderr
     run = RunFolder(tmp_path / "runs" / "coded")
     assert len(run.named("run_started")) == 2
-    assert run.spec.sync.codec_options == {"block": 128, "rounding": "nearest"}
+    assert run.spec.sync.defaults["int4"] == {"block": 64, "rounding": "nearest"}
 
 
 def test_loops_of_unequal_length_end_with_the_reason_to_the_bit_too(
