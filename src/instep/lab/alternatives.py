@@ -56,6 +56,7 @@ def alternatives_of(
     for text in changes:
         try:
             job = same_samples(_changed(file, overrides, text), base)
+            job = msgspec.structs.replace(job, name=base.name)  # another name is no other job
             check_job(job)
         except InstepError as error:
             raise type(error)(f"--with {text}: {error}") from None

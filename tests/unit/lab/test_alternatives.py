@@ -71,6 +71,7 @@ def test_another_batch_takes_as_many_samples_too_and_epochs_stay(job):
         (["sync.codec=int8,train.determinism=bits"], "does not go with"),
         (["train.steps=4"], "--set train.steps=4"),
         (["seed=0"], "the same job as unchanged"),
+        (["name=other"], "the same job as unchanged"),
         (["sync.codec=int8", "sync.codec='int8'"], "the same job as sync.codec=int8"),
         ([ROUNDS.replace("8", "7")], "--set train.steps=98"),
     ],
