@@ -77,7 +77,7 @@ def test_any_number_of_workers_and_a_resumed_run_have_the_same_rates(tmp_path, o
     assert digest(stopped) == digest(on_plateaus)
 
 
-@pytest.mark.parametrize("kills", [4, slow(30)])
+@pytest.mark.parametrize("kills", [2, slow(30)])
 def test_a_kill_in_or_after_a_validation_steps_the_scheduler_once(
     start: Start, tmp_path: Path, on_plateaus: Path, kills: int
 ) -> None:
@@ -151,7 +151,7 @@ def test_any_number_of_workers_and_a_resumed_run_have_the_same_average(tmp_path,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [4, slow(30)])
+@pytest.mark.parametrize("kills", [2, slow(30)])
 def test_a_worker_that_takes_a_killed_ones_place_has_the_average(
     start: Start, tmp_path: Path, averaged: Path, kills: int
 ) -> None:

@@ -116,7 +116,7 @@ def test_the_worker_that_makes_the_calls_is_killed_in_one(
     assert {who for who, _, _ in again} == {"second"}
 
 
-@pytest.mark.parametrize("kills", [6, slow(40)])
+@pytest.mark.parametrize("kills", [4, slow(40)])
 def test_kills_at_random_moments_repeat_only_calls_that_were_begun(
     start: Start, tmp_path: Path, undisturbed: Path, kills: int
 ) -> None:

@@ -131,7 +131,8 @@ def test_a_host_that_is_lost_with_a_server_ends_the_run_which_resumes_with_every
     again.check_no_process_is_left()
 
 
-@pytest.mark.parametrize("then", [3, slow(1)])
+@pytest.mark.slow
+@pytest.mark.parametrize("then", [3, 1])
 def test_a_run_resumes_with_another_number_of_servers(tmp_path: Path, then: int) -> None:
     given: dict[str, Any] = {"name": "leased", "runs": tmp_path, "seed": 5, "quiet": True}
     sync = {"name": "bounded_stale", "servers": 2, "options": {"staleness": 0}}

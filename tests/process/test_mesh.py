@@ -151,6 +151,7 @@ def test_a_dataset_that_gives_each_process_something_else_is_refused(run: Start,
     assert "draws random numbers that do not follow from the job's seed" in program.stderr
 
 
+@pytest.mark.slow
 def test_a_mesh_that_computes_other_gradients_is_refused_before_its_first_step(run: Start):
     program = run("splits.py:sabotaged", *QUICK, "workers=2", "mesh.shard=2")
     assert program.end() == 3

@@ -59,7 +59,7 @@ def check_same_result(program: Started, undisturbed: Path) -> None:
     assert metrics[0] == metrics[1]
 
 
-@pytest.mark.parametrize("kills", [8, slow(60)])
+@pytest.mark.parametrize("kills", [5, slow(60)])
 def test_workers_that_are_killed_at_random_moments_leave_no_trace(
     start: Start, tmp_path: Path, undisturbed: Path, kills: int
 ) -> None:

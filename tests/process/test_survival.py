@@ -95,7 +95,7 @@ def test_master_and_every_fork_server_that_are_killed_at_once_are_brought_up_aga
     check_as_if_nothing_had_been(program, undisturbed)
 
 
-@pytest.mark.parametrize("kills", [6, slow(100)])
+@pytest.mark.parametrize("kills", [4, slow(100)])
 def test_any_process_but_the_client_may_be_killed_at_any_moment(
     start: Start, tmp_path: Path, undisturbed: Path, kills: int
 ) -> None:
