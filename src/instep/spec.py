@@ -281,11 +281,12 @@ class SyncSpec(Section, frozen=True, kw_only=True):
     beside the workers, and hold the optimizer's state."""
 
     codec: str = "none"
-    """How gradients are encoded for sending: `none` sends them as they are; `bfloat16` and
+    """How what is sent is encoded: `none` sends them as they are; `bfloat16` and
     `float16` send 16 bits a value, `int8`, `int4` and `sign` 8, 4 and 1; `top_k` sends the largest
     1 % of the values, `dgc` fewer, with SGD's momentum, `nonzero` all but zeros, `powersgd` two
     thin factors of each matrix; `module:Class` is one of your own, in a file beside the recipe's.
-    With a codec the result depends on the number of workers."""
+    With a codec the result depends on the number of workers, with `server_sync` on that of servers
+    too; in rounds it does not."""
 
     codec_options: dict[str, Any] = {}
     """Options of the codec, which has their names, defaults and checks."""

@@ -358,6 +358,17 @@ def test_compiled_loops_do_what_torchs_operations_do(name, block, kind):
             torch.testing.assert_close(total, wanted.flatten(), equal_nan=True, rtol=3e-7, atol=0)
 
 
+@pytest.mark.parametrize("name", [*NAMES, "int4"])
+def test_a_codec_does_not_follow_the_default_type_of_torch(name):
+    values = normal(1000)
+    wanted = bits(encoded(codec_called(name), values))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert bits(encoded(codec_called(name), values)) == wanted
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def of_float16(count):
     """Each float16 there is, and what lies between two: in the middle, and beside that."""
     every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.float16).float()

@@ -210,8 +210,8 @@ def _check_of_use(sync: SyncSpec) -> None:
     for option, why in sorted(unused.items()):
         if option in options:
             raise SpecError(
-                f"sync.options.{option} = {options[option]} does nothing with {why}. Leave one of "
-                "the two out."
+                f"sync.options.{option} = {options[option]} does nothing with {why}. Leave it out, "
+                f"or set sync.options.{why.partition(' ')[0]}."
             )
 
 

@@ -73,7 +73,8 @@ class CarriedOver:
             PeerError: a rank went away.
         """
         count = layout.room(comm.rank) if layout is not None else 0
-        slots = torch.zeros(count, device=device), torch.zeros(count, device=device)
+        empty = torch.zeros(count, dtype=torch.float32, device=device)
+        slots = empty, empty.clone()
         carried = self._carried
         if draining:
             carried = self._handed_over(comm, draining, idle, like)
@@ -89,9 +90,13 @@ class CarriedOver:
             carried.fill(slots[0], layout, comm)
         if memory is not None:
             memory.staged(*at)
-        everyone.all_reduce(torch.zeros(1, device=device)).wait()  # all have laid out theirs
+        everyone.all_reduce(
+            torch.zeros(1, dtype=torch.float32, device=device)
+        ).wait()  # all have laid out theirs
         self._next = at.generation, carried
-        everyone.all_reduce(torch.zeros(1, device=device)).wait()  # all know it
+        everyone.all_reduce(
+            torch.zeros(1, dtype=torch.float32, device=device)
+        ).wait()  # all know it
         if memory is not None:
             slot = memory.stage(*at._replace(number=at.number + 1))
             slot["place"].copy_(there)

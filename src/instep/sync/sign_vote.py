@@ -129,7 +129,7 @@ class SignVote(Carrying):
         if not weight:  # nothing in it counts
             return
         if unit not in self._given:
-            self._given[unit] = torch.zeros(self._length, device=self._device)
+            self._given[unit] = torch.zeros(self._length, dtype=torch.float32, device=self._device)
         into = self._given[unit][self._places[slot]].view(self._parameters[slot].shape)
         into.add_(gradient.to_dense() if gradient.is_sparse else gradient, alpha=weight)
         self._has.setdefault(unit, set()).add(slot)
@@ -143,7 +143,8 @@ class SignVote(Carrying):
         """All talking: who votes, what voters remember elsewhere, votes, and their sums."""
         comm, count = self._comm, len(self._parameters)
         row = self.carried.row(dict.fromkeys(self._given, 0))
-        lengths, marks = torch.zeros(comm.size), torch.zeros(2, count)
+        lengths = torch.zeros(comm.size, dtype=torch.float32)
+        marks = torch.zeros(2, count, dtype=torch.float32)
         lengths[comm.rank] = len(row)
         marks[0, list(set().union(*self._has.values()))] = 1.0
         marks[1, list(self._dense)] = 1.0
@@ -152,7 +153,9 @@ class SignVote(Carrying):
         lengths, marks, notes = agreed.cpu().split([comm.size, 2 * count, len(notes)])
         gives, holds = self.carried.rows(row, int(lengths.max()))
         counts, ties = self._vote(self._collect(gives, holds) if self._momentum else {})
-        told = torch.zeros(comm.size + 1, max(comm.size, count), device=self._device)
+        told = torch.zeros(
+            comm.size + 1, max(comm.size, count), dtype=torch.float32, device=self._device
+        )
         told[comm.rank, : comm.size] = ties
         told[-1, :count] = self._broken()
         comm.all_reduce(told).wait()
@@ -177,7 +180,7 @@ class SignVote(Carrying):
                 found_at = list(moves_to(rank, want, holds)) if want.commit else []
                 moves += found_at
                 if found_at and rank == self._comm.rank:
-                    found[of] = torch.empty(self._length, device=self._device)
+                    found[of] = torch.empty(self._length, dtype=torch.float32, device=self._device)
         self.carried.bring(moves, lambda move: found[move.of.of])
         return found
 
@@ -217,7 +220,7 @@ class SignVote(Carrying):
 
     def _broken(self) -> Tensor:
         """For each parameter, whether a voter's momentum is not finite there [parameters]."""
-        broken = torch.zeros(len(self._places), device=self._device)
+        broken = torch.zeros(len(self._places), dtype=torch.float32, device=self._device)
         for momentum in self._given.values():
             if not momentum.isfinite().all():
                 every = [momentum[place].isfinite().all() for place in self._places]
@@ -332,7 +335,7 @@ class SignVote(Carrying):
             for slot, (parameter, place) in enumerate(
                 zip(self._parameters, self._places, strict=True)
             ):
-                nothing = torch.zeros(parameter.shape, device=self._device)
+                nothing = torch.zeros(parameter.shape, dtype=torch.float32, device=self._device)
                 part = nothing if flat is None else flat[place].view(parameter.shape).clone()
                 state[f"{_KIND}{of}/{slot}"] = part
         return state
@@ -343,7 +346,7 @@ class SignVote(Carrying):
             voter, slot = name.removeprefix(_KIND).split("/")
             piece = Piece(int(voter), 0, self._length, self.carried.made.get(int(voter), 0))
             if piece not in held:
-                held[piece] = torch.zeros(self._length, device=self._device)
+                held[piece] = torch.zeros(self._length, dtype=torch.float32, device=self._device)
             held[piece][self._places[int(slot)]] = tensor.flatten().to(self._device)
         return held
 

@@ -33,7 +33,7 @@ class SparseRows:
 
     def _of(self, slot: int, like: Tensor) -> Tensor:
         if slot not in self._here:
-            self._here[slot] = torch.zeros(len(like), device=like.device)
+            self._here[slot] = torch.zeros(len(like), dtype=torch.float32, device=like.device)
         return self._here[slot]
 
     def agree(self, slots: Iterable[int], parameters: Sequence[Tensor], comm: Comm) -> None:

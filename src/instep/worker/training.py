@@ -557,7 +557,8 @@ class Training(Loop):
         )
         reasons = [f"{text}. {remedy}" for text, remedy in every if remedy]
         if self.job.sync.codec != "none":
-            carried = ", and what is carried over depends on the number of workers"
+            whom = "workers and servers" if self.job.sync.name == "server_sync" else "workers"
+            carried = f", and what is carried over depends on the number of {whom}"
             reasons.append(
                 f"sync.codec = {self.job.sync.codec!r} rounds what is sent"
                 f"{'' if self.job.sync.rounds else carried}. Leave it out"

@@ -59,7 +59,7 @@ class Blocks(ABC):
         """Scale, round, and leave the rest."""
         scales, packed = self._parts(out, values.numel())
         if values.device.type == "cpu":
-            rest = torch.empty(0) if left is None else left
+            rest = values.new_empty(0) if left is None else left
             given = values.numpy(), _numbers(scales), packed.numpy(), rest.numpy()
             self._encode_here(*given, key)
         else:
@@ -163,8 +163,8 @@ class Levels(Blocks):
     @cached_property
     def largest(self) -> float:
         """A larger scale, times `top`, would be infinite."""
-        most = torch.tensor(torch.finfo(torch.float32).max / self.top)
-        return float(torch.nextafter(most, torch.tensor(0.0)))
+        most = torch.tensor(torch.finfo(torch.float32).max / self.top, dtype=torch.float32)
+        return float(torch.nextafter(most, torch.zeros_like(most)))
 
     def coded(self, rows: Tensor, key: int = 0, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """The levels nearest to the values, or beside them."""

@@ -17,7 +17,8 @@ _SENT = ~0xFFFF
 
 
 class Int4(Levels):
-    """Two levels in each byte. A value is off by at most 1/14 of the largest of its block.
+    """Two levels in each byte. A value is off by at most 1/14 of the largest of its block,
+    and 1/128 of that more.
 
     Blocks are shorter than with more levels: with 1,024 values, training took more steps. So that
     the scales take no more room, they are sent as bfloat16, rounded up.
@@ -32,7 +33,8 @@ class Int4(Levels):
     @cached_property
     def largest(self) -> float:
         """As of `Levels`, as it can be sent."""
-        return float((torch.tensor(super().largest).view(torch.int32) & _SENT).view(torch.float32))
+        largest = torch.tensor(super().largest, dtype=torch.float32)
+        return float((largest.view(torch.int32) & _SENT).view(torch.float32))
 
     def sent(self, scales: Tensor) -> Tensor:
         """Rounded up to bfloat16."""

@@ -68,7 +68,7 @@ class Compiled(Short):
         if values.device.type != "cpu":
             return super().encode(values, out, key=key, left=left)
         size, numbers = self.size(values.numel()), values.numpy()
-        rest = torch.empty(0) if left is None else left
+        rest = values.new_empty(0) if left is None else left
         short = out[:size].numpy().view("uint16")
         self._encode_here(numbers.view("uint32"), numbers, short, rest.numpy())
         return size

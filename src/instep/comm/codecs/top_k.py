@@ -72,7 +72,7 @@ class TopK:
             out[part.at + part.bytes - 1] = 0  # perhaps nothing else is written there
             scales, levels, places = part.of(out)
             given = values[part.values]
-            rest = torch.empty(0) if left is None else left[part.values]
+            rest = values.new_empty(0) if left is None else left[part.values]
             if values.device.type == "cpu":
                 numbers, room = given.numpy(), places.numpy()
                 here = numbers.view("int32"), part.width, part.chosen, self.low

@@ -63,4 +63,6 @@ class Hook(Residuals[Reduces]):
         self._still_carry_residuals()
         self._stage()
         if self._carries:
-            self._comm.all_reduce(torch.zeros(1, device=self._slots[0].device)).wait()
+            self._comm.all_reduce(
+                torch.zeros(1, dtype=torch.float32, device=self._slots[0].device)
+            ).wait()

@@ -194,8 +194,10 @@ class _Bucket:
             at += count
         self._at = sum(matrix.rank * matrix.n for matrix in self.matrices)
         plain = sum(part.stop - part.start for part in self._plain)
-        self.first = torch.zeros(self._at + plain, device=device)
-        self.second = torch.zeros(sum(each.rank * each.m for each in self.matrices), device=device)
+        self.first = torch.zeros(self._at + plain, dtype=torch.float32, device=device)
+        self.second = torch.zeros(
+            sum(each.rank * each.m for each in self.matrices), dtype=torch.float32, device=device
+        )
 
     def left_factors(self) -> list[tuple[_Matrix, Tensor]]:
         """P^T [rank, n] of each matrix, as a view."""

@@ -131,7 +131,7 @@ class TwoPhase(TwoSlots[Segments]):
         self._out = [self._memory(number, device) for number in buckets]
         self._in = [self._memory(number, device) for number in buckets]
         longest = max((layout.longest(number) for number in buckets), default=0)
-        self._total = torch.empty(longest, device=device)
+        self._total = torch.empty(longest, dtype=torch.float32, device=device)
 
     def _memory(self, number: int, device: torch.device | str) -> Tensor:
         """[size * bytes]: a payload for each rank, or from each."""

@@ -34,7 +34,10 @@ class TwoSlots(Generic[L]):
     ) -> None:
         self._comm, self._layout, self._tell, self._carries = comm, layout, staged, carries
         count = layout.room(comm.rank) if carries else 0
-        self._slots = room or (torch.zeros(count, device=device), torch.zeros(count, device=device))
+        self._slots = room or (
+            torch.zeros(count, dtype=torch.float32, device=device),
+            torch.zeros(count, dtype=torch.float32, device=device),
+        )
         self._committed = 0
         self._forget()
 

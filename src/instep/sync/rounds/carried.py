@@ -121,7 +121,7 @@ class Carried:
         """
         comm = self._comm
         if longest is None:
-            lengths = torch.zeros(comm.size, device=self._device)
+            lengths = torch.zeros(comm.size, dtype=torch.float32, device=self._device)
             lengths[comm.rank] = len(own)
             comm.all_reduce(lengths).wait()
             longest = int(lengths.max())
@@ -175,7 +175,7 @@ class Carried:
                     found_at = list(moves_to(to, want, holds))
                     moves += found_at
                     if to == rank and found_at:
-                        found[number] = torch.empty(count, device=self._device)
+                        found[number] = torch.empty(count, dtype=torch.float32, device=self._device)
         self.bring(moves, lambda move: found[whose(move.of.of)])
         return found, holds
 
@@ -187,7 +187,9 @@ class Carried:
             for piece in holds[rank]
         ]
         if self._comm.rank == taker:
-            gets = {each.of: torch.zeros(each.stop - each.start) for each in moves}
+            gets = {
+                each.of: torch.zeros(each.stop - each.start, dtype=torch.float32) for each in moves
+            }
             self.held |= {of: new.to(self._device) for of, new in gets.items()}
         self.bring(moves, lambda move: self.held[move.of])
 
@@ -225,7 +227,10 @@ class Carried:
     def _staging(self, pieces: Collection[Piece]) -> dict[Piece, Tensor]:
         """Memory for these, of the commit that is tried."""
         if self._memory is None:
-            return {p: torch.zeros(p.stop - p.start, device=self._device) for p in pieces}
+            return {
+                p: torch.zeros(p.stop - p.start, dtype=torch.float32, device=self._device)
+                for p in pieces
+            }
         self._memory.lay_out({_name(p): ((p.stop - p.start,), torch.float32) for p in pieces})
         slot = self._memory.stage(*self._attempt)
         return {piece: slot[_name(piece)] for piece in pieces}

@@ -62,7 +62,9 @@ class Carrying:
         taker = next(rank for rank in range(comm.size) if rank not in draining)
         self.carried.start(comm, device, memory if lasts else None, at, draining, taker)
         if everyone is not None:
-            everyone.all_reduce(torch.zeros(1, device=device)).wait()  # all have theirs
+            everyone.all_reduce(
+                torch.zeros(1, dtype=torch.float32, device=device)
+            ).wait()  # all have theirs
             if comm.rank in draining:
                 self.carried.held = {}
         self._forget()

@@ -40,7 +40,7 @@ def tensors_of(
     """
     state = dict[str, Tensor]()
     for of, whats in sorted(left.items()):
-        flat, those = torch.zeros(segments.length, device=device), set(whats)
+        flat, those = torch.zeros(segments.length, dtype=torch.float32, device=device), set(whats)
         for piece, tensor in carried.held.items():
             if piece.of in those and carried.made.get(piece.of) == piece.commit:
                 flat[piece.start : piece.stop] = tensor
@@ -77,7 +77,7 @@ def pieces_from(
             continue
         of = int(kind.removeprefix(LEFT))
         if of not in flats:
-            flats[of] = torch.zeros(segments.length, device=device)
+            flats[of] = torch.zeros(segments.length, dtype=torch.float32, device=device)
         flats[of][segments.places[int(slot)]] = tensor.flatten().to(device)
     for of, flat in flats.items():
         held |= {piece: flat[piece.start : piece.stop].clone() for piece in pieces(of)}

@@ -119,7 +119,9 @@ class Coded(Carrying):
         """Add what a participant gives for a parameter."""
         unit, weight = self._now
         if unit not in self._given:
-            self._given[unit] = torch.zeros(self._segments.length, device=self._device)
+            self._given[unit] = torch.zeros(
+                self._segments.length, dtype=torch.float32, device=self._device
+            )
         into = self._given[unit][self._segments.places[slot]].view(self._parameters[slot].shape)
         into.add_(gradient.to_dense() if gradient.is_sparse else gradient, alpha=weight)
         if gradient.is_sparse:
@@ -159,9 +161,11 @@ class Coded(Carrying):
         """What this rank needs of what was left out before, by participant and `SUM`; zero where
         there was nothing, or nobody has it."""
         (start, stop), length, rank = self._sum.own, self._segments.length, self._comm.rank
-        found = {of: torch.zeros(length, device=self._device) for of in gives[rank]}
+        found = {
+            of: torch.zeros(length, dtype=torch.float32, device=self._device) for of in gives[rank]
+        }
         if stop > start:
-            found[SUM] = torch.zeros(stop - start, device=self._device)
+            found[SUM] = torch.zeros(stop - start, dtype=torch.float32, device=self._device)
         of_rounds = self._attempt.number > self.start_after
         whats = {
             of: (of, commit)

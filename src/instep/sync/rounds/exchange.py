@@ -80,9 +80,9 @@ class Exchange:
             if of != SUM
         }
         come = self._to_owners(sent, gives)
-        total = torch.zeros(stop - start, device=self._device)
+        total = torch.zeros(stop - start, dtype=torch.float32, device=self._device)
         if median and every:
-            rows = torch.zeros(len(every), stop - start, device=self._device)
+            rows = torch.zeros(len(every), stop - start, dtype=torch.float32, device=self._device)
             for row, of in zip(rows, every, strict=True):
                 self._decode(row, come[of], start, stop)
             total = median_of(rows)
@@ -99,7 +99,7 @@ class Exchange:
         Raises:
             PeerError: a rank went away.
         """
-        result = torch.zeros(self.end - self.begin, device=self._device)
+        result = torch.zeros(self.end - self.begin, dtype=torch.float32, device=self._device)
         for owner, payload in self._from_owners(own):
             low, high = self.stretches[owner]
             self._decode(result[low - self.begin : high - self.begin], payload, low, high)

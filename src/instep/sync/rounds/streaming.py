@@ -241,7 +241,9 @@ class Streaming(Carrying):
         self._now = unit
         self._given[unit] = Given(unit, weight, [])
         if self._due:
-            self._moved[unit] = torch.zeros(self._segments.length, device=self._device)
+            self._moved[unit] = torch.zeros(
+                self._segments.length, dtype=torch.float32, device=self._device
+            )
 
     @torch.no_grad()
     def gradient(self, slot: int, gradient: Tensor) -> None:
@@ -334,7 +336,10 @@ class Streaming(Carrying):
         sizes = dict.fromkeys(gives[rank], high - low) | (
             {SUM: stop - start} if stop > start else {}
         )
-        given = {of: torch.zeros(size, device=self._device) for of, size in sizes.items()}
+        given = {
+            of: torch.zeros(size, dtype=torch.float32, device=self._device)
+            for of, size in sizes.items()
+        }
         room: dict[int, Tensor | None] = dict.fromkeys(given)
         pieces: dict[Piece, Tensor] = {}
         made: list[int] = []
@@ -356,7 +361,7 @@ class Streaming(Carrying):
             )
             for of in given:
                 begin, end = (start, stop) if of == SUM else (low, high)
-                left = room[of] = torch.empty(end - begin, device=self._device)
+                left = room[of] = torch.empty(end - begin, dtype=torch.float32, device=self._device)
                 pieces[Piece(whats[of], begin, end, self._attempt.number)] = left
         for of, way in ways.items():
             given[of].add_(way * float(shares[of]))  # rounded as `Coded` does
@@ -400,7 +405,9 @@ class Streaming(Carrying):
             for parameter, place in zip(self._parameters, self._segments.places, strict=True)
             if place.start < stop and start < place.stop
         ]
-        return torch.cat(found) if found else torch.zeros(0, device=self._device)
+        return (
+            torch.cat(found) if found else torch.zeros(0, dtype=torch.float32, device=self._device)
+        )
 
     # ---- the commit
 
@@ -410,7 +417,9 @@ class Streaming(Carrying):
 
     def _give(self, values: Mapping[int, Tensor]) -> None:
         """As `.grad`, zero beside the fragments."""
-        flat = torch.zeros(self._segments.length if values else 0, device=self._device)
+        flat = torch.zeros(
+            self._segments.length if values else 0, dtype=torch.float32, device=self._device
+        )
         stretches = {fragment: self._segments.fragments[fragment] for fragment in values}
         for fragment, (start, stop) in stretches.items():
             flat[start:stop] = values[fragment]

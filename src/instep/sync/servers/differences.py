@@ -34,7 +34,7 @@ class Differences:
         self.payloads = {segment: payload_of(codec, segment) for segment in segments}
         """What a server sends and a worker receives, [bytes]."""
         longest = max((segment.stop - segment.start for segment in segments), default=0)
-        self._values = torch.zeros(longest)
+        self._values = torch.zeros(longest, dtype=torch.float32)
 
     @torch.no_grad()
     def encode(self, segment: Segment, moved: Packed, there: Sequence[bool], key: int) -> None:

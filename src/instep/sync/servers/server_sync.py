@@ -262,7 +262,9 @@ class ServerSync(Gathering):
     def _nothing_left(self) -> dict[str, Tensor]:
         """A worker's residuals, where there are none."""
         encoded = [(n, p) for n, p in enumerate(self._parameters) if self._is_encoded(p)]
-        return {f"residual/{slot}": torch.zeros(p.shape) for slot, p in encoded}
+        return {
+            f"residual/{slot}": torch.zeros(p.shape, dtype=torch.float32) for slot, p in encoded
+        }
 
     def _encodes(self, bucket: Bucket) -> bool:
         return bool(bucket.members) and self._is_encoded(bucket.views[0])

@@ -76,10 +76,11 @@ class Traffic:
             pull: have the new parameters of each come, too.
             key: with a codec, the number of the commit.
         """
-        sent, payloads = list[Work](), dict[Segment, Tensor]()
+        sent = list[Work]()
+        payloads: Mapping[Segment, Tensor] = {}
         segments = [segment for _, segment in self._segments[number]]
         if self._pushes is not None and self._pushes.encodes(number):
-            payloads.update(self._pushes.encode(number, flat, segments, key))
+            payloads = self._pushes.encode(number, flat, segments, key)
         for server, segment in self._segments[number] if self._mine < 0 else ():
             part = payloads.get(segment, flat[segment.start : segment.stop])
             sent.append(self._comm.send(part, self._servers[server]))

@@ -101,8 +101,7 @@ class Lockstep:
         self._done: tuple[int, int, Position, Speeds | None] | None = None
 
     def _stays(self, rank: int) -> bool:
-        """Whether it does not leave with this generation, and with it what only it has: it handed
-        its own over as the generation began."""
+        """Whether it stays after this generation: one that leaves has handed its state over."""
         return self.workers[rank] not in self.form.draining
 
     def plan(
