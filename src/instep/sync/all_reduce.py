@@ -36,7 +36,7 @@ from instep.sync.carried_over import CarriedOver
 from instep.sync.gathering import Gathering, sparse_of
 from instep.sync.reducers import Layout, Place, Reducer, reducer_of
 from instep.sync.sparse_rows import with_rows
-from instep.sync.sums import Exact, Plain, Sums, Wide
+from instep.sync.sums import Exact, Plain, Sums, Wide, sums_of
 
 
 class AllReduce(Gathering):
@@ -102,14 +102,7 @@ class AllReduce(Gathering):
 
     def _make_sums(self, parameters: Sequence[Parameter], comm: Comm, parts: int) -> Sums:
         """How gradients are added."""
-        if self.codec is None:
-            return Exact(parameters, comm, parts) if parts else Plain()
-        if parts:
-            raise SpecError(
-                "sync.codec with determinism = 'bits': what a codec drops depends on who sends "
-                "what. Leave one of the two out."
-            )
-        return Wide(parameters)
+        return sums_of(parameters, comm, parts, encoded=self.codec is not None)
 
     def _types(
         self, parameters: Sequence[Tensor], *, exact: bool

@@ -331,3 +331,23 @@ class InTurns:
         self._filled.load_state(state)
         self._summed.load_state({"lattice": state["late_lattice"]})
         self._summed.each_finite = state["late_finite"].tolist()
+
+
+def sums_of(parameters: Sequence[Tensor], comm: Comm, parts: int, *, encoded: bool) -> Sums:
+    """How gradients are added.
+
+    Args:
+        parameters, comm, parts: as for `Strategy.start`.
+        encoded: whether they travel with a codec.
+
+    Raises:
+        SpecError: with a codec, parts are to be added to the bit.
+    """
+    if not encoded:
+        return Exact(parameters, comm, parts) if parts else Plain()
+    if parts:
+        raise SpecError(
+            "sync.codec with determinism = 'bits': what a codec drops depends on who sends "
+            "what. Leave one of the two out."
+        )
+    return Wide(parameters)

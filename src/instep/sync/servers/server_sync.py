@@ -58,7 +58,7 @@ from instep.sync.servers.kept_rows import KeptRows
 from instep.sync.servers.pushes import Pushes, layout_of
 from instep.sync.servers.tables import Tables
 from instep.sync.servers.traffic import Traffic
-from instep.sync.sums import Exact, Plain, Sums, Wide
+from instep.sync.sums import Sums, Wide, sums_of
 
 _ROWS = "rows/"
 """In memory that outlives a server, before what a step makes of the rows of embeddings."""
@@ -176,7 +176,8 @@ class ServerSync(Gathering):
         if self._pushes is not None and self._carries:
             self._carry.keep(self._residuals, self._comm.rank, self._pushes.carried)
         self._pushes = None
-        self._gather(parameters, comm, self._make_sums(parameters, comm, parts), notes)
+        sums = sums_of(parameters, comm, parts, encoded=self.codec is not None)
+        self._gather(parameters, comm, sums, notes)
         self._residuals = self._laid_out(self._buckets, parameters)
         self._servers, self._mover, self._memory = list(servers.ranks), servers.mover, memory
         self._mine = self._servers.index(comm.rank) if comm.rank in self._servers else -1
@@ -225,17 +226,6 @@ class ServerSync(Gathering):
         self._guess = Guess()
         mover = self._mover
         self._moves_early = self._overlap and mover.by_element and not mover.clips
-
-    def _make_sums(self, parameters: Sequence[Parameter], comm: Comm, parts: int) -> Sums:
-        """How gradients are added."""
-        if self.codec is None:
-            return Exact(parameters, comm, parts) if parts else Plain()
-        if parts:
-            raise SpecError(
-                "sync.codec with determinism = 'bits': what a codec drops depends on who sends "
-                "what. Leave one of the two out."
-            )
-        return Wide(parameters)
 
     def _carry_over(
         self, memory: Memory | None, at: Attempt, draining: Sequence[int]
