@@ -31,6 +31,7 @@ from instep.spec import JobSpec
 RECIPE = Path(__file__).resolve().parent / "recipes" / "wide.py"
 WORKERS, FEW, MANY, WIDTH = 4, 3, 13, 1024
 HEADERS, PACKET = 66, 1514
+SERVER = ["sync.name=server_sync"]
 ROUNDS = [f"sync.participants={WORKERS}", "sync.options.local_steps=2"]
 
 
@@ -50,12 +51,10 @@ CASES = {
     "all_reduce, powersgd": Case(
         ["sync.codec=powersgd", "sync.codec_options.start_after=0"], "powersgd"
     ),
-    "server_sync, 1 server": Case(["sync.name=server_sync"], servers=1),
+    "server_sync, 1 server": Case(SERVER, servers=1),
     **{
-        f"server_sync, 1 server, {name}": Case(
-            ["sync.name=server_sync", f"sync.codec={name}"], name, servers=1
-        )
-        for name in ("int8", "int4", "sign")
+        f"server_sync, 1 server, {name}": Case([*SERVER, f"sync.codec={name}"], name, 1)
+        for name in CODED
     },
     "averaging": Case(["sync.name=averaging", *ROUNDS]),
     "averaging, int4": Case(["sync.name=averaging", "sync.codec=int4", *ROUNDS], "int4"),
