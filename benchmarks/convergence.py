@@ -35,7 +35,7 @@ from instep.report.figures.outcomes import Outcome
 from instep.report.figures.ratios import ratio_of
 from instep.store.run_folder import RunFolder
 from instep.sync.all_reduce import AllReduce
-from instep.sync.base import Servers, make_strategy
+from instep.sync.base import Generation, Servers, make_strategy
 from instep.system.host_memory import HostMemory
 from instep.worker.step.gradients import Gradients
 from instep.worker.step.served import ServedUpdate
@@ -163,7 +163,8 @@ def trained(comm: Any, name: str, model: Reader, data: Tensor, seed: int, target
         scaler=torch.amp.GradScaler("cuda", enabled=False),
     )
     servers = Servers(range(WORKERS, comm.size), update) if served else None
-    strategy.start(parameters, comm, notes=1, memory=HostMemory(), servers=servers)
+    generation = Generation(notes=1, memory=HostMemory(), servers=servers)
+    strategy.start(parameters, comm, generation)
     gradients = Gradients(parameters, strategy.gradient)
     losses: list[float] = []
     for step in range(1, LIMIT + 1):

@@ -10,7 +10,7 @@ from helpers import run_processes
 from instep.comm.codecs import CODECS
 from instep.comm.memory import run_ranks
 from instep.records import Attempt
-from instep.sync.base import Servers, make_strategy
+from instep.sync.base import Generation, Servers, make_strategy
 from instep.system.host_memory import HostMemory
 from instep.worker.step.served import ServedUpdate
 
@@ -39,7 +39,7 @@ class Replica:
         self.parameters = [Parameter(torch.full(shape, 0.5)) for shape in SHAPES]
         self.generator = torch.Generator().manual_seed(100 * drawn + comm.rank)
         self.strategy.load_own(own or {})
-        how = {}
+        generation = Generation(notes=1)
         if servers:
             update = ServedUpdate(
                 torch.optim.SGD(self.parameters, lr=0.05),
@@ -50,9 +50,9 @@ class Replica:
                 scaler=torch.amp.GradScaler("cuda", enabled=False),
             )
             self.update = lambda: update.apply(1)
-            how = {"servers": Servers(range(self.workers, comm.size), update)}
-            how["memory"] = HostMemory()
-        self.strategy.start(self.parameters, comm, notes=1, **how)
+            known = Servers(range(self.workers, comm.size), update)
+            generation = Generation(notes=1, memory=HostMemory(), servers=known)
+        self.strategy.start(self.parameters, comm, generation)
         self.given = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
         self.agreed = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
 
@@ -183,7 +183,7 @@ def test_another_seed_draws_other_numbers():
         replica = Replica(f"int4{AT_RANDOM}", comm)
         replica.strategy.stop()
         replica.strategy = strategy_with(f"int4{AT_RANDOM}", seed)
-        replica.strategy.start(replica.parameters, comm, notes=1)
+        replica.strategy.start(replica.parameters, comm, Generation(notes=1))
         replica.step(1)
         return replica.digest()
 
