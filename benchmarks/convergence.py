@@ -162,7 +162,9 @@ def trained(comm: Any, name: str, model: Reader, data: Tensor, seed: int, target
         max_grad_norm=None,
         scaler=torch.amp.GradScaler("cuda", enabled=False),
     )
-    servers = Servers(range(WORKERS, comm.size), update) if served else None
+    servers = None
+    if isinstance(update, ServedUpdate):
+        servers = Servers(range(WORKERS, comm.size), update)
     generation = Generation(notes=1, memory=HostMemory(), servers=servers)
     strategy.start(parameters, comm, generation)
     gradients = Gradients(parameters, strategy.gradient)
