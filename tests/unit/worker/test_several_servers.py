@@ -9,6 +9,7 @@ import errno
 import os
 import random
 import threading
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -330,17 +331,26 @@ def take(held, token, given):
     held.take(token, given.since)
 
 
-@pytest.fixture
-def runs():
+@contextmanager
+def making():
+    """Runs, which are ended with it."""
     made = []
 
     def make(*given, **options):
         made.append(Run(*given, **options))
         return made[-1]
 
-    yield make
-    for run in made:
-        run.close()
+    try:
+        yield make
+    finally:
+        for run in made:
+            run.close()
+
+
+@pytest.fixture
+def runs():
+    with making() as make:
+        yield make
 
 
 def train(run, workers, draw, each=lambda: None):
