@@ -34,6 +34,7 @@ from instep.sync.base import Piece, make_strategy
 from instep.sync.servers.leases import Unit
 from instep.sync.servers.server_async import ServerAsync
 from instep.worker.leased.coded import Coding, Held, Pushes
+from instep.worker.leased.commits import Push
 from instep.worker.leased.desk import Desk
 from instep.worker.leased.line import Ask, Door, Grant, Line
 from instep.worker.leased.portions import Portions, buffers_of, pieces_of, whole_pieces
