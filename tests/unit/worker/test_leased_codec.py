@@ -361,20 +361,6 @@ def test_nothing_of_what_counts_is_lost_and_nothing_of_what_does_not_is_carried_
         torch.testing.assert_close(arrived[piece] + left, values, rtol=0, atol=1e-4)
 
 
-def test_what_is_carried_over_is_forgotten_where_training_goes_back():
-    model = nn.Linear(30, 20)
-    coding, _, pushes = pushes_of(model)
-    for token in range(2):
-        pushes.pack(token, Unit(1, token), drawn(coding.parameters))
-        pushes.settle(token == 0)
-    (carried,) = pushes.carried.values()
-    assert carried.abs().max() > 0
-    pushes.pack(3, Unit(1, 3), drawn(coding.parameters))
-    pushes.forget()
-    assert pushes.unsettled == -1
-    assert not carried.any()
-
-
 def test_random_rounding_is_drawn_by_unit_whoever_computes_it():
     model, other = nn.Linear(30, 20), nn.Linear(30, 20)
     gradients, payloads = drawn(model.parameters()), []

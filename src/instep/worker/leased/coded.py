@@ -282,12 +282,6 @@ class Pushes:
             self.carried, self._staged = self._staged, self.carried
         self.unsettled = -1
 
-    def forget(self) -> None:
-        """Carry nothing over: training goes on from a checkpoint."""
-        self.unsettled = -1
-        for each in self.carried.values():
-            each.zero_()
-
 
 def part_of(parameters: Sequence[Tensor], piece: Piece) -> Tensor:
     """A piece of a parameter; its elements lie in order if it is not all of it."""

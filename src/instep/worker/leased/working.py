@@ -93,8 +93,6 @@ class Working(Training):
     def _form(self) -> None:
         form = self.member.form
         assert form is not None, "no generation yet"
-        if form.checkpoint is not None:
-            self._pushes.forget()
         if not self._agreed:
             self._agreed = True
             self._agree_on_trial(AloneComm())
