@@ -136,14 +136,9 @@ def check_parameters(model, wanted):
 @pytest.mark.parametrize(
     ("name", "make", "limit", "vectors"),
     [
-        ("int8", "sgd", None, False),
-        *(
-            pytest.param(name, "sgd", None, False, marks=pytest.mark.slow)
-            for name in FIXED
-            if name != "int8"
-        ),
         ("int8", "adamw", 0.4, False),
-        ("int4", "adamw", None, True),
+        pytest.param("int4", "adamw", None, True, marks=pytest.mark.slow),
+        *(pytest.param(name, "sgd", None, False, marks=pytest.mark.slow) for name in FIXED),
     ],
 )
 def test_one_worker_is_a_plain_loop_that_rounds_likewise_with_any_number_of_servers(
@@ -164,7 +159,7 @@ def test_one_worker_is_a_plain_loop_that_rounds_likewise_with_any_number_of_serv
         check_same_bits(model, found[0])
 
 
-@pytest.mark.parametrize("compensation", [0.0, 0.7])
+@pytest.mark.parametrize("compensation", [pytest.param(0.0, marks=pytest.mark.slow), 0.7])
 def test_late_gradients_of_several_workers_are_of_what_each_was_given(runs, compensation):
     """Also the delay compensation: it takes what the gradient was computed with."""
     codec, make = codec_of("int8"), OPTIMIZERS["sgd"]
