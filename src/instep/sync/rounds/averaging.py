@@ -23,6 +23,7 @@ from instep.errors import SpecError
 from instep.records import BEGINNING, Attempt, Law
 from instep.sync.all_reduce import AllReduce
 from instep.sync.base import InMesh, Memory, Price, Result, Servers
+from instep.sync.rounds.carried import Carried
 from instep.sync.rounds.coded import Coded
 from instep.sync.rounds.kept import KEPT, Kept
 from instep.sync.rounds.outer import OUTER, Outer
@@ -103,6 +104,11 @@ class Averaging:
             draining=draining,
             mesh=mesh,
         )
+
+    @property
+    def carried(self) -> Carried | None:
+        """What belongs to participants and lies where they are computed; None without."""
+        return self._mean.carried if isinstance(self._mean, Coded) else None
 
     @property
     def start_after(self) -> int:
