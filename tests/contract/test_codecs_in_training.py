@@ -118,7 +118,9 @@ def one_of(comm, name, steps):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", ["powersgd", "dgc", "top_k"])
+@pytest.mark.parametrize(
+    "name", ["powersgd", *(pytest.param(n, marks=pytest.mark.slow) for n in ("dgc", "top_k"))]
+)
 def test_processes_exchange_many_buckets_and_do_not_wait_for_each_other(name, tmp_path):
     every = run_processes(3, one_of, tmp_path, name, 15)
     assert every[0] == every[1] == every[2]

@@ -24,6 +24,8 @@ pytestmark = pytest.mark.process
 LAUNCH = {"hosts": {"hosts": ["env"]}, "ray": {"nodes": 1}}
 """What a launcher needs in `[launch]`, for one host."""
 
+EACH = [n if n != "slurm" else pytest.param(n, marks=pytest.mark.slow) for n in LAUNCHERS]
+
 SOON_S = 30.0
 
 
@@ -108,7 +110,7 @@ def until(condition):
         os.sched_yield()
 
 
-@pytest.mark.parametrize("name", LAUNCHERS)
+@pytest.mark.parametrize("name", EACH)
 def test_a_host_runs_until_it_is_told_to_stop_and_nothing_is_left(launched, name):
     launcher, started = launched(name)
     until(started)

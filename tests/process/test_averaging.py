@@ -224,7 +224,7 @@ FAMILY = {
     ("workers", "kind", "local"),
     [
         (2, "diloco", "kept"),
-        (2, "later", "kept"),
+        slow(2, "later", "kept"),
         slow(3, "all_later", "kept"),
         *(slow(2, kind, "reset") for kind in FAMILY),
         slow(3, "all", "kept"),
@@ -454,7 +454,7 @@ def check_equal(program, wanted):
 
 @pytest.mark.parametrize(
     ("workers", "local"),
-    [(2, "kept"), slow(2, "reset"), *(slow(n, local) for n in (1, 3) for local in LOCAL)],
+    [slow(2, "kept"), slow(2, "reset"), *(slow(n, local) for n in (1, 3) for local in LOCAL)],
 )
 def test_a_run_equals_federated_averaging_in_plain_pytorch(run: Start, wanted, workers, local):
     apart = (wanted["kept"]["0.weight"] - wanted["reset"]["0.weight"]).abs().max()
@@ -562,7 +562,8 @@ def test_kept_optimizers_go_with_their_participants_where_a_run_is_scaled(run: S
     assert program.summary["parameters_sha256"] == alone.summary["parameters_sha256"]
 
 
-@pytest.mark.parametrize("local", ["reset", slow("kept")])
+@pytest.mark.slow
+@pytest.mark.parametrize("local", ["reset", "kept"])
 def test_what_the_others_have_computed_of_a_round_is_not_computed_again(
     run: Start, alone, tmp_path, local
 ):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from started import RECIPES, Start, Started, kill, kill_members, newest_pids, slow
+from started import RECIPES, Start, Started, kill, kill_members, newest_pids
 
 import instep
 from instep.errors import InstepError
@@ -116,7 +116,8 @@ def test_the_worker_that_makes_the_calls_is_killed_in_one(
     assert {who for who, _, _ in again} == {"second"}
 
 
-@pytest.mark.parametrize("kills", [4, slow(40)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [4, 40])
 def test_kills_at_random_moments_repeat_only_calls_that_were_begun(
     start: Start, tmp_path: Path, undisturbed: Path, kills: int
 ) -> None:
@@ -281,6 +282,7 @@ def test_a_callback_that_leaves_the_model_in_eval_mode_changes_nothing(tmp_path,
     assert sums[0] == sums[1]
 
 
+@pytest.mark.slow
 def test_loggers_of_a_run_get_all_that_it_has(tmp_path):
     run = train(tmp_path, report={"loggers": ["csv"], "gradient_norm": True})
     lines = (run.path / "metrics.csv").read_text().splitlines()

@@ -77,6 +77,7 @@ def test_each_sample_of_each_epoch_was_what_a_plain_read_gives(
     assert named_as_not_repeatable(run) == []
 
 
+@pytest.mark.slow
 def test_the_samples_to_record_are_known_where_nothing_is_shuffled(
     tmp_path: Path, capsys: Out
 ) -> None:
@@ -326,6 +327,7 @@ def test_a_run_does_not_resume_with_other_contents_until_they_are_restored(stopp
     assert resumed(stopped.run)["outcome"] == "completed"
 
 
+@pytest.mark.slow
 def test_a_data_loader_is_taken_apart_and_what_is_lost_is_said(tmp_path: Path, capsys: Out) -> None:
     run = trained(tmp_path, loaders="auto", arguments={"loader": 1}, workers=1)
     assert audited(run, capsys)[0] == 0
@@ -338,6 +340,7 @@ def test_a_data_loader_is_taken_apart_and_what_is_lost_is_said(tmp_path: Path, c
     ]
 
 
+@pytest.mark.slow
 def test_the_job_says_how_many_loader_processes_there_are_if_it_says_anything(
     tmp_path: Path,
 ) -> None:

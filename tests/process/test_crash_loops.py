@@ -35,7 +35,7 @@ def failed(program: Started) -> str:
     return program.error.splitlines()[0]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [slow(1), 2])
 def test_a_sample_that_kills_its_reader_ends_the_run_and_is_named(run: Start, workers: int) -> None:
     program = deadly(run, "segfault", workers, "data.loaders=0")
     first = failed(program)

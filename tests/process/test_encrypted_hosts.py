@@ -208,6 +208,7 @@ def test_a_server_that_leases_is_reached_over_encrypted_links_too(
     program.check_no_process_is_left()
 
 
+@pytest.mark.slow
 def test_what_finds_plain_bytes_finds_them_where_nothing_is_encrypted(
     start: Start, tmp_path: Path, undisturbed: str
 ) -> None:

@@ -112,7 +112,7 @@ def test_a_recipe_file_that_starts_a_run_when_imported_is_refused(run: Start) ->
     assert program.process.returncode == 2
 
 
-@pytest.mark.parametrize("mesh", [(), ("mesh.shard=2",), ("mesh.tensor=2",)], ids=str)
+@pytest.mark.parametrize("mesh", [(), slow(("mesh.shard=2",)), ("mesh.tensor=2",)], ids=str)
 def test_a_recipe_that_builds_another_model_in_each_process_is_refused(run: Start, mesh) -> None:
     program = refused(run, "differs.py:recipe", *mesh)
     first = program.error.splitlines()[0]

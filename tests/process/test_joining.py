@@ -197,6 +197,7 @@ def test_a_refused_recipe_leaves_no_run_folder(start: Start, tmp_path: Path) -> 
     assert list((program.work / "runs").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_what_process_0_refuses_all_refuse(start: Start, again: Path) -> None:
     for program in two_tasks(start, AGAIN, again.parent, 6):
         assert program.process.returncode != 0
@@ -212,6 +213,7 @@ def test_processes_that_join_with_other_arguments_end_with_the_first_that_differ
         assert "train.global_batch = 17 in process 1, and with 16 in process 0" in program.stderr
 
 
+@pytest.mark.slow
 def test_a_run_keeps_the_options_of_a_codec_that_processes_leave_out(
     start: Start, tmp_path: Path
 ) -> None:

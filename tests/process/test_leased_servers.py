@@ -152,6 +152,7 @@ def test_a_run_resumes_with_another_number_of_servers(tmp_path: Path, then: int)
     assert again.summary["wire_bytes"] > 2 * size * len(run.ledger), "down and up, for each update"
 
 
+@pytest.mark.slow
 def test_callbacks_see_the_parameters_of_all_servers_at_their_step(tmp_path: Path) -> None:
     given: dict[str, Any] = {"name": "leased", "runs": tmp_path, "seed": 5, "quiet": True}
     sync = {"name": "bounded_stale", "servers": 2, "options": {"staleness": 0}}

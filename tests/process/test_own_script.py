@@ -291,7 +291,8 @@ def test_a_script_that_does_not_join_is_refused_before_anything_is_started(
     assert not (program.work / "runs").exists()
 
 
-@pytest.mark.parametrize("command", [("-m", "instep", "run"), slow(())])
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [("-m", "instep", "run"), ()])
 def test_a_session_that_trained_nothing_is_an_error(
     start: Start, tmp_path: Path, command: tuple[str, ...]
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from started import RECIPES, SOON_S, Start, distance
+from started import RECIPES, SOON_S, Start, distance, slow
 
 import instep
 from disks import put
@@ -186,7 +186,7 @@ def test_a_model_that_no_checkpoint_has_is_set_aside_and_not_lost(
     assert "the model of step 10" in warning
 
 
-@pytest.mark.parametrize("kept", [None, 0, 1])
+@pytest.mark.parametrize("kept", [slow(None), 0, slow(1)])
 def test_without_the_log_the_step_of_a_model_is_not_named(
     run: Path, undisturbed: Path, kept: int | None
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import unreadable
 from safetensors.torch import load_file
-from started import RECIPES, Start, slow
+from started import RECIPES, Start
 
 import instep
 from instep.cli import main
@@ -69,7 +69,11 @@ def in_plain_torch(seed: int, bad: list[int]) -> tuple[dict[str, torch.Tensor], 
 
 
 @pytest.mark.parametrize(
-    "train", [{}, {"determinism": "bits"}], ids=["merged", "apart, to the bit"]
+    "train",
+    [
+        pytest.param({}, id="merged"),
+        pytest.param({"determinism": "bits"}, id="apart, to the bit", marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_is_that_of_the_samples_that_could_be_read(
     tmp_path: Path, train: dict[str, object]
@@ -82,7 +86,8 @@ def test_a_step_is_that_of_the_samples_that_could_be_read(
     assert done.summary["loss"] == pytest.approx(loss, rel=1e-5)
 
 
-@pytest.mark.parametrize("loaders", [*(slow(n) for n in (0, 1)), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("loaders", [0, 1, 2])
 def test_a_step_is_also_without_the_samples_that_end_their_reader(
     tmp_path: Path, loaders: int
 ) -> None:

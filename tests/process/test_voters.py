@@ -93,6 +93,7 @@ def test_sparse_gradients_and_no_momentum(start: Start, tmp_path: Path):
     check_same(begin(start, tmp_path, "sparse", *sets), plain_loop(17, 0.0, sparse=True))
 
 
+@pytest.mark.slow
 def test_kills_do_not_show_in_the_result(start: Start, tmp_path: Path):
     program = begin(start, tmp_path, "killed", "arguments.pause_s=0.005", "train.steps=60")
     program.until(program.is_training, "training")

@@ -29,7 +29,6 @@ from torch.nn import Parameter
 from instep.comm.base import Comm, Work
 from instep.comm.buckets import Bucket, laid_out_like, lay_out
 from instep.comm.codecs.base import Codec
-from instep.errors import SpecError
 from instep.records import BEGINNING, Attempt, Law
 from instep.sync.base import InMesh, Memory, Price, Result, Servers
 from instep.sync.carried_over import CarriedOver
@@ -60,17 +59,14 @@ class AllReduce(Gathering):
         encode_vectors: bool = False,
         codec: Codec | None = None,
     ) -> None:
-        super().__init__(bucket_mb=bucket_mb, overlap=overlap)
-        if not isinstance(encode_vectors, bool):
-            raise SpecError(
-                f"sync.options.encode_vectors = {encode_vectors!r}: needs to be true or false."
-            )
-        self.codec = codec
+        super().__init__(
+            bucket_mb=bucket_mb, overlap=overlap, codec=codec, encode_vectors=encode_vectors
+        )
         self._reducer: Reducer | None = None
         self.laws: Mapping[str, Law] = {}
         if codec is not None:
             self.laws = dict.fromkeys(reducer_of(codec).kinds(codec), Law.SUM)
-        self._encode_vectors = encode_vectors or "momentum" in self.laws  # which they need too
+        self._encode_vectors |= "momentum" in self.laws  # which they need too
         self._holders: Sequence[tuple[int, ...]] = ()
         self._carry = CarriedOver()  # what was dropped before
         self._attempt = BEGINNING
@@ -210,12 +206,6 @@ class AllReduce(Gathering):
         plain = [number for number, p in enumerate(parameters) if not self._is_encoded(p)]
         last = plain if self._reduces else ()
         return lay_out(parameters, [self._bucket_bytes], spare, types, holders, last)
-
-    def _is_encoded(self, parameter: Tensor) -> bool:
-        return self.codec is not None and (self._encode_vectors or parameter.dim() > 1)
-
-    def _encodes(self, bucket: Bucket) -> bool:
-        return bool(bucket.views) and self._is_encoded(bucket.views[0])
 
     def _send(self, number: int, bucket: Bucket) -> Work:
         if self._reducer is None or not self._encodes(bucket):

@@ -24,6 +24,7 @@ from instep.errors import SpecError
 from instep.records import Attempt, Law
 from instep.sync.all_reduce import AllReduce
 from instep.sync.base import Result
+from instep.sync.gathering import check_switch
 from instep.sync.reducers import Layout, Place, Reducer
 from instep.sync.reducers.late import KIND, Late, Waiting
 from instep.sync.sums import Exact, InTurns, Plain, Sums
@@ -156,8 +157,7 @@ def all_reduce(
     Raises:
         SpecError: an option is refused.
     """
-    if not isinstance(delayed, bool):
-        raise SpecError(f"sync.options.delayed = {delayed!r}: needs to be true or false.")
+    check_switch("delayed", delayed)
     if not delayed:
         return AllReduce(
             bucket_mb=bucket_mb, overlap=overlap, encode_vectors=encode_vectors, codec=codec

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from instep.comm.base import Comm, Work
 from instep.comm.buckets import Bucket
+from instep.comm.codecs.base import Codec
 from instep.errors import SpecError, WorkerError
 from instep.sync.sparse_rows import SparseRows
 from instep.sync.sums import Plain, Sums
@@ -36,25 +37,45 @@ def sparse_of(marks: Sequence[float]) -> list[int]:
     ]
 
 
+def check_switch(name: str, value: object) -> None:
+    """Refuse an option that is neither on nor off.
+
+    Raises:
+        SpecError: it is one.
+    """
+    if not isinstance(value, bool):
+        raise SpecError(f"sync.options.{name} = {value!r}: needs to be true or false.")
+
+
 class Gathering(ABC):
     """Fills buckets, sends each as soon as it is full, and exchanges notes.
 
     Args:
         bucket_mb: megabytes at which a bucket is full and starts on its way.
         overlap: send during the backward pass; off, all is sent after it.
+        codec: how gradients look on the wire; None sends them as they are.
+        encode_vectors: encode also parameters of fewer than two dimensions.
 
     Raises:
         SpecError: an option is refused.
     """
 
-    def __init__(self, *, bucket_mb: float, overlap: bool) -> None:
+    def __init__(
+        self,
+        *,
+        bucket_mb: float,
+        overlap: bool,
+        codec: Codec | None = None,
+        encode_vectors: bool = False,
+    ) -> None:
         number = isinstance(bucket_mb, (int, float)) and not isinstance(bucket_mb, bool)
         if not (number and 0 < bucket_mb < math.inf):
             raise SpecError(f"sync.options.bucket_mb = {bucket_mb!r}: needs a number above 0.")
-        if not isinstance(overlap, bool):
-            raise SpecError(f"sync.options.overlap = {overlap!r}: needs to be true or false.")
+        check_switch("overlap", overlap)
+        check_switch("encode_vectors", encode_vectors)
         self._bucket_bytes = int(bucket_mb * 1e6)
         self._overlap = overlap
+        self.codec, self._encode_vectors = codec, encode_vectors
         self._sums: Sums = Plain()
         self._sparse_rows = SparseRows()
         self._loaded: Mapping[str, Tensor] | None = None  # until `start`
@@ -67,6 +88,13 @@ class Gathering(ABC):
     @abstractmethod
     def _send(self, number: int, bucket: Bucket) -> Work:
         """A bucket is full: send it on its way."""
+
+    def _is_encoded(self, parameter: Tensor) -> bool:
+        return self.codec is not None and (self._encode_vectors or parameter.dim() > 1)
+
+    def _encodes(self, bucket: Bucket) -> bool:
+        """Whether it is encoded: all its members are, or none is."""
+        return bool(bucket.views) and self._is_encoded(bucket.views[0])
 
     def _gather(self, parameters: Sequence[Parameter], comm: Comm, sums: Sums, notes: int) -> None:
         """A generation begins: lay out the buckets."""

@@ -102,6 +102,7 @@ def test_parts_are_collected_and_summed_in_rank_order(tmp_path):
     start_processes(collects_and_sums, (tmp_path,), nprocs=RANKS, start_method="forkserver")
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_the_others_hear_that_a_rank_was_killed(tmp_path):
     context = start_processes(

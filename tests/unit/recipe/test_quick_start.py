@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import sys
 from types import ModuleType
@@ -37,6 +39,7 @@ print("all is well")
 """
 
 
+@pytest.mark.slow
 def test_the_compiler_is_spared_until_it_is_asked_for():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -311,7 +311,7 @@ def test_where_a_step_is_not_like_the_last_servers_begin_it_again(odd, servers):
                         gradient.view(-1)[3] *= math.nan if step.nan else 1.0
                         strategy.gradient(slot, gradient)
                 agreed = strategy.exchange(torch.zeros(0, dtype=torch.float64))
-            before = servers and comm.rank == 2 and strategy._moved
+            before = servers and comm.rank == 2 and strategy._own.moved
             strategy.prepare(number, step.scale)
             if before and strategy._guess._wrong > len(moved_in_vain):
                 moved_in_vain.append(number)

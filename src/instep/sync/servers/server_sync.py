@@ -12,9 +12,8 @@ only when all have told their notes: that the step is like the last one (`guess.
 not, servers undo what they have moved, and move all after the exchange, in `prepare`; as they do
 where something has to be known of the whole gradient, such as its norm.
 
-A server's optimizer state is its own alone. It lies in ordinary memory, moves there before it is
-known whether the step happens, and is copied with the parameters of the part into a slot of memory
-that outlives the process. A step that does not happen is undone by the other slot.
+A server's optimizer state is its own alone, and moves before it is known whether the step happens:
+`own_part.py` keeps it, and undoes what does not happen.
 
 With `copy` the next server keeps a copy of a server's part: it is sent the summed gradients, and
 takes the same steps. Who lacks a part when a generation begins gets it from the other that has it
@@ -46,26 +45,19 @@ from instep.comm.codecs.base import Codec
 from instep.errors import RecipeError, SpecError
 from instep.records import BEGINNING, Attempt, Law
 from instep.sync import norm
-from instep.sync.base import SERVED, InMesh, Memory, Mover, Piece, Price, Result, Servers
+from instep.sync.base import InMesh, Memory, Mover, Piece, Price, Result, Servers
 from instep.sync.carried_over import CarriedOver
-from instep.sync.gathering import Gathering
+from instep.sync.gathering import Gathering, check_switch
 from instep.sync.reducers.whole_buckets import WholeBuckets
-from instep.sync.servers.copies import PARAMETERS, gather_parts, lost, of_part, take_copies
+from instep.sync.servers.copies import gather_parts, lost, take_copies
 from instep.sync.servers.cuts import Packed, Part, Segment, cut, pieces_of
 from instep.sync.servers.differences import Differences
 from instep.sync.servers.guess import Guess
-from instep.sync.servers.kept_rows import KeptRows
+from instep.sync.servers.own_part import OwnPart, rows_of
 from instep.sync.servers.pushes import Pushes, layout_of
 from instep.sync.servers.tables import Tables
 from instep.sync.servers.traffic import Traffic
 from instep.sync.sums import Sums, Wide, sums_of
-
-_ROWS = "rows/"
-"""In memory that outlives a server, before what a step makes of the rows of embeddings."""
-
-_SERVED = "served/"
-"""In memory that outlives a server, before its number: with a codec, the parameters of its part as
-its optimizer has them, [bytes]."""
 
 
 class _Shared(NamedTuple):
@@ -73,13 +65,13 @@ class _Shared(NamedTuple):
 
     parts: list[Part]
     """Of each server."""
-    new: dict[int, Packed]
-    """By server, its part, moved towards the next commit. A worker has all; a server has its own,
-    and that of which it keeps a copy: what its optimizer moves."""
     held: dict[int, Packed]
-    """The same as the workers hold it; with a codec a server has it apart from `new`."""
+    """By server, its part as the workers hold it, moved towards the next commit. A worker has all;
+    a server has its own, and that of which it keeps a copy."""
     back: Differences | None
     """With a codec, what goes back to the workers."""
+    own: OwnPart | None
+    """Of a server."""
 
 
 class ServerSync(Gathering):
@@ -107,13 +99,13 @@ class ServerSync(Gathering):
         encode_vectors: bool = False,
         codec: Codec | None = None,
     ) -> None:
-        super().__init__(bucket_mb=bucket_mb, overlap=overlap)
-        for name, value in (("copy", copy), ("encode_vectors", encode_vectors)):
-            if not isinstance(value, bool):
-                raise SpecError(f"sync.options.{name} = {value!r}: needs to be true or false.")
+        super().__init__(
+            bucket_mb=bucket_mb, overlap=overlap, codec=codec, encode_vectors=encode_vectors
+        )
+        check_switch("copy", copy)
         if codec is not None:
             _check(codec, copy=copy)
-        self._copy, self.codec, self._encode_vectors = copy, codec, encode_vectors
+        self._copy = copy
         self.laws = {"optimizer": Law.MOVE}
         self._carries = codec is not None and bool(Pushes.kinds(codec))
         if codec is not None:
@@ -123,12 +115,9 @@ class ServerSync(Gathering):
         self._residuals: WholeBuckets  # how they lie
         self._shared: _Shared | None = None
         self._left: dict[str, Tensor] | None = None  # of the process before, until `start`
-        self._held: Attempt | None = None  # under which memory has the state of the last commit
         self._begins = False  # from what the optimizer has
         self._mine = -1  # which server this is; -1 for a worker
-        self._moved = False  # whether anything of this server's part has moved in this step
         self._early = False  # whether servers move in this step what has come, before all has
-        self._memory: Memory | None = None
         self._attempt = BEGINNING
         self._sizes: list[int] | None = None
         self._mover: Mover
@@ -179,7 +168,7 @@ class ServerSync(Gathering):
         sums = sums_of(parameters, comm, parts, encoded=self.codec is not None)
         self._gather(parameters, comm, sums, notes)
         self._residuals = self._laid_out(self._buckets, parameters)
-        self._servers, self._mover, self._memory = list(servers.ranks), servers.mover, memory
+        self._servers, self._mover = list(servers.ranks), servers.mover
         self._mine = self._servers.index(comm.rank) if comm.rank in self._servers else -1
         if self._copy and len(self._servers) < 2:
             raise SpecError(
@@ -193,15 +182,17 @@ class ServerSync(Gathering):
                     "one of the two out."
                 )
             if self._left is not None:
-                self.tables.load_left(_after(_ROWS, self._left))
+                self.tables.load_left(rows_of(self._left))
             self.tables.start(comm, self._servers, memory, by_unit=parts > 0)
         if self._shared is None:
-            self._share_out()
-        assert self._shared is not None
+            self._shared = self._share_out(memory)
         shared = self._shared
+        if shared.own is not None:
+            assert memory is not None, "a server has memory"
+            shared.own.begin(memory, self.tables.kept if self.tables is not None else None)
         for packed in shared.held.values() if self._mine >= 0 or self.codec is not None else ():
             packed.load()
-        self._hold(at)
+        self._hold(shared, at)
         slots = None
         if self._carries:
             slots = self._carry_over(memory, at, draining)
@@ -222,7 +213,7 @@ class ServerSync(Gathering):
             back=shared.back,
             pushes=self._pushes,
         )
-        self._moved = self._early = False
+        self._early = False
         self._guess = Guess()
         mover = self._mover
         self._moves_early = self._overlap and mover.by_element and not mover.clips
@@ -256,37 +247,28 @@ class ServerSync(Gathering):
             f"residual/{slot}": torch.zeros(p.shape, dtype=torch.float32) for slot, p in encoded
         }
 
-    def _encodes(self, bucket: Bucket) -> bool:
-        return bool(bucket.members) and self._is_encoded(bucket.views[0])
-
-    def _is_encoded(self, parameter: Tensor) -> bool:
-        return self.codec is not None and (self._encode_vectors or parameter.dim() > 1)
-
     def _codes(self, segment: Segment) -> bool:
         return self._is_encoded(self._parameters[segment.pieces[0].slot])
 
-    def _share_out(self) -> None:
+    def _share_out(self, memory: Memory | None) -> _Shared:
         """Cut the parameters, and the state that the optimizer has for them."""
         mover, count = self._mover, len(self._servers)
         every = cut(self._buckets[:-1], self._parameters, count, by_element=mover.by_element)
-        new = {
-            server: Packed(part.pieces, self._parameters)
-            for server, part in enumerate(every)
-            if self._mine < 0 or server in self._kept
-        }
-        held = new
-        if self.codec is not None and self._mine >= 0:
-            held = {n: Packed(every[n].pieces, self._parameters) for n in new}
-        for packed in new.values():
-            packed.load()  # with a codec, what is beyond the parameters is taken up below
-        self._shared = _Shared(every, new, held, self._differences(every, held))
-        own = [packed.views.items() for packed in new.values()] if self._mine >= 0 else []
-        mover.hold({piece: Parameter(view) for views in own for piece, view in views})
-        if self._left is not None and self._mine >= 0:
-            assert self._memory is not None
-            self._take_back(self._left)
-            self._held = Attempt(*self._memory.stamps()[0])
-        self._left = None
+        kept = range(count) if self._mine < 0 else [self._mine]
+        if self._mine >= 0 and self._copy:
+            kept = [self._mine, (self._mine - 1) % count]
+        held = {server: Packed(every[server].pieces, self._parameters) for server in kept}
+        back, own = self._differences(every, held), None
+        left, self._left = self._left, None
+        if self._mine < 0:
+            mover.hold({})
+        else:
+            own = OwnPart(self._mine, held, self._parameters, mover, back)
+            if left is not None:
+                assert memory is not None, "it has left something there"
+                own.take(left)
+                own.at = Attempt(*memory.stamps()[0])
+        return _Shared(every, held, back, own)
 
     def _differences(self, parts: Sequence[Part], held: Mapping[int, Packed]) -> Differences | None:
         if self.codec is None:
@@ -294,64 +276,28 @@ class ServerSync(Gathering):
         every = ((s, packed) for n, packed in held.items() for s in parts[n].segments)
         return Differences(self.codec, {s: packed for s, packed in every if self._codes(s)})
 
-    def _take_back(self, kept: Mapping[str, Tensor]) -> None:
-        """Have the optimizer be where it was when it left this in memory."""
-        assert self._shared is not None
-        self._mover.load_states(_of_optimizer(kept))
-        for server, packed in self._shared.new.items() if self.codec is not None else ():
-            packed.flat.copy_(kept[f"{_SERVED}{server}"])
-
-    @property
-    def _rows(self) -> KeptRows | None:
-        """Of embeddings that this server has."""
-        return self.tables.kept if self.tables is not None else None
-
-    @property
-    def _kept(self) -> list[int]:
-        """The servers whose parts this server has: itself, and the one of which it has a copy."""
-        count = len(self._servers)
-        return [self._mine, (self._mine - 1) % count] if self._copy else [self._mine]
-
-    def _hold(self, at: Attempt) -> None:
+    def _hold(self, shared: _Shared, at: Attempt) -> None:
         """Have memory hold the state of the last commit, which is what the optimizer has then.
 
         Raises:
             WorkerError: it was lost with the process before.
         """
-        held = self._held
-        lacks = (held is None and at.number and not self._begins) or (held and held[:2] != at[:2])
+        own, lacks, has = shared.own, False, None
+        if own is not None:
+            has = own.at
+            lacks = bool(at.number) and not self._begins if has is None else has[:2] != at[:2]
         if self._copy:
-            assert self._shared is not None
-            parts, lacking = self._shared.parts, bool(self._mine >= 0 and lacks)
-            take_copies(self._comm, self._servers, self._mine, parts, self._mover, lacking)
-        elif self._mine >= 0 and lacks:
+            take_copies(self._comm, self._servers, self._mine, shared.parts, self._mover, lacks)
+        elif lacks:
             raise lost(self._mine, len(self._servers))
-        if self._mine >= 0 and (held is None or lacks):
-            self._stage(at)
-            self._held = at
+        if own is not None and (has is None or lacks):
+            own.stage(at)
+            own.at = at
 
-    def _stage(self, attempt: Attempt) -> None:
-        """Copy the optimizer's state, and what it has moved, into the slot of a commit."""
-        assert self._memory is not None
-        assert self._shared is not None
-        states = self._mover.states()
-        for server in self._kept:
-            states[f"{PARAMETERS}{server}"] = self._shared.held[server].flat
-            if self.codec is not None:
-                states[f"{_SERVED}{server}"] = self._shared.new[server].flat
-        if self._rows is not None:
-            states |= {f"{_ROWS}{n}": each for n, each in self._rows.staged().items()}
-        layout = {name: (tuple(state.shape), state.dtype) for name, state in states.items()}
-        if layout != self._layout:  # an optimizer makes its state in its first steps
-            self._memory.lay_out(layout)
-            self._layout = layout
-        slot = self._memory.stage(*attempt)
-        with torch.no_grad():
-            for name, state in states.items():
-                slot[name].copy_(state)
-        self._memory.staged(*attempt)
-
-    _layout: Mapping[str, tuple[tuple[int, ...], torch.dtype]] | None = None
+    @property
+    def _own(self) -> OwnPart | None:
+        """What this server has; None on a worker, and before a generation has begun."""
+        return self._shared.own if self._shared is not None else None
 
     def _with_room(self, spare: int) -> list[Bucket]:
         """The buckets, and one for the notes, which goes to all."""
@@ -427,6 +373,10 @@ class ServerSync(Gathering):
             self.tables.exchange()
         return agreed
 
+    def _undo(self) -> None:
+        if self._own is not None:
+            self._own.undo(self._attempt)
+
     # ---- the commit
 
     @torch.no_grad()
@@ -442,9 +392,9 @@ class ServerSync(Gathering):
         if self._early and not right:
             self._undo()
             self._sums.take_back()
-        if self._mine >= 0 and not (self._early and right):
+        if shared.own is not None and not (self._early and right):
             segments = shared.parts[self._mine].segments
-            kept = [segment for server in self._kept for segment in shared.parts[server].segments]
+            kept = [segment for server in shared.held for segment in shared.parts[server].segments]
             gradients = self._gradients(kept, there, scale)
             own = {p: gradients[p] for p in pieces_of(segments) if p in gradients}
             factor = self._limit(own, scale)
@@ -458,10 +408,10 @@ class ServerSync(Gathering):
                 for segment in part.segments:
                     self._traffic.pull(server, segment)
             self._limit({}, scale)
-        if self._mine >= 0:
-            if self._rows is not None:
-                self._rows.move(scale * factor)
-            self._stage(self._attempt)
+        if shared.own is not None:
+            if shared.own.rows is not None:
+                shared.own.rows.move(scale * factor)
+            shared.own.stage(self._attempt)
         elif self._pushes is not None:
             self._pushes.finish([slot for slot, used in enumerate(there) if not used])
         self._traffic.wait()
@@ -487,25 +437,14 @@ class ServerSync(Gathering):
 
     def _give(self, segments: Sequence[Segment], there: Sequence[bool]) -> None:
         """Send what is new of segments of this server to the workers."""
-        assert self._shared is not None
-        _, new, held, back = self._shared
-        if back is not None:
-            for segment in segments:
-                if segment in back.payloads:
-                    back.encode(segment, new[self._mine], there, self._attempt.number)
-                else:
-                    held[self._mine].of(segment).copy_(new[self._mine].of(segment))
+        assert self._own is not None, "a server gives"
+        self._own.give(self._attempt.number, segments, there)
         self._traffic.give(segments)
 
     def _move(self, segments: Sequence[Segment], gradients: Mapping[Piece, Tensor]) -> None:
         """Have the optimizer move these segments by the gradients that there are."""
-        self._moved = True
-        pieces, held = pieces_of(segments), self._mover.held
-        for piece in pieces:
-            held[piece].grad = gradients.get(piece)
-        self._mover.step(self._attempt.number, pieces)
-        for piece in pieces:
-            held[piece].grad = None
+        assert self._own is not None, "a server moves"
+        self._own.move(self._attempt.number, pieces_of(segments), gradients)
 
     def _limit(self, gradients: Mapping[Piece, Tensor], scale: float) -> float:
         """What gradients are multiplied by, so that the norm of all is within its limit; all ranks
@@ -517,8 +456,8 @@ class ServerSync(Gathering):
         if not blocks:
             return 1.0
         squares = torch.zeros(blocks + len(self._servers), dtype=torch.float64)
-        if self._rows is not None:
-            squares[blocks + self._mine] = self._rows.square(scale)
+        if self._own is not None and self._own.rows is not None:
+            squares[blocks + self._mine] = self._own.rows.square(scale)
         for piece, gradient in gradients.items():
             first = firsts[piece.slot] + piece.start // norm.BLOCK
             own = norm.squares([gradient])
@@ -545,50 +484,33 @@ class ServerSync(Gathering):
     def apply(self, update: Callable[[], Result]) -> Result:
         """Give the model the parameters that the servers have moved."""
         assert self._shared is not None
-        back, there = self._shared.back, [seen > 0 for seen in self._agreed]
-        if back is not None and self._mine < 0:
-            for segment in back.payloads:
-                back.take(segment, there)
-        for packed in self._shared.held.values():
+        _, held, back, own = self._shared
+        there = [seen > 0 for seen in self._agreed]
+        for segment in back.payloads if back is not None and own is None else ():
+            assert back is not None
+            back.take(segment, there)
+        for packed in held.values():
             packed.store()
         result = update()
         if self._pushes is not None:
             self._pushes.apply()
         self._sums.end_step(self._sizes)
-        if self._mine >= 0:
-            if self._rows is not None:
-                self._rows.apply()
-            self._held = self._attempt
-            self.whole = len(self._kept) == len(self._servers)
-        self._moved = False
+        if own is not None:
+            own.apply(self._attempt)
+            self.whole = len(held) == len(self._servers)
         self._forget()
         return result
 
     @torch.no_grad()
     def abandon(self) -> None:
         """Undo what this server has moved."""
-        self._undo()
-        if self._rows is not None:
-            self._rows.abandon()
+        if self._own is not None:
+            self._own.abandon(self._attempt)
         if self._pushes is not None:
             self._pushes.abandon()
         self._traffic.forget()
         self._sums.abandon()
         self._forget()
-
-    def _undo(self) -> None:
-        """This server's part, and the optimizer's state for it, are those of the last commit."""
-        if self._moved:
-            assert self._shared is not None
-            assert self._memory is not None
-            assert self._held is not None
-            before = self._memory.at(*self._held)
-            assert before is not None, "the slot of the last commit is kept"
-            self._take_back(before)
-            for packed in self._shared.held.values():
-                packed.load()
-            self._memory.forget(*self._attempt)
-            self._moved = False
 
     def stop(self) -> None:
         """The optimizer stays where it is."""
@@ -597,22 +519,17 @@ class ServerSync(Gathering):
 
     def own_state(self) -> dict[str, Tensor]:
         """The optimizer's state for this server's part; of a worker, what it has left out."""
-        if self._shared is None or self._mine < 0:
+        if self._shared is None or self._shared.own is None:
             pushes = self._pushes
             return pushes.own_state() if pushes is not None else dict(self._carry.totals)
-        part = self._shared.parts[self._mine]
-        states = of_part(part, self._mover.states())
-        for piece in pieces_of([segment for segment in part.segments if self._codes(segment)]):
-            name = f"{piece.slot}/{SERVED}/{piece.start}:{piece.stop}"
-            states[name] = self._shared.new[self._mine].views[piece]
         left = self._nothing_left() if self._carries else {}
-        return left | {f"optimizer/{name}": state for name, state in states.items()}
+        return left | self._shared.own.states(self._shared.parts[self._mine])
 
     def load_own(self, state: Mapping[str, Tensor]) -> None:
         """Begin from what the optimizer itself has."""
         self._carry.load(state)
         self._pushes = None
-        self._shared, self._held, self._left, self._begins = None, None, None, True
+        self._shared, self._left, self._begins = None, None, True
         self.whole = True
 
     def load_left(
@@ -636,7 +553,7 @@ class ServerSync(Gathering):
         """Give this server the parts of the others, if it is `root` and lacks them."""
         lacks = None
         if comm.rank == root and not self.whole:
-            lacks = self._held
+            lacks = self._own.at if self._own is not None else None
             assert lacks is not None, "it has been part of a commit"
         gather_parts(comm, root, servers, memory, lacks, self._room)
         self.whole = self.whole or comm.rank == root
@@ -649,15 +566,6 @@ class ServerSync(Gathering):
     def price(parameter_bytes: int, replicas: int) -> Price:
         """A worker sends its gradient, once."""
         return Price(parameter_bytes, 1)
-
-
-def _of_optimizer(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    beside = (PARAMETERS, _ROWS, _SERVED)
-    return {name: tensor for name, tensor in kept.items() if not name.startswith(beside)}
-
-
-def _after(start: str, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {n.removeprefix(start): each for n, each in kept.items() if n.startswith(start)}
 
 
 def _check(codec: Codec, *, copy: bool) -> None:
