@@ -591,9 +591,10 @@ class Loop(ABC):
 
     def _report_lost(self) -> None:
         """Warn of participants or voters that began anew, as what they remembered was lost."""
-        strategy = self.engine.strategy
-        those = isinstance(strategy, Averaging | Streaming | SignVote)
-        carried = strategy.carried if those else None
+        strategy: object = self.engine.strategy
+        if not isinstance(strategy, Averaging | Streaming | SignVote):
+            return
+        carried = strategy.carried
         if carried is None or not carried.lost:
             return
         (numbers, last), carried.lost = (sorted(carried.lost), max(carried.lost.values())), {}
