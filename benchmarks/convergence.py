@@ -36,7 +36,7 @@ from instep.report.figures.outcomes import Outcome
 from instep.report.figures.ratios import ratio_of
 from instep.store.run_folder import RunFolder
 from instep.sync.all_reduce import AllReduce
-from instep.sync.base import make_strategy
+from instep.sync.base import Generation, make_strategy
 from instep.worker.step.gradients import Gradients
 
 WORKERS, BATCH, LENGTH, WIDTH, STEPS, OVER = 4, 8, 48, 64, 200, 40
@@ -144,7 +144,7 @@ def trained(comm: Any, name: str, model: Reader, data: Tensor, seed: int, target
     )
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=2e-3)
-    strategy.start(parameters, comm, notes=1)
+    strategy.start(parameters, comm, Generation(notes=1))
     gradients = Gradients(parameters, strategy.gradient)
     losses: list[float] = []
     for step in range(1, LIMIT + 1):

@@ -21,6 +21,7 @@ from turns import HERE, in_words, over, summed_up, write
 
 from instep.comm.alone import AloneComm
 from instep.sync.all_reduce import AllReduce
+from instep.sync.base import Generation
 from instep.worker.step.gradients import Gradients
 
 sys.path.insert(0, str(HERE / "recipes"))
@@ -34,7 +35,7 @@ def stepper(name: str, passes: int, parts: int) -> Callable[[], None]:
     batches = list(zip(*tensors, strict=True))
     parameters = list(recipe.model.parameters())
     optimizer, sums, notes = recipe.optimizer(parameters), AllReduce(), torch.zeros(0)
-    sums.start(parameters, AloneComm(), notes=0, parts=parts)
+    sums.start(parameters, AloneComm(), Generation(notes=0, parts=parts))
     Gradients(parameters, sums.gradient)
 
     def step() -> None:

@@ -35,7 +35,7 @@ from instep.comm.codecs import CODECS
 from instep.comm.torch_comm import TorchComm
 from instep.lab.netlab import Network, bits_per_s
 from instep.records import Attempt
-from instep.sync.base import Servers, make_strategy
+from instep.sync.base import Generation, Servers, make_strategy
 from instep.system.host_memory import HostMemory
 from instep.worker.step.served import ServedUpdate
 from instep.worker.step.update import Update
@@ -115,7 +115,7 @@ class Contender:
         self.memory = HostMemory()
         at = Attempt(0, 0, 1)
         self.strategy.start(
-            self.parameters, comm, notes=8, memory=self.memory, at=at, servers=servers
+            self.parameters, comm, Generation(notes=8, memory=self.memory, at=at, servers=servers)
         )
 
     def step(self) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from instep.comm.torch_comm import TorchComm
 from instep.data.order import Order, position, steps_in_epoch
 from instep.records import Attempt
-from instep.sync.base import make_strategy
+from instep.sync.base import Generation, make_strategy
 from instep.sync.delayed import Delayed
 from instep.worker.step.buffers import Buffers
 from instep.worker.step.gradients import Gradients
@@ -132,7 +132,7 @@ def train(
     scheduler = schedule(optimizer) if schedule else None
     parts = micro_batches if exact else 0
     buffers, agree = Buffers(model, parts=parts), make_strategy(strategy, options or {})
-    agree.start(parameters, comm, notes=micro_batches + len(buffers), parts=parts)
+    agree.start(parameters, comm, Generation(notes=micro_batches + len(buffers), parts=parts))
     gradients = Gradients(parameters, agree.gradient)
     order, losses = Order(len(table), 0), []
 

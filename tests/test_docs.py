@@ -22,6 +22,7 @@ from instep.comm.memory import run_ranks
 from instep.data import SOURCES
 from instep.sync import STRATEGIES
 from instep.sync.all_reduce import AllReduce
+from instep.sync.base import Generation
 from instep.worker.step.gradients import Gradients
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -217,7 +218,7 @@ def agreed(strategy: Any) -> list[torch.Tensor]:
     def one(comm: Any) -> list[torch.Tensor]:
         model = copy.deepcopy(whole)
         parameters, mine = list(model.parameters()), strategy()
-        mine.start(parameters, comm, notes=1)
+        mine.start(parameters, comm, Generation(notes=1))
         listening = Gradients(parameters, mine.gradient)
         mine.begin_pass((comm.rank + 1) / 6, last=True)
         model(torch.full((5, 4), float(comm.rank))).square().mean().backward()

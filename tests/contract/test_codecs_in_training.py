@@ -14,7 +14,7 @@ from helpers import run_processes
 from instep.comm.codecs import CODECS
 from instep.comm.memory import run_ranks
 from instep.records import Attempt
-from instep.sync.base import make_strategy
+from instep.sync.base import Generation, make_strategy
 from instep.system.host_memory import HostMemory
 
 OPTIONS = {
@@ -56,7 +56,7 @@ class Worker:
         """The parameters after each step, as one number; with one bucket after the other."""
         at = Attempt(0, first, number)
         self.strategy.start(
-            self.parameters, comm, notes=1, memory=self.memory, at=at, draining=draining
+            self.parameters, comm, Generation(notes=1, memory=self.memory, at=at, draining=draining)
         )
         assert len(self.strategy._buckets) > 8
         seen = []

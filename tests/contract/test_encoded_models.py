@@ -11,7 +11,7 @@ from instep.comm.codecs.base import aligned
 from instep.comm.memory import MemoryComm, run_ranks
 from instep.errors import SpecError
 from instep.records import Attempt
-from instep.sync.base import make_strategy
+from instep.sync.base import Generation, make_strategy
 from instep.sync.clashes import check
 from instep.sync.reducers import reducer_of
 from instep.sync.reducers.two_phase import TwoPhase
@@ -26,7 +26,7 @@ def several_steps(comm, name, vectors):
     model, names, parameters = model_and_parameters("sign_vote")  # none is wider than float32
     settings = {"encode_vectors": vectors, "bucket_mb": 0.0001}
     strategy = make_strategy("all_reduce", settings, name, OPTIONS.get(name, {}))
-    strategy.start(parameters, comm, notes=0)
+    strategy.start(parameters, comm, Generation(notes=0))
     gradients = Gradients(parameters, strategy.gradient)
     frozen, own = model.frozen.clone(), passes_of(comm.rank, comm.size)
     total = {
@@ -117,7 +117,7 @@ def test_what_is_sent_is_what_the_sizes_of_codecs_say(name, ranks):
         comm.__class__ = Counted
         weight = torch.nn.Parameter(torch.zeros(count, 1))
         strategy = make_strategy("all_reduce", {}, name)
-        strategy.start([weight], comm, notes=0)
+        strategy.start([weight], comm, Generation(notes=0))
         strategy.begin_step(Attempt(0, 1, 1))
         before = comm.sent
         strategy.begin_pass(1.0, last=True)

@@ -10,7 +10,7 @@ from helpers import run_processes
 from instep.comm.codecs import CODECS
 from instep.comm.memory import run_ranks
 from instep.records import Attempt
-from instep.sync.base import make_strategy
+from instep.sync.base import Generation, make_strategy
 
 AT_RANDOM = ", at random"
 NAMES = [*(name for name in CODECS if name != "none"), f"int8{AT_RANDOM}", f"int4{AT_RANDOM}"]
@@ -33,7 +33,7 @@ class Replica:
         self.parameters = [Parameter(torch.full(shape, 0.5)) for shape in SHAPES]
         self.generator = torch.Generator().manual_seed(100 * drawn + comm.rank)
         self.strategy.load_own(own or {})
-        self.strategy.start(self.parameters, comm, notes=1)
+        self.strategy.start(self.parameters, comm, Generation(notes=1))
         self.given = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
         self.agreed = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
 
@@ -157,7 +157,7 @@ def test_another_seed_draws_other_numbers():
         replica = Replica(f"int4{AT_RANDOM}", comm)
         replica.strategy.stop()
         replica.strategy = strategy_with(f"int4{AT_RANDOM}", seed)
-        replica.strategy.start(replica.parameters, comm, notes=1)
+        replica.strategy.start(replica.parameters, comm, Generation(notes=1))
         replica.step(1)
         return replica.digest()
 

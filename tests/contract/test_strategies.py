@@ -12,7 +12,7 @@ from instep.errors import SpecError
 from instep.records import Attempt
 from instep.spec import ROUND_OPTIONS
 from instep.sync import DEFAULTS, LEASED, SERVERS, STRATEGIES
-from instep.sync.base import Servers, make_strategy
+from instep.sync.base import Generation, Servers, make_strategy
 from instep.system.host_memory import HostMemory
 from instep.worker.step.gradients import Gradients
 from instep.worker.step.served import ServedUpdate
@@ -120,7 +120,7 @@ def begin(name, parameters, comm, options=None, *, notes=1, parts=0, state=None)
         )
         servers = Servers(range(workers, comm.size), update)
     more = {"memory": HostMemory(), "servers": servers}
-    strategy.start(parameters, comm, notes=notes, parts=parts, **more)
+    strategy.start(parameters, comm, Generation(notes=notes, parts=parts, **more))
     return strategy, workers
 
 

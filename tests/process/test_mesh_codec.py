@@ -21,6 +21,7 @@ from instep.records import Attempt
 from instep.state.manifest import published
 from instep.state.pieces import Pieces, open_pieces
 from instep.sync.all_reduce import AllReduce
+from instep.sync.base import Generation
 
 pytestmark = pytest.mark.process
 
@@ -50,7 +51,7 @@ def on_parts(steps: int) -> torch.Tensor:
     def replica(comm, half):
         weight = torch.nn.Parameter(torch.zeros(adds_up.WIDTH // 2))
         strategy = AllReduce(codec=Int8(), encode_vectors=True)
-        strategy.start([weight], comm, notes=0)
+        strategy.start([weight], comm, Generation(notes=0))
         for step in range(1, steps + 1):
             indices = order.indices(*position(step, adds_up.EVEN, BATCH))
             own = torch.from_numpy(indices).view(2, -1)[comm.rank]

@@ -30,7 +30,7 @@ from instep.comm.base import Comm, Work
 from instep.comm.buckets import Bucket, laid_out_like, lay_out
 from instep.comm.codecs.base import Codec
 from instep.records import BEGINNING, Attempt, Law
-from instep.sync.base import InMesh, Memory, Price, Result, Servers
+from instep.sync.base import Generation, Price, Result
 from instep.sync.carried_over import CarriedOver
 from instep.sync.gathering import Gathering, sparse_of
 from instep.sync.reducers import Layout, Place, Reducer, reducer_of
@@ -71,28 +71,16 @@ class AllReduce(Gathering):
         self._carry = CarriedOver()  # what was dropped before
         self._attempt = BEGINNING
 
-    def start(
-        self,
-        parameters: Sequence[Parameter],
-        comm: Comm,
-        *,
-        notes: int,
-        parts: int = 0,
-        memory: Memory | None = None,
-        at: Attempt = BEGINNING,
-        draining: Sequence[int] = (),
-        servers: Servers | None = None,
-        mesh: InMesh | None = None,
-    ) -> None:
+    def start(self, parameters: Sequence[Parameter], comm: Comm, generation: Generation) -> None:
         """Lay out the buckets."""
         self._keep()
         shared = self.state()
+        notes, parts, mesh = generation.notes, generation.parts, generation.mesh
         self._holders = mesh.holders if mesh is not None else ()
         self._gather(parameters, comm, self._make_sums(parameters, comm, parts), notes)
         if self._reduces:
-            everyone = mesh.everyone if mesh is not None else comm
             self._loaded = shared
-            self._reducer = self._carry_over(everyone, memory, at, draining)
+            self._reducer = self._carry_over(generation)
             self._reducer.load_state(shared)
             self._loaded = None
 
@@ -133,14 +121,9 @@ class AllReduce(Gathering):
                 self._carry.keep(self._layout, self._comm.rank, self._reducer.carried)
             self._loaded, self._reducer = self.state(), None
 
-    def _carry_over(
-        self,
-        everyone: Comm,
-        memory: Memory | None,
-        at: Attempt,
-        draining: Sequence[int],
-    ) -> Reducer:
+    def _carry_over(self, generation: Generation) -> Reducer:
         """Lay out what is carried over, beginning with what was carried before."""
+        draining = generation.draining
         comm, device, types = self._comm, self._buckets[0].flat.device, self._sums.types
         layout = self._laid_out(self._buckets, self._parameters, comm.size, draining)
         if not self.laws:
@@ -150,9 +133,10 @@ class AllReduce(Gathering):
         slots = self._carry.start(
             comm,
             layout,
-            everyone=everyone,
-            memory=memory if device.type == "cpu" else None,  # a GPU's own is lost with the process
-            at=at,
+            everyone=generation.everyone(comm),
+            # a GPU's own is lost with the process
+            memory=generation.memory if device.type == "cpu" else None,
+            at=generation.at,
             place=[comm.rank, comm.size, int(self._sums.flags > 0), *draining],
             draining=draining,
             like={

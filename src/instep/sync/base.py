@@ -141,6 +141,33 @@ class InMesh(NamedTuple):
     out the same bits, each by its own group."""
 
 
+class Generation(NamedTuple):
+    """What a strategy is told when a generation begins."""
+
+    notes: int
+    """Length of the vector that will travel with every step."""
+    parts: int = 0
+    """0 for sums that are equal to rounding. Above it, the agreed gradient must have the same bits
+    however the passes are dealt to ranks; a step has at most so many over all ranks, each with at
+    most about its share of the weight."""
+    memory: Memory | None = None
+    """For what this rank alone remembers; outlives the process. What is staged for a step lies
+    there, stamped, before the message without which no other rank can finish the exchange."""
+    at: Attempt = BEGINNING
+    """The commit that all hold, in this generation."""
+    draining: Sequence[int] = ()
+    """Ranks that leave after it: what they alone remember, others take over now, or nobody does;
+    which of the two, `Strategy.resolve` says after a PeerError."""
+    servers: Servers | None = None
+    """The ranks that are; for strategies that have some."""
+    mesh: InMesh | None = None
+    """Where a strategy's `comm` has one rank of each replica, and a replica has several."""
+
+    def everyone(self, comm: Comm) -> Comm:
+        """All ranks of the run, of which `comm` has one of each replica."""
+        return self.mesh.everyone if self.mesh is not None else comm
+
+
 class Price(NamedTuple):
     """What one rank sends for one step, for the planner to add up."""
 
@@ -163,37 +190,13 @@ class Strategy(Protocol):
         place; empty where `state` is all there is. With it a commit needs a vote: what one rank
         alone has staged cannot be copied from another that committed."""
 
-    def start(
-        self,
-        parameters: Sequence[Parameter],
-        comm: Comm,
-        *,
-        notes: int,
-        parts: int = 0,
-        memory: Memory | None = None,
-        at: Attempt = BEGINNING,
-        draining: Sequence[int] = (),
-        servers: Servers | None = None,
-        mesh: InMesh | None = None,
-    ) -> None:
+    def start(self, parameters: Sequence[Parameter], comm: Comm, generation: Generation) -> None:
         """A generation begins; every rank holds the same parameters, and nothing is staged.
 
         Args:
             parameters: those that are trained, in the same order everywhere.
             comm: the ranks that agree.
-            notes: length of the vector that will travel with every step.
-            parts: 0 for sums that are equal to rounding. Above it, the agreed
-                gradient must have the same bits however the passes are dealt
-                to ranks; a step has at most so many over all ranks, each with
-                at most about its share of the weight.
-            memory: for what this rank alone remembers; outlives the process. What is staged for
-                a step lies there, stamped, before the message without which no other rank
-                can finish the exchange.
-            at: the commit that all hold, in this generation.
-            draining: ranks that leave after it: what they alone remember, others take over
-                now, or nobody does; which of the two, `resolve` says after a PeerError.
-            servers: the ranks that are; for strategies that have some.
-            mesh: where `comm` has one rank of each replica, and a replica has several.
+            generation: what else is to be known of it.
 
         Raises:
             PeerError: a rank went away; `resolve` comes before the next `start`.

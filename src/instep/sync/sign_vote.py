@@ -25,9 +25,9 @@ from torch.nn import Parameter
 from instep.comm.base import Comm, Work
 from instep.comm.buckets import laid_out_like
 from instep.errors import SpecError
-from instep.records import BEGINNING, Attempt, Law
+from instep.records import Law
 from instep.sync import ballots
-from instep.sync.base import InMesh, Memory, Price, Result, Servers
+from instep.sync.base import Generation, Price, Result
 from instep.sync.rounds.carried import SUM, Move, Piece, moves_to
 from instep.sync.rounds.carrying import Carrying
 from instep.sync.sparse_rows import SparseRows, with_rows
@@ -75,19 +75,7 @@ class SignVote(Carrying):
 
     # ---- generations
 
-    def start(
-        self,
-        parameters: Sequence[Parameter],
-        comm: Comm,
-        *,
-        notes: int,
-        parts: int = 0,
-        memory: Memory | None = None,
-        at: Attempt = BEGINNING,
-        draining: Sequence[int] = (),
-        servers: Servers | None = None,
-        mesh: InMesh | None = None,
-    ) -> None:
+    def start(self, parameters: Sequence[Parameter], comm: Comm, generation: Generation) -> None:
         """Lay out the parameters one after the other, and take over what those that leave hold."""
         for strange in {p.dtype for p in parameters}.difference(_TYPES):
             raise SpecError(
@@ -99,14 +87,14 @@ class SignVote(Carrying):
         for parameter in parameters:
             begin, self._length = self._length, self._length + parameter.numel()
             self._places.append(slice(begin, self._length))
-        owners = [rank for rank in range(comm.size) if rank not in draining]
+        owners = [rank for rank in range(comm.size) if rank not in generation.draining]
         each = -(-self._length // len(owners))
         self._stretches = [slice(0, 0)] * comm.size
         for place, rank in enumerate(owners):
             begin, end = place * each, (place + 1) * each
             self._stretches[rank] = slice(min(begin, self._length), min(end, self._length))
-        everyone = mesh.everyone if mesh is not None else comm
-        self._take_over(comm, memory, at, draining, everyone if self._momentum else None)
+        everyone = generation.everyone(comm) if self._momentum else None
+        self._take_over(comm, generation, everyone)
 
     # ---- a step
 

@@ -13,6 +13,7 @@ from instep.data.order import position
 from instep.errors import PeerError, Unrepeatable, WorkerError
 from instep.integrity.corruption import MOST_IN_DOUBT, CorruptionCheck
 from instep.sync.all_reduce import AllReduce
+from instep.sync.base import Generation
 from instep.worker.observed import Observed
 from instep.worker.step.gradients import Gradients
 from instep.worker.step.passes import parts_of, share_of
@@ -101,7 +102,9 @@ class Rank:
 
     def enter(self):
         self.check.generation(self.parameters, self.comm)
-        self.strategy.start(self.parameters, self.comm, notes=self.check.size, parts=PARTS)
+        self.strategy.start(
+            self.parameters, self.comm, Generation(notes=self.check.size, parts=PARTS)
+        )
         self.gradients = Gradients(self.parameters, self.hear)
 
     def leave(self):

@@ -10,7 +10,7 @@ from instep.comm.codecs import CODECS
 from instep.comm.memory import run_ranks
 from instep.errors import SpecError
 from instep.records import Attempt
-from instep.sync.base import make_strategy
+from instep.sync.base import Generation, make_strategy
 from instep.sync.rounds.coded import Coded
 from instep.sync.rounds.segments import Segments
 from instep.system.host_memory import HostMemory
@@ -98,7 +98,7 @@ def rounds(comm, name, first, last, own=None, state=None, vectors=False, start_a
     strategy.start_after = start_after
     strategy.load_state(state or {})
     strategy.load_own(own if own is not None and comm.rank == 0 else {})
-    strategy.start(slots, comm, notes=1, at=Attempt(0, first - 1, 1), **more)
+    strategy.start(slots, comm, Generation(notes=1, at=Attempt(0, first - 1, 1), **more))
     found = [one_round(strategy, comm, s, dealt(s, comm.size)) for s in range(first, last + 1)]
     return found, strategy
 
@@ -184,13 +184,13 @@ def test_what_a_rank_that_leaves_holds_is_taken_over_before_it_goes():
 
     def leave(comm):
         _, strategy = rounds(comm, "int4", 1, 3)
-        strategy.start(parameters(), comm, notes=1, at=Attempt(0, 3, 2), draining=[0])
+        strategy.start(parameters(), comm, Generation(notes=1, at=Attempt(0, 3, 2), draining=[0]))
         kept[comm.rank] = strategy
         assert bool(strategy.carried.held) == (comm.rank > 0)
 
     def go_on(comm):
         strategy = kept[comm.rank + 1]
-        strategy.start(parameters(), comm, notes=1, at=Attempt(0, 3, 3))
+        strategy.start(parameters(), comm, Generation(notes=1, at=Attempt(0, 3, 3)))
         return [one_round(strategy, comm, s, dealt(s, comm.size)) for s in range(4, 7)]
 
     run_ranks(3, leave)
@@ -217,13 +217,35 @@ def test_what_a_killed_process_held_is_in_the_memory_of_its_host():
             assert newest[1] == 3
             strategy.load_left(memories[1].at(*newest), parameters())
         memory = memories[comm.rank]
-        strategy.start(parameters(), comm, notes=1, at=Attempt(0, 3, 2), memory=memory)
+        strategy.start(parameters(), comm, Generation(notes=1, at=Attempt(0, 3, 2), memory=memory))
         return [one_round(strategy, comm, s, dealt(s, comm.size)) for s in range(4, 7)]
 
     run_ranks(3, train)
     for found in run_ranks(3, go_on):
         for one, other in zip(found, wanted[3:], strict=True):
             assert torch.equal(one, other)
+
+
+def test_participants_whose_memory_is_lost_are_named_once_and_begin_anew():
+    gone = {}
+
+    def train(comm):
+        gone[comm.rank] = rounds(comm, "int4", 1, 3)[1]
+
+    def go_on(comm):
+        strategy = gone[2 * comm.rank]  # 1 is lost
+        strategy.start(parameters(), comm, Generation(notes=1, at=Attempt(0, 3, 2)))
+        assert strategy.carried.lost == {}
+        one_round(strategy, comm, 4, dealt(4, comm.size))
+        lost, strategy.carried.lost = strategy.carried.lost, {}
+        one_round(strategy, comm, 5, dealt(5, comm.size))
+        assert strategy.carried.lost == {}
+        return lost
+
+    run_ranks(3, train)
+    held = {piece.of: piece.commit for piece in gone[1].carried.held if piece.of >= 0}
+    assert held
+    assert run_ranks(2, go_on) == [held, held]
 
 
 def test_a_round_that_does_not_happen_leaves_nothing_behind():
@@ -273,7 +295,7 @@ def test_a_sparse_gradient_of_a_step_before_the_rounds_is_handed_out_sparse():
     def body(comm):
         strategy, table = Coded(CODECS["int8"]()), nn.Parameter(torch.zeros(6, 3))
         strategy.start_after = 1
-        strategy.start([table], comm, notes=0)
+        strategy.start([table], comm, Generation(notes=0))
         strategy.begin_step(Attempt(0, 1, 1))
         if comm.rank == 0:
             strategy.begin_pass(0.5, last=True, unit=0)
@@ -302,7 +324,7 @@ def test_the_median_stands_a_participant_that_sends_garbage():
     def body(comm, count):
         parameters_ = parameters()
         strategy = make_strategy("averaging", {"combine": "median"})
-        strategy.start(parameters_, comm, notes=0)
+        strategy.start(parameters_, comm, Generation(notes=0))
         strategy.begin_step(Attempt(0, 1, 1))
         for n in range(comm.rank, count, comm.size):
             strategy.begin_pass(0.2, last=False, unit=n)

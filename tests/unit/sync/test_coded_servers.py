@@ -32,7 +32,7 @@ from instep.comm.codecs.none import Identity
 from instep.comm.memory import MemoryComm, run_ranks
 from instep.errors import SpecError
 from instep.records import Attempt
-from instep.sync.base import SERVED, Servers, make_strategy
+from instep.sync.base import SERVED, Generation, Servers, make_strategy
 from instep.sync.servers.cuts import cut
 from instep.sync.servers.server_sync import ServerSync
 from instep.system.host_memory import HostMemory
@@ -194,7 +194,9 @@ def test_a_codec_that_leaves_nothing_out_changes_no_bit():
         )
         strategy = ServerSync(bucket_mb=0.1, codec=codec)
         servers = Servers([2, 3], update)
-        strategy.start(parameters, comm, notes=0, memory=HostMemory(), at=FIRST, servers=servers)
+        strategy.start(
+            parameters, comm, Generation(notes=0, memory=HostMemory(), at=FIRST, servers=servers)
+        )
         for step in range(1, 5):
             strategy.begin_step(Attempt(0, step, 1))
             strategy.begin_pass(0.5, last=True)
@@ -226,7 +228,9 @@ def test_what_servers_undo_and_what_nobody_uses_leaves_no_trace(codec):
         update = update_of(ServedUpdate, parameters, OPTIMIZERS["sgd"])
         strategy = make_strategy("server_sync", {"bucket_mb": 8.0, "overlap": overlap}, codec)
         servers, ends, wrong = Servers([2], update), [], 0
-        strategy.start(parameters, comm, notes=0, memory=HostMemory(), at=FIRST, servers=servers)
+        strategy.start(
+            parameters, comm, Generation(notes=0, memory=HostMemory(), at=FIRST, servers=servers)
+        )
         for number, (used, gradients) in enumerate(zip(story, given, strict=True), 1):
             before = [p.detach().clone() for p in parameters]
             strategy.begin_step(Attempt(0, number, 1))
@@ -305,7 +309,7 @@ def ends_of(comm, name, steps):
     update = update_of(ServedUpdate, parameters, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
     strategy = make_strategy("server_sync", {"bucket_mb": 1e-6, "encode_vectors": True}, name)
     how = {"servers": Servers([2, 3], update), "memory": HostMemory(), "at": FIRST}
-    strategy.start(parameters, comm, notes=0, **how)
+    strategy.start(parameters, comm, Generation(notes=0, **how))
     assert len(strategy._buckets) > 8
     gradients, ends = Gradients(parameters, strategy.gradient), []
     for number in range(1, steps + 1):
@@ -432,7 +436,7 @@ class Sent:
     def generation(self, comm, at, steps, draining=()):
         servers = Servers(range(comm.size - self.servers, comm.size), self.update)
         how = {"notes": 0, "memory": self.memory, "at": at, "servers": servers}
-        self.strategy.start(self.parameters, comm, draining=draining, **how)
+        self.strategy.start(self.parameters, comm, Generation(draining=draining, **how))
         total = torch.zeros(600, 60).double()
         for number in range(at.number + 1, at.number + 1 + steps):
             self.strategy.begin_step(at._replace(number=number))
@@ -510,7 +514,7 @@ def test_what_is_sent_is_what_the_sizes_of_codecs_say(name, servers):
         update = update_of(ServedUpdate, parameters, OPTIMIZERS["sgd"])
         strategy = make_strategy("server_sync", {}, name)
         given = Servers(range(2, 2 + servers), update)
-        strategy.start(parameters, comm, notes=0, memory=HostMemory(), servers=given)
+        strategy.start(parameters, comm, Generation(notes=0, memory=HostMemory(), servers=given))
         strategy.begin_step(Attempt(0, 1, 1))
         before = comm.sent, comm.received
         strategy.begin_pass(1.0, last=True)

@@ -12,7 +12,7 @@ from instep.comm.alone import AloneComm
 from instep.comm.memory import run_ranks
 from instep.errors import SpecError
 from instep.records import Attempt, Law
-from instep.sync.base import make_strategy
+from instep.sync.base import Generation, make_strategy
 from instep.sync.delayed import Delayed
 from instep.sync.sums import Exact, InTurns
 from instep.system.host_memory import HostMemory
@@ -127,11 +127,13 @@ class Worker:
         self.strategy.start(
             self.parameters,
             comm,
-            notes=1,
-            parts=self.parts,
-            memory=self.memory,
-            at=at,
-            draining=draining,
+            Generation(
+                notes=1,
+                parts=self.parts,
+                memory=self.memory,
+                at=at,
+                draining=draining,
+            ),
         )
         for step in range(first + 1, stop + 1):
             while self.exchange(comm, step, number, draining) is None:
@@ -219,7 +221,9 @@ def test_a_step_that_is_abandoned_leaves_what_waits(parts):
         worker = Worker(parts=parts)
         worker.generation(comm, 0, 2, 1)
         strategy = worker.strategy
-        strategy.start(worker.parameters, comm, notes=1, parts=parts, at=Attempt(0, 2, 2))
+        strategy.start(
+            worker.parameters, comm, Generation(notes=1, parts=parts, at=Attempt(0, 2, 2))
+        )
         for _ in range(3):
             while worker.exchange(comm, 3, 2, ()) is None:
                 pass

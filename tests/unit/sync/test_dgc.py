@@ -13,7 +13,7 @@ from instep.comm.memory import run_ranks
 from instep.errors import RecipeError, SpecError
 from instep.records import Attempt
 from instep.sync.all_reduce import AllReduce
-from instep.sync.base import make_strategy
+from instep.sync.base import Generation, make_strategy
 from instep.worker.step.gradients import Gradients
 from instep.worker.step.momentum import move_momentum
 
@@ -31,7 +31,7 @@ def trained(comm, steps, options, nesterov):
     optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.9, nesterov=nesterov)
     strategy = make_strategy("all_reduce", {}, "dgc", options)
     move_momentum(optimizer, strategy, "dgc")
-    strategy.start([parameter], comm, notes=1)
+    strategy.start([parameter], comm, Generation(notes=1))
     results = []
     for step in range(1, steps + 1):
         strategy.begin_step(Attempt(0, step, 1))
@@ -111,7 +111,7 @@ def of_three(comm, nesterov):
     model, strategy = copy.deepcopy(MODEL), AllReduce(codec=DGC(density=1))
     optimizer, parameters = sgd(model, nesterov), list(model.parameters())
     move_momentum(optimizer, strategy, "dgc")
-    strategy.start(parameters, comm, notes=0)
+    strategy.start(parameters, comm, Generation(notes=0))
     gradients = Gradients(parameters, strategy.gradient)
     mine = slice(4 * comm.rank, 4 * comm.rank + 4)
     for step in range(1, 31):

@@ -13,7 +13,7 @@ from instep.comm.memory import run_ranks
 from instep.errors import PeerError, SpecError
 from instep.records import Attempt
 from instep.sync.all_reduce import AllReduce
-from instep.sync.base import InMesh, make_strategy
+from instep.sync.base import Generation, InMesh, make_strategy
 from instep.system.host_memory import HostMemory
 from instep.worker.step.capture import Progress
 from instep.worker.step.engine import Engine
@@ -43,7 +43,7 @@ class Worker:
 
     def start(self, comm, at, draining=()):
         self.strategy.start(
-            self.parameters, comm, notes=1, memory=self.memory, at=at, draining=draining
+            self.parameters, comm, Generation(notes=1, memory=self.memory, at=at, draining=draining)
         )
 
     def step(self, attempt, gradients):
@@ -172,7 +172,7 @@ def test_a_model_of_vectors_alone_has_nothing_to_carry_over():
 
     def body(comm):
         strategy = make_strategy("all_reduce", {}, "int8")
-        strategy.start(parameters, comm, notes=1, memory=HostMemory())
+        strategy.start(parameters, comm, Generation(notes=1, memory=HostMemory()))
         for step in (1, 2):
             strategy.begin_step(Attempt(0, step, 0))
             strategy.begin_pass(1.0, last=True)
@@ -335,7 +335,7 @@ def test_random_rounding_has_another_key_in_each_commit_and_the_same_in_a_second
         codec, found = Keyed(), []
         strategy = AllReduce(bucket_mb=0.001, codec=codec)
         parameters = [Parameter(torch.zeros(shape)) for shape in SHAPES]
-        strategy.start(parameters, comm, notes=1)
+        strategy.start(parameters, comm, Generation(notes=1))
         for number in (1, 1, 2):
             codec.keys = []
             strategy.begin_step(Attempt(0, number, 1))
@@ -359,7 +359,7 @@ def test_a_model_that_float32_cannot_stand_for_is_refused():
     def body(comm):
         wide = Parameter(torch.zeros(3, dtype=torch.float64))
         with pytest.raises(SpecError, match=r"sync\.codec cannot send"):
-            strategy.start([wide], comm, notes=1)
+            strategy.start([wide], comm, Generation(notes=1))
 
     run_ranks(1, body)
 
@@ -373,7 +373,7 @@ def test_what_several_ranks_of_a_replica_have_is_encoded_alike_on_each():
     def agreed(comm, place, holders):
         parameters = [nn.Parameter(torch.zeros(40)), nn.Parameter(torch.zeros(len(parts[place])))]
         strategy = AllReduce(codec=Int8(), encode_vectors=True)
-        strategy.start(parameters, comm, notes=0, mesh=InMesh(comm, holders))
+        strategy.start(parameters, comm, Generation(notes=0, mesh=InMesh(comm, holders)))
         for number in (1, 2):  # in the second, with what the first has left
             strategy.begin_step(Attempt(0, number, 0))
             strategy.begin_pass(0.5, last=True)

@@ -9,7 +9,7 @@ from instep.comm.memory import run_ranks
 from instep.errors import SpecError
 from instep.records import Attempt
 from instep.spec import SyncSpec
-from instep.sync.base import make_strategy
+from instep.sync.base import Generation, make_strategy
 from instep.sync.rounds.outer import Momentum, Outer
 from instep.sync.rounds.segments import Segments
 from instep.sync.rounds.streaming import Streaming
@@ -29,7 +29,9 @@ def test_more_fragments_than_there_are_numbers_to_train_are_refused():
     def body(comm):
         strategy = make_strategy("diloco", {"fragments": 8})
         strategy.start(
-            [nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(1))], comm, notes=0
+            [nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(1))],
+            comm,
+            Generation(notes=0),
         )
 
     with pytest.raises(SpecError, match=r"fragments = 8: the model has 7 numbers to train"):
@@ -47,7 +49,7 @@ def trained(comm, make, steps=4):
         strategy.participants = PARTICIPANTS
         parts = {MODEL: LocalModel(slots, strategy.agreed_since)}
         strategy.kept = LocalStates(parts, torch.device("cpu"), stays=True)
-    strategy.start(slots, comm, notes=0)
+    strategy.start(slots, comm, Generation(notes=0))
 
     @torch.no_grad()
     def move():
@@ -114,7 +116,7 @@ def test_fragments_that_cannot_be_are_refused(name, options, why):
 def test_double_precision_is_refused():
     def start(comm):
         strategy = make_strategy("diloco", {"fragments": 2})
-        strategy.start([nn.Parameter(torch.zeros(4).double())], comm, notes=0)
+        strategy.start([nn.Parameter(torch.zeros(4).double())], comm, Generation(notes=0))
 
     with pytest.raises(SpecError, match=r"torch\.float64, and fragments are sent as float32"):
         run_ranks(1, start)
@@ -123,7 +125,7 @@ def test_double_precision_is_refused():
 def test_more_fragments_than_numbers_are_refused():
     def start(comm):
         strategy = make_strategy("diloco", {"fragments": 5, "local_steps": 10})
-        strategy.start([nn.Parameter(torch.zeros(4))], comm, notes=0)
+        strategy.start([nn.Parameter(torch.zeros(4))], comm, Generation(notes=0))
 
     with pytest.raises(SpecError, match=r"fragments = 5: the model has 4 numbers to train"):
         run_ranks(1, start)

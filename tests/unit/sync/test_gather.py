@@ -8,7 +8,7 @@ from helpers import run_processes
 from instep.comm.codecs import CODECS
 from instep.comm.memory import run_ranks
 from instep.records import Attempt
-from instep.sync.base import make_strategy
+from instep.sync.base import Generation, make_strategy
 from instep.sync.reducers import Place, reducer_of
 from instep.sync.reducers.gather import Gather
 
@@ -27,7 +27,7 @@ def drawn(rank, step):
 def trained(comm, codec, steps=3, bucket_mb=0.001):
     strategy = make_strategy("all_reduce", {"bucket_mb": bucket_mb, "encode_vectors": True}, codec)
     parameters = [Parameter(torch.zeros(shape)) for shape in SHAPES]
-    strategy.start(parameters, comm, notes=1)
+    strategy.start(parameters, comm, Generation(notes=1))
     results = []
     for step in range(1, steps + 1):
         strategy.begin_step(Attempt(0, step, 1))

@@ -13,6 +13,7 @@ from instep.comm.alone import AloneComm
 from instep.comm.memory import run_ranks
 from instep.errors import SpecError, WorkerError
 from instep.sync.all_reduce import AllReduce
+from instep.sync.base import Generation
 from instep.sync.lattice import WHOLE, Lattice, Report
 
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -226,7 +227,7 @@ def agreed_gradient(comm, values, attempts):
     """What rank `comm.rank` holds after agreeing on `values[rank]`, a gradient for each attempt."""
     weight = nn.Parameter(torch.zeros(3))
     strategy = AllReduce()
-    strategy.start([weight], comm, notes=1, parts=comm.size)
+    strategy.start([weight], comm, Generation(notes=1, parts=comm.size))
     tries = 0
     for value in values[comm.rank]:
         tries += 1
@@ -243,7 +244,7 @@ def agreed_gradient(comm, values, attempts):
 def test_parameters_of_a_type_without_a_lattice_are_refused_in_one_sentence(dtype):
     parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, dtype=dtype))]
     with pytest.raises(SpecError, match=rf"parameters of {dtype}, .*Make them one of torch\."):
-        AllReduce().start(parameters, AloneComm(), notes=0, parts=2)
+        AllReduce().start(parameters, AloneComm(), Generation(notes=0, parts=2))
 
 
 def test_the_first_step_runs_twice_on_every_rank():

@@ -12,7 +12,7 @@ from instep.comm.alone import AloneComm
 from instep.comm.memory import run_ranks
 from instep.errors import SpecError, WorkerError
 from instep.sync.all_reduce import AllReduce
-from instep.sync.base import Price, make_strategy
+from instep.sync.base import Generation, Price, make_strategy
 from instep.worker.step.gradients import Gradients
 
 
@@ -86,7 +86,7 @@ def trained_twice(comm, overlap):
     model = copy.deepcopy(MODEL)
     strategy = make_strategy("all_reduce", {"overlap": overlap, "bucket_mb": 1e-6})
     parameters = [nn.Parameter(torch.ones(1)), *model.parameters()]
-    strategy.start(parameters, comm, notes=1)
+    strategy.start(parameters, comm, Generation(notes=1))
     gradients = Gradients(parameters, strategy.gradient)
     strategy.begin_pass(1 / comm.size, last=True)
     model(torch.ones(1, 2, requires_grad=True)).sum().backward()
@@ -121,7 +121,7 @@ def handed_out(comm):
         return model.weight.detach()
     strategy = make_strategy("all_reduce", {})
     parameters = list(model.parameters())
-    strategy.start(parameters, comm, notes=1)
+    strategy.start(parameters, comm, Generation(notes=1))
     gradients = Gradients(parameters, strategy.gradient)
     strategy.begin_pass(1 / comm.size, last=True)
     model(IMAGES).square().sum().backward()

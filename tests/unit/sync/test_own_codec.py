@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from instep.comm.codecs import CODECS
 from instep.comm.memory import run_ranks
 from instep.errors import SpecError
-from instep.sync.base import make_strategy
+from instep.sync.base import Generation, make_strategy
 
 CODE = """
 import torch
@@ -61,7 +61,7 @@ def test_it_sums_gradients_by_its_path():
         options = {"limit": 3.0}
         strategy = make_strategy("all_reduce", VECTORS, "my_own_codecs:Halves", options)
         weight = Parameter(torch.zeros(3))
-        strategy.start([weight], comm, notes=0)
+        strategy.start([weight], comm, Generation(notes=0))
         strategy.begin_pass(1.0, last=True)
         strategy.gradient(0, torch.tensor([1.0, -0.5, 5.0]))
         strategy.exchange(torch.zeros(0, dtype=torch.float64))
@@ -78,7 +78,7 @@ def test_a_hook_sums_gradients_its_own_way_and_nothing_is_remembered_unless_it_s
     def body(comm):
         strategy = make_strategy("all_reduce", VECTORS, "my_own_codecs:Sum")
         weight = Parameter(torch.zeros(3))
-        strategy.start([weight], comm, notes=0)
+        strategy.start([weight], comm, Generation(notes=0))
         strategy.begin_pass(0.5, last=True)
         strategy.gradient(0, torch.tensor([1.0, -0.5, 4.0 * comm.rank]))
         strategy.exchange(torch.zeros(0, dtype=torch.float64))

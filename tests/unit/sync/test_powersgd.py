@@ -17,7 +17,7 @@ from instep.comm.codecs.powersgd import PowerSGD
 from instep.comm.memory import run_ranks
 from instep.errors import SpecError
 from instep.records import Attempt
-from instep.sync.base import make_strategy
+from instep.sync.base import Generation, make_strategy
 from instep.sync.reducers import Place
 from instep.sync.reducers.powersgd import PowerSgd
 
@@ -37,7 +37,7 @@ def trained(comm, steps, options, bucket_mb=0.002, change=lambda step, gradients
     buckets = {"bucket_mb": bucket_mb, "encode_vectors": True}
     strategy = make_strategy("all_reduce", buckets, "powersgd", options)
     parameters = [Parameter(torch.zeros(shape)) for shape in SHAPES]
-    strategy.start(parameters, comm, notes=1)
+    strategy.start(parameters, comm, Generation(notes=1))
     results = []
     for step in range(1, steps + 1):
         strategy.begin_step(Attempt(0, step, 1))

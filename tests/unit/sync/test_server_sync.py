@@ -16,7 +16,7 @@ from instep.comm.buckets import lay_out
 from instep.comm.memory import run_ranks
 from instep.errors import RecipeError, SpecError, WorkerError
 from instep.records import Attempt
-from instep.sync.base import Piece, Servers, make_strategy
+from instep.sync.base import Generation, Piece, Servers, make_strategy
 from instep.sync.servers.cuts import CUT, Packed, cut
 from instep.system.host_memory import HostMemory
 from instep.worker.step.gradients import Gradients
@@ -87,12 +87,14 @@ class Rank:
         self.strategy.start(
             self.parameters,
             comm,
-            notes=1,
-            parts=parts,
-            memory=self.memory,
-            at=at,
-            draining=draining,
-            servers=servers,
+            Generation(
+                notes=1,
+                parts=parts,
+                memory=self.memory,
+                at=at,
+                draining=draining,
+                servers=servers,
+            ),
         )
         self.working = [rank for rank in range(self.workers) if rank not in draining]
         self.gradients = Gradients(self.parameters, self.strategy.gradient)
@@ -298,7 +300,9 @@ def test_where_a_step_is_not_like_the_last_servers_begin_it_again(odd, servers):
         update = update_of(kind, parameters, OPTIMIZERS["sgd"])
         strategy, memory = make_strategy(name, {"bucket_mb": 0.1}), HostMemory()
         given = Servers(range(2, 2 + servers), update) if servers else None
-        strategy.start(parameters, comm, notes=0, parts=2, memory=memory, at=FIRST, servers=given)
+        strategy.start(
+            parameters, comm, Generation(notes=0, parts=2, memory=memory, at=FIRST, servers=given)
+        )
         ends = []
         for number, (step, gradients) in enumerate(zip(story, slots, strict=True), 1):
             agreed = None
@@ -599,7 +603,7 @@ def refused(**changes):
         )
         strategy = make_strategy("server_sync", {})
         servers = Servers(changes.get("ranks", (1,)), update)
-        strategy.start(parameters, comm, notes=1, memory=HostMemory(), servers=servers)
+        strategy.start(parameters, comm, Generation(notes=1, memory=HostMemory(), servers=servers))
         gradients = Gradients(parameters, strategy.gradient)
         strategy.begin_pass(1.0, last=True)
         model(torch.tensor([1])).sum().backward()

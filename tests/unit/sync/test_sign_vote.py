@@ -11,7 +11,7 @@ from instep.comm.memory import MemoryComm, run_ranks
 from instep.errors import SpecError
 from instep.records import Attempt, Law
 from instep.sync import ballots
-from instep.sync.base import make_strategy
+from instep.sync.base import Generation, make_strategy
 from instep.system.host_memory import HostMemory
 
 SHAPES = [(9, 10), (7,), (3, 40), ()]
@@ -75,7 +75,9 @@ def train(comm, voters, first=1, last=STEPS, momentum=0.9, own=None, state=None,
     strategy, slots = make_strategy("sign_vote", {"momentum": momentum}), parameters()
     strategy.load_state(state or {})
     strategy.load_own(own if own is not None and comm.rank == 0 else {})
-    strategy.start(slots, comm, notes=1, parts=voters, at=Attempt(0, first - 1, 1), **more)
+    strategy.start(
+        slots, comm, Generation(notes=1, parts=voters, at=Attempt(0, first - 1, 1), **more)
+    )
 
     def deal(voter, step):
         return (voter + step) % comm.size == comm.rank
@@ -138,13 +140,13 @@ def test_voters_of_a_rank_that_leaves_go_on_elsewhere_with_what_they_remember():
 
     def leave(comm):
         _, strategy = train(comm, 5, last=3)
-        strategy.start(parameters(), comm, notes=1, at=Attempt(0, 3, 2), draining=[0])
+        strategy.start(parameters(), comm, Generation(notes=1, at=Attempt(0, 3, 2), draining=[0]))
         kept[comm.rank] = strategy
         assert any(t.any() for t in strategy.own_state().values()) == (comm.rank > 0)
 
     def go_on(comm):
         strategy, slots = kept[comm.rank + 1], parameters()
-        strategy.start(slots, comm, notes=1, at=Attempt(0, 3, 3))
+        strategy.start(slots, comm, Generation(notes=1, at=Attempt(0, 3, 3)))
         deal = lambda voter, step: voter % 2 == comm.rank  # noqa: E731
         return [one_step(strategy, slots, step, 5, deal, 3) for step in range(4, STEPS + 1)]
 
@@ -170,7 +172,7 @@ def test_what_voters_of_a_killed_process_remember_is_in_the_memory_of_its_host()
             assert newest[1] == 3
             strategy.load_left(memories[1].at(*newest), slots)
         memory = memories[comm.rank]
-        strategy.start(slots, comm, notes=1, at=Attempt(0, 3, 2), memory=memory)
+        strategy.start(slots, comm, Generation(notes=1, at=Attempt(0, 3, 2), memory=memory))
         deal = lambda voter, step: voter % 3 == comm.rank  # noqa: E731
         return [one_step(strategy, slots, step, 5, deal, 2) for step in range(4, STEPS + 1)]
 
@@ -202,7 +204,7 @@ def test_a_step_that_does_not_happen_leaves_nothing_behind():
 def test_what_is_not_finite_never_becomes_a_sign(bad, momentum):
     def body(comm):
         strategy, slots = make_strategy("sign_vote", {"momentum": momentum}), parameters()
-        strategy.start(slots, comm, notes=0)
+        strategy.start(slots, comm, Generation(notes=0))
         strategy.begin_step(Attempt(0, 1, 1))
         strategy.begin_pass(0.5, last=True, unit=comm.rank)
         for slot in (0, 2):
@@ -223,7 +225,7 @@ def test_sparse_gradients_come_back_sparse_and_types_are_kept():
     def body(comm):
         slots = [nn.Parameter(torch.zeros(4, 2)), nn.Parameter(torch.zeros(3).bfloat16())]
         strategy = make_strategy("sign_vote", {})
-        strategy.start(slots, comm, notes=0)
+        strategy.start(slots, comm, Generation(notes=0))
         strategy.begin_step(Attempt(0, 1, 1))
         strategy.begin_pass(0.5, last=True, unit=comm.rank)
         rows = torch.tensor([[comm.rank, 2]])
@@ -268,7 +270,7 @@ def test_votes_travel_in_the_fewest_bits(ranks, each, zeros, up, down):
         comm.__class__ = Counted
         slots = [nn.Parameter(torch.zeros(count))]
         strategy = make_strategy("sign_vote", {})
-        strategy.start(slots, comm, notes=0)
+        strategy.start(slots, comm, Generation(notes=0))
         strategy.begin_step(Attempt(0, 1, 1))
         for voter in range(comm.rank * each, (comm.rank + 1) * each):
             strategy.begin_pass(0.1, last=False, unit=voter)
@@ -303,6 +305,6 @@ def test_parameters_wider_than_a_momentum_are_refused():
     def body(comm):
         slots = [nn.Parameter(torch.zeros(3, dtype=torch.float64))]
         with pytest.raises(SpecError, match=r"torch.float64, and sync.name = 'sign_vote' has"):
-            make_strategy("sign_vote", {}).start(slots, comm, notes=0)
+            make_strategy("sign_vote", {}).start(slots, comm, Generation(notes=0))
 
     run_ranks(1, body)

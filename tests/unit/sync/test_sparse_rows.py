@@ -9,7 +9,7 @@ from torch import nn
 from instep.comm.memory import MemoryComm, run_ranks
 from instep.records import Attempt
 from instep.sync.all_reduce import AllReduce
-from instep.sync.base import make_strategy
+from instep.sync.base import Generation, make_strategy
 from instep.sync.delayed import Delayed
 from instep.sync.gathering import sparse_mark, sparse_of
 from instep.sync.sparse_rows import SparseRows
@@ -44,7 +44,7 @@ def trained(comm, parts, start, make):
     optimizer = torch.optim.SparseAdam(parameters, lr=0.1)
     strategy = make()
     strategy.last = STEPS
-    strategy.start(parameters, comm, notes=1, parts=parts)
+    strategy.start(parameters, comm, Generation(notes=1, parts=parts))
     gradients = Gradients(parameters, lambda *given: strategy.gradient(*given))
     for step in range(1, STEPS + 1):
         if step == 4:
@@ -52,7 +52,7 @@ def trained(comm, parts, start, make):
             strategy.last = STEPS
             strategy.load_state(before.state())
             strategy.load_own(before.own_state())
-            strategy.start(parameters, comm, notes=1, parts=parts, at=Attempt(0, 3, 2))
+            strategy.start(parameters, comm, Generation(notes=1, parts=parts, at=Attempt(0, 3, 2)))
         agreed = None
         while agreed is None:
             strategy.begin_step(Attempt(0, step, 1))
@@ -131,7 +131,7 @@ def voted(comm, start, momentum):
     parameters = list(model.parameters())
     optimizer = torch.optim.SparseAdam(parameters, lr=0.1)
     strategy = make_strategy("sign_vote", {"momentum": momentum})
-    strategy.start(parameters, comm, notes=0)
+    strategy.start(parameters, comm, Generation(notes=0))
     gradients = Gradients(parameters, strategy.gradient)
     for step in range(1, STEPS + 1):
         strategy.begin_step(Attempt(0, step, 1))
@@ -160,7 +160,7 @@ def test_a_sum_of_a_sparse_gradient_and_a_dense_one_is_dense_as_in_a_plain_loop(
 
     def body(comm):
         table, strategy = nn.Parameter(torch.zeros(4, 2)), AllReduce()
-        strategy.start([table], comm, notes=0)
+        strategy.start([table], comm, Generation(notes=0))
         strategy.begin_step(Attempt(0, 1, 1))
         rows = torch.sparse_coo_tensor(
             [[comm.rank]], torch.ones(1, 2), (4, 2), check_invariants=True
@@ -190,7 +190,7 @@ def test_dense_models_note_nothing(monkeypatch):
 
     def body(comm):
         weight, strategy = nn.Parameter(torch.zeros(4, 2)), AllReduce()
-        strategy.start([weight], comm, notes=0)
+        strategy.start([weight], comm, Generation(notes=0))
         monkeypatch.setattr(strategy._sparse_rows, "add", None)
         strategy.begin_pass(0.5, last=True)
         strategy.gradient(0, torch.ones(4, 2))
@@ -215,7 +215,7 @@ def test_sparse_gradients_cost_four_bytes_a_row_beside_their_values():
     def body(comm):
         comm.__class__ = Counted
         table, strategy = nn.Parameter(torch.zeros(1000, 3)), AllReduce()
-        strategy.start([table], comm, notes=0)
+        strategy.start([table], comm, Generation(notes=0))
         begin = comm.summed
         strategy.begin_pass(0.5, last=True)
         rows = torch.sparse_coo_tensor([[1]], torch.ones(1, 3), (1000, 3), check_invariants=True)

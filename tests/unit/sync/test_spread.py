@@ -8,7 +8,7 @@ from torch import nn
 
 from instep.comm.memory import run_ranks
 from instep.records import Attempt
-from instep.sync.base import make_strategy
+from instep.sync.base import Generation, make_strategy
 from instep.sync.rounds.spread import Spread
 
 SHAPES, WEIGHTS = [(30, 20), (7,)], [0.1, 0.2, 0.3, 0.4]
@@ -27,7 +27,7 @@ def predicted(participant):
 def measured(comm, *, codec="none", scale=1.0, predicts=True):
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
     strategy = make_strategy("diloco", {}, codec)
-    strategy.start(parameters, comm, notes=0)
+    strategy.start(parameters, comm, Generation(notes=0))
     strategy.begin_step(Attempt(0, 1, 1))
     for n in range(comm.rank, len(WEIGHTS), comm.size):
         strategy.begin_pass(WEIGHTS[n] / scale, last=False, unit=n)

@@ -18,7 +18,7 @@ from instep.errors import CheckpointError, RecipeError, SpecError
 from instep.recipe.build import build_model, build_optimizer
 from instep.records import Attempt
 from instep.spec import JobSpec
-from instep.sync.base import Servers, make_strategy
+from instep.sync.base import Generation, Servers, make_strategy
 from instep.system.host_memory import HostMemory
 from instep.worker.step.gradients import Gradients
 from instep.worker.step.served import ServedUpdate
@@ -158,11 +158,13 @@ class Rank:
         self.strategy.start(
             self.parameters,
             comm,
-            notes=1,
-            parts=parts,
-            memory=self.memory,
-            at=at,
-            servers=Servers(range(self.workers, comm.size), self.update),
+            Generation(
+                notes=1,
+                parts=parts,
+                memory=self.memory,
+                at=at,
+                servers=Servers(range(self.workers, comm.size), self.update),
+            ),
         )
         self.gradients = Gradients(self.parameters, self.strategy.gradient)
 

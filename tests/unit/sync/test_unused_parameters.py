@@ -12,7 +12,7 @@ from instep.comm.codecs.top_k import TopK
 from instep.comm.memory import run_ranks
 from instep.records import Attempt
 from instep.sync.all_reduce import AllReduce
-from instep.sync.base import make_strategy
+from instep.sync.base import Generation, make_strategy
 from instep.sync.rounds.coded import Coded
 from instep.worker.step.momentum import move_momentum
 
@@ -82,7 +82,7 @@ def trained(comm, name):
     if name == "dgc":
         codec.momentum = 0.5
     strategy = AllReduce(codec=codec, encode_vectors=True, bucket_mb=0.001)
-    strategy.start(parameters, comm, notes=0)
+    strategy.start(parameters, comm, Generation(notes=0))
     found = []
     for step in range(1, STEPS + 1):
         agree(strategy, step, comm.rank)
@@ -137,7 +137,7 @@ def with_momentum_of_dgc(comm, start):
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     strategy = AllReduce(codec=DGC(density=1), encode_vectors=True)
     move_momentum(optimizer, strategy, "dgc")
-    strategy.start(parameters, comm, notes=0)
+    strategy.start(parameters, comm, Generation(notes=0))
     for step in range(1, STEPS + 1):
         agree(strategy, step, comm.rank)
         strategy.apply(optimizer.step)
@@ -167,7 +167,7 @@ def test_an_optimizer_leaves_an_unused_parameter_alone_with_powersgd():
         optimizer = sgd(parameters)
         options = {"rank": 1, "start_after": 0}
         strategy = make_strategy("all_reduce", {}, "powersgd", options)
-        strategy.start(parameters, comm, notes=0)
+        strategy.start(parameters, comm, Generation(notes=0))
         moved = []
         for step in range(1, STEPS + 1):
             before = copy.deepcopy([parameter.detach() for parameter in parameters])
@@ -195,7 +195,7 @@ def test_before_rounds_what_participants_are_owed_waits_too(ranks):
         parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
         strategy = Coded(CODECS["int4"](), encode_vectors=True)
         strategy.start_after = STEPS
-        strategy.start(parameters, comm, notes=0)
+        strategy.start(parameters, comm, Generation(notes=0))
         found = []
         for step in range(1, STEPS + 1):
             strategy.begin_step(Attempt(0, step, 1))

@@ -10,7 +10,7 @@ from torch import nn
 from instep.comm.memory import run_ranks
 from instep.errors import RecipeError
 from instep.records import Attempt
-from instep.sync.base import make_strategy
+from instep.sync.base import Generation, make_strategy
 from instep.sync.rounds.averaging import Averaging
 from instep.system.host_memory import HostMemory
 from instep.worker.local_optimizers import LocalOptimizers
@@ -240,7 +240,7 @@ def begun(comm, at, *, state=None, own=None, left=None, **more):
 
 def start(strategy, comm, at, generation=1, **more):
     parameters = [*model_and_optimizer("plain")[0].parameters()]
-    strategy.start(parameters, comm, notes=1, at=Attempt(0, at, generation), **more)
+    strategy.start(parameters, comm, Generation(notes=1, at=Attempt(0, at, generation), **more))
 
 
 def check(found, name, first=1):

@@ -20,9 +20,10 @@ from instep.comm.base import Comm
 from instep.comm.codecs.base import Codec
 from instep.comm.codecs.none import Identity
 from instep.errors import SpecError
-from instep.records import BEGINNING, Attempt, Law
+from instep.records import Attempt, Law
 from instep.sync.all_reduce import AllReduce
-from instep.sync.base import InMesh, Memory, Price, Result, Servers
+from instep.sync.base import Generation, InMesh, Price, Result
+from instep.sync.rounds.carried import Carried
 from instep.sync.rounds.coded import Coded
 from instep.sync.rounds.kept import KEPT, Kept
 from instep.sync.rounds.outer import OUTER, Outer
@@ -77,32 +78,16 @@ class Averaging:
         self.kept: Kept | None = None
         """What participants remember; None where they begin each round anew."""
 
-    def start(
-        self,
-        parameters: Sequence[Parameter],
-        comm: Comm,
-        *,
-        notes: int,
-        parts: int = 0,
-        memory: Memory | None = None,
-        at: Attempt = BEGINNING,
-        draining: Sequence[int] = (),
-        servers: Servers | None = None,
-        mesh: InMesh | None = None,
-    ) -> None:
+    def start(self, parameters: Sequence[Parameter], comm: Comm, generation: Generation) -> None:
         """Lay out the buckets."""
         self._given, self._comm, self._parameters = [], comm, list(parameters)
-        self._handed, self._mesh = None, mesh
-        self._mean.start(
-            parameters,
-            comm,
-            notes=notes,
-            parts=parts,
-            memory=memory,
-            at=at,
-            draining=draining,
-            mesh=mesh,
-        )
+        self._handed, self._mesh = None, generation.mesh
+        self._mean.start(parameters, comm, generation)
+
+    @property
+    def carried(self) -> Carried | None:
+        """What belongs to participants and lies where they are computed; None without."""
+        return self._mean.carried if isinstance(self._mean, Coded) else None
 
     @property
     def start_after(self) -> int:

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from instep.comm.base import Comm
 from instep.records import BEGINNING, Attempt
-from instep.sync.base import Memory
+from instep.sync.base import Generation
 from instep.sync.rounds.carried import Carried, Piece
 
 
@@ -41,26 +41,21 @@ class Carrying:
 
     # ---- generations
 
-    def _take_over(
-        self,
-        comm: Comm,
-        memory: Memory | None,
-        at: Attempt,
-        draining: Sequence[int],
-        everyone: Comm | None,
-    ) -> None:
+    def _take_over(self, comm: Comm, generation: Generation, everyone: Comm | None) -> None:
         """Take up what a checkpoint or memory has, and what those that leave hold.
 
         Args:
-            comm, memory, at, draining: as for `Strategy.start`.
+            comm, generation: as for `Strategy.start`.
             everyone: all ranks of the run, who go on together; None where nothing is remembered.
         """
         device = self._parameters[0].device
         if self._loaded is not None:
             self.carried.held, self._loaded = self._from_checkpoint(self._loaded), None
         lasts = everyone is not None and device.type == "cpu"  # a GPU's own is lost with it
+        at, draining = generation.at, generation.draining
         taker = next(rank for rank in range(comm.size) if rank not in draining)
-        self.carried.start(comm, device, memory if lasts else None, at, draining, taker)
+        memory = generation.memory if lasts else None
+        self.carried.start(comm, device, memory, at, draining, taker)
         if everyone is not None:
             everyone.all_reduce(
                 torch.zeros(1, dtype=torch.float32, device=device)

@@ -27,8 +27,8 @@ from instep.comm.buckets import laid_out_like
 from instep.comm.codecs.base import Codec
 from instep.comm.codecs.none import Identity
 from instep.errors import SpecError
-from instep.records import BEGINNING, Attempt, Law
-from instep.sync.base import InMesh, Memory, Price, Result, Servers
+from instep.records import Law
+from instep.sync.base import Generation, Price, Result
 from instep.sync.gathering import sparse_mark, sparse_of
 from instep.sync.rounds.carried import SUM, Piece, kept_of
 from instep.sync.rounds.carrying import Carrying
@@ -71,19 +71,7 @@ class Coded(Carrying):
             return {}
         return laws_of(self.carried, self.carried.made)
 
-    def start(
-        self,
-        parameters: Sequence[Parameter],
-        comm: Comm,
-        *,
-        notes: int,
-        parts: int = 0,
-        memory: Memory | None = None,
-        at: Attempt = BEGINNING,
-        draining: Sequence[int] = (),
-        servers: Servers | None = None,
-        mesh: InMesh | None = None,
-    ) -> None:
+    def start(self, parameters: Sequence[Parameter], comm: Comm, generation: Generation) -> None:
         """Lay out segments, and take over what those that leave hold."""
         if not self._lossy and any(p.dtype == torch.float64 for p in parameters):
             raise SpecError(
@@ -93,10 +81,9 @@ class Coded(Carrying):
         Wide(parameters)  # refuses what is wider than float32
         self._parameters, self._comm, self._device = list(parameters), comm, parameters[0].device
         self._segments = Segments(parameters, lambda p: p.dim() < 2 and not self._encode_vectors)
-        owners = [rank for rank in range(comm.size) if rank not in draining]
+        owners = [rank for rank in range(comm.size) if rank not in generation.draining]
         self._sum = Exchange(self._codec, self._segments, comm, owners, self._device)
-        everyone = mesh.everyone if mesh is not None else comm
-        self._take_over(comm, memory, at, draining, everyone)
+        self._take_over(comm, generation, generation.everyone(comm))
 
     # ---- a round
 

@@ -29,8 +29,8 @@ from instep.comm.buckets import laid_out_like
 from instep.comm.codecs.base import Codec
 from instep.comm.codecs.none import Identity
 from instep.errors import SpecError
-from instep.records import BEGINNING, Attempt, Law
-from instep.sync.base import InMesh, Memory, Price, Result, Servers
+from instep.records import Law
+from instep.sync.base import Generation, Price, Result
 from instep.sync.rounds.carried import SUM, Piece, kept_of, within
 from instep.sync.rounds.carrying import Carrying
 from instep.sync.rounds.checkpointed import laws_of, pieces_from, tensors_of
@@ -132,19 +132,7 @@ class Streaming(Carrying):
         found = {of: [within(of, f) for f in every] for of in participants}
         return {of: whats for of, whats in found.items() if any(what in made for what in whats)}
 
-    def start(
-        self,
-        parameters: Sequence[Parameter],
-        comm: Comm,
-        *,
-        notes: int,
-        parts: int = 0,
-        memory: Memory | None = None,
-        at: Attempt = BEGINNING,
-        draining: Sequence[int] = (),
-        servers: Servers | None = None,
-        mesh: InMesh | None = None,
-    ) -> None:
+    def start(self, parameters: Sequence[Parameter], comm: Comm, generation: Generation) -> None:
         """Cut the fragments, and take over what those that leave hold."""
         if any(parameter.dtype == torch.float64 for parameter in parameters):
             raise SpecError(
@@ -163,12 +151,12 @@ class Streaming(Carrying):
             lambda p: p.dim() < 2 and not self._encode_vectors,
             fragments=self._fragments,
         )
-        owners = [rank for rank in range(comm.size) if rank not in draining]
+        owners = [rank for rank in range(comm.size) if rank not in generation.draining]
         self._exchanges = [
             Exchange(self._codec, segments, comm, owners, self._device, fragment)
             for fragment in segments.fragments
         ]
-        self._take_over(comm, memory, at, draining, comm)
+        self._take_over(comm, generation, comm)
 
     def stop(self) -> None:
         """Nothing is under way any more; what was staged stays."""

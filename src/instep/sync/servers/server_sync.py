@@ -45,7 +45,7 @@ from instep.comm.codecs.base import Codec
 from instep.errors import RecipeError, SpecError
 from instep.records import BEGINNING, Attempt, Law
 from instep.sync import norm
-from instep.sync.base import InMesh, Memory, Mover, Piece, Price, Result, Servers
+from instep.sync.base import Generation, Memory, Mover, Piece, Price, Result
 from instep.sync.carried_over import CarriedOver
 from instep.sync.gathering import Gathering, check_switch
 from instep.sync.reducers.whole_buckets import WholeBuckets
@@ -138,20 +138,9 @@ class ServerSync(Gathering):
 
     # ---- generations
 
-    def start(
-        self,
-        parameters: Sequence[Parameter],
-        comm: Comm,
-        *,
-        notes: int,
-        parts: int = 0,
-        memory: Memory | None = None,
-        at: Attempt = BEGINNING,
-        draining: Sequence[int] = (),
-        servers: Servers | None = None,
-        mesh: InMesh | None = None,
-    ) -> None:
+    def start(self, parameters: Sequence[Parameter], comm: Comm, generation: Generation) -> None:
         """Lay out buckets and parts; a server makes sure that its memory has what it holds."""
+        servers, parts, memory = generation.servers, generation.parts, generation.memory
         if servers is None or not servers.ranks or len(servers.ranks) == comm.size:
             raise SpecError(
                 "sync.name = 'server_sync' needs at least one server and one worker. Set "
@@ -166,7 +155,7 @@ class ServerSync(Gathering):
             self._carry.keep(self._residuals, self._comm.rank, self._pushes.carried)
         self._pushes = None
         sums = sums_of(parameters, comm, parts, encoded=self.codec is not None)
-        self._gather(parameters, comm, sums, notes)
+        self._gather(parameters, comm, sums, generation.notes)
         self._residuals = self._laid_out(self._buckets, parameters)
         self._servers, self._mover = list(servers.ranks), servers.mover
         self._mine = self._servers.index(comm.rank) if comm.rank in self._servers else -1
@@ -192,10 +181,10 @@ class ServerSync(Gathering):
             shared.own.begin(memory, self.tables.kept if self.tables is not None else None)
         for packed in shared.held.values() if self._mine >= 0 or self.codec is not None else ():
             packed.load()
-        self._hold(shared, at)
+        self._hold(shared, generation.at)
         slots = None
         if self._carries:
-            slots = self._carry_over(memory, at, draining)
+            slots = self._carry_over(generation)
         else:
             comm.all_reduce(torch.zeros(1)).wait()  # after it, each knows that all servers hold
         if self.codec is not None and self._mine < 0:
@@ -218,9 +207,7 @@ class ServerSync(Gathering):
         mover = self._mover
         self._moves_early = self._overlap and mover.by_element and not mover.clips
 
-    def _carry_over(
-        self, memory: Memory | None, at: Attempt, draining: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
+    def _carry_over(self, generation: Generation) -> tuple[Tensor, Tensor]:
         """A worker begins with what it has left out before; all ranks know when all have got so
         far."""
         comm, works = self._comm, self._mine < 0
@@ -228,11 +215,11 @@ class ServerSync(Gathering):
             comm,
             self._residuals if works else None,
             everyone=comm,
-            memory=memory if works else None,
-            at=at,
+            memory=generation.memory if works else None,
+            at=generation.at,
             place=[comm.rank],
-            draining=draining,
-            like=self._nothing_left() if draining else {},
+            draining=generation.draining,
+            like=self._nothing_left() if generation.draining else {},
             idle=self._servers,
         )
 

@@ -42,7 +42,7 @@ from instep.errors import PeerError, RecipeError, SpecError, Unrepeatable, Worke
 from instep.records import Attempt
 from instep.state.boxes import MeshRank
 from instep.store.ledger import Ledger, mend
-from instep.sync.base import InMesh, Mover, Scattered, Servers, Strategy
+from instep.sync.base import Generation, InMesh, Mover, Scattered, Servers, Strategy
 from instep.sync.norm import norm, squares
 from instep.system.host_memory import NoRoom
 from instep.system.processes import machine
@@ -407,13 +407,17 @@ class Engine:
             turn.strategy.start(
                 slots,
                 LateErrors(column) if meshed else column,
-                notes=0 if meshed else self._notes.size,
-                parts=self._exact,
-                memory=self.own.memory,
-                at=Attempt(self.state.progress.course, self.state.number, form.generation),
-                draining=[column_members.index(n) for n in form.draining if n in column_members],
-                servers=servers,
-                mesh=InMesh(comm, holders) if meshed else None,
+                Generation(
+                    notes=0 if meshed else self._notes.size,
+                    parts=self._exact,
+                    memory=self.own.memory,
+                    at=Attempt(self.state.progress.course, self.state.number, form.generation),
+                    draining=[
+                        column_members.index(n) for n in form.draining if n in column_members
+                    ],
+                    servers=servers,
+                    mesh=InMesh(comm, holders) if meshed else None,
+                ),
             )
         if self.tables is not None:
             self.tables.let_go()
