@@ -170,6 +170,7 @@ EVENTS = {
     "cause",
     "traffic": "worker, sent_bytes, received_bytes (since the start, counted by the kernel)",
     "participants_apart": "step, distance, way, divergence",
+    "lag_measured": "step, updates (since the last such event), mean, largest (of their lag)",
     "epoch_finished": "epoch, step, loss, samples",
     "validated": "step, epoch, metrics (name to value), samples, skipped, seconds, scheduled",
     "logged": "step, values (name to value, of callbacks; or learning rates that the step used, "
@@ -209,6 +210,7 @@ _NEEDED = {
     "sample_skipped": ("generation", "dataset", "epoch", "index", "step"),
     "traffic": ("worker", "sent_bytes", "received_bytes"),
     "participants_apart": ("step",),
+    "lag_measured": ("step", "updates", "mean", "largest"),
     "epoch_finished": ("epoch", "step", "loss", "samples"),
     "validated": ("step", "metrics"),
     "logged": ("step", "values"),
@@ -237,10 +239,10 @@ _COUNTS: dict[str, tuple[type, ...]] = dict.fromkeys(
     [
         *("step", "resumed_step", "clean_step", "last_step", "epoch", "index", "worker", "replica"),
         *("generation", "samples", "validation_samples", "skipped", "parameters"),
-        *("sent_bytes", "received_bytes", "size_bytes"),
+        *("sent_bytes", "received_bytes", "size_bytes", "updates", "largest"),
     ],
     _WHOLE,
-) | dict.fromkeys(["time", "seconds", "held_s"], _NUMBER)
+) | dict.fromkeys(["time", "seconds", "held_s", "mean"], _NUMBER)
 _KINDS = _COUNTS | {
     **dict.fromkeys(["loss"], _NUMBER),
     **dict.fromkeys(["outcome", "rule", "why", "dataset", "parameters_sha256"], _TEXT),

@@ -105,6 +105,15 @@ def apart_in_words(apart: dict[str, Any]) -> str:
     return told
 
 
+def lag_in_words(lag: dict[str, Any]) -> str:
+    """`2.9 other updates while a gradient was computed, and 11 at most`.
+
+    From `lag` in `summary.json`.
+    """
+    most = readable_count(lag["largest"])
+    return f"{lag['mean']:.3g} other updates while a gradient was computed, and {most} at most"
+
+
 def start_in_words(loaded: dict[str, Any]) -> str:
     """`body.safetensors: 40 of 42 tensors match; missing: head.bias, head.weight.`
 

@@ -12,7 +12,16 @@ import averages as recipes
 import pytest
 import torch
 from safetensors.torch import load_file
-from started import RECIPES, Start, Started, kill, kill_members, newest_pids, slow
+from started import (
+    RECIPES,
+    Start,
+    Started,
+    kill,
+    kill_members,
+    kill_with_its_memory,
+    newest_pids,
+    slow,
+)
 from torch import nn
 
 import instep
@@ -386,6 +395,25 @@ def test_workers_killed_in_rounds_with_a_codec_leave_no_trace(
     assert program.summary["missing_samples"] == program.summary["repeated_samples"] == 0
     assert program.summary["loss"] == pytest.approx(alone.summary["loss"], rel=1e-6)
     assert program.summary["unrecorded_steps"] == 0
+
+
+@pytest.mark.slow
+def test_participants_that_begin_anew_are_named(run: Start):
+    """The memory of the only worker that had them is gone with it: 1 and 2, or 1 alone after the
+    last round of an epoch, which has fewer."""
+    longer = (*QUICK, *CODED, "train.steps=60", "data.loaders=0", optimizers("kept"), "workers=3")
+    program = run(
+        "averages.py:classes", *in_order(longer), "arguments.pause_s=0.005", 'train.deal="even"'
+    )
+    program.until(program.is_training, "training")
+    kill_with_its_memory(newest_pids(program)[1])
+    assert program.end() == 0, program.stderr
+    texts = [event["text"] for event in program.events("warning")]
+    (named,) = [text for text in texts if "began anew" in text]
+    assert re.match(r"participants? 1(, 2)? began anew: what they remembered, of step \d", named)
+    assert "(states of optimizers, what sync.codec left out)" in named
+    page = (program.run / "report.html").read_text()
+    assert named[: named.index(":")] in page
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ import instep
 from instep.data.order import Order
 from instep.errors import RecipeError
 from instep.recipe.build import call
+from instep.report.figures.summary import summarise
 from instep.store.run_folder import RunFolder
 
 pytestmark = pytest.mark.process
@@ -91,6 +92,11 @@ def check_exact(run: RunFolder, steps: int = STEPS) -> None:
     units = Counter(zip(ledger["step"].tolist(), ledger["unit"].tolist(), strict=True))
     assert set(units.values()) == {1}
     assert set(ledger["step"].tolist()) == set(range(1, steps + 1))
+    lag = summarise(run)["lag"]
+    assert lag is not None
+    assert lag["updates"] == len(ledger)
+    assert 0 <= lag["mean"] <= lag["largest"] <= len(ledger)
+    assert (lag["largest"] > 0) == (run.team > 1)
 
 
 def check_equal(run: RunFolder, wanted: dict[str, torch.Tensor]) -> None:

@@ -28,7 +28,7 @@ from instep.spec import JobSpec, as_table
 from instep.state.intact import discard_newer, newest_intact
 from instep.state.manifest import Manifest, read_manifest
 from instep.store.folder import ID, StartPoint, lock, numbered, run_id, unlock
-from instep.store.ledger import check_reaches, cut_back
+from instep.store.ledger import check_intact, check_reaches, cut_back
 from instep.store.run_folder import RunFolder
 from instep.units import readable_seconds
 
@@ -181,7 +181,7 @@ def prepare(
             not fix its length.
 
     Raises:
-        RunError: a process still writes the ledger, or the folder cannot be written.
+        RunError: a process still writes the ledger, it is damaged, or the folder cannot be written.
         CheckpointError: there are checkpoints, and none is valid.
         SpecError: the run is complete already, has used up its time or is to stop at a
             step that lies behind it; or the checkpoint is of another job.
@@ -218,7 +218,7 @@ def go_back(
             changed; may raise.
 
     Raises:
-        RunError: a process still writes the ledger, or the folder cannot be written.
+        RunError: a process still writes the ledger, it is damaged, or the folder cannot be written.
         CheckpointError: there are checkpoints, and none is valid.
         SpecError: the checkpoint is of a job that cannot become this one.
     """
@@ -235,6 +235,8 @@ def go_back(
             manifest = read_manifest(checkpoint)
             step, size_bytes = manifest.step, int(manifest.facts["ledger_bytes"])
             check_changes(_job_of(checkpoint, manifest), job)
+            if "ledger_crc32" in manifest.facts:  # of a checkpoint that is not older than that
+                check_intact(folder / "ledger.bin", size_bytes, manifest.facts["ledger_crc32"])
         check(run, job, step)
         kept = _set_model_aside(run, step)
         if checkpoint is not None:

@@ -13,9 +13,11 @@ import errno
 import os
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -31,6 +33,7 @@ LOCKED_S = 120.0
 """How long a cut-off writer on another host may keep the lock; NFS breaks it after 90 s."""
 
 _LOOK_AGAIN_S = 0.05
+_CHUNK_BYTES = 1 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -69,6 +72,7 @@ class Ledger:
         self._released = False
         self.size_bytes = self._file.seek(0, os.SEEK_END)
         """Where the committed steps end."""
+        self._summed = 0, 0  # how far, and the CRC-32 of that
 
     def _take(self, wait: Callable[[], bool]) -> None:
         deadline = time.monotonic() + LOCKED_S
@@ -110,6 +114,21 @@ class Ledger:
             self.size_bytes += len(data)
         return data
 
+    def crc32(self) -> int:
+        """Of the file up to `size_bytes`; what was not summed up before is read.
+
+        Raises:
+            RunError: it cannot be read.
+        """
+        at, crc = self._summed
+        try:
+            self._file.seek(at)
+            crc = _crc32(self._file, self.size_bytes - at, crc)
+        except OSError as error:
+            raise RunError(f"{self._path} cannot be read: {error.strerror}.") from None
+        self._summed = self.size_bytes, crc
+        return crc
+
     def _check(self) -> None:
         """Refuse to write to a file that was changed, or that is no longer at its path."""
         mine = os.fstat(self._file.fileno())
@@ -145,6 +164,8 @@ class Ledger:
         """
         self._file.truncate(size_bytes)
         self.size_bytes = size_bytes
+        if self._summed[0] > size_bytes:
+            self._summed = 0, 0
 
     def while_held(self, write: Callable[[], None]) -> bool:
         """Write to a file beside this one, unless another process may write by now; whether it
@@ -230,6 +251,32 @@ def check_reaches(path: Path, size_bytes: int) -> None:
             f"{path} has {size} bytes, but the checkpoint was saved with {size_bytes}: the file "
             "was cut or replaced, and what was trained on is no longer known."
         )
+
+
+def check_intact(path: Path, size_bytes: int, crc32: int) -> None:
+    """Refuse a file whose begin is not what it was when a checkpoint was saved.
+
+    Raises:
+        RunError: it is damaged, or cannot be read.
+    """
+    try:
+        with open(path, "rb", opener=plain) as file:
+            found = _crc32(file, size_bytes)
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}. Get access to it.") from None
+    if found != crc32:
+        raise RunError(
+            f"{path} is damaged: what was written before the newest checkpoint does not match the "
+            "checksum there. Nothing was changed. Restore it from a copy, or move that checkpoint "
+            "away to resume from an earlier one."
+        )
+
+
+def _crc32(file: IO[bytes], count: int, crc: int = 0) -> int:
+    """Of so many bytes that follow in a file, or of those that there are."""
+    while data := file.read(min(count, _CHUNK_BYTES)):
+        crc, count = zlib.crc32(data, crc), count - len(data)
+    return crc
 
 
 def cut_back(path: Path, size_bytes: int) -> None:

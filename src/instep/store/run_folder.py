@@ -453,7 +453,7 @@ def _records(path: Path, dtype: np.dtype[Any]) -> Records:
 _OF_A_STEP = frozenset(
     [
         *("epoch_finished", "sample_skipped", "validated", "participants_validated", "logged"),
-        *("checkpoint_saved", "model_saved"),
+        *("checkpoint_saved", "model_saved", "lag_measured"),
     ]
 )
 

@@ -31,6 +31,7 @@ from instep.data.samples import last_read
 from instep.data.samples.contents import Record
 from instep.errors import CheckpointError, PeerError
 from instep.recipe.plateau import Plateau
+from instep.spec import JobSpec
 from instep.state.retention import Best
 from instep.state.save import Shard
 from instep.sync.base import strategy_of
@@ -38,6 +39,8 @@ from instep.sync.delayed import Delayed
 from instep.sync.rounds.averaging import Averaging
 from instep.sync.rounds.spread import Spread
 from instep.sync.rounds.streaming import Streaming
+from instep.sync.sign_vote import SignVote
+from instep.words import listed
 from instep.worker.callbacks import Callbacks
 from instep.worker.member import Member
 from instep.worker.saving import Saver, lend_model, write_shards
@@ -462,6 +465,7 @@ class Loop(ABC):
         self.phase = "update"
         done = self._commit()
         self._report_spread(done)
+        self._report_lost()
         if not (math.isfinite(done.loss) or self.stopping.spec.non_finite):
             self._warn_of_loss(done.loss)
         return done
@@ -585,6 +589,18 @@ class Loop(ABC):
             figures = {k: v for k, v in spread._asdict().items() if v is None or math.isfinite(v)}
             self.member.emit("participants_apart", step=done.step, **figures)
 
+    def _report_lost(self) -> None:
+        """Warn of participants or voters that began anew, as what they remembered was lost."""
+        strategy: object = self.engine.strategy
+        if not isinstance(strategy, Averaging | Streaming | SignVote):
+            return
+        carried = strategy.carried
+        if carried is None or not carried.lost:
+            return
+        (numbers, last), carried.lost = (sorted(carried.lost), max(carried.lost.values())), {}
+        if self._comms[1].rank == 0:  # of the ranks that have the same parts of the parameters
+            self.member.emit("warning", text=_lost_in_words(self.job, numbers, last))
+
     def _report_epoch(self, where: Position) -> None:
         if where.stop == self.samples and self.engine.comm.rank == 0:
             progress = self.state.progress
@@ -691,3 +707,19 @@ class Loop(ABC):
         if self._record is not None:
             self._record.close()
         self.engine.leave()
+
+
+def _lost_in_words(job: JobSpec, numbers: Sequence[int], last: int) -> str:
+    """`participants 1, 3 began anew: ...`, from the step of what they remembered."""
+    sync, kept = job.sync, list[str]()
+    if job.mesh.ranks == 1 and sync.rounds is not None:
+        kept += ["models"] if sync.streams else []
+        kept += ["states of optimizers"] if job.keeps_optimizers else []
+        kept += ["local parameters"] if sync.rounds.local_parameters else []
+    kept += ["momentum"] if sync.votes else ["what sync.codec left out"] * (sync.codec != "none")
+    who = "voter" if sync.votes else "participant"
+    return (
+        f"{who}{'s' * (len(numbers) > 1)} {listed(numbers, 8)} began anew: what they remembered, "
+        f"of step {last} at the latest, was lost with the processes that had it "
+        f"({', '.join(kept)})."
+    )

@@ -163,6 +163,7 @@ class Saver:
             epoch=where.epoch,
             next_position=where.stop,
             ledger_bytes=engine.ledger.size_bytes,
+            ledger_crc32=engine.ledger.crc32(),
             job=self._job,
             run=self._id,
         )

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import shutil
+import zlib
 
 import msgspec
 import pytest
@@ -88,6 +89,29 @@ def test_a_run_resumes_from_its_newest_checkpoint_and_the_ledger_ends_there(run)
 
 
 # ---- what is not believed
+
+
+@pytest.mark.parametrize("flipped", [LEDGER_START, LEDGER_START + 10 * LEDGER.itemsize - 1])
+def test_a_ledger_that_is_damaged_before_its_checkpoint_is_refused_and_nothing_changes(
+    run, flipped
+):
+    facts = facts_of(run, job_of(), 10)
+    whole = (run / "ledger.bin").read_bytes()
+    facts["ledger_crc32"] = zlib.crc32(whole[: facts["ledger_bytes"]])
+    save(run, facts, 10)
+    damaged = bytearray(whole)
+    damaged[flipped] ^= 4
+    (run / "ledger.bin").write_bytes(damaged)
+    files = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with pytest.raises(
+        RunError, match=r"ledger\.bin is damaged: .* Restore it from a copy"
+    ) as error:
+        go_on(run)
+    assert error.value.exit_code == 6
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == files
+    (run / "ledger.bin").write_bytes(whole[:-3] + b"xyz")  # after the checkpoint it does not count
+    assert go_on(run).step == 10
+    assert steps_in(run) == [*range(1, 11)]
 
 
 def test_a_job_file_that_was_edited_by_hand_is_held_against_the_checkpoints_own(run):

@@ -5,11 +5,11 @@ import pytest
 
 from instep.events import LEDGER, read_records
 from instep.report.figures.summary import summarise, time_split
-from instep.report.page.sections import changes_and_failures
+from instep.report.page.sections import changes_and_failures, configuration
 from instep.report.terminal.closing import closing_lines
 from instep.report.terminal.screen import notice
 from instep.store.run_folder import PARTS, RunFolder
-from made_up_runs import make_run, stopped_by, write_ledger
+from made_up_runs import BEGIN_S, make_run, stopped_by, write_ledger
 
 
 def summary_of(path, **how):
@@ -72,6 +72,28 @@ def test_a_poor_run_has_a_whole_summary(tmp_path, how):
     summary = summary_of(tmp_path, **how)
     assert set(summary) == set(summary_of(tmp_path / "rich"))
     json.dumps(summary, allow_nan=False)
+
+
+def test_the_lag_is_that_of_all_updates_that_count(tmp_path):
+    path = make_run(tmp_path / "digits")
+    assert summarise(RunFolder(path))["lag"] is None
+    told = [
+        {"time": BEGIN_S + 5.1, "step": 10, "updates": 40, "mean": 1.0, "largest": 3},
+        {"time": BEGIN_S + 5.1, "step": 10, "updates": 40, "mean": 1.0, "largest": 3},
+        {"time": BEGIN_S + 5.2, "step": 20, "updates": 7, "mean": 9.0, "largest": 99},
+        {"time": BEGIN_S + 5.4, "step": 20, "updates": 10, "mean": 2.0, "largest": 5},
+    ]
+    events = [{**event, "event": "lag_measured"} for event in told]
+    back = {"time": BEGIN_S + 5.3, "event": "went_back", "resumed_step": 10}
+    lines = [json.dumps(each) for each in (*events[:3], back, events[3])]
+    with (path / "events.jsonl").open("a") as file:
+        file.write("\n".join(lines) + "\n")
+    folder = RunFolder(path)
+    summary = summarise(folder)
+    assert summary["lag"] == {"updates": 50, "mean": 1.2, "largest": 5}
+    words = "1.2 other updates while a gradient was computed, and 5 at most"
+    assert f"lag     {words}" in closing_lines(summary, folder)
+    assert words in configuration(folder)
 
 
 def test_a_run_of_no_steps_has_no_loss_and_no_speed(tmp_path):

@@ -3,6 +3,7 @@
 import os
 import shutil
 import threading
+import zlib
 from contextlib import closing
 
 import numpy as np
@@ -42,6 +43,20 @@ def test_what_is_appended_is_there_at_once_and_the_size_says_so(tmp_path):
         assert ledger.size_bytes == (tmp_path / "ledger.bin").stat().st_size
     ledger.close()
     assert steps_in(tmp_path / "ledger.bin") == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+
+
+def test_its_checksum_is_that_of_the_whole_file_whoever_wrote_it(tmp_path):
+    path = written(tmp_path / "ledger.bin", 2)
+    with closing(Ledger(path)) as ledger:
+        for step in (3, 4):
+            ledger.append(shares(step))
+            assert ledger.crc32() == zlib.crc32(path.read_bytes())
+        ledger.append(shares(5))
+        ledger.cut(LEDGER_START + 3 * LEDGER.itemsize)
+        assert ledger.crc32() == zlib.crc32(path.read_bytes())
+        ledger.append(shares(6))
+        assert ledger.crc32() == zlib.crc32(path.read_bytes())
+    assert steps_in(path) == [1, 1, 2, 6, 6]
 
 
 def others_write(path):

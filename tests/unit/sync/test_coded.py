@@ -226,6 +226,28 @@ def test_what_a_killed_process_held_is_in_the_memory_of_its_host():
             assert torch.equal(one, other)
 
 
+def test_participants_whose_memory_is_lost_are_named_once_and_begin_anew():
+    gone = {}
+
+    def train(comm):
+        gone[comm.rank] = rounds(comm, "int4", 1, 3)[1]
+
+    def go_on(comm):
+        strategy = gone[2 * comm.rank]  # 1 is lost
+        strategy.start(parameters(), comm, Generation(notes=1, at=Attempt(0, 3, 2)))
+        assert strategy.carried.lost == {}
+        one_round(strategy, comm, 4, dealt(4, comm.size))
+        lost, strategy.carried.lost = strategy.carried.lost, {}
+        one_round(strategy, comm, 5, dealt(5, comm.size))
+        assert strategy.carried.lost == {}
+        return lost
+
+    run_ranks(3, train)
+    held = {piece.of: piece.commit for piece in gone[1].carried.held if piece.of >= 0}
+    assert held
+    assert run_ranks(2, go_on) == [held, held]
+
+
 def test_a_round_that_does_not_happen_leaves_nothing_behind():
     wanted = list(in_one_process("int4", 3))
 

@@ -81,7 +81,7 @@ def after(saver, step, last=False, metrics=None, **shards):
     engine = SimpleNamespace(
         state=saver.state,
         clock=Clock(),
-        ledger=SimpleNamespace(size_bytes=step * LEDGER.itemsize),
+        ledger=SimpleNamespace(size_bytes=step * LEDGER.itemsize, crc32=lambda: 0xFACADE),
         buffers=SimpleNamespace(moved=set()),
     )
     due = last or saver.late() or saver.is_best(step, metrics)
@@ -132,7 +132,7 @@ def test_what_was_recorded_leaves_before_the_checkpoint_is_made(saver):
     assert [name for name, _ in connection.told] == ["flush", "checkpoint_saved", "model_saved"]
 
 
-def test_a_checkpoint_says_of_which_run_and_job_it_is_and_how_long_the_ledger_was(saver):
+def test_a_checkpoint_says_of_which_run_and_job_it_is_and_what_the_ledger_was(saver):
     saver, connection = saver
     after(saver, 1)
     saver.finish(1)
@@ -140,7 +140,7 @@ def test_a_checkpoint_says_of_which_run_and_job_it_is_and_how_long_the_ledger_wa
     facts = read_manifest(checkpoint).facts
     assert facts["run"] == run_id(connection.run)
     assert facts["job"] == (connection.run / "job.toml").read_text()
-    assert facts["ledger_bytes"] == LEDGER.itemsize
+    assert (facts["ledger_bytes"], facts["ledger_crc32"]) == (LEDGER.itemsize, 0xFACADE)
 
 
 def test_a_checkpoint_that_was_saved_is_told_though_the_next_could_not_be(saver):

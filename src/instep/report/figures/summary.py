@@ -69,6 +69,7 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
         "corruptions": len(folder.named("corruption_found")),
         "participants_apart": _apart(folder),
         "participants_spread": spread_of(folder),
+        "lag": lag_of(folder),
     }
     cleaned: dict[str, Any] = finite(summary)
     return cleaned
@@ -79,6 +80,19 @@ def _apart(folder: RunFolder) -> dict[str, Any] | None:
     rounds = [e for e in folder.named("participants_apart") if e["step"] <= folder.last_step]
     names = "step", "distance", "way", "divergence"
     return {name: rounds[-1].get(name) for name in names} if rounds else None
+
+
+def lag_of(folder: RunFolder) -> dict[str, Any] | None:
+    """Updates that were counted, mean and largest of their lag; None where none can be late."""
+    told = {
+        event["step"]: event for event in folder.named("lag_measured")
+    }  # after a kill, a step has two
+    updates = sum(event["updates"] for event in told.values())
+    if not updates:
+        return None
+    mean = sum(event["mean"] * event["updates"] for event in told.values()) / updates
+    largest = max(event["largest"] for event in told.values())
+    return {"updates": updates, "mean": mean, "largest": largest}
 
 
 def _not_finite(folder: RunFolder) -> str | None:

@@ -14,7 +14,13 @@ import numpy as np
 
 from instep.report.figures.restarts import Restart, restarts
 from instep.report.figures.settings import flat
-from instep.report.figures.summary import cause_words, exactness_words, gap_words, network_words
+from instep.report.figures.summary import (
+    cause_words,
+    exactness_words,
+    gap_words,
+    lag_of,
+    network_words,
+)
 from instep.report.page.markup import (
     MOST_ROWS,
     Html,
@@ -33,6 +39,7 @@ from instep.units import readable_bytes, readable_count, readable_seconds, reada
 from instep.words import (
     apart_in_words,
     corruption_in_words,
+    lag_in_words,
     member,
     mesh_in_words,
     ranges,
@@ -312,6 +319,8 @@ def configuration(folder: RunFolder) -> Html:
     if apart := folder.named("participants_apart"):
         first, last = apart_in_words(apart[0]), apart_in_words(apart[-1])
         facts["first round"], facts["last round"] = first, last
+    if lag := lag_of(folder):
+        facts["lag"] = lag_in_words(lag)
     if checked := folder.last("mesh_checked"):
         facts["mesh and one process"] = mesh_in_words(checked)
     if loaded := folder.last("model_loaded"):

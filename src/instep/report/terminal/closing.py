@@ -19,6 +19,7 @@ from instep.words import (
     apart_in_words,
     command,
     corruption_in_words,
+    lag_in_words,
     member,
     members,
     mesh_in_words,
@@ -59,6 +60,8 @@ def _lines(summary: dict[str, Any], folder: RunFolder) -> Iterator[str]:
         yield f"same    as one machine: {same}"
     if apart := summary["participants_apart"]:
         yield f"apart   {apart_in_words(apart)}, in the last round"
+    if lag := summary["lag"]:
+        yield f"lag     {lag_in_words(lag)}"
     if spread := summary["participants_spread"]:
         yield f"each    {spread_in_words(spread)}, over the participants"
     checked = folder.last("mesh_checked")

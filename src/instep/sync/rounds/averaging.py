@@ -23,6 +23,7 @@ from instep.errors import SpecError
 from instep.records import Attempt, Law
 from instep.sync.all_reduce import AllReduce
 from instep.sync.base import Generation, InMesh, Price, Result
+from instep.sync.rounds.carried import Carried
 from instep.sync.rounds.coded import Coded
 from instep.sync.rounds.kept import KEPT, Kept
 from instep.sync.rounds.outer import OUTER, Outer
@@ -82,6 +83,11 @@ class Averaging:
         self._given, self._comm, self._parameters = [], comm, list(parameters)
         self._handed, self._mesh = None, generation.mesh
         self._mean.start(parameters, comm, generation)
+
+    @property
+    def carried(self) -> Carried | None:
+        """What belongs to participants and lies where they are computed; None without."""
+        return self._mean.carried if isinstance(self._mean, Coded) else None
 
     @property
     def start_after(self) -> int:

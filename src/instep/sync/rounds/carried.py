@@ -81,6 +81,10 @@ class Carried:
         self.lengths: dict[int, int] = {}
         """By participant: how many numbers it remembers. The same on every rank."""
         self.held: dict[Piece, Tensor] = {}
+        self.lost: dict[int, int] = {}
+        """Participants that began anew because no rank held what they remembered, and the commit
+        that was of. Whoever reports them takes them out."""
+        self._missing: dict[int, int] = {}  # the same, of those that `rows` found
         self._next: tuple[dict[Piece, Tensor], dict[int, int], dict[int, int]] | None = None
         self._memory: Memory | None = None
         self._attempt = BEGINNING
@@ -136,6 +140,10 @@ class Carried:
             pieces = [Piece(*each) for each in rest if each[0] != _NOTHING]
             gives.append(dict(zip(numbers[1:end:2], numbers[2:end:2], strict=True)))
             holds.append([each for each in pieces if self._is_last(each)])
+        there = {whose(each.of) for pieces in holds for each in pieces}
+        self._missing = {
+            of: commit for of, commit in self.made.items() if SUM < of < _APART and of not in there
+        }
         return gives, holds
 
     def _is_last(self, piece: Piece) -> bool:
@@ -210,12 +218,13 @@ class Carried:
             made: of all that is, on any rank: the commit.
             given: by participant of the round, on any rank, the length of what it remembers.
         """
-        self._attempt, made = attempt, {**self.made, **made}
+        kept = {of: commit for of, commit in self.made.items() if of not in self._missing}
+        self._attempt, made = attempt, {**kept, **made}
         stays = {p: t for p, t in self.held.items() if made.get(whose(p.of)) == p.commit}
         staged = self._staging([*new, *stays])
         for piece, values in stays.items():
             staged[piece].copy_(values)
-        lengths = {of: length for of, length in {**self.lengths, **given}.items() if length}
+        lengths = {of: n for of, n in {**self.lengths, **given}.items() if n and of in made}
         self._next = staged, made, lengths
         return staged
 
@@ -247,6 +256,8 @@ class Carried:
         """The round happens: what is staged counts."""
         assert self._next is not None, "nothing is staged"
         (self.held, self.made, self.lengths), self._next = self._next, None
+        self.lost |= self._missing
+        self._missing = {}
 
     def abandon(self) -> None:
         """It does not."""

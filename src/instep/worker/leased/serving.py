@@ -75,6 +75,7 @@ class Serving(Server):
         self._row: tuple[int, ...] | None = None  # of the last commit, for the ledger
         self._ledger_at = 0  # where it begins there
         self._written = b""  # since the last complete step
+        self._lag = 0, 0, 0  # of commits no event has told of: how many, their sum, the largest
         self._ends_at: int | None = None
         self._saves_at: int | None = None
         self._barrier = 0
@@ -162,14 +163,18 @@ class Serving(Server):
         )
         if left is None:
             self._keep()
-        elif left["row"] is not None:
+            return
+        self._lag = tuple(left["lag"])
+        if left["row"] is not None:
             self._row, self._ledger_at = tuple(left["row"]), left["ledger_bytes"]
 
     def _open(self) -> None:
-        door = Door(self.member.outside, self._holding.room, self.member.credentials)
+        holding = self._holding
+        given = self.member.outside, holding.room, self.member.credentials
+        door = Door(*given, sums=holding.coded)
         self._desk = Desk(door, self.commits, self._take, self._frozen)
         tell(self.member, 0, door)
-        if idle := sum(not each for each in self._holding.shares):
+        if idle := sum(not each for each in holding.shares):
             self._warn(
                 f"sync.servers = {self._servers}, and there are no parameters for {idle} of them: "
                 "choose fewer"
@@ -228,6 +233,8 @@ class Serving(Server):
         told, saves = step == self._ends_at, step == self._saves_at
         if saves:
             self._saves_at = None
+        if told or saves or self._is_barrier(step):  # no unit of a later step is committed
+            self._report_lag(step)
         ends = told or step in (self.last_step, self.job.train.stop_after_steps)
         done = Commit(step, figures.loss, figures.norm, told, ends, figures.skipped, saves=saves)
         self.engine.buffers.after_update()  # pushes have moved some
@@ -240,6 +247,11 @@ class Serving(Server):
         if not (math.isfinite(done.loss) or self.stopping.spec.non_finite):
             self._warn_of_loss(done.loss)
         return done
+
+    def _report_lag(self, step: int) -> None:
+        (updates, total, largest), self._lag = self._lag, (0, 0, 0)
+        mean = total / max(1, updates)
+        self.member.emit("lag_measured", step=step, updates=updates, mean=mean, largest=largest)
 
     # ---- what workers ask
 
@@ -263,6 +275,8 @@ class Serving(Server):
             self._others.meet()
             return False
         self._row = self._entry(committed.lease)
+        updates, total, largest = self._lag
+        self._lag = updates + 1, total + committed.lag, max(largest, committed.lag)
         self._keep()
         self._write(self._row)
         return True
@@ -294,6 +308,7 @@ class Serving(Server):
         snapshot.facts["leased"] = {
             "row": self._row,
             "ledger_bytes": self._ledger_at,
+            "lag": self._lag,
             **self.commits.state(),
         }
         version, generation = self.commits.leases.version, super()._group.generation
