@@ -31,16 +31,12 @@ from instep.data.samples import last_read
 from instep.data.samples.contents import Record
 from instep.errors import CheckpointError, PeerError
 from instep.recipe.plateau import Plateau
-from instep.spec import JobSpec
 from instep.state.retention import Best
 from instep.state.save import Shard
 from instep.sync.base import strategy_of
 from instep.sync.delayed import Delayed
-from instep.sync.rounds.averaging import Averaging
-from instep.sync.rounds.spread import Spread
 from instep.sync.rounds.streaming import Streaming
-from instep.sync.sign_vote import SignVote
-from instep.words import listed
+from instep.worker.after_round import report_lost, report_spread, spread_of
 from instep.worker.callbacks import Callbacks
 from instep.worker.member import Member
 from instep.worker.saving import Saver, lend_model, write_shards
@@ -464,8 +460,10 @@ class Loop(ABC):
         self._regroups = agreed.regroups
         self.phase = "update"
         done = self._commit()
-        self._report_spread(done)
-        self._report_lost()
+        strategy, (comm, column) = self.engine.strategy, self._comms
+        if comm.rank == 0:
+            report_spread(self.member, spread_of(strategy), done.step)
+        report_lost(self.member, self.job, strategy, tells=column.rank == 0)
         if not (math.isfinite(done.loss) or self.stopping.spec.non_finite):
             self._warn_of_loss(done.loss)
         return done
@@ -496,7 +494,7 @@ class Loop(ABC):
         diverged = bool(self.stopping.not_finite(agreed.loss, norm))
         return (
             diverged
-            or bool(self.stopping.too_far_apart(self._spread))
+            or bool(self.stopping.too_far_apart(spread_of(self.engine.strategy)))
             or step in (self.last_step, self.job.train.stop_after_steps)
         )
 
@@ -521,9 +519,10 @@ class Loop(ABC):
         self._save(done, where, metrics)
         if done.ends:
             self._set_rule(done.told, self.stopping.not_finite(done.loss, done.norm))
-            if not done.told and (why := self.stopping.too_far_apart(self._spread)):
+            apart = self.stopping.too_far_apart(spread_of(self.engine.strategy))
+            if not done.told and apart:
                 self.rule = SPREAD
-                self.stopping.report(why, self.step, SPREAD)
+                self.stopping.report(apart, self.step, SPREAD)
         self.state.settled = done.step
         ends_epoch = where.stop == self.samples
         return Step(done.step, where.epoch, done.loss, metrics, ends_epoch, losses)
@@ -577,29 +576,6 @@ class Loop(ABC):
             self.phase = CALLBACKS
             self.callbacks.after_save()
             self.phase = before
-
-    @property
-    def _spread(self) -> Spread | None:
-        """How far the participants of the last round were apart; None without rounds."""
-        strategy = self.engine.strategy
-        return strategy.spread if isinstance(strategy, Averaging | Streaming) else None
-
-    def _report_spread(self, done: Commit) -> None:
-        if (spread := self._spread) is not None and self.engine.comm.rank == 0:
-            figures = {k: v for k, v in spread._asdict().items() if v is None or math.isfinite(v)}
-            self.member.emit("participants_apart", step=done.step, **figures)
-
-    def _report_lost(self) -> None:
-        """Warn of participants or voters that began anew, as what they remembered was lost."""
-        strategy: object = self.engine.strategy
-        if not isinstance(strategy, Averaging | Streaming | SignVote):
-            return
-        carried = strategy.carried
-        if carried is None or not carried.lost:
-            return
-        (numbers, last), carried.lost = (sorted(carried.lost), max(carried.lost.values())), {}
-        if self._comms[1].rank == 0:  # of the ranks that have the same parts of the parameters
-            self.member.emit("warning", text=_lost_in_words(self.job, numbers, last))
 
     def _report_epoch(self, where: Position) -> None:
         if where.stop == self.samples and self.engine.comm.rank == 0:
@@ -707,19 +683,3 @@ class Loop(ABC):
         if self._record is not None:
             self._record.close()
         self.engine.leave()
-
-
-def _lost_in_words(job: JobSpec, numbers: Sequence[int], last: int) -> str:
-    """`participants 1, 3 began anew: ...`, from the step of what they remembered."""
-    sync, kept = job.sync, list[str]()
-    if job.mesh.ranks == 1 and sync.rounds is not None:
-        kept += ["models"] if sync.streams else []
-        kept += ["states of optimizers"] if job.keeps_optimizers else []
-        kept += ["local parameters"] if sync.rounds.local_parameters else []
-    kept += ["momentum"] if sync.votes else ["what sync.codec left out"] * (sync.codec != "none")
-    who = "voter" if sync.votes else "participant"
-    return (
-        f"{who}{'s' * (len(numbers) > 1)} {listed(numbers, 8)} began anew: what they remembered, "
-        f"of step {last} at the latest, was lost with the processes that had it "
-        f"({', '.join(kept)})."
-    )

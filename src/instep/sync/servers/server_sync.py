@@ -54,7 +54,7 @@ from instep.sync.servers.cuts import Packed, Part, Segment, cut, pieces_of
 from instep.sync.servers.differences import Differences
 from instep.sync.servers.guess import Guess
 from instep.sync.servers.own_part import OwnPart, rows_of
-from instep.sync.servers.pushes import Pushes, layout_of
+from instep.sync.servers.pushes import Pushes, check_codec, layout_of
 from instep.sync.servers.tables import Tables
 from instep.sync.servers.traffic import Traffic
 from instep.sync.sums import Sums, Wide, sums_of
@@ -104,7 +104,12 @@ class ServerSync(Gathering):
         )
         check_switch("copy", copy)
         if codec is not None:
-            _check(codec, copy=copy)
+            check_codec(codec)
+            if copy:
+                raise SpecError(
+                    "sync.options.copy = true does not go with sync.codec: the server that keeps "
+                    "the copy is sent sums as they are. Leave one of the two out."
+                )
         self._copy = copy
         self.laws = {"optimizer": Law.MOVE}
         self._carries = codec is not None and bool(Pushes.kinds(codec))
@@ -553,20 +558,3 @@ class ServerSync(Gathering):
     def price(parameter_bytes: int, replicas: int) -> Price:
         """A worker sends its gradient, once."""
         return Price(parameter_bytes, 1)
-
-
-def _check(codec: Codec, *, copy: bool) -> None:
-    """Refuse a codec that servers cannot use.
-
-    Raises:
-        SpecError: it is one.
-    """
-    if hasattr(codec, "reducer") or not (codec.segmentable and codec.fixed_size):
-        raise SpecError(
-            "sync.codec: servers need a codec that is segmentable and of fixed size. Use int8."
-        )
-    if copy:
-        raise SpecError(
-            "sync.options.copy = true does not go with sync.codec: the server that keeps the copy "
-            "is sent sums as they are. Leave one of the two out."
-        )
