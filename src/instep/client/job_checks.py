@@ -201,17 +201,23 @@ def _check_of_use(sync: SyncSpec) -> None:
     """Refuse an option that another one leaves without any effect."""
     options = sync.options
     unused: dict[str, str] = {}
+    if sync.codec == "none" and "encode_vectors" in defaults_of(sync.name):
+        unused["encode_vectors"] = "sync.codec = 'none'"
     if sync.name == "fedopt":
         rule = options.get("rule", "adam")
         read = {"momentum": (), "adagrad": ("tau",)}.get(str(rule), ("tau", "outer_beta2"))
-        unused = dict.fromkeys({"tau", "outer_beta2"}.difference(read), f"rule = {rule!r}")
+        unused |= dict.fromkeys(
+            {"tau", "outer_beta2"}.difference(read), f"sync.options.rule = {rule!r}"
+        )
     elif sync.name == "diloco" and sync.rounds is not None and not sync.rounds.delay:
-        unused = {"mixing": "delay = 0"}
+        unused["mixing"] = "sync.options.delay = 0"
     for option, why in sorted(unused.items()):
         if option in options:
+            given = options[option]
+            given = str(given).lower() if isinstance(given, bool) else given
             raise SpecError(
-                f"sync.options.{option} = {options[option]} does nothing with {why}. Leave it out, "
-                f"or set sync.options.{why.partition(' ')[0]}."
+                f"sync.options.{option} = {given} does nothing with {why}. Leave it out, or "
+                f" set {why.partition(' ')[0]}."
             )
 
 
