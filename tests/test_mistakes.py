@@ -81,6 +81,10 @@ IN_A_JOB_FILE = [
         ["sync.options.mixing = 0.2 does nothing with sync.options.delay = 0"],
     ),
     Job(
+        '[sync]\nname = "server_sync"\nservers = 400',
+        ["sync.servers = 400: with more servers than a job can have workers (8: ", "to at most 8."],
+    ),
+    Job(
         "[sync]\noptions = { encode_vectors = true }",
         ["sync.options.encode_vectors = true does nothing with sync.codec = 'none'"],
     ),
