@@ -163,7 +163,7 @@ def _check_sync(job: JobSpec, *, resumed: bool) -> None:
     if sync.servers > (most := max(job.most_workers, hosts)):
         raise SpecError(
             f"sync.servers = {sync.servers}: with more servers than a job can have workers "
-            f"({job.most_workers}: {job.portions}), and than it has hosts ({hosts or 1}), the links of "
+            f"({job.most_workers}: {job.portions}), and hosts ({hosts or 1}), the links of "
             f"workers are the limit, and nothing is faster. Set sync.servers to at most {most}."
         )
     if sync.name == "server_sync" and sync.all_options.get("copy") and sync.servers < 2:
