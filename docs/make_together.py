@@ -102,7 +102,7 @@ _NAMES = {
 _LETTERS = "abcdefgh"
 
 _BESIDE = """`dgc` needs `torch.optim.SGD`. A codec of your own goes with
-`all_reduce`; with `server_sync` and the strategies that have rounds if it is `segmentable` and of
+`all_reduce`; with servers and the strategies that have rounds if it is `segmentable` and of
 `fixed_size` ([what that means](../guides/adding-a-codec.md#what-a-codec-must-do))."""
 
 _REASONS = """

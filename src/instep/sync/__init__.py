@@ -40,7 +40,12 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = OF_CODECS | {
         "delayed": False,
     },
     "averaging": {"combine": "mean", "bucket_mb": 8.0, "encode_vectors": False},
-    "bounded_stale": {"staleness": 2, "compensation": 0.0, "slow_late": False},
+    "bounded_stale": {
+        "staleness": 2,
+        "compensation": 0.0,
+        "slow_late": False,
+        "encode_vectors": False,
+    },
     "diloco": {
         "outer_lr": 0.7,
         "outer_momentum": 0.9,
@@ -56,7 +61,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = OF_CODECS | {
         "encode_vectors": False,
     },
     "fedprox": {"mu": 0.01, "bucket_mb": 8.0, "encode_vectors": False},
-    "server_async": {"compensation": 0.0, "slow_late": False},
+    "server_async": {"compensation": 0.0, "slow_late": False, "encode_vectors": False},
     "server_sync": {"bucket_mb": 1.0, "overlap": True, "copy": False, "encode_vectors": False},
     "sign_vote": {"momentum": 0.9},
 }

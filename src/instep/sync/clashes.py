@@ -150,7 +150,7 @@ CLASHES: dict[tuple[str, str], str] = {
     ): "servers move the parameters, and what they leave behind has no average",
     ("server_sync", "own_loop"): "your own loop calls the optimizer, which is on the servers",
     ("server_sync", "turns"): _ONE_OPTIMIZER,
-    ("leased", "codec"): "servers are sent plain numbers",
+    ("leased", "no_rounds"): "servers are sent segments, each in a fixed number of bytes",
     ("leased", "bits"): "the order of updates depends on timing",
     ("leased", "batch_norm"): _APART,
     ("leased", "cuda"): _ON_THE_HOST,

@@ -559,6 +559,8 @@ class Training(Loop):
         if self.job.sync.codec != "none":
             whom = "workers and servers" if self.job.sync.name == "server_sync" else "workers"
             carried = f", and what is carried over depends on the number of {whom}"
+            if self.job.sync.name in LEASED:
+                carried = ", and what a worker carries over is lost with it"
             reasons.append(
                 f"sync.codec = {self.job.sync.codec!r} rounds what is sent"
                 f"{'' if self.job.sync.rounds else carried}. Leave it out"

@@ -1,5 +1,9 @@
 """A loss whose gradient is the mean of the samples, whatever the parameters: steps add up."""
 
+import os
+import signal
+from dataclasses import replace
+
 import torch
 from slow_tiny import Slow
 from torch import nn
@@ -46,6 +50,19 @@ def in_whole_numbers(pause_s: float = 0.0) -> instep.Recipe:
 
 def in_many_whole_numbers(pause_s: float = 0.0) -> instep.Recipe:
     return of(many_whole_numbers(), pause_s)
+
+
+def in_many_that_die(pause_s: float = 0.0) -> instep.Recipe:
+    """The process that calls callbacks is killed in the first call of every third step."""
+    return replace(in_many_whole_numbers(pause_s), callbacks=[Dies()])
+
+
+class Dies(instep.Callback):
+    def on_step_end(self, context: instep.CallbackContext) -> None:
+        mark = context.run / f"died-{context.step}"
+        if context.step % 3 == 0 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def of(samples: torch.Tensor, pause_s: float) -> instep.Recipe:

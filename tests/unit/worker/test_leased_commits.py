@@ -88,8 +88,8 @@ class Worker:
         granted = self.server.commits.grant(self.number, 0.0)
         if granted is None:
             return False
-        self.lease, flats = granted
-        for mine, sent in zip(self.parcel.flats, flats, strict=True):
+        self.lease, given = granted
+        for mine, sent in zip(self.parcel.flats, given.flats, strict=True):
             mine.copy_(sent)
         self.parcel.store()
         return True

@@ -9,6 +9,7 @@ import errno
 import os
 import random
 import threading
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from instep.state.pieces import SHARD
 from instep.sync.servers.leases import Unit
 from instep.sync.servers.server_async import ServerAsync
 from instep.system import host_memory
+from instep.worker.leased.coded import Coding, Held, Pushes
 from instep.worker.leased.commits import Commits, Push
 from instep.worker.leased.further import Further, path_of, write_shard, written_by
 from instep.worker.leased.holding import Holding
@@ -77,8 +79,8 @@ OPTIMIZERS = {
 class Part:
     """What a server process has, whichever it is."""
 
-    def __init__(self, make, limit, servers, place, memory, **options):
-        self.model = copy.deepcopy(MODEL)
+    def __init__(self, make, limit, servers, place, memory, *, model=MODEL, **options):
+        self.model = copy.deepcopy(model)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         optimizer = make(self.parameters)
         self.strategy = ServerAsync(**options)
@@ -108,7 +110,8 @@ class Thread:
 
     def __init__(self, place, part, at=(0, 0)):
         names = [name for name, p in part.model.named_parameters() if p.requires_grad]
-        self.door = Door("127.0.0.1", part.holding.room, asks=Question)
+        room, sums = part.holding.room, part.holding.coded
+        self.door = Door("127.0.0.1", room, asks=Question, sums=sums)
         self.further = Further(
             part.holding, part.copy, place=place, first=FIRST, names=names, at=at
         )
@@ -155,7 +158,8 @@ class Run:
 
     def reach(self, place, number=FIRST):
         door = self.threads[place].door
-        self.lines.append(Line.to(door.address, place, door.secret, number))
+        sums = self.part.holding.coded
+        self.lines.append(Line.to(door.address, place, door.secret, number, sums=sums))
         return self.lines[-1]
 
     def serve(self, left=None):
@@ -228,9 +232,9 @@ class Run:
         parameters = [p for p in model.parameters() if p.requires_grad]
         for place in range(1, self.servers):
             holding = self.threads[place].further._holding
-            sent, into = holding.room(), Parcel(parameters, holding.shares[place])
-            sent.load()
-            into.flats[0].copy_(sent.flats[0])
+            given, into = holding.give(FIRST, 0, 0), Parcel(parameters, holding.shares[place])
+            holding.leave(FIRST)
+            into.flats[0].copy_(given.flats[0])
             into.store()
         return model
 
@@ -246,15 +250,13 @@ class Run:
 class Worker:
     def __init__(self, run, number):
         self.run, self.number, self.lease = run, number, None
-        self.model = copy.deepcopy(MODEL)
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.parameters = parameters
+        self.model = copy.deepcopy(run.options.get("model", MODEL))
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         shares = run.part.holding.shares
         buffers = [buffers_of(self.model), *[[]] * (len(shares) - 1)]
-        self.taken, self.pushed = (
-            [Parcel(parameters, *each) for each in zip(shares, buffers, strict=True)]
-            for _ in range(2)
-        )
+        coding = Coding(run.part.strategy, self.parameters)
+        self.held = [Held(coding, *each) for each in zip(shares, buffers, strict=True)]
+        self.pushes = Pushes(coding, shares, buffers)
         self.lines = {}
 
     def line(self, place):
@@ -266,42 +268,39 @@ class Worker:
         granted = self.run.commits.grant(self.number, 0.0)
         if granted is None:
             return False
-        self.lease, flats = granted
-        for mine, sent in zip(self.taken[0].flats, flats, strict=True):
-            mine.copy_(sent)
+        self.lease, given = granted
+        take(self.held[0], self.lease.token, given)
         for place in range(1, self.run.servers):
-            self.line(place).send(Pull(self.lease.token), [])
-            self.line(place).receive(Answer, self.taken[place].flats)
-        for taken in self.taken:
-            taken.store()
+            held, line = self.held[place], self.line(place)
+            line.send(Pull(self.lease.token), [])
+            told = line.receive(Answer, lambda told, at=held: at.room(told.since))
+            held.take(self.lease.token, told.since)
         return True
 
     def compute(self):
         self.model.zero_grad()
-        first, stop = self.run.portions.of(self.lease.unit)
-        loss = nn.functional.mse_loss(self.model(INPUTS[first:stop]), TARGETS[first:stop])
+        loss, weight = loss_of(self.model, self.run.portions, self.lease.unit)
         loss.backward()
-        for parcel, pieces in zip(self.pushed, self.run.part.holding.shares, strict=True):
-            for piece, into in zip(pieces, parcel.pieces, strict=True):
-                gradient = self.parameters[piece.slot].grad
-                if gradient is not None:
-                    flat = gradient.reshape(-1)[piece.start : piece.stop]
-                    into.copy_(flat.view(into.shape))
-        changes(buffers_of(self.model), self.taken[0].buffers, self.pushed[0].buffers)
-        present = [p.grad is not None for p in self.parameters]
-        return loss.item() * (stop - first), stop - first, present
+        gradients = [parameter.grad for parameter in self.parameters]
+        self.pushes.pack(self.lease.token, self.lease.unit, gradients)
+        changes(buffers_of(self.model), self.held[0].parcel.buffers, self.pushes.rooms[0].buffers)
+        return loss.item() * weight, weight, [each is not None for each in gradients]
 
     def stage(self, present):
         for place in range(1, self.run.servers):
-            self.line(place).send(Stage(self.lease.token, present), self.pushed[place].flats)
+            room = self.pushes.rooms[place]
+            self.line(place).send(Stage(self.lease.token, present), room.flats)
             self.line(place).receive(Answer, [])
 
     def push(self):
         total, weight, present = self.compute()
         self.stage(present)
         token, self.lease = self.lease.token, None
-        first = self.pushed[0]
-        return self.run.take(Push(token, total, weight, 0, present, first.pieces, first.buffers))
+        first = self.pushes.rooms[0]
+        push = Push(token, total, weight, 0, present, first.pieces, first.buffers)
+        committed = self.run.take(push)
+        self.pushes.settle(committed is not None)
+        return committed
 
     def turn(self):
         """Ask or push; after a connection broke, from the beginning."""
@@ -312,21 +311,46 @@ class Worker:
                 line.close()
             self.lines, self.lease = {}, None
             self.run.commits.leave(self.number)
+            self.pushes.settle(self.run.commits.counted(self.number, self.pushes.unsettled))
             self.run.notice()
             return None
 
 
-@pytest.fixture
-def runs():
+def loss_of(model, portions, unit):
+    """Of a micro-batch, and how many samples it has."""
+    first, stop = portions.of(unit)
+    kind = next(model.parameters()).dtype
+    inputs, targets = INPUTS[first:stop].to(kind), TARGETS[first:stop].to(kind)
+    return nn.functional.mse_loss(model(inputs), targets), stop - first
+
+
+def take(held, token, given):
+    """As over a connection."""
+    for mine, sent in zip(held.room(given.since), given.flats, strict=True):
+        mine.copy_(sent)
+    held.take(token, given.since)
+
+
+@contextmanager
+def making():
+    """Runs, which are ended with it."""
     made = []
 
     def make(*given, **options):
         made.append(Run(*given, **options))
         return made[-1]
 
-    yield make
-    for run in made:
-        run.close()
+    try:
+        yield make
+    finally:
+        for run in made:
+            run.close()
+
+
+@pytest.fixture
+def runs():
+    with making() as make:
+        yield make
 
 
 def train(run, workers, draw, each=lambda: None):
@@ -345,9 +369,8 @@ def plain(make, limit=None):
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     for step in range(1, STEPS + 1):
         for number in range(portions.count(step)):
-            first, stop = portions.of(Unit(step, number))
             optimizer.zero_grad()
-            nn.functional.mse_loss(model(INPUTS[first:stop]), TARGETS[first:stop]).backward()
+            loss_of(model, portions, Unit(step, number))[0].backward()
             if limit:
                 nn.utils.clip_grad_norm_(parameters, limit)
             optimizer.step()
@@ -414,9 +437,9 @@ def test_a_push_without_its_parts_does_not_count_and_its_micro_batch_is_leased_a
     worker.ask()
     unit, token = worker.lease.unit, worker.lease.token
     total, weight, present = worker.compute()
-    worker.line(1).send(Stage(token, present), worker.pushed[1].flats)  # to one of two
+    worker.line(1).send(Stage(token, present), worker.pushes.rooms[1].flats)  # to one of two
     worker.line(1).receive(Answer, [])
-    first = worker.pushed[0]
+    first = worker.pushes.rooms[0]
     assert run.take(Push(token, total, weight, 0, present, first.pieces, first.buffers)) is None
     check_same_bits(run.whole(), before)
     worker.ask()
@@ -431,7 +454,7 @@ def test_parts_of_an_older_lease_do_not_count(runs):
     total, weight, present = worker.compute()
     worker.stage(present)
     worker.ask()
-    push = Push(worker.lease.token, total, weight, 0, present, worker.pushed[0].pieces, [])
+    push = Push(worker.lease.token, total, weight, 0, present, worker.pushes.rooms[0].pieces, [])
     assert run.take(push) is None
 
 
@@ -640,7 +663,7 @@ def test_after_the_end_a_server_turns_workers_away_and_still_hears_the_first(run
     worker.ask()
     run.others.must(End(3, "steps", True))
     server.door.end(server.further.late)  # as `Following` does
-    worker.line(1).send(Stage(worker.lease.token, [True]), worker.pushed[1].flats)
+    worker.line(1).send(Stage(worker.lease.token, [True]), worker.pushes.rooms[1].flats)
     with pytest.raises(PeerError):
         worker.line(1).receive(Answer, [])
     run.others.close()  # its connection breaks, and it asks again
@@ -648,7 +671,7 @@ def test_after_the_end_a_server_turns_workers_away_and_still_hears_the_first(run
     run.others.must(End(3, "steps", True))
     server.door.go_on()
     server.further.go_on()
-    run.others.must(Give(), bodies=[server.further._holding.room().flats])
+    run.others.must(Give(), bodies=[server.further._holding.room().flats[:2]])
 
 
 def test_more_servers_than_there_is_to_share_out_have_nothing_and_go_along(runs):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from instep.comm.base import Comm
 from instep.comm.codecs.base import Codec, draw_key
+from instep.errors import SpecError
 from instep.sync.reducers import Place
 from instep.sync.reducers.residuals import Residuals
 from instep.sync.reducers.whole_buckets import WholeBuckets
@@ -82,6 +83,18 @@ class Pushes(Residuals[Codec]):
         self.unused = {str(slot) for slot in unused}
         self._still_carry_residuals()
         self._stage()
+
+
+def check_codec(codec: Codec) -> None:
+    """Refuse a codec that servers cannot use.
+
+    Raises:
+        SpecError: it is one.
+    """
+    if hasattr(codec, "reducer") or not (codec.segmentable and codec.fixed_size):
+        raise SpecError(
+            "sync.codec: servers need a codec that is segmentable and of fixed size. Use int8."
+        )
 
 
 def layout_of(buckets: Iterable[Sequence[int]], parameters: Sequence[Tensor]) -> WholeBuckets:

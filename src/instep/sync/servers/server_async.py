@@ -5,6 +5,9 @@ is one update (`leases.py` says who computes which; `worker/leased/` runs it). A
 been computed with parameters that other updates have moved meanwhile; its *lag* is how many. Two
 options answer to that: smaller steps for late gradients (Zhang et al. 2016, arXiv:1511.05950), and
 delay compensation (Zheng et al. 2017, arXiv:1609.08326).
+
+With a codec gradients are encoded, and what goes back is by how much a worker's parameters differ
+from those of the server (`worker/leased/coded.py`).
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from instep.comm.codecs.base import Codec
 from instep.errors import SpecError
 from instep.sync.base import NothingOfItsOwn, Price
+from instep.sync.servers.pushes import check_codec
 
 
 class ServerAsync(NothingOfItsOwn):
@@ -28,6 +33,8 @@ class ServerAsync(NothingOfItsOwn):
             sent, is added to it; 0 for nothing. The estimate is gradient * gradient * (parameters
             now - parameters then).
         slow_late: divide the learning rate of an update by its lag, where that is above 1.
+        encode_vectors: encode also parameters of fewer than two dimensions.
+        codec: how gradients, and what comes back, look on the wire; None sends them as they are.
 
     Raises:
         SpecError: an option is refused.
@@ -36,16 +43,27 @@ class ServerAsync(NothingOfItsOwn):
     staleness: int | None = None
     """How many steps a micro-batch may be ahead; None for no bound."""
 
-    def __init__(self, *, compensation: float = 0.0, slow_late: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        compensation: float = 0.0,
+        slow_late: bool = False,
+        encode_vectors: bool = False,
+        codec: Codec | None = None,
+    ) -> None:
         numeric = isinstance(compensation, int | float) and not isinstance(compensation, bool)
         if not (numeric and 0 <= compensation < math.inf):
             raise SpecError(
                 f"sync.options.compensation = {compensation!r}: it is a factor of 0 or more. Leave "
                 "it out for no compensation; 0.04 is a value to begin with."
             )
-        if not isinstance(slow_late, bool):
-            raise SpecError(f"sync.options.slow_late = {slow_late!r}: needs to be true or false.")
+        for name, value in (("slow_late", slow_late), ("encode_vectors", encode_vectors)):
+            if not isinstance(value, bool):
+                raise SpecError(f"sync.options.{name} = {value!r}: needs to be true or false.")
+        if codec is not None:
+            check_codec(codec)
         self.compensation, self._slow_late = compensation, slow_late
+        self.codec, self.encode_vectors = codec, encode_vectors
 
     def rate(self, lag: int) -> float:
         """What the learning rate is multiplied by, for a gradient of this lag."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from instep.state.packing import pack_state, unpack_state
 from instep.sync.norm import norm as norm_of
 from instep.sync.servers.leases import Committed, Lease, Leases, Unit
+from instep.worker.leased.coded import Given
 from instep.worker.leased.holding import Holding
 from instep.worker.leased.others import Others
 from instep.worker.leased.portions import Portions, change
@@ -43,7 +44,8 @@ class Push(NamedTuple):
     present: Sequence[bool]
     """Which parameters have a gradient; none where nothing counts."""
     gradients: Sequence[Tensor]
-    """Of the mean loss, of each piece that this server has; what is not present holds anything."""
+    """Of the mean loss, of each piece that this server has, as in `Holding.room`; what is not
+    present holds anything."""
     changes: Sequence[Tensor]
     """What the pass has added to the buffers."""
 
@@ -104,6 +106,7 @@ class Commits:
         self._parts: dict[Unit, _Part] = {}  # of steps that `complete` has not been asked for
         for commit, number, *figures in unpack_state({}, left["parts"]) if left else ():
             self._parts[Unit(commit, number)] = _Part(*figures)
+        self._last = dict[int, int](left["tokens"] if left else ())
         self._step = step
         self._usual = deque[float](maxlen=USUAL)
         self.leases = Leases(
@@ -120,9 +123,9 @@ class Commits:
 
     # ---- leases
 
-    def grant(self, worker: int, now: float) -> tuple[Lease, list[Tensor]] | None:
-        """A lease, and as bytes the parameters and buffers to compute with, for as long as it
-        counts; None if the worker has to wait.
+    def grant(self, worker: int, now: float) -> tuple[Lease, Given] | None:
+        """A lease, and the parameters and buffers to compute with, for as long as it counts; None
+        if the worker has to wait.
 
         Args:
             worker: who asks; what was leased to it before is free again.
@@ -134,7 +137,7 @@ class Commits:
         return lease, self._holding.give(worker, lease.token, lease.version)
 
     def leave(self, worker: int) -> None:
-        """A worker is gone."""
+        """A worker is gone, or has come again: what was leased to it is leased anew."""
         self.leases.leave(worker)
         self._holding.leave(worker)
 
@@ -145,6 +148,10 @@ class Commits:
         return max(LEAST_S, OVERDUE * longest)
 
     # ---- pushes
+
+    def counted(self, worker: int, token: int) -> bool:
+        """Whether a worker's last commit was under this lease."""
+        return self._last.get(worker) == token
 
     def take(self, push: Push, now: float) -> Committed | None:
         """Commit a push, and move the parameters by it; None if it does not count.
@@ -164,6 +171,7 @@ class Commits:
             return None
         committed = self.leases.push(push.token)
         assert committed is not None, "it counts"
+        self._last[lease.worker] = push.token
         self._usual.append(now - lease.since)
         norm = math.nan if found is None else found
         self._parts[lease.unit] = _Part(push.total, push.weight, push.skipped, norm)
@@ -241,4 +249,8 @@ class Commits:
     def state(self) -> dict[str, Any]:
         """What another process needs beside model and optimizer, as plain JSON."""
         parts = [[*unit, *part] for unit, part in sorted(self._parts.items())]
-        return {"version": self.leases.version, "parts": pack_state(parts)[1]}
+        return {
+            "version": self.leases.version,
+            "parts": pack_state(parts)[1],
+            "tokens": sorted(self._last.items()),
+        }

@@ -72,12 +72,16 @@ class Desk:
         if before is not guest and before is not None:  # its connection broke, and it came again
             self._asking.pop(before, None)
             before.close()
+            self._commits.leave(guest.worker)  # so what was sent before, and comes now, is late
         self._guests[guest.worker] = guest
         if ask.frozen:
             guest.answer(Grant(False, []), self._frozen())
             return
         try:
-            counted = ask.token >= 0 and self._take(guest, ask)
+            if ask.token >= 0:
+                counted = self._take(guest, ask)
+            else:
+                counted = self._commits.counted(guest.worker, ask.unsure)
         except PeerError:  # this server is cut off; nobody would answer
             guest.close()
             raise
@@ -91,9 +95,9 @@ class Desk:
             if granted is None:
                 return
             del self._asking[guest]
-            (token, unit, *_), body = granted
-            grant = Grant(counted, self._unknown(ask), token, *unit, now - since)
-            guest.answer(grant, body)
+            (token, unit, *_), given = granted
+            grant = Grant(counted, self._unknown(ask), token, *unit, now - since, since=given.since)
+            guest.answer(grant, given.flats)
 
     def _unknown(self, ask: Ask) -> list[tuple[int, float, float | None]]:
         """The complete steps that a worker does not know of."""

@@ -68,7 +68,8 @@ class Following(Server):
             names=self._names,
             at=at,
         )
-        self._door = Door(member.outside, holding.room, member.credentials, asks=Question)
+        given = member.outside, holding.room, member.credentials
+        self._door = Door(*given, asks=Question, sums=holding.coded)
         tell(member, self._place, self._door)
 
     def _report_ready(self) -> None:

@@ -98,14 +98,15 @@ class Further:
         elif guest.worker != self._first:
             guest.close()
         elif isinstance(question, Give):
-            body = self._holding.give(guest.worker, 0, self.at[1])
+            given = self._holding.give(guest.worker, 0, self.at[1])
             self._holding.leave(guest.worker)
-            guest.answer(Answer(), body)
+            guest.answer(Answer(), given.flats)
         else:
             guest.answer(self._answer(question))
         if self._met:
             for each, pull in self._waiting.items():
-                each.answer(Answer(), self._holding.give(each.worker, pull.token, self.at[1]))
+                given = self._holding.give(each.worker, pull.token, self.at[1])
+                each.answer(Answer(since=given.since), given.flats)
             self._waiting.clear()
 
     def _leave(self, guest: Guest) -> None:

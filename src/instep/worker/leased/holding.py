@@ -1,7 +1,8 @@
 """What one server has of the parameters: given to workers, and moved by what they push.
 
 With one server that is all of them. Pieces are views of the model's own memory, so what moves is
-in the model. Which push counts is not known here. Way in: `give`, then `receive` and `move`.
+in the model. What each worker holds of them is kept: its gradients are of that. Which push counts
+is not known here. Way in: `give`, then `receive` and `move`.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from torch import Tensor, nn
 
 from instep.sync.base import Piece
 from instep.sync.servers.server_async import ServerAsync
+from instep.worker.leased.coded import Coding, Given, Held, Wrapped, part_of
 from instep.worker.leased.portions import Parcel, pieces_of
 from instep.worker.step.leased import LeasedUpdate
 
 _PARAMETERS = "parameters/"
 
 
-class _Given(NamedTuple):
+class _Worker(NamedTuple):
     """What a worker computes with."""
 
-    token: int
     version: int
-    parcel: Parcel
+    held: Held
 
 
 class Holding:
@@ -57,15 +58,23 @@ class Holding:
         self._held = {piece: _own(piece, parameters) for piece in self.shares[place]}
         if servers > 1:
             update.hold(self._held)
-        self._given: dict[int, _Given] = {}
+        self._coding = Coding(strategy, parameters)
+        encoded = [piece for piece in self._held if self._coding.encodes(piece)]
+        self._decoded = dict(zip(encoded, Parcel(parameters, encoded).pieces, strict=True))
+        self._given: dict[int, _Worker] = {}
         self._rate = 1.0
 
-    def room(self) -> Parcel:
-        """Room for what a worker gets or sends."""
-        return Parcel(self._parameters, list(self._held), self._buffers)
+    @property
+    def coded(self) -> bool:
+        """Whether there is a codec."""
+        return self._coding.codec is not None
 
-    def give(self, worker: int, token: int, version: int) -> list[Tensor]:
-        """As bytes, what a worker computes with under a lease; it does not change before the next.
+    def room(self) -> Wrapped:
+        """Room for what a worker pushes."""
+        return Wrapped(self._coding, list(self._held), self._buffers)
+
+    def give(self, worker: int, token: int, version: int) -> Given:
+        """What a worker computes with under a lease.
 
         Args:
             worker: who.
@@ -73,17 +82,16 @@ class Holding:
             version: number of the last update.
         """
         last = self._given.get(worker)
-        given = _Given(token, version, last.parcel if last else self.room())
-        given.parcel.load()
-        self._given[worker] = given
-        return given.parcel.flats
+        held = last.held if last else Held(self._coding, list(self._held), self._buffers)
+        self._given[worker] = _Worker(version, held)
+        return held.give(token, (version, worker))
 
     def gave(self, worker: int, token: int) -> bool:
         """Whether that worker computes with what it was given under this lease."""
-        return worker in self._given and self._given[worker].token == token
+        return worker in self._given and self._given[worker].held.token == token
 
     def leave(self, worker: int) -> None:
-        """A worker is gone."""
+        """A worker is gone, or has come again: what it holds is not known."""
         self._given.pop(worker, None)
 
     def forget(self) -> None:
@@ -99,7 +107,8 @@ class Holding:
             worker: who; `give` was the last that it asked for.
             version: number of the update that this is to be.
             present: which parameters have a gradient.
-            gradients: of each piece; what is not present holds anything. They may change.
+            gradients: of each piece, as in `room`; what is not present holds anything. They may
+                change.
 
         Returns:
             The squares of the gradient, by block; nothing where nobody wants its norm.
@@ -108,8 +117,11 @@ class Holding:
         lag = version - 1 - given.version
         self._rate = self._strategy.rate(lag)
         late = bool(self._strategy.compensation and lag)
-        every = zip(self._held.items(), gradients, given.parcel.pieces, strict=True)
+        every = zip(self._held.items(), gradients, given.held.parcel.pieces, strict=True)
         for (piece, own), gradient, before in every:
+            if present[piece.slot] and piece in self._decoded:
+                values = self._coding.decode(piece, gradient)
+                gradient = self._decoded[piece].copy_(values.view(own.shape))
             own.grad = gradient if present[piece.slot] else None
             if late and own.grad is not None:
                 self._strategy.compensate(gradient, own.detach(), before)
@@ -167,4 +179,4 @@ def _own(piece: Piece, parameters: Sequence[nn.Parameter]) -> nn.Parameter:
     whole = parameters[piece.slot]
     if piece.stop - piece.start == whole.numel():
         return whole
-    return nn.Parameter(whole.detach().view(-1)[piece.start : piece.stop])
+    return nn.Parameter(part_of(parameters, piece))

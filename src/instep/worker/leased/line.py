@@ -19,6 +19,7 @@ import ssl
 import struct
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -31,7 +32,7 @@ from instep.comm import metered
 from instep.comm.channel import Address
 from instep.errors import PeerError, StrangerError
 from instep.system.processes import wait_readable
-from instep.worker.leased.portions import Parcel
+from instep.worker.leased.coded import Wrapped
 
 if TYPE_CHECKING:
     from instep.comm.certificates import Credentials
@@ -48,7 +49,7 @@ MOST_UNPROVEN = 64
 MOST_HEAD = 1 << 20
 """Bytes of the longest question or answer, without its body."""
 
-_SIZES = struct.Struct("!IQ")
+_SIZES = struct.Struct("!IQI")
 
 Head = TypeVar("Head", bound=msgspec.Struct)
 
@@ -67,13 +68,16 @@ class Ask(msgspec.Struct, array_like=True):
     """The last step that it knows to be complete."""
     frozen: bool = False
     """Whether it wants no lease, but the parameters that are not trained, as the body."""
+    unsure: int = -1
+    """Without a token: that of a push, on an earlier connection, of which it has not heard whether
+    it was a commit; -1 if there was none."""
 
 
 class Grant(msgspec.Struct, array_like=True):
     """A lease; its body is what to compute with. Or the end, without both."""
 
     counted: bool
-    """Whether the push was a commit."""
+    """Whether the push was a commit, this one or the one that the worker was unsure of."""
     complete: list[tuple[int, float, float | None]]
     """Steps that are complete, after the one that was known: number, loss, norm."""
     token: int = -1
@@ -85,6 +89,8 @@ class Grant(msgspec.Struct, array_like=True):
     """The rule by which the run has ended; empty while it goes on."""
     finite: bool = True
     """Whether its last loss was."""
+    since: int = -1
+    """As `coded.Given.since`."""
 
 
 class _Call(msgspec.Struct, array_like=True):
@@ -93,11 +99,17 @@ class _Call(msgspec.Struct, array_like=True):
 
 
 class Line:
-    """One end of a connection."""
+    """One end of a connection.
 
-    def __init__(self, connection: socket.socket) -> None:
+    Args:
+        connection: what it is one end of.
+        sums: whether checksums of bodies are sent: who takes differences for long would not be
+            right again after a wrong one.
+    """
+
+    def __init__(self, connection: socket.socket, *, sums: bool = False) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket = connection
+        self._socket, self._sums = connection, sums
 
     @classmethod
     def to(
@@ -107,6 +119,8 @@ class Line:
         secret: bytes,
         worker: int,
         credentials: Credentials | None = None,
+        *,
+        sums: bool = False,
     ) -> Line:
         """Connect to the server.
 
@@ -115,6 +129,7 @@ class Line:
             server, worker: the numbers of both ends.
             secret: what the server wants to be shown.
             credentials: of this end, where connections are encrypted.
+            sums: as for `Line`.
 
         Raises:
             PeerError: it is not there, or is another.
@@ -125,7 +140,7 @@ class Line:
             if credentials is not None:
                 connection = _encrypted(connection, credentials, server=False)
                 _check(connection, server)
-            line = cls(connection)
+            line = cls(connection, sums=sums)
             line.send(_Call(secret, worker), ())
         except (OSError, PeerError) as error:
             if connection is not None:
@@ -140,7 +155,8 @@ class Line:
             PeerError: the other end is gone.
         """
         encoded, parts = msgspec.msgpack.encode(head), [tensor.numpy().data for tensor in body]
-        sizes = _SIZES.pack(len(encoded), sum(part.nbytes for part in parts))
+        total = _sum(parts) if self._sums else 0
+        sizes = _SIZES.pack(len(encoded), sum(part.nbytes for part in parts), total)
         try:
             self._socket.settimeout(None)
             self._socket.sendall(sizes + encoded)
@@ -150,28 +166,37 @@ class Line:
             raise PeerError(f"the connection is gone ({error}).") from None
 
     def receive(
-        self, kind: type[Head], body: Sequence[Tensor], waits: Callable[[], None] = lambda: None
+        self,
+        kind: type[Head],
+        body: Sequence[Tensor] | Callable[[Head], Sequence[Tensor]],
+        waits: Callable[[], None] = lambda: None,
     ) -> Head:
         """The next head; its body, if it has one, is written into tensors of bytes.
 
         Args:
             kind: what it is.
-            body: [bytes] each, together as long as the body.
+            body: [bytes] each, together as long as the body; or gives them once the head is known.
             waits: called now and then meanwhile; what it raises is raised here.
 
         Raises:
             PeerError: the other end is gone, or sends something else.
         """
-        length, rest = _SIZES.unpack(self._take(_SIZES.size, waits))
-        parts = [tensor.numpy().data for tensor in body]
-        if length > MOST_HEAD or rest not in (0, sum(part.nbytes for part in parts)):
+        length, rest, total = _SIZES.unpack(self._take(_SIZES.size, waits))
+        if length > MOST_HEAD:
             raise PeerError(f"a message of {length} and {rest} bytes has arrived.")
         try:
             head = msgspec.msgpack.decode(self._take(length, waits), type=kind)
         except msgspec.MsgspecError as error:
             raise PeerError(f"something that is no message has arrived: {error}") from None
-        for part in parts if rest else ():
+        if not rest:
+            return head
+        parts = [tensor.numpy().data for tensor in (body(head) if callable(body) else body)]
+        if rest != sum(part.nbytes for part in parts):
+            raise PeerError(f"a message of {length} and {rest} bytes has arrived.")
+        for part in parts:
             self._fill(part, waits)
+        if self._sums and total != _sum(parts):
+            raise PeerError("a message has arrived that is not what was sent.")
         return head
 
     def _take(self, size: int, waits: Callable[[], None]) -> bytearray:
@@ -203,6 +228,13 @@ class Line:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         metered.close(self._socket)
+
+
+def _sum(parts: Sequence[memoryview]) -> int:
+    total = 0
+    for part in parts:
+        total = zlib.crc32(part, total)
+    return total
 
 
 def _encrypted(
@@ -268,17 +300,19 @@ class Door:
         room: gives what the body of a worker's questions goes into.
         credentials: of this end, where connections are encrypted.
         asks: what questions are.
+        sums: as for `Line`; at both ends alike.
     """
 
     def __init__(
         self,
         host: str,
-        room: Callable[[], Parcel],
+        room: Callable[[], Wrapped],
         credentials: Credentials | None = None,
         *,
         asks: Any = Ask,
+        sums: bool = False,
     ) -> None:
-        self.asks = asks
+        self.asks, self._sums = asks, sums
         self.secret = secrets.token_bytes(32)
         """What a worker has to show."""
         self.room, self._closed, self._credentials = room, False, credentials
@@ -371,7 +405,7 @@ class Door:
             if time.monotonic() > deadline:
                 raise PeerError("no proof in time.")
 
-        line = Line(connection)
+        line = Line(connection, sums=self._sums)
         call = line.receive(_Call, (), waits)
         if self._credentials is not None:
             _check(connection, call.worker)

@@ -96,3 +96,5 @@ class Answer(msgspec.Struct, array_like=True):
     why: str = ""
     errno: int = 0
     """Why there is none."""
+    since: int = -1
+    """To `Pull`: as `coded.Given.since`."""

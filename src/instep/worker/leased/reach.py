@@ -49,6 +49,7 @@ def reach(member: Member, place: int, keep_up: Callable[[], None]) -> Line:
     Raises:
         PeerError: there is no master any more.
     """
+    sums = member.job.sync.codec != "none"
     while True:
         try:
             told = member.told(_key(place))
@@ -60,7 +61,8 @@ def reach(member: Member, place: int, keep_up: Callable[[], None]) -> Line:
         where = msgspec.msgpack.decode(told, type=_Where)
         address = Address(where.host, where.port)
         try:
-            return Line.to(address, where.number, where.secret, member.number, member.credentials)
+            known = address, where.number, where.secret, member.number, member.credentials
+            return Line.to(*known, sums=sums)
         except PeerError:
             time.sleep(AGAIN_S)
             keep_up()

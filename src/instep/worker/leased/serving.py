@@ -169,10 +169,12 @@ class Serving(Server):
             self._row, self._ledger_at = tuple(left["row"]), left["ledger_bytes"]
 
     def _open(self) -> None:
-        door = Door(self.member.outside, self._holding.room, self.member.credentials)
+        holding = self._holding
+        given = self.member.outside, holding.room, self.member.credentials
+        door = Door(*given, sums=holding.coded)
         self._desk = Desk(door, self.commits, self._take, self._frozen)
         tell(self.member, 0, door)
-        if idle := sum(not each for each in self._holding.shares):
+        if idle := sum(not each for each in holding.shares):
             self._warn(
                 f"sync.servers = {self._servers}, and there are no parameters for {idle} of them: "
                 "choose fewer"

@@ -2,8 +2,8 @@
 
 It has a connection to each server. What it has computed it leaves with all others before it shows
 the token to the first, so no server ever waits for it. It holds nothing that another process would
-miss. If a connection breaks it connects again, and what it had leased is leased again; if it is
-killed, likewise. It knows no other worker.
+miss, but with a codec what it carries over to its next push. If a connection breaks it connects
+again, and what it had leased is leased again; if it is killed, likewise. It knows no other worker.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from instep.errors import PeerError, RecipeError
 from instep.recipe.build import set_generators
 from instep.recipe.recipe import Recipe
 from instep.sync.servers.leases import Unit
+from instep.sync.servers.server_async import ServerAsync
+from instep.worker.leased.coded import Coding, Held, Pushes
 from instep.worker.leased.line import Ask, Grant, Line
 from instep.worker.leased.portions import (
     Parcel,
@@ -43,6 +45,8 @@ from instep.worker.step.clock import Clock
 from instep.worker.step.leased import LeasedUpdate
 from instep.worker.step.turns import key_of_pass
 from instep.worker.training import Training
+
+Told = TypeVar("Told", Grant, Answer)
 
 
 @dataclass
@@ -72,11 +76,10 @@ class Working(Training):
         by_element = cast(LeasedUpdate, self._update).by_element
         pieces = pieces_of(parameters, self.job.sync.servers, by_element=by_element)
         buffers = [buffers_of(model), *[[]] * (len(pieces) - 1)]  # with the first server's part
-        self._pieces = pieces
-        self._taken, self._pushed = (  # as servers sent them; gradients, and changes of buffers
-            [Parcel(parameters, *each) for each in zip(pieces, buffers, strict=True)]
-            for _ in range(2)
-        )
+        coding = Coding(cast(ServerAsync, self.engine.strategy), parameters)
+        every = zip(pieces, buffers, strict=True)
+        self._held = [Held(coding, *each) for each in every]  # of each server
+        self._pushes = Pushes(coding, pieces, buffers)
         self._lacks: Parcel | None = None  # a checkpoint has them, and the server
         if member.checkpoint is not None:
             self._lacks = frozen_in(model, parameters)
@@ -132,7 +135,7 @@ class Working(Training):
             lines = list[Line]()
             try:
                 self.phase = "joining"
-                for place in range(len(self._pieces)):
+                for place in range(len(self._held)):
                     lines.append(reach(self.member, place, self._keep_up))
                 return self._work(*lines)
             except PeerError as error:  # raised again, if there is no master either
@@ -156,16 +159,19 @@ class Working(Training):
                 return grant
             self._lacks.store()
             self._lacks, self._watched = None, Buffers(self.engine.model)
-        ask, body, clock = Ask(), list[Tensor](), Clock(begin=time.time())
+        ask, body = Ask(unsure=self._pushes.unsettled), list[Tensor]()
+        clock = Clock(begin=time.time())
         while True:
             ask.known = self._known
             self.phase, since = "exchange", time.perf_counter()
             if body:
-                self._ask(others, Stage(ask.token, ask.present), self._pushed[1:], [])
+                self._stage(others, Stage(ask.token, ask.present))
             first.send(ask, body)
-            grant = first.receive(Grant, self._taken[0].flats, self._keep_up)
+            grant = self._receive(first, Grant, self._held[0])
             if not grant.ends:
-                self._ask(others, Pull(grant.token), [], self._taken[1:])
+                self._pushes.settle(grant.counted)
+                self._pull(others, grant.token)
+                self._held[0].take(grant.token, grant.since)
             took = time.perf_counter() - since
             clock.wait += min(grant.held_s, took)
             clock.wire += max(0.0, took - grant.held_s)
@@ -174,31 +180,34 @@ class Working(Training):
             self._report(grant)
             if grant.ends:
                 return grant
-            for taken in self._taken:
-                taken.store()
             clock = Clock(begin=time.time())
             self.step, self._number = grant.step, grant.number
             ask = self._compute(grant, clock)
-            body = self._pushed[0].flats if ask.weight else []
+            body = self._pushes.rooms[0].flats if ask.weight else []
             self._done += 1
 
     _number = 0
 
-    def _ask(
-        self,
-        lines: Sequence[Line],
-        question: Stage | Pull,
-        sent: Sequence[Parcel],
-        taken: Sequence[Parcel],
-    ) -> None:
-        """Ask all servers but the first; send each its parcel, or take one from each."""
-        for place, line in enumerate(lines):
-            line.send(question, sent[place].flats if sent else [])
-        for place, line in enumerate(lines):
-            line.receive(Answer, taken[place].flats if taken else [], self._keep_up)
+    def _stage(self, others: Sequence[Line], question: Stage) -> None:
+        """Leave the gradient with all servers but the first."""
+        for line, room in zip(others, self._pushes.rooms[1:], strict=True):
+            line.send(question, room.flats)
+        for line in others:
+            line.receive(Answer, (), self._keep_up)
+
+    def _pull(self, others: Sequence[Line], token: int) -> None:
+        """Get what to compute with from all servers but the first."""
+        for line in others:
+            line.send(Pull(token), ())
+        for line, held in zip(others, self._held[1:], strict=True):
+            held.take(token, self._receive(line, Answer, held).since)
+
+    def _receive(self, line: Line, kind: type[Told], held: Held) -> Told:
+        """An answer with what to compute with."""
+        return line.receive(kind, lambda told: held.room(told.since), self._keep_up)
 
     def _compute(self, grant: Grant, clock: Clock) -> Ask:
-        """The gradient of one micro-batch, in `_pushed`; or nothing, if nothing in it counts."""
+        """The gradient of one micro-batch, in `_pushes`; or nothing, if nothing in it counts."""
         last_read.set_step(self.step)
         epoch, unit = self._portions.where(self.step).epoch, Unit(grant.step, grant.number)
         self.phase, since = "loading", time.perf_counter()
@@ -217,15 +226,15 @@ class Working(Training):
             parameter.grad = None
         found.loss.backward()
         ask.total, ask.weight = float(found.loss.detach()) * found.factor, found.factor
-        ask.present = self._pack_gradients()
+        if ask.weight:
+            ask.present = self._pack_gradients(grant.token, unit)
         now = buffers_of(self.engine.model)
-        changes(now, self._taken[0].buffers, self._pushed[0].buffers)
+        changes(now, self._held[0].parcel.buffers, self._pushes.rooms[0].buffers)
         self._watched.after_pass(0.0, unit.number)  # each module has its own tensors again
         clock.lap(since, "backward")
         return ask
 
-    @torch.no_grad()
-    def _pack_gradients(self) -> list[bool]:
+    def _pack_gradients(self, token: int, unit: Unit) -> list[bool]:
         gradients = [parameter.grad for parameter in self.engine.parameters]
         for parameter, gradient in zip(self.engine.parameters, gradients, strict=True):
             if gradient is not None and gradient.is_sparse:
@@ -236,14 +245,7 @@ class Working(Training):
                     "nn.Embedding(..., sparse=True), whose rows servers have; or leave sparse=True "
                     "out."
                 )
-        for pieces, pushed in zip(self._pieces, self._pushed, strict=True):
-            for piece, into in zip(pieces, pushed.pieces, strict=True):
-                gradient = gradients[piece.slot]
-                if gradient is None:
-                    continue
-                if gradient.shape != into.shape:
-                    gradient = gradient.reshape(-1)[piece.start : piece.stop]
-                into.copy_(gradient)
+        self._pushes.pack(token, unit, gradients)
         for parameter in self.engine.parameters:
             parameter.grad = None
         return [each is not None for each in gradients]
