@@ -31,6 +31,7 @@ from instep.spec import JobSpec
 RECIPE = Path(__file__).resolve().parent / "recipes" / "wide.py"
 WORKERS, FEW, MANY, WIDTH = 4, 3, 13, 1024
 HEADERS, PACKET = 66, 1514
+SERVER = ["sync.name=server_sync"]
 ROUNDS = [f"sync.participants={WORKERS}", "sync.options.local_steps=2"]
 
 
@@ -40,8 +41,6 @@ class Case(NamedTuple):
     settings: Sequence[str]
     codec: str = "none"
     """Of the matrices."""
-    way: str = "ring"
-    """A key of `WAYS`."""
     servers: int = 0
 
 
@@ -52,7 +51,11 @@ CASES = {
     "all_reduce, powersgd": Case(
         ["sync.codec=powersgd", "sync.codec_options.start_after=0"], "powersgd"
     ),
-    "server_sync, 1 server": Case(["sync.name=server_sync"], "none", "servers", 1),
+    "server_sync, 1 server": Case(SERVER, servers=1),
+    **{
+        f"server_sync, 1 server, {name}": Case([*SERVER, f"sync.codec={name}"], name, 1)
+        for name in CODED
+    },
     "averaging": Case(["sync.name=averaging", *ROUNDS]),
     "averaging, int4": Case(["sync.name=averaging", "sync.codec=int4", *ROUNDS], "int4"),
     "diloco, int4": Case(["sync.name=diloco", "sync.codec=int4", *ROUNDS], "int4"),
@@ -63,15 +66,13 @@ def theory(case: Case, megabytes: int) -> float:
     """Bytes that all hosts send in a step."""
     rows = megabytes * 250_000 // WIDTH
     matrices, vectors = [(WIDTH, rows), (rows, 1)], rows + 1
-    if case.way == "servers":
-        values = sum(a * b for a, b in matrices) + vectors
-        return 2 * WORKERS * 4 * values  # gradients there, parameters back
     if case.codec == "powersgd":
         rank = 4
         coded = sum(4 * rank * (a + b) if min(a, b) > rank else 4 * a * b for a, b in matrices)
     else:
         coded = CODECS[case.codec]().size(sum(a * b for a, b in matrices))
-    return 2 * (WORKERS - 1) * (coded + 4 * vectors)
+    times = WORKERS if case.servers else WORKERS - 1  # to a server, or around the ring; and back
+    return 2 * times * (coded + 4 * vectors)
 
 
 def counted(job: JobSpec, network: Network, folder: Path) -> tuple[float, float, float]:

@@ -7,8 +7,7 @@ other, with AdamW. Four workers, as threads, exchange gradients by all_reduce wi
 its error feedback. The loss to be reached is that of plain numbers after 200 steps, as the mean of
 40; a codec gets three times as many steps. `whole_top_k` is `top_k` with the largest of a whole
 segment in place of those of each 4,096 values; with `gathered_top_k` every worker gets the payloads
-of all workers. Names that end with `vectors` encode biases and norms too.
-
+of all X
 The cases of `ROUNDS` are whole runs, beside `all_reduce` with the same seed, batch and rate: local
 steps until a validation loss is that of `all_reduce` after 200 steps.
 
@@ -36,8 +35,11 @@ from instep.report.figures.outcomes import Outcome
 from instep.report.figures.ratios import ratio_of
 from instep.store.run_folder import RunFolder
 from instep.sync.all_reduce import AllReduce
-from instep.sync.base import Generation, make_strategy
+from instep.sync.base import Generation, Servers, make_strategy
+from instep.system.host_memory import HostMemory
 from instep.worker.step.gradients import Gradients
+from instep.worker.step.served import ServedUpdate
+from instep.worker.step.update import Update
 
 WORKERS, BATCH, LENGTH, WIDTH, STEPS, OVER = 4, 8, 48, 64, 200, 40
 LOCAL_STEPS = 20
@@ -49,6 +51,9 @@ CODECS: dict[str, tuple[str, dict[str, Any]]] = {
     "int8, vectors": ("int8", {}),
     "int4": ("int4", {}),
     "int4, vectors": ("int4", {}),
+    "none, servers": ("none", {}),
+    "int8, servers": ("int8", {}),
+    "int4, servers": ("int4", {}),
     "int4, block 256": ("int4", {"block": 256}),
     "int4, block 128": ("int4", {"block": 128}),
     "int4, block 64": ("int4", {"block": 64}),
@@ -61,6 +66,7 @@ CODECS: dict[str, tuple[str, dict[str, Any]]] = {
     "powersgd, vectors": ("powersgd", {"start_after": 20}),
     "powersgd, rank 1, vectors": ("powersgd", {"rank": 1, "start_after": 20}),
 }
+SERVERS = 2
 ROUNDS: dict[str, dict[str, Any]] = {
     "diloco": {},
     "diloco, int4": {"codec": "int4"},
@@ -134,17 +140,33 @@ def text() -> Tensor:
 def trained(comm: Any, name: str, model: Reader, data: Tensor, seed: int, target: float) -> Any:
     """The mean loss of all workers in each step, until it reaches the target."""
     codec, options = CODECS[name]
+    served = name.endswith("servers")
     own = {"whole_top_k, vectors": WholeTopK, "gathered_top_k, vectors": GatheredTopK}
     strategy = (
         AllReduce(codec=own[name](), encode_vectors=True)
         if name in own
         else make_strategy(
-            "all_reduce", {"encode_vectors": name.endswith("vectors")}, codec, options
+            "server_sync" if served else "all_reduce",
+            {"encode_vectors": name.endswith("vectors")},
+            codec,
+            options,
         )
     )
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=2e-3)
-    strategy.start(parameters, comm, Generation(notes=1))
+    update = (ServedUpdate if served else Update)(
+        optimizer,
+        None,
+        parameters,
+        seed=seed,
+        max_grad_norm=None,
+        scaler=torch.amp.GradScaler("cuda", enabled=False),
+    )
+    servers = None
+    if isinstance(update, ServedUpdate):
+        servers = Servers(range(WORKERS, comm.size), update)
+    generation = Generation(notes=1, memory=HostMemory(), servers=servers)
+    strategy.start(parameters, comm, generation)
     gradients = Gradients(parameters, strategy.gradient)
     losses: list[float] = []
     for step in range(1, LIMIT + 1):
@@ -153,12 +175,16 @@ def trained(comm: Any, name: str, model: Reader, data: Tensor, seed: int, target
         rows = data[first.unsqueeze(1) + torch.arange(LENGTH + 1)]
         strategy.begin_step(Attempt(0, step, 1))
         strategy.begin_pass(1 / WORKERS, last=True)
-        loss = nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
-        loss.backward()
+        loss = torch.zeros(())
+        if comm.rank < WORKERS:
+            logits = model(rows[:, :-1]).flatten(0, 1)
+            loss = nn.functional.cross_entropy(logits, rows[:, 1:].flatten())
+            loss.backward()
         notes = strategy.exchange(loss.detach().double().view(1) / WORKERS)
         assert notes is not None
+        strategy.prepare(step, 1.0)
         strategy.hand_out()
-        strategy.apply(optimizer.step)
+        strategy.apply(lambda: update.apply(step))  # noqa: B023
         losses.append(float(notes))
         if statistics.fmean(losses[-OVER:]) <= target and len(losses) >= OVER:
             break
@@ -171,13 +197,14 @@ def trained(comm: Any, name: str, model: Reader, data: Tensor, seed: int, target
 def losses_of(name: str, seed: int, data: Tensor, target: float = 0.0) -> list[float]:
     torch.manual_seed(seed)
     letters = int(data.max()) + 1
-    models = [Reader(letters) for _ in range(WORKERS)]
+    ranks = WORKERS + (SERVERS if name.endswith("servers") else 0)
+    models = [Reader(letters) for _ in range(ranks)]
     for each in models[1:]:
         each.load_state_dict(models[0].state_dict())
     every: list[list[float]] = run_ranks(
-        WORKERS, lambda comm: trained(comm, name, models[comm.rank], data, seed, target)
+        ranks, lambda comm: trained(comm, name, models[comm.rank], data, seed, target)
     )
-    for one, other in zip(models[0].parameters(), models[-1].parameters(), strict=True):
+    for one, other in zip(models[0].parameters(), models[WORKERS - 1].parameters(), strict=True):
         assert torch.equal(one, other), "replicas differ"
     return every[0]
 

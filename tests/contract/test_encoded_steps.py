@@ -1,4 +1,4 @@
-"""Every codec under all_reduce: the same bits on every rank, no step that hangs, nothing lost."""
+"""Every codec, summed by all or by servers: equal bits on every rank, no hang, nothing lost."""
 
 import hashlib
 
@@ -10,48 +10,68 @@ from helpers import run_processes
 from instep.comm.codecs import CODECS
 from instep.comm.memory import run_ranks
 from instep.records import Attempt
-from instep.sync.base import Generation, make_strategy
+from instep.sync.base import Generation, Servers, make_strategy
+from instep.system.host_memory import HostMemory
+from instep.worker.step.served import ServedUpdate
 
 AT_RANDOM = ", at random"
 NAMES = [*(name for name in CODECS if name != "none"), f"int8{AT_RANDOM}", f"int4{AT_RANDOM}"]
+WITH_SERVERS = [name for name in NAMES if name not in {"dgc", "nonzero", "powersgd"}]
+"""Servers refuse the others: `test_coded_servers.py`."""
 SHAPES = [(24, 16), (16,), *[(20, 16)] * 7, (30, 16), ()]
 """With buckets of a kilobyte, each matrix has one of its own: nine are under way at once."""
 
 
-def strategy_with(name, seed=0, vectors=False):
+def strategy_with(name, seed=0, vectors=False, servers=0):
     codec, comma, _ = name.partition(",")
     options = {"rounding": "random"} if comma else {}
     settings = {"bucket_mb": 0.001, "encode_vectors": vectors}
-    return make_strategy("all_reduce", settings, codec, options, seed)
+    strategy = "server_sync" if servers else "all_reduce"
+    return make_strategy(strategy, settings, codec, options, seed)
 
 
 class Replica:
     """Trains each parameter towards zero, with gradients that differ between ranks."""
 
-    def __init__(self, name, comm, drawn=1, own=None, vectors=False):
-        self.comm, self.strategy = comm, strategy_with(name, vectors=vectors)
+    def __init__(self, name, comm, drawn=1, own=None, vectors=False, servers=0):
+        self.comm, self.workers = comm, comm.size - servers
+        self.strategy = strategy_with(name, vectors=vectors, servers=servers)
         self.parameters = [Parameter(torch.full(shape, 0.5)) for shape in SHAPES]
         self.generator = torch.Generator().manual_seed(100 * drawn + comm.rank)
         self.strategy.load_own(own or {})
-        self.strategy.start(self.parameters, comm, Generation(notes=1))
+        generation = Generation(notes=1)
+        if servers:
+            update = ServedUpdate(
+                torch.optim.SGD(self.parameters, lr=0.05),
+                None,
+                self.parameters,
+                seed=0,
+                max_grad_norm=None,
+                scaler=torch.amp.GradScaler("cuda", enabled=False),
+            )
+            self.update = lambda: update.apply(1)
+            known = Servers(range(self.workers, comm.size), update)
+            generation = Generation(notes=1, memory=HostMemory(), servers=known)
+        self.strategy.start(self.parameters, comm, generation)
         self.given = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
         self.agreed = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
 
     def step(self, number):
         self.strategy.begin_step(Attempt(0, number, 1))
-        self.strategy.begin_pass(1.0 / self.comm.size, last=True)
-        for slot in reversed(range(len(SHAPES))):
+        self.strategy.begin_pass(1.0 / self.workers, last=True)
+        for slot in reversed(range(len(SHAPES))) if self.comm.rank < self.workers else ():
             parameter = self.parameters[slot].detach()
             noise = torch.randn(parameter.shape, generator=self.generator)
             gradient = parameter + noise * (1 + self.comm.rank)
-            self.given[slot] += gradient.double() / self.comm.size
+            self.given[slot] += gradient.double() / self.workers
             self.strategy.gradient(slot, gradient)
         self.strategy.exchange(torch.zeros(1, dtype=torch.float64))
+        self.strategy.prepare(number, 1.0)
         self.strategy.hand_out()
-        self.strategy.apply(self.move)
+        self.strategy.apply(self.update)
 
     @torch.no_grad()
-    def move(self):
+    def update(self):
         for slot, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
                 self.agreed[slot] += parameter.grad.double()
@@ -63,8 +83,8 @@ class Replica:
         ).hexdigest()
 
 
-def digests(comm, name, steps, every):
-    replica, found = Replica(name, comm), []
+def digests(comm, name, steps, every, servers=0):
+    replica, found = Replica(name, comm, servers=servers), []
     for number in range(1, steps + 1):
         replica.step(number)
         if number % every == 0:
@@ -87,8 +107,8 @@ def test_replicas_have_the_same_bits_over_10000_steps(name):
     assert one == other
 
 
-def all_digests(comm, names, steps, every):
-    return [digests(comm, name, steps, every) for name in names]
+def all_digests(comm, names, steps, every, servers=0):
+    return [digests(comm, name, steps, every, servers) for name in names]
 
 
 @pytest.mark.process
@@ -100,11 +120,17 @@ def test_processes_do_not_hang_with_nine_buckets_under_way_and_have_the_same_bit
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", NAMES)
-def test_processes_do_not_hang_within_10000_steps_and_have_the_same_bits(tmp_path, name):
-    one, other = run_processes(2, all_digests, tmp_path, [name], 10_000, 10, timeout_s=600)
+@pytest.mark.parametrize(
+    ("name", "servers", "steps"),
+    [*((name, 0, 10_000) for name in NAMES), *((name, 2, 2_000) for name in WITH_SERVERS)],
+)
+def test_processes_do_not_hang_within_thousands_of_steps_and_have_the_same_bits(
+    tmp_path, name, servers, steps
+):
+    how = [name], steps, 10, servers
+    one, other, *_ = run_processes(2 + servers, all_digests, tmp_path, *how, timeout_s=600)
     assert one == other
-    assert len(one[0]) == 1000
+    assert len(one[0]) == steps // 10
 
 
 @pytest.mark.parametrize("vectors", [False, True], ids=["matrices", "vectors too"])

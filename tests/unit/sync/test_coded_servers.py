@@ -5,6 +5,7 @@ optimizer, and the encoded difference. Workers and servers are threads.
 """
 
 import copy
+import hashlib
 import itertools
 
 import pytest
@@ -55,11 +56,13 @@ EVERY = [
 class Plain:
     """What servers and workers are to do, in one process."""
 
-    def __init__(self, make, workers, servers, codec, *, limit=None, vectors=False):
-        self.model, self.workers = copy.deepcopy(MODEL), workers
+    def __init__(
+        self, make, workers, servers, *, codec, model=MODEL, limit=None, decay=0.7, vectors=False
+    ):
+        self.model, self.workers = copy.deepcopy(model), workers
         self.held = list(self.model.parameters())
         self.own = [nn.Parameter(p.detach().clone()) for p in self.held]  # the optimizer's
-        self.update = update_of(Update, self.own, make, limit)
+        self.update = update_of(Update, self.own, make, limit, decay)
         self.codec = CODECS.factory(codec[0], codec[1], where="")(**codec[1])
         self.coded = [vectors or p.dim() > 1 for p in self.held]
         self.left = [[torch.zeros_like(p) for p in self.held] for _ in range(workers)]
@@ -101,8 +104,9 @@ class Plain:
 
     def _gradient(self, number, worker, scale):
         own = [None] * len(self.held)
+        inputs, targets = INPUTS[number % STEPS], TARGETS[number % STEPS]
         for part in range(worker, PARTS, self.workers):
-            loss = nn.functional.mse_loss(self.model(INPUTS[number, part]), TARGETS[number, part])
+            loss = nn.functional.mse_loss(self.model(inputs[part]), targets[part])
             found = torch.autograd.grad(loss, self.held, allow_unused=True)
             for slot, each in enumerate(found):
                 if each is not None:
@@ -138,32 +142,53 @@ class Plain:
 def trained(comm, make, servers, *, scale=1.0, steps=STEPS, **how):
     rank = Rank(make, servers, **how)
     rank.start(comm)
+    rank.seen = hashlib.sha256()
     for step in range(steps):
         rank.exchange(step, scale)
         rank.commit(step, scale)
+        rank.seen.update(bits_of(rank.parameters))
     rank.stop()
     return rank
 
 
+def bits_of(parameters):
+    return b"".join(parameter.detach().numpy().tobytes() for parameter in parameters)
+
+
+torch.manual_seed(6)
+SMALL = nn.Sequential(nn.Linear(5, 90), nn.Tanh(), nn.Linear(90, 60), nn.Linear(60, 1))
+
+
 @pytest.mark.parametrize(
-    ("codec", "workers", "servers", "options", "limit"),
+    ("codec", "workers", "servers", "options", "limit", "steps"),
     [
-        *((codec, 2, 3, {}, None) for codec in EVERY),
-        (INT8, 1, 1, {}, None),
-        (INT8, 3, 1, {"encode_vectors": True}, None),
-        (INT8, 3, 2, {"overlap": False, "bucket_mb": 0.3}, None),
-        (INT8, 2, 2, {}, 0.5),
+        *((codec, 2, 3, {}, None, STEPS) for codec in EVERY),
+        (INT8, 1, 1, {}, None, STEPS),
+        (INT8, 3, 1, {"encode_vectors": True}, None, STEPS),
+        (INT8, 3, 2, {"overlap": False, "bucket_mb": 0.3}, None, STEPS),
+        (INT8, 2, 2, {}, 0.5, STEPS),
+        *(
+            pytest.param(codec, 3, 2, {}, None, 10_000, marks=pytest.mark.slow)
+            for codec in [*EVERY, ("int4", {"rounding": "random"})]
+        ),
     ],
     ids=str,
 )
-def test_it_is_a_plain_loop_to_the_bit(codec, workers, servers, options, limit):
+def test_it_is_a_plain_loop_to_the_bit(codec, workers, servers, options, limit, steps):
+    """After each step, on all workers."""
     make, scale = OPTIMIZERS["adamw"], 0.75 if limit else 1.0
     vectors = options.get("encode_vectors", False)
-    plain = Plain(make, workers, servers, codec, limit=limit, vectors=vectors)
-    for number in range(STEPS):
+    how = {"codec": codec, "limit": limit}
+    if steps > STEPS:
+        how |= {"model": SMALL, "decay": 1.0}  # else nothing moves any more in the end
+    plain, seen = Plain(make, workers, servers, vectors=vectors, **how), hashlib.sha256()
+    for number in range(steps):
         plain.step(number, scale)
-    how = {"options": options, "codec": codec, "limit": limit, "scale": scale}
+        seen.update(bits_of(plain.held))
+    how |= {"options": options, "scale": scale, "steps": steps}
     ranks = run_ranks(workers + servers, lambda comm: trained(comm, make, servers, **how))
+    every = {rank.seen.digest() for rank in ranks[:workers]}
+    assert every == {seen.digest()} if limit is None else len(every) == 1
     wanted = [p.detach() for p in plain.held]
     for rank in ranks:
         found = rank.tensors()

@@ -58,9 +58,9 @@ def scaler():
     return torch.amp.GradScaler("cuda", enabled=False)
 
 
-def update_of(kind, parameters, make, limit=None):
+def update_of(kind, parameters, make, limit=None, decay=0.7):
     optimizer = make(parameters)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, decay)
     return kind(optimizer, scheduler, parameters, seed=0, max_grad_norm=limit, scaler=scaler())
 
 
@@ -68,14 +68,24 @@ class Rank:
     """One process of a run, with servers or without."""
 
     def __init__(
-        self, make, servers=0, *, limit=None, options=None, memory=None, wide=False, codec=("none",)
+        self,
+        make,
+        servers=0,
+        *,
+        model=MODEL,
+        limit=None,
+        decay=0.7,
+        options=None,
+        memory=None,
+        wide=False,
+        codec=("none",),
     ):
-        self.model, self.servers = copy.deepcopy(MODEL), servers
+        self.model, self.servers = copy.deepcopy(model), servers
         self.dtype = torch.float64 if wide else torch.float32
         self.model.to(self.dtype)
         self.parameters = list(self.model.parameters())
         kind = ServedUpdate if servers else Update
-        self.update = update_of(kind, self.parameters, make, limit)
+        self.update = update_of(kind, self.parameters, make, limit, decay)
         self.memory = memory or HostMemory()
         name = "server_sync" if servers else "all_reduce"
         self.strategy = make_strategy(name, {"bucket_mb": 0.3, **(options or {})}, *codec)
