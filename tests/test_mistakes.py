@@ -70,15 +70,23 @@ IN_A_JOB_FILE = [
     ),
     Job(
         '[sync]\nname = "fedopt"\noptions = { rule = "momentum", tau = 0.01 }',
-        ["sync.options.tau = 0.01 does nothing with rule = 'momentum'"],
+        ["sync.options.tau = 0.01 does nothing with sync.options.rule = 'momentum'"],
     ),
     Job(
         '[sync]\nname = "fedopt"\noptions = { rule = "adagrad", outer_beta2 = 0.9 }',
-        ["sync.options.outer_beta2 = 0.9 does nothing with rule = 'adagrad'"],
+        ["sync.options.outer_beta2 = 0.9 does nothing with sync.options.rule = 'adagrad'"],
     ),
     Job(
         '[sync]\nname = "diloco"\noptions = { mixing = 0.2, fragments = 2 }',
-        ["sync.options.mixing = 0.2 does nothing with delay = 0"],
+        ["sync.options.mixing = 0.2 does nothing with sync.options.delay = 0"],
+    ),
+    Job(
+        '[sync]\nname = "server_sync"\nservers = 400',
+        ["sync.servers = 400: with more servers than a job can have workers (8: ", "to at most 8."],
+    ),
+    Job(
+        "[sync]\noptions = { encode_vectors = true }",
+        ["sync.options.encode_vectors = true does nothing with sync.codec = 'none'"],
     ),
     Job(
         '[sync]\nname = "fedopt"\noptions = { rule = "adan" }',

@@ -269,6 +269,9 @@ ROUND_OPTIONS = {
 }
 """What each needs to be."""
 
+OF_FRAGMENTS = frozenset({"fragments", "delay"})
+"""Those of them that `diloco` alone knows."""
+
 
 class SyncSpec(Section, frozen=True, kw_only=True):
     """How replicas agree."""
@@ -278,7 +281,8 @@ class SyncSpec(Section, frozen=True, kw_only=True):
 
     servers: Positive = 1
     """Of strategies with parameter servers: how many share the parameters. They are processes
-    beside the workers, and hold the optimizer's state."""
+    beside the workers, and hold the optimizer's state. At most as many as there may be workers
+    (`train.micro_batches`), or hosts."""
 
     codec: str = "none"
     """How what is sent is encoded: `none` sends them as they are; `bfloat16` and

@@ -148,6 +148,10 @@ def _drop_replaced(
     others += _HAS_OPTIONS.get(where, ())
     if where == "sync.name" and value not in ROUNDS:
         others += ("participants",)
+    if where == "sync.codec" and value in ("none", None):  # nothing is encoded
+        options = table.get("options")
+        if isinstance(options, dict) and "encode_vectors" not in (given.get("options") or {}):
+            options.pop("encode_vectors", None)
     for other in others:
         if given.get(other) is None:
             table.pop(other, None)

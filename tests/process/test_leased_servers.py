@@ -117,9 +117,7 @@ def test_a_host_that_is_lost_with_a_server_ends_the_run_which_resumes_with_every
         kill(process.pid)
     assert program.end(120) == WorkerError.exit_code == 5
     sentence, *rest = program.error.splitlines()
-    assert (
-        f"the parameters of server {place} of 2 were lost with the memory of its host" in sentence
-    )
+    assert f"server {2 + place}, one of 2, was lost with the memory of its host" in sentence
     assert sentence.endswith("Resume the run: it continues from the newest checkpoint.")
     assert rest[-1] == f"  to resume: instep resume {program.run}"
     at = max(step for step, _ in published(program.run / "checkpoints"))

@@ -546,6 +546,18 @@ def test_another_codec_takes_away_the_options_of_the_one_before():
     assert table["sync"] == {"codec": "int4"}
 
 
+def test_no_codec_takes_away_the_option_to_encode_vectors_too():
+    options = {"encode_vectors": True, "overlap": False}
+    table = {"sync": {"codec": "int8", "options": dict(options)}}
+    apply_overrides(table, ["sync.codec=int4"])
+    assert table["sync"]["options"] == options
+    apply_overrides(table, ["sync.codec=none"])
+    assert table["sync"]["options"] == {"overlap": False}
+    table = {"sync": {"codec": "int8"}}
+    lay_over(table, {"sync": {"options": {"encode_vectors": True}, "codec": "none"}})
+    assert table["sync"]["options"] == {"encode_vectors": True}  # then it is refused
+
+
 @pytest.mark.parametrize(
     ("name", "local_steps", "kept"), [("averaging", 10, False), ("diloco", 20, True)]
 )

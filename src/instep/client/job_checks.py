@@ -159,6 +159,13 @@ def _check_sync(job: JobSpec, *, resumed: bool) -> None:
             f"sync.servers = {sync.servers}: {sync.name} has no servers. Leave the key out, or "
             "use sync.name = 'server_sync'."
         )
+    hosts = max(job.launch.count, len(job.cluster.places))
+    if sync.servers > (most := max(job.most_workers, hosts)):
+        raise SpecError(
+            f"sync.servers = {sync.servers}: with more servers than a job can have workers "
+            f"({job.most_workers}: {job.portions}), and hosts ({hosts or 1}), the links of "
+            f"workers are the limit, and nothing is faster. Set sync.servers to at most {most}."
+        )
     if sync.name == "server_sync" and sync.all_options.get("copy") and sync.servers < 2:
         raise SpecError(
             f"sync.options.copy = true with sync.servers = {sync.servers}: another server keeps "
@@ -201,17 +208,23 @@ def _check_of_use(sync: SyncSpec) -> None:
     """Refuse an option that another one leaves without any effect."""
     options = sync.options
     unused: dict[str, str] = {}
+    if sync.codec == "none" and "encode_vectors" in defaults_of(sync.name):
+        unused["encode_vectors"] = "sync.codec = 'none'"
     if sync.name == "fedopt":
         rule = options.get("rule", "adam")
         read = {"momentum": (), "adagrad": ("tau",)}.get(str(rule), ("tau", "outer_beta2"))
-        unused = dict.fromkeys({"tau", "outer_beta2"}.difference(read), f"rule = {rule!r}")
+        unused |= dict.fromkeys(
+            {"tau", "outer_beta2"}.difference(read), f"sync.options.rule = {rule!r}"
+        )
     elif sync.name == "diloco" and sync.rounds is not None and not sync.rounds.delay:
-        unused = {"mixing": "delay = 0"}
+        unused["mixing"] = "sync.options.delay = 0"
     for option, why in sorted(unused.items()):
         if option in options:
+            given = options[option]
+            given = str(given).lower() if isinstance(given, bool) else given
             raise SpecError(
-                f"sync.options.{option} = {options[option]} does nothing with {why}. Leave it out, "
-                f"or set sync.options.{why.partition(' ')[0]}."
+                f"sync.options.{option} = {given} does nothing with {why}. Leave it out, or "
+                f" set {why.partition(' ')[0]}."
             )
 
 

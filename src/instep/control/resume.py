@@ -323,10 +323,14 @@ def _check_unfinished(run: RunFolder, job: JobSpec, step: int) -> None:
     if not 0 < steps <= step or not _has_its_model(run, step):
         return
     longer, reached = ("steps", step) if train.steps else ("epochs", batches.of(step).epoch + 1)
-    more = 2 * max(train.steps or train.passes, reached)
+    given = train.steps or train.passes
+    state = f"is complete: it has {step} of {steps} steps"
+    if steps < step:
+        given_steps = "" if train.steps else f", which are {steps} steps"
+        state = f"has {step} steps already, and is to have train.{longer} = {given}{given_steps}"
     raise SpecError(
-        f"{run.path} is complete: it has {step} of {steps} steps. To train longer: "
-        f"instep resume {run.path} --set train.{longer}={more}"
+        f"{run.path} {state}. To train longer: "
+        f"instep resume {run.path} --set train.{longer}={2 * max(given, reached)}"
     )
 
 

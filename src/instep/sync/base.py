@@ -23,7 +23,7 @@ from instep.comm.base import Comm
 from instep.comm.codecs import CODECS, OWN
 from instep.errors import SpecError
 from instep.records import BEGINNING, Attempt, Law
-from instep.spec import ROUND_OPTIONS, SyncSpec
+from instep.spec import OF_FRAGMENTS, ROUND_OPTIONS, SyncSpec
 from instep.sync import ROUNDS, STRATEGIES
 
 Result = TypeVar("Result")
@@ -379,9 +379,12 @@ def make_strategy(
         SpecError: there is no such strategy or codec, or it has no such option, or the
             option's value is refused; or the strategy has no use for the codec.
     """
-    beside = ROUND_OPTIONS if name in ROUNDS else {}
+    beside = set(ROUND_OPTIONS if name in ROUNDS else ())
+    if name != "diloco":  # they may stand there, as the defaults are written down
+        beside -= OF_FRAGMENTS
+        options = {k: v for k, v in options.items() if name not in ROUNDS or k not in OF_FRAGMENTS}
     factory = STRATEGIES.factory(
-        name, options, where="sync.options", apart=["codec"], beside=list(beside)
+        name, options, where="sync.options", apart=["codec"], beside=sorted(beside)
     )
     of_strategy = inspect.signature(factory).parameters
     options = {

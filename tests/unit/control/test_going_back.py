@@ -306,9 +306,12 @@ def finish(run, step, model_step=None):
     ("train", "advice"),
     [
         ({}, "40 of 40 steps.*train.steps=80"),
-        ({"steps": 4}, "40 of 4 steps.*train.steps=80"),
+        ({"steps": 4}, r"net has 40 steps already, and is to have train.steps = 4\. .*steps=80"),
         ({"steps": None, "epochs": 4}, "40 of 40 steps.*train.epochs=8"),
-        ({"steps": None, "epochs": 1}, "40 of 10 steps.*train.epochs=8"),
+        (
+            {"steps": None, "epochs": 1},
+            "40 steps already, .*train.epochs = 1, which are 10 steps.*epochs=8",
+        ),
     ],
 )
 def test_the_error_for_a_complete_run_names_a_longer_length(run, train, advice):

@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from instep.comm.alone import AloneComm
 from instep.comm.memory import run_ranks
 from instep.errors import SpecError, WorkerError
+from instep.spec import OF_FRAGMENTS
+from instep.sync import ROUNDS, defaults_of
 from instep.sync.all_reduce import AllReduce
 from instep.sync.base import Generation, Price, make_strategy
 from instep.worker.step.gradients import Gradients
@@ -36,6 +38,17 @@ def test_a_wrong_name_or_option_is_refused(name, options, words):
     with pytest.raises(SpecError) as error:
         make_strategy(name, options)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("name", sorted(ROUNDS))
+def test_the_options_that_a_strategy_is_said_to_know_are_its_own(name):
+    make_strategy(name, defaults_of(name))  # as a run writes them down
+    with pytest.raises(SpecError) as error:
+        make_strategy(name, {"bucket_md": 1})
+    known = str(error.value).partition("Known: ")[2].rstrip(".").split(", ")
+    assert "local_steps" in known
+    assert OF_FRAGMENTS.issubset(known) == (name == "diloco")
+    assert OF_FRAGMENTS.isdisjoint(known) == (name != "diloco")
 
 
 def test_options_are_checked_with_a_codec_too():

@@ -40,6 +40,7 @@ from instep.worker.leased.questions import (
     Stage,
     Write,
 )
+from instep.worker.leased.serving import Serving
 from instep.worker.step.host_copy import HostCopy
 from instep.worker.step.leased import LeasedUpdate
 from instep.worker.step.served import put_together
@@ -601,8 +602,16 @@ def test_a_server_that_lost_its_memory_ends_the_run_with_a_remedy(runs):
     os.close(run.memories[1])
     run.memories[1] = os.memfd_create("another")
     run.begin(1)
-    with pytest.raises(WorkerError, match=r"server 1 of 2 were lost .*Resume the run"):
+    with pytest.raises(WorkerError, match=r"server 1, one of 2, was lost .*Resume the run"):
         run.others.meet(idle=True)
+
+
+def test_a_first_server_that_cannot_take_an_update_back_is_not_said_to_be_lost():
+    serving = Serving.__new__(Serving)
+    serving._copy, serving._servers = HostCopy(), 3
+    with pytest.raises(WorkerError, match=r"not all of 3 servers .* no memory for copies") as error:
+        serving._undo()
+    assert "lost with" not in str(error.value)
 
 
 def test_a_server_goes_without_copies_where_another_does(runs):

@@ -119,8 +119,11 @@ def of_part(part: Part, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def lost(server: int, servers: int) -> WorkerError:
     """What to raise where no process has a server's part."""
+    which = "the server"
+    if servers > 1:
+        which = f"server {server + 1} of {servers} (in the order of their numbers)"
     return WorkerError(
-        f"the optimizer state of server {server} of {servers} was lost with the memory of its "
-        "host, or its fork server, and no other process has it. Resume the run: it continues from "
-        "the newest checkpoint."
+        f"the optimizer state of {which} was lost with the memory of its host, or its fork "
+        "server, and no other process has it. Resume the run: it continues from the newest "
+        "checkpoint."
     )

@@ -25,6 +25,7 @@ class Others:
         reach: connects to one of them, counted from 1; waits for it.
         waits: called now and then while one is waited for; what it raises is raised there.
         at: course and number of the last update.
+        first: number of this process; those of the others follow.
     """
 
     def __init__(
@@ -33,8 +34,10 @@ class Others:
         reach: Callable[[int], Line],
         waits: Callable[[], None],
         at: Callable[[], tuple[int, int]],
+        first: int = 0,
     ) -> None:
         self._reach, self._waits, self._at = reach, waits, at
+        self._first = first
         self._lines: list[Line | None] = [None] * count
 
     @property
@@ -63,7 +66,7 @@ class Others:
             if told is None:
                 time.sleep(AGAIN_S)
             elif gone := [place for place, each in enumerate(told, 1) if not each.fine]:
-                raise lost(gone[0], self.count + 1)
+                raise lost(self._first + gone[0], self.count + 1)
 
     def must(
         self,
@@ -132,11 +135,21 @@ class Others:
             self._drop(place)
 
 
-def lost(place: int, servers: int) -> WorkerError:
-    """What to raise where no process has a server's part."""
-    which = "the server" if servers == 1 else f"server {place} of {servers}"
+def lost(number: int, servers: int) -> WorkerError:
+    """What to raise where no process has the part of the server with this number."""
+    which = "the server" if servers == 1 else f"server {number}, one of {servers},"
     return WorkerError(
-        f"the parameters of {which} were lost with the memory of its host, or its fork "
-        "server, and no other process has them. Resume the run: it continues from the "
-        "newest checkpoint."
+        f"{which} was lost with the memory of its host, or its fork server, and no other process "
+        f"has its parameters. {_RESUME}"
     )
+
+
+def halfway(servers: int) -> WorkerError:
+    """What to raise where an update was made by some servers, and cannot be taken back."""
+    return WorkerError(
+        f"not all of {servers} servers have made the last update, as one was lost or was behind, "
+        f"and those that have cannot go back: there was no memory for copies. {_RESUME}"
+    )
+
+
+_RESUME = "Resume the run: it continues from the newest checkpoint."

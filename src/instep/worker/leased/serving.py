@@ -42,7 +42,7 @@ from instep.worker.leased.desk import Desk
 from instep.worker.leased.further import HELD, write_shard, written_by
 from instep.worker.leased.holding import Holding
 from instep.worker.leased.line import Ask, Door, Guest
-from instep.worker.leased.others import Others, lost
+from instep.worker.leased.others import Others, halfway, lost
 from instep.worker.leased.portions import Parcel, buffers_of, frozen_in
 from instep.worker.leased.questions import Answer, End, Give, Write
 from instep.worker.leased.reach import reach, tell
@@ -67,6 +67,7 @@ class Serving(Server):
             lambda place: reach(member, place, self._keep_up),
             self._keep_up,
             lambda: (self.state.progress.course, self.commits.leases.version),
+            member.number,
         )
         self.callbacks.gather = self._gather
         self._held: Mapping[str, Tensor] = {}  # by the process before
@@ -127,7 +128,7 @@ class Serving(Server):
         form = self.member.form
         assert form is not None, "no generation yet"
         if form.checkpoint is None and self.member.others_have_state and not self.state.held:
-            raise lost(0, self._servers)
+            raise lost(self.member.number, self._servers)
         if form.checkpoint is not None:
             self._left = None
             self._copy.clear()
@@ -332,7 +333,7 @@ class Serving(Server):
         """Have what this server holds be as the last commit left it."""
         held = self._copy.held()
         if not held:
-            raise lost(0, self._servers)
+            raise halfway(self._servers)
         self._holding.take(self._copy.back_to(held[0]).tensors[HELD])
 
     def _write(self, row: tuple[int, ...]) -> None:
