@@ -20,7 +20,7 @@ from instep.comm.endpoint import Switchboard
 from instep.data.partition import PARTITIONS
 from instep.errors import RecipeError, SpecError, WorkerError, file_beside
 from instep.launch import LAUNCHERS
-from instep.recipe.arguments import check_arguments, signature_in
+from instep.recipe.arguments import check_arguments, members_in, signature_in
 from instep.recipe.given import given
 from instep.recipe.start_file import start_file
 from instep.report.loggers.base import check_loggers
@@ -66,6 +66,7 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
     if given(job.recipe) is None and not file.is_file():
         raise RecipeError(f"there is no recipe file {str(file)!r}. {file_beside(file, '*.py')}")
     _check_arguments(job)
+    _check_own_codec(job)
     if job.launch.hosts:
         open_switchboard(job).close()
     model = None if resumed else start_file(job.start)
@@ -80,6 +81,23 @@ def _check_arguments(job: JobSpec) -> None:
     found = signature_in(Path(file), name) if function is None else signature(function)
     if found is not None:
         check_arguments(name, found, job.arguments)
+
+
+def _check_own_codec(job: JobSpec) -> None:
+    """Refuse a codec of the user's own that its strategy cannot use, where that can be told."""
+    sync, (module, _, name) = job.sync, job.sync.codec.partition(":")
+    if not name or sync.name not in SERVERS | ROUNDS.keys():
+        return
+    file = Path(job.recipe.rpartition(":")[0]).parent / f"{module.replace('.', '/')}.py"
+    members = members_in(file, name) or {}
+    wrong = [f"{key} = False" for key in ("segmentable", "fixed_size") if members.get(key) is False]
+    wrong += [key for key in ("reduce", "reducer") if key in members]
+    if wrong:
+        raise SpecError(
+            f"sync.codec = {sync.codec!r} does not go with sync.name = {sync.name!r}, which needs "
+            f"a codec that is segmentable and of fixed size: {name} in {file} has {wrong[0]}. Use "
+            "int8, or all_reduce."
+        )
 
 
 def check_mesh(mesh: MeshSpec) -> None:

@@ -1,7 +1,7 @@
 """Whether the job's `[arguments]` are those that the recipe function takes.
 
-Nothing is imported: before a run starts, the function is looked up in the text of its file. Ways
-in: `check_arguments`, and `signature_in` for a file.
+Nothing is imported: before a run starts, the function is looked up in the text of its file, and so
+is a codec's class. Ways in: `check_arguments`, and `signature_in` and `members_in` for a file.
 """
 
 from __future__ import annotations
@@ -50,14 +50,7 @@ def signature_in(file: Path, name: str) -> Signature | None:
         None where the text does not tell for certain: there is not exactly one such function at
         the top of the file, it is decorated, or the file is no Python. Importing it will tell.
     """
-    try:
-        body = ast.parse(file.read_bytes()).body
-    except (OSError, SyntaxError, ValueError, RecursionError):
-        return None
-    names = [node for top in body for node in ast.walk(top) if name in _bound_by(node)]
-    if len(names) != 1 or names[0] not in body:
-        return None
-    (function,) = names
+    function = _only(file, name)
     if not isinstance(function, ast.FunctionDef) or function.decorator_list:
         return None
     given = function.args
@@ -79,6 +72,39 @@ def signature_in(file: Path, name: str) -> Signature | None:
 
 
 _DEFAULT = (Parameter.empty, ...)
+
+
+def members_in(file: Path, name: str) -> dict[str, Any] | None:
+    """What the objects of a class have: a constant as its file has it, all else as an ellipsis.
+
+    Returns:
+        None where the text does not tell for certain, as of `signature_in`; or the class inherits.
+    """
+    found = _only(file, name)
+    if not isinstance(found, ast.ClassDef) or found.bases or found.keywords or found.decorator_list:
+        return None
+    members: dict[str, Any] = {}
+    for top in found.body:
+        value: Any = ...
+        if isinstance(top, ast.Assign | ast.AnnAssign) and isinstance(top.value, ast.Constant):
+            value = top.value.value
+        inside = [top] if isinstance(top, ast.FunctionDef) else ast.walk(top)
+        for bound in {each for node in inside for each in _bound_by(node)}:
+            members[bound] = ... if bound in members else value
+    for node in ast.walk(found):  # such as self.fixed_size = ...
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            members[node.attr] = ...
+    return members
+
+
+def _only(file: Path, name: str) -> ast.stmt | None:
+    """The one statement at the top of a file that binds a name; None if there is no such."""
+    try:
+        body = ast.parse(file.read_bytes()).body
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return None
+    names = [node for top in body for node in ast.walk(top) if name in _bound_by(node)]
+    return next((top for top in body if names == [top]), None)
 
 
 def _bound_by(node: ast.AST) -> set[str]:

@@ -182,6 +182,46 @@ def test_what_cannot_be_run_is_refused_before_anything_starts(changes, error, wo
     assert words in str(refused.value)
 
 
+FITS = "class Own:\n    linear = False\n    segmentable = True\n    fixed_size = True\n"
+
+
+@pytest.mark.parametrize("name", ["averaging", "server_sync", "bounded_stale"])
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        (FITS.replace("fixed_size = True", "fixed_size: bool = False"), "fixed_size = False"),
+        (FITS.replace("segmentable = True", "segmentable = False"), "segmentable = False"),
+        ("class Own:\n    def reduce(self, values, comm, *, key, left):\n        pass", "reduce"),
+        (FITS, ""),
+        # importing it tells
+        (FITS + "    def __init__(self):\n        self.reduced = self.fixed_size = False\n", ""),
+        (FITS.replace("Own:", "Own(Other):").replace("True", "False"), ""),
+        ("from there import Own", ""),
+        (FITS.replace("True", "False") + "Own = print", ""),
+    ],
+)
+def test_a_codec_of_ones_own_that_does_not_fit_is_refused_where_its_text_tells(
+    tmp_path, name, text, wrong
+):
+    (tmp_path / "mine.py").write_text("raise RuntimeError('imported')\n" + text)
+    (tmp_path / "recipe.py").write_text("def top_level():\n    pass\n")
+    sync = {"name": name, "codec": "mine:Own"}
+    given = job(recipe=f"{tmp_path / 'recipe.py'}:top_level", sync=sync)
+    if not wrong:
+        check_job(given)
+        return
+    with pytest.raises(
+        SpecError, match=rf"{name}.* and of fixed size: Own in .* has {wrong}\. Use"
+    ):
+        check_job(given)
+
+
+def test_a_codec_that_sums_by_itself_goes_with_all_reduce(tmp_path):
+    (tmp_path / "mine.py").write_text("class Own:\n    def reduce(self):\n        pass\n")
+    (tmp_path / "recipe.py").write_text("def top_level():\n    pass\n")
+    check_job(job(recipe=f"{tmp_path / 'recipe.py'}:top_level", sync={"codec": "mine:Own"}))
+
+
 def test_processes_are_started_before_anything_large_is_imported():
     code = (
         "import sys, instep.cli, instep.spec_file, instep.client.submit, instep.launch.local\n"
