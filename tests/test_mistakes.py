@@ -86,7 +86,7 @@ IN_A_JOB_FILE = [
     ),
     Job(
         "[sync]\noptions = { encode_vectors = true }",
-        ["sync.options.encode_vectors = true does nothing with sync.codec = 'none'"],
+        ["does nothing with sync.codec = 'none'. Leave it out, or set sync.codec."],
     ),
     Job(
         '[sync]\nname = "fedopt"\noptions = { rule = "adan" }',

@@ -242,7 +242,7 @@ def _check_of_use(sync: SyncSpec) -> None:
             given = str(given).lower() if isinstance(given, bool) else given
             raise SpecError(
                 f"sync.options.{option} = {given} does nothing with {why}. Leave it out, or "
-                f" set {why.partition(' ')[0]}."
+                f"set {why.partition(' ')[0]}."
             )
 
 
