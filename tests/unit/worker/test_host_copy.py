@@ -8,7 +8,7 @@ from torch import nn
 
 from instep.comm.memory import run_ranks
 from instep.records import Attempt
-from instep.state.snapshot import Snapshot
+from instep.state.snapshot import Snapshot, tied_names
 from instep.sync.rounds.averaging import Averaging
 from instep.system import host_memory
 from instep.worker.local_optimizers import LocalOptimizers
@@ -82,6 +82,18 @@ def test_a_copy_that_was_forgotten_never_counts_again(files, monkeypatch):
     keep(first, 3, generation=3)
     keep(second, 3, generation=3)
     assert left(copies_of(files, monkeypatch)) == 2 * [(Attempt(0, 3, 3), 3, {3.0})]
+
+
+def test_tied_weights_are_one_tensor_again(files, monkeypatch):
+    """A model whose own are tied refuses two."""
+    weight = torch.arange(6.0).view(2, 3)
+    model = {"embedding": weight, "bias": torch.ones(3), "output": weight, "same": weight.clone()}
+    at = Attempt(0, 1, 1)
+    copies_of(files, monkeypatch)[0].keep(Snapshot(step=1, tensors={"model": model}, facts={}), at)
+    found = copies_of(files, monkeypatch)[0].back_to(at).tensors["model"]
+    assert list(found) == list(model)
+    assert all(torch.equal(found[name], model[name]) for name in model)
+    assert tied_names(found) == {"output": "embedding"}
 
 
 def test_without_a_common_commit_there_is_none(files, monkeypatch):

@@ -8,7 +8,6 @@ snapshot holds is not known here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -18,7 +17,7 @@ from torch import Tensor
 from instep.comm.base import Comm
 from instep.records import Attempt
 from instep.state.boxes import read_cut
-from instep.state.snapshot import Snapshot
+from instep.state.snapshot import Snapshot, tied_names
 from instep.system.host_memory import HostMemory
 
 _FACTS = "facts"
@@ -105,22 +104,23 @@ class HostCopy:
 
 def _flat(snapshot: Snapshot) -> tuple[dict[str, Tensor], bytes]:
     tensors: dict[str, Tensor] = {}
-    names: dict[str, list[str]] = {}
+    firsts: dict[str, dict[str, str]] = {}
     for group, named in snapshot.tensors.items():
-        names[group] = list(named)
-        tensors |= {f"{group} {name}": tensor for name, tensor in named.items()}
-    rest = {"step": snapshot.step, "facts": snapshot.facts, "cuts": snapshot.cuts, "names": names}
+        firsts[group] = {name: name for name in named} | tied_names(named)
+        tensors |= {f"{group} {name}": named[name] for name in firsts[group].values()}
+    rest = {"step": snapshot.step, "facts": snapshot.facts, "cuts": snapshot.cuts, "firsts": firsts}
     return tensors, msgspec.json.encode(rest)
 
 
 def _snapshot(held: dict[str, Tensor]) -> Snapshot:
     rest: dict[str, Any] = msgspec.json.decode(bytes(held[_FACTS].numpy()).rstrip(b"\0"))
-    groups: dict[str, Sequence[str]] = rest["names"]
+    groups: dict[str, dict[str, str]] = rest["firsts"]
+    copies = {name: tensor.clone() for name, tensor in held.items() if name != _FACTS}
     return Snapshot(
         step=rest["step"],
         tensors={
-            group: {name: held[f"{group} {name}"].clone() for name in names}
-            for group, names in groups.items()
+            group: {name: copies[f"{group} {first}"] for name, first in firsts.items()}
+            for group, firsts in groups.items()
         },
         facts=rest["facts"],
         cuts={name: read_cut(*cut) for name, cut in rest["cuts"].items()},
