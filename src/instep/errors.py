@@ -119,12 +119,14 @@ def near_miss(given: str, known: Iterable[str]) -> str:
 
     Returns:
         `Did you mean 'top_k'? Known: half, top_k.`, or only the second half
-        when no known name resembles `given`.
+        when no known name resembles `given`; `There are none.` without any.
     """
     names = sorted(known)
+    if not names:
+        return "There are none."
     close = get_close_matches(given, names, n=1, cutoff=0.6)
     guess = f"Did you mean {close[0]!r}? " if close else ""
-    return f"{guess}Known: {', '.join(names) or 'none'}."
+    return f"{guess}Known: {', '.join(names)}."
 
 
 def file_beside(path: Path, pattern: str) -> str:

@@ -45,7 +45,7 @@ def test_an_interrupted_run_ends_as_shells_expect():
     [
         ("topk", ["top_k", "half"], "Did you mean 'top_k'? Known: half, top_k."),
         ("zzz", ["top_k", "half"], "Known: half, top_k."),
-        ("anything", [], "Known: none."),
+        ("anything", [], "There are none."),
         ("half", iter(["half"]), "Did you mean 'half'? Known: half."),
     ],
 )

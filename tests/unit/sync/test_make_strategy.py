@@ -66,8 +66,8 @@ def test_options_are_checked_with_a_codec_too():
             "sync.codec_options: int8 has no option 'blok'. Did you mean 'block'?",
         ),
         ("int4", {"block": 100}, "sync.codec_options.block = 100: needs a power of two"),
-        ("bfloat16", {"block": 64}, "bfloat16 has no option 'block'. Known: none."),
-        ("none", {"block": 64}, "sync.codec_options: none has no option 'block'. Known: none."),
+        ("bfloat16", {"block": 64}, "bfloat16 has no option 'block'. There are none."),
+        ("none", {"block": 64}, "sync.codec_options: none has no option 'block'. There are none."),
     ],
 )
 def test_a_wrong_codec_or_option_of_one_is_refused(codec, options, words):
