@@ -7,7 +7,9 @@ other, with AdamW. Four workers, as threads, exchange gradients by all_reduce wi
 its error feedback. The loss to be reached is that of plain numbers after 200 steps, as the mean of
 40; a codec gets three times as many steps. `whole_top_k` is `top_k` with the largest of a whole
 segment in place of those of each 4,096 values; with `gathered_top_k` every worker gets the payloads
-of all X
+of all workers. Names that end with `vectors` encode biases and norms too; those that end with
+`servers` use `server_sync` with two servers.
+
 The cases of `ROUNDS` are whole runs, beside `all_reduce` with the same seed, batch and rate: local
 steps until a validation loss is that of `all_reduce` after 200 steps.
 

@@ -182,8 +182,7 @@ def test_one_worker_is_a_plain_loop_that_rounds_likewise(tmp_path: Path, servers
 
 
 @pytest.mark.slow
-def test_a_run_is_resumed_and_carries_nothing_over(tmp_path: Path) -> None:
-    """What workers carried over is in no checkpoint."""
+def test_a_run_is_resumed_on_other_numbers_of_workers_and_servers(tmp_path: Path) -> None:
     given: dict[str, Any] = {"name": "coded", "runs": tmp_path, "seed": 5, "quiet": True}
     sync = {"name": "bounded_stale", "servers": 2, "codec": "int8"}
     train = {"steps": 30, "global_batch": BATCH, "micro_batches": PARTS, "stop_after_steps": 11}

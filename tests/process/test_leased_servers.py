@@ -193,7 +193,7 @@ def test_a_worker_that_sleeps_through_the_end_of_the_run_hears_of_it(
 @pytest.mark.slow
 def test_servers_for_which_there_is_nothing_go_along_and_are_told_of(tmp_path: Path) -> None:
     given: dict[str, Any] = {"name": "leased", "runs": tmp_path, "seed": 5, "quiet": True}
-    sync = {"name": "bounded_stale", "servers": 6, "options": {"staleness": 0}}
+    sync = {"name": "bounded_stale", "servers": 4, "options": {"staleness": 0}}
     train = {"steps": 9, "global_batch": BATCH, "micro_batches": PARTS}
     done = instep.train(f"{RECIPES / 'tiny.py'}:recipe", workers=1, train=train, sync=sync, **given)
     run = RunFolder(done.path)
@@ -201,4 +201,4 @@ def test_servers_for_which_there_is_nothing_go_along_and_are_told_of(tmp_path: P
     warnings = [
         e["text"] for e in read_events(run.path / "events.jsonl") if e["event"] == "warning"
     ]
-    assert any("no parameters for 3 of them: choose fewer" in text for text in warnings)
+    assert any("no parameters for 1 of them: choose fewer" in text for text in warnings)

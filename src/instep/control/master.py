@@ -51,7 +51,7 @@ from instep.report.terminal.live import View
 from instep.spec import JobSpec, as_table
 from instep.store.folder import BEGINNING, StartPoint, resume_hint
 from instep.store.run_folder import RunFolder
-from instep.sync import servers_of
+from instep.sync import LEASED, servers_of
 from instep.system.causes import sentence
 from instep.system.lease import NO_WATCHDOG, Lease, SignsOfLife
 from instep.system.limits import FLOOR_S, UNKNOWN_S
@@ -215,7 +215,7 @@ class Master:
         self._state = s.State(
             members=s.first_members(self._job.workers, servers),
             ranks=self._job.mesh.ranks,
-            drains=self._job.sync.own_state,
+            drains=self._job.sync.own_state and self._job.sync.name not in LEASED,
             recovers=self._hosted,
             parted=self._hosts.several,
             skips=self._job.data.unreadable == "skip",

@@ -270,7 +270,7 @@ def test_a_worker_holds_to_the_bit_what_its_server_says_that_it_does(name, vecto
 
 
 def test_a_pull_has_the_bytes_of_its_payloads_and_the_first_is_whole():
-    model, other = copy.deepcopy(NARROW), copy.deepcopy(NARROW)
+    model = copy.deepcopy(NARROW)
     parameters = [p for p in model.parameters() if p.requires_grad]
     strategy = ServerAsync(codec=codec_of("int8"))
     server, worker = (Held(Coding(strategy, parameters), whole_pieces(parameters)) for _ in "12")
@@ -283,7 +283,6 @@ def test_a_pull_has_the_bytes_of_its_payloads_and_the_first_is_whole():
     matrices = sum(aligned(codec_of("int8").size(p.numel())) for p in parameters if p.dim() > 1)
     vectors = sum(-(-p.nbytes // 64) * 64 for p in parameters if p.dim() < 2)
     assert sum(each.nbytes for each in then.flats) == matrices + vectors
-    del other
 
 
 def test_differences_from_what_a_worker_does_not_hold_are_refused():
