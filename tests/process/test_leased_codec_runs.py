@@ -16,7 +16,16 @@ import tiny
 import torch
 from safetensors.torch import load_file
 from started import RECIPES, Start, kill_members
-from test_leased_runs import BATCH, PARTS, SAMPLES, STEPS, begin, check_exact, kill_servers
+from test_leased_runs import (
+    BATCH,
+    PARTS,
+    SAMPLES,
+    STEPS,
+    begin,
+    check_exact,
+    kill_servers,
+    micro_batches,
+)
 from torch import nn
 
 import instep
@@ -139,30 +148,22 @@ def plain_loop(steps: int) -> dict[str, torch.Tensor]:
     optimizer = recipe.optimizer(model.parameters())
     pairs = [*zip(seen.parameters(), model.parameters(), strict=True)]
     carried = {one: torch.zeros(one.numel()) for one, _ in pairs}
-    per_epoch = -(-SAMPLES // BATCH)
-    for step in range(steps):
-        epoch, number = divmod(step, per_epoch)
-        first, stop = number * BATCH, min((number + 1) * BATCH, SAMPLES)
-        parts = -(-(stop - first) * PARTS // BATCH)
-        for part in range(parts):
-            low = first + (stop - first) * part // parts
-            high = first + (stop - first) * (part + 1) // parts
-            chosen = order.indices(epoch, low, high)
-            seen.zero_grad()
-            nn.functional.cross_entropy(seen(inputs[chosen]), labels[chosen]).backward()
+    for chosen in micro_batches(order, steps):
+        seen.zero_grad()
+        nn.functional.cross_entropy(seen(inputs[chosen]), labels[chosen]).backward()
+        for one, other in pairs:
+            assert one.grad is not None
+            other.grad = one.grad.clone()
+            if one.dim() > 1:
+                left = carried[one]
+                other.grad = sent(one.grad.reshape(-1) + left, left).view(one.shape)
+        optimizer.step()
+        with torch.no_grad():
             for one, other in pairs:
-                assert one.grad is not None
-                other.grad = one.grad.clone()
                 if one.dim() > 1:
-                    left = carried[one]
-                    other.grad = sent(one.grad.reshape(-1) + left, left).view(one.shape)
-            optimizer.step()
-            with torch.no_grad():
-                for one, other in pairs:
-                    if one.dim() > 1:
-                        one += sent(other - one)
-                    else:
-                        one.copy_(other)
+                    one += sent(other - one)
+                else:
+                    one.copy_(other)
     return model.state_dict()
 
 

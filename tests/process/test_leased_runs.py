@@ -8,6 +8,7 @@ import json
 import random
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,15 @@ def plain_loop(steps: int, start: dict[str, torch.Tensor] | None = None) -> dict
         model[0].requires_grad_(False)
     inputs, labels = recipe.train.tensors
     optimizer = recipe.optimizer(model.parameters())
+    for chosen in micro_batches(order, steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs[chosen]), labels[chosen]).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def micro_batches(order: Order, steps: int) -> Iterator[Any]:
+    """The indices of each micro-batch of the first steps, in their order."""
     per_epoch = -(-SAMPLES // BATCH)
     for step in range(steps):
         epoch, number = divmod(step, per_epoch)
@@ -55,11 +65,7 @@ def plain_loop(steps: int, start: dict[str, torch.Tensor] | None = None) -> dict
         for part in range(parts):
             low = first + (stop - first) * part // parts
             high = first + (stop - first) * (part + 1) // parts
-            chosen = order.indices(epoch, low, high)
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(inputs[chosen]), labels[chosen]).backward()
-            optimizer.step()
-    return model.state_dict()
+            yield order.indices(epoch, low, high)
 
 
 def write_job(

@@ -22,6 +22,7 @@ from torch import Tensor
 from instep.comm.codecs.base import Codec
 from instep.errors import SpecError
 from instep.sync.base import NothingOfItsOwn, Price
+from instep.sync.gathering import check_switch
 from instep.sync.servers.pushes import check_codec
 
 
@@ -57,9 +58,8 @@ class ServerAsync(NothingOfItsOwn):
                 f"sync.options.compensation = {compensation!r}: it is a factor of 0 or more. Leave "
                 "it out for no compensation; 0.04 is a value to begin with."
             )
-        for name, value in (("slow_late", slow_late), ("encode_vectors", encode_vectors)):
-            if not isinstance(value, bool):
-                raise SpecError(f"sync.options.{name} = {value!r}: needs to be true or false.")
+        check_switch("slow_late", slow_late)
+        check_switch("encode_vectors", encode_vectors)
         if codec is not None:
             check_codec(codec)
         self.compensation, self._slow_late = compensation, slow_late
