@@ -23,11 +23,11 @@ demo: setup      ## train the first example on two processes, ending with a repo
 test: setup      ## the whole suite; about nine minutes on two cores
 	$(BIN)/python -m pytest -n 3 --dist loadfile
 
-# No run, and none of the files that take seconds for each test: 84 % of the tests in 25 % of the time.
+# No run, and none of the files that take seconds for each test: 91 % of the tests in 41 % of the time.
 SLOWER := control/test_a_silent_worker data/test_loader data/test_unreadable \
 	integrity/test_corruption recipe/test_quick_start worker/test_fence
 
-test-fast: setup ## most of the tests, in about a minute on two cores; before each commit
+test-fast: setup ## most of the tests, in some four minutes on two cores; before each commit
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not process and not slow and not timed and not long and not parity" \
 		$(SLOWER:%=--ignore=tests/unit/%.py) tests/unit tests/contract tests/test_*.py
 
