@@ -68,6 +68,7 @@ families-table: setup ## the same, and the table of the documents is written
 	$(BIN)/python -m pytest -m slow --families-table tests/families/test_families.py
 
 simulate: setup  ## ten thousand stories of the control plane (two to five minutes on two cores)
+	$(BIN)/python tests/simulation/leases.py --games 1500
 	$(BIN)/python tests/simulation/run.py --seeds 10000 --jobs 2
 
 dist: setup      ## a wheel and a source archive in dist, and CHANGELOG.md from changes

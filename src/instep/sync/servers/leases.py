@@ -88,8 +88,8 @@ class Leases:
         self._of_worker: dict[int, int] = {}
         self._token = first_token
         self._last: int | None = None
+        self._next = Unit(step + 1, 0)  # the first that has never been leased
         self._completed()
-        self._next = Unit(self.complete + 1, 0)  # the first that has never been leased
 
     def lease(self, worker: int, now: float, limit_s: float = float("inf")) -> Lease | None:
         """A unit for a worker, which gives up the lease that it had; None if it has to wait.
@@ -174,3 +174,5 @@ class Leases:
         while len(self._done.get(self.complete + 1, ())) == self._units(self.complete + 1):
             self.complete += 1
             del self._done[self.complete]
+        # what an earlier server has leased may be complete before it is reached here
+        self._next = max(self._next, Unit(self.complete + 1, 0))
