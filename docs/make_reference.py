@@ -38,11 +38,13 @@ instep run job.toml
 instep run job.toml --set train.epochs=5
 ```
 
-`--set section.key=value` overrides a value of the file. An unknown key, a wrong type or an
-impossible value is refused before anything starts; the message names the file, the key, the given
-value and the valid ones. A renamed key is refused with its new name. Paths of the recipe and of
-the model to start from are relative to the job file. `job.toml` in the run folder has the job as
-run, with every key. [Strategies](../concepts/strategies.md) explains `[sync]`.
+`--set section.key=value` overrides a value of the file. Another `sync.name` or `sync.codec` keeps
+the options that it has too; the others are left out, and each is
+[said](command-line.md#instep-run). An unknown key, a wrong type or an impossible value is refused
+before anything starts; the message names the file, or the `--set`, the key, the given value and the
+valid ones. A renamed key is refused with its new name. Paths of the recipe and of the model to
+start from are relative to the job file. `job.toml` in the run folder has the job as run, with every
+key. [Strategies](../concepts/strategies.md) explains `[sync]`.
 
 `docs/make_reference.py` writes this page from `src/instep/spec.py`; change the texts there.
 """

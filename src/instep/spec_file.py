@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
 from pathlib import Path
 from types import MappingProxyType, UnionType
@@ -22,22 +20,36 @@ import msgspec
 
 from instep.errors import SpecError, file_beside, near_miss
 from instep.formats import FORMAT, other_format
-from instep.spec import OF_AXIS, ROUNDS, JobSpec, Section, as_table, documentation
+from instep.overrides import RENAMED, apply_overrides, blamed
+from instep.spec import JobSpec, Section, as_table, documentation
 
 
-def load(path: Path, overrides: Iterable[str] = ()) -> JobSpec:
+def load(
+    path: Path,
+    overrides: Iterable[str] = (),
+    more: Iterable[str] = (),
+    say: Callable[[str], object] | None = None,
+) -> JobSpec:
     """Read a job file, apply `section.key=value` overrides, and check everything.
 
     Paths (of the recipe, of the model to start from) are relative to the job
     file, and absolute in the result.
+
+    Args:
+        path: of the file.
+        overrides: of the job.
+        more: of the job that those make, as if it had been in the file.
+        say: told of each value that went away with an override; see `apply_overrides`.
 
     Raises:
         SpecError: the file is missing or not TOML, or a key or value is
             wrong; the text says where, what was given and what is wanted.
     """
     table = read_table(path)
-    apply_overrides(table, overrides)
-    return absolute(build(table, source=str(path)), path.parent)
+    typed = apply_overrides(table, overrides, say)
+    for key, words in apply_overrides(table, more, say).items():
+        typed[key] = words.removeprefix("--set ")
+    return absolute(build(table, source=str(path), typed=typed), path.parent)
 
 
 def absolute(job: JobSpec, folder: Path) -> JobSpec:
@@ -79,139 +91,30 @@ def read_table(path: Path) -> dict[str, Any]:
         raise SpecError(f"{path} cannot be read: {error.strerror}. Give a job file.") from None
 
 
-_EITHER = {"train.epochs": ("steps",), "train.steps": ("epochs",)}
-"""Keys of which a job has one."""
-
-_HAS_OPTIONS = {"sync.name": ("options",), "sync.codec": ("codec_options",)}
-"""Keys that name a part, and those of its options."""
-
-_RENAMED = {
-    "train.clip_norm": "train.max_grad_norm. The meaning is the same.",
-    "checkpoint.every_steps": "checkpoint.every. Set it to a number of steps, a time such as '5m', "
-    "or 'never' (formerly 0).",
-    "launch.name": "launch.on. The meaning is the same.",
-    "report.tensorboard": "report.loggers. Write loggers = ['tensorboard'].",
-    "sync.local_steps": "sync.options.local_steps. The meaning is the same.",
-    "sync.local_optimizers": "sync.options.local_optimizers. The meaning is the same.",
-}
-"""Keys of earlier versions: the present name of each, and what to write."""
-
-
-def apply_overrides(table: dict[str, Any], overrides: Iterable[str]) -> None:
-    """Apply `section.key=value` strings to `table`, in order, in place.
-
-    A value is read as TOML (`3`, `0.1`, `true`, `"text"`, `[1, 2]`), or as plain text if
-    that fails, so quotes are needed only for text that looks like a number or a boolean.
-    Python's spellings (`False`, `None`, `.5`) are refused: read as text, they would count
-    as true, or not as a number. Setting an axis of `[mesh]` to 1 also takes away the keys that
-    are for this axis, and another `sync.name` or `sync.codec` the options of the one before, unless
-    they are set after it.
-
-    Raises:
-        SpecError: a string has no `=`, its path goes through a plain value, or its value
-            is in Python's spelling instead of TOML's.
-    """
-    for override in overrides:
-        dotted, equals, text = override.partition("=")
-        keys = [key.strip() for key in dotted.split(".")]
-        if not equals or not all(keys):
-            raise SpecError(
-                f"--set {override!r} is not of the form section.key=value. "
-                "For example: --set train.epochs=3"
-            )
-        target = table
-        for key in keys[:-1]:
-            target = target.setdefault(key, {})
-            if not isinstance(target, dict):
-                raise SpecError(f"--set {override!r}: {key!r} is a value, not a section.")
-        before, where = target.get(keys[-1]), ".".join(keys)
-        target[keys[-1]] = _value(text.strip(), override)
-        if where not in _HAS_OPTIONS or before != target[keys[-1]]:
-            _drop_replaced(target, where, target[keys[-1]])
-
-
-def _drop_replaced(
-    table: dict[str, Any], where: str, value: Any, given: Mapping[str, Any] = MappingProxyType({})
-) -> None:
-    """Remove the keys that no longer count after a setting, so that the last setting wins.
+def build(
+    table: Mapping[str, Any], *, source: str, typed: Mapping[str, str] = MappingProxyType({})
+) -> JobSpec:
+    """Check raw tables and freeze them.
 
     Args:
-        table: the section.
-        where: key that was set, with its section.
-        value: it was set to; None if it was removed.
-        given: what is set together with it, and stays.
-    """
-    others: tuple[str, ...] = _EITHER.get(where, ()) if value is not None else ()
-    section, _, key = where.rpartition(".")
-    if section == "mesh" and value in (1, None):  # the axis is not there now
-        others = OF_AXIS.get(key, ())
-    others += _HAS_OPTIONS.get(where, ())
-    if where == "sync.name" and value not in ROUNDS:
-        others += ("participants",)
-    if where == "sync.codec" and value in ("none", None):  # nothing is encoded
-        options = table.get("options")
-        if isinstance(options, dict) and "encode_vectors" not in (given.get("options") or {}):
-            options.pop("encode_vectors", None)
-    for other in others:
-        if given.get(other) is None:
-            table.pop(other, None)
-
-
-def lay_over(table: dict[str, Any], changes: Mapping[str, Any], section: str = "") -> None:
-    """Override values of `table` with nested tables, in place; None removes a key.
-
-    A path (`os.PathLike`) becomes text. `build` checks the values. `section` is the place
-    of `table` in a job. Keys that no longer count are removed, as by `apply_overrides`.
-    """
-    for key, value in changes.items():
-        where = f"{section}.{key}".lstrip(".")
-        if value is None and where not in _RENAMED:
-            table.pop(key, None)
-            _drop_replaced(table, where, value, changes)
-        elif isinstance(value, Mapping):
-            under = table.get(key)
-            table[key] = under if isinstance(under, dict) else {}
-            lay_over(table[key], value, where)
-        else:
-            before = table.get(key)
-            table[key] = os.fspath(value) if isinstance(value, os.PathLike) else value
-            if where not in _HAS_OPTIONS or before != value:
-                _drop_replaced(table, where, value, changes)
-
-
-def _value(text: str, override: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        meant = _meant(text)
-    if meant:
-        quoted = f"'\"{text}\"'"
-        raise SpecError(
-            f"--set {override!r}: {text} is not TOML. Instead, {meant} {quoted} if it is text."
-        )
-    return text
-
-
-def _meant(text: str) -> str:
-    """What to write instead of a value in Python's spelling; empty if it is not one."""
-    word = text.lower()
-    if word in ("true", "false"):
-        return f"write {word}, or"
-    if word in ("none", "null") and text != "none":  # which is a value of sync.codec
-        return "leave the key out, or write"
-    for kind in (int, float):
-        with suppress(ValueError):
-            return f"write {kind(text)}, or"
-    return ""
-
-
-def build(table: Mapping[str, Any], *, source: str) -> JobSpec:
-    """Check raw tables and freeze them; `source` is named in errors.
+        table: of a whole job.
+        source: where it comes from, as errors name it.
+        typed: what was laid over it (`apply_overrides`): named instead where that is wrong.
 
     Raises:
         SpecError: a key or value is wrong; the text says where, what was
             given and what is wanted.
     """
+    try:
+        return _checked(table, source)
+    except SpecError as error:
+        text = str(error).removeprefix(f"{source}: ")
+        if text == str(error) or not (words := blamed(typed, text)):
+            raise
+        raise SpecError(f"{words}: {text}") from None
+
+
+def _checked(table: Mapping[str, Any], source: str) -> JobSpec:
     check_format(table, source)
     _check_names(table, source)
     for place in _WITH_OPTIONS:
@@ -241,7 +144,7 @@ def check_format(table: Mapping[str, Any], source: str, written_by: object = Non
 
 def _check_names(table: Mapping[str, Any], source: str) -> None:
     """Refuse the former name of a key, with its present name."""
-    for old, new in _RENAMED.items():
+    for old, new in RENAMED.items():
         section, _, key = old.partition(".")
         under = table.get(section)
         if isinstance(under, Mapping) and key in under:

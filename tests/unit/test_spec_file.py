@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instep.errors import SpecError
+from instep.overrides import apply_overrides, lay_over
 from instep.spec import JobSpec
-from instep.spec_file import apply_overrides, build, dump, lay_over, load
+from instep.spec_file import build, dump, load
 
 RECIPE = {"recipe": "a.py:f"}
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -305,13 +306,14 @@ def test_an_override_is_read_as_toml_or_else_as_text(override, path, value):
     assert table == value
 
 
-def test_keys_of_an_axis_go_with_it_unless_they_are_set_after_it():
+def test_keys_of_an_axis_go_with_it_unless_they_are_set_too():
     given = {"stages": 2, "cuts": ["b"], "schedule": "gpipe", "shard": 2, "zero": 2}
     for overrides, left in (
         (["mesh.stages=1"], {"stages": 1, "shard": 2, "zero": 2}),
         (["mesh.shard=4"], {**given, "shard": 4}),
         (["mesh.shard=1", "mesh.tensor=2"], {**given, "shard": 1, "tensor": 2} | {"zero": None}),
         (["mesh.shard=1", "mesh.zero=2"], {**given, "shard": 1}),
+        (["mesh.zero=2", "mesh.shard=1"], {**given, "shard": 1}),
     ):
         table = {"mesh": dict(given)}
         apply_overrides(table, overrides)
@@ -501,61 +503,6 @@ def test_a_worker_number_says_its_place_in_the_mesh():
     assert places[8 + 5] == (1, 1, 0, 1)
     assert list(mesh.replica(1)) == [n for n, place in enumerate(places) if place.replica == 1]
     assert mesh.column([0, 1, 2, 3, 4, 5, 6, 7, 16, 17], 9) == [1, 17]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "sync"),
-    [
-        (["sync.name=all_reduce"], {"name": "all_reduce"}),
-        (["sync.name=diloco"], {"name": "diloco", "participants": 4}),
-        (
-            ["sync.name=averaging", "sync.codec=int8"],
-            {
-                "name": "averaging",
-                "participants": 4,
-                "options": {"local_steps": 2},
-                "codec": "int8",
-            },
-        ),
-        (
-            ["sync.name=fedprox", "sync.options.mu=0.1"],
-            {"name": "fedprox", "participants": 4, "options": {"mu": 0.1}},
-        ),
-    ],
-)
-def test_another_strategy_takes_away_the_options_of_the_one_before(overrides, sync):
-    given = {"name": "averaging", "participants": 4, "options": {"local_steps": 2}}
-    table = {"recipe": "a.py:recipe", "sync": given}
-    apply_overrides(table, overrides)
-    assert table["sync"] == sync
-    assert build(table, source="a test").sync.name == sync["name"]
-
-
-def test_another_codec_takes_away_the_options_of_the_one_before():
-    for overrides, options in (
-        (["sync.codec=int4"], None),
-        (["sync.codec=int8"], {"block": 64}),
-        (["sync.codec=int4", "sync.codec_options.block=32"], {"block": 32}),
-    ):
-        given = {"codec": "int8", "codec_options": {"block": 64}}
-        table = {"recipe": "a.py:recipe", "sync": given}
-        apply_overrides(table, overrides)
-        assert table["sync"].get("codec_options") == options
-    table = {"recipe": "a.py:recipe", "sync": {"codec": "int8", "codec_options": {"block": 64}}}
-    lay_over(table, {"sync": {"codec": "int4"}})
-    assert table["sync"] == {"codec": "int4"}
-
-
-def test_no_codec_takes_away_the_option_to_encode_vectors_too():
-    options = {"encode_vectors": True, "overlap": False}
-    table = {"sync": {"codec": "int8", "options": dict(options)}}
-    apply_overrides(table, ["sync.codec=int4"])
-    assert table["sync"]["options"] == options
-    apply_overrides(table, ["sync.codec=none"])
-    assert table["sync"]["options"] == {"overlap": False}
-    table = {"sync": {"codec": "int8"}}
-    lay_over(table, {"sync": {"options": {"encode_vectors": True}, "codec": "none"}})
-    assert table["sync"]["options"] == {"encode_vectors": True}  # then it is refused
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -152,6 +153,11 @@ def overrides_of(args: argparse.Namespace) -> list[str]:
     address = args.ray_address
     ray = [] if address is None else [f'launch.options.ray_address="{address}"']
     return [*args.set, *workers, *on, *ray]
+
+
+def say_left_out(text: str) -> None:
+    """Print, beside the result, that a value of the job went away with another."""
+    print(f"note    {text}", file=sys.stderr, flush=True)
 
 
 def safetensors_file(name: str) -> Path:

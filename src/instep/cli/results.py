@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from instep.cli.parsing import Parser, add_changes, overrides_of, safetensors_file
+from instep.cli.parsing import Parser, add_changes, overrides_of, safetensors_file, say_left_out
 from instep.errors import RunError, SpecError
 
 if TYPE_CHECKING:
@@ -218,7 +218,8 @@ def _broken(args: argparse.Namespace, say: Callable[[str], None]) -> Verdict:
     target, runs = Path(args.target), Path(args.runs) if args.runs else None
     overrides = overrides_of(args)
     if not target.is_dir():
-        return break_job(spec_file.load(target, overrides), runs or Path("runs"), plan, say)
+        job = spec_file.load(target, overrides, say=say_left_out)
+        return break_job(job, runs or Path("runs"), plan, say)
     run = RunFolder(target)
     if overrides:
         raise SpecError(

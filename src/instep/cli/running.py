@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from instep.cli.parsing import Parser, add_changes, overrides_of
+from instep.cli.parsing import Parser, add_changes, overrides_of, say_left_out
 from instep.errors import RecipeError, SpecError
 
 if TYPE_CHECKING:
@@ -30,14 +30,14 @@ def run(args: argparse.Namespace) -> int:
     if Path(args.job).suffix == ".py":
         from instep.client.script import load_script
 
-        job = load_script(Path(args.job), args.argv, overrides)
+        job = load_script(Path(args.job), args.argv, overrides, say_left_out)
     elif args.argv:
         raise SpecError(
             f"{args.argv[0]!r}: a job file takes no arguments after --; they go to a script. Use "
             "--set arguments.key=value."
         )
     else:
-        job = spec_file.load(Path(args.job), overrides)
+        job = spec_file.load(Path(args.job), overrides, say=say_left_out)
     if args.check_determinism:
         return _check_determinism(job, args)
     if job.launch.launcher == "slurm":
@@ -123,7 +123,11 @@ def resume(args: argparse.Namespace) -> int:
     from instep.system.processes import started_at
 
     done = resume_run(
-        Path(args.run), overrides_of(args), started=started_at(), json_output=args.json
+        Path(args.run),
+        overrides_of(args),
+        started=started_at(),
+        json_output=args.json,
+        say=say_left_out,
     )
     return _print_ending(done, args)
 

@@ -20,6 +20,7 @@ from instep.control.resume import check_own
 from instep.errors import CheckpointError, RunError, SpecError, file_beside
 from instep.formats import INSTEP
 from instep.launch.fork_server import MOST_PAGES
+from instep.overrides import apply_overrides
 from instep.spec import JobSpec, LaunchSpec, StartSpec, SyncSpec, TrainSpec, as_table
 from instep.state.export import copy_model
 from instep.state.intact import newest_intact
@@ -120,13 +121,13 @@ def _job_of(
     They have no steps, so a job's micro-batches do not limit how many there are, and the keys of a
     mesh that are about training do not count.
     """
-    spec_file.apply_overrides(table, overrides)
+    typed = apply_overrides(table, overrides)
     if workers is not None:
         table["workers"] = workers
-    given = spec_file.build({**table, "workers": 1, "mesh": {}}, source=source)
+    given = spec_file.build({**table, "workers": 1, "mesh": {}}, source=source, typed=typed)
     many = {"global_batch": MOST_PAGES, "micro_batches": MOST_PAGES}
     wanted: dict[str, Any] = {key: table[key] for key in _WANTED if key in table}
-    found = spec_file.build({**wanted, "train": many}, source=source)
+    found = spec_file.build({**wanted, "train": many}, source=source, typed=typed)
     mesh = msgspec.structs.replace(found.mesh, checkpointing="none", offload="none", compile="none")
     check_mesh(mesh)
     parts = max(given.train.micro_batches, found.workers)

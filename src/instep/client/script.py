@@ -11,12 +11,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from instep import spec_file
 from instep.errors import RecipeError, SpecError, file_beside
+from instep.overrides import apply_overrides
 from instep.spec import JobSpec
 from instep.system.environment import ASKED, INSIDE
 
@@ -24,13 +25,19 @@ MAIN = "__main__"
 """In place of a recipe's function: the file itself is run."""
 
 
-def load_script(path: Path, argv: Sequence[str], overrides: Sequence[str]) -> JobSpec:
+def load_script(
+    path: Path,
+    argv: Sequence[str],
+    overrides: Sequence[str],
+    say: Callable[[str], object] | None = None,
+) -> JobSpec:
     """The job of a script.
 
     Args:
         path: of the script.
         argv: what is passed on to it.
         overrides: `section.key=value`, which override it.
+        say: told of each value that went away with one of those.
 
     Raises:
         InstepError: there is no such file, it does not join, or its job is wrong.
@@ -41,8 +48,8 @@ def load_script(path: Path, argv: Sequence[str], overrides: Sequence[str]) -> Jo
     table["recipe"] = f"{path}:{MAIN}"
     if argv:
         table["arguments"] = {**table.get("arguments", {}), "argv": [*argv]}
-    spec_file.apply_overrides(table, overrides)
-    return spec_file.absolute(spec_file.build(table, source=str(path)), Path.cwd())
+    typed = apply_overrides(table, overrides, say)
+    return spec_file.absolute(spec_file.build(table, source=str(path), typed=typed), Path.cwd())
 
 
 def _name(path: Path) -> str:

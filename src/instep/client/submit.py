@@ -209,6 +209,7 @@ def resume_run(
     started: float | None = None,
     json_output: bool = False,
     watch: Callable[[Path], None] | None = None,
+    say: Callable[[str], object] | None = None,
 ) -> Run:
     """Resume a run of this machine, from its newest checkpoint to its end.
 
@@ -217,6 +218,7 @@ def resume_run(
         overrides: `section.key=value`, changes of the job as run.
         changes: nested tables of values, applied after those.
         quiet, started, json_output, watch: as for `run_job`.
+        say: told of each value of the job that went away with a change.
 
     Raises:
         InstepError: it cannot be resumed, or a worker failed; the text says why.
@@ -230,7 +232,7 @@ def resume_run(
             f"the processes of {before.path} called instep.join, and instep resume cannot start "
             f"them. To resume: {before.to_resume}"
         )
-    job = with_options(changed(before, overrides, changes), before.spec)
+    job = with_options(changed(before, overrides, changes, say), before.spec)
     check_job(job, resumed=True)
     folder, view = path.resolve(), {"quiet": quiet, "json": json_output}
     with launching(job) as (settled, launcher), held(folder):

@@ -23,6 +23,7 @@ from instep import spec_file
 from instep.control.stop_rules import recorded
 from instep.data.batches import Batches
 from instep.errors import CheckpointError, RunError, SpecError
+from instep.overrides import apply_overrides, lay_over
 from instep.plain_file import plain, replace_plain
 from instep.spec import JobSpec, as_table
 from instep.state.intact import discard_newer, newest_intact
@@ -68,11 +69,15 @@ FIXED_KEPT = {"mesh": "each of its ranks keeps a part of what participants or vo
 
 
 def changed(
-    run: RunFolder, overrides: Iterable[str], changes: Mapping[str, Any] = MappingProxyType({})
+    run: RunFolder,
+    overrides: Iterable[str],
+    changes: Mapping[str, Any] = MappingProxyType({}),
+    say: Callable[[str], object] | None = None,
 ) -> JobSpec:
     """The job of a run folder, changed by `section.key=value` and by tables.
 
-    It has the number of workers that the run was last scaled to, unless they give another.
+    It has the number of workers that the run was last scaled to, unless they give another. `say` is
+    told of each value that went away with a change.
 
     Raises:
         SpecError: an override is wrong, or changes what may not change.
@@ -81,9 +86,9 @@ def changed(
     table = spec_file.read_table(run.path / "job.toml")
     table.get("train", {}).pop("stop_after_steps", None)  # it was for the start before
     table["workers"] = scaled_to(run)
-    spec_file.apply_overrides(table, given)
-    spec_file.lay_over(table, changes)
-    job = spec_file.build(table, source=f"resume {run.path}")
+    typed = apply_overrides(table, given, say)
+    lay_over(table, changes, say)
+    job = spec_file.build(table, source=f"resume {run.path}", typed=typed)
     if "recipe" in changes or any(each.split("=")[0].strip() == "recipe" for each in given):
         file, _, function = job.recipe.rpartition(":")
         recipe = f"{Path(file).expanduser().resolve()}:{function}"

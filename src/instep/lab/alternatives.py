@@ -34,6 +34,8 @@ class Alternative(NamedTuple):
     folder: str
     """The same, fit for the name of a run."""
     job: JobSpec
+    left_out: Sequence[str] = ()
+    """Which values of the job file it does not have, a sentence each."""
 
 
 def alternatives_of(
@@ -55,7 +57,8 @@ def alternatives_of(
     found = [Alternative(UNCHANGED, UNCHANGED, base)]
     for text in changes:
         try:
-            job = same_samples(_changed(file, overrides, text), base)
+            job, left = _changed(file, overrides, text)
+            job = same_samples(job, base)
             job = msgspec.structs.replace(job, name=base.name)  # another name is no other job
             check_job(job)
         except InstepError as error:
@@ -66,13 +69,14 @@ def alternatives_of(
         plain = re.sub(r"[^A-Za-z0-9.]+", "-", text)[:60].strip("-.")
         taken = [other.folder for other in found]
         folder = next(name for name in numbered(plain) if name not in taken)
-        found.append(Alternative(text, folder, job))
+        found.append(Alternative(text, folder, job, left))
     if len(found) == 1:
         raise SpecError("nothing to compare: give an alternative, such as --with sync.codec=int8.")
     return found
 
 
-def _changed(file: Path, overrides: Sequence[str], text: str) -> JobSpec:
+def _changed(file: Path, overrides: Sequence[str], text: str) -> tuple[JobSpec, list[str]]:
+    """The job of an alternative, and what of the job file it leaves out."""
     parts = split(text)
     for part in parts:
         key, equals, _ = part.partition("=")
@@ -86,7 +90,8 @@ def _changed(file: Path, overrides: Sequence[str], text: str) -> JobSpec:
                 f"{key.strip()} is the same for all, so that they take the same samples. Change "
                 f"it for all: --set {part}"
             )
-    return spec_file.load(file, [*overrides, *parts])
+    left: list[str] = []
+    return spec_file.load(file, overrides, parts, left.append), left
 
 
 def split(text: str) -> list[str]:

@@ -78,6 +78,8 @@ class Compared(NamedTuple):
     turns: int
     why: str
     """Why there were so many turns."""
+    left_out: Sequence[str] = ()
+    """Values of the job file that alternatives do not have."""
 
     @property
     def exit_code(self) -> int:
@@ -93,7 +95,7 @@ class Compared(NamedTuple):
     def notes(self) -> list[str]:
         """In which way the alternatives were not treated alike."""
         base = self.judged[0].samples
-        return [
+        return [*self.left_out] + [
             f"{each.name} used {readable_count(each.samples)} samples, and {self.judged[0].name} "
             f"{readable_count(base)}: an epoch's last step has the rest. Use train.epochs."
             for each in self.judged[1:]
@@ -161,6 +163,9 @@ def compare(
     hosts.check(alternatives)
     with ExitStack() as stack:
         series = stack.enter_context(_series(alternatives, runs, hosts))
+        for each in alternatives:
+            for text in each.left_out:
+                say(f"{each.name}: {text}")
         if series.done:
             say(f"continuing in {series.folder}: {plural(len(series.done), 'run')} done")
         network = None
@@ -287,7 +292,8 @@ class _Series:
             why = "each ratio is known to 5 %, or to a quarter of what is between it and 1"
         else:
             why = "the most; the turns differ too much to tell more"
-        return Compared(self.folder, self.judged(), turns, why)
+        left = [f"{each.name}: {text}" for each in self.alternatives for text in each.left_out]
+        return Compared(self.folder, self.judged(), turns, why, left)
 
     def judged(self) -> list[Judged]:
         """The alternatives by the turns that are whole."""
