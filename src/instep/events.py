@@ -3,7 +3,7 @@
 Low parts emit, high parts read. A run writes three files in its folder:
 
 `events.jsonl`   rare things, one JSON object a line: `time` (Unix seconds),
-                 `event` (a name from `EVENTS`), and that event's fields
+                 `event` (a name from `EVENTS`), that event's fields, and `crc32`
 `ledger.bin`     which worker trained on which positions of which epoch, in which
                  committed step: records of `LEDGER`, appended, never changed
 `steps.bin`      how long each part of a step took: records of `STEPS`
@@ -16,7 +16,6 @@ Several workers write into one file; records of one step need not be adjacent.
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 import threading
@@ -30,6 +29,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from instep.checksums import line_of, table_of
 from instep.errors import RunError
 from instep.formats import FORMAT, INSTEP, other_format
 from instep.plain_file import plain
@@ -357,7 +357,7 @@ class EventLog:
         """
         assert name in EVENTS, f"{name} is not in EVENTS"
         event = {"time": time.time(), "event": name, **fields}
-        self._file.write((json.dumps(event, default=str) + "\n").encode())
+        self._file.write(line_of(event))
         return event
 
     def close(self) -> None:
@@ -433,13 +433,16 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
     """Every complete line of an events file, oldest first; none if there is no file.
 
     A last line that a crash cut short is left out.
+
+    Raises:
+        ValueError: a line is not JSON, or does not match its checksum.
     """
     if not path.exists():
         return
-    with open(path, encoding="utf-8", opener=plain) as lines:
+    with open(path, "rb", opener=plain) as lines:
         for line in lines:
-            if line.endswith("\n"):
-                yield json.loads(line)
+            if line.endswith(b"\n"):
+                yield table_of(line)
 
 
 def read_records(path: Path, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from made_up_runs import write_events
 from started import EXECUTE, RECIPES, Start, Started, distance, slow
 
 from instep.cli import main
@@ -19,6 +20,7 @@ from instep.client.results import failure
 from instep.comm.messages import Failed
 from instep.control.resume import prepare
 from instep.errors import SpecError
+from instep.events import read_events
 from instep.spec import StopSpec
 from instep.store.run_folder import RunFolder
 
@@ -249,8 +251,9 @@ def test_the_hint_to_resume_a_joined_run_is_not_a_command(
     assert main(["resume", str(again)]) == 2
     refused = capsys.readouterr().err
     assert "and instep resume cannot start them. To resume: " + way in refused
-    events = (again / "events.jsonl").read_text().replace('"completed"', '"failed"')
-    (again / "events.jsonl").write_text(events)
+    events = list(read_events(again / "events.jsonl"))
+    failed = {"completed": "failed"}
+    write_events(again, [{k: failed.get(str(v), v) for k, v in each.items()} for each in events])
     assert main(["report", str(again)]) == 0
     told = capsys.readouterr().out
     assert way in told

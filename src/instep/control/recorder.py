@@ -15,10 +15,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from instep.events import LEDGER, STEPS, Appender, EventLog, cut_torn_record, read_records
+from instep.events import LEDGER, STEPS, EventLog, read_records
 from instep.report.terminal.live import View
 from instep.store.ledger import last_step
 from instep.store.run_folder import RunFolder
+from instep.store.step_log import StepLog
 
 _REMEMBERED = 500
 """Events among which one that is sent again is looked for."""
@@ -51,8 +52,7 @@ class Recorder:
     def __init__(self, run: Path, views: Sequence[View]) -> None:
         self._run, self._views = run, list(views)
         self._log = EventLog(run / "events.jsonl")
-        cut_torn_record(run / "steps.bin", STEPS)
-        self._steps = Appender(run / "steps.bin")
+        self._steps = StepLog(run)
         self._recent: deque[str] = deque(maxlen=_REMEMBERED)
         self._last_step: dict[int, int] = {}
         self._last_begin: dict[int, float] = {}

@@ -9,7 +9,6 @@ of instep. Way in: `Processes`.
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from instep.checksums import table_of
 from instep.plain_file import plain
 from instep.store.run_folder import RunFolder
 from instep.system.processes import SPARE, Watched, start_time
@@ -65,7 +65,7 @@ class Processes:
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             with contextlib.suppress(ValueError, LookupError, TypeError):  # damaged: no process
-                self._take(json.loads(line))
+                self._take(table_of(line))
 
     def _take(self, event: dict[str, Any]) -> None:
         if event["event"] == "run_started":

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from instep.checksums import table_of
 from instep.plain_file import plain
 from instep.report.terminal.screen import notice
 
@@ -70,7 +71,7 @@ class Events:
             for line in events:
                 if not line.endswith(b"\n"):
                     return  # it is being written
-                place, event = self._read, json.loads(line)
+                place, event = self._read, table_of(line)
                 self._read += len(line)
                 self._generations += event["event"] == "generation_started"
                 if event.get("role") == "server":

@@ -49,7 +49,7 @@ ID = "run.id"
 """The file that identifies a run; the process that uses the run folder has it locked."""
 
 _FILES = (
-    *("job.toml", ID, "events.jsonl", "ledger.bin", "steps.bin", "journal.sqlite"),
+    *("job.toml", ID, "events.jsonl", "ledger.bin", "steps.bin", "steps.crc", "journal.sqlite"),
     *("callbacks.jsonl", "loggers.json", "metrics.csv"),
     *("summary.json", "report.html", "trace.json", "model.safetensors"),
     *("contents-*.bin", "logs/*.log", "huggingface/*.json"),

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from instep.checksums import WrongChecksum
 from instep.data.batches import Batches
 from instep.data.participants import OwnRounds
 from instep.errors import RunError, SpecError, near_miss
@@ -24,6 +25,7 @@ from instep.events import LEDGER, STEPS, read_events, read_records, wrong_in
 from instep.formats import FORMAT, other_format
 from instep.spec_file import build, read_table
 from instep.store.audit import Audit, audit, audit_own, skipped_in
+from instep.store.step_log import CHECKSUMS_FILE, check_unchanged
 from instep.words import command
 
 Event = dict[str, Any]
@@ -65,8 +67,7 @@ class RunFolder:
             raise RunError(f"{self.path} cannot be read as a run: {error}") from None
         self.events = _events(self.path / "events.jsonl")
         self.ledger = _records(self.path / "ledger.bin", LEDGER)
-        steps = _records(self.path / "steps.bin", STEPS)
-        _check_steps(steps, self.path / "steps.bin")
+        steps = _steps(self.path)
         self._computed = steps  # discarded steps included
         # Only the clocks of worker and master tell in which session a step was recorded; if the
         # clocks of two hosts differ, a discarded step may stay.
@@ -435,12 +436,21 @@ def _events(path: Path) -> list[Event]:
             if wrong := wrong_in(event):
                 raise RunError(f"{path} is damaged: in line {len(events)} {wrong}.")
     except (ValueError, RecursionError) as error:
-        line = f"line {len(events) + 1} is not JSON: {error}"
-        what = str(error) if isinstance(error, UnicodeDecodeError) else line  # it reads ahead
-        raise RunError(f"{path} is damaged: {what}.") from None
+        what = error if isinstance(error, WrongChecksum) else f"it is not JSON: {error}"
+        raise RunError(f"{path} is damaged: line {len(events) + 1}: {what}.") from None
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror}.") from None
     return events
+
+
+def _steps(run: Path) -> Records:
+    steps = _records(run / "steps.bin", STEPS)
+    try:
+        check_unchanged(run, steps)
+    except OSError as error:
+        raise RunError(f"{run / CHECKSUMS_FILE} cannot be read: {error.strerror}.") from None
+    _check_steps(steps, run / "steps.bin")
+    return steps
 
 
 def _records(path: Path, dtype: np.dtype[Any]) -> Records:

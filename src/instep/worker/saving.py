@@ -49,7 +49,10 @@ from instep.worker.step.loading import who_sees
 from instep.worker.step.parts import captured_parts, rank_state
 from instep.worker.step.served_tables import ServedTables
 
-RESUMED_FROM = ("job.toml", "run.id", "events.jsonl", "ledger.bin", "steps.bin", CALLBACKS)
+RESUMED_FROM = (
+    *("job.toml", "run.id", "events.jsonl", "ledger.bin", "steps.bin", "steps.crc"),
+    CALLBACKS,
+)
 """Files that resuming reads in addition to the checkpoint; they are synced to disk before it."""
 
 _ROW = 33

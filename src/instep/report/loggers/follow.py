@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from instep import spec_file
+from instep.checksums import table_of
 from instep.events import STEPS
 from instep.plain_file import plain, replace_plain
 from instep.report.loggers import LOGGERS
@@ -60,7 +61,7 @@ class Follower:
         lines = _new(self._run / "events.jsonl", self.at[0])
         lines = lines[: lines.rfind(b"\n") + 1]
         for line in lines.splitlines():
-            event = json.loads(line)
+            event = table_of(line)
             self._take(event)
             points += self._points.of_event(event)
         data = _new(self._run / "steps.bin", self.at[1])

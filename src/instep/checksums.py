@@ -1,0 +1,58 @@
+"""Checksums in the files of a run, so that a changed digit is noticed.
+
+A line of text ends with a field that has the CRC-32 of what is before it; lines without
+one, of earlier versions, are valid too. Records of a binary file have theirs in a file of
+their own. Knows nothing of what lines and records mean.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import zlib
+from itertools import starmap
+from typing import Any
+
+import numpy as np
+
+FIELD = "crc32"
+"""The last field of a line."""
+
+CHECKSUM = np.dtype("<u4")
+"""Of one record."""
+
+_END = re.compile(rb', "%s": "([0-9a-f]{8})"}$' % FIELD.encode())
+
+
+class WrongChecksum(ValueError):
+    """A line is not what was written."""
+
+
+def line_of(table: dict[str, Any]) -> bytes:
+    """A table as a line of JSON with its checksum; other values than JSON's become text."""
+    text = json.dumps(table, default=str)[:-1].encode()
+    return b'%s, "%s": "%08x"}\n' % (text, FIELD.encode(), zlib.crc32(text))
+
+
+def table_of(line: bytes) -> Any:
+    """The value of a line of JSON, without its checksum.
+
+    Raises:
+        WrongChecksum: it has one, and it is another.
+        ValueError: the line is not JSON.
+    """
+    line = line.rstrip(b"\r\n")
+    end = _END.search(line)
+    if end and int(end[1], 16) != zlib.crc32(line[: end.start()]):
+        raise WrongChecksum("it does not match its checksum")
+    table = json.loads(line.decode())
+    if isinstance(table, dict):
+        table.pop(FIELD, None)
+    return table
+
+
+def of_records(data: bytes, size: int) -> np.ndarray[Any, Any]:
+    """The checksum of each record of `size` bytes, [records] of `CHECKSUM`."""
+    records = struct.iter_unpack(f"{size}s", data)
+    return np.fromiter(starmap(zlib.crc32, records), CHECKSUM, len(data) // size)
