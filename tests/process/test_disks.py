@@ -125,22 +125,18 @@ def test_a_disk_that_fails_during_a_run_ends_it_with_a_sentence(
 
 
 @pytest.mark.slow  # tests/unit/worker/test_saving.py has the same without processes
-def test_where_only_checkpoints_find_no_room_training_goes_on_and_its_end_says_what_is_missing(
+def test_where_only_checkpoints_find_no_room_training_goes_on_and_its_end_is_saved(
     start: Start, tmp_path: Path, small_disk: Disk, undisturbed: RunFolder
 ) -> None:
     run = OnDisk(start, tmp_path, small_disk)
     run.until_saved(2)
     small_disk.fill(leave=500_000)
-    run.fails_with(
-        f"training is over with step {STEPS}",
-        "its checkpoint and model.safetensors could not be saved",
-        "are free (ENOSPC). The newest checkpoint is that of step",
-    )
+    assert run.program.end() == 0, run.program.stderr
     (warning,) = run.told("warning")
     assert "was not saved" in str(warning["text"])
-    assert summarise(RunFolder(run.path))["steps"] == STEPS
-    small_disk.make_room()
-    run.goes_on(start, undisturbed)
+    assert (run.path / "report.html").is_file()
+    assert "trace.json was not written" in run.program.stderr
+    run.is_as(undisturbed)
 
 
 @pytest.mark.slow

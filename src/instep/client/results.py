@@ -10,7 +10,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +61,15 @@ def _version(package: str) -> str:
 def finish(folder: Path, start_point: StartPoint = BEGINNING) -> dict[str, Any]:
     """Write summary, report and trace of a run that has ended, and return the summary.
 
+    They are for looking, and all that a run has computed is saved by now: what finds no room is
+    left out, and said on standard error. The trace, which is the largest, comes last.
+
     Args:
         folder: of the run.
         start_point: where it started; if that is another run, its ledger does not begin at 1.
 
     Raises:
-        RunError: a file cannot be written; or, once all are written: the ledger is not what
-            the job says.
+        RunError: the run's end could not be written, or the ledger is not what the job says.
     """
     from instep.report.figures.proof import prove
     from instep.report.figures.summary import summarise
@@ -77,16 +79,10 @@ def finish(folder: Path, start_point: StartPoint = BEGINNING) -> dict[str, Any]:
 
     run = RunFolder(folder)
     summary = summarise(run)
-    try:
-        text = json.dumps(summary, indent=2) + "\n"
-        write_plain(folder / "summary.json", text)
-        write_report(run, folder / "report.html")
-        write_trace(run, folder / "trace.json")
-    except OSError as error:
-        raise RunError(
-            f"the run has ended, but its report cannot be written to {folder}: {error.strerror}. "
-            f"Make room, then: instep report {folder}"
-        ) from None
+    text = json.dumps(summary, indent=2) + "\n"
+    _write_or_say(folder / "summary.json", lambda path: write_plain(path, text))
+    _write_or_say(folder / "report.html", lambda path: write_report(run, path))
+    _write_or_say(folder / "trace.json", lambda path: write_trace(run, path))
     if run.outcome == "unfinished":
         raise RunError(
             f"the run has ended, but its end could not be written to {folder / 'events.jsonl'}, "
@@ -96,6 +92,16 @@ def finish(folder: Path, start_point: StartPoint = BEGINNING) -> dict[str, Any]:
     if whole and run.outcome in ("completed", "stopped") and not run.audit.exact:
         raise RunError(f"the run has ended, but {prove(run).fault}")
     return summary
+
+
+def _write_or_say(path: Path, write: Callable[[Path], None]) -> None:
+    """Write a file for people to look at; if it cannot be written, say so and go on."""
+    try:
+        write(path)
+    except OSError as error:
+        again = f", then: instep report {path.parent}" if path.suffix == ".html" else ""
+        text = f"{path} was not written: {error.strerror}. Make room, or get access{again}"
+        print(f"note    {text if again else f'{text}.'}", file=sys.stderr, flush=True)
 
 
 def refused(failed: Failed, folder: Path, start_point: StartPoint = BEGINNING) -> bool:

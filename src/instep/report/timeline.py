@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from instep.plain_file import write_plain
+from instep.state.room import check_room
 from instep.store.run_folder import PARTS, Records, RunFolder
 from instep.words import member
 
@@ -26,6 +27,9 @@ def write_trace(folder: RunFolder, path: Path) -> None:
     """Write the trace of a run; at most `report.trace_steps` steps of each worker.
 
     Where there are more, the first half and the last half of them are drawn.
+
+    Raises:
+        OSError: it cannot be written, or would leave less on the disk than a checkpoint does.
     """
     limit = folder.spec.report.trace_steps
     origin_s = folder.sessions[0][0] if folder.sessions else 0.0
@@ -34,6 +38,7 @@ def write_trace(folder: RunFolder, path: Path) -> None:
         events += _process(worker + 1, member(worker, folder.servers))
         events += _spans(_ends(folder.steps_of(worker), limit), worker + 1, origin_s)
     text = json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
+    check_room(path.parent, len(text))
     write_plain(path, text)
 
 

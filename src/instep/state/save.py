@@ -35,8 +35,9 @@ from instep.formats import INSTEP
 from instep.state import manifest as page
 from instep.state.packing import Skeleton
 from instep.state.retention import Best, facts_of, metric_values, to_delete
+from instep.state.room import RESERVE_BYTES, check_room
 from instep.state.snapshot import Snapshot
-from instep.state.staging import SAVING, StagedFile, check_room, sync, sync_path
+from instep.state.staging import SAVING, StagedFile, sync, sync_path
 
 
 class Saved(NamedTuple):
@@ -95,6 +96,7 @@ class CheckpointWriter:
         self._writing: Future[None] | None = None
         self._outcomes: SimpleQueue[Saved | Exception] = SimpleQueue()
         self._held_s: dict[int, float] = {}
+        self._reserve = RESERVE_BYTES
         try:
             folder.mkdir(exist_ok=True)  # no parents: a missing run folder is an error
             _delete_leftovers(folder)
@@ -126,6 +128,7 @@ class CheckpointWriter:
         *,
         since: float | None = None,
         shards: Mapping[str, Shard] = MappingProxyType({}),
+        reserve: int = RESERVE_BYTES,
     ) -> float:
         """Copy the state now, write it later; waits first for the previous save.
 
@@ -133,6 +136,7 @@ class CheckpointWriter:
             snapshot: the state; it may change as soon as this returns.
             since: the `perf_counter` at which training stopped for it; else now.
             shards: groups of it that other processes have written, synced; the files are moved.
+            reserve: bytes that are left free on the disk.
 
         Returns:
             Seconds for which training was held.
@@ -150,6 +154,7 @@ class CheckpointWriter:
         if self._worker is None:  # stays until finish(): starting a thread takes time
             self._worker = ThreadPoolExecutor(1, "checkpoint", initializer=_never_preempt)
         self._record_value(snapshot)
+        self._reserve = reserve
         self._writing = self._worker.submit(self._write, snapshot.step, facts, begin, dict(shards))
         held_s = self._held_s[snapshot.step] = time.perf_counter() - begin
         return held_s
@@ -294,7 +299,8 @@ class CheckpointWriter:
     def _fill(
         self, beside: Path, step: int, facts: dict[str, Any], shards: Mapping[str, Shard]
     ) -> int:
-        check_room(beside, sum(staged.size_bytes for staged in self._staged.values()))
+        size = sum(staged.size_bytes for staged in self._staged.values())
+        check_room(beside, size, self._reserve)
         files = {}
         for name, staged in self._staged.items():
             with (beside / name).open("wb") as file:

@@ -15,6 +15,7 @@ from torch import Tensor
 from instep.comm.base import Comm
 from instep.errors import CheckpointError
 from instep.state.manifest import FileEntry
+from instep.state.room import RESERVE_BYTES
 from instep.state.staging import contents, write_contents
 
 CHUNK_BYTES = 1 << 24
@@ -44,7 +45,9 @@ def send_file(
         comm.send(chunk.to(device), to).wait()
 
 
-def receive_file(comm: Comm, source: int, path: Path, *, device: torch.device) -> FileEntry | None:
+def receive_file(
+    comm: Comm, source: int, path: Path, *, device: torch.device, reserve: int = RESERVE_BYTES
+) -> FileEntry | None:
     """Write what rank `source` sends; None if it sends nothing.
 
     Raises:
@@ -58,7 +61,7 @@ def receive_file(comm: Comm, source: int, path: Path, *, device: torch.device) -
         return None
     arriving = _arriving(comm, source, size, device)
     try:
-        return write_contents(path, size, arriving)
+        return write_contents(path, size, arriving, reserve)
     finally:
         for _ in arriving:
             pass

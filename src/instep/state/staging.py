@@ -7,7 +7,6 @@ model that a run ends with; `sync` and `sync_path`, after which data survives a 
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from instep.errors import CheckpointError
 from instep.state.manifest import FileEntry, reason
 from instep.state.model_file import HASH_BLANK, HASH_KEY
+from instep.state.room import RESERVE_BYTES, check_room
 from instep.state.snapshot import (
     DTYPES,
     RESERVED,
@@ -31,18 +31,16 @@ from instep.state.snapshot import (
     raw_bytes,
     tied_names,
 )
-from instep.units import readable_bytes
 
 SAVING = ".saving-"
 """Begins the name of what is being written."""
 
-RESERVE_BYTES = 1_000_000
-"""What a file of ours leaves free on the disk, for records of steps and for logs."""
-
 _CHUNK_BYTES = 1 << 24
 
 
-def save_model(path: Path, model: nn.Module, metadata: Mapping[str, str]) -> int:
+def save_model(
+    path: Path, model: nn.Module, metadata: Mapping[str, str], reserve: int = RESERVE_BYTES
+) -> int:
     """Write parameters and persistent buffers as one safetensors file, as `save_tensors`.
 
     Returns:
@@ -51,10 +49,15 @@ def save_model(path: Path, model: nn.Module, metadata: Mapping[str, str]) -> int
     Raises:
         CheckpointError: the model cannot be kept, or the file not be written.
     """
-    return save_tensors(path, model_tensors(model), metadata)
+    return save_tensors(path, model_tensors(model), metadata, reserve)
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
+def save_tensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    reserve: int = RESERVE_BYTES,
+) -> int:
     """Write one safetensors file, atomically.
 
     Tied weights are kept once; the metadata maps each other name to the one that
@@ -63,6 +66,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
 
     Args:
         metadata: plain strings for the file's header; `format` is set to `pt`.
+        reserve: bytes that are left free on the disk.
 
     Returns:
         The file's size in bytes.
@@ -74,7 +78,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
     staged.copy(tensors)
     temporary = path.with_name(f"{SAVING}{path.name}")
     try:
-        check_room(path.parent, staged.size_bytes)
+        check_room(path.parent, staged.size_bytes, reserve)
         with temporary.open("wb") as file:
             entry = staged.write(file)
             file.seek(staged.header.index(f'"{HASH_KEY}":"'.encode()) + len(HASH_KEY) + 4)
@@ -89,7 +93,10 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] = MappingProxyType({})
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] = MappingProxyType({}),
+    reserve: int = RESERVE_BYTES,
 ) -> FileEntry:
     """Write a safetensors file, whose name says that it is not complete, and sync it.
 
@@ -99,7 +106,7 @@ def write_tensors(
         CheckpointError: a tensor cannot be kept, or the file not be written; then there is none.
     """
     size, parts = contents(tensors, metadata)
-    return write_contents(path, size, parts)
+    return write_contents(path, size, parts, reserve)
 
 
 def contents(
@@ -115,14 +122,19 @@ def contents(
     return len(header) + _end(spans), chain([header], data)
 
 
-def write_contents(path: Path, size: int, parts: Iterable[bytes | memoryview[Any]]) -> FileEntry:
-    """Write a file of this size, and sync it.
+def write_contents(
+    path: Path,
+    size: int,
+    parts: Iterable[bytes | memoryview[Any]],
+    reserve: int = RESERVE_BYTES,
+) -> FileEntry:
+    """Write a file of this size, and sync it; `reserve` bytes are left free on the disk.
 
     Raises:
         CheckpointError: it cannot be written; then there is none.
     """
     try:
-        check_room(path.parent, size)
+        check_room(path.parent, size, reserve)
         with path.open("wb") as file:
             return _write(file, size, parts)
     except OSError as error:
@@ -242,22 +254,6 @@ def file_header(
     text = json.dumps(header, separators=(",", ":")).encode("ascii")
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def check_room(folder: Path, size_bytes: int) -> None:
-    """Refuse to fill the disk: the ledger is on it too, and nothing is committed without it.
-
-    Raises:
-        OSError: ENOSPC, as if it had been tried.
-    """
-    disk = os.statvfs(folder)
-    free = disk.f_bavail * disk.f_frsize
-    if disk.f_blocks and free < size_bytes + RESERVE_BYTES:  # some file systems report nothing
-        raise OSError(
-            errno.ENOSPC,
-            f"{readable_bytes(size_bytes + RESERVE_BYTES)} are needed, {readable_bytes(free)} are "
-            "free",
-        )
 
 
 def sync(file: IO[bytes]) -> None:

@@ -24,10 +24,10 @@ from instep.state.boxes import Box, Cut, elements, extent, gap, inside, read_cut
 from instep.state.manifest import AVERAGE, reason
 from instep.state.model_file import HASH_BLANK, HASH_KEY
 from instep.state.pieces import Pieces, open_pieces
+from instep.state.room import RESERVE_BYTES, check_room
 from instep.state.snapshot import DTYPES, TYPES, raw_bytes, tied_names
 from instep.state.staging import (
     SAVING,
-    check_room,
     file_header,
     in_file_order,
     spans_of,
@@ -152,6 +152,7 @@ def save_whole(
     tied: Mapping[str, str],
     gather: Callable[[str], Tensor | Iterable[Tensor]],
     metadata: Mapping[str, str],
+    reserve: int = RESERVE_BYTES,
 ) -> tuple[int, str]:
     """Write a model as one safetensors file, atomically, tensor by tensor.
 
@@ -162,6 +163,7 @@ def save_whole(
         gather: gives the values of one, or parts of them, rows after rows; called once for each,
             in the file's order, also if the disk refuses: other ranks send them.
         metadata: as for `save_model`, with a place for `parameters_sha256`.
+        reserve: bytes that are left free on the disk.
 
     Returns:
         The file's size in bytes, and the SHA-256 of the parameters.
@@ -176,7 +178,7 @@ def save_whole(
     size = len(header) + max((stop for _, stop in spans.values()), default=0)
     temporary, left = path.with_name(f"{SAVING}{path.name}"), iter(spans)
     try:
-        check_room(path.parent, size)
+        check_room(path.parent, size, reserve)
         with temporary.open("wb+") as file:
             file.write(header)
             for name in left:

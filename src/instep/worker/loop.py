@@ -540,7 +540,8 @@ class Loop(ABC):
         own, since = dict[str, Tensor](), time.perf_counter()
         shards: Shards = {}
         if self._written_by_many and (due or metrics is not None):
-            due, own, shards = self._write_parts(due and not self.stopping.diverged)
+            saved = due and not self.stopping.diverged
+            due, own, shards = self._write_parts(saved, last=done.ends)
         if saver is not None and not self.stopping.diverged:
             saver.after_step(
                 self.engine,
@@ -559,7 +560,7 @@ class Loop(ABC):
         """Whether a checkpoint has files that several members write."""
         return bool(self.engine.strategy.laws) or self.job.mesh.ranks > 1
 
-    def _write_parts(self, due: bool) -> tuple[bool, dict[str, Tensor], Shards]:
+    def _write_parts(self, due: bool, *, last: bool) -> tuple[bool, dict[str, Tensor], Shards]:
         """Have all write what they alone have, if a checkpoint is due: only the worker that saves
         knows which are the best. Whether it is; what single workers have; the files."""
         save = torch.tensor([float(due)], device=self.device)
@@ -567,7 +568,7 @@ class Loop(ABC):
         if not save.item():
             return False, {}, {}
         own = self.engine.own_state()
-        return True, own, write_shards(self.engine, self.member, own)
+        return True, own, write_shards(self.engine, self.member, own, last=last)
 
     def _tell_saved(self, saver: Saver) -> None:
         """Call back for checkpoints that have become complete."""

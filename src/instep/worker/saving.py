@@ -28,6 +28,7 @@ from instep.state.intact import discard_after
 from instep.state.manifest import MANIFEST, FileEntry, published, reason
 from instep.state.pieces import CUTS, SHARD, TABLE
 from instep.state.retention import Best, facts_of
+from instep.state.room import LAST_RESERVE_BYTES, RESERVE_BYTES
 from instep.state.save import CheckpointWriter, Saved, Shard
 from instep.state.sending import receive_file, send_file
 from instep.state.snapshot import (
@@ -78,7 +79,8 @@ class Saver:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._member, self._model = member, model
-        model_tensors(model)  # a model that cannot be saved is refused before it is trained
+        kept = model_tensors(model)  # a model that cannot be saved is refused before it is trained
+        self._model_bytes = sum(tensor.nbytes for tensor in kept.values())
         try:
             keep_config(model, member.run)
         except (OSError, TypeError, ValueError) as error:
@@ -150,7 +152,13 @@ class Saver:
                 if own and self._member.job.mesh.ranks == 1:
                     snapshot.tensors["own"] = dict(own)
                 snapshot.facts.update(facts_of(metrics))
-                engine.clock.save += self._writer.save(snapshot, since=since, shards=shards)
+                engine.clock.save += self._writer.save(
+                    snapshot,
+                    since=since,
+                    shards=shards,
+                    # and what the model will take
+                    reserve=self._model_bytes + LAST_RESERVE_BYTES if last else RESERVE_BYTES,
+                )
                 self._last = step if last else 0
             except CheckpointError as error:
                 self._member.emit("warning", text=f"no checkpoint of step {step}: {error}")
@@ -256,11 +264,11 @@ class Saver:
 
     def _save_model(self, step: int, comm: Comm | None, tables: ServedTables | None = None) -> None:
         member, path = self._member, self._member.run / "model.safetensors"
-        facts = {"step": str(step), "job": member.job.name}
+        facts, last = {"step": str(step), "job": member.job.name}, LAST_RESERVE_BYTES
         if member.job.mesh.ranks > 1:
             assert comm is not None, "the ranks of a mesh send what they have"
             lent = Lent(comm, member.job.mesh.ranks, *_own_model(member, self._model))
-            size, digest = save_whole(path, lent.entries, lent.tied, lent.gather, facts)
+            size, digest = save_whole(path, lent.entries, lent.tied, lent.gather, facts, last)
         elif tables is not None:
             own = model_tensors(self._model)
             tied = tied_names(own)
@@ -269,10 +277,10 @@ class Saver:
             def gather(name: str) -> Tensor | Iterator[Tensor]:
                 return own[name] if name in own else tables.read(name)
 
-            size, digest = save_whole(path, entries, tied, gather, facts)
+            size, digest = save_whole(path, entries, tied, gather, facts, last)
         else:
             digest = parameters_sha256(self._model)
-            size = save_model(path, self._model, facts | {"parameters_sha256": digest})
+            size = save_model(path, self._model, facts | {"parameters_sha256": digest}, last)
         member.emit(
             "model_saved", step=step, path=str(path), parameters_sha256=digest, size_bytes=size
         )
@@ -314,7 +322,11 @@ class _File(NamedTuple):
 
 
 def write_shards(
-    engine: Engine, member: Member, own: Mapping[str, Tensor] = MappingProxyType({})
+    engine: Engine,
+    member: Member,
+    own: Mapping[str, Tensor] = MappingProxyType({}),
+    *,
+    last: bool = False,
 ) -> dict[str, Shard] | CheckpointError:
     """Have servers, and the ranks of the first replica if it is a mesh, write what they alone have
     of the last commit; all members call it.
@@ -326,6 +338,7 @@ def write_shards(
         member: this one.
         own: on a mesh, state that single workers have, summed over the ranks of this place in
             all replicas, as `KIND/PARAMETER`.
+        last: whether the commit is the last of this session.
 
     Returns:
         By the name of the group, the files that the checkpoint will contain; or the error, if a
@@ -362,7 +375,8 @@ def write_shards(
         mine[f"{SHARD}{comm.rank - servers}"] = shard, {}
     if tables is not None and comm.rank >= servers:
         mine[f"{TABLE}{comm.rank - servers}"] = tables.shard()
-    return _write_files(comm, member, step, files, mine, engine.device)
+    reserve = LAST_RESERVE_BYTES if last else RESERVE_BYTES
+    return _write_files(comm, member, step, files, mine, engine.device, reserve)
 
 
 def _write_files(
@@ -372,6 +386,7 @@ def _write_files(
     files: Mapping[str, _File],
     mine: Mapping[str, tuple[Mapping[str, Tensor], dict[str, str]]],
     device: torch.device,
+    reserve: int,
 ) -> dict[str, Shard] | CheckpointError:
     """Each member writes its own, rank 0 also those of members that do not see the run's folder;
     all learn whether all could. As `write_shards`."""
@@ -383,9 +398,11 @@ def _write_files(
                 if comm.rank == file.writer:
                     send_file(comm, 0, own, device=device)
                 elif comm.rank == 0:
-                    entry = receive_file(comm, file.writer, file.path, device=device)
+                    entry = receive_file(
+                        comm, file.writer, file.path, device=device, reserve=reserve
+                    )
             elif own is not None:
-                entry = write_tensors(file.path, *own)
+                entry = write_tensors(file.path, *own, reserve)
         except CheckpointError as error:
             cause = error.__cause__
             told[row, 0] = -1 - ((cause.errno or 0) if isinstance(cause, OSError) else 0)

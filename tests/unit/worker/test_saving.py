@@ -201,7 +201,7 @@ def test_the_end_says_what_could_not_be_saved_and_what_there_is(small_disk, make
     saver, connection = make_saver(small_disk.path)
     after(saver, 1)
     saver._writer.finish()
-    small_disk.fill(leave=500_000)
+    small_disk.fill(leave=8_000)
     after(saver, 2, last=True)
     with pytest.raises(RunError) as caught:
         saver.finish(2)
@@ -213,6 +213,17 @@ def test_the_end_says_what_could_not_be_saved_and_what_there_is(small_disk, make
     small_disk.make_room()
     after(saver, 2, last=True)
     saver.finish(2)
+    assert (connection.run / "model.safetensors").is_file()
+
+
+def test_after_the_last_step_no_room_is_left_for_records_of_steps(small_disk, make_saver):
+    saver, connection = make_saver(small_disk.path)
+    small_disk.fill(leave=500_000)
+    after(saver, 1)
+    after(saver, 2, last=True)
+    saver.finish(2)
+    assert saved(connection) == [2]
+    assert ["of step 1 was not saved" in text for text in texts(connection)] == [True]
     assert (connection.run / "model.safetensors").is_file()
 
 

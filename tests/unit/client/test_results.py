@@ -1,0 +1,22 @@
+"""What a client writes at a run's end is for looking: it costs nothing of what was computed."""
+
+import pytest
+
+from instep.client.results import finish
+from made_up_runs import make_run
+
+
+@pytest.mark.parametrize(
+    ("leave", "missing"),
+    [(500_000, ["trace.json"]), (0, ["summary.json", "report.html", "trace.json"])],
+)
+def test_what_finds_no_room_on_the_disk_is_left_out_and_said(small_disk, capsys, leave, missing):
+    run = make_run(small_disk.path / "net")
+    small_disk.fill(leave=leave)
+    assert finish(run)["outcome"] == "completed"
+    said = capsys.readouterr().err
+    for name in ("summary.json", "report.html", "trace.json"):
+        assert (f"{run / name} was not written: " in said) == (name in missing)
+        written = run / name
+        assert not written.exists() or (name in missing) == (written.stat().st_size == 0)
+    small_disk.make_room()
