@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from made_up_runs import write_events
 from started import EXECUTE, RECIPES, Start, Started, distance, slow
 
 from instep.cli import main
@@ -23,6 +22,7 @@ from instep.errors import SpecError
 from instep.events import read_events
 from instep.spec import StopSpec
 from instep.store.run_folder import RunFolder
+from made_up_runs import write_events
 
 pytestmark = pytest.mark.process
 

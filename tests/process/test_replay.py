@@ -113,7 +113,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_changed_bit_of_a_record_is_fo
     row = np.flatnonzero((steps["step"] == 2) & (steps["worker"] == 1))[0]
     steps["loss"][row] = np.nextafter(steps["loss"][row], 9)
     steps.tofile(run / "steps.bin")
-    (run / "steps.crc").unlink()  # as in a run of an earlier version: a changed bit is not seen there
+    (
+        run / "steps.crc"
+    ).unlink()  # as in a run of an earlier version: a changed bit is not seen there
     assert main(["replay", str(run), "--step", "19"]) == 6
     said = capsys.readouterr()
     assert "from    the beginning: 19 steps computed" in said.out

@@ -4,13 +4,13 @@ import json
 
 import numpy as np
 import pytest
-from made_up_runs import make_run
 
 from instep.control.recorder import Recorder
 from instep.errors import RunError
 from instep.events import STEPS, EventLog, read_events
 from instep.store.run_folder import RunFolder
 from instep.store.step_log import StepLog
+from made_up_runs import make_run
 
 WHOLE = STEPS.itemsize
 

@@ -19,6 +19,7 @@ from instep.errors import CheckpointError
 from instep.records import Attempt
 from instep.state.manifest import FileEntry
 from instep.state.pieces import SHARD
+from instep.state.room import LAST_RESERVE_BYTES, RESERVE_BYTES
 from instep.state.save import Shard
 from instep.state.snapshot import Snapshot
 from instep.state.staging import write_tensors
@@ -207,7 +208,9 @@ def write_shard(asked: Write, place: int, holding: Holding, names: Sequence[str]
     """
     shard = holding.shard(names)
     try:
-        entry = write_tensors(path_of(asked, place), shard) if shard else None
+        reserve = LAST_RESERVE_BYTES if asked.last else RESERVE_BYTES
+        path = path_of(asked, place)
+        entry = write_tensors(path, shard, reserve=reserve) if shard else None
     except CheckpointError as error:
         cause = error.__cause__
         errno = cause.errno if isinstance(cause, OSError) else None

@@ -64,6 +64,8 @@ class Write(msgspec.Struct, tag=True, array_like=True):
     begins: str
     ends: str
     """The path, before and after the server's place."""
+    last: bool = False
+    """Whether it is of the last step of this session."""
 
 
 class End(msgspec.Struct, tag=True, array_like=True):

@@ -370,13 +370,13 @@ class Serving(Server):
     def _written_by_many(self) -> bool:
         return self._servers > 1
 
-    def _write_parts(self, due: bool) -> tuple[bool, dict[str, Tensor], Shards]:
+    def _write_parts(self, due: bool, *, last: bool) -> tuple[bool, dict[str, Tensor], Shards]:
         if not due:
             return False, {}, {}
         self._gather()
         step, folder, names = self.state.progress.step, self.member.run / "checkpoints", self._names
         begins = str(folder / f"{SAVING}{step}-{SHARD}")
-        asked, own = Write(begins, f"-{self.state.generation}"), list[Answer]()
+        asked, own = Write(begins, f"-{self.state.generation}", last), list[Answer]()
         told = self._others.must(
             asked, lambda: own.append(write_shard(asked, 0, self._holding, names))
         )
