@@ -3,21 +3,38 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup lightning demo test test-fast test-slow test-timed test-long test-cuda parity parity-table families families-table simulate dist site check format bench chaos chaos-hosts clean
+.PHONY: help setup lightning demo test test-fast test-slow test-timed test-long test-cuda test-torch parity parity-table families families-table simulate dist site check format bench chaos chaos-hosts clean
 
 help:            ## say what can be made
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
 
-setup: .venv/ready ## make the environment in .venv
+setup: .venv/dev ## make the environment in .venv, with what the tests and checks need
 
+# What installs: uv where it is there. It does not know where pip finds torch (an index of CPU wheels,
+# a folder), so pip installs torch, and uv may not change it.
+UV := $(shell command -v uv 2>/dev/null)
+PIP := $(BIN)/python -m pip
+INSTALL := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(PIP) install --no-compile)
+KEEP := --quiet --constraint .venv/torch.txt
+
+# The range that `make setup` takes torch from; the package itself allows more. Above 2.13 some places
+# that offer CPU wheels have only those for CUDA, gigabytes of them: `make setup TORCH=torch==2.14.1`.
+TORCH ?= torch>=2.11,<2.14
+
+# Without compiling what is installed: that takes longer than all the rest, and each module that is
+# imported is compiled then.
 .venv/ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet "torch>=2.11,<2.14"
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(PIP) install --quiet --no-compile "$(TORCH)" "setuptools>=77"
+	$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > .venv/torch.txt
+	$(INSTALL) $(KEEP) --no-build-isolation --editable ".[examples]"
 	touch $@
 
-demo: setup      ## train the first example on two processes, ending with a report
+.venv/dev: .venv/ready
+	$(INSTALL) $(KEEP) --editable ".[dev]"
+	touch $@
+
+demo: .venv/ready ## train the first example on two processes, ending with a report
 	env -u OMP_NUM_THREADS $(BIN)/instep run examples/01_digits/job.toml --workers 2
 
 test: setup      ## the whole suite; about nine minutes on two cores
@@ -31,13 +48,13 @@ test-fast: setup ## most of the tests, in some four minutes on two cores; before
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not process and not slow and not timed and not long and not parity" \
 		$(SLOWER:%=--ignore=tests/unit/%.py) tests/unit tests/contract tests/test_*.py
 
-.venv/loggers: .venv/ready
-	$(BIN)/python -m pip install --quiet --editable ".[wandb,mlflow]"
+.venv/loggers: .venv/dev
+	$(INSTALL) $(KEEP) --editable ".[wandb,mlflow]"
 	touch $@
 
 lightning: .venv/lightning/ready ## an environment of its own for Lightning, beside whose result ours is tested
 
-.venv/lightning/ready: .venv/ready
+.venv/lightning/ready: .venv/dev
 	$(BIN)/python -m venv --without-pip .venv/lightning
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(.venv/lightning/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/torch.pth
 	$(BIN)/python -m pip --python .venv/lightning/bin/python install --quiet "lightning>=2.5"
@@ -54,6 +71,9 @@ test-long: setup ## what takes many minutes; leaves a dated result
 
 test-cuda: setup ## what needs a GPU: pairs of model and loss, strategies, codecs, kills
 	$(BIN)/python -m pytest -n 4 -m cuda
+
+test-torch:      ## the contract suites with another torch: make test-torch VERSION=2.14.1
+	$(PYTHON) tests/other_torch.py "$(VERSION)"
 
 parity: setup    ## every pair of model and loss against a plain PyTorch loop (some minutes)
 	$(BIN)/python -m pytest -n 2 -m parity tests/parity
@@ -76,14 +96,15 @@ dist: setup      ## a wheel and a source archive in dist, and CHANGELOG.md from 
 	rm -rf dist build
 	$(BIN)/python -m build --no-isolation --outdir dist .
 
-site: setup      ## the documents as a web site in build/site; needs the extra `docs`
+site: setup      ## the documents as a web site in build/site
 	$(BIN)/python docs/make_site.py build/site
 
-check: setup     ## format, lint, types, layers; changes nothing
+check: setup     ## format, lint, types, layers, links of the documents; changes nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python docs/make_site.py --check
 
 format: setup    ## let the tools mend what they can
 	$(BIN)/ruff format .

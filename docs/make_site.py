@@ -1,10 +1,12 @@
 """Build the documents as a web site with mkdocs-material, every link and heading checked.
 
     python docs/make_site.py build/site
+    python docs/make_site.py --check         the links only: no theme, and no site is left
 
 Pages stay where they are in the repository, with what they link to, so a link leads to the same
-place in the site as in a checkout; a link to a folder leads to its files on the disk only. Needs
-`pip install 'instep[docs]'`. Nothing of the site is in the repository.
+place in the site as in a checkout; a link to a folder leads to its files on the disk only, one to a
+fragment of `changes` to its heading in the changelog. Needs `pip install 'instep[docs]'`, which is
+in `make setup`. Nothing of the site is in the repository.
 """
 
 from __future__ import annotations
@@ -31,27 +33,29 @@ def slug(heading: str, separator: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", separator)
 
 
-def settings(pages: Path, site: Path) -> dict[str, Any]:
-    """The configuration of mkdocs."""
+def settings(pages: Path, site: Path, *, plain: bool) -> dict[str, Any]:
+    """The configuration of mkdocs; `plain` leaves out what no link depends on."""
+    looks = {
+        "theme": {"name": "material", "font": False, "features": ["navigation.indexes"]},
+        "plugins": ["search"],
+    }
     return {
         "site_name": "instep",
         "docs_dir": str(pages),
         "site_dir": str(site),
         "use_directory_urls": False,
         "strict": True,
-        "theme": {"name": "material", "font": False, "features": ["navigation.indexes"]},
         "markdown_extensions": [
             "tables",
             "fenced_code",
             {"toc": {"slugify": slug, "permalink": True}},
-            "pymdownx.highlight",
-            "pymdownx.superfences",
+            *([] if plain else ["pymdownx.highlight", "pymdownx.superfences"]),
         ],
         "validation": {
             "omitted_files": "ignore",
             "links": {"not_found": "warn", "anchors": "warn", "unrecognized_links": "info"},
         },
-        "plugins": ["search"],
+        **({"theme": {"name": "mkdocs", "highlightjs": False}, "plugins": []} if plain else looks),
     }
 
 
@@ -63,9 +67,21 @@ def lay_out(pages: Path) -> None:
     for name in AT_THE_TOP:
         shutil.copy(ROOT / name, pages)
     (pages / "CHANGELOG.md").write_text(changelog(), encoding="utf-8")
+    for page in pages.rglob("*.md"):
+        text = page.read_text("utf-8")
+        if (
+            moved := re.sub(r"\]\(((?:\.\./)*)(changes/[\w.-]+\.md)\)", in_changelog, text)
+        ) != text:
+            page.write_text(moved, encoding="utf-8")
 
 
-def main(site: Path) -> int:
+def in_changelog(link: re.Match[str]) -> str:
+    """A link to a fragment as one to its heading in the changelog."""
+    title = (ROOT / link[2]).read_text("utf-8").splitlines()[0].lstrip("# ")
+    return f"]({link[1]}CHANGELOG.md#{slug(title, '-')})"
+
+
+def main(site: Path, *, plain: bool = False) -> int:
     """Build the site; the exit code is 1 where a link leads nowhere."""
     from mkdocs.commands.build import build
     from mkdocs.config.base import load_config
@@ -78,15 +94,19 @@ def main(site: Path) -> int:
         empty = Path(scratch) / "mkdocs.yml"
         empty.write_text("")
         try:
-            config = load_config(str(empty), **settings(pages, site.resolve()))
+            config = load_config(str(empty), **settings(pages, site.resolve(), plain=plain))
             logging.basicConfig(level=logging.WARNING, format="%(message)s")
             build(config)
         except Abort as error:
             print(f"the site was not built: {error}", file=sys.stderr)
             return 1
-    print(f"site    {site / 'index.html'}")
+    if not plain:
+        print(f"site    {site / 'index.html'}")
     return 0
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["--check"]:
+        with tempfile.TemporaryDirectory() as nowhere:
+            sys.exit(main(Path(nowhere), plain=True))
     sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else "build/site")))
