@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup lightning demo test test-fast test-slow test-timed test-long test-cuda test-torch parity parity-table families families-table simulate dist site check format bench chaos chaos-hosts clean
+.PHONY: help setup lightning demo test test-tail test-random test-fast test-slow test-timed test-long test-cuda test-torch parity parity-table families families-table simulate dist site check format bench chaos chaos-hosts clean
 
 help:            ## say what can be made
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
@@ -37,15 +37,24 @@ TORCH ?= torch>=2.11,<2.14
 demo: .venv/ready ## train the first example on two processes, ending with a report
 	env -u OMP_NUM_THREADS $(BIN)/instep run examples/01_digits/job.toml --workers 2
 
-test: setup      ## the whole suite; about nine minutes on two cores
+# Not set where it is asked for: each of the processes would rewrite every test anew.
+unexport PYTHONDONTWRITEBYTECODE
+
+test: setup      ## the suite: each promise, shown once; some five minutes on two cores
 	$(BIN)/python -m pytest -n 3 --dist loadfile
+
+test-tail: setup ## more of what the suite shows: other sizes, seeds and moments, and whole runs
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m "tail and not slow and not timed and not long and not parity and not cuda"
+
+test-random: setup ## the suite in an order drawn from SEED
+	$(BIN)/python -m pytest -n 3 --dist loadfile --random-order=$(or $(SEED),1)
 
 # No run, and none of the files that take seconds for each test: 91 % of the tests in 41 % of the time.
 SLOWER := control/test_a_silent_worker data/test_loader data/test_unreadable \
 	integrity/test_corruption recipe/test_quick_start worker/test_fence
 
 test-fast: setup ## most of the tests, in some four minutes on two cores; before each commit
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not process and not slow and not timed and not long and not parity" \
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not process and not slow and not timed and not long and not parity and not tail" \
 		$(SLOWER:%=--ignore=tests/unit/%.py) tests/unit tests/contract tests/test_*.py
 
 .venv/loggers: .venv/dev

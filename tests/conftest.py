@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 import slurm as real_slurm
 from disks import Disk, Ext4
+from marks import leave_to_the_tail
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # else every program that a test starts compiles all of instep again, which takes 0.2 s each time
@@ -23,14 +25,19 @@ hypothesis.settings.load_profile("instep")
 multiprocessing.set_forkserver_preload(["torch", "torch.distributed.fsdp"])
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that wait may take longer than each of their waits, so that what they say of it comes
-    first: their verdict is not to depend on the machine's speed."""
-    for item in items:
-        marks = {mark.name for mark in item.iter_markers()}
-        limit_s = 600 if "slow" in marks else 400 if "process" in marks else None
-        if limit_s is not None and not marks & {"timeout", "long"}:
-            item.add_marker(pytest.mark.timeout(limit_s))
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--random-order", metavar="SEED", help="files and tests in a drawn order")
+
+
+@pytest.hookimpl(tryfirst=True)  # before those are left out that `-m` does not want
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Most of a grid is left to `make test-tail`; with `--random-order` the order is drawn."""
+    leave_to_the_tail(items)
+    if seed := config.getoption("--random-order"):
+        draw = random.Random(seed)
+        files = {item.nodeid.partition("::")[0]: draw.random() for item in items}
+        draw.shuffle(items)
+        items.sort(key=lambda item: files[item.nodeid.partition("::")[0]])
 
 
 @pytest.fixture(autouse=True)

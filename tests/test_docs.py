@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,12 @@ def blocks(page: Path) -> Iterator[tuple[str, str]]:
         yield match[1], match[2]
 
 
+def shown_as(language: str) -> Iterator[tuple[Path, str]]:
+    """(page, text) of every fenced block in a language."""
+    for page in PAGES:
+        yield from ((page, text) for name, text in blocks(page) if name == language)
+
+
 def commands(page: Path) -> Iterator[list[str]]:
     """The arguments of every `instep ...` line in the page's fenced blocks."""
     for language, text in blocks(page):
@@ -67,40 +74,41 @@ def each(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=each)
-def test_every_relative_link_leads_to_a_file_and_a_heading(page):
-    plain = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.M | re.S)
-    for link in re.findall(r"\]\(([^)\s]+)\)", plain):
-        if re.match(r"[a-z]+:", link):
-            continue
-        path, _, anchor = link.partition("#")
-        target = (page.parent / path).resolve() if path else page
-        assert target.exists(), f"{link} leads nowhere"
-        if anchor:
-            assert anchor in map(slug, headings(target)), f"{link}: no such heading"
+def test_every_relative_link_leads_to_a_file_and_a_heading():
+    anchors, wrong = cache(lambda target: set(map(slug, headings(target)))), []
+    for page in PAGES:
+        plain = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.M | re.S)
+        for link in re.findall(r"\]\(([^)\s]+)\)", plain):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            if re.match(r"[a-z]+:", link):
+                continue
+            if not target.exists() or (anchor and anchor not in anchors(target)):
+                wrong.append(f"{each(page)}: {link}")
+    assert wrong == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=each)
-def test_every_command_that_is_shown_is_one_that_exists(page):
-    for words in commands(page):
+def test_every_command_that_is_shown_is_one_that_exists():
+    parser = make_parser(COMMANDS)
+    shown = [(page, words) for page in PAGES for words in commands(page)]
+    for page, words in shown:
         if not {"--help", "--version"} & set(words):
-            make_parser(COMMANDS).parse_args(words)
+            try:
+                parser.parse_args(words)
+            except (SystemExit, errors.InstepError) as error:
+                pytest.fail(f"{each(page)}: instep {shlex.join(words)}: {error}")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=each)
-def test_every_python_block_compiles(page):
-    for language, text in blocks(page):
-        if language == "python":
-            compile(text, each(page), "exec")
+def test_every_python_block_compiles():
+    for page, text in shown_as("python"):
+        compile(text, each(page), "exec")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=each)
-def test_every_job_file_that_is_shown_would_be_accepted(page):
-    for language, text in blocks(page):
-        if language == "toml":
-            table = tomllib.loads(text)
-            whole = table if set(table) >= JOB_KEYS else {"recipe": "a.py:recipe", **table}
-            spec_file.build(whole, source=each(page))
+def test_every_job_file_that_is_shown_would_be_accepted():
+    for page, text in shown_as("toml"):
+        table = tomllib.loads(text)
+        whole = table if set(table) >= JOB_KEYS else {"recipe": "a.py:recipe", **table}
+        spec_file.build(whole, source=each(page))
 
 
 def test_the_checks_above_have_something_to_check():
@@ -169,13 +177,14 @@ def test_every_variable_that_is_set_in_the_environment_is_on_the_page():
 def test_every_place_in_the_code_that_the_architecture_names_exists():
     text = (ROOT / "docs/architecture.md").read_text("utf-8")
     places = re.findall(r"`((?:\w+/)*\w+\.py):([\w.]+)`", text)
+    texts = {path: path.read_text("utf-8") for path in (ROOT / "src/instep").rglob("*.py")}
     assert len(places) > 20
     for file, name in places:
-        found = [path for path in (ROOT / "src/instep").rglob("*.py") if path.match(file)]
+        found = [path for path in texts if path.match(file)]
         assert found, f"there is no {file}"
         for part in name.split("."):
             pattern = rf"^ *(?:def|class) {part}\b"
-            assert any(re.search(pattern, p.read_text("utf-8"), re.M) for p in found), (file, name)
+            assert any(re.search(pattern, texts[p], re.M) for p in found), (file, name)
 
 
 def test_the_strategy_that_the_guide_shows_equals_all_reduce():

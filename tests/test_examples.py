@@ -118,6 +118,7 @@ def test_a_small_gpt_learns_and_writes(tmp_path):
     assert len(written.rstrip("\n").encode()) >= 40
 
 
+@pytest.mark.tail
 def test_the_gpt_has_ten_million_parameters_each_in_one_group():
     made = imported("02_gpt/gpt.py").recipe()
     given = [p for group in made.parameters(made.model) for p in group["params"]]
@@ -315,6 +316,7 @@ def test_without_scikit_learn_an_example_says_how_to_install_it(monkeypatch, fil
         imported(file)
 
 
+@pytest.mark.tail
 def test_what_an_import_lacked_is_what_the_terminal_says(tmp_path):
     (tmp_path / "sklearn.py").write_text("raise ModuleNotFoundError('No module named sklearn')")
     above = os.environ.get("PYTHONPATH", "")

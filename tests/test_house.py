@@ -1,6 +1,5 @@
 """The house is in order: public names, cheap imports, layers, and everything documented."""
 
-import ast
 import re
 import subprocess
 import sys
@@ -100,11 +99,11 @@ def test_every_exit_code_is_documented():
     assert [code for code in sorted(codes) if str(code) not in text] == []
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(ROOT / "src")))
-def test_a_module_opens_with_its_purpose(module):
-    docstring = ast.get_docstring(ast.parse(module.read_text(encoding="utf-8")))
-    assert docstring, f"{module} has no docstring"
-    assert docstring.splitlines()[0].rstrip().endswith((".", ":", "?"))
+def test_a_module_opens_with_its_purpose():
+    for module in MODULES:
+        opening = re.match(r'r?"""(.+)', module.read_text(encoding="utf-8"))
+        assert opening, f"{module} has no docstring"
+        assert opening[1].removesuffix('"""').rstrip().endswith((".", ":", "?")), module
 
 
 def test_no_file_speaks_of_one_machine():

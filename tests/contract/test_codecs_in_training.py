@@ -104,7 +104,7 @@ def carried(workers):
 
 @EVERY
 def test_replicas_have_the_same_bits_after_every_step_with_many_buckets_under_way(name):
-    assert len(set(together([Worker(name) for _ in range(3)], 0, 20, 1))) == 20
+    assert len(set(together([Worker(name) for _ in range(3)], 0, 8, 1))) == 8
 
 
 @pytest.mark.slow
@@ -129,9 +129,9 @@ def test_processes_exchange_many_buckets_and_do_not_wait_for_each_other(name, tm
 @EVERY
 def test_what_workers_remember_is_handed_over_from_4_to_3_to_4(name):
     workers = [Worker(name) for _ in range(4)]
-    together(workers, 0, 12, 1)
+    together(workers, 0, 6, 1)
     before = carried(workers)
-    together(workers, 12, 0, 2, draining=[3])
+    together(workers, 6, 0, 2, draining=[3])
     after = carried(workers[:3])
     assert before.keys() == after.keys()
     for kind, total in before.items():
@@ -142,15 +142,15 @@ def test_what_workers_remember_is_handed_over_from_4_to_3_to_4(name):
     newcomer.strategy.load_state(workers[0].strategy.state())
     for one, other in zip(newcomer.parameters, workers[0].parameters, strict=True):
         one.data.copy_(other.data)
-    together([*workers[:3], newcomer], 12, 8, 3)
+    together([*workers[:3], newcomer], 6, 3, 3)
 
 
 @EVERY
 def test_a_worker_killed_at_any_commit_is_replaced_to_the_bit(name):
-    calm = together([Worker(name) for _ in range(3)], 0, 12, 1)
+    calm = together([Worker(name) for _ in range(3)], 0, 8, 1)
     workers, seen = [Worker(name) for _ in range(3)], []
     for number in range(4):
-        seen += together(workers, 3 * number, 3, number)
+        seen += together(workers, 2 * number, 2, number)
         victim, peer = number % 3, (number + 1) % 3
         newcomer = Worker(name, workers[victim].memory)
         for one, other in zip(newcomer.parameters, workers[peer].parameters, strict=True):

@@ -28,6 +28,7 @@ from instep.worker.step.buffers import Buffers
 from instep.worker.step.catch_up import Place, beginning
 from instep.worker.step.engine import Engine
 from instep.worker.step.served import ServedUpdate
+from marks import slow, tail
 from ranks import COLUMN, WORKERS, Break, Death, Lapse, Point, Script, World
 
 STEP = 2
@@ -216,15 +217,17 @@ def test_a_vote_is_one_message_and_left_out_where_nothing_can_be_in_doubt(case):
     assert forced - plain == (0 if votes_anyway else 1)
 
 
+@pytest.mark.parametrize("count", [3, tail(15)])
 @each_of(FIRST)
-def test_a_rank_that_dies_at_any_message_leaves_one_commit_or_none(folder, case, votes):
-    for number, script in enumerate(some_of(deaths(case, votes), 15)):
+def test_a_rank_that_dies_at_any_message_leaves_one_commit_or_none(folder, case, votes, count):
+    for number, script in enumerate(some_of(deaths(case, votes), count)):
         check(folder, case, votes, [script], replace=number % 3 > 0)
 
 
+@pytest.mark.parametrize("count", [1, tail(5)])
 @each_of(FIRST)
-def test_a_result_that_is_lost_to_some_leaves_one_commit_or_none(folder, case, votes):
-    some = [*some_of(losses(case, votes), 6), *some_of(breaks(case, votes), 4)]
+def test_a_result_that_is_lost_to_some_leaves_one_commit_or_none(folder, case, votes, count):
+    some = [*some_of(losses(case, votes), count), *some_of(breaks(case, votes), count)]
     check_all(folder, case, votes, some, replace=True)
 
 
@@ -234,11 +237,12 @@ def test_a_step_that_happens_although_all_were_in_doubt_has_its_loss_in_the_reco
     check(folder, case, True, [Script(lost={vote: frozenset(range(WORKERS))})], replace=True)
 
 
+@pytest.mark.parametrize("count", [1, tail(6)])
 @each_of(FIRST)
 def test_a_rank_that_is_cut_off_from_the_master_in_a_commit_ends_with_the_others(
-    folder, case, votes
+    folder, case, votes, count
 ):
-    check_all(folder, case, votes, lapses(), replace=True)
+    check_all(folder, case, votes, some_of(lapses(), count), replace=True)
 
 
 @pytest.mark.slow
@@ -252,19 +256,12 @@ def test_every_death_and_every_loss(folder, case, votes, replace):
 # ---- a step with several turns
 
 
+@pytest.mark.parametrize("every", [19, tail(7), slow(1)])
 @VOTES
-def test_a_rank_that_dies_within_or_between_the_turns_of_a_step_leaves_no_trace(folder, votes):
+def test_a_rank_that_dies_within_or_between_the_turns_of_a_step_leaves_no_trace(
+    folder, votes, every
+):
     """Commits are numbered by turns: 3 and 4 are the two of step 2."""
-    check_turns(folder, votes, every=7)
-
-
-@pytest.mark.slow
-@VOTES
-def test_every_death_within_or_between_the_turns(folder, votes):
-    check_turns(folder, votes, every=1)
-
-
-def check_turns(folder, votes, every):
     calm = World(folder, determinism="bits", votes=votes, turns=2)
     calm.train()
     wanted, trace = calm.members[0].tensors(), calm.members[0].trace
@@ -309,18 +306,13 @@ def calm_mesh(case):
     return [rank.tensors() for rank in world.members], [rank.trace for rank in world.members]
 
 
+@pytest.mark.parametrize("every", [503, tail(101), slow(1)])
 @MESHES
-def test_a_replica_that_loses_a_rank_at_any_message_leaves_one_commit_or_none(folder, case):
-    check_meshes(folder, case, every=101)
+def test_a_replica_that_loses_a_rank_at_any_message_leaves_one_commit_or_none(folder, case, every):
+    check_meshes(folder, case, every)
 
 
-@pytest.mark.slow
-@MESHES
-def test_every_death_in_a_replica_of_several_ranks(folder, case):
-    check_meshes(folder, case, every=1)
-
-
-@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [31, tail(7), slow(1)])
 @MESHES
 def test_a_replica_that_loses_a_rank_while_the_next_generation_begins_leaves_one_commit_or_none(
     folder, case, every
@@ -418,9 +410,12 @@ def check_stories(folder, case, votes, count):
         check(folder, case, votes, story if replace else story[:1], replace=replace)
 
 
+@pytest.mark.parametrize("count", [1, tail(5)])
 @each_of(FIRST)
-def test_deaths_while_the_next_generation_forms_leave_one_commit_or_none(folder, case, votes):
-    check_stories(folder, case, votes, 5)
+def test_deaths_while_the_next_generation_forms_leave_one_commit_or_none(
+    folder, case, votes, count
+):
+    check_stories(folder, case, votes, count)
 
 
 @pytest.mark.slow
@@ -526,6 +521,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_fault_in_the_rule_is_found(folder, name):
     where, attribute, fault = MUTANTS[name]

@@ -52,6 +52,7 @@ def several_steps(comm, name, vectors):
     return dict(zip(names, grads, strict=True)), total, left
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("vectors", [False, True], ids=["matrices", "vectors too"])
 @EVERY
 def test_parameters_of_all_sorts_get_what_they_would_and_nothing_is_lost(name, vectors):
@@ -108,6 +109,7 @@ class Counted(MemoryComm):
 TWO_PHASES = [n for n in CODECS if n != "none" and reducer_of(CODECS[n]()) is TwoPhase]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", TWO_PHASES)
 def test_what_is_sent_is_what_the_sizes_of_codecs_say(name, ranks):

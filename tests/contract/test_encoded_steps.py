@@ -95,8 +95,8 @@ def digests(comm, name, steps, every, servers=0):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_replicas_have_the_same_bits_after_each_step_with_nine_buckets_under_way(name):
-    one, *others = run_ranks(3, digests, name, 30, 1)
-    assert len(set(one)) == 30
+    one, *others = run_ranks(3, digests, name, 8, 1)
+    assert len(set(one)) == 8
     assert all(other == one for other in others)
 
 
@@ -119,7 +119,6 @@ def test_processes_do_not_hang_with_nine_buckets_under_way_and_have_the_same_bit
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("name", "servers", "steps"),
     [*((name, 0, 10_000) for name in NAMES), *((name, 2, 2_000) for name in WITH_SERVERS)],
@@ -133,6 +132,7 @@ def test_processes_do_not_hang_within_thousands_of_steps_and_have_the_same_bits(
     assert len(one[0]) == steps // 10
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("vectors", [False, True], ids=["matrices", "vectors too"])
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_left_is_kept_through_checkpoints_on_4_and_3_and_4_ranks(name, vectors):
@@ -144,7 +144,7 @@ def test_what_is_left_is_kept_through_checkpoints_on_4_and_3_and_4_ranks(name, v
     def some_steps(comm, drawn):
         mine = own if comm.rank == 0 else {}
         replica = Replica(name, comm, drawn, mine, vectors)
-        for number in range(1, 9):
+        for number in range(1, 5):
             replica.step(number)
         return replica.given, replica.agreed, replica.strategy.own_state()
 

@@ -30,6 +30,7 @@ def loops(tmp_path_factory):
     forking.close()
 
 
+@pytest.mark.tail
 @pytest.mark.parametrize(
     ("name", "column"), [("MLP", TWO), ("two heads", SHARDED), ("MLP", STAGES)]
 )
@@ -90,6 +91,7 @@ def test_the_table_counts_families_and_gives_each_sentence_a_number():
     assert "1. cannot." in markdown(table)
 
 
+@pytest.mark.tail
 def test_the_table_in_the_documents_has_every_family_and_no_silent_difference():
     text = PAGE.read_text()
     rows = [line.split("|")[2:-1] for line in text.splitlines() if line.startswith("| ")][1:]
@@ -115,7 +117,6 @@ def table(pytestconfig):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("column", COLUMNS, ids=[column.name for column in COLUMNS])
 def test_a_mesh_is_right_or_refused_on_every_family(column, loops, table, capsys):
     table[column] = cells = {name: cell(pair, column, loops) for name, pair in PAIRS.items()}

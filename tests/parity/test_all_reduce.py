@@ -69,6 +69,7 @@ def one_big_batch(model, make_optimizer, table, *, steps, clip):
     return dict(model.state_dict()), losses
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("merge", [False, True], ids=["micro-batches", "merged"])
 @pytest.mark.parametrize("make_optimizer", [sgd, adamw])
 @pytest.mark.parametrize("dtype", NEAR, ids=str)
@@ -105,6 +106,7 @@ class Normed(nn.Module):
         return self.last(torch.tanh(self.norm(self.first(x))))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", NEAR, ids=str)
 @pytest.mark.parametrize("ranks", RANKS)
 def test_batch_normalisation_gives_the_same_at_every_number_of_ranks(ranks, dtype):

@@ -22,7 +22,6 @@ from typing import Any, TypeAlias
 import listening
 import numpy as np
 import psutil
-import pytest
 from safetensors.numpy import load_file
 
 from instep.events import LEDGER, STEPS, read_events, read_records
@@ -39,16 +38,6 @@ EXECUTE = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
 
 _MARK = "INSTEP_TEST_MARK"
 _SHARED = Path("/dev/shm")
-
-
-def slow(*values: object) -> pytest.ParameterSet:
-    """A case of a parametrized test that the suite leaves to `make test-slow`."""
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
-def long(*values: object) -> pytest.ParameterSet:
-    """One that is left to `make test-long`."""
-    return pytest.param(*values, marks=pytest.mark.long)
 
 
 class Started:

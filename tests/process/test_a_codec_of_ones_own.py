@@ -6,7 +6,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from started import RECIPES, Start, slow
+from started import RECIPES, Start
+
+from marks import slow
 
 pytestmark = pytest.mark.process
 

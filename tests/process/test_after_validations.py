@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file
-from started import RECIPES, Start, kill_members, newest_pids, slow
+from started import RECIPES, Start, kill_members, newest_pids
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import instep
@@ -19,6 +19,7 @@ from instep.data.order import Order
 from instep.errors import InstepError
 from instep.recipe.build import call
 from instep.store.run_folder import RunFolder
+from marks import slow
 
 pytestmark = pytest.mark.process
 
@@ -77,6 +78,7 @@ def test_any_number_of_workers_and_a_resumed_run_have_the_same_rates(tmp_path, o
     assert digest(stopped) == digest(on_plateaus)
 
 
+@pytest.mark.tail
 @pytest.mark.parametrize("kills", [2, slow(30)])
 def test_a_kill_in_or_after_a_validation_steps_the_scheduler_once(
     start: Start, tmp_path: Path, on_plateaus: Path, kills: int

@@ -29,7 +29,7 @@ from instep.lab import netlab
 from instep.recipe.build import seed_everything
 from instep.store.run_folder import RunFolder
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300), needs_hosts]
+pytestmark = [pytest.mark.process, needs_hosts]
 
 SCRIPT = RECIPES / "joins_apart.py"
 SAMPLES, BATCH, EPOCHS, STEPS = 101, 16, 4, 28

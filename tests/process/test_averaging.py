@@ -12,16 +12,7 @@ import averages as recipes
 import pytest
 import torch
 from safetensors.torch import load_file
-from started import (
-    RECIPES,
-    Start,
-    Started,
-    kill,
-    kill_members,
-    kill_with_its_memory,
-    newest_pids,
-    slow,
-)
+from started import RECIPES, Start, Started, kill, kill_members, kill_with_its_memory, newest_pids
 from torch import nn
 
 import instep
@@ -30,6 +21,7 @@ from instep.comm.codecs import CODECS
 from instep.data.order import Order, key, micro_batch, position
 from instep.state.manifest import published
 from instep.store.run_folder import RunFolder
+from marks import slow
 
 pytestmark = pytest.mark.process
 
@@ -517,7 +509,6 @@ def test_a_run_is_resumed_from_a_checkpoint_between_two_rounds_on_other_workers(
     assert "the same bits" in replayed.stdout
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("kills", "rounds", "local", "start_after"),
     [

@@ -29,7 +29,6 @@ QUICK = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", QUICK)
 def test_a_benchmark_ends_with_figures_and_leaves_no_process(name: str, start: Start) -> None:
     program = start(BENCHMARKS / f"{name}.py", *QUICK[name])
@@ -39,7 +38,6 @@ def test_a_benchmark_ends_with_figures_and_leaves_no_process(name: str, start: S
 
 
 @pytest.mark.timed
-@pytest.mark.timeout(400)
 def test_one_kill_of_each_is_measured_and_nothing_is_left(start: Start, tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     few = ["--kills", 1, "--torchrun-kills", 1, "--rounds", 1, "--only", "instep", "torchrun"]

@@ -7,7 +7,7 @@ import pytest
 from started import Start
 from test_partitions import needs_hosts
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, needs_hosts, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.process, pytest.mark.slow, needs_hosts]
 
 PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "bytes_on_the_wire.py"
 

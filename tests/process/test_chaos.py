@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from started import RECIPES, Start, slow
+from started import RECIPES, Start
 
 from instep.cli import main
 from instep.lab import netlab
 from instep.store.run_folder import RunFolder
+from marks import slow
 
 NO = netlab.why_not()
 pytestmark = pytest.mark.process

@@ -7,11 +7,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from started import RECIPES, Start, slow
+from started import RECIPES, Start
 
 from instep import spec_file
 from instep.cli import main
 from instep.lab.determinism import check_determinism
+from marks import slow
 
 pytestmark = pytest.mark.process
 

@@ -82,7 +82,6 @@ def check_ours(start: Start, file: Path, expected: State) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("rival", ["ddp", "torchrun"])
 def test_programs_that_torchrun_starts(start: Start, rival: str) -> None:
     expected = plain_loop(5)
@@ -92,7 +91,6 @@ def test_programs_that_torchrun_starts(start: Start, rival: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_programs_for_accelerate(start: Start) -> None:
     expected = plain_loop(5)
     theirs = ended(start(*torchrun(2, PROGRAMS / "accelerate" / "with_accelerate.py")))
@@ -111,7 +109,6 @@ def check_recipe(start: Start, folder: Path, rival: str, expected: State, close:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_programs_for_lightning(start: Start, tmp_path: Path) -> None:
     python = ROOT / ".venv" / "lightning" / "bin" / "python"
     if not python.exists():
@@ -145,7 +142,6 @@ def plain_loop_of_the_bert() -> State:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
 def test_programs_for_the_trainer_of_hugging_face(start: Start, tmp_path: Path) -> None:
     expected = plain_loop_of_the_bert()
@@ -155,7 +151,6 @@ def test_programs_for_the_trainer_of_hugging_face(start: Start, tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_programs_for_ray_train(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from in_a_file import GIVEN, SAMPLES, VALUES, write
-from started import RECIPES, slow
+from started import RECIPES
 
 import instep
 from instep.cli import main
@@ -17,6 +17,7 @@ from instep.data.order import Order
 from instep.errors import DataError, RunError, WorkerError
 from instep.events import CONTENTS, read_records
 from instep.store.run_folder import RunFolder
+from marks import slow
 
 pytestmark = pytest.mark.process
 

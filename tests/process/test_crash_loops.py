@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 from deadly import BATCH, FIRST, KNOWN_BY, MARKED, SAMPLES, SEED
-from started import TIMEOUT_S, Start, Started, long, slow
+from started import TIMEOUT_S, Start, Started
 
 from instep.control.crash_loop import MOST_APART
 from instep.store.run_folder import RunFolder
 from instep.system.limits import UNKNOWN_S
+from marks import long, slow
 
 pytestmark = pytest.mark.process
 

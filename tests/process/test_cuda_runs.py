@@ -161,7 +161,6 @@ def job(folder: Path, *lines: str) -> Path:
     return file
 
 
-@pytest.mark.timeout(600)
 def test_killed_workers_leave_the_bits_of_an_undisturbed_run(tmp_path):
     file = job(
         tmp_path,

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from started import RECIPES, Start, Started, kill_members, newest_pids, slow
+from started import RECIPES, Start, Started, kill_members, newest_pids
 
 import instep
 from instep.cli import main
 from instep.store.run_folder import RunFolder
+from marks import slow
 
 pytestmark = pytest.mark.process
 
@@ -139,7 +140,6 @@ def memory_of(pid: int) -> dict[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_ten_million_rows_train_in_the_memory_of_those_that_are_touched(
     start: Start, tmp_path: Path
 ) -> None:

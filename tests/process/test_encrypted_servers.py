@@ -16,7 +16,7 @@ from instep.errors import PeerError
 from instep.lab import netlab
 from instep.store.run_folder import RunFolder
 
-pytestmark = [pytest.mark.process, needs_hosts, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.process, needs_hosts, pytest.mark.slow]
 
 __all__ = ["undisturbed"]  # the fixture
 

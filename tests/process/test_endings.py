@@ -9,9 +9,10 @@ import time
 
 import numpy as np
 import pytest
-from started import SOON_S, Start, Started, slow
+from started import SOON_S, Start, Started
 
 from instep.store.run_folder import RunFolder
+from marks import slow
 
 pytestmark = pytest.mark.process
 
@@ -85,6 +86,7 @@ def test_ctrl_c_while_a_command_is_still_being_imported_is_one_line(
     program.check_no_process_is_left()
 
 
+@pytest.mark.tail
 @pytest.mark.parametrize("sent", [signal.SIGTERM, slow(signal.SIGUSR1), slow(signal.SIGUSR2)])
 def test_what_a_cluster_sends_does_what_ctrl_c_does(run: Start, sent: signal.Signals) -> None:
     program = training(run, "train.merge=never")
@@ -93,6 +95,7 @@ def test_what_a_cluster_sends_does_what_ctrl_c_does(run: Start, sent: signal.Sig
     check_stopped_and_saved(program, sent.name)
 
 
+@pytest.mark.tail
 def test_ctrl_c_twice_ends_at_once_even_if_a_worker_never_comes_back(run: Start) -> None:
     program = run("breaks.py:recipe", "arguments.at=hang", "train.global_batch=8")
     log = program.work / "runs" / "tested" / "logs" / "worker-1.log"

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from started import RECIPES, Start, Started, slow
+from started import RECIPES, Start, Started
+
+from marks import slow
 
 pytestmark = pytest.mark.process
 
@@ -42,6 +44,7 @@ def refused(run: Start, recipe: str, *settings: str) -> Started:
     return program
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     ("at", "code", "kind", "who"),
     [
@@ -70,6 +73,7 @@ def test_what_one_worker_raises_is_the_cause_with_the_line_that_raised_it(
     assert f"{text} met the marked sample" in log.read_text()
 
 
+@pytest.mark.tail
 def test_a_crash_of_native_code_is_named_with_its_signal(run: Start) -> None:
     program = failing(run, "breaks.py:recipe", "arguments.at=segfault")
     assert program.process.returncode == 5
@@ -96,6 +100,7 @@ def test_a_recipe_file_that_cannot_be_imported_is_a_wrong_recipe(run: Start) -> 
     assert program.process.returncode == 3
 
 
+@pytest.mark.tail
 def test_a_recipe_file_that_ends_the_program_when_imported_is_named(run: Start) -> None:
     program = failing(run, "exits_at_import.py:recipe")
     first, second, *_ = program.error.splitlines()
@@ -103,6 +108,7 @@ def test_a_recipe_file_that_ends_the_program_when_imported_is_named(run: Start) 
     assert "exits_at_import.py:5 in <module>: argparse.ArgumentParser().parse_args(" in second
 
 
+@pytest.mark.tail
 def test_a_recipe_file_that_starts_a_run_when_imported_is_refused(run: Start) -> None:
     program = refused(run, "trains_at_import.py:recipe")
     first, second, *_ = program.error.splitlines()
@@ -112,6 +118,7 @@ def test_a_recipe_file_that_starts_a_run_when_imported_is_refused(run: Start) ->
     assert program.process.returncode == 2
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("mesh", [(), slow(("mesh.shard=2",)), ("mesh.tensor=2",)], ids=str)
 def test_a_recipe_that_builds_another_model_in_each_process_is_refused(run: Start, mesh) -> None:
     program = refused(run, "differs.py:recipe", *mesh)
@@ -121,6 +128,7 @@ def test_a_recipe_that_builds_another_model_in_each_process_is_refused(run: Star
     assert program.process.returncode == 3
 
 
+@pytest.mark.tail
 def test_a_recipe_with_other_samples_in_each_process_is_refused(run: Start) -> None:
     program = refused(run, "uneven_data.py:recipe")
     first = program.error.splitlines()[0]
@@ -128,6 +136,7 @@ def test_a_recipe_with_other_samples_in_each_process_is_refused(run: Start) -> N
     assert program.process.returncode == 3
 
 
+@pytest.mark.tail
 def test_a_metric_of_the_wrong_shape_is_found_before_the_first_step(run: Start) -> None:
     program = refused(run, "wrong_metric.py:recipe", "train.epochs=1000000")
     first = program.error.splitlines()[0]
@@ -135,6 +144,7 @@ def test_a_metric_of_the_wrong_shape_is_found_before_the_first_step(run: Start) 
     assert program.process.returncode == 3
 
 
+@pytest.mark.tail
 def test_a_gpu_that_is_not_there_is_refused(run: Start) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
@@ -144,6 +154,7 @@ def test_a_gpu_that_is_not_there_is_refused(run: Start) -> None:
     assert program.process.returncode == 2
 
 
+@pytest.mark.tail
 def test_a_refused_recipe_leaves_what_was_there_before(run: Start, tmp_path: Path) -> None:
     runs = tmp_path / "program-0" / "work" / "runs"
     (runs / "tested").mkdir(parents=True)

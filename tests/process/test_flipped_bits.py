@@ -4,12 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from started import Start, slow
+from started import Start
 
 import instep
 from conftest import instep_run
 from instep.events import STEPS, read_records
 from instep.integrity.repeats import repeats_every
+from marks import slow
 
 pytestmark = pytest.mark.process
 

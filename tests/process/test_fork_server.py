@@ -10,13 +10,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from started import RECIPES, SOON_S, TIMEOUT_S, Start, slow
+from started import RECIPES, SOON_S, TIMEOUT_S, Start
 
 from instep.comm import messages as m
 from instep.comm.channel import LARGEST, Peer
 from instep.comm.endpoint import Switchboard
 from instep.launch.local import LocalLauncher
 from instep.system.environment import SCHEDULERS
+from marks import slow
 
 pytestmark = pytest.mark.process
 

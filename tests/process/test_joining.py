@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from started import EXECUTE, RECIPES, Start, Started, distance, slow
+from started import EXECUTE, RECIPES, Start, Started, distance
 
 from instep.cli import main
 from instep.client.results import failure
@@ -23,6 +23,7 @@ from instep.events import read_events
 from instep.spec import StopSpec
 from instep.store.run_folder import RunFolder
 from made_up_runs import write_events
+from marks import slow
 
 pytestmark = pytest.mark.process
 

@@ -4,11 +4,12 @@ import large
 import pytest
 import torch
 from safetensors.torch import load_file, save_file, save_model
-from started import Start, slow
+from started import Start
 from torch import nn
 from torch.nn import functional
 
 from instep.data.order import Order, key, micro_batch, position
+from marks import slow
 
 pytestmark = pytest.mark.process
 

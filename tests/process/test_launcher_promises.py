@@ -27,7 +27,7 @@ import slurm
 from instep.lab.netlab import OUTSIDE, Network
 from instep.launch import LAUNCHERS
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process]
 
 __all__ = ["ray_cluster", "short_folder", "undisturbed"]  # the fixtures
 

@@ -18,7 +18,7 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
-from started import RECIPES, Start, Started, kill, kill_members, newest_pids, slow
+from started import RECIPES, Start, Started, kill, kill_members, newest_pids
 from torch import nn
 
 import instep
@@ -27,6 +27,7 @@ from instep.errors import RecipeError
 from instep.recipe.build import call
 from instep.report.figures.summary import summarise
 from instep.store.run_folder import RunFolder
+from marks import slow
 
 pytestmark = pytest.mark.process
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from started import RECIPES, Start, kill, kill_members, newest_pids, slow
+from started import RECIPES, Start, kill, kill_members, newest_pids
 from test_leased_runs import (
     BATCH,
     PARTS,
@@ -31,6 +31,7 @@ from instep.errors import WorkerError
 from instep.events import read_events
 from instep.state.manifest import published
 from instep.store.run_folder import RunFolder
+from marks import slow
 
 pytestmark = pytest.mark.process
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from started import RECIPES, SOON_S, TIMEOUT_S, Start, Started, kill, newest_pids, pid_of, slow
+from started import RECIPES, SOON_S, TIMEOUT_S, Start, Started, kill, newest_pids, pid_of
 from test_joining import slurm_task, summary_of
 from test_recovery import check_as_if_nothing_had_been, undisturbed
 from test_survival import begin, reach
@@ -18,6 +18,7 @@ from test_survival import begin, reach
 from instep.events import read_events
 from instep.system.lease import HUNG_S
 from instep.system.processes import SPARE
+from marks import slow
 
 pytestmark = pytest.mark.process
 

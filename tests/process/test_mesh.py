@@ -11,13 +11,14 @@ import pytest
 import splits
 import torch
 from safetensors.torch import load_file
-from started import Start, kill, kill_members, newest_pids, slow
+from started import Start, kill, kill_members, newest_pids
 from torch import nn
 from torch.nn import functional
 
 from instep import events
 from instep.data.order import Order, key, micro_batch, position
 from instep.parallel.pipeline.stages import drawn_by_block
+from marks import slow
 
 pytestmark = pytest.mark.process
 
@@ -254,7 +255,6 @@ def test_a_small_gradient_of_a_mesh_ends_its_run_where_it_is_small(run: Start, w
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_compiled_blocks_train_what_a_plain_loop_does(run: Start):
     keys = ("workers=2", "mesh.shard=2", 'mesh.compile="blocks"', 'mesh.checkpointing="blocks"')
     program = run("splits.py:recipe", *QUICK, *keys)
@@ -457,7 +457,6 @@ def test_processes_that_wait_for_each_other_before_the_first_step_are_named(run:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("axis", ["shard", "tensor"])
 def test_a_slow_replica_gets_fewer_participants_and_the_bits_stay(run: Start, tmp_path, axis):
     keys = ["workers=4", f"mesh.{axis}=2", 'train.determinism="bits"', "sync.name=averaging"]

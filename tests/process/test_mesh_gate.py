@@ -1,7 +1,9 @@
 """The equality gate on meshes of our own: what it refuses, and what a run says without it."""
 
 import pytest
-from started import Start, slow
+from started import Start
+
+from marks import slow
 
 pytestmark = pytest.mark.process
 

@@ -9,7 +9,7 @@ from test_partitions import needs_hosts, network
 
 from instep.lab import netlab
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 __all__ = ["network"]  # the fixture
 KEYS = (*QUICK, "train.steps=60", 'train.determinism="bits"', 'network="private"')

@@ -8,7 +8,7 @@ from started import Start, Started, kill, kill_members, newest_pids, pid_of
 from test_leases import spares
 from test_mesh import QUICK
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 KEYS = (*QUICK, 'train.determinism="bits"', "checkpoint.every=10", "data.loaders=0")
 MESHES = {

@@ -9,7 +9,7 @@ import pytest
 import splits
 import torch
 from safetensors.torch import load_file
-from started import Start, kill, kill_members, kill_with_its_memory, newest_pids, slow
+from started import Start, kill, kill_members, kill_with_its_memory, newest_pids
 from torch import nn
 from torch.nn import functional
 
@@ -17,6 +17,7 @@ from instep.client.running import scale
 from instep.data.order import Order, key, micro_batch, position
 from instep.events import read_events
 from instep.parallel.pipeline.stages import drawn_by_block
+from marks import slow
 
 pytestmark = pytest.mark.process
 

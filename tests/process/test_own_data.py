@@ -10,7 +10,7 @@ import pytest
 import torch
 from averages import adam, half_way_down, model
 from safetensors.torch import load_file
-from started import Start, kill, newest_pids, slow
+from started import Start, kill, newest_pids
 from torch import nn
 
 import instep
@@ -20,6 +20,7 @@ from instep.errors import CheckpointError
 from instep.state.export import choose
 from instep.state.own_parts import write_model_of
 from instep.store.run_folder import RunFolder
+from marks import slow
 
 pytestmark = pytest.mark.process
 

@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from started import RECIPES, Start, Started, slow
+from started import RECIPES, Start, Started
 from test_joining import slurm_task
+
+from marks import slow
 
 pytestmark = pytest.mark.process
 

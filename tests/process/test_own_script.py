@@ -7,9 +7,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from started import RECIPES, Start, Started, kill, kill_members, newest_pids, pid_of, slow
+from started import RECIPES, Start, Started, kill, kill_members, newest_pids, pid_of
 
 from instep.store.run_folder import RunFolder
+from marks import slow
 
 pytestmark = pytest.mark.process
 

@@ -243,7 +243,6 @@ def test_hosts_with_another_version_end_the_run_at_once_with_what_to_install(
 
 @needs_hosts
 @pytest.mark.long
-@pytest.mark.timeout(1800)
 def test_in_fifty_partitions_at_most_one_side_ever_moves(start: Start, tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     program = start(BENCHMARKS / "partitions.py", "--partitions", 50, "--json", result)

@@ -190,7 +190,6 @@ def test_a_cluster_that_is_not_there_is_refused_at_once() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_an_actor_a_fork_server_and_a_raylet_are_killed_and_the_result_is_that_of_one_machine(
     run: Start, cluster: Any
 ) -> None:

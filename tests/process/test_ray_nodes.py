@@ -30,7 +30,7 @@ from test_survival import scale
 import instep
 from instep.system.limits import FLOOR_S
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 __all__ = ["cluster"]  # the fixture
 

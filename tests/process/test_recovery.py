@@ -6,10 +6,11 @@ import signal
 from pathlib import Path
 
 import pytest
-from started import RECIPES, Start, Started, kill, kill_members, newest_pids, slow
+from started import RECIPES, Start, Started, kill, kill_members, newest_pids
 
 import instep
 from instep.store.run_folder import RunFolder
+from marks import slow
 
 pytestmark = pytest.mark.process
 

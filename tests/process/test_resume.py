@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from started import RECIPES, SOON_S, Start, distance, slow
+from started import RECIPES, SOON_S, Start, distance
 
 import instep
 from disks import put
 from instep.cli import main
 from instep.errors import CheckpointError, RunError, SpecError
 from instep.store.run_folder import RunFolder
+from marks import slow
 
 pytestmark = pytest.mark.process
 
@@ -94,7 +95,6 @@ def test_a_stopped_run_resumes_with_the_next_batch_at_another_size(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)  # twenty-one starts
 def test_a_run_that_is_stopped_at_20_random_steps_has_the_result_of_an_uninterrupted_one(
     tmp_path: Path, undisturbed: Path
 ) -> None:
@@ -133,6 +133,7 @@ def test_a_run_whose_every_process_was_killed_resumes_from_its_checkpoint(
     assert json.loads(again.stdout.splitlines()[-1])["steps"] == 42
 
 
+@pytest.mark.tail
 def test_the_model_of_the_session_before_is_not_taken_for_that_of_one_that_was_killed(
     start: Start, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,6 +172,7 @@ def test_what_is_no_file_is_found_before_anything_is_trained(
     assert (run / "model.safetensors").is_file()
 
 
+@pytest.mark.tail
 def test_a_model_that_no_checkpoint_has_is_set_aside_and_not_lost(
     run: Path, undisturbed: Path
 ) -> None:
@@ -186,6 +188,7 @@ def test_a_model_that_no_checkpoint_has_is_set_aside_and_not_lost(
     assert "the model of step 10" in warning
 
 
+@pytest.mark.tail
 @pytest.mark.parametrize("kept", [slow(None), 0, slow(1)])
 def test_without_the_log_the_step_of_a_model_is_not_named(
     run: Path, undisturbed: Path, kept: int | None
@@ -204,6 +207,7 @@ def test_without_the_log_the_step_of_a_model_is_not_named(
     check_same(run, undisturbed)
 
 
+@pytest.mark.tail
 def test_a_run_that_another_process_runs_is_left_alone(start: Start, tmp_path: Path) -> None:
     job = tmp_path / "job.toml"
     recipe = RECIPES / "tiny.py"
@@ -217,6 +221,7 @@ def test_a_run_that_another_process_runs_is_left_alone(start: Start, tmp_path: P
     assert RunFolder(program.run).audit.exact
 
 
+@pytest.mark.tail
 def test_a_finished_run_is_complete_and_can_be_trained_longer(
     undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -232,6 +237,7 @@ def test_a_finished_run_is_complete_and_can_be_trained_longer(
     assert shas[0] == shas[1]
 
 
+@pytest.mark.tail
 def test_a_run_that_was_killed_before_it_saved_its_model_saves_it(
     undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -266,6 +272,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(
     assert folder.last("run_started")["resumed_step"] == 5
 
 
+@pytest.mark.tail
 def test_a_run_without_a_checkpoint_begins_again_in_its_folder(
     run: Path, undisturbed: Path
 ) -> None:
@@ -289,6 +296,7 @@ def test_a_ledger_that_was_cut_is_not_taken_for_the_truth(run: Path) -> None:
         instep.resume(run, quiet=True)
 
 
+@pytest.mark.tail
 def test_a_recipe_that_builds_another_model_now_is_refused(run: Path) -> None:
     text = (RECIPES / "tiny.py").read_text().replace("16", "17")
     (run.parent / "other.py").write_text(text)
@@ -323,6 +331,7 @@ def test_in_order_mode_too_the_losses_are_those_of_one_run(tmp_path: Path) -> No
     assert distance(run, whole) < 1e-6
 
 
+@pytest.mark.tail
 def test_nothing_is_ever_unpickled(start: Start, tmp_path: Path) -> None:
     job = tmp_path / "job.toml"
     job.write_text(

@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from started import RECIPES, Started, slow
+from started import RECIPES, Started
 
 from instep.state.intact import newest_intact
 from instep.state.manifest import read_manifest
 from instep.store.run_folder import RunFolder
+from marks import slow
 
 pytestmark = pytest.mark.process
 

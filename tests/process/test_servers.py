@@ -11,16 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from started import (
-    RECIPES,
-    Start,
-    Started,
-    kill,
-    kill_members,
-    kill_with_its_memory,
-    newest_pids,
-    slow,
-)
+from started import RECIPES, Start, Started, kill, kill_members, kill_with_its_memory, newest_pids
 from test_recovery import (
     STEPS,
     check_as_if_nothing_had_been,
@@ -35,6 +26,7 @@ from instep.events import read_records
 from instep.state.load import load
 from instep.state.manifest import published
 from instep.store.run_folder import RunFolder
+from marks import slow
 
 pytestmark = pytest.mark.process
 

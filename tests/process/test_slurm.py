@@ -10,11 +10,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from started import RECIPES, SOON_S, TIMEOUT_S, Start, Started, long, slow
+from started import RECIPES, SOON_S, TIMEOUT_S, Start, Started
 from test_recovery import check_same_result, undisturbed
 from test_survival import STEPS_OF_A_RUN, reach
 
 from instep.store.run_folder import RunFolder
+from marks import long, slow
 from slurm import Slurm, until
 
 pytestmark = pytest.mark.process

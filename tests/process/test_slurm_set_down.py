@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from started import Start, Started, kill, long, newest_pids, slow
+from started import Start, Started, kill, newest_pids
 from test_join_run import hosts_of_members, join
 from test_recovery import undisturbed
 from test_slurm import begin, check_end
@@ -15,6 +15,7 @@ from test_survival import begin as begin_here
 
 from instep.events import STEPS, read_records
 from instep.report.figures.recovery import recoveries
+from marks import long, slow
 from slurm import Slurm, until
 
 pytestmark = pytest.mark.process
@@ -88,7 +89,6 @@ def test_nodes_that_are_set_down_leave_no_trace_in_the_result(
 
 
 @pytest.mark.timed
-@pytest.mark.timeout(600)
 def test_a_lost_node_costs_at_most_twice_what_a_lost_worker_costs_on_one_machine(
     start: Start, tmp_path: Path, slurm: Slurm, jobs: ExitStack
 ) -> None:

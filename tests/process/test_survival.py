@@ -11,12 +11,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from started import RECIPES, SOON_S, Start, Started, kill, newest_pids, pid_of, slow
+from started import RECIPES, SOON_S, Start, Started, kill, newest_pids, pid_of
 from test_recovery import check_as_if_nothing_had_been, undisturbed
 
 from instep.data.reading.choose import cores
 from instep.events import STEPS, read_records
 from instep.system.limits import UNKNOWN_S
+from marks import slow
 
 pytestmark = pytest.mark.process
 

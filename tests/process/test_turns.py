@@ -10,12 +10,13 @@ import gan
 import pytest
 import torch
 from safetensors.torch import load_file
-from started import RECIPES, slow
+from started import RECIPES
 from torch import nn
 
 import instep
 from instep.data.order import Order, key, micro_batch, position
 from instep.store.run_folder import RunFolder
+from marks import slow
 
 pytestmark = pytest.mark.process
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import votes
 from safetensors.torch import load_file
-from started import RECIPES, Start, Started, kill_members, slow
+from started import RECIPES, Start, Started, kill_members
 from torch import nn
 
 import instep
@@ -16,6 +16,7 @@ from instep.data.order import Order, key, micro_batch, position
 from instep.errors import SpecError
 from instep.state.load import load
 from instep.state.manifest import published
+from marks import slow
 
 pytestmark = pytest.mark.process
 

@@ -91,12 +91,14 @@ def test_the_stories_have_what_they_are_to_be_about(stories):
         assert happened in lines, f"no story has: {happened}"
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", QUICK)
 def test_a_fault_put_into_the_control_plane_breaks_a_promise(name):
     with mutated(name):
         assert first_broken(range(100)) is not None
 
 
+@pytest.mark.tail
 def test_a_seed_that_fails_is_printed_and_fails_again(capsys):
     with mutated("the lowest rank gives its state"):
         assert main(["--seeds", "50", "--jobs", "1"]) == 1
@@ -110,13 +112,11 @@ def test_a_seed_that_fails_is_printed_and_fails_again(capsys):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
 def test_in_ten_thousand_stories_every_promise_holds():
     assert main(["--seeds", str(IN_ALL), "--jobs", "2"]) == 0
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", sorted(set(MUTANTS) - set(QUICK)))
 def test_each_other_fault_breaks_a_promise_too(name):
     with mutated(name):

@@ -96,6 +96,7 @@ def test_a_run_again_of_a_runs_job_has_them(run: RunFolder) -> None:
     assert with_options(run.spec) == run.spec
 
 
+@pytest.mark.tail
 @pytest.mark.process
 def test_a_run_writes_them_down(tmp_path: Path) -> None:
     recipe = Path(__file__).parents[2] / "process/recipes/slow_tiny.py"

@@ -93,6 +93,7 @@ def total(comm):
     return tensor
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("hosts", ["ab", "abc", "aabb", "abab"])
 def test_the_sum_is_that_of_one_machine(forwarders, hosts):
     expected = torch.arange(SIZE, dtype=torch.float32) * sum(range(1, len(hosts) + 1))
@@ -224,6 +225,7 @@ def heard_from(port, made, after=b""):
         return answer_to(connection, made)
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("what", [*WRONG, "a host's", "a client's"])
 def test_before_proof_every_refusal_is_the_same_and_says_nothing(authority, forwarders, what):
     (one,) = forwarders("a")
@@ -267,6 +269,7 @@ AT_ITS_PLACE = {
 }
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("what", AT_ITS_PLACE)
 def test_who_listens_in_the_place_of_a_workers_forwarder_gets_no_byte(authority, forwarders, what):
     (one,) = forwarders("a")

@@ -8,6 +8,7 @@ from datasets import Plain
 
 from instep.data.reading.fetch import Fetch
 from instep.data.samples.fingerprint import LEAST, SAMPLES, confirmed_fingerprint, fingerprint
+from marks import tail
 
 
 class Coins(Plain):
@@ -43,14 +44,14 @@ def test_one_reading_shows_that_samples_do_not_repeat():
     assert readings(Coins(1, flipped=()))().differed == []
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(3), *map(tail, range(3, 20))])
 @pytest.mark.parametrize("flipped", [range(SAMPLES), range(0, SAMPLES, 4)])
 def test_samples_that_do_not_repeat_never_make_it_another_dataset(seed, flipped):
     before = readings(Coins(seed, flipped=flipped))()
     assert before.same_as(again(before, Coins(100 + seed, flipped=flipped)))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(3), *map(tail, range(3, 20))])
 def test_samples_that_do_not_repeat_hide_no_change_of_the_others(seed):
     flipped, changed = range(0, SAMPLES, 4), range(1, SAMPLES, 4)
     before = readings(Coins(seed, flipped=flipped))()

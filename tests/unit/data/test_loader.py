@@ -60,6 +60,7 @@ def test_a_job_decides_whether_what_is_trained_on_is_shuffled(shuffle):
         assert sorted(orders[0]) == sorted(orders[1]) == list(range(100))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dataset", [Plain(), Many(), Drawing(), Nested(), TENSORS])
 @pytest.mark.parametrize("augmented", [False, True])
 def test_all_ways_of_reading_give_the_same_bits(dataset, augmented):
@@ -93,6 +94,7 @@ def test_the_draws_of_a_sample_are_those_of_its_key_in_each_epoch(processes):
                 assert torch.equal(drawn, torch.rand(2, generator=generator))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("processes", [0, 2])
 @pytest.mark.parametrize("options", [{"augment": augment}, {}])
 def test_a_sample_has_the_same_values_whatever_slice_it_comes_in(processes, options):
@@ -114,6 +116,7 @@ class Seldom(Plain):
         return inputs, target
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("dataset", [Seldom(), type("ManySeldom", (Many, Seldom), {})()])
 def test_samples_that_draw_are_keyed_although_those_before_them_drew_nothing(dataset):
     options = {"shuffle": False, "augment": augment}
@@ -180,6 +183,7 @@ def test_a_subset_of_tensors_gives_what_its_samples_say():
     assert same(batch, default_collate([dataset[index] for index in range(5)]))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "indices",
     [

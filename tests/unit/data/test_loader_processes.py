@@ -60,6 +60,7 @@ def test_a_killed_process_is_replaced_and_no_batch_changes():
     assert not any(psutil.pid_exists(pid) for pid in killed)
 
 
+@pytest.mark.tail
 def test_any_number_of_kills_is_survived_as_long_as_slices_get_read():
     places = [Slice(0, first, first + 1) for first in range(40)]
     with made(Plain()) as loader:
@@ -73,6 +74,7 @@ def test_any_number_of_kills_is_survived_as_long_as_slices_get_read():
     assert len(killed) >= 8  # a process answers at most two slices before its end is seen
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_sample_at_which_three_processes_are_lost_is_an_error_that_names_it(tmp_path, processes):
     with made(KillsItself(tmp_path / "times", 3), processes) as loader:
@@ -89,6 +91,7 @@ def test_a_sample_at_which_three_processes_are_lost_is_an_error_that_names_it(tm
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_sample_at_which_three_processes_are_lost_is_left_out_where_such_are_to_be(
     tmp_path, processes
@@ -366,6 +369,7 @@ def test_no_other_class_is_made_whatever_name_comes(module, name):
         wire.unpack(["UserDict", [module, name, [["a", ["plain", "b"]]]]], [])
 
 
+@pytest.mark.tail
 def test_children_end_with_a_parent_that_is_killed():
     script = """
 import os, signal, sys

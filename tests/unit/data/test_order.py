@@ -68,6 +68,7 @@ def test_epochs_and_seeds_have_orders_of_their_own():
     assert abs(np.mean(agreements) - 1) < 0.1
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("samples", [2, 3, 4, 5])
 def test_every_order_of_a_few_samples_is_as_likely_as_another(samples):
     draws = 3_000

@@ -193,6 +193,7 @@ def loaders_of(*datasets, processes):
     return made
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("processes", [0, 1, 2, "auto"])
 @pytest.mark.parametrize("eager", [False, True], ids=["lazy", "eager"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -204,6 +205,7 @@ def test_every_sample_is_the_one_that_was_written(file_of, kind, eager, processe
         assert wrong(load(loader, SLICES)) == ([], SAMPLES)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("processes", [0, 2, "auto"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_halves_of_one_dataset_that_are_read_at_a_time_do_not_mix(file_of, kind, processes):
@@ -223,6 +225,7 @@ def test_one_that_hides_in_a_concatenation_of_subsets_is_not_mixed_either(file_o
         assert wrong(batch for pair in pairs for batch in pair) == ([], 2 * SAMPLES)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_replacement_of_a_killed_process_has_an_unread_dataset(file_of, kind):
     """The process that trains reads from the same object meanwhile, for itself."""

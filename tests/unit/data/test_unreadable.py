@@ -73,6 +73,7 @@ def reads(dataset, slices=SLICES, **options):
         return list(loader.read(slices))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("processes", [0, 2, "auto"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_way_of_reading_leaves_out_the_same_samples_and_names_them(kind, processes):
@@ -90,6 +91,7 @@ def test_each_way_of_reading_leaves_out_the_same_samples_and_names_them(kind, pr
             assert "test_unreadable.py:" in cause
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("processes", [0, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_slice_is_read_without_samples_that_could_be_read(kind, processes):
@@ -153,6 +155,7 @@ class FlakyMany(Flaky, Many):
     pass
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("processes", [0, 2])
 @pytest.mark.parametrize("kind", [Flaky, FlakyMany])
 @pytest.mark.parametrize("unreadable", ["stop", "skip"])
@@ -172,6 +175,7 @@ def test_a_sample_that_fails_at_the_third_attempt_too_cannot_be_read():
     assert set(dataset.reads.values()) == {3}
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("processes", [0, 2, "auto"])
 @pytest.mark.parametrize("kind", [Plain, Many, Batches, Waiting])
 def test_a_slice_of_which_nothing_can_be_read_has_no_batch(kind, processes):

@@ -252,6 +252,7 @@ def changed(plan, **cuts):
     return replace(plan, cuts={**whole, **found})
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("name", "spoil"),
     [
@@ -350,6 +351,7 @@ def test_an_empty_plan_prints():
     assert str(Plan(2)) == "tensor plan for 2 ranks"
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", ["dropout", "grouped", "tied", "encoder"])
 def test_a_plan_goes_through_json_to_other_processes(name):
     plan = plan_of(name)

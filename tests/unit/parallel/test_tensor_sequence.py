@@ -217,6 +217,7 @@ def with_change(name, plan, change):
     return {**plan.sequence, name: found}
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("name", "spoil"),
     [

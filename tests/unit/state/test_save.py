@@ -510,6 +510,7 @@ def test_a_writer_leaves_alone_what_one_before_it_is_still_writing(tmp_path):
     assert_is_of_step(load(tmp_path / "step-00000005"), 5)
 
 
+@pytest.mark.tail
 def test_what_a_killed_writer_left_is_cleared_away(tmp_path):
     code = (
         "import os, sys, torch; from pathlib import Path\n"

@@ -354,6 +354,7 @@ def ends_of(comm, name, steps):
     return ends
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", ["int8", "int4", "sign", "top_k", "bfloat16", "float16"])
 def test_workers_have_the_same_bits_with_parameters_of_every_sort_and_many_buckets(name):
     first, second, *_ = run_ranks(4, ends_of, name, 10)
@@ -393,6 +394,7 @@ def steps(comm, rank, numbers, at, draining=()):
     return rank
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("lost", [(0,), (1,), (2,), (3,), (0, 2, 3)], ids=str)
 def test_processes_that_are_killed_leave_no_trace(lost):
     make = OPTIMIZERS["adamw"]
@@ -528,6 +530,7 @@ class Counted(MemoryComm):
         return super().receive(tensor, source)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", ["int8", "int4", "sign", "top_k", "bfloat16"])
 @pytest.mark.parametrize("servers", [1, 3])
 def test_what_is_sent_is_what_the_sizes_of_codecs_say(name, servers):

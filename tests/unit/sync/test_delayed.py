@@ -79,6 +79,7 @@ def run(comm, make_optimizer, table, options=None, **more):
     return train(comm, MODEL, make_optimizer, table, options=options, **settings | more)
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("merge", [False, True], ids=["micro-batches", "merged"])
 @pytest.mark.parametrize("make_optimizer", [sgd, adamw])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])

@@ -123,6 +123,7 @@ class Run:
         assert any(float(r.abs().max()) > 1e-4 for w in workers for r in w.residual())
 
 
+@pytest.mark.grid(1)
 @CODECS
 def test_nothing_is_lost_from_4_to_3_to_4_workers(codec):
     run, workers = Run(), [Worker(n, codec=codec) for n in range(4)]
@@ -187,6 +188,7 @@ def test_a_model_of_vectors_alone_has_nothing_to_carry_over():
     assert run_ranks(1, body) == [([both.tolist(), 0.5], [0.25], {})]
 
 
+@pytest.mark.grid(1)
 @CODECS
 def test_nothing_is_lost_through_a_checkpoint_on_another_number_of_workers(codec):
     """It holds the sum over the workers, and the lowest rank of those that resume takes it up."""

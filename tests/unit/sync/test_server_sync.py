@@ -182,6 +182,7 @@ def same(found, wanted):
     assert all(torch.equal(state[name], other_state[name]) for name in state)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("limit", "scale"), [(None, 1.0), (None, 0.75), (0.5, 0.75)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 3), (3, 2)])
@@ -193,6 +194,7 @@ def test_with_bits_it_is_an_all_reduce_to_the_bit(workers, servers, name, limit,
         same(each, wanted[0])
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("options", [{}, {"overlap": False}, {"bucket_mb": 8.0}], ids=str)
 @pytest.mark.parametrize("make", [*OPTIMIZERS.values(), lambda p: Whole(p, lr=0.05)])
 def test_it_is_a_plain_loop_to_rounding(make, options):
@@ -292,6 +294,7 @@ class Odd(NamedTuple):
     nan: bool = False
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("servers", [1, 3])
 @pytest.mark.parametrize(
     "odd",
@@ -455,6 +458,7 @@ def test_another_process_goes_on_with_the_memory_of_a_server(make):
     assert all(map(torch.equal, found[0], wanted[0][0]))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("make", [OPTIMIZERS["adamw"], lambda p: Whole(p, lr=0.1, momentum=0.9)])
 @pytest.mark.parametrize("lost", [(2,), (3,), (4,)])
 def test_a_server_whose_host_is_lost_has_its_state_from_the_copy_of_another(make, lost):
@@ -491,6 +495,7 @@ def test_a_server_whose_host_is_lost_has_its_state_from_the_copy_of_another(make
         same(rank, (wanted[0], [], wanted[2]))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("limit", [None, 0.5])
 @pytest.mark.parametrize("servers", [2, 3])
 def test_servers_with_copies_are_an_all_reduce_to_the_bit(servers, limit):
@@ -506,6 +511,7 @@ def test_a_copy_on_the_only_server_is_refused():
         run_ranks(2, lambda comm: trained(comm, OPTIMIZERS["sgd"], 1, options={"copy": True}))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("lost", [(), (3,), (2, 4)])
 @pytest.mark.parametrize("copies", [False, True])
 def test_servers_alone_have_the_whole_model_together(lost, copies):
@@ -557,6 +563,7 @@ def test_a_server_whose_state_is_lost_says_so():
         run_ranks(2, body)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("make", [OPTIMIZERS["adamw"], lambda p: Whole(p, lr=0.1, momentum=0.9)])
 @pytest.mark.parametrize("servers", [1, 2, 3])
 def test_the_state_of_all_servers_is_that_of_one_optimizer(servers, make):

@@ -216,6 +216,7 @@ def check(found, wanted):
         torch.testing.assert_close(tensor, wanted[name], rtol=1e-9, atol=1e-12, msg=name)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 1), (3, 2), (1, 3)])
 def test_it_is_a_plain_loop_to_rounding(workers, servers, name):
@@ -287,6 +288,7 @@ def test_a_step_that_does_not_happen_leaves_nothing():
     assert all(torch.equal(found[name], each) for name, each in wanted.items())
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("torn", [False, True])
 @pytest.mark.parametrize("name", ["sgd", "sparse_adam", "rowwise"])
 @pytest.mark.parametrize("staged", [False, True])

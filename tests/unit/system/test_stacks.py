@@ -108,6 +108,7 @@ for other in others:
 """.strip()
 
 
+@pytest.mark.grid(1)
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="signals of Linux")
 @pytest.mark.parametrize("idle", ["", IDLE], ids=["alone", "beside idle ones"])
 def test_where_the_first_thread_waits_for_a_read_the_reading_thread_tells_its_line(tmp_path, idle):

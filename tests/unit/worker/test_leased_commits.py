@@ -197,6 +197,7 @@ def test_one_worker_without_staleness_is_a_plain_loop_over_the_micro_batches(nam
         assert torch.equal(one, other)
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(
     "options",

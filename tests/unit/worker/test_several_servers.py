@@ -391,6 +391,7 @@ def check_same_bits(model, wanted):
         assert torch.equal(one, other)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("limit", [None, 0.4], ids=["", "clipped"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_worker_gets_what_a_plain_loop_does_and_the_same_bits_from_any_number_of_servers(
@@ -421,6 +422,7 @@ def test_large_parameters_are_cut_and_bytes_are_shared_out_evenly(runs):
     assert len({piece.slot for piece in pieces}) < len(pieces)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("options", [{"compensation": 0.7}, {"slow_late": True}], ids=str)
 def test_late_gradients_of_several_workers_move_all_parts_as_one_server_would(runs, options):
     """Each server by the parameters and the version that it gave: without a pull in between, the
@@ -553,6 +555,7 @@ class Dies:
                 raise InterruptedError
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("kind", [Prepare, Apply, Stage, Pull])
 def test_a_server_that_is_killed_at_any_moment_loses_nothing(runs, kind, done):
@@ -575,6 +578,7 @@ def revived(run, killed):
         run.begin(2, at=(-1, -1))
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("after", [1, 6, 11])
 def test_where_the_first_server_is_lost_the_others_go_back_to_what_it_has(runs, after):
     make = OPTIMIZERS["adamw"]
