@@ -66,8 +66,7 @@ class Reads:
         replica wait for it; then `failed` says so after it."""
         self.failed: PeerError | None = None
         """Why this generation's passes count nothing any more."""
-        self.waited_s = 0.0
-        """Seconds spent in reads, since the process began."""
+        self._waited_s = 0.0
 
     def __deepcopy__(self, memo: Any) -> Reads:
         """A copy of the model has no group."""
@@ -93,6 +92,11 @@ class Reads:
             waiting: a context in which this worker only waits for others.
         """
         self._comm, self._waiting, self.failed = comm, waiting, None
+
+    def take_waited(self) -> float:
+        """Seconds spent in reads, since the last call."""
+        waited, self._waited_s = self._waited_s, 0.0
+        return waited
 
     @contextmanager
     def one_pass(self, *, counts: bool = True) -> Iterator[None]:
@@ -186,7 +190,7 @@ class Reads:
             if not self.late:
                 raise
             self.failed = error
-        self.waited_s += time.perf_counter() - since
+        self._waited_s += time.perf_counter() - since
         if self.failed is not None:
             return alone[:, _HEAD : _HEAD + len(own)]
         heads = table[:, :_HEAD].tolist()

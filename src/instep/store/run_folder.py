@@ -375,15 +375,13 @@ def step_ends(steps: Records) -> Floats:
 
 
 def _check_steps(steps: Records, path: Path) -> None:
-    """Refuse records that no worker can have written.
+    """Refuse records that no worker can have written; how long things took is not judged.
 
     Raises:
         RunError: names the first of them.
     """
     good = (steps["step"] > 0) & (steps["worker"] >= 0) & (steps["worker"] < _MOST_WORKERS)
     good &= (steps["samples"] >= 0) & (steps["begin"] > 0) & (steps["begin"] < _MOST_S)
-    for part in PARTS:
-        good &= (steps[f"{part}_s"] > -1) & (steps[f"{part}_s"] < _MOST_S)
     if not good.all():
         number = int(np.argmin(good)) + 1
         raise RunError(
@@ -450,6 +448,10 @@ def _steps(run: Path) -> Records:
     except OSError as error:
         raise RunError(f"{run / CHECKSUMS_FILE} cannot be read: {error.strerror}.") from None
     _check_steps(steps, run / "steps.bin")
+    steps = steps.copy()
+    for part in PARTS:  # a clock may be wrong; what a run computed can be read all the same
+        times = np.nan_to_num(steps[f"{part}_s"], nan=0.0)
+        steps[f"{part}_s"] = np.clip(times, 0.0, _MOST_S)
     return steps
 
 

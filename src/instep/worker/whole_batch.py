@@ -77,6 +77,11 @@ class WholeBatch:
         self._samples, self._parts = samples, parts
         self._replica = replica
 
+    def _lap(self, since: float, part: str) -> float:
+        """As `Clock.lap`; what layers have waited for other workers is no part of the pass."""
+        waited = self._reads.take_waited() if self._reads is not None else 0.0
+        return self._engine.clock.lap(since, part, waited)
+
     def run(
         self, where: Position, share: Share, loads: Iterator[Read], step: int
     ) -> tuple[dict[int, Weighed], list[Skipped]]:
@@ -161,7 +166,7 @@ class WholeBatch:
         assert reads is not None or self._replica is not None, "an ordinary pass"
         losses = dict[int, Weighed]()
         for number, work in enumerate(works):
-            since, waited = time.perf_counter(), reads.waited_s if reads is not None else 0.0
+            since = time.perf_counter()
             with self._pass(work):
                 found = self._forward.loss(work.batch, work.size, always=True)
                 assert found is not None
@@ -171,7 +176,7 @@ class WholeBatch:
                 if work.counts:
                     total = float(found.loss.detach()) * factor if factor else 0.0
                     losses[work.part.number] = Weighed(total, found.weight)
-                since = engine.clock.lap(since, "forward")
+                since = self._lap(since, "forward")
                 engine.begin_pass(work.part, 1.0, last=number == last)
                 scaled = engine.update.scaler.scale(found.loss)
                 if reads is not None:
@@ -184,8 +189,7 @@ class WholeBatch:
                 proposes = self._replica is None or self._replica.proposes
                 share = work.size / batch_size if work.counts and proposes else 0.0
                 engine.end_pass(work.part, share)
-            waited = reads.waited_s - waited if reads is not None else 0.0
-            engine.clock.lap(since + waited, "backward")
+            self._lap(since, "backward")
         return losses
 
     def _staged(
@@ -218,7 +222,7 @@ class WholeBatch:
             if work.counts:
                 engine.skip_pass(work.part)  # only the second pass counts
         cached.gather(engine.comm, self._job.train.micro_batches, self._device)
-        since = engine.clock.lap(since, "forward")
+        since = self._lap(since, "forward")
         if cached.rows and any(work.counts for work in works):
             parts = self._job.train.micro_batches
             set_generators(key(self._job.seed, OF_PASS, step, parts))
@@ -243,5 +247,5 @@ class WholeBatch:
                     reads.backward(None, 0.0)
             if work.counts:
                 engine.end_pass(work.part, work.size / batch_size)
-        engine.clock.lap(since, "backward")
+        self._lap(since, "backward")
         return losses

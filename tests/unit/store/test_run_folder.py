@@ -11,7 +11,7 @@ from instep.events import LEDGER, STEPS, read_events, read_records
 from instep.report.figures.summary import gap_words, summarise
 from instep.report.page.page import render
 from instep.report.terminal.closing import closing_lines
-from instep.store.run_folder import RunFolder, Traffic
+from instep.store.run_folder import PARTS, RunFolder, Traffic
 from made_up_runs import (
     BEGIN_S,
     START_UP_S,
@@ -281,6 +281,20 @@ def test_garbage_for_step_records_is_one_sentence(tmp_path, seed):
     (run / "steps.bin").write_bytes(steps)
     with pytest.raises(RunError, match=r"steps\.bin is damaged: record \d+ of 96 is impossible"):
         RunFolder(run)
+
+
+def test_times_that_cannot_be_make_no_run_unreadable(tmp_path):
+    run = make_run(tmp_path / "run")
+    steps = read_records(run / "steps.bin", STEPS).copy()
+    losses = RunFolder(run).steps["loss"].tolist()
+    for part, wrong in (("backward_s", -3.0), ("wait_s", np.nan), ("load_s", np.inf)):
+        steps[part][5] = wrong
+    steps.tofile(run / "steps.bin")
+    folder = RunFolder(run)
+    assert folder.steps["loss"].tolist() == losses
+    assert folder.steps["backward_s"].min() == 0.0
+    assert np.isfinite(summarise(folder)["seconds"])
+    assert all(np.isfinite(folder.steps[f"{part}_s"]).all() for part in PARTS)
 
 
 def test_steps_whose_records_are_gone_are_told_and_do_not_count_in_the_rate(tmp_path):

@@ -21,19 +21,21 @@ class Clock:
 
     @property
     def parts(self) -> tuple[float, ...]:
-        """All of them, in order."""
-        return (
-            self.begin, self.load, self.forward, self.backward, self.wait, self.wire, self.update,
-            self.save,
+        """All of them, in order; none is negative."""
+        parts = (
+            self.load, self.forward, self.backward, self.wait, self.wire, self.update, self.save
         )  # fmt: skip
+        return self.begin, *(max(0.0, part) for part in parts)
 
     @property
     def computing(self) -> float:
         """What the passes took so far, without waiting for other workers."""
         return self.load + self.forward + self.backward
 
-    def lap(self, since: float, part: str) -> float:
-        """Add the time since `since` (of `perf_counter`) to a part; returns the time now."""
+    def lap(self, since: float, part: str, waited: float = 0.0) -> float:
+        """Add the time since `since` (of `perf_counter`) to a part, but to `wait` what was spent
+        waiting for other workers meanwhile; returns the time now."""
         now = time.perf_counter()
-        setattr(self, part, getattr(self, part) + now - since)
+        setattr(self, part, getattr(self, part) + now - since - waited)
+        self.wait += waited
         return now
