@@ -106,6 +106,8 @@ def serve(note: str) -> None:
         die_with_pipe(sys.stdin.fileno())
     endpoint = Endpoint.of(seen)
     _settle(seen["folder"])
+    memory_files = MemoryFiles(MOST_PAGES, endpoint.token)
+    memory_files.adopt_all()  # workers may die during the imports
     try:
         connection = _call(endpoint)
     except PeerError as error:
@@ -141,7 +143,15 @@ def serve(note: str) -> None:
     launch = job.get("launch", {})
     several = bool(launch.get("hosts") or launch.get("nodes"))
     lifeline = sys.stdin.fileno() if seen.get("lifeline") else -1
-    Server(connection, endpoint, phases, several=several, lifeline=lifeline).serve()
+    server = Server(
+        connection,
+        endpoint,
+        phases,
+        several=several,
+        lifeline=lifeline,
+        memory_files=memory_files,
+    )
+    server.serve()
 
 
 def _failed(error: InstepError) -> int:
@@ -401,11 +411,7 @@ class Server:
 
     def _fork(self, order: StartWorker) -> None:
         forked, page = time.time(), self._pages.free()
-        adopted = (number for number, process in self._adopted.values() if not process.ended)
-        if order.number in {*self._workers.values(), *adopted}:
-            memory = -1  # the one before is dying, and might still write
-        else:
-            memory = self._memory_files.of(order.number)
+        memory = self._memory_files.of(order.number)
         try:
             pid = os.fork()
         except OSError as error:  # no memory, or no process, for the moment
@@ -427,7 +433,7 @@ class Server:
             name_process(MEMBERS[order.role])
             _redirect(Path(order.log))
             use_page(page)
-            self._memory_files.keep_only(memory)
+            self._memory_files.keep_only(order.number, memory)
             from instep.system import host_memory
             from instep.worker.process import main as work
 
@@ -497,7 +503,7 @@ class Server:
     def _tell_end(self, number: int, pid: int, code: int | None) -> None:
         """To the master first: if this server is killed in between, its spare reports it again."""
         place = self._pages.collect(pid)
-        self._memory_files.ended(number)
+        self._memory_files.ended(number, pid)
         self._connection.send(Exited(number=number, pid=pid, code=code, place=place))
         self._tell_spare(pid, _GONE)
 

@@ -8,8 +8,11 @@ One slot holds the state of the last commit; the state of the next one is staged
 Nothing is written at the commit itself: which slot counts follows from the commit that the group
 agrees on. What the tensors mean, and when a commit happens, is not known here.
 
-Way in: `HostMemory`. In the file: two stamps for each part and the number of the worker (first
-page), and at a multiple of `REGION` for each slot its layout as JSON, then its tensors; behind them
+A stamp has a checksum of its slot, which a process compares before it takes up what another one
+has left. A process whose file belongs to another by now writes nothing that counts.
+
+Way in: `HostMemory`. In the file: two stamps for each part and the file's owner (first page), and
+at a multiple of `REGION` for each slot its layout as JSON, then its tensors; behind them
 `lasting` memory, which belongs to no slot. The file is sparse. Linux.
 """
 
@@ -29,13 +32,13 @@ import torch
 
 from instep.errors import CheckpointError, WorkerError
 from instep.system.memory import room
-from instep.system.memory_files import STAMPS
+from instep.system.memory_files import OWNER, STAMPS
 from instep.units import readable_bytes
 
 REGION = 1 << 42
 """Bytes of address space for each slot; memory is taken only for what is laid out."""
 
-_STAMP, _SUM, _STAMPED = struct.Struct("<QQQ"), struct.Struct("<I"), 64
+_STAMP, _SUM, _STAMPED = struct.Struct("<QQQq"), struct.Struct("<I"), 64
 _LENGTH = struct.Struct("<Q")
 _ALIGNED = 64
 
@@ -51,6 +54,10 @@ _SLICE = 1 << 22
 
 _SPARE = 1 << 26
 """Bytes that are to be left for the rest of the machine: several may take a slice at once."""
+
+
+_WHOLE, _PAGES, _PAGE = 1 << 22, 8, 4096
+"""A checksum is over all bytes of a slot up to this size; of more, over one page in so many."""
 
 
 class NoRoom(WorkerError):
@@ -89,6 +96,18 @@ class Stamp(NamedTuple):
 class _Slot(NamedTuple):
     head: bytes
     tensors: dict[str, torch.Tensor]
+    words: torch.Tensor
+    """[n] int64: all of it."""
+
+    def checksum(self) -> int:
+        """A sum, as it costs less than the copy before it. A slot that another process writes
+        differs in whole tensors, so one page in a few of a large slot tells."""
+        words, row = self.words, _PAGES * _PAGE // 8
+        if len(words) <= _WHOLE // 8:
+            return int(words.sum())
+        whole = len(words) // row * row
+        pages = words[:whole].view(-1, row)[:, : _PAGE // 8]
+        return int(pages.sum() + words[whole:].sum())
 
 
 class HostMemory:
@@ -111,6 +130,7 @@ class HostMemory:
         if os.fstat(self._file).st_size < mmap.PAGESIZE:
             os.truncate(self._file, mmap.PAGESIZE)
         self._stamps = mmap.mmap(self._file, mmap.PAGESIZE)
+        self._owner = self._stamps[OWNER]
         self._slots: list[_Slot | None] = [None, None]
         self._layout: dict[str, TensorSpec] = {}
         self._head = _encoded({})
@@ -179,7 +199,9 @@ class HostMemory:
 
         Raises:
             NoRoom: this process may not map so much memory.
+            WorkerError: the file has been given to another process.
         """
+        self._check_owner()
         attempt = (course, number, generation)
         found = [self._stamp(slot) for slot in (0, 1)]
         kept = [each if each and each < attempt else (-1, -1, -1) for each in found]
@@ -203,12 +225,18 @@ class HostMemory:
             course: of the commit; as for `stage`.
             number: of the commit; as for `stage`.
             generation: tells apart two attempts at one commit, of which the first was abandoned.
+
+        Raises:
+            WorkerError: the file has been given to another process.
         """
+        self._check_owner()
         assert self._staging is not None, "nothing is staged"
         slot, *attempt = self._staging
         assert attempt == [course, number, generation], "another commit is staged"
         self._staging = None
-        stamp = _STAMP.pack(course, number, generation)
+        held = self._slots[slot]
+        assert held is not None, "it was staged"
+        stamp = _STAMP.pack(course, number, generation, held.checksum() if self.outlives else 0)
         self._set_stamp(slot, stamp + _SUM.pack(zlib.crc32(stamp)))  # a kill may leave half of it
 
     def at(
@@ -275,10 +303,25 @@ class HostMemory:
 
     def _stamp(self, slot: int) -> Stamp | None:
         """What a slot holds; None where its stamp is missing, or only half written."""
+        found = self._stamped(slot)
+        return found[0] if found else None
+
+    def _stamped(self, slot: int) -> tuple[Stamp, int] | None:
+        """The same, and the checksum of the slot."""
         place = _STAMPED * (self._first + slot)
         written = self._stamps[place : place + _STAMP.size]
         (total,) = _SUM.unpack_from(self._stamps, place + _STAMP.size)
-        return Stamp._make(_STAMP.unpack(written)) if zlib.crc32(written) == total else None
+        if zlib.crc32(written) != total:
+            return None
+        *stamp, checksum = _STAMP.unpack(written)
+        return Stamp._make(stamp), checksum
+
+    def _check_owner(self) -> None:
+        if self._stamps[OWNER] != self._owner:
+            raise WorkerError(
+                "the memory that outlives this process belongs to another process by now. What it "
+                "has computed counts for nothing. Resume the run."
+            )
 
     def _set_stamp(self, slot: int, stamp: bytes = bytes(_STAMPED)) -> None:
         place = _STAMPED * (self._first + slot)
@@ -296,7 +339,8 @@ class HostMemory:
             if length > _LONGEST:
                 return None
             head = os.pread(self._file, _LENGTH.size + length, begin)
-            return self._mapped(slot, head, _decoded(head))
+            found, stamped = self._mapped(slot, head, _decoded(head)), self._stamped(slot)
+            return found if stamped and stamped[1] == found.checksum() else None
         except (struct.error, msgspec.MsgspecError, ValueError, TypeError, AttributeError, OSError):
             return None
 
@@ -314,7 +358,7 @@ class HostMemory:
                 else torch.empty(shape, dtype=dtype)
             )
             place += _aligned(count * dtype.itemsize)
-        return _Slot(head, tensors)
+        return _Slot(head, tensors, torch.frombuffer(memory, dtype=torch.int64))
 
 
 def _aligned(size: int) -> int:

@@ -1,10 +1,11 @@
 """Memory files that the fork server keeps: what a worker leaves there outlives the worker.
 
 All are made, empty, before the first fork, so that the spare has the same ones. A file belongs to
-a worker's number: the process that replaces a killed one gets the file that this one left. The
-number stands in the file itself, so that a fork server that was restarted finds the files of
-living workers again. A file vanishes with the last process that has it open. What else is in a
-file is the business of `host_memory.py`.
+a worker's number and to one process at a time: the process that replaces a killed one gets the
+file that this one left, once that one can no longer write. Number and process stand in the file
+itself, so that a fork server that was restarted finds the files of living workers again
+(`adopt_all`, before its imports: a file vanishes with the last process that has it open). What
+else is in a file is the business of `host_memory.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ import struct
 STAMPS = 256
 """Bytes at the beginning of a file that say what it holds; all zero if nothing."""
 
-_NUMBER = struct.Struct("<Q")
+_OWNER = struct.Struct("<QQ")
+
+OWNER = slice(STAMPS, STAMPS + _OWNER.size)
+"""Bytes that say whose file it is: the number of the worker plus 1, and its process; right behind
+the stamps, all zero if no worker has it."""
 
 
 class MemoryFiles:
@@ -38,41 +43,89 @@ class MemoryFiles:
             self._files += (os.memfd_create(self.name) for _ in range(most))
 
     def of(self, number: int) -> int:
-        """The descriptor of a worker's file, as its last process left it; -1 if none is free."""
+        """The descriptor of a worker's file, as its last process left it; -1 if none is free, or
+        while that process may still write."""
         for wanted in (number + 1, 0):
             for file in self._files:
-                if _owner(file) == wanted:
-                    os.pwrite(file, _NUMBER.pack(number + 1), STAMPS)  # right behind them
+                owner, pid = _owner(file)
+                if owner == wanted:
+                    if pid and _has_open(pid, file):
+                        return -1
+                    _own(file, number, 0)
                     return file
         return -1
 
-    def keep_only(self, file: int) -> None:
-        """In a process that was just forked: close all other files."""
+    def keep_only(self, number: int, file: int) -> None:
+        """In the process of a worker, just forked: own its file, and close all others."""
         for each in self._files:
             if each != file:
                 os.close(each)
         self._files = [file] if file >= 0 else []
+        if file >= 0:
+            _own(file, number, os.getpid())
 
-    def ended(self, number: int) -> None:
-        """A worker's process has ended. If it left nothing, the memory goes back to the system."""
+    def ended(self, number: int, pid: int = 0) -> None:
+        """A worker's process has ended. If it left nothing, the memory goes back to the system.
+
+        A file that another process of the worker has by now is left alone.
+        """
         for file in self._files:
-            if _owner(file) == number + 1 and not any(os.pread(file, STAMPS, 0)):
+            mine = pid and _owner(file) == (number + 1, pid)
+            if mine and not any(os.pread(file, STAMPS, 0)):
                 os.ftruncate(file, 0)  # also for those who have it open, as the spare has
 
     def adopt(self, number: int, pid: int) -> None:
         """Take up the file of a living worker that another fork server has forked."""
+        self._adopt(pid, number + 1)
+
+    def adopt_all(self) -> None:
+        """Take up the files of all living workers of this run, whoever has forked them."""
+        for pid in filter(str.isdecimal, os.listdir("/proc") if self._files else ()):
+            with contextlib.suppress(OSError):
+                with open(f"/proc/{pid}/comm") as comm:
+                    ours = comm.read(6) == "instep"
+                if ours:
+                    self._adopt(int(pid))
+
+    def _adopt(self, pid: int, owner: int = 0) -> None:
         with contextlib.suppress(OSError):  # it has ended, or is not ours to look into
             for name in os.listdir(f"/proc/{pid}/fd"):
                 path = f"/proc/{pid}/fd/{name}"
                 if os.readlink(path).removeprefix("/memfd:").split(" ")[0] != self.name:
                     continue
                 file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-                place = self.of(number) if _owner(file) == number + 1 else -1
-                if place >= 0:
-                    os.dup2(file, place, inheritable=False)
+                found, _ = _owner(file)
+                if found and found == (owner or found):
+                    self._take_up(file)
                 os.close(file)
 
+    def _take_up(self, file: int) -> None:
+        """Have this file instead of a free one."""
+        if not any(os.path.sameopenfile(file, each) for each in self._files):
+            for place in self._files:
+                if _owner(place) == (0, 0):
+                    os.dup2(file, place, inheritable=False)
+                    return
 
-def _owner(file: int) -> int:
-    """The number of the worker whose file it is, plus 1; 0 if no worker has it."""
-    return int.from_bytes(os.pread(file, _NUMBER.size, STAMPS), "little")
+
+def _own(file: int, number: int, pid: int) -> None:
+    os.pwrite(file, _OWNER.pack(number + 1, pid), STAMPS)
+
+
+def _owner(file: int) -> tuple[int, int]:
+    """The number of the worker whose file it is, plus 1, and its process; 0 if it has none yet, or
+    no worker has the file."""
+    found = os.pread(file, _OWNER.size, STAMPS)
+    owner, pid = _OWNER.unpack(found.ljust(_OWNER.size, b"\0"))
+    return owner, pid
+
+
+def _has_open(pid: int, file: int) -> bool:
+    """Whether a process lives that has a file open."""
+    found = os.fstat(file)
+    with contextlib.suppress(OSError):  # it has ended
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.stat(f"/proc/{pid}/fd/{name}"), found):
+                    return True
+    return False

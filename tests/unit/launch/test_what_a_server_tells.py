@@ -44,7 +44,7 @@ def served():
     yield server, connection
     for end in (connection.pipe, server._life, server._wake_read, server._wake_write):
         os.close(end)
-    server._memory_files.keep_only(-1)
+    server._memory_files.keep_only(0, -1)
 
 
 @contextmanager

@@ -15,7 +15,8 @@ import torch
 from instep.errors import CheckpointError, WorkerError
 from instep.system import host_memory
 from instep.system.host_memory import REGION, HostMemory, NoRoom, Stamp, TensorSpec
-from instep.system.memory_files import MemoryFiles
+from instep.system.memory_files import OWNER, MemoryFiles
+from instep.system.processes import name_process
 
 LAYOUT = {
     "residual": TensorSpec((5, 7), torch.float32),
@@ -40,6 +41,11 @@ def value_at(memory, *commit):
     values = {float(each) for tensor in tensors.values() for each in tensor.flatten()}
     assert len(values) == 1
     return values.pop()
+
+
+def owned(file, number, pid):
+    """A process has the file of a worker from now on."""
+    os.pwrite(file, struct.pack("<QQ", number + 1, pid), OWNER.start)
 
 
 @pytest.fixture
@@ -113,13 +119,13 @@ def test_another_layout_leaves_what_is_stamped_until_it_is_staged_over(file):
     assert [value_at(memory, 1, number) for number in (1, 2, 3)] == [None, 2, 3]
 
 
-@pytest.mark.parametrize("written", range(28))
+@pytest.mark.parametrize("written", range(36))
 def test_half_a_stamp_is_none(file, written):
     memory = another(file)
     keep(memory, 1, 6)
     keep(memory, 1, 7)
-    for old in (bytes(28), os.pread(file, 28, 64), b"\xff" * 28):
-        head = struct.pack("<QQQ", 3, (8 << 40) + 8, 1)
+    for old in (bytes(36), os.pread(file, 36, 64), b"\xff" * 36):
+        head = struct.pack("<QQQq", 3, (8 << 40) + 8, 1, -5)
         new = head + struct.pack("<I", zlib.crc32(head))
         os.pwrite(file, new[:written] + old[written:], 64)
         found = HostMemory(os.dup(file))
@@ -198,15 +204,17 @@ def mappings_alone():
 def test_what_was_cleared_is_not_found_and_its_pages_go_back_to_the_system():
     memory_files = MemoryFiles(2, "secret")
     file = memory_files.of(7)
+    owned(file, 7, 77)
     memory = another(file)
     keep(memory, 1, 1)
-    memory_files.ended(7)
+    memory_files.ended(7, 77)
     assert HostMemory(os.dup(memory_files.of(7))).stamps() == [Stamp(1, 1, 0)]
+    owned(file, 7, 77)
     memory.clear()
     assert HostMemory(os.dup(file)).stamps() == []
-    memory_files.ended(7)
+    memory_files.ended(7, 77)
     assert os.fstat(file).st_blocks == 0
-    memory_files.keep_only(-1)
+    memory_files.keep_only(0, -1)
 
 
 def test_limits_of_the_process_count_as_those_of_the_machine(file):
@@ -269,9 +277,10 @@ def test_each_number_has_a_file_of_its_own_while_there_are_any():
     first, second = memory_files.of(40), memory_files.of(3)
     assert len({first, second}) == 2
     assert [memory_files.of(40), memory_files.of(3), memory_files.of(5)] == [first, second, -1]
-    memory_files.ended(40)  # it left nothing
+    owned(first, 40, 77)
+    memory_files.ended(40, 77)  # it left nothing
     assert memory_files.of(5) == first
-    memory_files.keep_only(-1)
+    memory_files.keep_only(0, -1)
 
 
 # ---- killed in the midst of it
@@ -341,3 +350,74 @@ def test_a_kill_at_any_moment_leaves_the_last_commit_whole(file, kills):
         memory.close()
     print(f"{kills} kills, {halves} with a slot half written, {after} right after a stamp")
     assert halves
+
+
+def test_a_process_that_ended_takes_no_memory_from_the_one_that_has_its_file_by_now():
+    """A new fork server starts workers in the places of dead ones before it sees those end."""
+    memory_files = MemoryFiles(4, "secret")
+    files = [memory_files.of(number) for number in (1, 0)]
+    for pid, (number, file) in enumerate(zip((1, 0), files, strict=True), 1001):
+        owned(file, number, pid)
+        memory_files.ended(number, 7)  # the one before, which left nothing
+        keep(another(file), 1, 1)
+    assert memory_files.of(2) not in files
+    assert [memory_files.of(number) for number in (1, 0)] == files
+    memory_files.keep_only(0, -1)
+
+
+def test_a_file_is_given_to_nobody_while_its_process_may_write():
+    memory_files = MemoryFiles(2, "secret")
+    owned(memory_files.of(3), 3, os.getpid())
+    assert memory_files.of(3) == -1
+    memory_files.keep_only(0, -1)
+
+
+@pytest.mark.parametrize("before", ["stage", "staged"])
+def test_a_process_whose_file_belongs_to_another_by_now_writes_nothing_that_counts(file, before):
+    owned(file, 0, 1001)
+    memory = another(file)
+    keep(memory, 1, 1)
+    if before == "staged":
+        memory.stage(1, 2, 0)
+    owned(file, 0, 1002)
+    with pytest.raises(WorkerError, match="belongs to another process"):
+        keep(memory, 1, 2)
+    assert another(file).stamps() == [Stamp(1, 1, 0)]
+
+
+@pytest.mark.parametrize("size", [100, 3_000_001], ids=["small", "large"])
+def test_tensors_that_another_process_has_written_are_not_taken_up(file, size):
+    memory = another(file, {"first": TensorSpec((size,), torch.float32), **LAYOUT})
+    keep(memory, 1, 1)
+    keep(memory, 1, 2)
+    assert value_at(HostMemory(os.dup(file)), 1, 2) == 2
+    memory.at(1, 2)["first"].fill_(3)
+    found = HostMemory(os.dup(file))
+    assert found.at(1, 2) is None
+    assert value_at(found, 1, 1) == 1
+
+
+def test_a_new_fork_server_has_the_memory_of_workers_that_die_while_it_starts():
+    reads, writes = os.pipe()
+    child = os.fork()
+    if not child:
+        name_process("instep-worker")
+        memory_files = MemoryFiles(2, "secret")
+        file = memory_files.of(7)
+        memory_files.keep_only(7, file)
+        keep(another(file), 1, 1)
+        os.write(writes, b"1")
+        signal.pause()
+    os.read(reads, 1)
+    memory_files = MemoryFiles(2, "secret")
+    memory_files.adopt_all()
+    memory_files.adopt(7, child)  # as the master says later
+    assert memory_files.of(7) == -1
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    memory_files.ended(7, child)
+    assert value_at(HostMemory(os.dup(memory_files.of(7))), 1, 1) == 1
+    assert HostMemory(os.dup(memory_files.of(8))).stamps() == []
+    memory_files.keep_only(0, -1)
+    os.close(reads)
+    os.close(writes)
