@@ -25,6 +25,12 @@ _WANTED = (
     "if need be a scheduler, a GradScaler and further data to evaluate on"
 )
 
+_SEVERAL = {
+    "model": " Make the second a part of the first (model.criterion = criterion): then its "
+    "gradients are exchanged, and it is in the checkpoints.",
+    "optimizer": " Make one with a group of parameters for each; a group has its own rate.",
+}
+
 
 class Data(NamedTuple):
     """A dataset, or a `DataLoader` taken apart."""
@@ -72,7 +78,7 @@ class Prepared(NamedTuple):
             if kind in found:
                 raise SpecError(
                     f"prepare() was given {a_or_an(found[kind])} and {a_or_an(part)}: a session "
-                    f"has one {kind}."
+                    f"has one {kind}.{_SEVERAL.get(kind, '')}"
                 )
             found[kind] = part
             order.append(part)

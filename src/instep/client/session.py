@@ -416,6 +416,14 @@ class Session:
         """
         self._own.weigh(loss).backward(**options)
 
+    def skip(self) -> None:
+        """Have the present batch count nothing; call it instead of `backward`.
+
+        For a batch whose loss is not finite: a product with 0 would still be NaN. The step is the
+        mean over its other batches. `optimizer.step()` is called as ever.
+        """
+        self._own.skip()
+
     def record(self, loss: Tensor | float, weight: float | None = None) -> None:
         """Record the mean loss of the present batch, before `backward`, for the table and report.
 

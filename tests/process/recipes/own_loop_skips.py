@@ -1,4 +1,4 @@
-"""An own loop over data with holes; afterwards the same in plain PyTorch, without them."""
+"""An own loop over data with holes and NaN; the same in plain PyTorch, without these."""
 
 import copy
 
@@ -11,10 +11,12 @@ import instep
 from instep.data.order import Order, position
 
 BAD = [*range(20, 26), 60]
+NAN = [3, 40, 41]
 STEPS = 14
 
 if __name__ == "__main__":
     made = tiny.recipe()
+    made.train.tensors[0][NAN] = torch.nan
     train = {"global_batch": 16, "micro_batches": 16, "merge": "never"}
     session = instep.join(name="own", quiet=True, seed=5, train=train, data={"unreadable": "skip"})
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
@@ -25,7 +27,10 @@ if __name__ == "__main__":
     for _ in range(2):
         for inputs, target in loader:
             loss = loss_of(model(inputs), target)
-            session.backward(loss)
+            if loss.isfinite():
+                session.backward(loss)
+            else:
+                session.skip()
             optimizer.step()
     session.close()
     assert session.step == STEPS
@@ -33,7 +38,7 @@ if __name__ == "__main__":
     order = Order(101, 5)
     for step in range(1, STEPS + 1):
         indices = order.indices(*position(step, 101, 16))
-        rows = [int(index) for index in indices if index not in BAD]
+        rows = [int(index) for index in indices if index not in BAD + NAN]
         reference.zero_grad()
         inputs, target = made.train[rows]
         loss_of(plain(inputs), target).backward()

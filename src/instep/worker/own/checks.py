@@ -130,6 +130,11 @@ class Guard:
     def _count(self) -> int:
         return sum(len(group["params"]) for group in self._optimizer.param_groups)
 
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that need gradients."""
+        return [parameter for _, parameter in self._trained]
+
     def begin_step(self) -> None:
         """From here on nothing but the optimizer is to write to parameters."""
         self._versions = [p._version for _, p in self._trained]

@@ -15,6 +15,7 @@ worker that takes another's place is answered from a log (`calls.py`).
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -43,6 +44,7 @@ from instep.worker.own import evaluation
 from instep.worker.own.calls import EVALUATION, Call, Calls, Waits
 from instep.worker.own.checks import Guard, refuse, verdict_of
 from instep.worker.own.evaluation import NONE, Piece, Round
+from instep.worker.own.strangers import Strangers
 from instep.worker.own.taken_over import take_over
 from instep.worker.step.committed import Commit
 from instep.worker.step.engine import Agreement, Weighed
@@ -66,10 +68,14 @@ class _PartsMissing(Exception):
     """Of an evaluation: the worker that had them is lost, and has not been replaced yet."""
 
 
+_ITERATIONS = itertools.count(1)
+
+
 class Iteration:
     """The present iteration of the user's loop."""
 
     def __init__(self, part: Pass, samples: int, *, last: bool) -> None:
+        self.number = next(_ITERATIONS)
         self.part, self.samples, self.last = part, samples, last
         self.weight = 0.0 if part.repeats else float(samples)
         self.total = 0.0
@@ -166,6 +172,7 @@ class OwnLoop(Loop):
         self._evaluates_since: float | None = None
         self._lost = lost
         self._guard = Guard(model, optimizer, alone=job.per_commit.micro_batches == 1)
+        self._strangers = Strangers(model, self._users_iteration)
         self._calls = Calls()
         self._known_step: int | None = None  # the commit that the calls follow
         self._waits_in = Waits()
@@ -370,8 +377,9 @@ class OwnLoop(Loop):
         if not now.begun:
             raise SpecError(
                 f"step {self.step}: a batch of the loader had no backward pass, so its samples "
-                "would count without having been trained on. Call loss.backward() for every "
-                "batch (multiply the loss by 0 where it is not to count)."
+                "would count without having been trained on. Call session.backward(loss) for "
+                "every batch; where one is not to count (its loss is NaN), session.skip() instead "
+                "of it, and optimizer.step() as ever."
             )
         if now.last and not now.stepped:
             raise SpecError(
@@ -412,10 +420,16 @@ class OwnLoop(Loop):
                 "sum of."
             )
         self._tells = True
+        self._strangers.look(loss, (self.step - 1) // self._per_epoch)
         if not now.part.repeats:
             now.total = now.held + float(loss.detach()) * (now.weight or 1.0)
             now.held = now.total if self._held_back else now.held
         return loss
+
+    def skip(self) -> None:
+        """The backward pass of a batch that is to count nothing, whatever is in it."""
+        nothing = torch.stack([p.flatten()[:1].sum() for p in self._guard.trained]).sum() * 0
+        self.weigh(WeightedLoss(nothing, 0.0)).backward()
 
     def _take(self, slot: int, gradient: Tensor) -> None:
         """A gradient is complete, in the middle of a backward pass."""
@@ -515,6 +529,10 @@ class OwnLoop(Loop):
         return self._now is not None and self._now.last and not again
 
     # ---- optimizer and scheduler
+
+    def _users_iteration(self) -> int | None:
+        """The present iteration's number, while the user's code runs in it."""
+        return None if self._now is None or self._direct else self._now.number
 
     def _in_iteration(self, what: str) -> Iteration:
         if self._now is None:
@@ -934,6 +952,7 @@ class OwnLoop(Loop):
     def close(self) -> None:
         """Let go of loader and group, and of the optimizer; a second call does nothing."""
         super().close()
+        self._strangers.close()
         self._give_back()
 
 

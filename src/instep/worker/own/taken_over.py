@@ -56,6 +56,9 @@ def take_over(loop: OwnLoop) -> Callable[[], None]:
     if scaler is not None:
 
         def scaled_step(_: Any, moved: Any, *args: Any, **kwargs: Any) -> None:
+            if moved is not optimizer:  # the loop's hook names it
+                raw_scaled(moved, *args, **kwargs)
+                return
             loop.optimizer_step(lambda: raw_scaled(moved, *args, **kwargs))
 
         def update(_: Any, *args: Any, **kwargs: Any) -> Any:
