@@ -813,7 +813,12 @@ class JobSpec(Section, frozen=True, kw_only=True):
     """Name of the run and of its folder: letters, digits, `.`, `_` and `-`."""
 
     recipe: Annotated[str, Meta(pattern=r"^.+:[A-Za-z_][A-Za-z0-9_]*$")]
-    """`file.py:function`; the function returns an `instep.Recipe`. Relative to the job file."""
+    """`file.py:function`, or `package.module:function`; the function returns an `instep.Recipe`.
+    Relative to the job file. A file in a package is imported as its package has it."""
+
+    python_path: tuple[str, ...] = ()
+    """Folders in which the recipe's imports are looked up too, such as `["src"]`. The recipe's own
+    folder, or that above its package, needs not be named. Relative to the job file."""
 
     workers: Positive = 2
     """Processes that compute gradients. With `[mesh]` they make whole replicas: a multiple of

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
+import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
@@ -54,16 +55,42 @@ def load(
 
 def absolute(job: JobSpec, folder: Path) -> JobSpec:
     """The same job with absolute paths; relative ones are relative to `folder`."""
-    file, _, function = job.recipe.rpartition(":")
+    job = with_recipe_in(job, folder)
     start = job.start
     if start.model:
         start = msgspec.structs.replace(start, model=_absolute(start.model, folder))
-    recipe = f"{_absolute(file, folder)}:{function}"
     cluster = job.cluster
     if cluster.workers:
         certificates = _absolute(cluster.certificates, folder)
         cluster = msgspec.structs.replace(cluster, certificates=certificates)
-    return msgspec.structs.replace(job, recipe=recipe, start=start, cluster=cluster)
+    return msgspec.structs.replace(job, start=start, cluster=cluster)
+
+
+def with_recipe_in(job: JobSpec, folder: Path) -> JobSpec:
+    """The same job with an absolute path of the recipe's file, and of where its imports are.
+
+    `package.module:function` is looked up in `folder`, in `python_path`, and where this program
+    finds its own modules.
+    """
+    file, _, function = job.recipe.rpartition(":")
+    places = [_absolute(place, folder) for place in job.python_path]
+    found = ""
+    for place in (str(folder.resolve()), *places, *filter(None, sys.path)):
+        if found := _module_in(place, file):
+            places += [place] if place not in places else []
+            break
+    recipe = f"{found or _absolute(file, folder)}:{function}"
+    return msgspec.structs.replace(job, recipe=recipe, python_path=tuple(places))
+
+
+def _module_in(place: str, name: str) -> str:
+    """The file of a module in a folder, if `name` is one of a module; else empty."""
+    parts = name.split(".")
+    if name.endswith(".py") or not all(part.isidentifier() for part in parts):
+        return ""
+    path = Path(place, *parts)
+    files = (path.with_suffix(".py"), path / "__init__.py")
+    return next((str(file) for file in files if file.is_file()), "")
 
 
 def _absolute(path: str, folder: Path) -> str:

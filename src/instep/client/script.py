@@ -109,7 +109,7 @@ def print_job_if_asked(
         "seed": seed,
         "network": network,
         **({"arguments": dict(arguments)} if arguments else {}),
-        **{section: dict(values) for section, values in sections.items()},
+        **sections,
     }
     # how many workers there are, the command line says
     spec_file.build({"recipe": f"script.py:{MAIN}", "workers": 1, **table}, source="instep.join")

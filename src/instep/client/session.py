@@ -26,6 +26,7 @@ from instep import spec_file
 from instep.client import placement, refusal
 from instep.client.hosting import Host, meet
 from instep.client.job_checks import check_job, with_options
+from instep.client.keywords import tables
 from instep.client.prepared import Prepared
 from instep.client.rendezvous import meeting_at
 from instep.client.script import print_job_if_asked
@@ -48,6 +49,9 @@ from instep.worker.own.loop import OwnLoader, OwnLoop
 from instep.worker.own.rounds import OwnRounds
 from instep.worker.process import Script
 from instep.worker.training import Training, check_device, check_encrypted, choose_device
+
+JOIN = ("name", "runs", "arguments", "seed", "quiet", "network", "resume", "token_file")
+"""Keywords of `join` beside the tables of a job."""
 
 
 def join(
@@ -97,6 +101,7 @@ def join(
             train together. Every process raises what process 0 finds.
     """
     spare_dynamo()
+    sections = tables("instep.join", JOIN, sections)
     print_job_if_asked(name, seed, network, arguments, sections)
     if Script.started is not None:
         return _within_script(Script.started, recipe)
@@ -194,7 +199,7 @@ def _job(
         "seed": seed,
         "network": network,
         "arguments": dict(arguments or {}),
-        **{section: dict(values) for section, values in sections.items()},
+        **sections,
     }
     return spec_file.absolute(spec_file.build(table, source="instep.join"), Path.cwd())
 

@@ -8,7 +8,7 @@ import torch. Ways in: `run_job`, `resume_run`.
 
 from __future__ import annotations
 
-import inspect
+import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from instep import spec_file
 from instep.client.job_checks import check_job, open_switchboard, with_options
+from instep.client.keywords import tables
 from instep.client.launching import launching
+from instep.client.references import places_of, reference_to
 from instep.client.results import about, failure, finish, recipe_sha256, refused
 from instep.comm.endpoint import Switchboard
 from instep.comm.messages import Over
-from instep.errors import InstepError, RecipeError, RunError, SpecError
-from instep.recipe.given import give
+from instep.errors import InstepError, RunError, SpecError
 from instep.spec import JobSpec
 from instep.store.folder import (
     BEGINNING,
@@ -39,6 +40,11 @@ from instep.store.folder import (
 if TYPE_CHECKING:
     from instep.client.notebook import Table
     from instep.launch.base import Launcher
+
+
+TRAIN = ("workers", "name", "runs", "arguments", "seed", "quiet", "on", "network")
+RESUME = ("workers", "quiet")
+"""Keywords beside the tables of a job."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +100,11 @@ def train(
     Raises:
         InstepError: the job is wrong or a worker failed; the text says why.
     """
+    more = tables("instep.train", TRAIN, sections)
     if on:
-        sections["launch"] = {**sections.get("launch", {}), "on": on}
+        more["launch"] = {**more.get("launch", {}), "on": on}
     reference = recipe if isinstance(recipe, str) else reference_to(recipe)
+    places = [*more.pop("python_path", ()), *([] if isinstance(recipe, str) else places_of(recipe))]
     job_table = {
         "name": name or reference.rpartition(":")[2],
         "recipe": reference,
@@ -104,7 +112,8 @@ def train(
         "seed": seed,
         "network": network,
         "arguments": dict(arguments or {}),
-        **{section: dict(values) for section, values in sections.items()},
+        "python_path": places,
+        **more,
     }
     job = spec_file.absolute(spec_file.build(job_table, source="instep.train"), Path.cwd())
     table = _table(quiet)
@@ -133,31 +142,6 @@ def _told(run: Run, quiet: bool, table: Table | None) -> Run:
     elif not quiet:
         show_ending(run.summary, run.path)
     return run
-
-
-def reference_to(function: Callable[..., Any]) -> str:
-    """`/path/file.py:function` for a function that other processes can import.
-
-    One that was defined in a cell of a notebook, or typed at a prompt, has no file: then the
-    workers are forked from this process.
-
-    Raises:
-        RecipeError: it has no file, or is not at the top level of it.
-    """
-    name = getattr(function, "__qualname__", type(function).__name__)
-    code = getattr(function, "__code__", None)
-    if code is not None and not Path(code.co_filename).is_file():
-        return give(function, code.co_filename)
-    try:
-        file = Path(inspect.getsourcefile(function) or "")
-    except TypeError:
-        file = Path()
-    if not file.is_file() or not name.isidentifier():
-        raise RecipeError(
-            f"the recipe {name!r} cannot be imported by other processes: define it as a function "
-            "at the top level of a .py file."
-        )
-    return f"{file.resolve()}:{name}"
 
 
 def run_job(
@@ -260,7 +244,9 @@ def resume(
     Raises:
         InstepError: it cannot be resumed, or a worker failed; the text says why.
     """
-    if callable(changes.get("recipe")):
+    changes = tables("instep.resume", RESUME, changes)
+    if "recipe" in changes and not isinstance(changes["recipe"], str | os.PathLike):
+        changes["python_path"] = places_of(changes["recipe"])
         changes["recipe"] = reference_to(changes["recipe"])
     if workers is not None:
         changes["workers"] = workers

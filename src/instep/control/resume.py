@@ -17,8 +17,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import msgspec
-
 from instep import spec_file
 from instep.control.stop_rules import recorded
 from instep.data.batches import Batches
@@ -90,9 +88,7 @@ def changed(
     lay_over(table, changes, say)
     job = spec_file.build(table, source=f"resume {run.path}", typed=typed)
     if "recipe" in changes or any(each.split("=")[0].strip() == "recipe" for each in given):
-        file, _, function = job.recipe.rpartition(":")
-        recipe = f"{Path(file).expanduser().resolve()}:{function}"
-        job = msgspec.structs.replace(job, recipe=recipe)
+        job = spec_file.with_recipe_in(job, Path.cwd())
     check_changes(run.spec, job)
     return job
 

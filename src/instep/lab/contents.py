@@ -183,7 +183,7 @@ def _recipe(run: RunFolder) -> Any:
             "call for its dataset."
         )
     job = run.spec
-    return call(load_function(job.recipe), job.arguments, job.seed)
+    return call(load_function(job.recipe, places=job.python_path), job.arguments, job.seed)
 
 
 def _plainly(dataset: Any, seed: int, epoch: int, index: int) -> int:

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -136,7 +136,7 @@ def serve(note: str) -> None:
         given(job["recipe"]) is None
         and import_it
         and not os.environ.get(_NO_PRELOAD)
-        and not _preload(Path(file))
+        and not _preload(Path(file), job.get("python_path", ()))
     ):
         _start_again(note)
     phases["import recipe"] = time.time() - preloading
@@ -204,12 +204,12 @@ def _import_meshes() -> None:
     gc.enable()
 
 
-def _preload(recipe: Path) -> bool:
+def _preload(recipe: Path, places: Sequence[str]) -> bool:
     """Import the recipe's file; False if a fork would now be unsafe."""
     from instep.recipe.build import load_module
 
     try:
-        load_module(recipe)
+        load_module(recipe, places=places)
     except (Exception, SystemExit):
         pass  # each worker meets the same error, and reports it
     return threading.active_count() == 1 and cuda_survives_a_fork()

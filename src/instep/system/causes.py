@@ -65,7 +65,11 @@ _HINTS = (
         "out of memory",
         "Use more train.micro_batches with train.merge = 'never', or a smaller global_batch.",
     ),
-    ("No module named", "Install it in the environment that instep runs in."),
+    (
+        "No module named",
+        "Install it in the environment that instep runs in; if it is your own, name its folder in "
+        "python_path of the job.",
+    ),
     (
         "Expected more than 1 value per channel",
         "One sample alone reached a batch normalisation: use fewer train.micro_batches (with "

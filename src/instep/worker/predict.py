@@ -98,7 +98,7 @@ class Predictor:
         set_kernels(job.train, THREADS)
         device = _device(job, self._local_rank)
         check_device(job, device)
-        recipe = call(load_function(job.recipe), job.arguments, job.seed)
+        recipe = call(load_function(job.recipe, places=job.python_path), job.arguments, job.seed)
         self._phase = "dataset"
         parts = _dataset(plan, job)
         self._phase = "building"
@@ -271,7 +271,7 @@ def _device(job: JobSpec, local_rank: int) -> torch.device:
 
 def _dataset(plan: Plan, job: JobSpec) -> LoaderParts:
     """What the function of `--data` returns; it gets those of the job's arguments that it takes."""
-    function = load_function(plan.data, "data")
+    function = load_function(plan.data, "data", job.python_path)
     wanted = inspect.signature(function).parameters.values()
     taken = {p.name: job.arguments[p.name] for p in wanted if p.name in job.arguments}
     for p in wanted:

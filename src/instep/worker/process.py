@@ -125,7 +125,7 @@ def prepare(member: Member, local_rank: int) -> Training:
     set_kernels(job.train, share(cores(), job.workers, hosts))
     device = choose_device(job, local_rank, per_machine(job.workers, hosts))
     check_encrypted(member, device)
-    recipe = call(load_function(job.recipe), job.arguments, job.seed)
+    recipe = call(load_function(job.recipe, places=job.python_path), job.arguments, job.seed)
     lap("recipe")
     member.phase = "building"
     made: type[Training] = Training

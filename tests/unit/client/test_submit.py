@@ -1,6 +1,7 @@
 """What a client does before a process starts: names the recipe, checks the job, makes a folder."""
 
 import functools
+import re
 import subprocess
 import sys
 
@@ -12,10 +13,13 @@ from safetensors.torch import save_file as torch_save_file
 
 from instep import spec_file
 from instep.client.job_checks import check_job, open_switchboard
+from instep.client.keywords import tables
+from instep.client.references import reference_to
 from instep.client.results import about, failure
-from instep.client.submit import reference_to
+from instep.client.submit import resume, train
 from instep.comm.messages import Failed
 from instep.errors import CheckpointError, RecipeError, RunError, SpecError
+from instep.recipe.recipe import Recipe
 from instep.spec import JobSpec
 from instep.store.folder import make_run_folder
 from instep.system.addresses import address_towards
@@ -46,12 +50,52 @@ def inner():
     return nested
 
 
-@pytest.mark.parametrize(
-    "function", [lambda: None, inner(), len, functools.partial(top_level), JobSpec.__init__]
-)
+@pytest.mark.parametrize("function", [lambda: None, inner(), len, JobSpec.__init__])
 def test_a_function_that_others_cannot_import_is_refused(function):
     with pytest.raises(RecipeError, match=r"at the top level of a \.py file"):
         reference_to(function)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (functools.partial(top_level, lr=0.1), "the function top_level, and arguments={'lr': 0.1}"),
+        (torch.nn.Linear(1, 1), "'Linear' was given for a recipe"),
+        (3, "'int' was given for a recipe"),
+        (
+            Recipe(model=torch.nn.Linear(1, 1), compute_loss=len, optimizer=len, train=[1]),
+            "give the function recipe itself, not what recipe() returns",
+        ),
+    ],
+    ids=["partial", "model", "number", "recipe"],
+)
+def test_what_is_no_function_is_answered_with_what_to_give(given, words):
+    with pytest.raises(RecipeError, match=re.escape(words)):
+        reference_to(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"epochs": 1}, "belongs into 'train': instep.train(..., train={'epochs': 1})."),
+        ({"steps": 10}, "instep.train(..., train={'steps': 10})"),
+        ({"worker": 2}, "Did you mean 'workers'?"),
+        ({"lr": 0.1}, "if the recipe function takes it: instep.train(..., arguments={'lr': 0.1})"),
+        ({"batch_size": 32}, "instep.train(..., train={'global_batch': 32})"),
+        ({"device": "cpu"}, "instep.train(..., train={'device': 'cpu'})"),
+        ({"epoch": 3}, "instep.train(..., train={'epochs': 3})"),
+        ({"world_size": 2}, "Did you mean instep.train(..., workers=2)?"),
+        ({"trian": {"epochs": 1}}, "Did you mean 'train'?"),
+        ({"xyz": 1}, "Known: "),
+    ],
+    ids=str,
+)
+def test_a_keyword_that_belongs_into_a_table_is_answered_with_the_line_to_type(given, words):
+    with pytest.raises(SpecError, match=re.escape(words)):
+        train(top_level, **given)
+    with pytest.raises(SpecError, match=re.escape(words.replace("instep.train", "instep.resume"))):
+        resume("runs/nowhere", **given)
+    assert tables("instep.train", (), {"train": {"epochs": 1}}) == {"train": {"epochs": 1}}
 
 
 def test_a_run_folder_has_the_job_as_run_and_a_place_for_logs(tmp_path):
