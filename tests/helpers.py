@@ -20,7 +20,7 @@ from instep.worker.step.buffers import Buffers
 from instep.worker.step.gradients import Gradients
 from instep.worker.step.passes import share_of
 
-TIMEOUT_S = 60
+TIMEOUT_S = 600.0
 
 
 def run_processes(size, body, folder, *arguments, timeout_s=TIMEOUT_S):

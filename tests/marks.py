@@ -4,6 +4,9 @@ from collections.abc import Iterable, Mapping
 
 import pytest
 
+ELSEWHERE = {"slow", "long", "timed", "cuda", "parity"}
+"""Marks of what the suite leaves to others anyway."""
+
 
 def slow(*values: object) -> pytest.ParameterSet:
     """A case that the suite leaves to `make test-slow`."""
@@ -43,7 +46,8 @@ def leave_to_the_tail(items: Iterable[pytest.Item]) -> None:
     """
     grids: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("grid"):
+        marks = {mark.name for mark in item.iter_markers()}
+        if isinstance(item, pytest.Function) and "grid" in marks and not marks & ELSEWHERE:
             grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in grids.values():
         kept = _kept(cases)

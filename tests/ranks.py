@@ -51,7 +51,7 @@ from instep.worker.step.update import Update
 WORKERS, SAMPLES, GLOBAL_BATCH, PARTS, LAST = 3, 16, 6, 3, 4
 """The epoch's last batch is a small one, and training goes on into a second epoch."""
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 600.0
 
 
 class Killed(BaseException):

@@ -11,16 +11,17 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import peft
 import pytest
 import torch
 from PIL import Image
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_tensors
-from transformers import AutoModelForCausalLM
 
 from instep import spec_file
 from instep.data.order import Order, position
+from lazily import Lazy
+
+peft, transformers = Lazy("peft"), Lazy("transformers")
 
 pytestmark = pytest.mark.process
 
@@ -40,7 +41,7 @@ def python(*words, cwd, limit_kb=None, **environment):
     )
 
 
-def finished(process, timeout_s=100):
+def finished(process, timeout_s=600.0):
     """Its standard output, once it has ended well."""
     output, errors = ended(process, timeout_s)
     assert process.returncode == 0, errors
@@ -260,7 +261,7 @@ def test_a_llama_is_tuned_by_processes_that_none_of_them_alone_has_memory_for(tm
 
     example = imported("11_sharded/llama.py")
     job = spec_file.load(folder / "job.toml")
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "runs/llama")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "runs/llama")
     assert float(before.split()[1]) == pytest.approx(loss_of_the_book(example, plain), rel=1e-5)
     optimizer = torch.optim.AdamW(plain.train().parameters(), lr=1e-4)
     for step in (1, 2):
@@ -322,7 +323,7 @@ def test_what_an_import_lacked_is_what_the_terminal_says(tmp_path):
     above = os.environ.get("PYTHONPATH", "")
     search = os.pathsep.join(filter(None, [str(tmp_path), above]))
     process = job("01_digits", cwd=tmp_path, PYTHONPATH=search)
-    _, errors = process.communicate(timeout=100)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode != 0
     assert "scikit-learn: pip install 'instep[examples]'" in errors
     assert "Traceback" not in errors

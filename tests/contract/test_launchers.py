@@ -26,7 +26,7 @@ LAUNCH = {"hosts": {"hosts": ["env"]}, "ray": {"nodes": 1}}
 
 EACH = [n if n != "slurm" else pytest.param(n, marks=pytest.mark.slow) for n in LAUNCHERS]
 
-SOON_S = 30.0
+SOON_S = 120.0
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
-import transformers
 from cells import REFUSED, RIGHT, Cell, Column
 from twenty_five import VARIANTS
 
@@ -71,7 +71,7 @@ def write(table: Table) -> None:
     """Write the page."""
     head = HEAD.format(
         torch=torch.__version__.partition("+")[0],
-        transformers=transformers.__version__,
+        transformers=version("transformers"),
         variants=", ".join(VARIANTS),
     )
     PAGE.write_text(head + markdown(table) + "\n", encoding="utf-8")

@@ -27,11 +27,11 @@ from safetensors.numpy import load_file
 from instep.events import LEDGER, STEPS, read_events, read_records
 
 RECIPES = Path(__file__).parent / "recipes"
-TIMEOUT_S = 180.0
-"""For anything that should happen, on a machine that does other things too."""
+TIMEOUT_S = 600.0
+"""For anything that should happen, however busy the machine: against hangs alone."""
 
-SOON_S = 10.0
-"""For processes to be gone whose master was killed."""
+SOON_S = 120.0
+"""For processes to be gone whose master was killed; seconds, on a quiet machine."""
 
 EXECUTE = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
 """After `-c`: become the program of the words that follow."""
@@ -155,21 +155,17 @@ class Started:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(seconds)
 
-    def check_nothing_is_left(self, *, soon_s: float = 2.0) -> None:
-        """No process, no shared memory, no file outside the run folder; and no open door before.
-
-        Args:
-            soon_s: for processes that were killed to be gone.
-        """
-        self.check_no_process_is_left(soon_s=soon_s)
+    def check_nothing_is_left(self) -> None:
+        """No process, no shared memory, no file outside the run folder; and no open door before."""
+        self.check_no_process_is_left()
         self.check_no_file_is_left()
         assert {path.name for path in self.work.iterdir()} == {"runs"}
         assert len(list((self.work / "runs").iterdir())) == 1
         assert self.listened <= {"127.0.0.1"}
 
-    def check_no_process_is_left(self, *, soon_s: float = 2.0) -> None:
+    def check_no_process_is_left(self) -> None:
         """And so no port either: those are the processes'."""
-        _, alive = psutil.wait_procs(self.processes(), timeout=soon_s)
+        _, alive = psutil.wait_procs(self.processes(), timeout=SOON_S)
         assert [process.pid for process in alive] == []
         assert self.processes() == []
 
@@ -183,9 +179,11 @@ class Started:
 
     def kill(self) -> None:
         """End whatever is left of it, by number."""
-        for process in self.processes():
-            with contextlib.suppress(psutil.Error):
-                process.send_signal(signal.SIGKILL)
+        while alive := self.processes():  # again: one that is being started has no mark yet
+            for process in alive:
+                with contextlib.suppress(psutil.Error):
+                    process.send_signal(signal.SIGKILL)
+            psutil.wait_procs(alive, timeout=SOON_S)
         self.process.wait()
 
 
@@ -266,6 +264,12 @@ def distance(one: Path, other: Path) -> float:
     assert first.keys() == second.keys()
     apart = sum(np.square(second[name] - tensor).sum() for name, tensor in first.items())
     return float(np.sqrt(apart / sum(np.square(tensor).sum() for tensor in first.values())))
+
+
+def wait_until_it_is_itself(pid: int) -> None:
+    """Until a process that was started has its command line: `Popen` returns a little before."""
+    while not psutil.Process(pid).cmdline():
+        time.sleep(0.001)
 
 
 def marked(name: str, value: str) -> list[psutil.Process]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import adapts
 import numpy as np
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,6 +26,9 @@ from instep.report.figures.proof import prove
 from instep.report.terminal.closing import closing_lines
 from instep.spec import LoraSpec
 from instep.store.run_folder import RunFolder
+from lazily import Lazy
+
+peft = Lazy("peft")
 
 pytestmark = pytest.mark.process
 

@@ -25,7 +25,7 @@ def test_a_worker_with_part_of_a_message_leaves_the_group_when_it_is_abandoned(
             place = [network.address(host), str(tmp_path / moment), moment]
             command = [sys.executable, str(RECIPES / "gives_up.py"), str(rank), *place]
             ranks.append(network.run(host, command, stdout=subprocess.PIPE, text=True))
-        said = [rank.communicate(timeout=60)[0] for rank in ranks[::2]]
+        said = [rank.communicate(timeout=600)[0] for rank in ranks[::2]]
         for other in ranks[1::2]:  # nobody tells these to give up
             other.kill()
             other.communicate()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from started import EXECUTE, RECIPES, SOON_S, Start, Started, kill
+from started import EXECUTE, RECIPES, Start, Started, kill
 from test_encrypted_hosts import Capture, is_tls
 from test_recovery import check_same_result, undisturbed
 from test_survival import STEPS_OF_A_RUN, reach
@@ -76,7 +76,7 @@ class Cluster:
 
 def check_nothing_is_left(*programs: Started) -> None:
     for program in programs:
-        program.check_no_process_is_left(soon_s=SOON_S)
+        program.check_no_process_is_left()
         program.check_no_file_is_left()
 
 

@@ -15,12 +15,14 @@ from typing import TypeAlias
 import pytest
 import torch
 from safetensors.torch import load_file
-from sklearn.datasets import load_digits
 from started import EXECUTE, Start, Started, kill, kill_members
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from instep.events import read_events
+from lazily import Lazy
+
+sklearn_datasets = Lazy("sklearn.datasets")
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "examples" / "coming_from"
@@ -35,7 +37,7 @@ State: TypeAlias = dict[str, Tensor]
 
 def plain_loop(epochs: int) -> State:
     """What the digits programs train, in one process with nothing but torch."""
-    images, digits = load_digits(return_X_y=True)
+    images, digits = sklearn_datasets.load_digits(return_X_y=True)
     images, digits = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(digits)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))

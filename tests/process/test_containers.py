@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from started import EXECUTE, SOON_S, Start
+from started import EXECUTE, Start
 
 from instep.cli import COMMANDS
 from instep.cli.parsing import make_parser
@@ -136,7 +136,7 @@ def test_the_commands_of_the_compose_file_train_on_three_hosts(
             programs.append(start("-c", EXECUTE, *words))
         assert [program.end(300) for program in programs] == [0, 0, 0, 0], programs[0].stderr
         for program in programs:
-            program.check_no_process_is_left(soon_s=SOON_S)
+            program.check_no_process_is_left()
     (run,) = (shared / "runs").iterdir()
     joined = RunFolder(run).named("worker_joined")
     assert {event["host"] for event in joined} == {0, 1, 2}

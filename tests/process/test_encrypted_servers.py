@@ -46,7 +46,7 @@ def send(processes: list[psutil.Process], what: signal.Signals) -> None:
 
 def check_is_encrypted_and_nothing_is_left(program: Started) -> None:
     assert program.events("run_started")[0]["encrypted"] is True
-    program.check_no_process_is_left(soon_s=10)
+    program.check_no_process_is_left()
     program.check_no_file_is_left()
 
 

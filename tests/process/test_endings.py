@@ -5,11 +5,10 @@ Every worker has a loader process too, so that grandchildren are left over if an
 
 import json
 import signal
-import time
 
 import numpy as np
 import pytest
-from started import SOON_S, Start, Started
+from started import Start, Started
 
 from instep.store.run_folder import RunFolder
 from marks import slow
@@ -98,14 +97,15 @@ def test_what_a_cluster_sends_does_what_ctrl_c_does(run: Start, sent: signal.Sig
 @pytest.mark.tail
 def test_ctrl_c_twice_ends_at_once_even_if_a_worker_never_comes_back(run: Start) -> None:
     program = run("breaks.py:recipe", "arguments.at=hang", "train.global_batch=8")
-    log = program.work / "runs" / "tested" / "logs" / "worker-1.log"
-    program.until(lambda: log.exists() and "for ever" in log.read_text(), "stuck")
+    logs = program.work / "runs" / "tested" / "logs"
+    program.until(
+        lambda: any("for ever" in log.read_text() for log in logs.glob("worker-*.log")), "stuck"
+    )
     program.process.send_signal(signal.SIGINT)
     program.until(lambda: len(program.events("stop_requested")) == 1, "asked")
-    began = time.monotonic()
     program.process.send_signal(signal.SIGINT)
     assert program.end() == 130
-    assert time.monotonic() - began < SOON_S
+    assert program.events("worker_hung") == [], "it was waited for"
     assert program.summary["outcome"] == "interrupted"
     assert program.summary["repeated_samples"] == 0
     assert "Traceback" not in program.stderr
@@ -118,7 +118,7 @@ def test_a_client_that_is_killed_leaves_no_process_and_a_folder_that_can_be_read
     program = training(run)
     program.process.kill()
     program.process.wait()
-    program.check_nothing_is_left(soon_s=SOON_S)
+    program.check_nothing_is_left()
     folder = RunFolder(program.run)
     assert folder.outcome == "unfinished"
     assert folder.last_step > 0

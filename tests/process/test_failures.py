@@ -1,5 +1,6 @@
 """A run that fails begins its message with the cause, and points at the user's own line."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -48,9 +49,9 @@ def refused(run: Start, recipe: str, *settings: str) -> Started:
 @pytest.mark.parametrize(
     ("at", "code", "kind", "who"),
     [
-        slow("forward", 5, "ValueError", "worker 1 failed at step 2, in forward: "),
-        ("loss", 5, "KeyError", "worker 1 failed at step 2, in loss: "),
-        ("dataset", 4, "OSError", "worker 1 failed at step 2, in loading: "),
+        slow("forward", 5, "ValueError", r"worker [01] failed at step 2, in forward: "),
+        ("loss", 5, "KeyError", r"worker [01] failed at step 2, in loss: "),
+        ("dataset", 4, "OSError", r"worker [01] failed at step 2, in loading: "),
         slow("metric", 5, "ZeroDivisionError", "failed at step 80, in validation: metric error: "),
     ],
 )
@@ -61,7 +62,7 @@ def test_what_one_worker_raises_is_the_cause_with_the_line_that_raised_it(
     assert program.process.returncode == code
     text = "the forward pass" if at == "forward" else f"the {at}"
     first, second, *_ = program.error.splitlines()
-    assert who in first
+    assert re.search(who, first)  # whoever is quicker may be dealt more
     assert kind in first
     assert f"{text} met the marked sample" in first
     assert f"breaks.py:{line_of('breaks.py', f'{text} met')}" in first + second
@@ -77,7 +78,7 @@ def test_what_one_worker_raises_is_the_cause_with_the_line_that_raised_it(
 def test_a_crash_of_native_code_is_named_with_its_signal(run: Start) -> None:
     program = failing(run, "breaks.py:recipe", "arguments.at=segfault")
     assert program.process.returncode == 5
-    assert "worker 1 failed" in program.error
+    assert re.search("worker [01] failed", program.error)
     assert "killed by SIGSEGV (signal 11). Native code of a library crashed." in program.error
     assert "It happened 3 times at this step." in program.error
 
@@ -86,7 +87,7 @@ def test_a_crash_of_native_code_is_named_with_its_signal(run: Start) -> None:
 def test_a_process_that_exits_without_a_message_is_named_with_its_code(run: Start) -> None:
     program = failing(run, "breaks.py:recipe", "arguments.at=exit")
     assert program.process.returncode == 5
-    assert "worker 1 failed" in program.error
+    assert re.search("worker [01] failed", program.error)
     assert "the process ended with code 3 and said nothing." in program.error
 
 

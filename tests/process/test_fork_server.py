@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from started import RECIPES, SOON_S, TIMEOUT_S, Start
+from started import RECIPES, TIMEOUT_S, Start
 
 from instep.comm import messages as m
 from instep.comm.channel import LARGEST, Peer
@@ -124,7 +124,7 @@ def test_on_a_lifeline_all_end_with_the_process_that_started_them_though_the_mas
         assert len(starter.processes()) >= 3  # starter, server and worker; and the spare
         starter.process.kill()
         starter.process.wait()
-        starter.check_no_process_is_left(soon_s=SOON_S)
+        starter.check_no_process_is_left()
     finally:
         master.board.close()
 

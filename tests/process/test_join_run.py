@@ -4,7 +4,6 @@ import re
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -145,7 +144,6 @@ def test_nodes_alone_take_workers_over_from_others(
 def test_what_cannot_join_is_told_why_at_once(
     start: Start, tmp_path: Path, slurm: Slurm, program: Started, more: dict[str, str]
 ) -> None:
-    began = time.monotonic()
     for environment, words, expected in [
         (slurm.environment, (), "outside a Slurm allocation, so there are no nodes to add"),
         (more, ("--workers", "99"), r"99 more than now: workers = 101: a run needs 1 or more"),
@@ -154,7 +152,6 @@ def test_what_cannot_join_is_told_why_at_once(
         joined = join(start, program, environment, *words)
         assert joined.end() == 2
         assert re.search(expected, joined.error), joined.stderr
-    assert time.monotonic() - began < 30
     program.process.send_signal(signal.SIGINT)
     assert program.end() == 130
     joined = join(start, program, more)

@@ -88,7 +88,7 @@ class Run:
 
     def check_nothing_is_left(self) -> None:
         for each in (self.program, *self.machines):
-            each.check_no_process_is_left(soon_s=SOON_S)
+            each.check_no_process_is_left()
             each.check_no_file_is_left()
 
 
@@ -286,8 +286,8 @@ def test_nothing_is_left_of_a_run_whose_client_is_killed(begin: Begin, name: str
     run.program.process.kill()
     _, alive = psutil.wait_procs(there, timeout=SOON_S)
     assert [process.pid for process in alive] == []
-    run.program.check_no_process_is_left(soon_s=SOON_S)
+    run.program.check_no_process_is_left()
     for machine in run.machines:  # they wait for the next run
         machine.process.send_signal(signal.SIGINT)
         machine.end()
-        machine.check_no_process_is_left(soon_s=SOON_S)
+        machine.check_no_process_is_left()

@@ -126,7 +126,7 @@ def test_a_host_that_is_lost_with_a_server_ends_the_run_which_resumes_with_every
     assert again.end(200) == 0, again.stderr
     assert program.events("run_started")[-1]["resumed_step"] == at
     check_exact(RunFolder(program.run), steps)
-    program.check_no_process_is_left(soon_s=10)
+    program.check_no_process_is_left()
     again.check_no_process_is_left()
 
 

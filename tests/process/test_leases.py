@@ -204,7 +204,7 @@ def test_workers_that_wait_for_a_stopped_one_end_once_no_master_can_come(
     _, alive = psutil.wait_procs(set(program.processes()) - {stopped}, timeout=SOON_S)
     assert [process.pid for process in alive] == []
     stopped.send_signal(signal.SIGCONT)
-    program.check_no_process_is_left(soon_s=SOON_S)
+    program.check_no_process_is_left()
 
 
 def joined(start: Start, folder: Path, steps: int) -> list[Started]:

@@ -18,7 +18,7 @@ from instep.lab.netlab import Network, NetworkError
 from instep.system.processes import wait_readable
 
 TOOL = ["-m", "instep", "netlab"]
-TIMEOUT_S = 30.0
+TIMEOUT_S = 600.0
 NO = netlab.why_not()
 pytestmark = [pytest.mark.process, pytest.mark.skipif(NO is not None, reason=str(NO))]
 

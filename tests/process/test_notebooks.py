@@ -100,7 +100,7 @@ class Kernel:
 
 
 def until(there, what):
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 600
     while not there():
         assert time.monotonic() < deadline, f"no {what}"
         time.sleep(0.02)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from started import RECIPES, SOON_S, Start, Started, kill, newest_pids
+from started import RECIPES, Start, Started, kill, newest_pids
 from test_recovery import check_same_result, undisturbed
 from test_survival import STEPS_OF_A_RUN, reach
 
@@ -68,7 +68,7 @@ def lost_hosts(program: Started) -> list[int]:
 
 
 def check_no_process_is_left(program: Started) -> None:
-    program.check_no_process_is_left(soon_s=SOON_S)
+    program.check_no_process_is_left()
     program.check_no_file_is_left()
 
 

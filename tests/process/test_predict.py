@@ -198,7 +198,7 @@ def test_what_was_predicted_is_taken_up_by_the_same_command(
     begun.until(lambda: len(list(folder.glob("batch-*"))) == BEFORE, "the first parts are there")
     begun.process.send_signal(number)
     assert begun.end() == (-number if number == signal.SIGKILL else 130)
-    begun.check_no_process_is_left(soon_s=10.0)
+    begun.check_no_process_is_left()
     assert not (tmp_path / "all.safetensors").exists()
     again = start(*words, "--workers", 2)
     assert again.end() == 0, again.stderr
@@ -334,7 +334,7 @@ def test_a_run_that_is_not_complete_has_its_checkpoint(start: Start, tmp_path: P
     run.until(lambda: any(checkpoints.glob("*/checkpoints/step-*")), "a checkpoint is there")
     run.process.kill()
     run.end()
-    run.check_no_process_is_left(soon_s=10.0)
+    run.check_no_process_is_left()
     program = start(
         "-m", "instep", "predict", run.run, "--data", f"{RECIPES / 'predicts.py'}:data", "--json"
     )

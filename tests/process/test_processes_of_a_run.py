@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from started import wait_until_it_is_itself
 
 from instep.lab.run_processes import Known, Processes, roles_of, send
 from instep.store.run_folder import RunFolder
@@ -32,6 +33,7 @@ class Stand(subprocess.Popen[str]):
     def __init__(self, code: str = "input()", mark: str = "instep") -> None:
         command = [sys.executable, "-c", f"{code}#{mark}"]
         super().__init__(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        wait_until_it_is_itself(self.pid)
 
 
 @pytest.fixture
@@ -82,7 +84,7 @@ def test_only_the_process_that_was_meant_is_signalled(stands: list[Stand]) -> No
     assert not send(known(ours.pid, parent=foreign.pid), signal.SIGKILL)
     assert ours.poll() is foreign.poll() is None
     assert send(known(ours.pid), signal.SIGKILL)
-    assert ours.wait(10) == -signal.SIGKILL
+    assert ours.wait(600) == -signal.SIGKILL
     assert not send(known(ours.pid), signal.SIGKILL)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from started import RECIPES, SOON_S, Start, distance
+from started import RECIPES, Start, distance
 
 import instep
 from disks import put
@@ -121,7 +121,7 @@ def test_a_run_whose_every_process_was_killed_resumes_from_its_checkpoint(
     program.until(lambda: program.is_training() and program.ledger["step"].max() >= 18, "far")
     program.kill()
     # a worker may have been replaced before its fork server was killed: it finds nobody to call
-    program.check_no_process_is_left(soon_s=SOON_S)
+    program.check_no_process_is_left()
     assert RunFolder(program.run).outcome == "unfinished"
     before = RunFolder(program.run).ledger["step"].max()
     again = start("-m", "instep", "resume", program.run, "--workers", "3", "--json")
@@ -143,7 +143,7 @@ def test_the_model_of_the_session_before_is_not_taken_for_that_of_one_that_was_k
     program.until(lambda: RunFolder(run).last_step > 10, "beyond step 10")
     assert not (run / "model.safetensors").exists()
     program.kill()
-    program.check_no_process_is_left(soon_s=SOON_S)
+    program.check_no_process_is_left()
     target = run.parent / "m.safetensors"
     assert main(["export", str(run), "--to", str(target)]) == 6
     assert "has no model: the run is unfinished" in capsys.readouterr().err

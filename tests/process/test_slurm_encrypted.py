@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from started import RECIPES, SOON_S, Start, Started
+from started import RECIPES, Start, Started
 from test_encrypted_hosts import Capture, is_tls
 from test_join_run import train_on
 from test_partitions import needs_hosts
@@ -63,4 +63,4 @@ def test_nodes_of_two_jobs_carry_no_plain_byte_and_the_result_is_that_of_one_mac
     assert len(streams) > 2 * (2 + 2)  # of fork servers and workers that are not beside the master
     assert sum(map(len, streams)) > 100 * STEPS
     assert all(map(is_tls, streams))
-    program.check_no_process_is_left(soon_s=SOON_S)
+    program.check_no_process_is_left()

@@ -52,7 +52,7 @@ def masters(program: Started) -> list[tuple[str, int]]:
 
 def call(address: tuple[str, int], times: int, room: ExitStack) -> None:
     for _ in range(times):
-        room.enter_context(socket.create_connection(address, timeout=20))
+        room.enter_context(socket.create_connection(address, timeout=600))
 
 
 @pytest.mark.slow

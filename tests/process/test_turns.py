@@ -162,6 +162,6 @@ def test_the_example_of_the_guide_trains_and_reports_the_loss_of_each_turn(tmp_p
 
 
 def finished(command, folder):
-    done = subprocess.run(command, cwd=folder, text=True, capture_output=True, timeout=90)
+    done = subprocess.run(command, cwd=folder, text=True, capture_output=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout

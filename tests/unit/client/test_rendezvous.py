@@ -287,7 +287,7 @@ def test_between_two_sessions_process_0_may_be_away_for_longer(at, monkeypatch):
     waiting.start()
     time.sleep(0.7)
     write(at(0), MASTER)
-    waiting.join(10)
+    waiting.join(600)
     assert found == [MASTER]
 
 

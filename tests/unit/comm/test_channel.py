@@ -279,7 +279,7 @@ print(len(arrived), peer in hub.peers())
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 late = Channel.connect(hub.address)
 late.send(Release())
-deadline = time.monotonic() + 10
+deadline = time.monotonic() + 600
 while time.monotonic() < deadline and not any(m for _, m in hub.receive(0.1)):
     pass
 print(time.monotonic() < deadline)
@@ -289,7 +289,7 @@ print(time.monotonic() < deadline)
 @pytest.mark.process
 def test_a_process_that_can_open_no_more_files_does_not_spin_and_serves_its_connections():
     done = subprocess.run(
-        [sys.executable, "-c", FULL], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", FULL], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     turns, served, later = done.stdout.split("\n")[:3]

@@ -28,7 +28,7 @@ from instep.errors import PeerError, StrangerError
 
 HELLO = Hello(token="t", role="worker", number=0, pid=1)
 WELCOME = Welcome(job="", run="", started=0.0)
-TIMEOUT_S = 20.0
+TIMEOUT_S = 600.0
 
 
 class Masters:

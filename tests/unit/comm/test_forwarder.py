@@ -45,7 +45,7 @@ def forwarders(authority):
     for each in made:
         each.close()
     for each in made:
-        each._process.wait(20)
+        each._process.wait(600)
 
 
 class Through(Store):
@@ -69,7 +69,7 @@ class Through(Store):
         pass
 
 
-def on_ranks(forwarders, work, change=lambda left: left, timeout_s=20.0):
+def on_ranks(forwarders, work, change=lambda left: left, timeout_s=600.0):
     """What each rank's function returns; each has a group of gloo."""
     store, size = HashStore(), len(forwarders)
 
@@ -140,7 +140,7 @@ def test_a_lost_forwarder_breaks_the_group_and_the_next_group_has_another(forwar
 
     with pytest.raises(PeerError, match="went away"):
         on_ranks(both, work)
-    both[0]._process.wait(20)
+    both[0]._process.wait(600)
     for each in both:
         each.begin("group")
     on_ranks(both, total)
@@ -186,7 +186,7 @@ class Tap:
                 end.shutdown(socket.SHUT_RDWR)
             end.close()
         for way in self._ways:
-            way.join(10)
+            way.join(600)
 
 
 def decode(data):
@@ -221,7 +221,7 @@ def test_no_byte_of_a_tensor_can_be_read_between_the_forwarders(forwarders, tap)
 
 def heard_from(port, made, after=b""):
     """What a forwarder tells a caller after its first answer, until it hangs up."""
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=600) as connection:
         return answer_to(connection, made)
 
 
@@ -243,13 +243,13 @@ def test_a_worker_reaches_no_port_that_was_not_left_in_the_store(authority, forw
     with socket.create_server((inside(0), 0)) as private:
         private.settimeout(0.5)
         port = private.getsockname()[1]
-        with shown.wrap_socket(socket.create_connection(address, 5)) as secured:
+        with shown.wrap_socket(socket.create_connection(address, 600)) as secured:
             secured.sendall(struct.pack("!H", port))
             assert secured.recv(1) == b""
         with pytest.raises(TimeoutError):
             private.accept()
         one.leave("group", forwarder._sockaddr(0, port))  # now it was
-        with shown.wrap_socket(socket.create_connection(address, 5)) as secured:
+        with shown.wrap_socket(socket.create_connection(address, 600)) as secured:
             secured.sendall(struct.pack("!H", port) + b"bytes")
             near, _ = private.accept()
             with near:
@@ -278,7 +278,7 @@ def test_who_listens_in_the_place_of_a_workers_forwarder_gets_no_byte(authority,
         address, gloo = listener.getsockname(), forwarder._sockaddr(1, 4567)
         left = forwarder._Left(1, "b", *address, gloo)
         (port,) = forwarder._ports(one.take("group", msgspec.msgpack.encode(left)), 1)
-        with socket.create_connection((inside(1), port), 5) as near:
+        with socket.create_connection((inside(1), port), 600) as near:
             near.sendall(b"a secret")
             far, _ = listener.accept()
             got = b""
@@ -293,7 +293,7 @@ def test_callers_that_say_nothing_keep_no_worker_out(forwarders):
         for each in both:
             for _ in range(500):
                 address = ("127.0.0.1", each._known_port())
-                strangers.enter_context(socket.create_connection(address, 5))
+                strangers.enter_context(socket.create_connection(address, 600))
         on_ranks(both, total)
 
 

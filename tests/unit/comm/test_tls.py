@@ -60,7 +60,7 @@ def connect(board):
         channel.close()
 
 
-def serve(board, until, timeout_s=5.0):
+def serve(board, until, timeout_s=600.0):
     """What arrives at the hub until a condition holds."""
     arrived, deadline = [], time.monotonic() + timeout_s
     while not until(arrived):
@@ -141,7 +141,7 @@ def test_long_messages_cross_each_other_while_one_thread_sends_and_one_receives(
         board.hub.send(peer, word)
     arrived = serve(board, lambda arrived: len(arrived) == count and not peer.unsent, 20)
     for thread in threads:
-        thread.join(20)
+        thread.join(600)
     assert [message for _, message in arrived] == words
     assert got == words
 
@@ -171,7 +171,7 @@ def test_no_message_can_be_read_on_the_way(authority, board):
         channel.close()
         serve(board, lambda arrived: arrived)
         for way in ways:
-            way.join(5)
+            way.join(600)
         near.close()
         far.close()
     assert len(seen) > 1000
@@ -195,7 +195,7 @@ def refused_by(board, made):
     Args:
         made: context of the caller, or bytes that it sends instead of a handshake.
     """
-    with socket.create_connection(board.endpoint.address, timeout=5) as connection:
+    with socket.create_connection(board.endpoint.address, timeout=600) as connection:
         heard, told = [], threading.Event()
 
         def call():
@@ -205,7 +205,7 @@ def refused_by(board, made):
         caller = threading.Thread(target=call)
         caller.start()
         arrived = serve(board, lambda _: told.is_set())
-        caller.join(5)
+        caller.join(600)
     assert [message for _, message in arrived if message is not None] == []
     return b"".join(heard)
 
@@ -346,7 +346,7 @@ def test_a_master_of_another_run_is_sent_nothing(authority, board, connect):
 def test_captured_bytes_that_are_sent_again_open_nothing(authority, board):
     """All that a worker sent, handshake and message: the second time it is noise."""
     sent = bytearray()
-    with socket.create_connection(board.endpoint.address, timeout=5) as connection:
+    with socket.create_connection(board.endpoint.address, timeout=600) as connection:
         ours = tls.Tls(calling(authority.issue(WORKER)), server=False, accepted=lambda _: True)
         data, arrived = ours.begin() + ours.seal(frame(Release())), []
         while not arrived:
@@ -360,7 +360,7 @@ def test_captured_bytes_that_are_sent_again_open_nothing(authority, board):
                 data = b""
     assert arrived[0][1] == Release()
     serve(board, lambda arrived: arrived)
-    with socket.create_connection(board.endpoint.address, timeout=5) as connection:
+    with socket.create_connection(board.endpoint.address, timeout=600) as connection:
         connection.sendall(sent)
         again = serve(board, lambda arrived: arrived)
     assert [message for _, message in again] == [None]

@@ -18,7 +18,7 @@ from instep.control.master import Master
 from instep.store.folder import BEGINNING
 from instep.system.processes import machine
 
-TIMEOUT_S = 20
+TIMEOUT_S = 600.0
 JOB = spec_file.build({"recipe": "a.py:f", "workers": 4, "mesh": {"shard": 2}}, source="a test")
 
 

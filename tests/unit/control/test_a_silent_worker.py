@@ -14,14 +14,14 @@ from instep import spec_file
 from instep.comm import messages as m
 from instep.comm.channel import Channel
 from instep.comm.endpoint import Switchboard
-from instep.control import endings, watch
-from instep.control.master import REPORT_S, Master
+from instep.control import endings, master, watch
+from instep.control.master import Master
 from instep.errors import PeerError
 from instep.system.limits import FLOOR_S
 from instep.system.processes import machine
 from instep.worker.member import Member
 
-TIMEOUT_S = 20
+TIMEOUT_S = 600.0
 
 
 class Run:
@@ -138,12 +138,12 @@ def test_workers_that_send_heartbeats_are_left_alone(tmp_path):
 
 
 def test_workers_that_are_all_silent_get_a_longer_timeout_and_are_not_killed(tmp_path, sleeper):
-    short = {"SILENT_S": 0.1, "ALL_SILENT_S": 1.0}
+    short = {"SILENT_S": 3.0, "ALL_SILENT_S": 6.0}  # the second is introduced within the first
     with patch.multiple(watch, **short), Run(tmp_path) as run:
         silent = [introduce(run, number, sleeper.pid) for number in (0, 1)]
         began = time.monotonic()
         word = run.end().blame.failed
-        assert time.monotonic() - began > 1.0
+        assert time.monotonic() - began > 3.0
         assert "nor did any other worker" in word.cause
         assert run.master.stale is None
         for channel in silent:
@@ -161,7 +161,8 @@ def test_a_single_worker_may_be_silent_without_limit(tmp_path, sleeper):
 
 def test_the_end_of_a_worker_counts_at_once_where_its_own_host_is_lost(tmp_path):
     """Another host, which is there, would never report it."""
-    with Run(tmp_path, hosted=True, hosts=["a", "b"]) as run:
+    never = patch.object(master, "REPORT_S", 10 * TIMEOUT_S)
+    with never, Run(tmp_path, hosted=True, hosts=["a", "b"]) as run:
         hosts = [introduce(run, number, os.getpid(), "host") for number in (0, 1)]
         process = subprocess.Popen(["sleep", "1000"])
         worker = introduce(run, 0, process.pid, host=1)
@@ -171,6 +172,6 @@ def test_the_end_of_a_worker_counts_at_once_where_its_own_host_is_lost(tmp_path)
         began = time.monotonic()
         while not run.events("process_ended") and time.monotonic() - began < TIMEOUT_S:
             run._thread.join(0.02)
-        assert time.monotonic() - began < REPORT_S / 2
+        assert run.events("process_ended")
         worker.close()
         hosts[0].close()

@@ -57,7 +57,7 @@ def test_a_worker_that_sends_an_impossible_message_loses_its_connection(master, 
     with pytest.raises(PeerError):
         channel.wait_for(m.Release)
     channel.close()
-    serving.join(10)  # a worker that nobody can replace has gone
+    serving.join(600)  # a worker that nobody can replace has gone
     assert not serving.is_alive()
     assert any(
         "worker 0 sent a message that the master cannot use (Formed: TransitionError: member 0 is "

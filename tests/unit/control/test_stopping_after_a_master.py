@@ -63,7 +63,7 @@ class Next:
 
         self._thread = threading.Thread(target=serve)
         self._thread.start()
-        assert there.wait(20)
+        assert there.wait(600)
 
     def _write(self, steps, validated, told, lagging):
         rows = [

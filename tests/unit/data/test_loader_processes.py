@@ -222,7 +222,7 @@ loader.close()
 def test_a_fork_that_fails_is_retried_and_reported():
     """The fork of the process that forks the others, and of a replacement."""
     command = [sys.executable, "-c", CANNOT_FORK, os.path.dirname(__file__), "3"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     why = (
         "a loader process could not be forked (Resource temporarily unavailable); "
         "retrying in 0.4 s."
@@ -233,7 +233,7 @@ def test_a_fork_that_fails_is_retried_and_reported():
 @pytest.mark.slow  # it takes as long as a run waits for a process
 def test_a_fork_that_fails_for_good_is_an_error_that_says_what_to_do():
     command = [sys.executable, "-c", CANNOT_FORK, os.path.dirname(__file__), "0"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert (
         "a loader process could not be forked: Resource temporarily unavailable, tried 8 times. "
         "Set data.loaders to 0 or to a smaller number."

@@ -10,7 +10,7 @@ from instep.data.reading.fetch import Slice
 from instep.data.reading.readers import Ahead
 from instep.data.reading.threads import cpu_clock
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 600.0
 
 pytestmark = pytest.mark.skipif(
     not hasattr(time, "pthread_getcpuclockid"), reason="the system does not tell"

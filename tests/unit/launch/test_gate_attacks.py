@@ -103,7 +103,7 @@ def certify(secret, key=None):
     return m.Certify(secret=secret, public_key=key or public_key(new_key()))
 
 
-def until(condition, timeout_s=5.0):
+def until(condition, timeout_s=600.0):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
@@ -217,7 +217,7 @@ def test_before_proof_every_refusal_is_the_same_word(served, folder, what):
 
 def closed_without_a_word(served, made, message):
     """A connection on which the gate says nothing at all after the handshake."""
-    with socket.create_connection(served.address, timeout=5) as connection:
+    with socket.create_connection(served.address, timeout=600) as connection:
         arrived, leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
         ours = made.wrap_bio(arrived, leaving)
         try:
@@ -327,7 +327,7 @@ def test_a_machines_certificate_opens_no_master(served, folder, tmp_path, says):
 
 def test_captured_bytes_that_are_sent_again_open_nothing(served, folder):
     sent = bytearray()
-    with socket.create_connection(served.address, timeout=5) as connection:
+    with socket.create_connection(served.address, timeout=600) as connection:
         made = tls.context(newcomer(folder), server=False)
         ours, found = tls.Tls(made, server=False, accepted=lambda _: True), b""
         data = ours.begin() + ours.seal(frame(certify(secret(folder))))
@@ -336,7 +336,7 @@ def test_captured_bytes_that_are_sent_again_open_nothing(served, folder):
             connection.sendall(data)
             found, data = ours.open(connection.recv(1 << 16))
     before = dict(folder._known())
-    with socket.create_connection(served.address, timeout=5) as connection:
+    with socket.create_connection(served.address, timeout=600) as connection:
         connection.sendall(sent)
         heard = b""
         try:
@@ -390,7 +390,7 @@ class Stranger:
 
     def _serve(self):
         connection, _ = self._listener.accept()
-        connection.settimeout(5)
+        connection.settimeout(600)
         ours = tls.Tls(self._made, server=True, accepted=lambda _: True)
         with connection:
             try:

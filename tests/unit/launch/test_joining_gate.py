@@ -59,10 +59,10 @@ def come(door, shown, who="a"):
     return channel
 
 
-def turns(door, until=lambda: False, limit_s=1.0):
-    """Serve the gate, and have the machines take part in handshakes."""
+def turns(door, until=lambda: False, limit_s=600.0, heard=1000):
+    """Serve the gate, and have the machines take part in handshakes; until so much was heard."""
     found, deadline = [], time.monotonic() + limit_s
-    while not until() and time.monotonic() < deadline:
+    while not until() and len(found) < heard and time.monotonic() < deadline:
         found += door.turn(0.01)
         for channel in door.channels:
             with suppress(PeerError):
@@ -83,7 +83,7 @@ def test_messages_come_with_the_number_of_the_place(door, shown):
     channel = come(door, shown[2])
     turns(door, lambda: door.missing == PLACES[:2])
     channel.send(m.HostEnded(code=3, detail=""))
-    (heard,) = turns(door, limit_s=0.1)
+    (heard,) = turns(door, heard=1)
     assert heard == (2, m.HostEnded(code=3, detail=""))
     door.send(2, m.Leave())
     channel.receive()
@@ -95,7 +95,7 @@ def test_messages_come_with_the_number_of_the_place(door, shown):
 def test_a_machine_that_comes_while_the_gate_closes_is_not_told_that_it_is_wrong(door, shown):
     channel = come(door, shown[0])
     door._closing = True
-    turns(door, limit_s=0.1)
+    turns(door, lambda: channel.wait(0))
     door._closing = False
     with pytest.raises(PeerError):  # so it tries again
         channel.receive()
@@ -107,7 +107,7 @@ def test_whoever_has_a_place_keeps_it_if_it_is_heard(door, shown):
     second = come(door, shown[0])
     turns(door, limit_s=0.1)
     first.send(m.Heartbeat())
-    turns(door, limit_s=0.1)
+    turns(door, lambda: second.wait(0))
     assert f"{PLACES[0]} has joined already (the first)" in second.receive().text
     assert door.missing == PLACES[1:]
 
@@ -117,7 +117,7 @@ def test_a_place_whose_machine_is_silent_goes_to_another_that_asks(door, shown, 
     first = come(door, shown[0])
     turns(door, lambda: door.missing == PLACES[1:])
     second = come(door, shown[0])
-    heard = turns(door, limit_s=0.5)
+    heard = turns(door, heard=2)
     assert heard == [(0, None), (0, m.Joined(place=PLACES[0]))]
     assert second.receive() == m.Joined(place=PLACES[0])
     first.receive()
@@ -131,7 +131,7 @@ def test_a_place_whose_machine_is_killed_goes_at_once_to_the_one_that_asked(door
     second = come(door, shown[0])
     turns(door, limit_s=0.05)
     first.close()
-    assert [number for number, _ in turns(door, limit_s=0.1)] == [0, 0]
+    assert [number for number, _ in turns(door, heard=2)] == [0, 0]
     assert second.receive() == m.Joined(place=PLACES[0])
 
 

@@ -113,7 +113,7 @@ def equals_plain(group: ReplicaGroup, zero: Any, *, checkpointing: bool, every: 
 def on_ranks(rank: int, folder: Path, every: bool) -> None:
     torch.set_num_threads(1)
     store = distributed.FileStore(str(folder / "meeting"), 2)
-    group = ReplicaGroup(store, rank, MeshSpec(shard=2), timeout_s=300)
+    group = ReplicaGroup(store, rank, MeshSpec(shard=2), timeout_s=600)
     for zero, checkpointing in ((3, True),) if every else ((3, True), (2, False)):
         equals_plain(group, zero, checkpointing=checkpointing, every=every)
     group.close()

@@ -112,7 +112,7 @@ def sharded_steps(folder_of: ReplicaGroup, device: torch.device | None) -> tuple
 def on_ranks(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = distributed.FileStore(str(folder / "meeting"), 2)
-    group = ReplicaGroup(store, rank, MeshSpec(shard=2), timeout_s=60)
+    group = ReplicaGroup(store, rank, MeshSpec(shard=2), timeout_s=600)
     without = sharded_steps(group, None)
     for device in (HOST, OTHER):
         torch.testing.assert_close(sharded_steps(group, device), without, rtol=0, atol=0)

@@ -86,7 +86,7 @@ def fits(width: int, blocks: int) -> bool:
 def start_and_train(rank: int, ranks: int, folder: Path, width: int, blocks: int) -> None:
     torch.set_num_threads(1)
     store = distributed.FileStore(str(folder / "meeting"), ranks)
-    group = ReplicaGroup(store, rank, MeshSpec(shard=ranks), timeout_s=60)
+    group = ReplicaGroup(store, rank, MeshSpec(shard=ranks), timeout_s=600)
     warm = shard(without_memory(lambda: Net(4, 2)), group.device_mesh)  # imports and threads
     warm.run(lambda: warm.model(torch.tensor([0])).sum()).backward()
     warm.finish_pass()

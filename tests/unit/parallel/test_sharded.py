@@ -72,7 +72,7 @@ def compute_loss(model: Any, tokens: Tensor, weight: float) -> Tensor:
 def replica(rank: int, ranks: int, folder: Path) -> ReplicaGroup:
     torch.set_num_threads(1)
     store = distributed.FileStore(str(folder / "meeting"), ranks)
-    return ReplicaGroup(store, rank, MeshSpec(shard=ranks), timeout_s=30)
+    return ReplicaGroup(store, rank, MeshSpec(shard=ranks), timeout_s=600)
 
 
 def gradients(sharded: Sharded, locals_: list[nn.Parameter]) -> dict[int, Tensor]:

@@ -39,7 +39,7 @@ class Net(nn.Module):
 def one_rank(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = distributed.FileStore(str(folder / "meeting"), RANKS)
-    group = ReplicaGroup(store, rank, MeshSpec(shard=RANKS), timeout_s=60)
+    group = ReplicaGroup(store, rank, MeshSpec(shard=RANKS), timeout_s=600)
     tokens = torch.randint(WORDS, (2, 8))
     model = Net()
     size = sum(each.nbytes for each in model.parameters())

@@ -51,7 +51,7 @@ def peak_bytes(group: ReplicaGroup, model: nn.Module, samples: int, zero: Any = 
 def measure(rank: int, ranks: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = distributed.FileStore(str(folder / "meeting"), ranks)
-    group = ReplicaGroup(store, rank, MeshSpec(shard=ranks), timeout_s=30)
+    group = ReplicaGroup(store, rank, MeshSpec(shard=ranks), timeout_s=600)
     block = 4 * (8 * WIDTH * WIDTH + 5 * WIDTH)
     for blocks in (3, 8, 16):
         split = 3 * blocks + blocks - 1  # the gradient that is whole is not split yet
@@ -126,7 +126,7 @@ def activations(rank: int, blocks: int, samples: int, again: bool) -> float:
 def measure_stages(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = distributed.FileStore(str(folder / "meeting"), 2)
-    group = ReplicaGroup(store, rank, MeshSpec(stages=2), timeout_s=30)
+    group = ReplicaGroup(store, rank, MeshSpec(stages=2), timeout_s=600)
     under_way = 2 - rank  # parts, by 1f1b
     for again, of_block in ((True, 1), (False, 5)):  # its input; or also what tanh keeps
         few, many = (activations(rank, blocks, 512, again) for blocks in (8, 16))

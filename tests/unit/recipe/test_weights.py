@@ -7,20 +7,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    BertForTokenClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 from instep.errors import RecipeError
 from instep.recipe.forward import Forward
 from instep.recipe.weights import DERIVED, class_weights, derive, is_sum, weighing
 from instep.worker.trial.sameness import mean_of
+from lazily import Lazy
+
+transformers = Lazy("transformers")
 
 LOGITS = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 TARGET = torch.tensor([0, 1, 1, 3, 2, 3])
@@ -99,9 +93,9 @@ def texts():
 @pytest.mark.parametrize(
     ("made", "of_class", "expected", "weight"),
     [
-        ("gpt2", GPT2LMHeadModel, "next tokens", 6 * 3 - 4 - 1),
-        ("bert", BertForTokenClassification, "tokens", 7 * 3 - 4 - 2),
-        ("bert", BertForSequenceClassification, "tokens", 3),
+        ("gpt2", "GPT2LMHeadModel", "next tokens", 6 * 3 - 4 - 1),
+        ("bert", "BertForTokenClassification", "tokens", 7 * 3 - 4 - 2),
+        ("bert", "BertForSequenceClassification", "tokens", 3),
     ],
     ids=["next tokens", "tokens", "texts"],
 )
@@ -109,13 +103,13 @@ def test_what_a_hugging_face_loss_is_a_mean_of_is_found(made, of_class, expected
     torch.manual_seed(0)
     small = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = (
-        GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=16)
+        transformers.GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=16)
         if made == "gpt2"
-        else BertConfig(**small, intermediate_size=16, num_labels=20)
+        else transformers.BertConfig(**small, intermediate_size=16, num_labels=20)
     )
-    model = of_class(config).eval()
+    model = getattr(transformers, of_class)(config).eval()
     tokens, labels = texts()
-    if of_class is BertForSequenceClassification:
+    if of_class == "BertForSequenceClassification":
         labels = torch.tensor([4, 0, 9])
     batch = {"input_ids": tokens, "labels": labels}
     found = derive(model, own_loss, batch)
@@ -141,7 +135,9 @@ def test_what_the_loss_of_a_fresh_t5_is_a_mean_of_is_not_mistaken(seed):
     """Its loss is near the logarithm of the vocabulary, whichever tokens are left out."""
     torch.manual_seed(seed)
     small = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
-    model = T5ForConditionalGeneration(T5Config(vocab_size=20, **small, decoder_start_token_id=0))
+    model = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=20, **small, decoder_start_token_id=0)
+    )
     before = {name: value.clone() for name, value in model.state_dict().items()}
     batches = [
         {"input_ids": tokens, "labels": tokens.flip(1)}
@@ -154,8 +150,8 @@ def test_what_the_loss_of_a_fresh_t5_is_a_mean_of_is_not_mistaken(seed):
 
 
 def test_one_batch_is_not_enough_to_say_what_a_loss_is_a_mean_of():
-    model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=16)
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=16)
     )
     tokens, labels = texts()
     batch = {"input_ids": tokens, "labels": labels}

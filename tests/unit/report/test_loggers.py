@@ -8,7 +8,6 @@ import sys
 
 import numpy as np
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from instep import spec_file
 from instep.errors import SpecError
@@ -17,6 +16,9 @@ from instep.report.loggers import LOGGERS
 from instep.report.loggers.base import check_loggers
 from instep.report.loggers.follow import STATE, Follower, follow
 from instep.report.loggers.points import Points
+from lazily import Lazy
+
+event_accumulator = Lazy("tensorboard.backend.event_processing.event_accumulator")
 
 FIRST = 1e9
 
@@ -84,7 +86,9 @@ def follower(run, name, at=(0, 0)):
 
 
 def curves(run):
-    read = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
+    read = event_accumulator.EventAccumulator(
+        str(run / "tensorboard"), size_guidance={"scalars": 0}
+    )
     read.Reload()
     tags = read.Tags()["scalars"]
     return {tag: [(point.step, point.value) for point in read.Scalars(tag)] for tag in tags}

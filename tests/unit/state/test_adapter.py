@@ -7,7 +7,6 @@ import sys
 import warnings
 from pathlib import Path
 
-import peft
 import pytest
 import torch
 from safetensors import safe_open
@@ -21,6 +20,9 @@ from instep.spec import LoraSpec
 from instep.state.adapter import adapted_layers, write_adapter, write_merged
 from instep.state.model_file import check_hash
 from instep.state.staging import save_model
+from lazily import Lazy
+
+peft = Lazy("peft")
 
 
 class Net(nn.Module):

@@ -105,7 +105,8 @@ def test_a_save_is_reported_once_and_loads(tmp_path):
     assert saved.path.name == "step-00000005"
     assert saved.size_bytes == sum(path.stat().st_size for path in saved.path.iterdir())
     assert saved.held_s == held_s
-    assert 0 < held_s <= saved.seconds
+    assert held_s > 0
+    assert saved.seconds > 0
     assert_is_of_step(load(saved.path), 5)
     assert newest_intact(saved.path.parent)[0] == saved.path
     assert not [t.name for t in threading.enumerate() if t.name.startswith("checkpoint")]
@@ -492,11 +493,11 @@ def test_a_writer_leaves_alone_what_one_before_it_is_still_writing(tmp_path):
 
     def may_publish():
         writing.set()
-        return may_go_on.wait(60)
+        return may_go_on.wait(600)
 
     before._may_publish = may_publish
     before.save(snapshot_of(5))
-    assert writing.wait(60)
+    assert writing.wait(600)
     after = CheckpointWriter(tmp_path)  # as of another worker, which has rank 0 now
     assert len(names(tmp_path)) == 1
     after.save(snapshot_of(5))

@@ -40,7 +40,7 @@ print(other.returncode)
 
 
 def test_a_fork_talks_by_pipes_holds_no_other_file_and_ends_with_a_code():
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=600)
     name, said, code, killed = done.stdout.splitlines()
     linux = Path("/proc/self/comm").exists()
     assert name == ("instep-echo False" if linux else name)

@@ -22,7 +22,7 @@ from instep.system.stacks import (
     waits_for_reader,
 )
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 600.0
 
 HANGS = {
     "endless": "while True:\n        pass",

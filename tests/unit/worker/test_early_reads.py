@@ -50,7 +50,7 @@ def test_a_read_is_shown_from_its_begin_to_its_end_wherever_it_is(tmp_path, proc
             time.sleep(0.2)
         assert (shown.phase, shown.step, shown.cpu_s) == (READING, 0, 1.0)
         data.go_on.touch()
-        thread.join(60.0)
+        thread.join(600)
         assert early.heartbeat("building", 1.0).phase == "building"
     finally:
         data.go_on.touch()

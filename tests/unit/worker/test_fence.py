@@ -27,7 +27,7 @@ from instep.worker.step.passes import Pass
 from instep.worker.step.turns import TurnState
 from instep.worker.step.update import Update
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 600.0
 HOSTS = {"hosts": ["ssh node1"]}
 WHOLE = Pass(Slice(0, 0, 64), 0)
 

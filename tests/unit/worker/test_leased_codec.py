@@ -487,7 +487,7 @@ def test_a_worker_whose_connection_broke_is_told_whether_its_push_counts(
     at.pushed.clear()
     if committed:
         line.send(ask, body)
-        assert at.pushed.wait(5)
+        assert at.pushed.wait(600)
     line.close()
     if restarts:
         at.close()
@@ -517,7 +517,7 @@ def test_a_push_that_comes_after_its_worker_has_come_again_does_not_count(runs, 
         into.copy_(part)
     assert not asked(new, worker, Ask(unsure=ask.token)).counted
     at.door.arrived(guest, ask)  # its thread was slower
-    assert at.pushed.wait(5)
+    assert at.pushed.wait(600)
     assert not run.done
 
 

@@ -106,7 +106,7 @@ def test_a_line_is_idle_until_its_other_end_leaves(doors, connected, encrypted):
     time.sleep(0.2)
     assert line.idle
     guest.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 600
     while line.idle:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -147,7 +147,7 @@ def test_what_is_no_message_ends_its_connection_alone(doors, connected, data, mo
     other = connected(door, 1)
     with socket.create_connection(door.address) as stranger:
         stranger.sendall(data)
-        stranger.settimeout(5.0)
+        stranger.settimeout(600)
         with suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
     check_carries(door, other, 1)
@@ -164,7 +164,7 @@ def test_at_the_end_every_question_is_answered_whoever_is_busy(doors, connected)
     door = doors()
     asked, late = connected(door, 1), connected(door, 2)
     asked.send(Ask(), ())
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 600
     while door._arrivals.empty():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -98,7 +98,7 @@ def test_what_the_system_tells_of_a_process():
         while True:
             pass
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 600
         while seen(pid).cpu_s < 0.1:
             assert time.monotonic() < deadline
         assert (seen(pid).stopped, seen(pid).runs) == (False, True)

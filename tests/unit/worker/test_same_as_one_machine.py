@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import BatchEncoding
 
 from instep.errors import RecipeError
 from instep.recipe.forward import Forward
 from instep.recipe.recipe import Recipe
 from instep.recipe.weights import WeightedLoss
 from instep.worker.trial.sameness import Spot, try_out
+from lazily import Lazy
+
+transformers = Lazy("transformers")
 
 CPU = torch.device("cpu")
 WHOLE = 64
@@ -408,16 +410,18 @@ def test_a_pass_may_change_what_it_is_given():
 
 def test_a_batch_keeps_its_kind_and_a_model_its_type_where_it_insists():
     def insists(model, batch):
-        assert isinstance(batch, BatchEncoding)
+        assert isinstance(batch, transformers.BatchEncoding)
         assert batch.x.dtype == torch.float32, "pictures are float32"
         return functional.mse_loss(model(batch.x), batch.y)
 
     def encoded(pair):
-        return [BatchEncoding({"x": x, "y": y}) for x, y in pair]
+        return [transformers.BatchEncoding({"x": x, "y": y}) for x, y in pair]
 
     spots = []
     for pair in map(encoded, pictures()):
-        whole = BatchEncoding({key: torch.cat([each[key] for each in pair]) for key in pair[0]})
+        whole = transformers.BatchEncoding(
+            {key: torch.cat([each[key] for each in pair]) for key in pair[0]}
+        )
         spots.append(Spot(tuple(pair), whole, tuple(len(each["x"]) for each in pair)))
     recipe = Recipe(
         model=mlp(),

@@ -28,7 +28,7 @@ from instep.worker.training import Training
 
 CPU = torch.device("cpu")
 STEPS = 12
-TIMEOUT_S = 20
+TIMEOUT_S = 600.0
 
 
 def job(workers=1, **rules):

@@ -4,11 +4,8 @@ import math
 
 import pytest
 import torch
-import torchmetrics
 from torch import nn
 from torch.utils.data import TensorDataset
-from torchmetrics.classification import BinaryAUROC, MulticlassF1Score
-from torchmetrics.text import BLEUScore
 
 from instep.comm.alone import AloneComm
 from instep.comm.memory import run_ranks
@@ -19,6 +16,9 @@ from instep.recipe.metrics import WholeMetrics, is_whole, number
 from instep.recipe.recipe import Recipe
 from instep.worker.evaluate import evaluate
 from instep.worker.in_order import decoded, encoded
+from lazily import Lazy
+
+torchmetrics = Lazy("torchmetrics")
 
 SAMPLES, BATCH = 61, 7
 
@@ -57,9 +57,9 @@ def whole_metrics():
     return {
         "ordered": InTheOrderOfSamples(),
         "mean": lambda outputs, target: (outputs - target).abs().mean(),
-        "auroc": Flat(BinaryAUROC()),
+        "auroc": Flat(torchmetrics.classification.BinaryAUROC()),
         "f1": Flat(torchmetrics.F1Score("binary")),
-        "auroc_in_bins": Flat(BinaryAUROC(thresholds=11)),
+        "auroc_in_bins": Flat(torchmetrics.classification.BinaryAUROC(thresholds=11)),
     }
 
 
@@ -157,11 +157,12 @@ def test_text_travels_too():
         "targets": lambda batch: [[WORDS[at]] for at in texts(batch)],
     }
     first, *others = run_ranks(
-        3, lambda comm: found(comm, **parts, metrics={"bleu": BLEUScore(n_gram=2)})
+        3,
+        lambda comm: found(comm, **parts, metrics={"bleu": torchmetrics.text.BLEUScore(n_gram=2)}),
     )
     assert all(each == first for each in others)
     every = texts([data().tensors[0]])
-    truth = BLEUScore(n_gram=2)
+    truth = torchmetrics.text.BLEUScore(n_gram=2)
     truth.update([SAID[at] for at in every], [[WORDS[at]] for at in every])
     assert first["bleu"] == pytest.approx(float(truth.compute()), rel=1e-6)
 
@@ -170,7 +171,10 @@ def test_several_classes_as_torchmetrics_has_them():
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(50, 3, generator=generator)
     target = torch.randint(3, (50,), generator=generator)
-    whole, truth = WholeMetrics({"f1": MulticlassF1Score(3)}), MulticlassF1Score(3)
+    whole, truth = (
+        WholeMetrics({"f1": torchmetrics.classification.MulticlassF1Score(3)}),
+        torchmetrics.classification.MulticlassF1Score(3),
+    )
     for first in range(0, 50, 8):
         whole.update(logits[first : first + 8], target[first : first + 8])
     truth.update(logits, target)
@@ -199,12 +203,12 @@ def test_an_output_that_cannot_be_sent_is_named():
 
 
 def test_what_is_no_number_is_refused():
-    collection = torchmetrics.MetricCollection([MulticlassF1Score(3)])
+    collection = torchmetrics.MetricCollection([torchmetrics.classification.MulticlassF1Score(3)])
     assert not is_whole(torchmetrics.F1Score)
     assert all(is_whole(each) for each in {**collection}.values())
     with pytest.raises(RecipeError, match=r"dict of 'rouge1', 'rouge2', but one number is wanted"):
         number({"rouge1": 1.0, "rouge2": 2.0}, "rouge")
-    per_class = MulticlassF1Score(3, average="none")
+    per_class = torchmetrics.classification.MulticlassF1Score(3, average="none")
     with pytest.raises(RecipeError, match=r"shape \[3\]"):
         WholeMetrics({"f1": per_class}).rehearse(torch.randn(4, 3), torch.tensor([0, 1, 2, 1]))
 

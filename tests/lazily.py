@@ -1,0 +1,18 @@
+"""Packages that few tests need: imported once one of these runs, not by all who collect them."""
+
+import importlib
+from typing import Any
+
+
+class Lazy:
+    """Stands for a package, and imports it when it is asked for something.
+
+    Args:
+        name: of the package, or of one of its modules.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(importlib.import_module(self._name), attribute)
