@@ -130,9 +130,18 @@ def test_how_long_nothing_was_committed_is_known(made: Made) -> None:
 def test_a_process_that_is_being_replaced_is_waited_for_and_one_that_never_comes_is_reported(
     made: Made,
 ) -> None:
-    made.commit(60)
+    made.commit(50)
     breaker = made.breaker(kill(0.5), kill(0.6), timeout_s=5.0)
-    breaker.serve(until(lambda: None, lambda: None, made.worker, lambda: len(breaker.injected) > 1))
+    breaker.serve(
+        until(
+            lambda: None,
+            lambda: None,
+            made.worker,
+            lambda: made.workers[0].poll() is not None,
+            lambda: made.commit(60),
+            lambda: len(breaker.injected) > 1,
+        )
+    )
     assert [each.missed for each in breaker.injected] == [
         "",
         "there was no worker process for 5 s",
