@@ -12,11 +12,9 @@ from pathlib import Path
 
 from instep.control.hosts import Process
 from instep.control.state import Hung
-from instep.data.reading.threads import ASK_READER
+from instep.data.reading.threads import ASK_READER, deepest_line, is_whole
 from instep.system.stacks import (
     ASK,
-    deepest_line,
-    is_whole,
     last_stack,
     stack_file,
     waits_for_reader,

@@ -16,7 +16,7 @@ from weakref import WeakSet
 from instep.comm.messages import Mark
 from instep.data.order import Indices, Order
 from instep.data.partition.regions import Regions
-from instep.data.reading.choose import FINGERPRINT, choose, handler
+from instep.data.reading.choose import FINGERPRINT, Handler, choose
 from instep.data.reading.fetch import Augment, Collate, Fetch, Slice
 from instep.data.reading.readers import Ahead, Inline, Reader
 from instep.data.reading.template import Say
@@ -173,7 +173,7 @@ class Loader:
     def fingerprint(self) -> Fingerprint:
         """What the dataset is recognised by; read where samples are read."""
         pool = self._pool
-        plain = pool.take(pool.submit(FINGERPRINT)) if pool else handler(self._fetch)(FINGERPRINT)
+        plain = pool.take(pool.submit(FINGERPRINT)) if pool else Handler(self._fetch)(FINGERPRINT)
         return Fingerprint.from_plain(plain)
 
     @property

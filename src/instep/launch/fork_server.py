@@ -3,8 +3,9 @@
 Importing torch takes seconds, a fork takes milliseconds. Whatever a fork
 would break must not exist here: no thread, no store, no CUDA context. The
 user's recipe file is imported before the fork too, so that its own imports are
-paid once; if that leaves threads or CUDA behind, the server starts itself
-again and leaves that import to the workers.
+paid once; if that leaves threads or CUDA behind, also threads of a library that
+does not end them at a fork, the server starts itself again and leaves that
+import to the workers.
 
 It may be killed: a spare that it forked first, and that waits until then,
 takes its place at once, and watches the workers that are there. The two watch each other:
@@ -64,6 +65,8 @@ from instep.system.processes import (
     is_stopped,
     machine,
     name_process,
+    native_threads,
+    threads_after_a_fork,
     wait_readable,
 )
 from instep.system.stacks import send
@@ -208,11 +211,14 @@ def _preload(recipe: Path, places: Sequence[str]) -> bool:
     """Import the recipe's file; False if a fork would now be unsafe."""
     from instep.recipe.build import load_module
 
+    threads = native_threads()
     try:
         load_module(recipe, places=places)
     except (Exception, SystemExit):
         pass  # each worker meets the same error, and reports it
-    return threading.active_count() == 1 and cuda_survives_a_fork()
+    if threading.active_count() > 1 or not cuda_survives_a_fork():
+        return False
+    return native_threads() <= threads or threads_after_a_fork() <= threads
 
 
 def _start_again(note: str) -> NoReturn:

@@ -143,6 +143,33 @@ class Fork:
             os.kill(self.pid, signal.SIGKILL)
 
 
+_LASTING = {"jemalloc_bg_thd"}
+"""Names of threads of libraries that do not need them after a fork."""
+
+
+def native_threads() -> int:
+    """How many threads this process has, also those that Python does not know; 1 if not known."""
+    try:
+        names = os.listdir("/proc/self/task")
+        return sum(_thread_name(name) not in _LASTING for name in names)
+    except OSError:
+        return 1
+
+
+def threads_after_a_fork() -> int:
+    """How many there are after a fork, at which libraries that survive one end theirs."""
+    pid = os.fork()
+    if not pid:
+        os._exit(0)
+    wait_for_child(pid, timeout_s=60.0)
+    return native_threads()
+
+
+def _thread_name(number: str) -> str:
+    with open(f"/proc/self/task/{number}/comm", encoding="utf-8", errors="replace") as file:
+        return file.read().strip()
+
+
 def cuda_survives_a_fork() -> bool:
     """Whether forks of this process may use a GPU: not once it has asked the driver for one."""
     cuda = sys.modules.get("torch.cuda")

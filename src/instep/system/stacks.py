@@ -14,23 +14,17 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import os
-import re
 import signal
 from pathlib import Path
 
 from instep import data
-from instep.data.reading.threads import ASK_READER
-from instep.errors import is_users
+from instep.data.reading.threads import ASK_READER, FRAME
 from instep.plain_file import plain
 
 ASK = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
 """The signal that asks for the stack; user code rarely handles it."""
 
-_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
-_OUTERMOST = (" in _run_module_as_main", " in <module>", " in _bootstrap")
 _READERS = Path(data.__file__).parent / "reading" / "readers.py"
-_CUT_SHORT = "  ..."
-"""Stands for the outermost frames, if there are more than a hundred."""
 
 
 def stack_file(run: Path, worker: int) -> Path:
@@ -73,25 +67,7 @@ def last_stack(file: Path, since_bytes: int) -> str:
         return stacks.read().decode(errors="replace")
 
 
-def is_whole(stack: str) -> bool:
-    """Whether a stack has been written to its end: a thread's outermost frame is last."""
-    last = stack.rstrip("\n").rpartition("\n")[2]
-    return stack.endswith("\n") and (last.endswith(_OUTERMOST) or last == _CUT_SHORT)
-
-
 def waits_for_reader(stack: str) -> bool:
     """Whether the thread of this stack waits for the thread that reads the data."""
-    frames = (match for line in stack.split("\n") if (match := _FRAME.match(line)))
+    frames = (match for line in stack.split("\n") if (match := FRAME.match(line)))
     return any(Path(f["file"]) == _READERS and f["name"] == "take" for f in frames)
-
-
-def deepest_line(stack: str) -> str:
-    """`file.py:12 in name`: the innermost line of the main thread that is the user's own.
-
-    If no line of the user's is on the stack, that of a library or ours; empty without a
-    stack.
-    """
-    frames = [match for line in stack.split("\n") if (match := _FRAME.match(line))]
-    own = [frame for frame in frames if is_users(Path(frame["file"]))]
-    chosen = (own or frames)[:1]
-    return next((f"{Path(f['file']).name}:{f['line']} in {f['name']}" for f in chosen), "")

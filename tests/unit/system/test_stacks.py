@@ -10,12 +10,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from instep.data.reading.threads import ASK_READER
+from instep.data.reading.threads import ASK_READER, deepest_line, is_whole
 from instep.system.processes import Watched
 from instep.system.stacks import (
     ASK,
-    deepest_line,
-    is_whole,
     last_stack,
     send,
     stack_file,

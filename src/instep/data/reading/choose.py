@@ -95,7 +95,7 @@ def choose(
             dataset's own code will read in this process.
     """
     seed = key(fetch.seed, _OF_LOADER) >> 1
-    work = Work(fetch, handler(fetch), info_dataset, seed, worker_init)
+    work = Work(fetch, Handler(fetch), info_dataset, seed, worker_init)
     if processes == 0:
         return _here(fetch, look(fetch) if fetch.plain else None, "data.loaders = 0")
     if processes != "auto":
@@ -105,7 +105,7 @@ def choose(
         except BaseException:
             pool.close()
             raise
-        return Choice("processes", f"data.loaders = {processes}", pool)
+        return Choice("processes", _told(f"data.loaders = {processes}", pool), pool)
     if fetch.plain:
         return _choose_plain(fetch, work, say)
     if not hasattr(os, "fork"):
@@ -113,17 +113,19 @@ def choose(
     return _choose_by_measuring(fetch, work, say)
 
 
-def handler(fetch: Fetch) -> Callable[[Slice], Any]:
-    """What a reader of this dataset runs on a slice, `LOOK` or `FINGERPRINT`."""
+class Handler:
+    """What a reader of a dataset runs on a slice, `LOOK` or `FINGERPRINT`."""
 
-    def answer(part: Slice) -> Any:
+    def __init__(self, fetch: Fetch) -> None:
+        self._fetch = fetch
+
+    def __call__(self, part: Slice) -> Any:
+        fetch = self._fetch
         if part == LOOK:
             return tuple(look(fetch))
         if part == FINGERPRINT:
             return fingerprint(fetch.samples, fetch.seed, fetch.content).to_plain()
         return fetch(part)
-
-    return answer
 
 
 def _unread(fetch: Fetch) -> bool:
@@ -196,13 +198,7 @@ def _choose_by_measuring(fetch: Fetch, work: Work, say: Say) -> Choice:
     except BaseException:
         pool.close()
         raise
-    why = ""
-    if probe.slice_s < _SHORT_S:
-        count = probe.samples // 2 + 1
-        why = f"{count} samples take {probe.slice_s * 1e3:.2g} ms, less than {_SHORT_S * 1e3:g} ms"
-    elif not probe.can_be_sent:
-        why = f"{_cost(probe)}; its type cannot be sent between processes"
-    if why:
+    if why := _why_here(probe, pool):
         pool.close()
         return _here(fetch, probe, why)
     if probe.samples < _RACE_PARTS:
@@ -210,6 +206,21 @@ def _choose_by_measuring(fetch: Fetch, work: Work, say: Say) -> Choice:
     chores, parts = _race_of(probe)
     here_s = chores.seconds + sum(part.stop - part.first for part in parts) * probe.sample_s
     return _raced(fetch, probe, lambda: pool, here_s)
+
+
+def _why_here(probe: Probe, pool: Pool) -> str:
+    """Why loader processes are out of the question; empty if they are not."""
+    if pool.reads_here:
+        return pool.trouble
+    if probe.slice_s < _SHORT_S:
+        count = probe.samples // 2 + 1
+        return f"{count} samples take {probe.slice_s * 1e3:.2g} ms, less than {_SHORT_S * 1e3:g} ms"
+    return "" if probe.can_be_sent else f"{_cost(probe)}; its type cannot be sent between processes"
+
+
+def _told(why: str, pool: Pool) -> str:
+    """Why samples are read so, and what went wrong with the pool, if anything did."""
+    return f"{why}; {pool.trouble}" if pool.trouble else why
 
 
 def _cost(probe: Probe) -> str:
@@ -238,7 +249,7 @@ def _choose_unraced(fetch: Fetch, probe: Probe, pool: Pool) -> Choice:
         pool.grow(_PROCESSES)
     except DataError as error:
         return _here(fetch, probe, f"{facts}; processes were tried, but: {error}")
-    return Choice("processes", facts, pool)
+    return Choice("processes", _told(facts, pool), pool)
 
 
 def cores() -> int:
@@ -278,9 +289,9 @@ def _raced(fetch: Fetch, probe: Probe, made: Callable[[], Pool], here_s: float) 
         f"here, {there_s * 1e3:.0f} ms in {_PROCESSES} processes"
     )
     if there_s < _CLEARLY * here_s:
-        return Choice("processes", facts, pool)
+        return Choice("processes", _told(facts, pool), pool)
     pool.close()
-    return _here(fetch, probe, facts)
+    return _here(fetch, probe, _told(facts, pool))
 
 
 class _Chores:

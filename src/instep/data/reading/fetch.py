@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,6 +90,17 @@ class Fetch:
         skip: bool = False,
         name: str = "training",
     ) -> None:
+        self._as_made = partial(
+            Fetch,
+            dataset,
+            seed=seed,
+            shuffle=shuffle,
+            order=order,
+            collate=collate,
+            augment=augment,
+            skip=skip,
+            name=name,
+        )
         self.samples = _length(dataset)
         self.name, self._file_of = name, file_names(dataset)
         self._marked: list[Mark] = []  # by `mark`; those of `note` are in `_noted`
@@ -109,6 +121,10 @@ class Fetch:
         self._read_batch = batch_reader(dataset) if collate is None and augment is None else None
         self._many = offers(dataset, "__getitems__")
         self._generators = generators.DrawDetector()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what it was made of, and which contents it records: for a process like this."""
+        return self._as_made, (), {"selection": self.selection}
 
     def __call__(self, part: Slice) -> Fetched:
         """The batch of a slice, which of its samples are not in it, and contents of some.

@@ -4,6 +4,10 @@ Headers travel as msgpack over a connection, tensors through shared memory that 
 All processes are forked by one that is set apart early (`template.py`): a process without
 threads, process groups or an open CUDA context, in which nothing has read the dataset.
 
+A process that can never go on, as it waits for a thread that the fork has not copied, is
+noticed (`stuck.py`). Then all processes come from an interpreter of their own (`fresh.py`); where
+that does not give the same sample, this process reads.
+
 A process that is killed is replaced and its slices are read again, which gives the same
 batches (`fetch.py`), any number of times as long as slices get read. Each process records
 what it reads: a sample at which three in a row have died counts as unreadable. Where they
@@ -15,7 +19,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sys
+import time
 from collections.abc import Callable, Iterable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -26,9 +32,13 @@ import msgspec
 from instep.comm.messages import Whereabouts
 from instep.data.reading import wire
 from instep.data.reading.fetch import Fetch, Slice
+from instep.data.reading.fresh import Packed
 from instep.data.reading.process import STOP, Reply, Slot, Task, Work, receive
-from instep.data.reading.template import Say, Template
+from instep.data.reading.stuck import IDLE_S, LOOK_S, StuckWatch
+from instep.data.reading.template import Say, Template, forked
+from instep.data.reading.threads import ask_stack, deepest_line
 from instep.data.samples import last_read
+from instep.data.samples.contents import content_of
 from instep.data.samples.last_read import Pages, describe_read, is_reading
 from instep.data.samples.unreadable import MAX_CRASHES, SKIP_HINT
 from instep.errors import DataError, PeerError, SpecError
@@ -41,6 +51,12 @@ _MAX_LOST = 5
 
 _GRACE_S = 1.0
 """How long `close` waits for a process in the middle of a slice before it kills it."""
+
+_FIRST = Slice(0, 0, 1)
+
+
+class Stuck(Exception):
+    """A loader process can never go on; the text says where it waits."""
 
 
 class Pool:
@@ -75,11 +91,17 @@ class Pool:
             )
         self._work, self._unread, self._of, self._say = work, unread, of or processes, say
         self._submitted = 0
+        self._parts: dict[int, Slice] = {}  # by ticket, those not taken yet
         self._batches: dict[int, Any] = {}
+        self._packed: Packed | None = None  # once forks of this process have hung
+        self.reads_here = False
+        """Whether this process reads, as no other can."""
+        self.trouble = ""
+        """Why loader processes are no forks of this one; empty if they are."""
         self._dropped: set[int] = set()
         self._loaders: list[_LoaderProcess] = []
         self._pages = Pages(self._of)  # before the fork of those that share them
-        self._template = Template(work, self._pages, say)
+        self._template = Template(self._begin, say)
         last_read.add_loader_pages(self._pages)
         self.grow(processes)
 
@@ -92,25 +114,32 @@ class Pool:
         assert processes <= self._of, f"{processes} of {self._of}"
         try:
             while (number := len(self._loaders)) < processes:
-                loader = _LoaderProcess(self._fork, self._ending, number, self._work.fetch)
-                self._loaders.append(loader)
+                self._loaders.append(self._loader(number))
         except DataError:
             self.close()
             raise
         self.ahead = processes * _SLOTS - 1
 
-    def _fork(self, number: int, connection: Connection, slots: list[Slot]) -> int:
+    def _loader(self, number: int) -> _LoaderProcess:
+        return _LoaderProcess(self._fork, self._ending, number, self._work.fetch, self._say)
+
+    def _begin(self) -> tuple[int, socket.socket]:
+        if self._packed is not None:
+            return self._packed.begin(self._pages)
+        return forked(self._work, self._pages)
+
+    def _fork(self, number: int, connection: Connection, files: list[int]) -> int:
         try:
-            return self._template.start(number, self._of, connection, slots)
+            return self._template.start(number, self._of, connection, files)
         except PeerError as error:
-            if not self._unread():
+            if not self._unread() and self._packed is None:
                 raise DataError(
                     f"{error} Another cannot be made, as the dataset has been read here since."
                 ) from error
             self._template.close()
-            self._template = Template(self._work, self._pages, self._say)
+            self._template = Template(self._begin, self._say)
         try:
-            return self._template.start(number, self._of, connection, slots)
+            return self._template.start(number, self._of, connection, files)
         except PeerError as error:
             raise DataError(str(error)) from error
 
@@ -125,11 +154,12 @@ class Pool:
     def submit(self, part: Slice) -> int:
         """Ask for a slice; waits while its process has no room for another batch."""
         ticket = self._submitted
-        loader = self._owner(ticket)
-        while not loader.has_room:
-            self._receive(loader)
+        while not self.reads_here and not self._owner(ticket).has_room:
+            self._receive(self._owner(ticket))
         self._submitted += 1
-        loader.post(ticket, part)
+        self._parts[ticket] = part
+        if not self.reads_here:
+            self._owner(ticket).post(ticket, part)
         return ticket
 
     def take(self, ticket: int) -> Any:
@@ -139,9 +169,10 @@ class Pool:
             DataError: what reading raised, or several processes in a row died on it; names
                 the sample at which they did, if that is known.
         """
-        while ticket not in self._batches:
+        while ticket not in self._batches and not self.reads_here:
             self._receive(self._owner(ticket))
-        batch = self._batches.pop(ticket)
+        part = self._parts.pop(ticket)
+        batch = self._batches.pop(ticket) if ticket in self._batches else self._work.read(part)
         if isinstance(batch, DataError):
             raise batch
         return batch
@@ -149,26 +180,35 @@ class Pool:
     def drop(self, tickets: Iterable[int]) -> None:
         """Outstanding slices are still read, and thrown away."""
         for ticket in tickets:
+            self._parts.pop(ticket, None)
             if ticket in self._batches:
                 del self._batches[ticket]
-            else:
+            elif not self.reads_here:
                 self._dropped.add(ticket)
 
     def close(self) -> None:
         """End all processes and wait for them."""
+        self._end_loaders()
+        last_read.remove_loader_pages(self._pages)
+        self._pages.close()
+
+    def _end_loaders(self) -> None:
         for loader in self._loaders:
             loader.ask_to_end()
         for loader in self._loaders:
             loader.end()
         self._loaders = []
-        last_read.remove_loader_pages(self._pages)
         self._template.close()
 
     def _owner(self, ticket: int) -> _LoaderProcess:
         return self._loaders[ticket % len(self._loaders)]
 
     def _receive(self, loader: _LoaderProcess) -> None:
-        reply, slot = loader.receive()
+        try:
+            reply, slot = loader.receive()
+        except Stuck as stuck:
+            self._leave_forks(str(stuck))
+            return
         if reply.ticket in self._dropped:
             self._dropped.discard(reply.ticket)
         elif reply.error:
@@ -179,16 +219,67 @@ class Pool:
             tensors = wire.read(reply.places, slot.room(reply.size)) if reply.places else []
             self._batches[reply.ticket] = wire.unpack(reply.skeleton, tensors)
 
+    def _leave_forks(self, where: str) -> None:
+        """Have an interpreter of its own start all processes, or read here."""
+        self.trouble = f"a loader process could not continue: {where}"
+        self._say(
+            f"{self.trouble}. A fork copies no threads of a library. Now processes are started "
+            "that are not forked from the worker; set data.loaders = 0 to read in the worker."
+        )
+        self._template.close()  # and with it those that it has forked
+        try:
+            if self._packed is not None:
+                raise DataError("it was not forked from the worker")
+            self._packed = Packed(self._work)
+            self._template = Template(self._begin, self._say)
+            self._compare()
+            for loader in self._loaders:
+                loader.start_again()
+        except (DataError, Stuck) as error:
+            self.reads_here = True
+            self._end_loaders()
+            self._dropped.clear()
+            self._say(f"no loader process can read the dataset: {error}. The worker reads it.")
+
+    def _compare(self) -> None:
+        """Read the first sample in a process without a fork and in this one.
+
+        Raises:
+            DataError: they differ: the process does not know all that the dataset needs.
+            Stuck: that process cannot go on either.
+        """
+        loader = self._loader(0)
+        try:
+            loader.post(0, _FIRST)
+            reply, slot = loader.receive()
+            there = _contents(reply, slot)
+        finally:
+            loader.end()
+        if isinstance(there, DataError):
+            raise there
+        if there != content_of(self._work.read(_FIRST)[0]):
+            raise DataError("it read another first sample than this process")
+
+
+def _contents(reply: Reply, slot: Slot) -> int | DataError:
+    """What a batch holds, or why there is none."""
+    if reply.error:
+        return DataError(reply.error)
+    tensors = wire.read(reply.places, slot.room(reply.size)) if reply.places else []
+    return content_of(wire.unpack(reply.skeleton, tensors)[0])
+
 
 class _LoaderProcess:
     def __init__(
         self,
-        fork: Callable[[int, Connection, list[Slot]], int],
+        fork: Callable[[int, Connection, list[int]], int],
         ending: Callable[[int], tuple[str, Whereabouts | None]],
         number: int,
         fetch: Fetch,
+        say: Say,
     ) -> None:
         self._fork, self._ending_of, self._number, self._fetch = fork, ending, number, fetch
+        self._say, self._stack = say, last_read.memory_file()
         self._slots = [Slot() for _ in range(_SLOTS)]
         self._outstanding: dict[int, Task] = {}
         self._lost = 0  # processes that have died since the last reply
@@ -208,11 +299,38 @@ class _LoaderProcess:
 
     def receive(self) -> tuple[Reply, Slot]:
         """The next reply, and where its tensors are until the next `post`."""
-        while (body := receive(self._connection)) is None:
+        while (body := self._message()) is None:
             self._replace()
         self._clear_suspects()
         reply = msgspec.msgpack.decode(body, type=Reply)
         return reply, self._slots[self._outstanding.pop(reply.ticket).slot]
+
+    def _message(self) -> bytes | None:
+        watch = StuckWatch()
+        while not self._connection.poll(LOOK_S):
+            match watch.turn(self.pid, time.monotonic()):
+                case "stuck":
+                    raise Stuck(f"it waits for a lock that no thread of it holds{self._place()}")
+                case "idle":
+                    self._say(
+                        f"loader process {self.pid} has waited for {IDLE_S:g} s{self._place()}. If "
+                        "that never ends, set data.loaders = 0."
+                    )
+        return receive(self._connection)
+
+    def _place(self) -> str:
+        """Where its thread is, as the end of a sentence."""
+        line = deepest_line(ask_stack(self.pid, self._stack))
+        return f" ({line})" if line else ""
+
+    def start_again(self) -> None:
+        """Start another process for the same slices, after the one before was killed."""
+        self._ending_of(self.pid)
+        self._lost, self._ending = 0, ""
+        self._connection.close()
+        self._start()
+        for task in self._outstanding.values():
+            self._send(task)
 
     def ask_to_end(self) -> None:
         with contextlib.suppress(OSError):
@@ -232,7 +350,8 @@ class _LoaderProcess:
     def _start(self) -> None:
         self._connection, theirs = Pipe()
         try:
-            self.pid = self._fork(self._number, theirs, self._slots)
+            files = [self._stack, *(slot.file for slot in self._slots)]
+            self.pid = self._fork(self._number, theirs, files)
         except DataError:
             self._ending = "could not be started"
             self._release()
@@ -244,6 +363,9 @@ class _LoaderProcess:
         self._connection.close()
         for slot in self._slots:
             slot.close()
+        if self._stack >= 0:
+            os.close(self._stack)
+        self._stack = -1
 
     def _clear_suspects(self) -> None:
         """A slice was read: samples suspected of crashes before it did not cause them."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import fcntl
 import gc
 import mmap
@@ -16,7 +17,6 @@ import os
 import signal
 import stat
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -29,7 +29,8 @@ from torch.utils.data._utils import worker as torch_worker
 from instep.comm.messages import Mark
 from instep.data.reading import generators, wire
 from instep.data.reading.fetch import Fetch, Slice
-from instep.data.samples.last_read import Page, use_page
+from instep.data.reading.threads import ASK_READER
+from instep.data.samples.last_read import Page, memory_file, use_page
 from instep.data.samples.unreadable import describe_error
 from instep.errors import DataError
 
@@ -83,7 +84,7 @@ class Slot:
     """
 
     def __init__(self, file: int = -1) -> None:
-        self.file = _memory_file() if file < 0 else file
+        self.file = memory_file() if file < 0 else file
         self._map: mmap.mmap | None = None
 
     def room(self, size: int) -> mmap.mmap:
@@ -101,13 +102,6 @@ class Slot:
         self.file, self._map = -1, None
 
 
-def _memory_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("instep-loader")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
-
-
 def receive(connection: Connection) -> bytes | None:
     """The next message; None when the other side is gone."""
     try:
@@ -117,16 +111,34 @@ def receive(connection: Connection) -> bytes | None:
 
 
 def serve(
-    connection: Connection, slots: list[Slot], work: Work, number: int, of: int, page: Page | None
+    connection: Connection,
+    slots: list[Slot],
+    stack: int,
+    made: Callable[[], Work],
+    number: int,
+    of: int,
+    page: Page | None,
 ) -> None:
-    """Be loader process `number` of `of` until the connection ends; record reads in `page`."""
+    """Be loader process `number` of `of` until the connection ends.
+
+    Args:
+        connection: tasks come over it, and replies go.
+        slots: for batches.
+        stack: a file for the stack, which is written there at each `ASK_READER`.
+        made: returns the work.
+        number: of this process.
+        of: how many there may be.
+        page: for what is read.
+    """
     use_page(page)
     torch.set_num_threads(1)  # a thread pool of the parent does not exist here
-    wrong = _start_as_worker(work, number, of)
+    faulthandler.register(ASK_READER, file=stack, all_threads=False, chain=False)
+    work, wrong = _as_worker(made, number, of)
     while body := receive(connection):  # until it is `STOP` or None
         task = msgspec.msgpack.decode(body, type=Task)
-        work.fetch.mark(task.marks)
-        connection.send_bytes(_answer(task, slots[task.slot], work.read, wrong))
+        if work is not None:
+            work.fetch.mark(task.marks)
+        connection.send_bytes(_answer(task, slots[task.slot], work, wrong))
 
 
 def run_and_exit(body: Callable[[], None]) -> NoReturn:
@@ -146,6 +158,19 @@ def run_and_exit(body: Callable[[], None]) -> NoReturn:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def _as_worker(
+    made: Callable[[], Work], number: int, of: int
+) -> tuple[Work | None, DataError | None]:
+    """The work, and why it cannot be done, if it cannot."""
+    try:
+        work = made()
+    except Exception as error:
+        wrong = DataError(f"the dataset cannot be loaded elsewhere: {describe_error(error)}")
+        wrong.__cause__ = error
+        return None, wrong
+    return work, _start_as_worker(work, number, of)
 
 
 def _start_as_worker(work: Work, number: int, of: int) -> DataError | None:
@@ -222,12 +247,12 @@ def own_file_offsets() -> None:
             os.close(mine)
 
 
-def _answer(task: Task, slot: Slot, read: Callable[[Slice], Any], wrong: DataError | None) -> bytes:
+def _answer(task: Task, slot: Slot, work: Work | None, wrong: DataError | None) -> bytes:
     encode = msgspec.msgpack.encode
     try:
-        if wrong is not None:
-            raise wrong
-        skeleton, tensors = wire.pack(read(task.part))
+        if wrong is not None or work is None:
+            raise wrong or DataError("there is no work")
+        skeleton, tensors = wire.pack(work.read(task.part))
         places, size = wire.layout(tensors)
         if size:
             wire.write(tensors, places, slot.room(size))

@@ -3,8 +3,9 @@
 A dataset may open its file at the first read, and an open file must not be shared through a
 fork. The process that trains may read meanwhile, and a loader process that is killed is
 replaced in the middle of an epoch. So this process is forked at the start, as an untouched
-copy, and does nothing but fork. A fork that fails is retried: there may be room for a process
-a moment later.
+copy, and does nothing but fork. Where a fork of this process hangs, it is an interpreter of its
+own instead (`fresh.py`). A fork that fails is retried: there may be room for a process a moment
+later.
 """
 
 from __future__ import annotations
@@ -40,50 +41,73 @@ Say = Callable[[str], object]
 """Is called with a sentence for the terminal of the run."""
 
 
-class Template:
-    """A process that forks others for this one.
+Begin = Callable[[], tuple[int, socket.socket]]
+"""Starts a process that serves forks; its pid, and our end of its connection."""
+
+
+def forked(work: Work, pages: Pages) -> tuple[int, socket.socket]:
+    """Start it as a fork of this process.
 
     Args:
         work: of the processes that it forks; all it refers to is as of now.
         pages: where they record what they read.
+
+    Raises:
+        OSError: there is no room for it.
+    """
+    sys.stdout.flush()  # else both processes would print what is buffered
+    sys.stderr.flush()
+    end, theirs = socket.socketpair()
+    parent = os.getpid()
+    # a signal between fork and `serve_forks` would be handled by a second copy of the parent
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        pid = os.fork()
+        if pid == 0:
+            run_and_exit(lambda: serve_forks(theirs, lambda: work, pages, parent))
+        return pid, end
+    except OSError:
+        end.close()
+        raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        theirs.close()
+
+
+class Template:
+    """A process that forks others for this one.
+
+    Args:
+        begin: starts it.
         say: called with a sentence at each fork that failed and is retried.
 
     Raises:
         DataError: it cannot be started.
     """
 
-    def __init__(self, work: Work, pages: Pages, say: Say) -> None:
-        self._say = say
-        self.pid = _fork_with_retries(lambda: self._fork(work, pages), say)
+    def __init__(self, begin: Begin, say: Say) -> None:
+        self._begin, self._say = begin, say
+        self.pid = _fork_with_retries(self._start, say)
 
-    def _fork(self, work: Work, pages: Pages) -> int:
-        sys.stdout.flush()  # else both processes would print what is buffered
-        sys.stderr.flush()
-        self._end, theirs = socket.socketpair()
+    def _start(self) -> int:
+        pid, self._end = self._begin()
         self._end.settimeout(_TIMEOUT_S)
-        parent = os.getpid()
-        # a signal between fork and `_serve` would be handled by a second copy of the parent
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        try:
-            pid = os.fork()
-            if pid == 0:
-                run_and_exit(lambda: _serve(theirs, work, pages, parent))
-            return pid
-        except OSError:
-            self._end.close()
-            raise
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            theirs.close()
+        return pid
 
-    def start(self, number: int, of: int, connection: Connection, slots: list[Slot]) -> int:
+    def start(self, number: int, of: int, connection: Connection, files: list[int]) -> int:
         """Fork loader process `number` of `of`; its pid.
+
+        Args:
+            number: of the process.
+            of: how many there may be.
+            connection: its end.
+            files: for its stack, then its slots.
 
         Raises:
             PeerError: the template process is gone.
             DataError: no other process can be started.
         """
-        files = [connection.fileno(), *(slot.file for slot in slots)]
+        files = [connection.fileno(), *files]
 
         def fork() -> int:
             pid = self._request(_REQUEST.pack(b"s", number, of), files)
@@ -154,8 +178,15 @@ def ended_with(status: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
 
-def _serve(end: socket.socket, work: Work, pages: Pages, parent: int) -> None:
-    """Fork and wait on request, until the other side closes its end."""
+def serve_forks(end: socket.socket, made: Callable[[], Work], pages: Pages, parent: int) -> None:
+    """Fork and wait on request, until the other side closes its end.
+
+    Args:
+        end: of the connection to the process that asks.
+        made: returns the work; called in each loader process.
+        pages: where they record what they read.
+        parent: the process that asks; without it this one ends.
+    """
     detach_from_parent(end.fileno(), parent)
     own = os.getpid()
     while True:
@@ -172,7 +203,7 @@ def _serve(end: socket.socket, work: Work, pages: Pages, parent: int) -> None:
         except OSError as error:
             pid = -(error.errno or 1)
         if pid == 0:
-            run_and_exit(partial(_become_loader, files, work, own, first, second, page))
+            run_and_exit(partial(_become_loader, files, made, own, first, second, page))
         if pid > 0:
             pages.assign(page, pid)
         for file in files:
@@ -181,10 +212,16 @@ def _serve(end: socket.socket, work: Work, pages: Pages, parent: int) -> None:
 
 
 def _become_loader(
-    files: list[int], work: Work, parent: int, number: int, of: int, page: Page | None
+    files: list[int],
+    made: Callable[[], Work],
+    parent: int,
+    number: int,
+    of: int,
+    page: Page | None,
 ) -> None:
     detach_from_parent(files[0], parent)
-    serve(Connection(files[0]), [Slot(file) for file in files[1:]], work, number, of, page)
+    slots = [Slot(file) for file in files[2:]]
+    serve(Connection(files[0]), slots, files[1], made, number, of, page)
 
 
 def _wait_for(pid: int) -> int:

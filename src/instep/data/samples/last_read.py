@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import tempfile
 from typing import TypeGuard
 
 from instep.comm.messages import Whereabouts
@@ -75,15 +76,23 @@ class CurrentRead:
 
 
 class Pages:
-    """Pages for the processes that this one forks; make them before the first fork.
+    """Pages for the processes that this one starts; make them before the first.
 
     Args:
         count: how many processes may live at once; one for which no page is free records nothing.
+        file: descriptor of the pages of another process, to share them.
     """
 
-    def __init__(self, count: int) -> None:
-        # anonymous and shared: children see the same memory
-        self._pages = (Page * count).from_buffer(mmap.mmap(-1, count * ctypes.sizeof(Page)))
+    def __init__(self, count: int, file: int = -1) -> None:
+        size = count * ctypes.sizeof(Page)
+        self.count, self.file = count, memory_file(size) if file < 0 else file
+        self._pages = (Page * count).from_buffer(mmap.mmap(self.file, size))
+
+    def close(self) -> None:
+        """Close the file; pages stay as long as somebody uses them. A second call does nothing."""
+        if self.file >= 0:
+            os.close(self.file)
+        self.file = -1
 
     def free(self) -> Page | None:
         """The first unused page, emptied, for a process that is about to be forked."""
@@ -110,6 +119,17 @@ class Pages:
         """By pid, where the living processes are that read a sample at the moment."""
         found = {page.pid: decode_page(page) for page in self._pages}
         return {pid: place for pid, place in found.items() if pid and is_reading(place)}
+
+
+def memory_file(size: int = 0) -> int:
+    """A new file in memory of this many bytes, which has no name; its descriptor."""
+    if hasattr(os, "memfd_create"):
+        file = os.memfd_create("instep-pages")
+    else:
+        with tempfile.TemporaryFile() as opened:
+            file = os.dup(opened.fileno())
+    os.ftruncate(file, size)
+    return file
 
 
 def decode_page(page: Page) -> Whereabouts | None:

@@ -1,0 +1,149 @@
+"""A library's threads do not survive a fork: readers that wait for them are noticed and replaced."""
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import psutil
+import pytest
+import torch
+from datasets import Plain, load
+
+from instep.data.loader import Loader, Slice
+from instep.data.reading.stuck import IDLE_S, STUCK_S, StuckWatch, Threads, threads_of
+
+LOCKED, SLEEPING = Threads(("1",), True), Threads(("1",), False)
+SLICES = [Slice(0, first, first + 10) for first in range(0, 40, 10)]
+
+
+class Pooled(Plain):
+    """Reads in a pool of threads that is started where the dataset is made."""
+
+    def __init__(self, samples=100):
+        super().__init__(samples)
+        self.pool = ThreadPoolExecutor(1)
+        self.pool.submit(int).result()
+
+    def __getitem__(self, index):
+        return self.pool.submit(super().__getitem__, index).result()
+
+
+class Pickled(Pooled):
+    """Makes its pool anew where it is unpickled."""
+
+    shift = 0.0
+
+    def __getstate__(self):
+        return {"samples": self.samples, "shift": self.shift}
+
+    def __setstate__(self, state):
+        self.__init__(state["samples"])
+        self.shift = -state["shift"]  # as whatever another interpreter does not have
+
+    def __getitem__(self, index):
+        inputs, target = super().__getitem__(index)
+        return inputs + self.shift, target
+
+
+def verdicts(*looks):
+    watch = StuckWatch(lambda pid: looks[min(int(now), len(looks) - 1)])
+    said = []
+    for step in range(int(IDLE_S) + 3):
+        now = float(step)
+        said.append(watch.turn(1, now))
+    return said
+
+
+def test_only_a_process_that_waits_for_itself_without_any_movement_is_stuck():
+    assert verdicts(LOCKED).index("stuck") == STUCK_S
+    assert set(verdicts(None)) == {""}
+    assert verdicts(SLEEPING).count("idle") == 1 and "stuck" not in verdicts(SLEEPING)
+    moving = [Threads((str(step),), True) for step in range(20)]
+    assert set(verdicts(*moving)) == {""}
+    once = [LOCKED, None, *[LOCKED] * 20]
+    assert verdicts(*once).index("stuck") == 2 + STUCK_S
+
+
+@pytest.mark.process
+def test_a_lock_is_told_from_a_pipe_a_timeout_and_a_stop():
+    def child(wait):
+        pid = os.fork()
+        if not pid:
+            try:
+                wait()
+            finally:
+                os._exit(0)
+        return pid
+
+    import threading
+
+    lock, (read, write) = threading.Lock(), os.pipe()
+    lock.acquire()
+    pids = [
+        child(lock.acquire),
+        child(lambda: lock.acquire(timeout=600.0)),
+        child(lambda: os.read(read, 1)),
+        child(lock.acquire),
+    ]
+    try:
+        until(lambda: all(psutil.Process(pid).status() == "sleeping" for pid in pids))
+        until(lambda: (threads_of(pids[3]) or SLEEPING).locked)
+        os.kill(pids[3], signal.SIGSTOP)
+        until(lambda: psutil.Process(pids[3]).status() == "stopped")
+        found = [threads_of(pid) for pid in pids]
+        assert found[0].locked
+        assert not found[1].locked
+        assert not found[2].locked
+        assert found[3] is None
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        for end in (read, write):
+            os.close(end)
+
+
+def until(true):
+    while not true():  # pytest's own limit ends it
+        os.sched_yield()
+
+
+def read(dataset, processes):
+    said = []
+    loader = Loader(dataset, seed=5, shuffle=False, processes=processes, say=said.append)
+    with closing(loader):
+        got = [inputs[0, 0].item() for inputs, _ in load(loader, SLICES)]
+        fingerprint = loader.fingerprint()
+        pids = loader.pids
+    assert got == [0.0, 10.0, 20.0, 30.0]
+    assert fingerprint.samples == 100
+    return said, loader, pids
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("processes", [2, "auto"])
+def test_the_worker_reads_what_hangs_in_forks_and_cannot_be_pickled(processes):
+    (first, last), loader, pids = read(Pooled(), processes)
+    assert "a loader process could not continue: it waits for a lock that no thread" in first
+    assert "test_stuck.py" in first and "data.loaders = 0" in first
+    assert "cannot be pickled" in last and "The worker reads it" in last
+    assert not pids
+    assert "could not continue" in loader.why
+
+
+@pytest.mark.process
+def test_processes_without_a_fork_read_what_hangs_in_forks():
+    said, loader, pids = read(Pickled(), 2)
+    assert len(said) == 1 and len(pids) == 2 and loader.mode == "processes"
+
+
+@pytest.mark.process
+def test_processes_that_read_another_sample_than_the_worker_are_not_believed():
+    dataset = Pickled()
+    dataset.shift = 0.25
+    said = []
+    with closing(Loader(dataset, seed=5, shuffle=False, processes=1, say=said.append)) as loader:
+        (inputs, _), *_ = load(loader, SLICES)
+        assert torch.equal(inputs[3], torch.full((3,), 3.25))
+    assert "another first sample" in said[-1]
