@@ -403,6 +403,18 @@ class Training(Loop):
             self.member.broken(error, holds=False)
         self.member.wait_to_be_killed()
 
+    def _watched(self, loads: Iterator[Read]) -> Iterator[Read]:
+        """Wait for each read in the phase `loading`: then the loader processes are watched."""
+        while True:
+            before, self.phase = self.phase, "loading"
+            try:
+                read = next(loads, None)
+            finally:
+                self.phase = before
+            if read is None:
+                return
+            yield read
+
     @property
     def _activity(self) -> str:
         return COMPILING if compiling() else self.phase
@@ -642,7 +654,7 @@ class Training(Loop):
         """Forward and backward pass of each, weighted by what its loss is a mean of."""
         yield from ()  # only own loops yield in the middle of a step
         if self._rounds is not None or self._whole_batch is not None:
-            self.phase = "forward"
+            self.phase, loads = "forward", self._watched(loads)
             try:
                 if self._rounds is not None:
                     return Passed(*self._rounds.run(share, loads, self.step))

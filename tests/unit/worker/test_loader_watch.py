@@ -4,11 +4,14 @@ import os
 import signal
 import time
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
+from instep.data.loader import Read
 from instep.system.limits import FLOOR_S, STEPS, UNKNOWN_S
 from instep.worker.loader_watch import ENOUGH_S, LoaderWatch, Seen, end, seen
+from instep.worker.training import Training
 
 BEAT_S = 0.2
 
@@ -110,3 +113,17 @@ def test_what_the_system_tells_of_a_process():
         os.waitpid(pid, 0)
     assert seen(pid) is None
     end(pid)
+
+
+def test_whoever_waits_for_a_read_in_a_pass_of_several_processes_is_loading():
+    worker, seen = SimpleNamespace(phase="forward"), []
+
+    def reads():
+        for _ in range(2):
+            seen.append(worker.phase)
+            yield Read(None, 0)
+
+    for _ in Training._watched(worker, reads()):
+        seen.append(worker.phase)
+    assert seen == ["loading", "forward"] * 2
+    assert worker.phase == "forward"

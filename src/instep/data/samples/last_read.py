@@ -86,13 +86,13 @@ class Pages:
     def __init__(self, count: int, file: int = -1) -> None:
         size = count * ctypes.sizeof(Page)
         self.count, self.file = count, memory_file(size) if file < 0 else file
-        self._pages = (Page * count).from_buffer(mmap.mmap(self.file, size))
+        self._pages: ctypes.Array[Page] = (Page * count).from_buffer(mmap.mmap(self.file, size))
 
     def close(self) -> None:
-        """Close the file; pages stay as long as somebody uses them. A second call does nothing."""
+        """Give the memory back; other processes keep theirs. A second call does nothing."""
         if self.file >= 0:
             os.close(self.file)
-        self.file = -1
+        self.file, self._pages = -1, (Page * 0)()  # the map has a descriptor of its own
 
     def free(self) -> Page | None:
         """The first unused page, emptied, for a process that is about to be forked."""
