@@ -1,7 +1,8 @@
-"""A library's threads do not survive a fork: readers that wait for them are noticed and replaced."""
+"""Threads do not survive a fork: readers that wait for those of a library are replaced."""
 
 import os
 import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
@@ -58,7 +59,8 @@ def verdicts(*looks):
 def test_only_a_process_that_waits_for_itself_without_any_movement_is_stuck():
     assert verdicts(LOCKED).index("stuck") == STUCK_S
     assert set(verdicts(None)) == {""}
-    assert verdicts(SLEEPING).count("idle") == 1 and "stuck" not in verdicts(SLEEPING)
+    assert verdicts(SLEEPING).count("idle") == 1
+    assert "stuck" not in verdicts(SLEEPING)
     moving = [Threads((str(step),), True) for step in range(20)]
     assert set(verdicts(*moving)) == {""}
     once = [LOCKED, None, *[LOCKED] * 20]
@@ -76,8 +78,6 @@ def test_a_lock_is_told_from_a_pipe_a_timeout_and_a_stop():
                 os._exit(0)
         return pid
 
-    import threading
-
     lock, (read, write) = threading.Lock(), os.pipe()
     lock.acquire()
     pids = [
@@ -88,7 +88,8 @@ def test_a_lock_is_told_from_a_pipe_a_timeout_and_a_stop():
     ]
     try:
         until(lambda: all(psutil.Process(pid).status() == "sleeping" for pid in pids))
-        until(lambda: (threads_of(pids[3]) or SLEEPING).locked)
+        for number in (0, 3):
+            until(lambda: (threads_of(pids[number]) or SLEEPING).locked)  # noqa: B023
         os.kill(pids[3], signal.SIGSTOP)
         until(lambda: psutil.Process(pids[3]).status() == "stopped")
         found = [threads_of(pid) for pid in pids]
@@ -126,19 +127,25 @@ def read(dataset, processes):
 def test_the_worker_reads_what_hangs_in_forks_and_cannot_be_pickled(processes):
     (first, last), loader, pids = read(Pooled(), processes)
     assert "a loader process could not continue: it waits for a lock that no thread" in first
-    assert "test_stuck.py" in first and "data.loaders = 0" in first
-    assert "cannot be pickled" in last and "The worker reads it" in last
+    assert "test_stuck.py" in first
+    assert "data.loaders = 0" in first
+    assert "cannot be pickled" in last
+    assert "The worker reads it" in last
     assert not pids
     assert "could not continue" in loader.why
 
 
 @pytest.mark.process
+@pytest.mark.tail
 def test_processes_without_a_fork_read_what_hangs_in_forks():
     said, loader, pids = read(Pickled(), 2)
-    assert len(said) == 1 and len(pids) == 2 and loader.mode == "processes"
+    assert len(said) == 1
+    assert len(pids) == 2
+    assert loader.mode == "processes"
 
 
 @pytest.mark.process
+@pytest.mark.tail
 def test_processes_that_read_another_sample_than_the_worker_are_not_believed():
     dataset = Pickled()
     dataset.shift = 0.25
