@@ -403,7 +403,7 @@ class Training(Loop):
             self.member.broken(error, holds=False)
         self.member.wait_to_be_killed()
 
-    def _watched(self, loads: Iterator[Read]) -> Iterator[Read]:
+    def _while_loading(self, loads: Iterator[Read]) -> Iterator[Read]:
         """Wait for each read in the phase `loading`: then the loader processes are watched."""
         while True:
             before, self.phase = self.phase, "loading"
@@ -654,7 +654,7 @@ class Training(Loop):
         """Forward and backward pass of each, weighted by what its loss is a mean of."""
         yield from ()  # only own loops yield in the middle of a step
         if self._rounds is not None or self._whole_batch is not None:
-            self.phase, loads = "forward", self._watched(loads)
+            self.phase, loads = "forward", self._while_loading(loads)
             try:
                 if self._rounds is not None:
                     return Passed(*self._rounds.run(share, loads, self.step))

@@ -123,7 +123,7 @@ def test_whoever_waits_for_a_read_in_a_pass_of_several_processes_is_loading():
             seen.append(worker.phase)
             yield Read(None, 0)
 
-    for _ in Training._watched(worker, reads()):
+    for _ in Training._while_loading(worker, reads()):
         seen.append(worker.phase)
     assert seen == ["loading", "forward"] * 2
     assert worker.phase == "forward"
