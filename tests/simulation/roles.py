@@ -88,7 +88,7 @@ class _File:
 
 
 class _Steps:
-    """As `events.Appender`, of the step records."""
+    """As `step_log.StepLog`."""
 
     world: World
 
@@ -231,8 +231,7 @@ def staged(world: World) -> Generator[None, None, None]:
     }
     of_the_recorder = {
         "EventLog": _Log,
-        "Appender": _Steps,
-        "cut_torn_record": lambda *_: None,
+        "StepLog": _Steps,
         "read_records": lambda *_: np.empty(0, STEPS),
         "last_step": lambda path: len(world.truth.ledger),
     }

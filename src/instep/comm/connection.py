@@ -16,7 +16,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 import msgspec
 
@@ -24,12 +25,16 @@ from instep.comm.channel import Address, Channel
 from instep.comm.messages import (
     Ack,
     AnyMessage,
+    Emit,
     Heartbeat,
     Hello,
+    Records,
     Refused,
     StoreGet,
     StoreValue,
     Welcome,
+    decode,
+    encode,
 )
 from instep.errors import PeerError, StrangerError
 
@@ -65,6 +70,22 @@ Other = TypeVar("Other", bound=AnyMessage)
 Third = TypeVar("Third", bound=AnyMessage)
 
 
+_KEPT = (Emit, Records)
+"""What is for the run's log. Nobody else could tell it again."""
+
+
+class Outbox(Protocol):
+    """Keeps messages where the next process finds them; as `system.outbox.Outbox`."""
+
+    left: list[bytes]
+
+    def put(self, message: bytes) -> None:
+        """Keep one more."""
+
+    def drop(self) -> None:
+        """The oldest has been acknowledged."""
+
+
 class MasterConnection:
     """One process's connection to the present master.
 
@@ -89,6 +110,7 @@ class MasterConnection:
         """A request without a reply: it is sent again to the next master, which may not know it,
         even if it was acknowledged. Of two replies the first counts."""
         self._unacknowledged: deque[AnyMessage] = deque()
+        self._outbox: Outbox | None = None
         self._inbox: deque[AnyMessage] = deque()
         self._lock = threading.RLock()
         self._arrived = threading.Condition(self._lock)
@@ -232,6 +254,8 @@ class MasterConnection:
                 raise self._gone
             if self.lasting:
                 self._unacknowledged.append(message)
+                if self._outbox is not None and isinstance(message, _KEPT):
+                    self._outbox.put(encode(message))
             try:
                 self._channel.send(message)
             except PeerError as error:
@@ -239,6 +263,19 @@ class MasterConnection:
                     raise
                 if self._thread is None and self._lease_s is None:  # else `show` notices
                     self._connect_to_next(error)
+
+    def keep_in(self, outbox: Outbox) -> None:
+        """From now on keep what a new process in the place of this one would send again, and send
+        what an earlier one has left; before the first message."""
+        with self._lock:
+            self._outbox = outbox
+            for each in outbox.left:
+                message = decode(each)
+                assert isinstance(message, _KEPT), "nothing else is put there"
+                self._unacknowledged.append(msgspec.structs.replace(message, again=True))
+            for message in list(self._unacknowledged):
+                with suppress(PeerError):  # reading fails too, and reconnects
+                    self._channel.send(message)
 
     def wait_until_acknowledged(self, timeout_s: float) -> None:
         """Wait until everything is acknowledged, by this master or the next.
@@ -406,7 +443,9 @@ class MasterConnection:
                 self._answered_at = self._sent_at.get(heartbeat, self._answered_at)
                 self._sent_at = {n: at for n, at in self._sent_at.items() if n > heartbeat}
                 for _ in range(min(count - self._dropped, len(self._unacknowledged))):
-                    self._unacknowledged.popleft()
+                    handled = self._unacknowledged.popleft()
+                    if self._outbox is not None and isinstance(handled, _KEPT):
+                        self._outbox.drop()
                 self._dropped = count
             case Welcome() if self._welcomed:
                 pass

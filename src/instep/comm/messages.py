@@ -474,6 +474,8 @@ class Emit(Message, frozen=True):
 
     name: str
     fields: dict[str, Any]
+    again: bool = False
+    """Whether the worker's last process has sent it, and a master may have handled it."""
 
 
 class Records(Message, frozen=True):
@@ -483,6 +485,8 @@ class Records(Message, frozen=True):
     """Records of `events.LEDGER`."""
     steps: bytes
     """Records of `events.STEPS`."""
+    again: bool = False
+    """As of `Emit`."""
 
 
 class Failed(Message, frozen=True):

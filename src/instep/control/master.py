@@ -569,15 +569,16 @@ class Master:
             case m.StoreGet():
                 if (there := self._keys.find(message, peer)) is not None:
                     self._hub.send(peer, there)
-            case m.Records(ledger=ledger, steps=steps):
-                again = connection.resends > 0
+            case m.Records(ledger=ledger, steps=steps, again=earlier):
+                again = earlier or connection.resends > 0
                 new = self._recorder.record(number, ledger, steps, again=again)
-                if new is not None:
+                if new is not None and not earlier:
                     if self._state.member(number).role == "server":  # it waits for no data
                         new = new._replace(load_s=self._watch.load_s)
                     self._watch.commits(number, *new)
-            case m.Emit(name=name, fields=fields):
-                self._handle_event(connection, name, fields)
+            case m.Emit(name=name, fields=fields, again=earlier):
+                again = earlier or connection.resends > 0
+                self._handle_event(name, fields, again=again)
             case m.Figures():
                 again, generation = connection.resends > 0, self._state.generation
                 fired = self._verdicts.of(message, generation, again=again)
@@ -681,10 +682,10 @@ class Master:
             acknowledged = m.Ack(count=connection.handled, heartbeat=connection.heartbeat)
             self._hub.send(peer, acknowledged)
 
-    def _handle_event(self, connection: _Connection, name: str, fields: Mapping[str, Any]) -> None:
+    def _handle_event(self, name: str, fields: Mapping[str, Any], *, again: bool) -> None:
         """A worker reports an event for the log."""
         clean_step = int(fields["clean_step"]) if name == "corruption_found" else -1
-        if not self._recorder.record_event(name, fields, again=connection.resends > 0):
+        if not self._recorder.record_event(name, fields, again=again):
             return
         if clean_step >= 0:
             for event in self._verdicts.roll_back(RunFolder(self._run), clean_step):

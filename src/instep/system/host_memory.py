@@ -412,6 +412,11 @@ def give(descriptor: int) -> None:
     _given = descriptor
 
 
+def given() -> int:
+    """The file of this process; below 0 if it has none."""
+    return _given
+
+
 def give_back() -> None:
     """This process exits normally: no other is to take up its state."""
     if _given >= 0:

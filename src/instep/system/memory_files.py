@@ -16,8 +16,9 @@ import os
 import resource
 import struct
 
-STAMPS = 256
-"""Bytes at the beginning of a file that say what it holds; all zero if nothing."""
+OUTBOX, STAMPS = 256, 320
+"""Bytes at the beginning of a file that say what it holds; all zero if nothing. Behind the first so
+many are those of `outbox.py`."""
 
 _OWNER = struct.Struct("<QQ")
 

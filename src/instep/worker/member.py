@@ -27,6 +27,7 @@ from instep.comm.connection import MasterConnection
 from instep.comm.endpoint import Endpoint
 from instep.comm.messages import (
     KNOWN,
+    PREDICTOR,
     AnyMessage,
     Broken,
     Built,
@@ -60,7 +61,9 @@ from instep.store.folder import id_of
 from instep.system import causes
 from instep.system.addresses import address_towards
 from instep.system.environment import recipe_here
+from instep.system.host_memory import given
 from instep.system.limits import FLOOR_S
+from instep.system.outbox import Outbox
 from instep.system.processes import FORWARDER, Fork, is_stopped, machine
 
 if TYPE_CHECKING:
@@ -165,6 +168,8 @@ class Member:
         self.known = welcome.known
         """What `remember` of an earlier process was given; empty if there was none."""
         self._connection.lasting = not welcome.complete  # a lost master will be replaced
+        if self._connection.lasting and self.role != PREDICTOR and given() >= 0:
+            self._connection.keep_in(Outbox(given()))
         self.marks: Sequence[Mark] = welcome.marks
         """Samples at which processes have ended; the same for all members of a generation."""
         self.form: Form | None = None

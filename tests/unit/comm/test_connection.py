@@ -1,9 +1,11 @@
 """A connection holds from one master to the next: nothing that was sent is lost, order is kept."""
 
 import contextlib
+import os
 import threading
 import time
 
+import msgspec
 import pytest
 
 from instep.comm import tls
@@ -25,6 +27,7 @@ from instep.comm.messages import (
     Welcome,
 )
 from instep.errors import PeerError, StrangerError
+from instep.system.outbox import Outbox
 
 HELLO = Hello(token="t", role="worker", number=0, pid=1)
 WELCOME = Welcome(job="", run="", started=0.0)
@@ -115,6 +118,33 @@ def test_acknowledged_messages_are_not_sent_again(masters, connection):
     masters.begin()
     assert connection.poll() is None
     assert masters.heard(2)[0][1:] == [emit(3)]
+
+
+def test_what_no_master_has_acknowledged_outlives_the_process_that_sent_it(masters):
+    file = os.memfd_create("test")
+    first = MasterConnection(masters.address, HELLO)
+    first.lasting = True
+    first.keep_in(Outbox(file))
+    for message in (emit(0), Built(recovers=True), emit(1), emit(2)):
+        first.send(message)
+    _, peer = masters.heard(5)
+    masters.hub.send(peer, Ack(count=1))  # and then the master is killed, and the process
+    first.wait_until_acknowledged(HEARTBEAT_S)
+    masters.lose()
+    first.close()
+    masters.begin()
+    second = MasterConnection(masters.address, HELLO)
+    second.lasting = True
+    second.keep_in(Outbox(file))
+    second.send(emit(3))
+    found, peer = masters.heard(4)
+    again = [msgspec.structs.replace(emit(number), again=True) for number in (1, 2)]
+    assert found == [HELLO, *again, emit(3)]
+    masters.hub.send(peer, Ack(count=3))
+    second.wait_until_acknowledged(TIMEOUT_S)
+    assert Outbox(file).left == []
+    second.close()
+    os.close(file)
 
 
 def test_an_unanswered_request_is_sent_again_also_if_it_was_acknowledged(masters, connection):
