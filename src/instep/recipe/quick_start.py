@@ -1,6 +1,6 @@
 """Skips an import that takes half of the start-up time and is usually not needed.
 
-Torch 2.11 to 2.13 import `torch._dynamo`, the compiler's front end, when the first optimizer is
+Torch 2.11 to 2.14 import `torch._dynamo`, the compiler's front end, when the first optimizer is
 made (`Optimizer.add_param_group` is wrapped in `torch._disable_dynamo`, `Optimizer.step` calls
 `graph_break`). That takes about as long as torch itself, 2.4 s beside 2.6 s on two cores, and
 outside of a compilation both calls do nothing.

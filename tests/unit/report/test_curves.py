@@ -3,10 +3,10 @@ import json
 import numpy as np
 import pytest
 
-from instep.events import STEPS
+from instep.events import STEPS, read_events
 from instep.report.figures.curves import POINTS, charts, smoothed, thin, throughput
 from instep.store.run_folder import RunFolder
-from made_up_runs import BEGIN_S, make_run
+from made_up_runs import BEGIN_S, make_run, write_events
 
 
 def thinned(values):
@@ -94,6 +94,23 @@ def test_the_speed_of_all_workers_adds_up_to_the_samples(tmp_path):
     _, speed = chart_of(folder, "samples per second")
     part_s = np.diff(speed["seconds"])[0]
     assert sum(speed["mean"]) * part_s == pytest.approx(3000, rel=0.01)
+
+
+def test_the_speed_of_a_resumed_run_is_over_its_own_time_without_the_pause(tmp_path):
+    folder = make_run(tmp_path / "digits")
+    _, alone = chart_of(folder, "samples per second")
+    steps = np.fromfile(folder / "steps.bin", STEPS)
+    again = float(steps["begin"][steps["step"] == 25].min())
+    steps["begin"][steps["step"] >= 25] += 2100.0
+    steps.tofile(folder / "steps.bin")
+    events = list(read_events(folder / "events.jsonl"))
+    late = [{**each, "time": each["time"] + 2100.0} for each in events if each["time"] >= again]
+    started = {**events[0], "time": again + 2100.0}
+    write_events(folder, [*events[: len(events) - len(late)], started, *late])
+    _, speed = chart_of(folder, "samples per second")
+    assert len(speed["mean"]) == len(alone["mean"])
+    assert min(speed["mean"]) > 0.5 * min(alone["mean"])
+    assert speed["seconds"][-1] == pytest.approx(alone["seconds"][-1], rel=0.05)
 
 
 def test_an_axis_is_logarithmic_where_most_values_lie_at_its_foot(tmp_path):

@@ -123,6 +123,13 @@ def test_nothing_pays_where_turns_differ_more_than_alternatives():
     assert conclusion(found) == "nothing is shown to pay: keep the job as it is"
 
 
+def test_with_an_interval_that_says_nothing_it_is_not_known_rather_than_no_difference():
+    wild = [outcome(s, [4.0, 2.0, 1.0]) for s in (1.0, 900.0, 30.0)]
+    _, a = judged(BASE, wild)
+    assert a.verdict.startswith("a: not known: ")
+    assert "(too few turns to tell)" in a.verdict
+
+
 def test_without_validations_the_time_of_the_same_samples_decides():
     def plain(seconds):
         return Outcome(seconds, 100, 640, 0.5, ())

@@ -5,6 +5,7 @@ from html.parser import HTMLParser
 import pytest
 
 from instep.events import LEDGER, read_events, read_records
+from instep.report.figures.summary import idle_words
 from instep.report.page import bars, sections
 from instep.report.page.page import write_report
 from instep.store.run_folder import RunFolder
@@ -240,6 +241,18 @@ def test_the_page_says_who_did_how_much_and_how_work_was_dealt(tmp_path):
     assert words[at + 1 : at + 3] == [readable_count(its), "17 %"]
     at = words.index("micro-batches of each worker")
     assert words[at + 1 : at + 4] == ["18", "speed", "0: 4, 1: 1, 2: 3"]
+
+
+def test_workers_that_were_given_no_work_are_named(tmp_path):
+    folder = make_run(tmp_path / "digits", workers=2)
+    events = list(read_events(folder / "events.jsonl"))
+    event = {"time": BEGIN_S + 3, "event": "work_dealt", "step": 9, "members": [0, 1]}
+    for counts, idle in (([8, 0], "worker 1 none"), ([0, 8], "worker 0 none"), ([7, 1], "")):
+        write_events(folder, [*events[:-1], {**event, "micro_batches": counts}, events[-1]])
+        found = idle_words(RunFolder(folder))
+        assert idle in found
+        assert bool(found) == bool(idle)
+        assert ("computed all micro-batches" in page_of(folder)) == bool(idle)
 
 
 def test_the_work_of_a_mesh_is_that_of_its_replicas(tmp_path):

@@ -116,21 +116,24 @@ def _gradient_norm(folder: RunFolder) -> Curve | None:
 
 
 def _speed(folder: RunFolder) -> Curve | None:
-    """Samples per second of all workers together, over equal parts of the time of the run."""
+    """Samples per second of all workers together, over equal parts of the time of the run.
+
+    Time between two sessions is no part of it.
+    """
     steps = folder.steps
     if len(steps) < 2:
         return None
-    ends = step_ends(steps)
-    order = np.argsort(ends)
-    ends, begin = ends[order], float(steps["begin"].min())
-    parts = min(_STRIP_POINTS, len(folder.steps_of(int(steps["worker"][0]))))
+    moments = np.sort(step_ends(steps))
+    order = np.argsort(step_ends(steps))
+    ends, begin = folder.elapsed(moments), float(folder.elapsed(steps["begin"].min()))
+    parts = min(_STRIP_POINTS, len(np.unique(steps["step"])))
     edges = np.linspace(begin, float(ends[-1]), parts + 1)
     done = np.concatenate([[0], np.cumsum(steps["samples"][order])])
     by_edge = np.interp(edges, np.concatenate([[begin], ends]), done)
     reached = np.maximum.accumulate(steps["step"][order])
     at = reached[np.minimum(np.searchsorted(ends, edges[1:]), len(ends) - 1)]
     speed = np.diff(by_edge) / np.maximum(np.diff(edges), 1e-9)
-    return thin(_axes(folder, at, edges[1:]), speed)
+    return thin(_axes(folder, at, np.interp(edges[1:], ends, moments)), speed)
 
 
 def _training_loss(folder: RunFolder) -> Curve:

@@ -120,6 +120,8 @@ class Judged(NamedTuple):
             return f"{self.name} pays: {figure}{worse}"
         if self.decisive.low > 1:
             return f"{self.name} does not pay: {figure}"
+        if not self.decisive.told:
+            return f"{self.name}: not known: {figure}; more turns would tell (--repeats)"
         return f"{self.name}: no difference is shown: {figure}"
 
     @property

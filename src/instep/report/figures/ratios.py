@@ -32,6 +32,11 @@ class Ratio(NamedTuple):
         return math.isfinite(self.high)
 
     @property
+    def told(self) -> bool:
+        """Whether its interval says anything: not if its ends differ a hundredfold."""
+        return self.known and self.high <= 100 * self.low
+
+    @property
     def settled(self) -> bool:
         """Whether more turns would hardly change what it says: it is known to 5 %, or to a quarter
         of what is between it and 1."""
@@ -43,7 +48,7 @@ class Ratio(NamedTuple):
     def __str__(self) -> str:
         if not self.known:
             return _short(self.value)
-        if self.high > 100 * self.low:
+        if not self.told:
             return f"{_short(self.value)} (too few turns to tell)"
         return f"{_short(self.value)} ({_short(self.low)} to {_short(self.high)})"
 

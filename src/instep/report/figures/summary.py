@@ -14,7 +14,7 @@ from instep.report.figures.participants import spread_of
 from instep.report.figures.restarts import SOURCES, restarts
 from instep.store.run_folder import PARTS, Records, RunFolder
 from instep.units import readable_count
-from instep.words import LAST_STEPS, ranges, stop_words
+from instep.words import LAST_STEPS, ranges, some_workers, stop_words
 
 OWN = "train/"
 """Begins the name of what the run logs itself."""
@@ -209,6 +209,25 @@ def gap_words(folder: RunFolder) -> str:
     return (
         f"the step records of {word} {ranges(steps.tolist(), _MOST_GAPS)} are missing: losses and "
         "times are of the rest."
+    )
+
+
+def idle_words(folder: RunFolder) -> str:
+    """Which workers had no work at the end, in a sentence; empty if all had some."""
+    dealt = folder.last("work_dealt")
+    members, counts = dealt.get("members"), dealt.get("micro_batches")
+    if not (isinstance(members, list) and isinstance(counts, list)) or 0 not in counts:
+        return ""
+    if folder.spec.mesh.ranks > 1:  # members are processes, several of which compute together
+        return ""
+    shares = list(zip(members, counts, strict=False))
+    idle, busy = ([m for m, n in shares if bool(n) == works] for works in (False, True))
+    if not busy:
+        return ""
+    return (
+        f"from step {dealt.get('step')} on {some_workers(busy)} computed all micro-batches and "
+        f"{some_workers(idle)} none: so much slower {'was it' if len(idle) == 1 else 'were they'}. "
+        "More workers than free cores gain nothing."
     )
 
 

@@ -60,6 +60,12 @@
     return found;
   };
 
+  // What stands beside the axis of a chart, and the room for the longest of it.
+  const across = (box, log) => (log ? logTicks(box.y0, box.y1) : ticks(box.y0, box.y1, 4));
+  const beside = (v, log) => number(log ? 10 ** v : Math.abs(v) < 1e-12 ? 0 : v);
+  const room = (box, log) =>
+    Math.max(52, 14 + 7 * Math.max(...across(box, log).map((v) => beside(v, log).length)));
+
   const label = (line, several) => (several ? data.runs[line.run] + " " : "") + line.kind;
 
   const extent = (chart, log) => {
@@ -109,12 +115,11 @@
 
   const drawAxes = (box, scale, width, height, log, root) => {
     const bottom = height - space.bottom;
-    const across = log ? logTicks(box.y0, box.y1) : ticks(box.y0, box.y1, 4);
-    for (const v of across) {
+    for (const v of across(box, log)) {
       const y = scale.raw(v);
       svg("line", { class: "grid", x1: space.left, x2: width - space.right, y1: y, y2: y }, root);
       const text = svg("text", { x: space.left - 8, y: y + 4, "text-anchor": "end" }, root);
-      text.textContent = number(log ? 10 ** v : Math.abs(v) < 1e-12 ? 0 : v);
+      text.textContent = beside(v, log);
     }
     const units = chosen.x === "seconds" && box.x1 > 90 ? [1, 1.2, 1.5, 2, 3, 6, 10] : null;
     for (const v of ticks(box.x0, box.x1, Math.max(2, Math.min(7, width / 110)), units)) {
@@ -137,16 +142,16 @@
   const caption = (node, chart, wanted) => {
     node.textContent = "";
     html("b", chart.title, node);
-    const several = data.runs.length > 1;
+    const several = data.runs.length > 1, smooth = chart.lines.some((line) => line.kind === "smoothed");
     for (const line of chart.lines) {
       const at = wanted === null ? line.mean.length - 1 : nearest(line[chosen.x], wanted);
       const item = html("span", "", node);
-      html("i", "", item, `r${line.run % 8} ${line.kind}`);
+      html("i", "", item, `r${line.run % 8} ${line.kind}${smooth && line.kind === "training" ? " pale" : ""}`);
       item.append(`${label(line, several)} ${number(line.mean[at])}`);
       if (wanted !== null && line.low && line.low[at] !== null)
         item.append(` (${number(line.low[at])} to ${number(line.high[at])})`);
     }
-    const shown = wanted === null ? "" : chosen.x === "seconds" || chosen.x === "bytes" ? tick(wanted, chosen.x)
+    const shown = wanted === null ? "last values" : chosen.x === "seconds" || chosen.x === "bytes" ? tick(wanted, chosen.x)
       : `${chosen.x} ${Math.round(wanted).toLocaleString("en-US")}`;
     html("span", shown, node, "at");
   };
@@ -155,13 +160,14 @@
     const chart = data.charts[+figure.dataset.chart], log = chosen.y === "log" || (chosen.y === "auto" && chart.log);
     const width = figure.clientWidth, height = width > 700 ? 300 : 210;
     const box = extent(chart, log);
+    const left = space.left = room(box, log);  // of this chart; the next one has another
     const raw = (v) => {
       const share = (v - box.y0) / (box.y1 - box.y0);
       return height - space.bottom - share * (height - space.top - space.bottom);
     };
     const bottom = height - space.bottom;
     const scale = {
-      x: (v) => space.left + ((v - box.x0) / (box.x1 - box.x0)) * (width - space.left - space.right),
+      x: (v) => left + ((v - box.x0) / (box.x1 - box.x0)) * (width - left - space.right),
       raw,
       y: (v) => (log ? (v > 0 ? Math.min(raw(Math.log10(v)), bottom) : bottom) : raw(v)),
     };
@@ -177,11 +183,11 @@
     follow(root, words, chart, box, scale, bottom, width);
   };
 
-  const follow = (root, words, chart, box, scale, bottom, width) => {
+  const follow = (root, words, chart, box, scale, bottom, width, left = space.left) => {
     const hair = svg("line", { class: "hair", y1: space.top, y2: bottom, visibility: "hidden" }, root);
-    const inner = width - space.left - space.right;
+    const inner = width - left - space.right;
     root.addEventListener("pointermove", (event) => {
-      const pixel = event.clientX - root.getBoundingClientRect().left - space.left;
+      const pixel = event.clientX - root.getBoundingClientRect().left - left;
       const aimed = box.x0 + (Math.max(0, Math.min(inner, pixel)) / inner) * (box.x1 - box.x0);
       const axis = chart.lines[0][chosen.x], wanted = axis[nearest(axis, aimed)];
       hair.setAttribute("x1", scale.x(wanted));

@@ -18,6 +18,7 @@ from instep.report.figures.summary import (
     cause_words,
     exactness_words,
     gap_words,
+    idle_words,
     lag_of,
     network_words,
 )
@@ -76,6 +77,8 @@ def verdict_line(summary: dict[str, Any], folder: RunFolder, name: str = "") -> 
     parts = [tag("p", tag("span", class_=f"dot {mark}"), label, sentence, class_="verdict")]
     if gap := gap_words(folder):
         parts.append(tag("p", f"{gap[0].upper()}{gap[1:]}"))
+    if idle := idle_words(folder):
+        parts.append(tag("p", f"{idle[0].upper()}{idle[1:]}"))
     if network := network_words(folder):
         parts.append(tag("p", network))
     if folder.outcome == "failed" and folder.failures:
