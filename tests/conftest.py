@@ -18,6 +18,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # else every program that a test starts compiles all of instep again, which takes 0.2 s each time
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+os.environ.setdefault("RAY_raylet_start_wait_time_s", "600")  # Ray itself gives up after 30
+
 # a verdict is not to depend on the machine's speed
 hypothesis.settings.register_profile("instep", deadline=None)
 hypothesis.settings.load_profile("instep")

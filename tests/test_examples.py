@@ -83,6 +83,7 @@ def whole(summary):
     )
 
 
+@pytest.mark.tail
 def test_the_digits_are_told_apart(tmp_path):
     process = job("01_digits", "train.epochs=6", cwd=tmp_path)
     summary = summary_of(process, tmp_path / "runs/digits")

@@ -1,7 +1,8 @@
 """What breaks models that are split over processes, on each kind of mesh.
 
 Each is the plain loop's to 1e-10 in float64 after fifty steps, or refused before the first step;
-never otherwise. Two pairs run in `make test`, all in `make test-slow`.
+never otherwise. One pair runs in `make test`, one in `make test-tail`, and all others in
+`make test-slow`.
 """
 
 from __future__ import annotations
@@ -140,11 +141,15 @@ def check(name, mesh, loops):
         assert found.kind == RIGHT, found.text
 
 
+def marks_of(name, mesh):
+    if (name, mesh) == QUICK[0]:
+        return []
+    return [pytest.mark.tail] if (name, mesh) in QUICK else [pytest.mark.slow]
+
+
 def pairs(meshes):
     return [
-        pytest.param(name, mesh, marks=[] if (name, mesh) in QUICK else [pytest.mark.slow])
-        for mesh in meshes
-        for name in PAIRS
+        pytest.param(name, mesh, marks=marks_of(name, mesh)) for mesh in meshes for name in PAIRS
     ]
 
 

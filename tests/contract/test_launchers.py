@@ -139,6 +139,7 @@ def test_a_host_that_was_stopped_is_killed_and_one_that_runs_is_not(launched, na
     assert launcher.ended() == -signal.SIGKILL
 
 
+@pytest.mark.tail
 @pytest.mark.parametrize("name", [n for n in LAUNCHERS if issubclass(LAUNCHERS[n], Elastic)])
 def test_a_host_that_is_given_back_is_gone_at_once_and_may_be_given_back_again(launched, name):
     launcher, started = launched(name)

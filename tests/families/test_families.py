@@ -44,6 +44,7 @@ def test_there_are_twenty_five_families():
     assert set(VARIANTS) <= PAIRS.keys()
 
 
+@pytest.mark.tail
 def test_a_weight_that_is_wrong_by_a_millionth_is_silently_different(loops):
     pair = PAIRS["MLP"]
     outcome = loops.run(pair, loops.exact(pair), 2, "float64", wrong_weight=1 + 1e-6)

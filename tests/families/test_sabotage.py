@@ -28,7 +28,7 @@ from instep.worker.trial import moves
 from instep.worker.trial.gate import Gate, whole_passes
 from instep.worker.trial.two_blocks import on_two_blocks
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.tail]
 
 
 class Mesh:

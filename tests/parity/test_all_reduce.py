@@ -165,12 +165,14 @@ def models_of_workers(tmp_path_factory):
     }
 
 
+@pytest.mark.tail
 @pytest.mark.process
 @pytest.mark.parametrize("workers", [2, 3])
 def test_real_processes_leave_the_model_that_one_process_leaves(models_of_workers, workers):
     assert far_apart(models_of_workers[workers], models_of_workers[1]) < 1e-6
 
 
+@pytest.mark.tail
 @pytest.mark.process
 def test_the_shared_statistics_of_real_processes_have_counted_every_step_once(models_of_workers):
     for model in models_of_workers.values():

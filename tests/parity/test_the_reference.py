@@ -77,6 +77,7 @@ def test_there_are_at_least_forty_pairs_and_the_two_are_among_them():
 # ---- the judge can say no
 
 
+@pytest.mark.tail
 @pytest.mark.parametrize(("workers", "dtype"), [(1, "float64"), (3, "float32")])
 @pytest.mark.parametrize("name", ["padded tokens, Recipe.weight", "transformer with dropout"])
 def test_a_weight_that_is_wrong_by_one_per_cent_is_found(name, workers, dtype, loops):

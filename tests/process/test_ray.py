@@ -167,6 +167,7 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     assert refusal(job()).endswith("not installed: pip install 'instep[ray]'.")
 
 
+@pytest.mark.tail
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 def test_a_cluster_that_is_not_there_is_refused_at_once() -> None:
     code = (

@@ -179,6 +179,7 @@ except SpecError as error:
 """
 
 
+@pytest.mark.tail
 def test_a_machine_without_a_compiler_is_refused_in_a_sentence(tmp_path: Path) -> None:
     there = {"CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     said = subprocess.run(
