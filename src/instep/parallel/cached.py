@@ -262,15 +262,21 @@ def of_one_pass(embed: Embed, batch_loss: BatchLoss) -> Callable[[nn.Module, Any
     return compute_loss
 
 
-def probe(embed: Embed) -> Callable[[nn.Module, Any], Tensor]:
+def probe(embed: Embed, seen: list[Any] | None = None) -> Callable[[nn.Module, Any], Tensor]:
     """A mean over samples of a number that each embedding decides by itself.
 
     Used as the loss of the trial: it shows whether `embed` treats samples separately.
+
+    Args:
+        embed: `Recipe.embed`.
+        seen: gets the last embeddings and targets.
     """
 
     def compute_loss(model: nn.Module, batch: Any) -> Tensor:
-        total = torch.zeros(())
-        for leaf in tensors_in(embed(model, batch)[0]):
+        total, embedded = torch.zeros(()), embed(model, batch)
+        if seen is not None:
+            seen[:] = [on_tensors(embedded, Tensor.detach)]
+        for leaf in tensors_in(embedded[0]):
             if leaf.is_floating_point():
                 flat = leaf.reshape(len(leaf), -1)
                 by = torch.linspace(0.5, 1.5, flat.shape[1], dtype=leaf.dtype, device=leaf.device)

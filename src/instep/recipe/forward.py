@@ -93,6 +93,8 @@ class Forward:
         """What floating-point tensors of batches become, if they have fewer bits."""
         self.trained: frozenset[str] | None = None
         """Names of the parameters that the loss is for; None for all."""
+        self.embedded: list[Any] = []
+        """Embeddings and targets of a batch of the trial; of a recipe with `embed`."""
         self.take_turn(-1)
         self.run: Callable[..., Any] = _call
         """Calls a function that uses the model, with its arguments."""
@@ -144,7 +146,7 @@ class Forward:
         """The losses to try, to see whether cutting a batch changes the result. A loss over the
         global batch is replaced by one that each embedding decides by itself."""
         embed = self.recipe.embed
-        return self.losses if embed is None else Losses(None, probe(embed))
+        return self.losses if embed is None else Losses(None, probe(embed, self.embedded))
 
     def cached(
         self, go_back: Callable[[list[Tensor], list[Tensor]], None] | None = None

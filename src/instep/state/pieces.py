@@ -255,7 +255,8 @@ def open_pieces(path: Path, order: Mapping[str, Sequence[str]]) -> Snapshot:
             names = manifest.facts.get(f"parameters{group.removeprefix('optimizer')}")
             kept = _Kept(files[group]) if group in files else {}
             state = unpack_state(kept, skeleton)
-            options[group] = {key: each for key, each in state.items() if key != "state"}
+            others = {n: each for n, each in state.get("state", {}).items() if isinstance(n, str)}
+            options[group] = {**state, "state": others}  # what it keeps for no parameter
             named = names or order.get(group)
             for name, value in _states(group, state, named, path):
                 if isinstance(value, Piece):
@@ -275,6 +276,8 @@ def _states(
 ) -> Iterable[tuple[str, Any]]:
     """What a plain optimizer kept, by the names of its parameters."""
     for number, kept in state.get("state", {}).items():
+        if isinstance(number, str):
+            continue
         if names is None:  # they are not looked for by name
             yield from ((f"{group}/{number}/{name}", value) for name, value in kept.items())
             continue

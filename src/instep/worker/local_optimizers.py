@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,9 +49,14 @@ class LocalOptimizers:
             parameter = self._parameters[number]
             assert is_split(parameter), "the mesh is that of the run"
             state[number][name] = split_like(parameter, state[number][name])
-        self._optimizer.state = defaultdict(
-            dict, {self._parameters[number]: kept for number, kept in state.items()}
+        own: defaultdict[Any, Any] = defaultdict(
+            dict,
+            {
+                of if isinstance(of, str) else self._parameters[of]: kept
+                for of, kept in state.items()
+            },
         )
+        self._optimizer.state = own
         lay_out_state(self._optimizer.state)
 
     def pack(self) -> dict[str, Tensor]:
@@ -62,8 +68,11 @@ class LocalOptimizers:
         numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
         split = list[tuple[int, str]]()
         try:
-            state = {numbers[p]: dict(kept) for p, kept in self._optimizer.state.items()}
-            for number, kept in state.items():
+            every: dict[Any, Any] = self._optimizer.state
+            moved = {numbers[p]: dict(kept) for p, kept in every.items() if p in numbers}
+            others = {of: kept for of, kept in every.items() if of not in numbers}
+            state: dict[Any, Any] = {**others, **moved}
+            for number, kept in moved.items():
                 for name, value in kept.items():
                     if isinstance(value, Tensor) and is_split(value):
                         split.append((number, name))

@@ -23,6 +23,7 @@ from instep.data.reading.generators import preserved
 from instep.errors import InstepError, RecipeError, one_line
 from instep.parallel.gate import NEAR, Box
 from instep.recipe.build import set_generators
+from instep.recipe.combined import parts_of
 from instep.state.boxes import box_of
 from instep.worker import mesh_check
 from instep.worker.replica import Replica
@@ -145,8 +146,9 @@ class OptimizerCheck:
     def _unknown(self, model: nn.Module) -> str:
         with preserved():
             optimizer: Any = self._build(model)
-        hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-        if type(optimizer) in BY_ELEMENT and not hooks:
+        every = [optimizer, *parts_of(optimizer)]
+        hooks = any(o._optimizer_step_pre_hooks or o._optimizer_step_post_hooks for o in every)
+        if all(type(each) in BY_ELEMENT for each in every[1:]) and not hooks:
             return ""
         name = f"{type(optimizer).__name__}{' with hooks' if hooks else ''}"
         return (

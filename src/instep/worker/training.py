@@ -29,7 +29,7 @@ from instep.parallel.batch_norm import make_global
 from instep.parallel.compiled import compiling
 from instep.parallel.host_state import keep_on_host
 from instep.parallel.nested import on_tensors
-from instep.recipe.build import build_model, build_optimizer, set_generators
+from instep.recipe.build import Built, build_model, build_optimizer, set_generators
 from instep.recipe.forward import Forward, Measured
 from instep.recipe.large import measured
 from instep.recipe.recipe import Recipe
@@ -69,6 +69,7 @@ from instep.worker.step.served_tables import ServedTables, refuse_sparse
 from instep.worker.step.turns import key_of_pass, make_turns
 from instep.worker.step.update import Update
 from instep.worker.stopping import check_rules
+from instep.worker.trial.kept import try_kept
 from instep.worker.trial.reads import try_blocks, try_recipe
 from instep.worker.trial.sameness import ANOTHER_SAW
 from instep.worker.trial_result import Trial
@@ -130,6 +131,7 @@ class Training(Loop):
         for each in self._loaders:
             each.begin()
         self.samples = samples
+        self._begun, self._updates = begun, round_checks.updates(self.job, last_step)
         trial, replica = (
             self._enter_replica(model, begun) if self.job.mesh.ranks > 1 else (None, None)
         )
@@ -140,9 +142,7 @@ class Training(Loop):
         tables = None
         if self.job.sync.name in SERVERS - LEASED:
             tables = ServedTables(model, self.job, batch_loss=embeds)
-        built = build_optimizer(
-            recipe, model, round_checks.updates(self.job, last_step), self.job.start, begun
-        )
+        built = build_optimizer(recipe, model, self._updates, self.job.start, begun)
         if tables:
             built = tables.made(built)
         self._built = built
@@ -348,7 +348,7 @@ class Training(Loop):
         self.member.together = self.device.type != "cpu"  # NCCL takes long to notice a lost process
         self.member.interrupt, self.member.hold = self._interrupt, self.engine.hold
         if not self.member.others_have_state and self._replica is None:
-            self.state.trial = self._try()  # else the others send the result
+            self.state.trial = self._try(built=self._built)  # else the others send the result
         self.member.at = self._heartbeat
         self._regroup()
         self.member.phases["group"] = time.time() - began
@@ -513,11 +513,13 @@ class Training(Loop):
         inner = self.phase in ("validation", "trying a batch")
         return f"{self.phase}: {self._forward.phase}" if inner else self.phase
 
-    def _try(self, begun: Begun = NOTHING) -> Trial:
+    def _try(self, begun: Begun = NOTHING, built: Built | None = None) -> Trial:
         self.phase = "trying a batch"
         if not begun.small:
-            return try_blocks(self._forward, self._loader, self.job, self.samples, begun.fill)
+            trial = try_blocks(self._forward, self._loader, self.job, self.samples, begun.fill)
+            return try_kept(self._forward, self.job, self._updates, trial, self._begun, built)
         trial = try_recipe(self._forward, self._loader, self.job, self.samples)
+        trial = try_kept(self._forward, self.job, self._updates, trial, self._begun, built)
         if self._validation is not None and self.member.number == 0:
             self._validated = try_validation(self._forward, self._validation, self._first_batch)
         if self.job.sync.votes:
@@ -537,7 +539,7 @@ class Training(Loop):
 
         For a dataset that is not repeatable the verdict is `no`, whatever the trials showed.
         """
-        trial = self._with_job(self.state.trial or self._try())
+        trial = self._with_job(self.state.trial or self._try(built=self._built))
         self._forward.derive(trial.derived)
         sample = 0 if self._unrepeatable is None else 1 + self._unrepeatable
         found = torch.tensor([trial.merge, trial.same, sample], dtype=torch.float64)

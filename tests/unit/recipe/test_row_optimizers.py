@@ -92,6 +92,43 @@ def test_several_optimizers_are_one_for_schedulers_and_for_states():
     assert [type(each).__name__ for each in parts_of(one)] == ["SparseAdam", "SGD"]
 
 
+class Counting(torch.optim.SGD):
+    """Keeps a number for no parameter, under a name, as MADGRAD does."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        number = self.state["k"] = self.state.get("k", 0) + 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=group["lr"] / number)
+
+
+def test_a_number_beside_the_parameters_is_that_of_one_optimizer():
+    def several(model):
+        return [Counting([parameter], lr=0.1) for parameter in model.parameters()]
+
+    def trained(model, optimizers, steps):
+        for number in steps:
+            for scale, parameter in enumerate(model.parameters(), start=1):
+                parameter.grad = torch.full_like(parameter, float(number * scale))
+            for each in optimizers:
+                each.step()
+
+    alone, model = nn.Linear(3, 2), nn.Linear(3, 2)
+    model.load_state_dict(alone.state_dict())
+    trained(alone, several(alone), range(5))
+    one = CombinedOptimizer(several(model))
+    assert type(one).__name__ == "Counting"
+    trained(model, [one], range(3))
+    kept = copy.deepcopy(one.state_dict())
+    assert kept["state"] == {"0.k": 3, "1.k": 3}
+    one = CombinedOptimizer(several(model))
+    one.load_state_dict(kept)
+    trained(model, [one], range(3, 5))
+    for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(found, wanted)
+
+
 def recipe(optimizer):
     return instep.Recipe(
         model=net,

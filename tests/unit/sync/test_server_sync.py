@@ -45,9 +45,11 @@ class Whole(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure=None):
         super().step()
+        self.state["steps"] = self.state.get("steps", 0) + 1  # of no parameter, as MADGRAD has it
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
+                    parameter.mul_(1 - 1e-3 / self.state["steps"])
                     state = self.state[parameter]
                     state["count"] = state.get("count", 0) + 1
                     state["decay"] = 0.9 * state.get("decay", 1.0)

@@ -3,9 +3,12 @@
 import copy
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import nn
 
+from instep.spec import MeshSpec
+from instep.state.boxes import MeshRank
 from instep.worker.step.capture import Progress, capture, restore
 from instep.worker.step.update import Update
 
@@ -57,3 +60,17 @@ def test_a_fused_optimizer_goes_on_with_weights_that_lie_in_memory_as_images_do(
         step(model, update)
         step(fresh, again)
     assert torch.equal(model.weight, fresh.weight)
+
+
+@pytest.mark.parametrize("rank", [None, MeshRank(MeshSpec(shard=2), 0)])
+def test_what_an_optimizer_keeps_for_no_parameter_is_kept(rank):
+    """A number, and a tensor, under names: as MADGRAD has its `k`."""
+    model = nn.Linear(3, 2)
+    turn, again = (Turn("", an_update(model), Nothing()) for _ in range(2))
+    turn.update.optimizer.state["k"] = 3
+    turn.update.optimizer.state["last"] = torch.arange(4.0)
+    taken = capture(Progress(), model, [turn], rank=rank)
+    restore(taken, "a test", model, [again], rank=rank)
+    found = again.update.optimizer.state
+    assert found["k"] == 3
+    assert torch.equal(found["last"], torch.arange(4.0))

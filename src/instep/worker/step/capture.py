@@ -25,6 +25,7 @@ from instep.state.restore import restore as restore_model
 from instep.state.restore import restore_pieces
 from instep.state.snapshot import COPIES, PART, Snapshot, model_tensors
 from instep.system.causes import sentence
+from instep.worker.step.beside import beside
 from instep.worker.step.parts import (
     captured_parts,
     mesh_of,
@@ -126,7 +127,7 @@ def capture(
         if rank is None:
             facts[f"parameters{of}"] = parameter_order(own.optimizer, model)
         else:
-            state["state"] = {}
+            state["state"] = beside(state["state"])
         packed, facts[f"optimizer{of}"] = pack_state(state)
         tensors[f"optimizer{of}"] = packed
         if own.scheduler is not None:

@@ -21,6 +21,7 @@ from instep.errors import CheckpointError, RecipeError
 from instep.parallel.host_state import placed
 from instep.state.boxes import Cut, MeshRank, cut_of, local, primary
 from instep.state.pieces import Pieces
+from instep.worker.step.beside import put_back
 from instep.worker.step.served import kept_as, taken
 
 
@@ -195,7 +196,8 @@ def restore_optimizer(pieces: Pieces, group: str, optimizer: Optimizer, model: n
         {**theirs, **{key: ours[key] for key in ("params", "param_names") if key in ours}}
         for theirs, ours in zip(saved, live, strict=True)
     ]
-    optimizer.load_state_dict({**options, "state": {}})
+    others = {name: _copied(value) for name, value in options.get("state", {}).items()}
+    optimizer.load_state_dict({**options, "state": others})
     kept: defaultdict[str, list[str]] = defaultdict(list)
     for name in dict.fromkeys([*pieces.names(group), *_numbers(pieces, group)]):
         moved, _, state = name.rpartition("/")
@@ -213,6 +215,11 @@ def restore_optimizer(pieces: Pieces, group: str, optimizer: Optimizer, model: n
             of = f"{group}/{saved_as}"
             values = dict(_value(pieces, of, state, parameter) for state in kept[saved_as])
             optimizer.state[parameter] = placed(optimizer, values)
+    put_back(optimizer.state)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _numbers(pieces: Pieces, group: str) -> Iterable[str]:

@@ -23,6 +23,7 @@ from instep.recipe.build import set_generators
 from instep.recipe.combined import parts_of
 from instep.sync.base import SERVED, Piece
 from instep.sync.norm import norm
+from instep.worker.step.beside import BESIDE, beside, put_back, with_each
 from instep.worker.step.update import OF_UPDATE, Update, options_of
 
 BY_ELEMENT = frozenset(
@@ -68,6 +69,7 @@ class ServedUpdate(Update):
             )
         self.held: Mapping[Piece, nn.Parameter] = {}
         self._states: dict[Piece, dict[str, Any]] = {}
+        self._beside: dict[str, Any] = {}  # what the optimizer keeps for no parameter
         self._norm: float | None = None
 
     @property
@@ -106,6 +108,7 @@ class ServedUpdate(Update):
             }
             for piece, own in pieces.items()
         }
+        self._beside = beside(whole)
         optimizer.state = defaultdict(dict)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # or schedulers warn on workers
 
@@ -124,11 +127,15 @@ class ServedUpdate(Update):
     def _moved(
         self, held: Mapping[Piece, nn.Parameter], states: Mapping[Piece, dict[str, Any]]
     ) -> dict[Piece, dict[str, Any]]:
-        """One step of the optimizer, of these pieces alone; the state that they have then."""
+        """One step of the optimizer, of these pieces alone; the state that they have then.
+
+        What it keeps for no parameter moves too.
+        """
         optimizer, groups = self.optimizer, self.optimizer.param_groups
         whole = [group["params"] for group in groups]
         slots = {id(parameter): slot for slot, parameter in enumerate(self.parameters)}
         optimizer.state = defaultdict(dict)
+        optimizer.state.update(self._beside)  # type: ignore[arg-type]
         for piece, parameter in held.items():
             optimizer.state[parameter] = states[piece]
         for group in groups:
@@ -138,6 +145,7 @@ class ServedUpdate(Update):
         try:
             optimizer.step()
             states = {piece: optimizer.state[own] for piece, own in held.items()}
+            self._beside = beside(optimizer.state)
         finally:
             for group, parameters in zip(groups, whole, strict=True):
                 group["params"] = parameters
@@ -169,10 +177,11 @@ class ServedUpdate(Update):
         attributes = dict(vars(optimizer))
         groups = [dict(group) for group in optimizer.param_groups]
         options = [options_of(group) for group in groups]
-        ends = list[dict[Piece, Tensor]]()
+        ends, kept = list[dict[Piece, Tensor]](), self._beside
         for together in ([chosen], [[slot] for slot in chosen]):
             ends.append({})
             for some in together:
+                self._beside = copy.deepcopy(beside(whole))
                 held = {
                     Piece(slot, 0, self.parameters[slot].numel()): _like(self.parameters[slot])
                     for slot in some
@@ -198,6 +207,7 @@ class ServedUpdate(Update):
                         f"param_groups in its step: with {self.where} each server "
                         "would have its own. Use all_reduce."
                     )
+        self._beside = kept
         if not all(torch.equal(ends[0][piece], ends[1][piece]) for piece in ends[0]):
             raise RecipeError(
                 f"the optimizer {type(optimizer).__name__} moves parameters otherwise when it has "
@@ -223,20 +233,23 @@ class ServedUpdate(Update):
         """
         found: dict[str, Tensor] = {}
         for piece, state in self._states.items():
-            for name, value in state.items():
+            for name, value in with_each(state, self._beside).items():
                 name, value = kept_as(name, value, self.optimizer, self.where)
                 found[f"{piece.slot}/{name}/{piece.start}:{piece.stop}"] = value
         return found
 
     def load_states(self, states: Mapping[str, Tensor]) -> None:
         """Take up copies of what `states` gave, in place of what is kept."""
-        self._states = {piece: {} for piece in self.held}
+        self._states, self._beside = {piece: {} for piece in self.held}, {}
         for name, value in states.items():
             slot, kept, elements = name.split("/")
             start, stop = elements.split(":")
             piece = Piece(int(slot), int(start), int(stop))
             kept, own = taken(kept, value)
-            self._states[piece][kept] = _fitting(own, self.held[piece])
+            if kept.startswith(BESIDE):
+                self._beside[kept.removeprefix(BESIDE)] = own
+            else:
+                self._states[piece][kept] = _fitting(own, self.held[piece])
 
 
 def kept_as(name: Any, value: Any, optimizer: object, where: str) -> tuple[str, Tensor]:
@@ -248,12 +261,19 @@ def kept_as(name: Any, value: Any, optimizer: object, where: str) -> tuple[str, 
         where: the setting that has parameters in parts, for the message.
 
     Raises:
-        RecipeError: it is neither a tensor nor a number.
+        RecipeError: it is neither a tensor nor a number; or a tensor that is no number, and of no
+            parameter.
     """
     kind = type(value)
     if kind in NUMBERS:
         name, value = f"{name}:{kind.__name__}", torch.tensor(value, dtype=NUMBERS[kind])
-    if not isinstance(value, Tensor) or type(name) is not str or "/" in name:
+    large = isinstance(value, Tensor) and value.dim() and str(name).startswith(BESIDE)
+    if large or not isinstance(value, Tensor) or type(name) is not str or "/" in name:
+        if str(name).startswith(BESIDE):
+            raise RecipeError(
+                f"the optimizer {type(optimizer).__name__} keeps {name.removeprefix(BESIDE)!r} for "
+                f"no parameter in its state: with {where} that can be a number. Use all_reduce."
+            )
         raise RecipeError(
             f"the optimizer {type(optimizer).__name__} keeps {name!r} as "
             f"{kind.__name__} in its state: with {where} it can keep "
@@ -290,7 +310,7 @@ def _part(value: Any, piece: Piece, whole: nn.Parameter) -> Any:
     return value.clone()
 
 
-def put_together(shards: Mapping[str, Tensor], model: nn.Module) -> dict[Tensor, dict[str, Any]]:
+def put_together(shards: Mapping[str, Tensor], model: nn.Module) -> dict[Any, dict[str, Any]]:
     """An optimizer's state for whole parameters, from that of pieces.
 
     Args:
@@ -306,7 +326,7 @@ def put_together(shards: Mapping[str, Tensor], model: nn.Module) -> dict[Tensor,
         parameter, kept, elements = name.rsplit("/", 2)
         start, stop = elements.split(":")
         pieces[parameter, kept].append((int(start), int(stop), tensor))
-    whole: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+    whole: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
     for (name, kept), found in pieces.items():
         found.sort(key=lambda piece: piece[:2])
         own = parameters.get(name)
@@ -320,4 +340,5 @@ def put_together(shards: Mapping[str, Tensor], model: nn.Module) -> dict[Tensor,
             joined = torch.cat([tensor for *_, tensor in found]).view(own.shape)
         kept, value = taken(kept, joined)
         whole[own][kept] = value
+    put_back(whole)
     return whole

@@ -1,0 +1,222 @@
+"""Small stand-ins for a model's parameters, and the recipe's optimizers for them.
+
+What an optimizer does with numbers does not depend on how many there are. So it is tried, before
+the first step, on parameters with the model's names and few elements, and with made-up gradients:
+that costs neither passes nor memory. Optimizers of torch.optim are known, and not tried.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer, lr_scheduler
+
+from instep.data.order import key
+from instep.data.reading.generators import preserved
+from instep.recipe.build import Built, build_optimizer, set_generators
+from instep.recipe.combined import parts_of
+from instep.recipe.isolated import isolated
+from instep.recipe.plateau import Plateau
+from instep.recipe.recipe import Recipe
+from instep.recipe.tuning import NOTHING, Begun
+from instep.spec import StartSpec
+
+SMALL, _SIDE = 1024, 16
+"""Elements up to which a parameter keeps its shape; above, the longest that a dimension is."""
+
+STEADY = frozenset(
+    (
+        *(optim.ASGD, optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adam, optim.AdamW),
+        *(optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),
+        optim.SparseAdam,
+    )
+)
+"""Their state dict has all that they keep, and they do not amplify rounding."""
+
+_KEPT = STEADY | {optim.Muon}
+
+
+class StandIn(NamedTuple):
+    """Parameters, and what moves them."""
+
+    parameters: dict[str, nn.Parameter]
+    """By their names in the model; those that are trained."""
+    made: Sequence[tuple[Optimizer, Any]]
+    """Optimizers, each with its scheduler; one, or those of the turns."""
+
+    @property
+    def kept(self) -> bool:
+        """Whether it is known that a checkpoint has all that these keep."""
+        return all(_known(*each) for each in self.made)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those of the recipe, one by one."""
+        return [part for optimizer, _ in self.made for part in parts_of(optimizer)]
+
+    def step(self, gradients: Iterable[tuple[str, Tensor]], number: int, seed: int) -> None:
+        """Take a step of all, and of their schedulers."""
+        for name, gradient in gradients:
+            self.parameters[name].grad = gradient
+        with _quiet():
+            for optimizer, scheduler in self.made:
+                set_generators(key(seed, number))
+                optimizer.step()
+                if scheduler is not None:
+                    scheduler.step()
+
+
+class Maker:
+    """Makes stand-ins, each with an optimizer of its own.
+
+    Args:
+        recipe: of the user.
+        model: has the parameters, which are not read.
+        seed: of the job.
+        steps: of the whole run, for schedulers.
+        start: learning rates.
+        begun: what the model was loaded from and has adapters of.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        model: nn.Module,
+        seed: int,
+        steps: int,
+        start: StartSpec | None = None,
+        begun: Begun = NOTHING,
+    ) -> None:
+        self._recipe, self._model, self.seed = recipe, model, seed
+        self._given = steps, start, begun
+        self._sparse = {
+            f"{prefix}.weight".lstrip(".")
+            for prefix, module in model.named_modules()
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        }
+
+    def make(self) -> StandIn:
+        """One more; equal to the one before.
+
+        Raises:
+            Exception: of whatever kind, the recipe's functions need the model itself.
+        """
+        memo: dict[int, Any] = {}
+        for number, (name, own) in enumerate(self._model.named_parameters()):
+            memo[id(own)] = _small(own, key(self.seed, number, zlib.crc32(name.encode())))
+        for buffer in self._model.buffers():
+            memo[id(buffer)] = torch.zeros(_shape(buffer), dtype=buffer.dtype)
+        recipe, whole = self._recipe, bool(self._recipe.turns or self._recipe.parameters)
+        model = copy.deepcopy(self._model, memo) if whole else _names_alone(self._model, memo)
+        memo.setdefault(id(self._model), model)
+        anew = object.__new__(Recipe)  # its checks are of the user's own
+        vars(anew).update(vars(recipe))
+        names = ("optimizer", "scheduler", "parameters", "turns")
+        for name, own in zip(
+            names, isolated([getattr(recipe, name) for name in names], memo), strict=True
+        ):
+            object.__setattr__(anew, name, own)
+        with preserved(), _quiet():
+            built = build_optimizer(anew, model, *self._given)
+        parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        return StandIn(parameters, _made(built))
+
+    def gradients(self, number: int, *, rank: int = 0) -> Iterator[tuple[str, Tensor]]:
+        """Made up, as large as gradients are.
+
+        Args:
+            number: of the step.
+            rank: of those that are matrices, as gradients of a few samples have it; 0 for any.
+        """
+        for name, own in self._model.named_parameters():
+            if not own.requires_grad:
+                continue
+            shape, seed = _shape(own), key(self.seed, zlib.crc32(name.encode()), number)
+            noise = torch.Generator().manual_seed(seed)
+            made = torch.randn(shape, generator=noise, dtype=torch.float64) / 10
+            if rank and len(shape) > 1 and min(shape) > rank:
+                flat = made.reshape(shape[0], -1)
+                by = torch.randn(rank, flat.shape[1], generator=noise, dtype=torch.float64)
+                made = (flat[:, :rank] @ by).reshape(shape)
+            made = made.to(own.dtype)
+            yield name, made.to_sparse(1) if name in self._sparse else made
+
+
+def known(built: Built) -> bool:
+    """Whether there is nothing to try: all optimizers and schedulers are of torch."""
+    made = _made(built)
+    return all(_known(*each) and steady(each[0]) for each in made)
+
+
+def steady(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is known not to amplify rounding."""
+    return all(type(each) in STEADY and not hooked(each) for each in parts_of(optimizer))
+
+
+def hooked(optimizer: Optimizer) -> bool:
+    """Whether something is called before or after its steps."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def _known(optimizer: Optimizer, scheduler: Any) -> bool:
+    every = [optimizer, *parts_of(optimizer)]
+    kept = all(type(each) in _KEPT for each in every[1:]) and not any(map(hooked, every))
+    of_torch = type(scheduler).__module__ == lr_scheduler.__name__
+    return kept and (scheduler is None or of_torch or isinstance(scheduler, Plateau))
+
+
+def _made(built: Built) -> list[tuple[Optimizer, Any]]:
+    turns = [(turn.optimizer, turn.scheduler) for turn in built.turns]
+    return turns or [(built.optimizer, built.scheduler)]
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    if tensor.numel() <= SMALL:
+        return tuple(tensor.shape)
+    longest = _SIDE if tensor.dim() > 1 else _SIDE * _SIDE
+    return tuple(min(size, longest) for size in tensor.shape)
+
+
+def _small(own: nn.Parameter, seed: int) -> nn.Parameter:
+    noise = torch.Generator().manual_seed(seed)
+    values = torch.randn(_shape(own), generator=noise, dtype=torch.float64) / 10
+    made = nn.Parameter(values.to(own.dtype), own.requires_grad)
+    vars(made).update(vars(own))  # what the user has marked it with
+    return made
+
+
+def _names_alone(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A model that has nothing but parameters, by the same names."""
+    shell = nn.Module()
+    for name, own in model.named_parameters(remove_duplicate=False):
+        *path, last = name.split(".")
+        at = shell
+        for each in path:
+            if each not in at._modules:
+                at.add_module(each, nn.Module())
+            inside = at._modules[each]
+            assert inside is not None
+            at = inside
+        at.register_parameter(last, memo[id(own)])
+    return shell
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Optimizers and schedulers that are made to be thrown away warn nobody, and use one thread:
+    what they compute is small, and others wait for it on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_num_threads(threads)

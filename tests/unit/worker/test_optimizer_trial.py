@@ -1,0 +1,256 @@
+"""What the trial says of optimizers before the first step: what they lose and amplify."""
+
+import collections
+
+import pytest
+import torch
+from torch import nn
+
+import instep
+from instep.errors import RecipeError
+from instep.worker.trial.persistence import try_batch_loss, try_optimizer
+from instep.worker.trial.rounding import amplifying
+from instep.worker.trial.stand_in import Maker
+from instep.worker.trial_result import Trial
+
+YES = Trial(True, "a trial showed no difference", "yes")
+
+
+def maker(optimizer, dtype=torch.float32, scheduler=None, model=None):
+    model = model or nn.Sequential(nn.Linear(24, 96), nn.Tanh(), nn.Linear(96, 96)).to(dtype)
+    recipe = instep.Recipe(
+        model=model, train=[0], loss=nn.MSELoss(), optimizer=optimizer, scheduler=scheduler
+    )
+    return Maker(recipe, model, 7, 10)
+
+
+class Own(torch.optim.SGD):
+    """One of which nothing is known."""
+
+    def __init__(self, params, lr=0.1, momentum=0.9):
+        super().__init__(params, lr=lr, momentum=momentum)
+
+
+class InState(Own):
+    def step(self, closure=None):
+        number = self.state["k"] = self.state.get("k", 0) + 1
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.sub_(parameter.grad, alpha=group["lr"] / number)
+
+
+class InGroups(Own):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["lr"] *= 0.5
+        super().step()
+
+
+class InAttribute(Own):
+    k = 0
+
+    def step(self, closure=None):
+        self.k += 1
+        super().step()
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.mul_(1 - 0.1 / self.k)
+
+
+class EverySixth(Own):
+    """Lookahead, with its slow weights outside the state."""
+
+    def step(self, closure=None):
+        super().step()
+        every = self.param_groups[0]["params"]
+        self.slow = getattr(self, "slow", None) or [each.detach().clone() for each in every]
+        self.number = getattr(self, "number", 0) + 1
+        if self.number % 6 == 0:
+            with torch.no_grad():
+                for slow, parameter in zip(self.slow, every, strict=True):
+                    parameter.copy_(slow.lerp_(parameter, 0.5))
+
+
+def in_closure(parameters):
+    optimizer, count = Own(parameters), [0]
+
+    def decay(optimizer, *_):
+        count[0] += 1
+        with torch.no_grad():
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.mul_(1 - 0.1 / count[0])
+
+    optimizer.register_step_post_hook(decay)
+    return optimizer
+
+
+def average_aside(parameters):
+    """A hook that keeps an average which moves nothing."""
+    optimizer = Own(parameters)
+    kept = [each.detach().clone() for each in optimizer.param_groups[0]["params"]]
+
+    def average(optimizer, *_):
+        for own, parameter in zip(kept, optimizer.param_groups[0]["params"], strict=True):
+            own.lerp_(parameter.detach(), 0.1)
+
+    optimizer.register_step_post_hook(average)
+    return optimizer
+
+
+KEPT = {"sgd": Own, "state": InState, "groups": InGroups, "aside": average_aside}
+LOST = {"attribute": InAttribute, "every sixth": EverySixth, "closure": in_closure}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_a_state_dict_has_is_kept(name):
+    assert try_optimizer(maker(KEPT[name]), YES, "all_reduce") == YES
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_what_no_checkpoint_has_is_named(name):
+    verdict = try_optimizer(maker(LOST[name]), YES, "all_reduce").verdict
+    assert verdict.startswith("no: the optimizer ")
+    assert "no checkpoint has it" in verdict
+    assert name != "attribute" or "(InAttribute.k)" in verdict
+
+
+def test_a_scheduler_that_loses_its_count_is_named():
+    class Halving(torch.optim.lr_scheduler.LRScheduler):
+        def __init__(self, optimizer):
+            self.rates = iter([0.5**n for n in range(99)])
+            super().__init__(optimizer)
+
+        def get_lr(self):
+            return [next(self.rates) for _ in self.optimizer.param_groups]
+
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            pass
+
+    lost = maker(lambda p: torch.optim.SGD(p, lr=0.1), scheduler=Halving)
+    assert "its scheduler keeps something" in try_optimizer(lost, YES, "all_reduce").verdict
+
+
+class Sharpness(Own):
+    def step(self, closure=None):
+        assert closure is not None, "SAM requires a closure"
+
+
+class Looking(Own):
+    def state_dict(self):
+        return {**super().state_dict(), "slow": collections.deque([torch.zeros(2)])}
+
+
+class Listing(Own):
+    def step(self, closure=None):
+        self.state["last"] = torch.zeros(3)
+        super().step()
+
+
+@pytest.mark.parametrize(
+    ("made", "sync", "message"),
+    [
+        (Sharpness, "all_reduce", "Sharpness.step.. wants a closure"),
+        (Looking, "all_reduce", "Looking keeps what no checkpoint can have.*deque"),
+        (Listing, "server_sync", "Listing keeps 'last' for no parameter"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_before_the_first_step(made, sync, message):
+    with pytest.raises(RecipeError, match=message):
+        try_optimizer(maker(made), YES, sync)
+
+
+def test_the_trial_leaves_model_and_closures_as_they_are():
+    model, calls = nn.Linear(64, 64), []
+    before = [each.detach().clone() for each in model.parameters()]
+
+    def make(_):
+        optimizer = Own(model.parameters())  # not what it is given: the model itself
+        optimizer.register_step_post_hook(lambda *_: calls.append(1))
+        return optimizer
+
+    assert try_optimizer(maker(make, model=model), YES, "all_reduce") == YES
+    assert not calls
+    assert all(map(torch.equal, before, model.parameters()))
+    assert all(each.grad is None for each in model.parameters())
+
+
+class Signs(Own):
+    """Lion."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            average = self.state[parameter].setdefault("average", torch.zeros_like(parameter))
+            parameter.sub_(average.lerp(parameter.grad, 0.1).sign(), alpha=0.01)
+            average.lerp_(parameter.grad, 0.01)
+
+
+def own_class(kind, **options):
+    return lambda p: type(f"Own{kind.__name__}", (kind,), {})(p, **options)
+
+
+class Rotating(Own):
+    """Moves in the basis of the gradient's singular vectors, as SOAP does."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.dim() == 2:
+                basis = torch.linalg.eigh(parameter.grad @ parameter.grad.T).eigenvectors
+                turned = basis.T @ parameter.grad
+                parameter.sub_(basis @ (turned / (turned.abs() + 1e-30)), alpha=0.01)
+
+
+STEADY = {
+    "sgd": own_class(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adamw": own_class(torch.optim.AdamW, lr=1e-3),
+    "adafactor": own_class(torch.optim.Adafactor, lr=1e-3),
+    "rmsprop": own_class(torch.optim.RMSprop, lr=1e-3),
+    "lion": Signs,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", STEADY)
+def test_an_optimizer_that_hands_rounding_on_is_not_named(name, dtype):
+    assert amplifying(maker(STEADY[name], dtype)) == ([], 0.0)
+
+
+def muon(parameters):
+    every = list(parameters)
+    return [
+        torch.optim.Muon([p for p in every if p.ndim == 2], lr=0.02),
+        torch.optim.AdamW([p for p in every if p.ndim != 2], lr=0.01),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("made", "dtype", "named"),
+    [
+        (muon, torch.float32, ["Muon"]),
+        (muon, torch.float64, []),  # casts both gradients to the same bfloat16
+        (Rotating, torch.float32, ["Rotating"]),
+        (Rotating, torch.float64, ["Rotating"]),
+    ],
+)
+def test_an_optimizer_that_amplifies_rounding_is_named(made, dtype, named):
+    assert amplifying(maker(made, dtype))[0] == named
+
+
+def test_a_loss_that_remembers_earlier_batches_is_named_and_left_as_it_is():
+    memory = []
+
+    def remembering(_, embeddings, targets):
+        memory.append(embeddings)
+        return sum(each.square().mean() for each in memory) / len(memory)
+
+    embedded = torch.ones(4, 2), None
+    verdict = try_batch_loss(remembering, nn.Linear(1, 1), embedded, 0, YES).verdict
+    assert verdict.startswith("no: batch_loss gives another result")
+    assert not memory
+    plain = try_batch_loss(lambda m, e, t: e.mean(), nn.Linear(1, 1), embedded, 0, YES)
+    assert plain == YES
