@@ -36,7 +36,8 @@ BALANCE_S = 3.0
 """How long all hosts must have been there before a worker moves to one that has fewer."""
 
 LAST_S = 30.0
-"""How long workers that alone hold the run's state are waited for; then it goes back."""
+"""How long workers that alone hold the run's state, and servers that alone hold a part of it, are
+waited for; then it goes back, or ends."""
 
 BACK_S = 2.0
 """How long a host must be there before workers of another one are given up."""

@@ -839,7 +839,7 @@ class Master:
             silent = self._hosts.is_quiet(process.host) and silent_s > FLOOR_S
         else:  # an import may hold the interpreter's lock
             silent = self._hosts.is_gone(process.host)
-        if silent and worker in self._state.holders and not self._is_another_holder(worker, now):
+        if silent and worker in self._state.holders and self._holds_alone(worker, now):
             silent = silent_s > LAST_S
         if silent and self._hosts.can_do_without and process.killed_at is None:
             step, phase = (heartbeat.step, heartbeat.phase) if heartbeat else (0, "building")
@@ -849,6 +849,15 @@ class Master:
         if process.is_lost(now, silent_s):
             self._hosts.abandon(process.host, process.pid)
             self._exited(worker, process.pid, None, process.host)
+
+    def _holds_alone(self, worker: int, now: float) -> bool:
+        """Whether the run goes back, or ends, without a process that holds its state.
+
+        A server's part is nowhere else, but with a copy on the next one.
+        """
+        copied = self._job.sync.options.get("copy", False)
+        has_own_part = worker in self._state.servers and not copied
+        return has_own_part or not self._is_another_holder(worker, now)
 
     def _is_another_holder(self, worker: int, now: float) -> bool:
         """Whether another replica that holds the run's state can be reached."""
