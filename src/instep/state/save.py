@@ -5,7 +5,7 @@ next save uses again. A thread hashes and writes it into a folder beside the che
 syncs that to the disk, and publishes it by one rename: whatever is killed when, a checkpoint
 is complete or not there. A save that comes while one is being written waits for it, so every
 checkpoint that was asked for is written, and the newest on disk is at most one save behind;
-the wait counts as held.
+the wait counts as held. Where the system gives no thread, training is held until it is written.
 
 It knows no collectives: one process of a run has the writer of a folder. Files that others have
 written for a checkpoint become a part of it by a rename as well.
@@ -155,7 +155,12 @@ class CheckpointWriter:
             self._worker = ThreadPoolExecutor(1, "checkpoint", initializer=_never_preempt)
         self._record_value(snapshot)
         self._reserve = reserve
-        self._writing = self._worker.submit(self._write, snapshot.step, facts, begin, dict(shards))
+        try:
+            write = self._worker.submit
+            self._writing = write(self._write, snapshot.step, facts, begin, dict(shards))
+        except RuntimeError:  # the system has no thread for us now; the next save asks again
+            self._worker = None
+            self._write(snapshot.step, facts, begin, shards)
         held_s = self._held_s[snapshot.step] = time.perf_counter() - begin
         return held_s
 

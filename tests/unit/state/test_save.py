@@ -64,6 +64,24 @@ def write(folder, *steps, **options):
     return writer.poll()
 
 
+def test_where_the_system_gives_no_thread_the_save_is_made_without_one(tmp_path, monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    writer = CheckpointWriter(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        writer.save(snapshot_of(1))
+        (first,) = writer.poll()
+    writer.save(snapshot_of(2))  # asks for a thread again
+    assert writer._worker is not None
+    writer.finish()
+    (second,) = writer.poll()
+    assert [first.step, second.step] == [1, 2]
+    for saved in (first, second):
+        assert_is_of_step(load(saved.path), saved.step)
+
+
 def test_one_that_may_not_publish_any_more_leaves_the_checkpoints_as_they_are(tmp_path):
     write(tmp_path, 1)
     (outcome,) = write(tmp_path, 2, may_publish=lambda: False)
