@@ -52,6 +52,8 @@ class Loader:
         info_dataset: `get_worker_info().dataset` there; the dataset itself if None.
         contents: which samples' contents `read` records in its `record`.
         say: called with a sentence at each fork that failed and is retried.
+        tells: whether to call `set_epoch` of the dataset with the epoch of what is read, where no
+            loop of the user's does.
 
     Raises:
         DataError: the dataset is empty or not map-style, or its first sample
@@ -85,6 +87,7 @@ class Loader:
         info_dataset: Any = None,
         contents: Literal["off", "sample", "all"] = "off",
         say: Say = lambda text: None,
+        tells: bool = False,
     ) -> None:
         self._fetch = Fetch(
             dataset,
@@ -95,6 +98,7 @@ class Loader:
             augment=augment,
             skip=unreadable == "skip",
             name=name,
+            tells=tells,
         )
         self._fetch.mark(marks)
         if contents != "off":
@@ -128,6 +132,7 @@ class Loader:
         marks: Iterable[Mark] = (),
         contents: Literal["off", "sample", "all"] = "off",
         say: Say,
+        tells: bool = False,
     ) -> Loader:
         """The loader of a dataset of a job, by what job and `DataLoader` say.
 
@@ -138,7 +143,7 @@ class Loader:
             order: of its samples, if it is another than the job's.
             processes: instead of the job's.
             collate: instead of the `DataLoader`'s.
-            augment, marks, contents, say: as above.
+            augment, marks, contents, say, tells: as above; only what is trained on is told.
         """
         train = name == "training"
         processes = job.data.loaders if processes is None else processes
@@ -159,6 +164,7 @@ class Loader:
             info_dataset=parts.info_dataset,
             contents=contents if train else "off",
             say=say,
+            tells=tells and train,
         )
 
     def begin(self) -> None:
@@ -247,13 +253,26 @@ class Loader:
             for part in slices:
                 waiting.append((part, None if part.first == part.stop else reader.submit(part)))
                 if len(waiting) > reader.ahead:
+                    self._listen(reader, waiting)
                     yield self._agreed(reader, *waiting.popleft(), record)
             while waiting:
+                self._listen(reader, waiting)
                 yield self._agreed(reader, *waiting.popleft(), record)
         finally:
             reader.drop(ticket for _, ticket in waiting if ticket is not None)
             if reader is not self._pool:
                 reader.close()
+
+    def _listen(self, reader: Reader, waiting: deque[tuple[Slice, Any]]) -> None:
+        """Read again what was read ahead, if the dataset has been told something since."""
+        if reader is not self._pool or not self._fetch.told.look():
+            return
+        reader.drop(ticket for _, ticket in waiting if ticket is not None)
+        again = [
+            (part, None if ticket is None else reader.submit(part)) for part, ticket in waiting
+        ]
+        waiting.clear()
+        waiting.extend(again)
 
     def _reader(self) -> Reader:
         if self._pool:

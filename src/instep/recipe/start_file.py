@@ -46,6 +46,8 @@ def start_file(start: StartSpec) -> Path | None:
                     f"start.model = {start.model!r}: the ranks of a mesh saved this checkpoint in "
                     f"parts. Make one file of its model, and give that: {again}"
                 )
+            if convert := _how_to_convert(path):
+                raise SpecError(f"start.model = {start.model!r}: {convert}")
             raise SpecError(
                 f"start.model = {start.model!r}: this folder holds no {IN_A_FOLDER}. "
                 "Give the folder of a run that has ended, or a safetensors file."
@@ -63,3 +65,37 @@ def start_file(start: StartSpec) -> Path | None:
         raise SpecError(f"start.model = {start.model!r}: there is no such file. {near}")
     check_header(path)
     return path
+
+
+def _how_to_convert(folder: Path) -> str:
+    """What to do with the folder of another program; empty where it is not known.
+
+    None of them is read here: their metadata or their tensors are pickles, which may hold code.
+    """
+    if any(folder.glob("*.index.json")) and any(folder.glob("*.safetensors")):
+        return (
+            "this folder has its model in several files under a name of its own. Save it as one: "
+            "model.save_pretrained(folder, max_shard_size='1TB')."
+        )
+    if (folder / ".metadata").is_file() or any(folder.glob("*.distcp")):
+        return (
+            "this folder is a checkpoint of torch.distributed.checkpoint, whose metadata is a "
+            "pickle, which may hold code. If you trust it, convert it: python -m "
+            f"torch.distributed.checkpoint.format_utils dcp_to_torch {folder} model.pt, then "
+            "safetensors.torch.save_file of the model's state dict in torch.load('model.pt')."
+        )
+    states = ("zero_to_fp32.py", "*_optim_states.pt", "mp_rank_*_model_states.pt")
+    if any(any(folder.glob(each)) for each in states) or any(folder.glob("global_step*/*.pt")):
+        return (
+            "this folder is a checkpoint of DeepSpeed, whose files are pickles, which may hold "
+            "code. If you trust it, convert it with the script that DeepSpeed left in the folder: "
+            "python zero_to_fp32.py . OUTPUT --safe_serialization --max_shard_size 1TB, and give "
+            "OUTPUT."
+        )
+    if any(folder.glob("pytorch_model*.bin")):
+        return (
+            "this folder has its model as files of torch.save, which may hold code. If you trust "
+            "it, load the model with its library and save it again: model.save_pretrained(folder, "
+            "safe_serialization=True, max_shard_size='1TB')."
+        )
+    return ""

@@ -34,7 +34,7 @@ class Loaded:
 
     def fields(self) -> dict[str, Any]:
         """The fields of the event `model_loaded`; reads the file, for its hash."""
-        path, report, _ = self.fit
+        path, report, *_ = self.fit
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         return {

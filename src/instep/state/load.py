@@ -22,6 +22,7 @@ from instep.state.boxes import Box, box_of, local, whole
 from instep.state.intact import check
 from instep.state.manifest import SUFFIX, is_table
 from instep.state.model_file import HASH_KEY, check_hash, open_tensors
+from instep.state.scaled import Scale, refuse_undecoded, scales_of
 from instep.state.snapshot import TYPES, Snapshot, model_tensors, model_ties, raw_bytes
 
 FACTS = ("format", "step", "job", "parameters_sha256", HASH_KEY)
@@ -74,10 +75,14 @@ class LoadReport:
     wrong: dict[str, str] = field(default_factory=dict)
     """Names that both have, with the difference in shape or type."""
 
+    decoded: int = 0
+    """How many of `matched` are codes of 8 bits in the file, with scales beside them."""
+
     def __str__(self) -> str:
         """One sentence: `40 of 42 tensors match; missing: head.bias, head.weight.`"""
         total = len(self.matched) + len(self.missing) + len(self.wrong)
         text = f"{len(self.matched)} of {total} tensors match"
+        text += f", {self.decoded} of them decoded by their scales" if self.decoded else ""
         for kind in ("missing", "unexpected"):
             if names := getattr(self, kind):
                 text += f"; {kind}: {_some(names)}"
@@ -111,6 +116,8 @@ class Fit(NamedTuple):
     report: LoadReport
     sources: dict[str, str]
     """Name in the model to name in the file, of what matched."""
+    scales: dict[str, str]
+    """Name in the file to that of its scales, of what is to be decoded."""
 
     def fill(self, model: nn.Module) -> None:
         """Copy what matched into the model, or into a part of it with the same names.
@@ -119,6 +126,7 @@ class Fit(NamedTuple):
             CheckpointError: the file cannot be read.
         """
         with OpenFile(self.path, facts=FACTS) as file:
+            file.decode(self.scales)
             for name, tensor in model_tensors(model).items():
                 if name in self.sources:
                     file.copy(self.sources[name], local(tensor), box_of(tensor, name))
@@ -138,7 +146,10 @@ def fit_model(path: Path | str, model: nn.Module, strict: bool = True) -> Fit:
     path, targets = Path(path), model_tensors(model, empty=True)
     check_hash(path)
     with OpenFile(path, facts=FACTS) as file:
-        file_names, tied = [*file.names, *file.tied], model_ties(model, targets)
+        scales = file.scales_of(targets)
+        file.decode(scales)
+        file_names = [n for n in (*file.names, *file.tied) if n not in {*scales.values()}]
+        tied = model_ties(model, targets)
         sources = _sources(file, targets, tied)
         wrong = {
             name: why
@@ -151,7 +162,9 @@ def fit_model(path: Path | str, model: nn.Module, strict: bool = True) -> Fit:
             missing=tuple(name for name in targets if name not in sources),
             unexpected=tuple(name for name in file_names if name not in targets),
             wrong=wrong,
+            decoded=len([n for n in sources if n not in wrong and sources[n] in scales]),
         )
+        file.refuse_undecoded(report.unexpected, set(sources.values()) - {*scales})
         if strict and (report.missing or report.unexpected or report.wrong):
             raise CheckpointError(
                 f"{path} does not fit the model: {report} "
@@ -162,7 +175,7 @@ def fit_model(path: Path | str, model: nn.Module, strict: bool = True) -> Fit:
                 f"{path} has nothing for this model: it holds {_some(file_names)}; "
                 f"the model wants {_some(targets)}."
             )
-    return Fit(path, report, {name: sources[name] for name in report.matched})
+    return Fit(path, report, {name: sources[name] for name in report.matched}, scales)
 
 
 def _sources(
@@ -221,6 +234,7 @@ class OpenFile:
     def __init__(self, path: Path, facts: Container[str] = ()) -> None:
         self._file = open_tensors(path)
         self._path, self.names = path, dict.fromkeys(self._file.entries)
+        self._scales: dict[str, Scale] = {}
         self.tied = {
             alias: kept
             for alias, kept in self._file.metadata.items()
@@ -237,8 +251,35 @@ class OpenFile:
         """The file's own name for `name`, or None."""
         return name if name in self.names else self.tied.get(name)
 
+    def scales_of(self, wanted: Container[str]) -> dict[str, str]:
+        """As of `scaled.py`: weights that are codes, and the names of their scales."""
+        return scales_of(self._file.entries, wanted)
+
+    def decode(self, scales: Mapping[str, str]) -> None:
+        """Have these weights be the products of their codes and scales, from here on.
+
+        Raises:
+            CheckpointError: scales do not fit their weight.
+        """
+        for name, beside in scales.items():
+            try:
+                found = Scale(self.tensor(beside), self._file.entries[name].shape)
+            except ValueError as error:
+                raise CheckpointError(
+                    f"{self._path}: {name!r} cannot be decoded by {beside!r}: {error}."
+                ) from error
+            self._scales[name] = found
+
+    def refuse_undecoded(self, left: Iterable[str], loaded: Iterable[str]) -> None:
+        """As of `scaled.py`: refuse a file in which other weights are codes too."""
+        refuse_undecoded(self._path, self._file.entries, left, loaded)
+
     def like(self, name: str) -> Tensor:
         """A tensor of the same shape and type, without values."""
+        like = self._stored(name)
+        return like.float() if name in self._scales else like
+
+    def _stored(self, name: str) -> Tensor:
         dtype, shape, *_ = self._file.entries[name]
         if dtype not in TYPES:
             raise CheckpointError(
@@ -264,7 +305,7 @@ class OpenFile:
         """
         if not into.numel():
             return
-        like = self.like(name)
+        like, scale = self._stored(name), self._scales.get(name)
         shape, dtype = (like.shape or (1,)), like.dtype
         box = box or ((0, 1),)
         into = into.view(1) if into.dim() == 0 else into
@@ -273,6 +314,7 @@ class OpenFile:
         inner = tuple(slice(*each) for each in others)
         direct = (
             into.dtype == dtype
+            and scale is None
             and into.device.type == "cpu"
             and into.is_contiguous()
             and all(each == (0, size) for each, size in zip(others, shape[1:], strict=True))
@@ -285,6 +327,7 @@ class OpenFile:
             part = into[at - first : at - first + some]
             read = torch.empty(len(part), *shape[1:], dtype=dtype)
             self._file.read(name, raw_bytes(read).numpy().data, at * row)
+            read = read if scale is None else scale.decode(read, at)
             part.copy_(read[(slice(None), *inner)])
 
     def same(self, one: str, other: str) -> bool:

@@ -336,6 +336,7 @@ class Training(Loop):
             marks=member.marks,
             contents=self.job.check.content,
             say=lambda text: member.emit("warning", text=f"worker {member.number}: {text}"),
+            tells=True,
         )
 
     def join(self) -> None:

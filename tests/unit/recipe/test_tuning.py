@@ -189,6 +189,23 @@ def test_a_model_in_several_files_is_answered_with_how_to_make_it_one(tmp_path):
         built({"model": str(tmp_path)})
 
 
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        (".metadata", "format_utils dcp_to_torch"),
+        ("__0_0.distcp", "format_utils dcp_to_torch"),
+        ("zero_to_fp32.py", "python zero_to_fp32.py . OUTPUT"),
+        ("global_step7/mp_rank_00_model_states.pt", "python zero_to_fp32.py . OUTPUT"),
+        ("pytorch_model-00001-of-00002.bin", "safe_serialization=True"),
+    ],
+)
+def test_a_folder_of_another_program_is_answered_with_how_to_convert_it(tmp_path, file, words):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+    with pytest.raises(SpecError, match=words):
+        built({"model": str(tmp_path)})
+
+
 def test_a_file_that_does_not_fit_is_refused_with_the_names_and_the_way_out(file):
     with pytest.raises(CheckpointError) as refused:
         built({"model": str(file)})

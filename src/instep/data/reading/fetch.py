@@ -29,6 +29,7 @@ from instep.data.reading.batched import (
     is_plain,
     offers,
 )
+from instep.data.reading.told import Told
 from instep.data.samples import last_read
 from instep.data.samples.contents import Selection, SliceContents, content_of
 from instep.data.samples.unreadable import (
@@ -73,6 +74,7 @@ class Fetch:
             (seed, epoch, index).
         skip: skip a sample that cannot be read; else it is an error.
         name: `training` or `validation`; the process records its reads under it.
+        tells: whether to tell the dataset each epoch (`Told.tell`).
 
     Raises:
         DataError: `dataset` is not map-style, or is empty.
@@ -89,6 +91,7 @@ class Fetch:
         augment: Augment | None = None,
         skip: bool = False,
         name: str = "training",
+        tells: bool = False,
     ) -> None:
         self._as_made = partial(
             Fetch,
@@ -100,6 +103,7 @@ class Fetch:
             augment=augment,
             skip=skip,
             name=name,
+            tells=tells,
         )
         self.samples = _length(dataset)
         self.name, self._file_of = name, file_names(dataset)
@@ -115,6 +119,8 @@ class Fetch:
         """The process in which the dataset's own code has read; 0 if it has not."""
         self.selection: Selection | None = None
         """The samples whose content is recorded."""
+        self.told = Told(() if self.plain else dataset, tells=tells)
+        """What the user's code says to the dataset while the run goes on."""
         self._augment, self.skip = augment, skip
         self._order = order or (Order(self.samples, seed) if shuffle else None)
         self._collate: Collate = collate or collate_by_torch
@@ -143,6 +149,7 @@ class Fetch:
         if self.plain:
             return self._batch(part)
         self.read_by = os.getpid()
+        self.told.tell(part.epoch)
         self._generators.remember()
         try:
             if not self.draws:
@@ -215,6 +222,7 @@ class Fetch:
         if cause := self._causes.get(index):
             raise DataError(f"sample {index} is left out: {cause}")
         self.read_by = os.getpid()
+        self.told.tell(0)
         self._current.start_named(index, self._file_of(index))
         try:
             with generators.preserved():

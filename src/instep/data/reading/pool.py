@@ -414,6 +414,6 @@ class _LoaderProcess:
             self._send(task)
 
     def _send(self, task: Task) -> None:
-        task.marks = self._fetch.marks
+        task.marks, task.changes = self._fetch.marks, self._fetch.told.changes
         with contextlib.suppress(OSError):  # `receive` notices
             self._connection.send_bytes(msgspec.msgpack.encode(task))

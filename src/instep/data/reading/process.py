@@ -48,6 +48,8 @@ class Task(msgspec.Struct, array_like=True):
     part: Slice
     marks: list[Mark] = []
     """Samples at which processes have died so far; for `Fetch.mark`."""
+    changes: list[tuple[int, str, Any]] = []
+    """What the dataset has been told; for `Told.apply`."""
 
 
 class Reply(msgspec.Struct, array_like=True):
@@ -252,6 +254,7 @@ def _answer(task: Task, slot: Slot, work: Work | None, wrong: DataError | None) 
     try:
         if wrong is not None or work is None:
             raise wrong or DataError("there is no work")
+        work.fetch.told.apply(task.changes)
         skeleton, tensors = wire.pack(work.read(task.part))
         places, size = wire.layout(tensors)
         if size:

@@ -1,0 +1,229 @@
+"""What a dataset is told while a run goes on: the epoch, and what the user's loop sets on it.
+
+Loader processes have the dataset as it was when they were forked. A loop that calls
+`dataset.set_epoch(epoch)`, or sets `dataset.difficulty = 2`, speaks to the object of its own
+process. `Told` notices that before a slice is handed out, and the processes are told the same: a
+call is made again, and numbers and strings are set. What cannot be sent (a new transform) is
+refused by name. So what a loop says holds from the next batch on, wherever samples are read.
+
+A recipe has no loop: its dataset is told each epoch before a sample of it is read, as Accelerate
+does (`tell`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset, Subset
+
+from instep.errors import DataError
+
+SET_EPOCH = "set_epoch()"
+"""Stands for the method among the names of attributes."""
+
+Change = tuple[int, str, Any]
+"""The number of an object, an attribute, and its value."""
+
+_OBJECTS, _DEPTH, _ITEMS = 64, 4, 64
+"""How far a dataset is looked through: for its own parts, not for its samples."""
+
+_ATOMS = (type(None), bool, int, float, str)
+_LEAVES = (*_ATOMS, type, ModuleType, FunctionType, MethodType, torch.Tensor, np.ndarray)
+
+_LISTENING: WeakSet[Told] = WeakSet()
+
+
+class Told:
+    """A dataset's objects, and what the user's code has said to them since this was made.
+
+    Made before loader processes are forked, so that an object has one number in all of them.
+    """
+
+    def __init__(self, dataset: Any, *, tells: bool = False) -> None:
+        self._objects = list(_objects_of(dataset))
+        self._datasets = list(_with_set_epoch(dataset))
+        self.tells = tells
+        """Whether `tell` is to be called for each slice."""
+        self._epoch: int | None = None
+        self._said: dict[tuple[int, str], Any] = {}
+        self._applied: dict[tuple[int, str], Any] = {}
+        self._seen = [_snapshot(each) for each in self._objects]
+        _LISTENING.add(self)
+        for each in self._objects:
+            _listen(type(each))
+
+    @property
+    def _shared(self) -> bool:
+        """Whether another reader of this process tells the epoch to a dataset of this one."""
+        own = {id(each) for each in self._datasets}
+        return bool(own) and any(
+            told is not self and (told.tells or self.tells) and id(each) in own
+            for told in _LISTENING
+            for each in told._datasets
+        )
+
+    @property
+    def changes(self) -> list[Change]:
+        """All that was said so far, for another process that reads the dataset."""
+        return [(number, name, value) for (number, name), value in self._said.items()]
+
+    def look(self) -> bool:
+        """Whether something was said since the last call; the user's thread calls it.
+
+        Raises:
+            DataError: what was set cannot be sent to another process.
+        """
+        before = dict(self._said)
+        for number, each in enumerate(self._objects):
+            now, seen = _snapshot(each), self._seen[number]
+            for name, token in now.items():
+                if name not in seen or not _same(seen[name], token):
+                    self._note(number, name, seen.get(name), token)
+            self._seen[number] = now
+        return before != self._said
+
+    def _note(self, number: int, name: str, before: Any, token: Any) -> None:
+        value = vars(self._objects[number])[name]
+        if _is_simple(value):
+            self._said[number, name] = value
+        elif before is None or before[0] is None:
+            called = callable(value) and hasattr(value, "__dict__")  # not an open database
+            if called or isinstance(value, (list, tuple, dict, torch.Tensor, np.ndarray)):
+                raise self._cannot_send(number, name)
+        elif not isinstance(value, (dict, set)) or before[0] is not value:  # a cache may grow
+            raise self._cannot_send(number, name)
+
+    def _cannot_send(self, number: int, name: str) -> DataError:
+        each = self._objects[number]
+        value = type(vars(each)[name]).__name__
+        return DataError(
+            f"{name!r} of {type(each).__name__} was set while the run reads from it: loader "
+            f"processes have it as it was when they were started, and {value} cannot be sent to "
+            "them. Numbers, strings and lists of them can, and set_epoch(epoch) is called there "
+            "too: let the rest follow from these; or set data.loaders = 0."
+        )
+
+    def heard(self, call: Callable[[], Any], target: Any, epoch: Any) -> Any:
+        """The user's code calls `set_epoch` of an object."""
+        numbers = [n for n, each in enumerate(self._objects) if each is target]
+        if not numbers:
+            return call()
+        self.look()
+        result = call()
+        self._seen = [_snapshot(each) for each in self._objects]
+        for number, name in self._said:  # the call may have set them again
+            if name != SET_EPOCH:
+                self._said[number, name] = vars(self._objects[number]).get(name)
+        self._said.pop((numbers[0], SET_EPOCH), None)
+        self._said = {(numbers[0], SET_EPOCH): epoch, **self._said}
+        return result
+
+    def apply(self, changes: list[Change]) -> None:
+        """In a loader process: have the dataset be as it is in the process that trains."""
+        said = {(number, name): value for number, name, value in changes}
+        if said == self._applied:
+            return
+        for (number, name), value in said.items():
+            if name != SET_EPOCH:
+                setattr(self._objects[number], name, value)
+            elif (number, name) not in self._applied or self._applied[number, name] != value:
+                self._objects[number].set_epoch(value)
+        self._applied = said
+
+    def tell(self, epoch: int) -> None:
+        """Before a slice of this epoch is read; what the user's code has said goes first."""
+        shared = self._shared
+        if not (self.tells or shared) or any(name == SET_EPOCH for _, name in self._said):
+            return
+        if epoch == self._epoch and not shared:
+            return
+        self._epoch = epoch
+        for each in self._datasets:
+            _quietly(each, epoch)
+        self._seen = [_snapshot(each) for each in self._objects]
+
+
+def _quietly(target: Any, epoch: int) -> None:
+    """Call `set_epoch` as no user's code does."""
+    method = type(target).set_epoch
+    getattr(method, "__wrapped__", method)(target, epoch)
+
+
+def _listen(kind: type) -> None:
+    """Have calls of a class's `set_epoch` be heard; a class that cannot be changed is left."""
+    method = getattr(kind, "set_epoch", None)
+    if not isinstance(method, FunctionType) or hasattr(method, "_heard"):
+        return
+    owner = next(each for each in kind.__mro__ if "set_epoch" in vars(each))
+
+    @functools.wraps(method)
+    def set_epoch(self: Any, *args: Any, **named: Any) -> Any:
+        call = functools.partial(method, self, *args, **named)
+        given = [*args, *named.values()]
+        for told in list(_LISTENING) if len(given) == 1 else ():
+            call = functools.partial(told.heard, call, self, given[0])
+        return call()
+
+    set_epoch._heard = True  # type: ignore[attr-defined]
+    owner.set_epoch = set_epoch  # type: ignore[attr-defined]
+
+
+def _with_set_epoch(dataset: Any) -> Iterator[Any]:
+    """The outermost datasets that have a `set_epoch`."""
+    if callable(getattr(type(dataset), "set_epoch", None)):
+        yield dataset
+    elif isinstance(dataset, Subset):
+        yield from _with_set_epoch(dataset.dataset)
+    elif isinstance(dataset, ConcatDataset):
+        for each in dataset.datasets:
+            yield from _with_set_epoch(each)
+
+
+def _objects_of(dataset: Any) -> Iterator[Any]:
+    """The dataset and the objects that it is made of, such as its transforms."""
+    found: dict[int, Any] = {}
+    waiting = [(dataset, 0)]
+    while waiting and len(found) < _OBJECTS:
+        each, depth = waiting.pop(0)
+        if id(each) in found or isinstance(each, _LEAVES) or depth > _DEPTH:
+            continue
+        if isinstance(each, (list, tuple)):
+            waiting += [(item, depth + 1) for item in each] if len(each) <= _ITEMS else []
+            continue
+        if not hasattr(each, "__dict__") or type(each).__module__.startswith("instep."):
+            continue
+        found[id(each)] = each
+        waiting += [(value, depth + 1) for value in vars(each).values()]
+    yield from found.values()
+
+
+def _is_simple(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return len(value) <= _ITEMS and all(type(item) in _ATOMS for item in value)
+    return type(value) in _ATOMS
+
+
+def _snapshot(each: Any) -> dict[str, Any]:
+    """An object and what says whether it was written to, of each attribute."""
+    return {name: (value, _state(value)) for name, value in vars(each).items()}
+
+
+def _state(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return None if value.is_inference() else value._version
+    if isinstance(value, (list, tuple)):
+        return tuple(value) if _is_simple(value) else len(value)
+    return None
+
+
+def _same(before: Any, now: Any) -> bool:
+    (old, old_state), (new, new_state) = before, now
+    if type(old) in _ATOMS or _is_simple(new):
+        return type(old) is type(new) and repr(old_state or old) == repr(new_state or new)
+    return old is new and bool(old_state == new_state)

@@ -1,0 +1,98 @@
+"""What is said to a dataset while a run goes on holds from the next batch on in every reader."""
+
+import copy
+import pickle
+from contextlib import closing
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset
+
+from instep.data.loader import Loader, Slice
+from instep.errors import DataError
+
+
+class Strong:
+    def __init__(self):
+        self.strength = 0
+
+
+class Told(Dataset):
+    """Gives what it has been told."""
+
+    def __init__(self, samples=24):
+        self.samples, self.epoch, self.order, self.level = samples, -1, np.arange(3), 0
+        self.transform, self.file = Strong(), None
+
+    def set_epoch(self, epoch):
+        self.epoch, self.order = epoch, np.random.default_rng(epoch).permutation(100)
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, index):
+        told = [self.epoch, self.level, self.transform.strength]
+        return torch.tensor([*told, index])
+
+
+def loader(dataset, processes, **options):
+    return Loader(dataset, seed=1, shuffle=True, processes=processes, **options)
+
+
+def epochs(count=4):
+    return [Slice(epoch, first, first + 8) for epoch in range(count) for first in (0, 8, 16)]
+
+
+def read(reads):
+    return next(reads).batch[:, :3].unique(dim=0).tolist()
+
+
+@pytest.mark.parametrize("processes", [0, 1, 2])
+def test_what_a_loop_says_to_its_dataset_reaches_every_reader(processes):
+    data = Told()
+    with closing(loader(Subset(data, range(24)), processes)) as it:
+        reads = it.read(epochs())
+        assert read(reads) == [[-1, 0, 0]]
+        for epoch in range(1, 4):
+            data.set_epoch(epoch)
+            data.level, data.transform.strength = 10 * epoch, epoch
+            assert [read(reads) for _ in range(3)] == [[[epoch, 10 * epoch, epoch]]] * 3
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: ConcatDataset([data])])
+def test_a_recipes_dataset_is_told_each_epoch_and_one_read_beside_it_its_own(wrap, processes):
+    data = Told()
+    told = loader(wrap(data), processes, tells=True)
+    with closing(told), closing(loader(data, processes, name="validation")) as beside:
+        reads, of_validation = told.read(epochs()), beside.read([Slice(0, 0, 8)] * 4)
+        for epoch in range(4):
+            assert [read(reads)[0][0] for _ in range(3)] == [epoch] * 3
+            assert read(of_validation)[0][0] == 0
+
+
+def test_a_validation_set_of_its_own_is_told_nothing():
+    train, other = Told(), Told()
+    with closing(loader(train, 0, tells=True)), closing(loader(other, 0)) as it:
+        assert read(it.read(epochs(1)))[0][0] == -1
+
+
+def test_what_cannot_be_sent_is_refused_and_what_the_loop_opened_is_not():
+    data = Told()
+    with closing(loader(data, 1)) as it:
+        reads = it.read(epochs())
+        next(reads)
+        data.file = object()
+        next(reads)
+        data.order = np.zeros(3)
+        with pytest.raises(DataError, match=r"'order' of Told was set .* ndarray cannot be sent"):
+            next(reads)
+
+
+def test_a_dataset_that_is_listened_to_can_be_copied_and_pickled():
+    data = Told()
+    with closing(loader(data, 0)):
+        for other in (copy.deepcopy(data), pickle.loads(pickle.dumps(data))):
+            other.set_epoch(5)
+            assert (other.epoch, data.epoch) == (5, -1)
