@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup lightning demo test test-tail test-random test-fast test-slow test-timed test-long test-cuda test-torch parity parity-table families families-table simulate dist site check format bench chaos chaos-hosts clean
+.PHONY: help setup lightning demo test test-tail test-random mutants test-fast test-slow test-timed test-long test-cuda test-torch parity parity-table families families-table simulate dist site check format bench chaos chaos-hosts clean
 
 help:            ## say what can be made
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
@@ -48,6 +48,9 @@ test-tail: setup ## more of what the suite shows: other sizes, seeds and moments
 
 test-random: setup ## the suite in an order drawn from SEED
 	$(BIN)/python -m pytest -n 3 --dist loadfile --random-order=$(or $(SEED),1)
+
+mutants: setup   ## lines of the core, changed on purpose: which does no test notice? (SEED, COUNT)
+	$(BIN)/python tests/mutants.py --seed $(or $(SEED),1) --count $(or $(COUNT),20)
 
 # No run, and none of the files that take seconds for each test: 91 % of the tests in 41 % of the time.
 SLOWER := control/test_a_silent_worker data/test_loader data/test_unreadable \
