@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup lightning demo test test-tail test-random mutants test-fast test-slow test-timed test-long test-cuda test-torch parity parity-table families families-table simulate dist site check format bench chaos chaos-hosts clean
+.PHONY: help setup lightning demo test test-tail test-random mutants test-fast test-slow test-timed test-long test-cuda test-torch parity parity-table families families-table simulate dist site check format bench chaos chaos-hosts storms clean
 
 help:            ## say what can be made
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
@@ -132,6 +132,9 @@ chaos: setup     ## 100 kills and 5 hangs of a run on the digits, and of a small
 
 chaos-hosts: setup ## the digits on emulated hosts that are killed, stopped and cut off; needs root
 	$(BIN)/instep chaos examples/01_digits/job.toml --kills 40 --hangs 5 --partitions 20 --seed 3 --workers 5 --set train.determinism=bits --set checkpoint.every=50
+
+storms: setup    ## 200 short runs of every strategy and mesh, in which processes are killed and stopped; two hours
+	$(BIN)/python benchmarks/storms.py --storms 200
 
 clean:           ## remove what make and the runs left
 	rm -rf .venv runs build dist CHANGELOG.md .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
