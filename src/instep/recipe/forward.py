@@ -20,7 +20,7 @@ from instep.parallel.nested import on_tensors
 from instep.recipe.metrics import is_whole, number
 from instep.recipe.outputs import predictor
 from instep.recipe.recipe import Recipe, a_or_an
-from instep.recipe.weights import DERIVED, WeightedLoss, as_weight, weighing
+from instep.recipe.weights import DERIVED, WeightedLoss, as_weight, kept, weighing
 
 
 class Found(NamedTuple):
@@ -51,9 +51,11 @@ class Measured(NamedTuple):
     values: dict[str, float]
     """The loss as its total, the metrics as means."""
     weight: float
-    """Of the loss; the metrics count by samples."""
+    """Of the loss; the metrics count by `samples`."""
     outputs: Any = None
     targets: Any = None
+    samples: int = 0
+    """That the batch has: those that were read, without what `collate` left out."""
 
 
 class Losses(NamedTuple):
@@ -86,7 +88,12 @@ class Forward:
             self.losses = Losses(None, of_one_pass(recipe.embed, recipe.batch_loss))
             self._named = "batch_loss"
         self._trained = [frozenset(turn.names(model)) for turn in recipe.turns]
-        self._weigh = weighing(recipe.weight, recipe.loss).weigh
+        self.weighing = weighing(recipe.weight, recipe.loss, collates=recipe.collates)
+        """How batches are weighed, as far as the recipe shows."""
+        self._weigh = self.weighing.weigh
+        self._each = 1.0
+        self.derived = False
+        """Whether it was found what the loss of a Hugging Face model is a mean of."""
         self.weighs_itself = False
         """Whether `compute_loss` has returned a `WeightedLoss`."""
         self.wide: torch.dtype | None = None
@@ -120,9 +127,27 @@ class Forward:
         """The name of a loss in messages; that of a turn contains the turn's name."""
         return self._named if self.recipe.turns else name
 
-    def derive(self, name: str) -> None:
-        """Weigh batches by one of `weights.DERIVED`; an empty name changes nothing."""
+    def derive(self, name: str, each: float = 1.0) -> None:
+        """Weigh batches by one of `weights.DERIVED`; an empty name changes nothing.
+
+        Args:
+            name: of what the loss is a mean of.
+            each: how many numbers the target of a sample has, where these are counted; so a batch
+                from which nothing is missing weighs as many as it has samples.
+        """
+        self.derived = self.derived or bool(name)
         self._weigh = DERIVED[name] if name else self._weigh
+        self._each = each if self.weighing.counts else 1.0
+
+    def numbers_of_one(self, batch: Any, samples: int) -> float:
+        """How many numbers the target of one sample has, by a batch; for `derive`."""
+        if not self.weighing.counts:
+            return 1.0
+        before, self._each = self._each, 1.0
+        try:
+            return self._weight(batch, samples) / samples or 1.0
+        finally:
+            self._each = before
 
     @contextmanager
     def on(
@@ -204,7 +229,7 @@ class Forward:
             return float(samples)
         if self.losses.loss is not None:
             _pair(batch)
-        return self._weigh(batch)
+        return self._weigh(batch) / self._each
 
     def _outputs(self, batch: Any) -> tuple[Tensor, float | None, Any, Any]:
         self.phase = "forward"
@@ -269,7 +294,12 @@ class Forward:
             if not is_whole(metric):
                 self.phase = f"metric {name}"
                 values[name] = number(metric(outputs, target), name)
-        return Measured(values, found.weight, outputs, target)
+        return Measured(values, found.weight, outputs, target, self.kept(batch, samples))
+
+    def kept(self, batch: Any, samples: int) -> int:
+        """How many of the samples that it was given the user's `collate` has kept in a batch."""
+        pairs = isinstance(batch, (tuple, list)) and len(batch) == 2
+        return kept(batch[1], samples) if self.recipe.collates and pairs else samples
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:

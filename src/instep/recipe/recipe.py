@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from instep.data.reading.batched import offers
 from instep.data.torch_loader import LoaderParts, columns_in, unpack_loader
 from instep.errors import RecipeError, near_miss
 from instep.recipe.callbacks import check_callbacks
@@ -159,6 +160,15 @@ class Recipe:
             if name not in given and not (name == "optimizer" and "turns" in given):
                 raise RecipeError(f"a Recipe needs {name!r}, which was not given.")
         return super().__new__(cls)
+
+    @property
+    def collates(self) -> bool:
+        """Whether code of the user's makes batches of samples: what it makes may have fewer samples
+        than it was given, or be padded to the longest of them."""
+        return self.collate is not None or any(
+            given.collate is not None or offers(given.dataset, "batch_of")
+            for given in self.given.values()
+        )
 
     def __post_init__(self) -> None:
         _check_turns(self) if self.turns else _check_loss(self)

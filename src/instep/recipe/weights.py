@@ -52,6 +52,8 @@ class Weighing(NamedTuple):
     """Whether the loss is known to be a mean of that, or only assumed to be."""
     name: str
     """The name of the loss in messages."""
+    counts: bool = False
+    """Whether `weigh` counts the numbers of a target: how many one sample has is its unit."""
 
 
 _BY_SAMPLES = (
@@ -70,6 +72,9 @@ _BY_SAMPLES = (
     "MultiMarginLoss",
 )
 """Losses of torch whose mean weighs all samples of one shape equally."""
+
+_BY_ROWS = ("MultiLabelMarginLoss", "MultiLabelSoftMarginLoss")
+"""Those of them whose mean is over rows of the target, whatever number of classes these have."""
 
 _BY_CLASSES = ("CrossEntropyLoss", "NLLLoss", "NLLLoss2d")
 """Losses of torch whose mean is over the weights of the classes of the targets."""
@@ -107,12 +112,14 @@ def _of_torch(loss: Any) -> _TorchLoss | None:
     return _TorchLoss(kind, settings) if kind else None
 
 
-def weighing(weight: Weigh | None, loss: Any) -> Weighing:
+def weighing(weight: Weigh | None, loss: Any, *, collates: bool = False) -> Weighing:
     """How the batches of a recipe are weighed, as far as the recipe shows.
 
     Args:
         weight: `Recipe.weight`.
         loss: `Recipe.loss`; None if `compute_loss` is given.
+        collates: whether the user's own code makes batches: it may leave samples out or pack
+            them, so what a loss of torch is a mean of is counted in each batch.
     """
     if weight is not None:
         name = "compute_loss" if loss is None else "Recipe.loss"
@@ -128,7 +135,35 @@ def weighing(weight: Weigh | None, loss: Any) -> Weighing:
         classes, ignored = settings.get("weight"), settings.get("ignore_index", -100)
         return Weighing(lambda batch: class_weights(batch[1], classes, ignored), True, f"nn.{kind}")
     known = kind in _BY_SAMPLES and reduction in ("mean", "batchmean")
+    if known and collates:
+        rows = kind in _BY_ROWS or reduction == "batchmean"
+        return Weighing(lambda batch: numbers_in(batch[1], rows), True, f"nn.{kind}", True)
     return Weighing(None, known, f"nn.{kind}")
+
+
+def numbers_in(target: Any, rows: bool = False) -> float:
+    """The numbers of a target, or its `rows`: what a loss of torch is a mean of.
+
+    Raises:
+        RecipeError: it is not a tensor.
+    """
+    if not isinstance(target, Tensor):
+        raise RecipeError(
+            f"the target of a batch is a {type(target).__name__}, but the loss wants a tensor."
+        )
+    return float(target.shape[0] if rows and target.dim() > 1 else 1 if rows else target.numel())
+
+
+def kept(target: Any, samples: int) -> int:
+    """How many of a batch's samples a `collate` of the user's has kept, by the shape of the
+    target.
+
+    Args:
+        target: of the batch.
+        samples: that `collate` was given.
+    """
+    shape = target.shape[:2] if isinstance(target, Tensor) else ()
+    return samples if not shape or samples in shape else min(samples, shape[0])
 
 
 def is_sum(loss: Any) -> bool:

@@ -90,6 +90,13 @@ class RunFolder:
         return newest
 
     @property
+    def same_as_one_machine(self) -> str | None:
+        """The verdict of the run: what a step has shown counts, also after the run was resumed."""
+        said = self.named("same_as_one_machine")
+        late = [event for event in said if event.get("step")]
+        return (late or said or [{}])[-1].get("verdict")
+
+    @property
     def generations(self) -> list[Event]:
         """`generation_started` events: each change of the members."""
         return self.named("generation_started")

@@ -86,8 +86,8 @@ def evaluate(
     names = ["loss", *(name for name in forward.recipe.metrics if name not in whole.names)]
     cuts, whose = _cuts(sizes or [samples], batch)
     count = len(cuts)
-    # the last two columns: samples read, and the weight of the loss
-    table = torch.zeros(count, len(names) + 2, dtype=torch.float64)
+    # the last columns: samples read, samples in the batch, and the weight of the loss
+    table = torch.zeros(count, len(names) + 3, dtype=torch.float64)
     skipped: list[Skipped] = []
     dealt = deal(count, workers or comm.size, None if lockstep else speeds)
     rank = comm.rank if rank is None else rank
@@ -108,7 +108,7 @@ def evaluate(
                     values, weight = found.values, found.weight
                     if whole.names:
                         in_order.put(number, (found.outputs, found.targets))
-                    row = [*(values[name] for name in names), read.size, weight]
+                    row = [*(values[name] for name in names), read.size, found.samples, weight]
                     table[number] = torch.tensor(row, dtype=torch.float64)
             else:
                 beside += lockstep
@@ -121,8 +121,8 @@ def evaluate(
     shared = table.to(forward.device)
     arrived()
     comm.all_reduce(shared).wait()
-    table, counts, weights = shared.to("cpu").split([len(names), 1, 1], dim=1)
-    read_in_all = int(counts.sum())
+    table, taken, counts, weights = shared.to("cpu").split([len(names), 1, 1, 1], dim=1)
+    read_in_all = int(taken.sum())
     if not read_in_all:
         example = f"; of sample {skipped[0].sample}: {skipped[0].cause}" if skipped else ""
         raise DataError(f"none of the {samples} samples to validate on can be read{example}.")

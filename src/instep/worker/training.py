@@ -70,10 +70,14 @@ from instep.worker.step.turns import key_of_pass, make_turns
 from instep.worker.step.update import Update
 from instep.worker.stopping import check_rules
 from instep.worker.trial.kept import try_kept
-from instep.worker.trial.reads import try_blocks, try_recipe
+from instep.worker.trial.reads import try_blocks, try_recipe, try_step
 from instep.worker.trial.sameness import ANOTHER_SAW
+from instep.worker.trial.shapes import Watch
 from instep.worker.trial_result import Trial
 from instep.worker.whole_batch import WholeBatch
+
+_TRIES = 3
+"""Steps with batches of a shape that was not compared with others, which are tried."""
 
 _CUTS_NOTHING = (
     "mesh.tensor = {} cuts no layer of this model: each of its processes has and computes all of "
@@ -345,11 +349,11 @@ class Training(Loop):
         Raises:
             InstepError: the workers cannot train together.
         """
-        began = time.time()
         self.member.together = self.device.type != "cpu"  # NCCL takes long to notice a lost process
         self.member.interrupt, self.member.hold = self._interrupt, self.engine.hold
         if not self.member.others_have_state and self._replica is None:
             self.state.trial = self._try(built=self._built)  # else the others send the result
+        began = time.time()
         self.member.at = self._heartbeat
         self._regroup()
         self.member.phases["group"] = time.time() - began
@@ -519,8 +523,10 @@ class Training(Loop):
         if not begun.small:
             trial = try_blocks(self._forward, self._loader, self.job, self.samples, begun.fill)
             return try_kept(self._forward, self.job, self._updates, trial, self._begun, built)
-        trial = try_recipe(self._forward, self._loader, self.job, self.samples)
+        began = time.time()
+        trial = try_recipe(self._forward, self._loader, self.job, self.samples, self._say_tried())
         trial = try_kept(self._forward, self.job, self._updates, trial, self._begun, built)
+        self.member.phases["trial"] = time.time() - began
         if self._validation is not None and self.member.number == 0:
             self._validated = try_validation(self._forward, self._validation, self._first_batch)
         if self.job.sync.votes:
@@ -529,6 +535,18 @@ class Training(Loop):
             return trial
         reason = "each participant of a round is computed apart"
         return trial._replace(merge=False, reason=reason, verdict=round_checks.verdict(self.job))
+
+    def _say_tried(self) -> Callable[[int, int], None]:
+        """Tells how far the trial is: at its beginning, and from then on once in a second."""
+        said = -math.inf
+
+        def say(done: int, of: int) -> None:
+            nonlocal said
+            if (now := time.monotonic()) - said >= 1:
+                said = now
+                self.member.emit("trial_progress", worker=self.member.number, done=done, of=of)
+
+        return say
 
     @property
     def _first_batch(self) -> int:
@@ -541,7 +559,8 @@ class Training(Loop):
         For a dataset that is not repeatable the verdict is `no`, whatever the trials showed.
         """
         trial = self._with_job(self.state.trial or self._try(built=self._built))
-        self._forward.derive(trial.derived)
+        self._forward.derive(trial.derived, trial.each)
+        self._watch = Watch(trial.shapes)
         sample = 0 if self._unrepeatable is None else 1 + self._unrepeatable
         found = torch.tensor([trial.merge, trial.same, sample], dtype=torch.float64)
         found = found.to(self.device)
@@ -656,6 +675,8 @@ class Training(Loop):
     ) -> Generator[Step, None, Passed]:
         """Forward and backward pass of each, weighted by what its loss is a mean of."""
         yield from ()  # only own loops yield in the middle of a step
+        if self.recipe.collates:
+            loads = self._tried_shapes(where, loads)
         if self._rounds is not None or self._whole_batch is not None:
             self.phase, loads = "forward", self._while_loading(loads)
             try:
@@ -708,6 +729,42 @@ class Training(Loop):
             engine.end_pass(part, 0.0 if part.repeats else read.size / batch_size)
             clock.lap(since, "backward")
         return Passed(losses, skipped)
+
+    def _tried_shapes(self, where: Position, loads: Iterator[Read]) -> Iterator[Read]:
+        """The same batches. Where one has a shape that the trial did not compare with others, its
+        step is tried before it counts."""
+        for read in loads:
+            if read.size and self._trial.same and (odd := self._watch.odd(read.batch, read.size)):
+                self._try_odd(where, odd)
+            yield read
+
+    def _try_odd(self, where: Position, odd: str) -> None:
+        before, self.phase, trial = self.phase, "trying a batch", self._trial
+        if self._replica is None and self._watch.tries < _TRIES:
+            with preserved():
+                found = try_step(self._forward, self._loader, self.job, where)
+            self._forward.derive(trial.derived, trial.each)
+            self._watch.learn(found.shapes)
+        else:
+            found = Trial(False, "", "not shown: whether that changes the result was not tried")
+        self.phase = before
+        if not found.same:
+            self._say_late(found.verdict, odd)
+
+    def _say_late(self, verdict: str, odd: str) -> None:
+        """The verdict is another one from this step on.
+
+        Raises:
+            SpecError: the job wants it to be `yes`.
+        """
+        kind, _, why = verdict.partition(": ")
+        verdict = f"{kind}: in step {self.step} a sample has the shape {odd}; {why}"
+        self.state.trial = self._trial._replace(verdict=verdict)
+        self.member.emit("same_as_one_machine", verdict=verdict, step=self.step)
+        if self.job.check.strict:
+            raise SpecError(
+                f"check.strict = true trains no further. Same as one machine: {verdict}."
+            )
 
     def _repeat(self, part: Pass, factor: float) -> None:
         """Run a pass of the present step again, its loss times a factor, without any effect."""

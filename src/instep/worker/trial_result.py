@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -18,6 +19,10 @@ class Trial(NamedTuple):
     """`yes`, `no: ...` or `not shown: ...`."""
     derived: str = ""
     """A name of `weights.DERIVED`: what the loss of a Hugging Face model is a mean of."""
+    each: float = 1.0
+    """Numbers in the target of one sample, where they are counted (`Forward.derive`)."""
+    shapes: Sequence[Sequence[int]] = ()
+    """For `trial.shapes.Watch`, where the user's code makes batches."""
 
     def merged_always(self) -> Trial:
         """The result with `train.merge = "always"`."""

@@ -142,7 +142,7 @@ def noisy(model, batch):
 
 
 def test_each_turn_is_tried_and_the_worst_counts():
-    assert tried(recipe(weight=weigh))[::2] == (True, "yes")
+    assert tried(recipe(weight=weigh))[:3:2] == (True, "yes")
     assert tried(recipe()).verdict.startswith("not shown: in the turn 'one', compute_loss is your")
     batch_variance = turn("two", compute_loss=lambda m, b: m["two"](b[0]).var())
     trial = tried(recipe(turn("one"), batch_variance, weight=weigh))

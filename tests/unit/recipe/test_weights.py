@@ -10,7 +10,14 @@ from torch.nn import functional
 
 from instep.errors import RecipeError
 from instep.recipe.forward import Forward
-from instep.recipe.weights import DERIVED, class_weights, derive, is_sum, weighing
+from instep.recipe.weights import (
+    _BY_SAMPLES,
+    DERIVED,
+    class_weights,
+    derive,
+    is_sum,
+    weighing,
+)
 from instep.worker.trial.sameness import mean_of
 from lazily import Lazy
 
@@ -39,6 +46,25 @@ def test_the_weight_times_the_mean_of_cross_entropy_is_its_sum(settings):
     assert weight * float(mean(LOGITS, TARGET)) == pytest.approx(float(total(LOGITS, TARGET)))
     by_function = weighing(None, functools.partial(functional.cross_entropy, **settings)).weigh
     assert by_function((LOGITS, TARGET)) == weight
+
+
+@pytest.mark.filterwarnings("ignore:reduction")  # torch's own, of KLDivLoss
+@pytest.mark.parametrize("kind", _BY_SAMPLES)
+def test_what_is_in_a_batch_counts_where_the_users_code_makes_it(kind):
+    """A mean over a batch is that of its parts, though `collate` left samples out of one."""
+    loss = getattr(nn, kind)()
+    values = LOGITS.sigmoid()
+    target = {
+        "MultiMarginLoss": TARGET,
+        "MultiLabelMarginLoss": torch.tensor([[0, 1, -1, -1]] * 6),
+        "HingeEmbeddingLoss": LOGITS.sign(),
+        "SoftMarginLoss": LOGITS.sign(),
+    }.get(kind, values.flip(0))
+    weigh = weighing(None, loss, collates=True).weigh
+    parts = [(values[part], target[part]) for part in (slice(5), slice(5, 6))]
+    weights = [weigh(part) for part in parts]
+    mean = sum(w * float(loss(*part)) for w, part in zip(weights, parts, strict=True))
+    assert mean / sum(weights) == pytest.approx(float(loss(values, target)))
 
 
 def test_probabilities_as_targets_count_one_each_whatever_the_classes_weigh():
@@ -128,6 +154,7 @@ class Recipe(NamedTuple):
     embed: Any = None
     batch_loss: Any = None
     turns: Any = ()
+    collates: bool = False
 
 
 @pytest.mark.parametrize("seed", range(6))

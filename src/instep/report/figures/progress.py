@@ -71,6 +71,8 @@ class Progress:
         self.servers = set(self.workers[job.workers :])
         self.states: dict[int, str] = {}
         self.phases: dict[int, dict[str, float]] = {}
+        self.tried: dict[int, tuple[int, int]] = {}
+        """How far the trial of each worker is."""
         self.ready: dict[str, Any] = {}
         self.generations = 0
         self.step = self.epoch = self.committed = 0
@@ -99,6 +101,8 @@ class Progress:
         elif what == "worker_joined":
             self.states[worker] = "joined"
             (self.servers.add if event.get("role") == "server" else self.servers.discard)(worker)
+        elif what == "trial_progress":
+            self.tried[worker] = event["done"], event["of"]
         elif what == "worker_ready":
             self.states[worker], self.ready = "ready", event
             self.phases[worker] = event["phases"]
@@ -246,6 +250,9 @@ class Progress:
         unready = [w for w in self.workers if self.states[w] == "joined"]
         if unready:
             named = some_members(unready, self.servers)
+            if all(worker in self.tried for worker in unready):
+                done, of = min(self.tried[worker] for worker in unready)
+                return f"comparing micro-batches with whole batches: {done} of {of} ({named})"
             return f"waiting for {named} to load the model and the data"
         return "waiting for the first step"
 

@@ -65,7 +65,7 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
         "repeated_samples": proof.repeated + proof.stray,
         "missing_samples": proof.missing,
         "skipped_samples": len(folder.skipped),
-        "same_as_one_machine": folder.last("same_as_one_machine").get("verdict"),
+        "same_as_one_machine": folder.same_as_one_machine,
         "corruptions": len(folder.named("corruption_found")),
         "participants_apart": _apart(folder),
         "participants_spread": spread_of(folder),

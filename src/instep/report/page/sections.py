@@ -317,7 +317,7 @@ def configuration(folder: RunFolder) -> Html:
         **{key: ready.get(key) for key in ("device", "threads", "loader", "parameters")},
         "training samples": ready.get("samples"),
         "validation samples": ready.get("validation_samples"),
-        "same as one machine": folder.last("same_as_one_machine").get("verdict"),
+        "same as one machine": folder.same_as_one_machine,
     }
     if apart := folder.named("participants_apart"):
         first, last = apart_in_words(apart[0]), apart_in_words(apart[-1])

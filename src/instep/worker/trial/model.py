@@ -6,6 +6,8 @@ What is compared is in `sameness.py`.
 from __future__ import annotations
 
 import copy
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -33,6 +35,9 @@ class PassResult(NamedTuple):
     """Of the mean loss, by parameter; those without a gradient are missing."""
     buffers: dict[str, Tensor]
     """After the pass."""
+
+
+_FAILED = PassResult(math.nan, 0.0, {}, {})
 
 
 class Copied(NamedTuple):
@@ -114,26 +119,44 @@ class TrialModel:
             parameter.copy_(self._start[name])
         self._placed = self._start
 
-    def widened(self, batch: Any, samples: int) -> TrialModel:
+    def moved(
+        self, batch: Any, samples: int, most_s: float = math.inf
+    ) -> tuple[TrialModel, PassResult | None]:
         """The same in float64, if model and loss can; on a GPU in float32, which is faster there.
+        Its parameters are moved. Small differences show only then.
 
-        Small differences show only then.
+        Args:
+            batch: of the first pass.
+            samples: in it.
+            most_s: CPU seconds of a pass; if it takes more, the model computes in its own type.
+
+        Returns:
+            The model, and what the first pass gave.
         """
         on_cpu = all(p.device.type == "cpu" for p in self.parameters.values())
         wide = torch.float64 if on_cpu else torch.float32
-        if not any(is_narrow(parameter, wide) for parameter in self.model.parameters()):
-            return self
-        copied = self._original.again()  # passes may have changed the other one
-        copied.widen(wide)
-        other = TrialModel(self.forward, copied, self._original, self._seed, wide)
-        other.draws = self.draws
+        if any(is_narrow(parameter, wide) for parameter in self.model.parameters()):
+            copied = self._original.again()  # passes may have changed the other one
+            copied.widen(wide)
+            other = TrialModel(self.forward, copied, self._original, self._seed, wide)
+            other.draws = self.draws
+            other.move()
+            if (result := self._tried(other, copied, batch, samples, most_s)) is not _FAILED:
+                self.forward.model, self.forward.losses = copied
+                return other, result
+        self.move()
+        return self, self.run(batch, samples)
+
+    def _tried(
+        self, other: TrialModel, copied: Copied, batch: Any, samples: int, most_s: float
+    ) -> PassResult | None:
+        since = time.process_time()
         with self.forward.on(copied.model, "float32", copied.losses):
             try:
-                other.run(batch, samples)
+                result = other.run(batch, samples)
             except Exception:  # a part of it needs its own type
-                return self
-        self.forward.model, self.forward.losses = copied
-        return other
+                return _FAILED
+        return result if time.process_time() - since <= most_s else _FAILED
 
     def run(self, batch: Any, samples: int) -> PassResult | None:
         """One pass from the initial buffers; None if no sample of the batch counts."""

@@ -3,34 +3,45 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
+from functools import partial
 
 from torch import nn
 
 from instep.data.loader import Loader, Read, Slice
-from instep.data.order import key, position, steps_in_epoch
+from instep.data.order import Position, key
 from instep.parallel.two_blocks import TwoBlocks
 from instep.recipe.forward import Forward
 from instep.spec import JobSpec
 from instep.system.kernels import per_machine
-from instep.worker.step.passes import OF_PASS, parts_of, share_of
+from instep.worker.step.passes import OF_PASS
+from instep.worker.trial.places import Place, Places
 from instep.worker.trial.sameness import (
-    LEAST,
+    DERIVES,
     NOTHING_TO_TRY,
+    OtherSize,
+    Say,
     Spot,
     combined,
     mean_of,
     try_out,
 )
+from instep.worker.trial.shapes import shapes_of
 from instep.worker.trial.two_blocks import on_two_blocks
 from instep.worker.trial_result import Trial
 
-_SPOTS = 32
-"""Places in an epoch from which spots are taken."""
+_LOOKED_AT = 512
+"""Samples of which the shapes are looked at, where code of the user's makes batches."""
 
 
-def try_recipe(forward: Forward, loader: Loader, job: JobSpec, samples: int) -> Trial:
+def try_recipe(
+    forward: Forward,
+    loader: Loader,
+    job: JobSpec,
+    samples: int,
+    say: Say = lambda done, of: None,
+) -> Trial:
     """Whether cutting a global batch into micro-batches changes the result.
 
     Args:
@@ -38,6 +49,7 @@ def try_recipe(forward: Forward, loader: Loader, job: JobSpec, samples: int) -> 
         loader: of the training dataset.
         job: decides how batches are cut, and whether passes may be merged.
         samples: length of the dataset.
+        say: called with how many comparisons are done, and of how many.
 
     Raises:
         RecipeError: as `sameness.try_out`.
@@ -45,8 +57,25 @@ def try_recipe(forward: Forward, loader: Loader, job: JobSpec, samples: int) -> 
     trials = {}
     for number, turn in enumerate(forward.recipe.turns):
         forward.take_turn(number)
-        trials[turn.name] = _try_loss(forward, loader, job, samples)
-    return combined(trials) if trials else _try_loss(forward, loader, job, samples)
+        trials[turn.name] = _try_loss(forward, loader, job, samples, say)
+    return combined(trials) if trials else _try_loss(forward, loader, job, samples, say)
+
+
+def try_step(forward: Forward, loader: Loader, job: JobSpec, where: Position) -> Trial:
+    """The same for the micro-batches of one step, as the model is now.
+
+    Args:
+        forward, loader, job: as for `try_recipe`.
+        where: the step.
+    """
+    place = Places(job, loader.samples).step(where)
+    if len(place.parts) < 2:
+        return NOTHING_TO_TRY
+    with closing(loader.read(place.slices)) as reads:
+        spots = _spots(reads, [place])
+        seed, whole = key(job.seed, OF_PASS, 0), where.stop - where.first
+        # hooks are those of the engine
+        return try_out(forward, spots, whole=whole, seed=seed, cuts=_cuts(job), hooks=False)
 
 
 def try_blocks(
@@ -69,23 +98,31 @@ def try_blocks(
         processes = per_machine(job.workers, job.launch.count)
         blocks = TwoBlocks(forward.model)
         with suppress(Exception), on_two_blocks(forward, blocks, fill, processes):
-            places = _Places(job, samples)
+            places = Places(job, samples)
             found = _mean_of(forward, loader, places, key(job.seed, OF_PASS, 0))
     why = "the model is too large for one process to try the whole of it"
     return Trial(False, why, f"not shown: {why}", found)
 
 
-def _try_loss(forward: Forward, loader: Loader, job: JobSpec, samples: int) -> Trial:
+def _try_loss(forward: Forward, loader: Loader, job: JobSpec, samples: int, say: Say) -> Trial:
     train, seed = job.train, key(job.seed, OF_PASS, 0)
-    places = _Places(job, samples)
-    slices = places.spots()
-    if not slices:
+    places = Places(job, samples)
+    compared = places.compared()
+    if not compared:
         return NOTHING_TO_TRY._replace(derived=_mean_of(forward, loader, places, seed))
-    reads = loader.read(part for spot in slices for part in spot)
-    spots = (spot for parts in slices if (spot := _spot(reads, len(parts) - 1)))
+    if forward.recipe.collates:
+        compared[1:1] = _with_other_shapes(loader, places)
+    reads = loader.read(part for place in compared for part in place.slices)
     with closing(reads):
-        cuts = train.batch_norm == "global"
-        trial = try_out(forward, spots, whole=train.global_batch, seed=seed, cuts=cuts)
+        trial = try_out(
+            forward,
+            _spots(reads, compared),
+            whole=train.global_batch,
+            seed=seed,
+            cuts=_cuts(job),
+            sizes=_sizes(loader, places),
+            say=lambda done, of: say(done, min(of, len(compared))),
+        )
     if train.merge == "always":
         return trial.merged_always()
     if train.merge == "never":
@@ -96,56 +133,52 @@ def _try_loss(forward: Forward, loader: Loader, job: JobSpec, samples: int) -> T
     return trial
 
 
-def _mean_of(forward: Forward, loader: Loader, places: _Places, seed: int) -> str:
+def _cuts(job: JobSpec) -> bool:
+    return job.train.batch_norm == "global"
+
+
+def _with_other_shapes(loader: Loader, places: Places) -> list[Place]:
+    """Neighbouring micro-batches whose samples have different shapes, if a look at some of them
+    finds any: one of those that are padded."""
+    steps = range(1, places.steps + 1, max(1, places.steps // 4))[:4]
+    every = [places.micro_batches(step) for step in steps]
+    while len(every) > 1 and sum(p.stop - p.first for parts in every for p in parts) > _LOOKED_AT:
+        every.pop()
+    with closing(loader.read(part for parts in every for part in parts)) as reads:
+        for parts in every:
+            looked_at = list(itertools.islice(reads, len(parts)))
+            shapes = [shapes_of(read.batch, read.size) for read in looked_at]
+            for place, (one, other) in enumerate(itertools.pairwise(shapes)):
+                if one != other and len(one) == len(other):
+                    return [Place((parts[place], parts[place + 1]))]
+    return []
+
+
+def _sizes(loader: Loader, places: Places) -> Iterator[OtherSize]:
+    """A micro-batch of each size that the job has."""
+
+    def read(part: Slice) -> Read:
+        with closing(loader.read([part])) as reads:
+            return next(reads)
+
+    for size, part in places.sizes().items():
+        yield OtherSize(size, partial(read, part), places.cut_in_words(part))
+
+
+def _mean_of(forward: Forward, loader: Loader, places: Places, seed: int) -> str:
     """What the loss is a mean of, for a job whose steps have one micro-batch each."""
     if forward.recipe.compute_loss is None or forward.recipe.weight is not None:
         return ""
-    steps = min(LEAST, places.steps)
+    steps = min(DERIVES, places.steps)
     reads = loader.read(part for n in range(steps) for part in places.micro_batches(1 + n))
     with closing(reads):
         return mean_of(forward, (each.batch for each in reads if each.size), seed=seed)
 
 
-def _spot(reads: Iterator[Read], parts: int) -> Spot | None:
-    """The next spot; None if all samples of one of its parts cannot be read."""
-    *apart, whole = itertools.islice(reads, parts + 1)
-    if not all(read.size for read in (*apart, whole)):
-        return None
-    return Spot(tuple(r.batch for r in apart), whole.batch, tuple(r.size for r in apart))
-
-
-class _Places:
-    def __init__(self, job: JobSpec, samples: int) -> None:
-        self._train, self._samples = job.train, samples
-        self.steps = steps_in_epoch(samples, job.train.global_batch)
-
-    def spots(self) -> list[tuple[Slice, ...]]:
-        """Neighbouring micro-batches, and their union, from all over an epoch.
-
-        They are pairs, and every other pair is uneven: a weight that ignores the number of
-        samples, such as the `len` of a tuple, is right for micro-batches of equal size. Small
-        models are also tried with all micro-batches of a step: a loss that compares samples may
-        do so only if there are many.
-        """
-        spots: dict[Slice, tuple[Slice, ...]] = {}
-        for number in range(_SPOTS):
-            parts = self.micro_batches(1 + number * self.steps // _SPOTS)
-            if len(parts) > 1:  # another pair in each step
-                place = 2 * number % (len(parts) - 1)
-                first, second, *more = parts[place : place + 3]
-                if number % 2 and second.stop - second.first > 2:  # layers may refuse one sample
-                    second = second._replace(stop=second.stop - 1)
-                elif number % 2 and more:
-                    second = second._replace(stop=more[0].stop)
-                spots[first] = first, second, first._replace(stop=second.stop)
-        few = list(spots.values())
-        if len(few) > LEAST:
-            every = self.micro_batches(1)
-            few.insert(LEAST, (*every, every[0]._replace(stop=every[-1].stop)))
-        return few
-
-    def micro_batches(self, step: int) -> list[Slice]:
-        """The micro-batches of a step, in order."""
-        where = position(step, self._samples, self._train.global_batch)
-        every = share_of(where, parts_of(where, self._train), 1, 0, merge=False)
-        return [part.samples for part in every.passes]
+def _spots(reads: Iterator[Read], places: Iterable[Place]) -> Iterator[Spot]:
+    """The spots at these places; those are left out of which a part cannot be read."""
+    for place in places:
+        *apart, whole = itertools.islice(reads, len(place.slices))
+        if all(read.size for read in (*apart, whole)):
+            sizes = tuple(read.size for read in apart)
+            yield Spot(tuple(read.batch for read in apart), whole.batch, sizes, place.made_up)

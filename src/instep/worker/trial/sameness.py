@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,12 +25,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from instep.data.loader import Read
 from instep.data.reading.generators import DrawDetector
-from instep.errors import RecipeError
+from instep.errors import InstepError, RecipeError
 from instep.parallel.draws import ByMicroBatch
 from instep.parallel.nested import tensors_in
 from instep.recipe.forward import Forward
-from instep.recipe.weights import Weighing, is_sum, weighing
+from instep.recipe.weights import Weighing, is_sum
 from instep.worker.trial.constant_draws import LEVELS, ConstantDraws
 from instep.worker.trial.layers import (
     batch_norm_buffers,
@@ -39,6 +41,7 @@ from instep.worker.trial.layers import (
     rows_alike,
 )
 from instep.worker.trial.model import PassResult, TrialModel, trial_model
+from instep.worker.trial.shapes import Watch, differ
 from instep.worker.trial_result import Trial
 
 _NEAR = {torch.float64: (2e-5, 1e-6), torch.float32: (2e-3, 2e-5)}
@@ -46,10 +49,20 @@ _NEAR_IN_SHORT = (1e-1, 1e-2)
 """Two gradients are the same if they differ by less than this share of the parameter's own, or of
 the whole gradient. Many models compute parts in float32 in any case."""
 
-LEAST, _EFFORT, _READS = 4, 2e9, 2048
+_LEAST, _EFFORT, _READS = 2, 6e8, 1024
 """Spots that are tried in any case. More are tried while the work (parameters times numbers in a
 batch, the same on every machine) stays below the second in all, and the samples that are read
 below the third."""
+
+DERIVES = 4
+"""Spots, or steps, that may show what the loss of a Hugging Face model is a mean of."""
+
+_SLOW_S, _DEARER = 0.05, 4.0
+"""If a pass takes more CPU seconds than the first, and in float64 the second times as many, it is
+tried in float32: a trial is to take less than ten steps."""
+
+Say = Callable[[int, int], None]
+"""Called with how many comparisons are done, and of how many."""
 
 REMEDY = "With workers = 1 and train.micro_batches = 1 the run gives the result of one machine"
 
@@ -73,6 +86,18 @@ class Spot(NamedTuple):
     whole: Any
     sizes: tuple[int, ...]
     """Samples of each part."""
+    made_up: bool = False
+    """Whether the run has no micro-batch of such a size: a model may refuse it."""
+
+
+class OtherSize(NamedTuple):
+    """A size that micro-batches of the run have."""
+
+    size: int
+    read: Callable[[], Read]
+    """Reads one."""
+    words: str
+    """Which ones have it, and the remedy if it is refused."""
 
 
 NOTHING_TO_TRY = Trial(True, "there is one micro-batch", "yes")
@@ -84,7 +109,15 @@ ANOTHER_SAW = "not shown: the trial of another worker did not give 'yes'"
 
 
 def try_out(
-    forward: Forward, spots: Iterable[Spot], *, whole: int, seed: int, cuts: bool = False
+    forward: Forward,
+    spots: Iterable[Spot],
+    *,
+    whole: int,
+    seed: int,
+    cuts: bool = False,
+    sizes: Iterable[OtherSize] = (),
+    say: Say = lambda done, of: None,
+    hooks: bool = True,
 ) -> Trial:
     """Test whether micro-batches give the same result separately as in one batch.
 
@@ -95,17 +128,21 @@ def try_out(
         whole: samples of a global batch, for messages.
         seed: of the random draws of the passes, and of the new values of parameters.
         cuts: whether a pass over several micro-batches draws for each of them separately.
+        sizes: of micro-batches, each of which must be accepted.
+        say: called at the start, and after each comparison.
+        hooks: whether those on the model's gradients are the user's.
 
     Raises:
-        RecipeError: the loss is a sum; or what `Forward.loss` raises.
+        RecipeError: the loss is a sum, or cannot be computed of a micro-batch of one of `sizes`; or
+            what `Forward.loss` raises.
     """
     recipe = forward.recipe
-    weighed = weighing(recipe.weight, recipe.loss)
+    weighed = forward.weighing
     if recipe.embed is not None:  # what is tried is a mean over embeddings
         weighed = Weighing(None, True, "Recipe.embed")
     if is_sum(recipe.loss):
         raise _sum(f"{weighed.name} has reduction = 'sum'")
-    if hooked := hooked_parameter(forward.model):
+    if hooks and (hooked := hooked_parameter(forward.model)):
         why = (
             f"a hook on the gradient of {hooked!r} is called once for each micro-batch; one "
             "machine would call it once in a step"
@@ -115,15 +152,19 @@ def try_out(
     spot = next(spots, None)
     if spot is None:
         return _not_shown("the samples to try it with cannot be read")
-    spots = itertools.islice(itertools.chain([spot], spots), _how_many(forward.model, spot))
+    each = forward.numbers_of_one(spot.whole, sum(spot.sizes))
+    forward.derive("", each)
+    many = _how_many(forward.model, spot)
+    spots = itertools.islice(itertools.chain([spot], spots), many)
     with ExitStack() as stack:
         try:
             model = stack.enter_context(trial_model(forward, seed))
         except Exception as error:  # a user's module may raise anything
-            return _not_shown(f"the model cannot be copied to try it ({_first_line(error)})")
-        tried = _Comparison(model, forward, weighed, whole, seed=seed, cuts=cuts)
+            why = f"the model cannot be copied to try it ({_first_line(error)})"
+            return _not_shown(why)._replace(each=each)
+        tried = _Comparison(model, forward, weighed, whole, seed=seed, cuts=cuts, sizes=sizes)
         try:
-            trial = tried.verdict(spots)
+            trial = tried.verdict(spots, lambda done: say(done, many))._replace(each=each)
         finally:
             reached = model.reached()
     if tried.compared and tried.idle and not reached:
@@ -133,12 +174,12 @@ def try_out(
             "detached it (no_grad, .item(), .data, or a new torch.tensor)."
         )
     if reached and trial.same:
-        return _not_shown(
+        why = (
             f"{weighed.name} uses a model that it was not given as an argument (a closure does), "
             "and only its arguments can be tried. Use compute_loss(model, batch), and only that "
-            "model in it",
-            trial.derived,
+            "model in it"
         )
+        return _not_shown(why, trial.derived)._replace(each=each)
     return trial
 
 
@@ -146,7 +187,7 @@ def _how_many(model: nn.Module, spot: Spot) -> int:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     numbers = sum(tensor.numel() for tensor in tensors_in(spot.whole))
     reads = 2 * sum(spot.sizes)
-    return max(LEAST, min(_READS // reads, int(_EFFORT / max(1, parameters * numbers))))
+    return max(_LEAST, min(_READS // reads, int(_EFFORT / max(1, parameters * numbers))))
 
 
 def hooked_parameter(model: nn.Module) -> str:
@@ -194,7 +235,7 @@ def mean_of(forward: Forward, batches: Iterable[Any], *, seed: int) -> str:
         except Exception:  # a user's module may raise anything
             return ""
         model.draws = ConstantDraws
-        return model.mean_of(itertools.islice(batches, LEAST))
+        return model.mean_of(itertools.islice(batches, DERIVES))
 
 
 class _Comparison:
@@ -209,10 +250,12 @@ class _Comparison:
         *,
         seed: int,
         cuts: bool,
+        sizes: Iterable[OtherSize],
     ) -> None:
+        self._sizes, self._ran = {each.size: each for each in sizes}, set[int]()
         self._seed, self._cuts = seed, cuts
         self._model, self._forward = model, forward
-        self._known, self._name = weighed.known, weighed.name
+        self._known, self._name = weighed.known or forward.derived, weighed.name
         self._by_samples = weighed.weigh is None
         self._whole = whole
         self._derived = ""
@@ -225,30 +268,80 @@ class _Comparison:
         self._untried = "nothing counts in the batches that were tried"
         self._not_cut = ""
         self._drew_elsewhere = False  # than from torch's generators
+        self._shapes = Watch()
+        self._once: PassResult | None = None
+        """The first micro-batch's, if it need not be run again."""
 
-    def verdict(self, spots: Iterator[Spot]) -> Trial:
+    def verdict(self, spots: Iterator[Spot], say: Callable[[int], None]) -> Trial:
         """Compare spot after spot, until something differs."""
-        first = next(spots)
-        drew = self._repeats(first)
+        say(0)
+        self._first = first = next(spots)
+        drew, seconds = self._try_once(first)
         constant = drew and not self._cuts
-        self._model.draws = ConstantDraws if constant else nullcontext
         self._known |= self._forward.weighs_itself
-        self._model = self._model.widened(first.parts[0], first.sizes[0])
+        self._model.draws = ConstantDraws if constant else nullcontext
+        self._model, self._begin = self._model.moved(
+            first.parts[0],
+            first.sizes[0],
+            # a cheap model is tried in float64 whatever that takes
+            most_s=min(_DEARER, self._whole / first.sizes[0]) * seconds
+            if seconds > _SLOW_S
+            else math.inf,
+        )
         self._near, self._floor = _nearness(self._model)
-        self._model.move()
+        self._once = self._begin
         spots = self._derive(itertools.chain([first], spots))
         moved = False
-        self._first, self._begin = first, self._model.run(first.parts[0], first.sizes[0])
-        for spot, level in zip(spots, itertools.cycle(LEVELS), strict=False):
+        for number, (spot, level) in enumerate(zip(spots, itertools.cycle(LEVELS), strict=False)):
             self._model.draws = partial(ConstantDraws, level) if constant else nullcontext
-            moved |= self._compare(spot)
+            moved |= self._try_spot(spot)
+            say(number + 1)
             if self._differs:
                 break
         if constant and self._forward.recipe.turns and not self._differs:
             self._compare_with_noise(first)
         self._model.draws = ConstantDraws if constant else nullcontext
+        self._try_sizes()
         self._check_again(first, self._begin)
-        return self._judge(drew, moved)
+        trial = self._judge(drew, moved)
+        return trial._replace(shapes=self._shapes.known) if trial.same else trial
+
+    def _try_spot(self, spot: Spot) -> bool:
+        """Compare one; a size that the run does not have may be refused by the model."""
+        if not spot.made_up:
+            return self._compare(spot)
+        try:
+            return self._compare(spot)
+        except InstepError:
+            raise
+        except Exception:  # whatever a user's code raises
+            return False
+
+    def _try_sizes(self) -> None:
+        """Run a micro-batch of each size that the run has and that was not run yet."""
+        for size in {*self._sizes} - self._ran:
+            read = self._sizes[size].read()
+            if read.size == size:
+                self._run(read.batch, size)
+
+    def _run(self, batch: Any, size: int) -> PassResult | None:
+        """Run one micro-batch.
+
+        Raises:
+            RecipeError: others can be computed, and those of this size cannot.
+        """
+        try:
+            result = self._model.run(batch, size)
+        except InstepError:
+            raise
+        except Exception as error:
+            if size not in self._sizes or size in self._ran or not self._ran:
+                raise
+            raise RecipeError(
+                f"{type(error).__name__}: {_first_line(error)}, {self._sizes[size].words}."
+            ) from error
+        self._ran.add(size)
+        return result
 
     def _compare_with_noise(self, spot: Spot) -> None:
         """Constant draws can hide what a layer does with noise, as BatchNorm in a generator."""
@@ -299,8 +392,8 @@ class _Comparison:
 
     # ---- one pass, twice
 
-    def _repeats(self, spot: Spot) -> bool:
-        """Run a micro-batch twice, to see if it repeats; whether it draws random numbers."""
+    def _try_once(self, spot: Spot) -> tuple[bool, float]:
+        """Run a micro-batch; whether it draws random numbers, and its CPU seconds."""
         drew = False
 
         @contextmanager
@@ -312,9 +405,9 @@ class _Comparison:
             self._drew_elsewhere |= generators.drawn_beside_torch()
 
         self._model.draws = watched
-        once = self._model.run(spot.parts[0], spot.sizes[0])
-        self._check_again(spot, once)
-        return drew
+        since = time.process_time()
+        self._run(spot.parts[0], spot.sizes[0])
+        return drew, time.process_time() - since
 
     def _check_again(self, spot: Spot, once: PassResult | None) -> None:
         """Run a micro-batch again; if the result differs, that is the reason for the verdict."""
@@ -347,7 +440,7 @@ class _Comparison:
         taken: list[Spot] = []
 
         def batches() -> Iterator[Any]:
-            for spot in itertools.islice(spots, LEAST):
+            for spot in itertools.islice(spots, DERIVES):
                 taken.append(spot)
                 yield from spot.parts
 
@@ -380,6 +473,8 @@ class _Comparison:
         self.compared += 1
         worst = self._gradients_differ(_mean(apart, share), whole.gradients)
         alike = _close(loss, whole.loss, self._near) and not worst
+        if alike and self._forward.recipe.collates:
+            self._shapes.compared(_with_sizes(spot))
         packed = self._packed(spot)
         if not alike and not packed and _made_otherwise(spot):
             self._differs.append(
@@ -401,10 +496,13 @@ class _Comparison:
         return moved
 
     def _passes(self, spot: Spot) -> tuple[list[PassResult | None], PassResult | None]:
-        run = self._model.run
-        apart = [run(part, size) for part, size in zip(spot.parts, spot.sizes, strict=True)]
+        pairs = list(zip(spot.parts, spot.sizes, strict=True))
+        apart: list[PassResult | None] = []
+        if spot is self._first and self._once is not None:
+            apart, pairs, self._once = [self._once], pairs[1:], None
+        apart += [self._run(part, size) for part, size in pairs]
         with self._as_one(spot):
-            return apart, run(spot.whole, sum(spot.sizes))
+            return apart, self._model.run(spot.whole, sum(spot.sizes))
 
     @contextmanager
     def _as_one(self, spot: Spot) -> Iterator[None]:
@@ -427,6 +525,12 @@ class _Comparison:
             by = (
                 f"collate packs samples ({sum(spot.sizes)} of them into the shape {packed}), and "
                 "it is a mean of their contents, such as tokens: Recipe.weight can say of how many"
+            )
+        elif self._forward.recipe.collates and differ(_with_sizes(spot)):
+            by = (
+                "collate pads samples to the longest of their batch, and what it adds counts. Pad "
+                "to one length, or leave padding out of the loss with a mask and compute_loss, "
+                "which may return instep.WeightedLoss(total, weight)"
             )
         elif self._forward.recipe.weight:
             by = "Recipe.weight is not what it is a mean of, or it compares the samples of a batch"
@@ -522,6 +626,11 @@ class _Comparison:
             whole = outputs_of(self._model, spot.whole)
         name = first_that_mixes(apart, whole, self._near)
         return layer_in_words(self._model.model, name) if name else ""
+
+
+def _with_sizes(spot: Spot) -> Iterator[tuple[Any, int]]:
+    yield from zip(spot.parts, spot.sizes, strict=True)
+    yield spot.whole, sum(spot.sizes)
 
 
 def _made_otherwise(spot: Spot) -> bool:

@@ -1,0 +1,144 @@
+"""Which samples the trial compares: neighbouring micro-batches of an epoch, and all as one batch.
+
+The first ones tell most, since a large model is tried in few places: a pair of equal micro-batches;
+then an uneven pair, of the smaller last batch of an epoch if there is one. (A weight that ignores
+the number of samples, such as the `len` of a tuple, is right for micro-batches of equal size.)
+Then whole steps as three and as two workers have them, because a loss may compare samples only if
+there are many; and pairs from all over the epoch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from instep.data.batches import Batches
+from instep.data.loader import Slice
+from instep.data.order import Position, position, steps_in_epoch
+from instep.spec import JobSpec
+from instep.worker.step.passes import parts_of, share_of
+
+MOST = 8
+"""Places that are tried at most."""
+
+
+class Place(NamedTuple):
+    """Neighbouring slices of an epoch, and their union."""
+
+    parts: tuple[Slice, ...]
+    made_up: bool = False
+    """Whether no step of the job has a part of such a size."""
+
+    @property
+    def whole(self) -> Slice:
+        """All their samples."""
+        return self.parts[0]._replace(stop=self.parts[-1].stop)
+
+    @property
+    def slices(self) -> tuple[Slice, ...]:
+        """What is read: the parts, and the whole."""
+        return (*self.parts, self.whole)
+
+
+class Places:
+    """Of one job.
+
+    Args:
+        job: decides how batches are cut.
+        samples: length of the dataset.
+    """
+
+    def __init__(self, job: JobSpec, samples: int) -> None:
+        self._train, self._samples = job.train, samples
+        self.steps = steps_in_epoch(samples, job.train.global_batch)
+        rounds = job.sync.rounds is not None  # their steps have other sizes
+        last = self.steps if rounds else min(self.steps, Batches.of_job(job, samples).length(job))
+        self._last = last if 1 < last == self.steps else 1
+        """The step with the smallest batch."""
+
+    def compared(self) -> list[Place]:
+        """The places to compare, in the order of what they tell."""
+        first, last = self.micro_batches(1), self.micro_batches(self._last)
+        if len(first) < 2:
+            return []
+        few = [Place((first[0], first[1])), self._uneven(last if len(last) > 1 else first)]
+        wholes = [self.shares(1, 3), self.shares(self._last, 2)] if len(first) > 2 else []
+        more = [
+            self._pair(1 + number * self.steps // (MOST - 3), 2 * number, uneven=number % 2 == 0)
+            for number in range(1, MOST - 3)
+        ]
+        order = [*few, *wholes[:1], *more[:1], *wholes[1:], *more[1:]]
+        places = {place.whole: place for place in order if place is not None}
+        return list(places.values())[: min(MOST, 2 * len(first))]
+
+    def micro_batches(self, step: int) -> list[Slice]:
+        """The micro-batches of a step, in order."""
+        return list(self._micro_batches(self._at(step)))
+
+    def step(self, where: Position) -> Place:
+        """All micro-batches of a step."""
+        return Place(tuple(self._micro_batches(where)))
+
+    def shares(self, step: int, workers: int) -> Place | None:
+        """What so many workers have of a step, each in one pass; None if there are not so many."""
+        where = self._at(step)
+        parts = parts_of(where, self._train)
+        dealt = [
+            share_of(where, parts, workers, n, merge=False, whole=True) for n in range(workers)
+        ]
+        slices = [part.samples for share in dealt for part in share.passes]
+        return Place(tuple(slices)) if len(slices) > 1 else None
+
+    def sizes(self) -> dict[int, Slice]:
+        """Each size that a micro-batch of the job has, and one such micro-batch."""
+        every = [*self.micro_batches(1), *self.micro_batches(self._last)]
+        return {each.stop - each.first: each for each in reversed(every)}
+
+    def cut_in_words(self, part: Slice) -> str:
+        """How the step was cut that a micro-batch is of."""
+        batch, size = self._train.global_batch, part.stop - part.first
+        step = 1 + part.first // batch
+        micro_batches = self.micro_batches(step)
+        samples = micro_batches[-1].stop - micro_batches[0].first
+        which = "a batch" if samples == batch else "the last batch of an epoch"
+        full = self._samples // batch * batch
+        leave_out = (
+            f"leave samples out, so that every batch is full (torch.utils.data.Subset(dataset, "
+            f"range({full}))); or "
+            if 0 < full < self._samples and samples < batch
+            else ""
+        )
+        return (
+            f"on a micro-batch of {size}: {which} has {samples} samples, and is cut into "
+            f"{len(micro_batches)} micro-batches. Have it take any number of samples; or "
+            f"{leave_out}run each batch as one pass, with workers = 1 and train.micro_batches = 1"
+        )
+
+    def _at(self, step: int) -> Position:
+        return position(step, self._samples, self._train.global_batch)
+
+    def _micro_batches(self, where: Position) -> Iterator[Slice]:
+        every = share_of(where, parts_of(where, self._train), 1, 0, merge=False)
+        return (part.samples for part in every.passes)
+
+    def _pair(self, step: int, place: int, *, uneven: bool) -> Place | None:
+        parts = self.micro_batches(min(step, self.steps))
+        if len(parts) < 2:
+            return None
+        place %= len(parts) - 1
+        pair = Place((parts[place], parts[place + 1]))
+        return self._uneven(list(pair.parts)) if uneven else pair
+
+    def _uneven(self, parts: list[Slice]) -> Place:
+        """Neighbours of different size: those of the job, or else one is made shorter."""
+        sizes = [part.stop - part.first for part in parts]
+        for place, (size, other) in enumerate(itertools.pairwise(sizes)):
+            if size != other:
+                return Place((parts[place], parts[place + 1]))
+        first, second = parts[:2]
+        if second.stop - second.first > 2:  # layers may refuse one sample
+            second = second._replace(stop=second.stop - 1)
+        elif len(parts) > 2:
+            second = second._replace(stop=parts[2].stop)
+        return Place((first, second), made_up=second.stop - second.first not in self.sizes())

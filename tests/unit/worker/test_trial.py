@@ -1,0 +1,132 @@
+"""What the trial reads, what it refuses, and which batches of a run it has not seen."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from instep.data.loader import Loader
+from instep.data.order import position
+from instep.errors import RecipeError
+from instep.recipe.forward import Forward
+from instep.recipe.recipe import Recipe
+from instep.spec import JobSpec, TrainSpec
+from instep.worker.trial.places import Places
+from instep.worker.trial.reads import try_recipe, try_step
+from instep.worker.trial.shapes import Watch
+
+LONG, LEFT_OUT = 200, 70
+
+
+class Sequences:
+    """Sequences of 4 numbers; one of 9, and one that cannot be used."""
+
+    def __init__(self, count):
+        generator = torch.Generator().manual_seed(1)
+        self.values = torch.randn(count, 9, 1, generator=generator, dtype=torch.float64)
+
+    def __len__(self):
+        return len(self.values)
+
+    def __getitem__(self, index):
+        if index == LEFT_OUT:
+            return None
+        values = self.values[index, : 9 if index == LONG else 4]
+        return values, values.square()
+
+
+def padded(samples):
+    pairs = [sample for sample in samples if sample is not None]
+    return tuple(
+        nn.utils.rnn.pad_sequence(list(each), batch_first=True) for each in zip(*pairs, strict=True)
+    )
+
+
+def masked(model, batch):
+    inputs, target = batch
+    counts = (inputs != 0).double()
+    return ((model(inputs) - target).square() * counts).sum() / counts.sum()
+
+
+def length(batch):
+    return float((batch[0] != 0).sum())
+
+
+def trained(job, count, **loss):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    data = Sequences(count)
+    recipe = Recipe(
+        model=model, train=data, optimizer=lambda p: None, **({"collate": padded} | loss)
+    )
+    loader = Loader(data, seed=7, shuffle=False, collate=recipe.collate, processes=0)
+    return Forward(recipe, model, torch.device("cpu"), "float32"), loader, job
+
+
+def job_of(batch=16, parts=4, **train):
+    spec = TrainSpec(global_batch=batch, micro_batches=parts, shuffle=False, **train)
+    return JobSpec(recipe="a.py:recipe", train=spec)
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [
+        ({"loss": nn.MSELoss()}, "no: nn.MSELoss is"),
+        ({"compute_loss": masked, "weight": length}, "yes"),
+    ],
+    ids=["padding counts", "padding is masked"],
+)
+def test_a_seldom_length_is_tried_in_the_step_that_has_it(loss, kind):
+    forward, loader, job = trained(job_of(), 320, **loss)
+    trial = try_recipe(forward, loader, job, 320)
+    assert trial.verdict == "yes"
+    forward.derive(trial.derived, trial.each)
+    watch, where = Watch(trial.shapes), position(1 + LONG // 16, 320, 16)
+    (usual, *_, odd) = [*loader.read(Places(job, 320).step(where).parts)][1:3]
+    assert watch.odd(usual.batch, usual.size) == ""
+    assert watch.odd(odd.batch, odd.size) == "[9, 1] instead of [4, 1]"
+    late = try_step(forward, loader, job, where)
+    assert late.verdict.startswith(kind)
+    assert "collate pads samples to the longest" in late.verdict or kind == "yes"
+    watch.learn(late.shapes)
+    assert (watch.odd(odd.batch, odd.size) == "") == (kind == "yes")
+
+
+def test_a_loss_of_torch_weighs_what_collate_has_kept():
+    forward, loader, job = trained(job_of(), 320, loss=nn.MSELoss())
+    trial = try_recipe(forward, loader, job, 320)
+    forward.derive(trial.derived, trial.each)
+    place = Places(job, 320).step(position(1 + LEFT_OUT // 16, 320, 16))
+    *parts, whole = loader.read(place.slices)
+    *found, plain = [forward.loss(read.batch, read.size) for read in (*parts, whole)]
+    mean = sum(each.loss * each.weight for each in found) / sum(e.weight for e in found)
+    torch.testing.assert_close(mean, plain.loss, rtol=1e-12, atol=0.0)
+    assert [each.weight for each in found] == [4, 3, 4, 4]
+
+
+def evenly(model, batch):
+    assert len(batch[0]) % 2 == 0, "an even number is wanted"
+    return functional.mse_loss(model(batch[0][:, 0]), batch[1][:, 0])
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_a_size_that_only_the_end_of_an_epoch_has_is_tried_before_the_start(mixes):
+    def loss(model, batch):
+        other = 0.3 * batch[0].flip(0) if mixes else 0.0
+        return evenly(model, (batch[0] + other, batch[1]))
+
+    def trial(count, **train):
+        given = {"compute_loss": loss, "weight": lambda batch: len(batch[0])}
+        forward, loader, job = trained(job_of(**train), count, collate=None, **given)
+        data = torch.utils.data.TensorDataset(*2 * (Sequences(count).values[:, :4],))
+        loader = Loader(data, seed=7, shuffle=False, processes=0)
+        return try_recipe(forward, loader, job, count)
+
+    with pytest.raises(RecipeError) as refused:
+        trial(60 - 16 + 10)
+    assert "AssertionError: an even number is wanted, on a micro-batch of 3" in str(refused.value)
+    assert "the last batch of an epoch has 6 samples" in str(refused.value)
+    assert "range(48))" in str(refused.value)
+    kind = "no" if mixes else "yes"
+    assert trial(48).verdict.startswith(kind)  # a size that the trial makes up may be refused
+    assert trial(54, epochs=None, steps=2).verdict.startswith(kind)  # never gets there
