@@ -8,6 +8,7 @@ from torch.nn import functional
 from instep.data.loader import Loader
 from instep.data.order import position
 from instep.errors import RecipeError
+from instep.parallel.batch_norm import make_global
 from instep.recipe.forward import Forward
 from instep.recipe.recipe import Recipe
 from instep.spec import JobSpec, TrainSpec
@@ -130,3 +131,28 @@ def test_a_size_that_only_the_end_of_an_epoch_has_is_tried_before_the_start(mixe
     kind = "no" if mixes else "yes"
     assert trial(48).verdict.startswith(kind)  # a size that the trial makes up may be refused
     assert trial(54, epochs=None, steps=2).verdict.startswith(kind)  # never gets there
+
+
+class Ghost(nn.Module):
+    """Normalises virtual batches of 8, or all at once."""
+
+    def __init__(self, virtual):
+        super().__init__()
+        self.norm, self.virtual = nn.BatchNorm1d(4), virtual
+
+    def forward(self, x):
+        return torch.cat([self.norm(part) for part in x.split(self.virtual)])
+
+
+@pytest.mark.parametrize(("virtual", "kind"), [(8, "no: GlobalBatchNorm1d '1.norm'"), (99, "yes")])
+def test_a_layer_that_is_given_parts_of_a_global_batch_is_named(virtual, kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), Ghost(virtual), nn.Linear(4, 2)).double()
+    make_global(model)
+    values = torch.randn(64, 3, generator=torch.Generator().manual_seed(1)).double()
+    data = torch.utils.data.TensorDataset(values, values[:, :2])
+    recipe = Recipe(model=model, train=data, optimizer=lambda p: None, loss=nn.MSELoss())
+    loader = Loader(data, seed=7, shuffle=False, processes=0)
+    forward = Forward(recipe, model, torch.device("cpu"), "float32")
+    trial = try_recipe(forward, loader, job_of(batch=32, parts=8, batch_norm="global"), 64)
+    assert trial.verdict.startswith(kind)

@@ -186,6 +186,14 @@ class TrialModel:
         buffers = {name: each.detach().clone() for name, each in now.items() if each is not None}
         return PassResult(float(found.loss.detach()), found.weight, gradients, buffers)
 
+    @torch.no_grad()
+    def compute(self, batch: Any, samples: int) -> None:
+        """The forward pass alone, from the initial buffers."""
+        self._reset()
+        set_generators(self._seed)
+        with self.draws():
+            self.forward.loss(self._fit(batch), samples)
+
     def reached(self) -> bool:
         """Whether passes gave gradients to the original model; they are dropped again."""
         found = False

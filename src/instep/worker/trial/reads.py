@@ -121,6 +121,7 @@ def _try_loss(forward: Forward, loader: Loader, job: JobSpec, samples: int, say:
             seed=seed,
             cuts=_cuts(job),
             sizes=_sizes(loader, places),
+            shares=partial(_shares, loader, places),
             say=lambda done, of: say(done, min(of, len(compared))),
         )
     if train.merge == "always":
@@ -152,6 +153,14 @@ def _with_other_shapes(loader: Loader, places: Places) -> list[Place]:
                 if one != other and len(one) == len(other):
                     return [Place((parts[place], parts[place + 1]))]
     return []
+
+
+def _shares(loader: Loader, places: Places) -> Spot | None:
+    """The first step as three workers have it."""
+    if (place := places.shares(1, 3)) is None:
+        return None
+    with closing(loader.read(place.slices)) as reads:
+        return next(_spots(reads, [place]), None)
 
 
 def _sizes(loader: Loader, places: Places) -> Iterator[OtherSize]:

@@ -33,6 +33,7 @@ from instep.parallel.nested import tensors_in
 from instep.recipe.forward import Forward
 from instep.recipe.weights import Weighing, is_sum
 from instep.worker.trial.constant_draws import LEVELS, ConstantDraws
+from instep.worker.trial.global_layers import calls_of, first_that_sees_parts
 from instep.worker.trial.layers import (
     batch_norm_buffers,
     first_that_mixes,
@@ -118,6 +119,7 @@ def try_out(
     sizes: Iterable[OtherSize] = (),
     say: Say = lambda done, of: None,
     hooks: bool = True,
+    shares: Callable[[], Spot | None] = lambda: None,
 ) -> Trial:
     """Test whether micro-batches give the same result separately as in one batch.
 
@@ -131,6 +133,7 @@ def try_out(
         sizes: of micro-batches, each of which must be accepted.
         say: called at the start, and after each comparison.
         hooks: whether those on the model's gradients are the user's.
+        shares: reads a step as several workers have it; asked with `cuts`.
 
     Raises:
         RecipeError: the loss is a sum, or cannot be computed of a micro-batch of one of `sizes`; or
@@ -164,7 +167,7 @@ def try_out(
             return _not_shown(why)._replace(each=each)
         tried = _Comparison(model, forward, weighed, whole, seed=seed, cuts=cuts, sizes=sizes)
         try:
-            trial = tried.verdict(spots, lambda done: say(done, many))._replace(each=each)
+            trial = tried.verdict(spots, lambda done: say(done, many), shares)._replace(each=each)
         finally:
             reached = model.reached()
     if tried.compared and tried.idle and not reached:
@@ -272,7 +275,12 @@ class _Comparison:
         self._once: PassResult | None = None
         """The first micro-batch's, if it need not be run again."""
 
-    def verdict(self, spots: Iterator[Spot], say: Callable[[int], None]) -> Trial:
+    def verdict(
+        self,
+        spots: Iterator[Spot],
+        say: Callable[[int], None],
+        shares: Callable[[], Spot | None],
+    ) -> Trial:
         """Compare spot after spot, until something differs."""
         say(0)
         self._first = first = next(spots)
@@ -300,6 +308,8 @@ class _Comparison:
                 break
         if constant and self._forward.recipe.turns and not self._differs:
             self._compare_with_noise(first)
+        if self._cuts and not self._differs and (step := shares()) is not None:
+            self._try_global_layers(step)
         self._model.draws = ConstantDraws if constant else nullcontext
         self._try_sizes()
         self._check_again(first, self._begin)
@@ -316,6 +326,19 @@ class _Comparison:
             raise
         except Exception:  # whatever a user's code raises
             return False
+
+    def _try_global_layers(self, step: Spot) -> None:
+        """Name a layer that sees parts of the global batch, others on each number of workers."""
+        pairs = zip(step.parts, step.sizes, strict=True)
+        apart = [calls_of(self._model, part, size) for part, size in pairs]
+        with self._as_one(step):
+            whole = calls_of(self._model, step.whole, sum(step.sizes))
+        if layer := first_that_sees_parts(self._model.model, apart, whole, self._near):
+            self._differs.append(
+                f"{layer} is called with parts of a batch, and train.batch_norm = 'global' joins "
+                "what each call sees on all workers: on another number of them other samples are "
+                "normalised together"
+            )
 
     def _try_sizes(self) -> None:
         """Run a micro-batch of each size that the run has and that was not run yet."""
