@@ -38,7 +38,7 @@ else:
     for _ in range(5):
         layers += [nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1)]
     pooled = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)]
-    model, shape, batch = nn.Sequential(*layers, *pooled), (3, 32, 32), 64
+    model, shape, batch = nn.Sequential(*layers, *pooled), (3, 16, 16), 64
 data = torch.utils.data.TensorDataset(torch.randn(500, *shape), torch.randint(0, 10, (500,)))
 loss = nn.CrossEntropyLoss()
 recipe = Recipe(model=model, train=data, optimizer=lambda p: None, loss=loss)

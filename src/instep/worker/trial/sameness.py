@@ -60,7 +60,7 @@ DERIVES = 4
 
 _SLOW_S, _DEARER = 0.05, 4.0
 """If a pass takes more CPU seconds than the first, and in float64 the second times as many, it is
-tried in float32: a trial is to take less than ten steps."""
+tried in float32: a trial is to be short."""
 
 Say = Callable[[int, int], None]
 """Called with how many comparisons are done, and of how many."""
