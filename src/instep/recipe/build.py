@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from instep.data.reading import generators
 from instep.errors import InstepError, RecipeError, SpecError, file_beside, near_miss
-from instep.recipe import tuning
+from instep.recipe import tuning, two_points
 from instep.recipe.arguments import check_arguments
 from instep.recipe.combined import CombinedOptimizer
 from instep.recipe.given import given
@@ -394,6 +394,7 @@ def _optimizer(
             "but a torch.optim.Optimizer is wanted, or a list of them."
         )
     check_optimizer(optimizer, model, trained)
+    two_points.begin(optimizer)
     return optimizer
 
 

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from instep.errors import CheckpointError
+from instep.recipe.two_points import TwoPoints
 from instep.spec import MeshSpec
 from instep.state.boxes import MeshRank
 from instep.worker.step.capture import Progress, capture, restore
@@ -31,11 +33,11 @@ class Turn(NamedTuple):
     strategy: Nothing
 
 
-def an_update(model):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+def an_update(model, optimizer=None, scheduler=None):
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     parameters = list(model.parameters())
-    return Update(optimizer, None, parameters, seed=0, max_grad_norm=None, scaler=scaler)
+    return Update(optimizer, scheduler, parameters, seed=0, max_grad_norm=None, scaler=scaler)
 
 
 def test_a_fused_optimizer_goes_on_with_weights_that_lie_in_memory_as_images_do():
@@ -74,3 +76,72 @@ def test_what_an_optimizer_keeps_for_no_parameter_is_kept(rank):
     found = again.update.optimizer.state
     assert found["k"] == 3
     assert torch.equal(found["last"], torch.arange(4.0))
+
+
+def test_another_optimizer_or_scheduler_than_the_one_that_was_saved_is_named():
+    model = nn.Linear(3, 2)
+    adam = torch.optim.AdamW(model.parameters())
+    steps = torch.optim.lr_scheduler.StepLR(adam, 3)
+    taken = capture(Progress(), model, [Turn("", an_update(model, adam, steps), Nothing())])
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    groups = torch.optim.AdamW([{"params": [each]} for each in model.parameters()])
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(adam, 9)
+    for update, message in (
+        (an_update(model, sgd, steps), "optimizer has changed: SGD now, AdamW when"),
+        (an_update(model, groups, steps), "groups of the optimizer has changed: 2 now, 1 when"),
+        (an_update(model, adam, cosine), "scheduler has changed: CosineAnnealingLR now, StepLR"),
+        (an_update(model, adam), "scheduler has changed: none now, StepLR when"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            restore(taken, "a test", model, [Turn("", update, Nothing())])
+
+
+class TwoPointed(torch.optim.Optimizer):
+    """Schedule-free SGD, as in its paper: trains at y, and gives x, the mean of the steps' z."""
+
+    def __init__(self, params, lr=0.1, beta=0.9):
+        super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "training": True})
+
+    def _move(self, training, by):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if group["training"] is not training and "z" in self.state[parameter]:
+                    parameter.data.lerp_(self.state[parameter]["z"], by(group["beta"]))
+            group["training"] = training
+
+    def train(self):
+        self._move(True, lambda beta: 1 - beta)
+
+    def eval(self):
+        self._move(False, lambda beta: 1 - 1 / beta)
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            assert group["training"], "train() comes first"
+            group["k"] += 1
+            for parameter in group["params"]:
+                z = self.state[parameter].setdefault("z", parameter.clone())
+                x = parameter.lerp(z, 1 - 1 / group["beta"])
+                z.sub_(parameter.grad, alpha=group["lr"])
+                x.lerp_(z, 1 / group["k"])
+                parameter.copy_(x.lerp_(z, 1 - group["beta"]))
+
+
+def test_an_optimizer_with_two_points_gives_the_second_and_goes_on_at_the_first():
+    model, plain = nn.Linear(3, 2), nn.Linear(3, 2)
+    plain.load_state_dict(model.state_dict())
+    own, alone = TwoPointed(model.parameters()), TwoPointed(plain.parameters())
+    points = TwoPoints([own], model)
+    inputs = torch.randn(9, 4, 3)
+    for batch in inputs:
+        for of, by in ((model, own), (plain, alone)):
+            of.zero_grad()
+            of(batch).square().mean().backward()
+            by.step()
+        result = points.values()
+        assert torch.equal(model.weight, plain.weight)  # not a bit was lost
+    alone.eval()
+    assert torch.equal(result["weight"], plain.weight)
+    assert not torch.equal(result["weight"], model.weight)
+    assert not TwoPoints([torch.optim.SGD(model.parameters(), lr=0.1)], model)

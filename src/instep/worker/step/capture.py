@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from instep.comm.buckets import laid_out_like
 from instep.errors import CheckpointError
+from instep.recipe.combined import parts_of
 from instep.state.boxes import MeshRank
 from instep.state.load import load
 from instep.state.manifest import is_meshed, read_manifest
@@ -129,6 +130,7 @@ def capture(
         else:
             state["state"] = beside(state["state"])
         packed, facts[f"optimizer{of}"] = pack_state(state)
+        facts[f"classes{of}"] = _classes(own)
         tensors[f"optimizer{of}"] = packed
         if own.scheduler is not None:
             packed, facts[f"scheduler{of}"] = pack_state(own.scheduler.state_dict())
@@ -198,6 +200,8 @@ def restore(
             for name, tensor in tensors.get("aside", {}).items():
                 if name in others:
                     others[name].copy_(tensor)
+    for each in turns:
+        _check_classes(facts.get(f"classes{_of(each)}"), _classes(each.update))
     try:
         for each in turns:
             own, of = each.update, _of(each)
@@ -224,6 +228,37 @@ def restore(
         each.strategy.load_state(tensors.get(f"{STRATEGY}{_of(each)}", {}))
     done = tuple(unpack_state({}, facts["turns"])) if "turns" in facts else ()
     return Progress(snapshot.step, facts.get("course", 0), loss, samples, done)
+
+
+def _classes(update: Update) -> dict[str, Any]:
+    """What moves the parameters, as far as it can be compared with what did."""
+    optimizer, scheduler = update.optimizer, update.scheduler
+    return {
+        "optimizer": [type(each).__name__ for each in parts_of(optimizer)],
+        "groups": len(optimizer.param_groups),
+        "scheduler": None if scheduler is None else type(scheduler).__name__,
+    }
+
+
+def _check_classes(saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> None:
+    """Refuse what a checkpoint has of another optimizer or scheduler; older ones do not say.
+
+    Raises:
+        CheckpointError: names both.
+    """
+    for what in now if saved is not None else ():
+        assert saved is not None
+        if saved[what] != now[what]:
+            here, then = (
+                " and ".join(map(str, each)) if isinstance(each, list) else each or "none"
+                for each in (now[what], saved[what])
+            )
+            name = "number of parameter groups of the optimizer" if what == "groups" else what
+            raise CheckpointError(
+                f"the {name} has changed: {here} now, {then} when the checkpoint was saved. Use "
+                "the recipe and the arguments that the run was started with; or start a new run "
+                "from its model (start.model)."
+            )
 
 
 def lay_out_state(state: Mapping[Any, Any]) -> None:

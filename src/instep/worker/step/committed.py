@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from instep.comm.base import Comm
 from instep.data.order import Position
+from instep.recipe.two_points import TwoPoints
 from instep.records import Attempt
 from instep.state import broadcast
 from instep.state.boxes import MeshRank
@@ -87,6 +88,8 @@ class CommittedState:
         """Workers of the newest generation that any state of their own may be of."""
         self.average: Average | None = None
         """Of the parameters, if the job wants one."""
+        self.two_points: TwoPoints | None = None
+        """Where the optimizer gives its result at another point than it trains at."""
         self._made: dict[int, tuple[int, int]] = {}  # by generation: course and last commit in it
 
     @property
@@ -104,11 +107,17 @@ class CommittedState:
         own = capture(self.progress, self._model, self._turns, moved=moved, rank=self._rank)
         if self.average is not None and self.average.state():
             own.tensors[AVERAGE] = self.average.state()
+        elif self.average is None and self.two_points:
+            own.tensors[AVERAGE] = self.two_points.values()  # for those who use the checkpoint
         return own
 
     def averaged(self) -> AbstractContextManager[None]:
-        """In this context the model has the moving average of its parameters, if there is one."""
-        return self.average.in_place() if self.average is not None else nullcontext()
+        """In this context the model has the moving average of its parameters, if there is one; or
+        is at the point of the optimizer's result."""
+        return self.average.in_place() if self.average is not None else self._evaluated()
+
+    def _evaluated(self) -> AbstractContextManager[None]:
+        return self.two_points.evaluated() if self.two_points else nullcontext()
 
     def restore(self, snapshot: Snapshot, source: object) -> None:
         """Be at another commit, as `capture` gave it.
@@ -254,7 +263,8 @@ class CommittedState:
         else:
             self.last = done
             if self.average is not None:
-                self.average.update()
+                with self._evaluated():
+                    self.average.update()
             self.progress = before._replace(
                 step=done.step,
                 epoch_loss=loss + done.loss * count,
