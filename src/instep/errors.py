@@ -136,7 +136,8 @@ def file_beside(path: Path, pattern: str) -> str:
         path: of the file.
         pattern: of the names that count, such as `*.py`.
     """
-    return near_miss(path.name, [each.name for each in path.parent.glob(pattern)])
+    beside = [each.name for each in path.parent.glob(pattern)]
+    return near_miss(path.name, beside) if beside else f"Nor is there another {pattern} there."
 
 
 _OURS = str(Path(__file__).resolve().parent)

@@ -88,7 +88,18 @@ def stop_words(asked: dict[str, Any]) -> str:
     """`accuracy 0.973 reached the target 0.97, at step 120`, from a `stop_requested` event."""
     if asked["why"].endswith(" on"):  # it says from which
         return str(asked["why"])
+    if not asked["step"]:
+        return f"{asked['why']}, before the first step"
     return f"{asked['why']}, at step {readable_count(asked['step'])}"
+
+
+AGAIN = "came again"
+"""Ends the reason of a stop that was asked for twice, and so is one at once."""
+
+
+def asked_by(name: str) -> str:
+    """Who asks for a stop, as people call it: `Ctrl-C`, else the signal's name."""
+    return "Ctrl-C" if name == "SIGINT" else name
 
 
 def apart_in_words(apart: dict[str, Any]) -> str:

@@ -275,7 +275,7 @@ def test_a_file_that_is_not_text_a_folder_and_no_file_are_refused(tmp_path):
         load(tmp_path)
     with pytest.raises(SpecError, match=r"no job file .*jobs\.toml.*Did you mean 'job\.toml'\?"):
         load(tmp_path / "jobs.toml")
-    with pytest.raises(SpecError, match="There are none"):
+    with pytest.raises(SpecError, match="Nor is there another"):
         load(tmp_path / "nowhere" / "job.toml")
 
 

@@ -18,6 +18,7 @@ from typing import NoReturn
 from instep.cli import folders, models, networks, results, running, starting
 from instep.cli.parsing import Command, parsed
 from instep.errors import INTERRUPTED, InstepError, RunError
+from instep.system.output import open_standard_streams
 
 COMMANDS = {
     "init": Command(starting.init, starting.init_options, "init vision"),
@@ -57,7 +58,8 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; our own errors print as one line."""
     try:
-        args = parsed(sys.argv[1:] if argv is None else argv, COMMANDS)
+        words = sys.argv[1:] if argv is None else argv
+        args = parsed(words or ["--help"], COMMANDS)
         return int(args.call(args))
     except InstepError as error:
         from instep.words import fit_to_print
@@ -87,6 +89,7 @@ def _is_of_print(error: OSError) -> bool:
 
 def run_main() -> NoReturn:
     """The `instep` program; Ctrl-C ends it with one line, at any moment."""
+    open_standard_streams()
     try:
         code = main()
     except KeyboardInterrupt:

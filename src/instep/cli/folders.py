@@ -43,11 +43,11 @@ def status(args: argparse.Namespace) -> int:
     from instep.words import next_lines
 
     found = Status(Path(args.run))
-    for line in (
-        [json.dumps(found.as_table())]
-        if args.json
-        else [*found.lines(shutil.get_terminal_size().columns), *next_lines(found.next_commands())]
-    ):
+    if args.json:
+        print(json.dumps(found.as_table()))
+        return 0
+    columns, encoding = shutil.get_terminal_size().columns, sys.stdout.encoding or "ascii"
+    for line in [*found.lines(columns, encoding), *next_lines(found.next_commands())]:
         print(line)
     return 0
 

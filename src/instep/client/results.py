@@ -138,6 +138,8 @@ def failure(
         lines.append(f"  full log: {folder / 'logs' / log}")
     # an error of the recipe is the same, whichever worker finds it first
     kind = RecipeError if failed.kind == RecipeError.__name__ else WorkerError
-    error = kind("\n".join(lines) + resume_hint(folder))
+    # the same program on the same checkpoint would end in the same way
+    hint = "" if "cannot be resumed" in failed.cause else resume_hint(folder)
+    error = kind("\n".join(lines) + hint)
     error.exit_code = failed.exit_code
     return error

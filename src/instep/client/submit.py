@@ -36,6 +36,7 @@ from instep.store.folder import (
     remove_run_folder,
     resume_hint,
 )
+from instep.system.output import open_standard_streams
 
 if TYPE_CHECKING:
     from instep.client.notebook import Table
@@ -170,6 +171,7 @@ def run_job(
     Raises:
         InstepError: nothing was started, or a worker failed (its cause is the text).
     """
+    open_standard_streams()
     check_job(job, resumed=start_point.checkpoint is not None)
     job = with_options(job)
     there, view = runs.exists(), {"quiet": quiet, "json": json_output}
@@ -177,7 +179,12 @@ def run_job(
         with launching(job) as (settled, launcher):
             folder = make_run_folder(runs, job, named=named)
             with held(folder):
-                return _conduct(settled, folder, launcher, start_point, started, view, watch)
+                try:
+                    return _conduct(settled, folder, launcher, start_point, started, view, watch)
+                except KeyboardInterrupt:
+                    if not (folder / "events.jsonl").exists():  # nothing has begun
+                        remove_run_folder(folder)
+                    raise
     finally:
         if not there:
             with suppress(OSError):  # as a rule there is a run in it
@@ -210,6 +217,7 @@ def resume_run(
     from instep.control.resume import changed, prepare
     from instep.store.run_folder import RunFolder
 
+    open_standard_streams()
     before = RunFolder(path)
     if before.joined:
         raise SpecError(

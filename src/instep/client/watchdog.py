@@ -186,7 +186,9 @@ class MasterWatchdog:
             log = self._run / "logs" / "master.log"
             if text := gone(self._run):
                 raise RunError(text)
-            raise RunError(f"the run's master failed: {last_line(log)} Full log: {log}")
+            if not (said := last_line(log)):
+                raise RunError(f"the run's master ended with code {code}, and said nothing.")
+            raise RunError(f"the run's master failed: {said} Full log: {log}")
         else:
             why = self._hung or f"it was killed by {signal_name(code)}"
             now = time.monotonic()

@@ -12,6 +12,7 @@ from instep.control import endings
 from instep.control.state import Action, Interrupted, Log, Send, State
 from instep.control.stop_rules import Fired
 from instep.units import readable_seconds
+from instep.words import AGAIN, asked_by
 
 
 def interrupted(state: State, event: Interrupted, now: float) -> tuple[State, list[Action]]:
@@ -19,7 +20,9 @@ def interrupted(state: State, event: Interrupted, now: float) -> tuple[State, li
     state = replace(state, asked=state.asked + 1)
     if state.phase in ("ending", "releasing"):
         return state, []
-    fields = {"rule": "interrupted", "step": event.step, "why": f"{event.by} arrived"}
+    came = AGAIN if state.asked > 1 else "came"
+    why = f"{asked_by(event.by)} {came}"
+    fields = {"rule": "interrupted", "step": event.step, "why": why}
     log = Log("stop_requested", {"by": event.by, **fields})
     forms = state.phase == "training" and not state.lost and not state.holders
     nothing_yet = not state.course or forms  # the first group; a later one has trained

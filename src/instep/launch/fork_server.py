@@ -50,7 +50,7 @@ from instep.errors import InstepError, PeerError
 from instep.plain_file import plain
 from instep.recipe.given import given
 from instep.system.causes import Unwanted, as_error
-from instep.system.environment import END, SCHEDULERS, SETTINGS, recipe_here
+from instep.system.environment import END, SCHEDULERS, recipe_here, settings
 from instep.system.lease import Lease
 from instep.system.limits import FLOOR_S
 from instep.system.malloc import return_freed_memory
@@ -167,7 +167,7 @@ def _failed(error: InstepError) -> int:
 
 def _settle(folder: str) -> None:
     """Be where the run was started, also if a command such as ssh has begun us elsewhere."""
-    os.environ.update(SETTINGS)
+    os.environ.update(settings())
     with contextlib.suppress(OSError):
         os.chdir(folder)
 

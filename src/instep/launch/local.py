@@ -16,7 +16,7 @@ from instep.errors import RunError
 from instep.plain_file import plain
 from instep.spec import JobSpec, LaunchSpec
 from instep.store.folder import host_log
-from instep.system.environment import END, SETTINGS
+from instep.system.environment import END, settings
 from instep.system.processes import end_group, is_stopped, start_with_retries
 
 TIMEOUT_S = 5.0
@@ -65,7 +65,7 @@ class LocalLauncher:
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
-                    env={**os.environ, **SETTINGS},
+                    env={**os.environ, **settings()},
                 )
             except OSError as error:
                 if not self._before:

@@ -339,6 +339,7 @@ def make_model(recipe: Recipe, seed: int) -> nn.Module:
     """
     model = recipe.model
     if isinstance(model, nn.Module):
+        _check_unwrapped(model)
         return model
     if not callable(model):
         raise RecipeError(f"Recipe.model is {a_or_an(model)}, but an nn.Module is wanted.")
@@ -346,7 +347,20 @@ def make_model(recipe: Recipe, seed: int) -> nn.Module:
     made = model()
     if not isinstance(made, nn.Module):
         raise RecipeError(f"Recipe.model() returned {a_or_an(made)}, but an nn.Module is wanted.")
+    _check_unwrapped(made)
     return made
+
+
+_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
+
+
+def _check_unwrapped(model: nn.Module) -> None:
+    """Refuse a model that something else would train on several processes or devices."""
+    if (name := type(model).__name__) in _WRAPPERS:
+        raise RecipeError(
+            f"the model is wrapped in {name}: instep does that itself, on any number of workers. "
+            "Leave it out, and give the model as it is."
+        )
 
 
 def _built_turns(recipe: Recipe, model: nn.Module, steps: int) -> list[BuiltTurn]:
@@ -388,6 +402,11 @@ def _optimizer(
     optimizer = _made(f"{where}.optimizer", of.optimizer, given)
     if isinstance(optimizer, (list, tuple)) and all(isinstance(o, Optimizer) for o in optimizer):
         optimizer = _combined(optimizer)
+    if type(optimizer).__name__ == "AcceleratedOptimizer":
+        raise RecipeError(
+            f"{where}.optimizer() returned what accelerator.prepare has made of an optimizer: "
+            "leave prepare out, and give the optimizer as it is."
+        )
     if not isinstance(optimizer, Optimizer):
         raise RecipeError(
             f"{where}.optimizer() returned {a_or_an(optimizer)}, "

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -300,7 +301,18 @@ def _apart(name: str, given: Any) -> LoaderParts:
         raise RecipeError(f"Recipe.{name} is a DataLoader that {error}.") from None
 
 
+def _are_columns(given: tuple[Any, ...]) -> bool:
+    """Whether these are arrays with a row for each sample, as Keras and scikit-learn take them."""
+    arrays = all(isinstance(each, torch.Tensor | np.ndarray) and each.ndim for each in given)
+    return arrays and len({len(each) for each in given}) == 1
+
+
 def _check_dataset(name: str, dataset: Any) -> None:
+    if isinstance(dataset, tuple) and len(dataset) > 1 and _are_columns(dataset):
+        raise RecipeError(
+            f"Recipe.{name} is a tuple of {len(dataset)} tensors, each with {len(dataset[0])} "
+            "rows: make a dataset of samples of it, torch.utils.data.TensorDataset(inputs, target)."
+        )
     iterable = isinstance(dataset, torch.utils.data.IterableDataset)
     if iterable or not hasattr(dataset, "__getitem__") or not isinstance(dataset, Sized):
         raise RecipeError(

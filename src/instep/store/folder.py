@@ -228,6 +228,10 @@ def make_run_folder(runs: Path, job: JobSpec, *, named: bool) -> Path:
                 folder.mkdir()
                 break
             except FileExistsError:
+                if named and _nothing_came_of(folder):
+                    remove_run_folder(folder)
+                    folder.mkdir()
+                    break
                 if named:
                     raise RunError(
                         f"there is already a run at {folder}. Choose another --name, or remove it."
@@ -241,6 +245,23 @@ def make_run_folder(runs: Path, job: JobSpec, *, named: bool) -> Path:
             f"the run folder {folder} cannot be made: {error.strerror}. Choose another --runs."
         ) from None
     return folder.resolve()
+
+
+def _nothing_came_of(folder: Path) -> bool:
+    """Whether a run was interrupted or killed before its first step: its name is free again."""
+    from instep.store.run_folder import RunFolder
+
+    known = (*_FILES, "journal.sqlite-*", "endpoint.json", "logs/*", "checkpoints/.saving-*")
+    if not (folder / ID).is_file() or is_running(folder):
+        return False
+    ours = {path for pattern in known for path in folder.glob(pattern)}
+    if any(path.is_file() and path not in ours for path in folder.rglob("*")):
+        return False
+    with suppress(RunError):
+        run = RunFolder(folder)
+        ended = run.outcome in ("interrupted", "unfinished") and bool(run.events)
+        return ended and not len(run.ledger)  # without events, another start may be making it
+    return False
 
 
 def remove_run_folder(folder: Path) -> None:

@@ -65,6 +65,20 @@ _HINTS = (
         "out of memory",
         "Use more train.micro_batches with train.merge = 'never', or a smaller global_batch.",
     ),
+    *dict.fromkeys(
+        ("dtype to be Long", "scalar type Long"),
+        "Numbers of classes are whole numbers: give the target as target.long() in the dataset.",
+    ).items(),
+    *dict.fromkeys(
+        ("got Double and Float", "double != float", "Input type (double)"),
+        "The inputs are float64, as numpy makes them, and the model is float32: give them as "
+        "x.float() in the dataset.",
+    ).items(),
+    (
+        "Default process group has not been initialized",
+        "instep makes the groups itself: leave DistributedDataParallel, FSDP and "
+        "torch.distributed out of the recipe, and give the model as it is.",
+    ),
     (
         "No module named",
         "Install it in the environment that instep runs in; if it is your own, name its folder in "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
 SCHEDULERS = (signal.SIGUSR1, signal.SIGUSR2)
 """What a cluster may be told to send before a time limit, besides SIGTERM."""
@@ -28,8 +29,20 @@ RECIPE = "INSTEP_RECIPE"
 
 POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
+THREADS = "INSTEP_THREADS"
+"""What the user has set `OMP_NUM_THREADS` to: the threads of each worker, if the job says none."""
+
 SETTINGS = {INSIDE: "1", **dict.fromkeys(POOLS, "1")}
 """Environment of a host: one thread for libraries that would start a pool before the fork."""
+
+
+def settings() -> dict[str, str]:
+    """What a host is given beside this environment; the user's number of threads is kept."""
+    asked = os.environ.get(POOLS[0], "")
+    # an actor of Ray has a number that Ray has set
+    if INSIDE in os.environ or "ray" in sys.modules or not asked.isdecimal() or int(asked) < 1:
+        return SETTINGS
+    return {**SETTINGS, THREADS: asked}
 
 
 def recipe_here(reference: str) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch.utils import deterministic
 
 from instep.spec import TrainSpec
-from instep.system.environment import FORKED
+from instep.system.environment import FORKED, THREADS
 
 
 def set_kernels(train: TrainSpec, threads: int) -> None:
@@ -39,9 +39,10 @@ def set_threads(train: TrainSpec, threads: int) -> None:
 
     Args:
         train: its `threads`; with `determinism = "bits"` the default is 1.
-        threads: what this worker may use if the job does not say.
+        threads: what this worker may use if neither the job nor `OMP_NUM_THREADS` says.
     """
-    shared = threads if train.determinism == "order" else 1
+    asked = int(os.environ.get(THREADS, 0))
+    shared = (asked or threads) if train.determinism == "order" else 1
     torch.set_num_threads(1 if FORKED in os.environ else train.threads or shared)
 
 

@@ -78,6 +78,25 @@ class Output(io.TextIOBase):
         return self._stream.encoding
 
 
+def open_standard_streams() -> None:
+    """Put the null device where a standard stream is closed, and print what a terminal can show.
+
+    A supervisor or a shell (`<&-`) may close them: the next file or socket would get their number,
+    and processes that are started would take it for their input or output.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number
+    for number, name in enumerate(("stdout", "stderr"), start=1):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, os.fdopen(number, "w", errors="replace", closefd=False))
+        elif isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")  # it may take ASCII or Latin-1 only
+
+
 class _Dropping(io.RawIOBase):
     """Writes to a descriptor what can be written there, and reports all of it as written."""
 

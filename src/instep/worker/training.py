@@ -137,6 +137,10 @@ class Training(Loop):
             each.begin()
         self.samples = samples
         self._begun, self._updates = begun, round_checks.updates(self.job, last_step)
+        batch = self.job.train.global_batch
+        if member.number == 0 and samples < batch and not self._own_data:
+            text = f"train.global_batch = {batch:,}, and the dataset has {samples:,} samples: "
+            member.emit("warning", text=f"{text}a step takes all of them, and is an epoch.")
         trial, replica = (
             self._enter_replica(model, begun) if self.job.mesh.ranks > 1 else (None, None)
         )

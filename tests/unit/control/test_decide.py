@@ -308,7 +308,7 @@ def test_a_silent_worker_ends_a_run_whose_workers_cannot_be_replaced():
 def test_the_first_interrupt_asks_every_worker_to_stop_and_kills_none():
     state, actions = after(*everybody_joined(), Interrupted("SIGINT", step=7))
     assert state.phase == "training"
-    why = {"rule": "interrupted", "step": 7, "why": "SIGINT arrived"}
+    why = {"rule": "interrupted", "step": 7, "why": "Ctrl-C came"}
     assert actions[-3:] == [
         Log("stop_requested", {"by": "SIGINT", **why}),
         Send(0, Stop(rule="interrupted")),

@@ -127,7 +127,7 @@ def test_a_run_to_its_end_is_exact_and_says_so_in_a_few_lines(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == [
         "covers  completed, 48 steps committed, 96 records in the ledger",
         "epoch   1 to 3: 1,000 samples each, each exactly once",
-        "steps   each took exactly the positions that the job gives it",
+        "steps   each took exactly the samples that the job gives it",
         "total   3,000 samples used, 0 repeated, 0 missing, 0 not due",
         f"sha256  {digest} of every (epoch, position)",
         f"next    instep report {path}",

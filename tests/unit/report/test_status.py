@@ -9,6 +9,7 @@ import pytest
 from instep.cli import main
 from instep.errors import RunError, SpecError
 from instep.report.figures.summary import summarise
+from instep.report.terminal.status import Status
 from instep.store.folder import held, is_running
 from instep.store.run_folder import RunFolder
 from made_up_runs import make_run
@@ -41,6 +42,18 @@ def test_a_run_that_ended_has_the_figures_of_its_summary(runs, capsys):
     assert shown.startswith(f"completed   {runs / 'whole'}\n")
     assert "epoch 3/3  step 48" in shown
     assert f"\nnext    instep report {runs / 'whole'}\n        instep export" in shown
+
+
+def test_of_a_run_that_was_killed_nothing_trains(runs):
+    found = Status(runs / "cut")
+    state, *lines = found.lines(100, "ascii")
+    assert state.startswith("unfinished")
+    rows = [line.split() for line in lines if line[:1].isdigit()]
+    assert [row[1:3] for row in rows] == [["ended", "-"], ["ended", "-"]]
+    for word in ("training  ", "eta", "running", " ago", "━"):
+        assert word not in "\n".join(lines)
+    table = found.as_table()
+    assert (table["eta_s"], table["samples_per_s"]) == (None, 0)
 
 
 def test_a_run_counts_as_running_as_long_as_its_folder_is_locked(runs, capsys):

@@ -144,10 +144,9 @@ def test_the_verdict_of_a_failed_run_names_the_cause_and_promises_no_model(tmp_p
 
 def test_the_verdict_of_a_run_without_steps_claims_nothing(tmp_path):
     folder = RunFolder(make_run(tmp_path / "digits", steps=0, outcome="interrupted"))
-    first, resume, last = closing_lines(summarise(folder), folder)
+    first, last = closing_lines(summarise(folder), folder)
     assert first.endswith("no step was committed")
-    assert resume == f"next    instep resume {folder.path}"
-    assert last == f"        instep report {folder.path}"
+    assert last == f"next    instep logs {folder.path}"
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,8 @@ class Progress:
         """The newest value of each name that callbacks have logged."""
         self.saved: tuple[float, dict[str, Any]] | None = None
         self.traffic: dict[int, tuple[float, float]] = {}
+        self.over = False
+        """Whether no process computes any more, whatever the last events say."""
         self.steps_seen = False
         """Whether a worker has recorded a step in this session."""
         self._pauses_s = 0.0
@@ -236,7 +238,7 @@ class Progress:
     def eta_s(self) -> float | None:
         """Seconds until the last step, validations included; None until it can be estimated."""
         steps, wall_s = self._sums[:, _STEPS].sum(), self._sums[:, _WALL].sum()
-        if self.total is None or not steps:
+        if self.total is None or not steps or self.over:
             return None
         last = min(self.total, self.job.train.stop_after_steps or self.total)
         pause_s = self._pauses_s / max(self.step - self._first_step + 1, 1)
@@ -261,7 +263,8 @@ class Progress:
 
         Returns:
             At most `most` rows: failed workers first, then those that are starting, then the
-            slowest; workers that do not fit share one row. And a row for all workers.
+            slow ones, then the others by number; workers that do not fit share one row. And a row
+            for all workers.
         """
         rows = self._every_row(self.clock())
         whole = _together("all", rows)
@@ -274,6 +277,8 @@ class Progress:
         wall, samples, work = (self._sums[:, field] for field in (_WALL, _SAMPLES, _WORK))
         with np.errstate(divide="ignore", invalid="ignore"):
             rate, wait = samples / wall, self._sums[:, _WAIT] / wall
+            if self.over:  # but of those that have ended by themselves, the last is shown
+                rate = np.where([self.states.get(w) == "done" for w in range(len(rate))], rate, 0)
             cost = np.where(samples, work / samples, np.nan)  # seconds of own work per sample
             known = cost[np.isfinite(cost)]  # of two workers, the faster one is the reference
             slowness = cost / np.quantile(known, 0.5, method="lower") if len(known) else cost
@@ -284,7 +289,7 @@ class Progress:
             self.workers,
             key=lambda w: (
                 place.get(self._state(w, 1, now), 2 + (w in self.servers)),
-                -round(figures[3][w], 1),
+                -round(figures[3][w], 1) if figures[3][w] >= SLOW else 0.0,
                 w,
             ),
         )
@@ -304,6 +309,8 @@ class Progress:
 
     def _state(self, worker: int, slowness: float, now: float) -> str:
         state = self.states.get(worker, "starting")
+        if self.over and state in ("starting", "joined", "ready"):
+            return "ended"
         steps, _, _, _, wall_s = self._sums[worker]
         if not steps or state not in ("starting", "joined", "ready"):
             return state

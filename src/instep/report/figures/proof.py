@@ -166,7 +166,7 @@ class Proof:
 
     def _steps(self) -> str:
         if not self.untiled:
-            return "steps   each took exactly the positions that the job gives it"
+            return "steps   each took exactly the samples that the job gives it"
         shown = ranges(self.untiled, _MOST_LINES)
         return f"fault   step {shown}: not exactly the positions that the job gives it"
 

@@ -75,14 +75,14 @@ def _lines(summary: dict[str, Any], folder: RunFolder) -> Iterator[str]:
     if adapted := folder.last("lora_added"):
         yield f"lora    {adapted.get('text')}"
     model, page = folder.path / "model.safetensors", folder.path / "report.html"
-    commands = [command("report", folder.path)]
+    commands = [command("report" if summary["steps"] else "logs", folder.path)]
     if model.exists():
         sha256 = summary["parameters_sha256"]
         yield f"model   {model}" + (f"   sha256 {sha256[:12]}" if sha256 else "")
         commands.append(command("export", folder.path, "--to model.safetensors"))
     if page.exists():
         yield f"report  {page}"
-    if folder.outcome != "completed":
+    if folder.outcome != "completed" and summary["steps"]:
         commands.insert(0, folder.to_resume)
     yield from next_lines(commands)
 
@@ -95,11 +95,11 @@ def _ending(summary: dict[str, Any]) -> str:
         "stopped": f"stopped{rule} after {took}",
         "interrupted": f"interrupted after {took}",
         "failed": f"failed after {took}",
-    }.get(summary["outcome"], f"no end recorded; the last entry was written after {took}")
+    }.get(summary["outcome"], f"killed, or its machine went down; last heard of after {took}")
     if not summary["steps"]:
         return f"{how}   no step was committed"
-    steps, samples = readable_count(summary["steps"]), readable_count(summary["samples"])
-    return f"{how}   {steps} steps   {samples} samples, {exactness_words(summary)}"
+    steps, samples = plural(summary["steps"], "step"), plural(summary["samples"], "sample")
+    return f"{how}   {steps}   {samples}, {exactness_words(summary)}"
 
 
 def _cause(failure: dict[str, Any], servers: Collection[int]) -> Iterator[str]:

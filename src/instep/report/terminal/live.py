@@ -140,6 +140,8 @@ class LiveTable:
                 pieces.append(self._segment.line())
             for text, style in line:
                 pieces.append(self._segment(text, self._console.get_style(style or "none")))
+        if self._closed:  # a blank line before what the client prints
+            pieces.append(self._segment.line())
         self._live.start()
         self._live.update(self._segments(pieces), refresh=True)
 
@@ -147,7 +149,7 @@ class LiveTable:
         """Leave the final state on the screen, and always show the cursor again."""
         if self._closed:
             return
-        self._closed = True
+        self._closed = self._progress.over = True
         try:
             self._draw()
         finally:
@@ -223,6 +225,8 @@ class PlainLines:
 
     def _say_progress(self) -> None:
         progress = self._progress
+        if not progress.steps_seen and "failed" in progress.states.values():
+            return
         if not progress.steps_seen:
             elapsed = whole_seconds(progress.clock() - progress.began)
             self._say(f"starting  {progress.waiting_for()}  {elapsed}")
@@ -242,5 +246,6 @@ class PlainLines:
 
     def close(self) -> None:
         """Print where training stopped, unless that was printed already."""
-        if self._progress.step != self._said_step:
+        self._progress.over = True
+        if self._progress.steps_seen and self._progress.step != self._said_step:
             self._say_progress()

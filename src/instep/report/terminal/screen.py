@@ -10,6 +10,8 @@ from instep.report.figures.progress import Progress, Row
 from instep.sync import servers_of
 from instep.units import readable_bytes, readable_count, readable_share
 from instep.words import (
+    AGAIN,
+    asked_by,
     corruption_in_words,
     member,
     members,
@@ -23,6 +25,8 @@ from instep.words import (
     stop_words,
     whole_seconds,
 )
+
+LOST = "the next start goes on from the newest checkpoint"
 
 Line = list[tuple[str, str]]
 """Pieces of one line of the screen: (text, style)."""
@@ -65,7 +69,11 @@ def notice(
     if what == "stop_requested" and event["by"] in ("master", "workers"):
         return f"stopping: {stop_words(event)}"
     if what == "stop_requested":
-        return f"stopping after the current step, as {event['by']} asked"
+        if event.get("why", "").endswith(AGAIN):
+            return f"stopping now, as {asked_by(event['by'])} asked again: {LOST}"
+        if not event.get("step", 1):
+            return f"stopping before the first step, as {asked_by(event['by'])} asked"
+        return f"stopping after the current step, as {asked_by(event['by'])} asked"
     if what == "worker_hung":
         where = f" ({event['where']})" if event["where"] else ""
         return f"{who} {event['how']} in {event['phase']}{where}"
@@ -158,6 +166,8 @@ def _starting(progress: Progress) -> list[Line]:
     joined = sum(worker in progress.states for worker in progress.workers)
     ready = sum(progress.states.get(worker) == "ready" for worker in progress.workers)
     elapsed = whole_seconds(progress.clock() - progress.began)
+    if progress.over:
+        return [[("ended before the first step", "")]]
     return [
         [("starting", "cyan"), (f"   {joined} of {known} joined, {ready} ready   {elapsed}", "")],
         [(progress.waiting_for(), "")],
@@ -250,9 +260,10 @@ def _foot(progress: Progress, width: int) -> str:
     parts = [f"committed {plural(progress.committed, 'sample')}"]
     if progress.saved:
         when, event = progress.saved
-        ago = whole_seconds(progress.clock() - when)
-        parts.append(f"checkpoint at step {readable_count(event['step'])}, {ago} ago")
+        ago = "" if progress.over else f", {whole_seconds(progress.clock() - when)} ago"
+        parts.append(f"checkpoint at step {readable_count(event['step'])}{ago}")
     else:
         parts.append("no checkpoint yet")
-    parts.append(f"running {whole_seconds(progress.clock() - progress.began)}")
+    if not progress.over:
+        parts.append(f"running {whole_seconds(progress.clock() - progress.began)}")
     return _fit(parts, width)

@@ -39,11 +39,15 @@ class Status:
         self.folder = RunFolder(path)
         self.state = "running" if is_running(path) else self.folder.outcome
         """`running`; else how it ended, or `unfinished` if it was killed."""
-        self.progress = _replayed(self.folder, time.time() if self.state == "running" else None)
+        running = self.state == "running"
+        self.progress = _replayed(self.folder, time.time() if running else None)
+        self.progress.over = not running
 
-    def lines(self, width: int = 100) -> list[str]:
-        """As the live table, and the state."""
-        shown = ["".join(text for text, _ in line) for line in screen(self.progress, width, 50)]
+    def lines(self, width: int = 100, encoding: str = "utf-8") -> list[str]:
+        """As the live table, and the state; with characters that the encoding has."""
+        bar = "━─" if encoding.lower().startswith("utf") else "#-"
+        drawn = screen(self.progress, width, 50, bar)
+        shown = ["".join(text for text, _ in line) for line in drawn]
         return [f"{self.state}   {self.folder.path}", *(line.rstrip() for line in shown)]
 
     def next_commands(self) -> list[str]:
@@ -56,7 +60,7 @@ class Status:
             export = command("export", path, "--to model.safetensors")
             there = (path / "model.safetensors").exists()
             return [command("report", path), *([export] if there else [])]
-        return [self.folder.to_resume, logs]
+        return [self.folder.to_resume, logs] if self.folder.last_step > 0 else [logs]
 
     def as_table(self) -> dict[str, Any]:
         """Plain data; what is not known is None."""

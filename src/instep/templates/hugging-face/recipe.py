@@ -8,6 +8,7 @@ there too: `model = "distilbert-base-uncased"`, or a folder.
 """
 
 import csv
+import io
 from pathlib import Path
 
 import torch
@@ -33,8 +34,7 @@ FILE = Path(__file__).with_name("reviews.csv")
 def recipe(
     text: str = "text", label: str = "label", model: str = "", lr: float = 3e-3
 ) -> instep.Recipe:
-    with FILE.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of(FILE)
     if not rows or not {text, label} <= rows[0].keys():
         there = ", ".join(rows[0]) if rows else "no row"
         raise ValueError(f"{FILE.name} has {there}; job.toml names {text!r} and {label!r}")
@@ -61,6 +61,21 @@ def recipe(
         train=samples[len(samples) // 6 :],
         validate=samples[: len(samples) // 6],
     )
+
+
+def rows_of(file: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file as spreadsheets save it: with commas, semicolons or tabs."""
+    data = file.read_bytes()
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        text = data.decode("cp1252")  # of an older Excel
+    separator = max(",;\t", key=text.partition("\n")[0].count)
+    rows = [*csv.DictReader(io.StringIO(text, newline=""), delimiter=separator)]
+    for number, row in enumerate(rows, start=1):
+        if None in row or None in row.values():
+            raise ValueError(f"{file.name}: row {number} has other columns than the first line")
+    return rows
 
 
 def words_of(texts: list[str]) -> PreTrainedTokenizerFast:

@@ -7,6 +7,7 @@ column to predict in job.toml. A column of text is a choice between its values.
 """
 
 import csv
+import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,8 +21,7 @@ FILE = Path(__file__).with_name("table.csv")
 
 
 def recipe(target: str = "rent", lr: float = 3e-3) -> instep.Recipe:
-    with FILE.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of(FILE)
     if not rows or target not in rows[0]:
         there = ", ".join(rows[0]) if rows else "no row"
         raise ValueError(f"{FILE.name} has {there}; job.toml names {target!r}")
@@ -52,6 +52,28 @@ def recipe(target: str = "rent", lr: float = 3e-3) -> instep.Recipe:
         validate=dataset(held_out),
         metrics={"error": error},
     )
+
+
+def rows_of(file: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file as spreadsheets save it: with commas, semicolons or tabs."""
+    data = file.read_bytes()
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        text = data.decode("cp1252")  # of an older Excel
+    separator = max(",;\t", key=text.partition("\n")[0].count)
+    rows = [*csv.DictReader(io.StringIO(text, newline=""), delimiter=separator)]
+    for number, row in enumerate(rows, start=1):
+        if None in row or None in row.values():
+            raise ValueError(f"{file.name}: row {number} has other columns than the first line")
+    if separator == ";":  # then 1,5 is a number
+        rows = [{name: decimal(value) for name, value in row.items()} for row in rows]
+    return rows
+
+
+def decimal(value: str) -> str:
+    with_point = value.replace(",", ".")
+    return with_point if with_point.replace(".", "", 1).lstrip("-").isdecimal() else value
 
 
 def encoder(column: Sequence[str]) -> Callable[[str], Tensor]:
