@@ -4,7 +4,7 @@ Each kind is run once undisturbed, and then once with each seed; `instep chaos` 
 once, and the bits of the undisturbed run (without lockstep, where the result depends on timing, the
 samples). Kinds take turns, so that what is stopped early has seen all of them.
 
-python benchmarks/storms.py --storms 200 --runs /tmp/storms
+python benchmarks/storms.py --storms 200 --runs runs/storms
 python benchmarks/storms.py --only diloco --storms 5
 """
 

@@ -362,7 +362,6 @@ def check_sentence(capsys: pytest.CaptureFixture[str], words: list[str]) -> None
 
 
 IN_A_COMMAND: list[tuple[str, int, list[str]]] = [
-    ("", 2, ["the following arguments are required: command"]),
     ("rnu job.toml", 2, ["there is no command 'rnu'", "Did you mean 'run'?"]),
     ("run", 2, ["the following arguments are required: job", "instep run --help"]),
     (

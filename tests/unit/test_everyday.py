@@ -163,6 +163,6 @@ def test_a_run_that_ended_before_its_first_step_leaves_its_name_free(tmp_path, o
 @pytest.mark.parametrize(("steps", "outcome"), [(1, "interrupted"), (1, None), (0, "failed")])
 def test_a_run_with_a_step_or_a_failure_keeps_its_name(tmp_path, steps, outcome):
     (make_run(tmp_path / "net", steps=steps, outcome=outcome) / ID).write_text("first")
+    job = build({"name": "net", "recipe": "a.py:f"}, source="a test")
     with pytest.raises(RunError, match="there is already a run"):
-        job = build({"name": "net", "recipe": "a.py:f"}, source="a test")
         make_run_folder(tmp_path, job, named=True)
