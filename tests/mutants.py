@@ -44,7 +44,6 @@ RULES = {
     "equal": (r" == ", " != "),
     "a sum": (r" \+= ", " -= "),
 }
-LIMIT_S = 900.0
 
 
 class Mutant(NamedTuple):
@@ -109,14 +108,16 @@ def tests_of(file: Path) -> list[Path]:
     for test in sorted((ROOT / "tests").rglob("test_*.py")):
         if test.stem == f"test_{name}":
             ranks[test] = 0
-        elif imports.search(test.read_text("utf-8")):
+        elif test.stem == f"test_{parent.rpartition('.')[2]}" or imports.search(
+            test.read_text("utf-8")
+        ):
             ranks[test] = 1 if test.parent.name != "process" else 3
         elif test.is_relative_to(folder) or test.parent.name == "contract":
             ranks[test] = 2
     return sorted(ranks, key=lambda test: (ranks[test], test.stat().st_size if ranks[test] else 0))
 
 
-def survives(mutant: Mutant, copy: Path) -> str:
+def survives(mutant: Mutant, copy: Path, limit_s: float) -> str:
     """Nothing if a test fails; else how many files of tests have passed."""
     target = copy / mutant.file
     whole = target.read_text("utf-8")
@@ -127,7 +128,7 @@ def survives(mutant: Mutant, copy: Path) -> str:
     passed, began = 0, time.monotonic()
     try:
         for test in tests_of(mutant.file):
-            if time.monotonic() - began > LIMIT_S:
+            if time.monotonic() - began > limit_s:
                 break
             words = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test.relative_to(ROOT)]
             done = subprocess.run(
@@ -152,17 +153,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--limit-s", type=float, default=900, help="for the tests of one line")
     parser.add_argument("--list", action="store_true", help="print the drawn lines and stop")
     given = parser.parse_args()
     drawn = draw(random.Random(given.seed), given.count)
     survivors = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "tree"
-        left_out = shutil.ignore_patterns(".git", ".venv", "__pycache__", "runs", "build")
+        left_out = shutil.ignore_patterns(".git", ".venv", "runs", "build")
         shutil.copytree(ROOT, copy, ignore=left_out)
         for number, mutant in enumerate(drawn, 1):
             print(f"{number:3d} {mutant}", flush=True)
-            if not given.list and (passed := survives(mutant, copy)):
+            if not given.list and (passed := survives(mutant, copy, given.limit_s)):
                 survivors += 1
                 print(f"    SURVIVES: {passed}", flush=True)
     print(f"{survivors} of {given.count} are not noticed" if not given.list else "")
