@@ -67,7 +67,8 @@ OF_MODELS = {
 _OPENING = """# What goes together
 
 After this page you know which settings of a job, and which parts of a recipe, can be used together.
-What cannot is refused before anything is trained, with the reason:
+For one job you need no table: start it. What cannot be used together is refused before anything is
+trained, with the reason:
 
 ```text
 mesh.shard = 2 does not go with check.corruption = true: it compares states that every worker has.
