@@ -75,7 +75,7 @@ def answer_all(
     token = switchboard.endpoint.token.encode()
     deadline = time.monotonic() + timeout_s
     hub = switchboard.hub
-    hub.most_untrusted = max(MOST_UNTRUSTED, 2 * count)  # all may come at once
+    hub.untrusted.most = max(MOST_UNTRUSTED, 2 * count)  # all may come at once
     try:
         while len(connected) < count and (left_s := deadline - time.monotonic()) > 0:
             for peer, message in hub.receive(left_s):

@@ -121,7 +121,7 @@ class Rendezvous:
         self._over = threading.Event()
         shown = Authority.of_secret(token).issue(Identity("master"))
         self._hub = Hub(_listen(address), context=context(shown, server=True))
-        self._hub.most_untrusted = max(MOST_UNTRUSTED, 2 * place.size)  # all may come at once
+        self._hub.untrusted.most = max(MOST_UNTRUSTED, 2 * place.size)  # all may come at once
         self.host: str | None = self._hub.address.host
         self._thread = threading.Thread(target=self._serve, name="instep meeting", daemon=True)
         self._thread.start()

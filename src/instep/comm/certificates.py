@@ -64,6 +64,11 @@ class Identity(NamedTuple):
         return cls(msgspec.convert(words[0], Role), int(words[1]), int(words[2]))
 
 
+def is_worker(peer: Identity, number: int | None = None) -> bool:
+    """Whether a process is a worker or a server; with a number, that one."""
+    return peer.role in ("worker", "server") and number in (None, peer.number)
+
+
 @dataclass(frozen=True)
 class Credentials:
     """What a process shows others of its run, and how it knows them."""

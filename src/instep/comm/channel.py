@@ -7,7 +7,6 @@ Between machines the frames are encrypted (`tls.py`). Nothing here knows what a 
 
 from __future__ import annotations
 
-import errno
 import select
 import selectors
 import socket
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
+from instep.comm.callers import NO_MORE_FILES, Unproven
 from instep.comm.messages import AnyMessage, decode, encode
 from instep.errors import PeerError
 
@@ -55,7 +55,6 @@ FULL_S = 0.5
 Wanted = TypeVar("Wanted", bound=AnyMessage)
 
 _LENGTH = struct.Struct("!I")
-_NO_MORE_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Address(NamedTuple):
@@ -316,8 +315,8 @@ class Hub:
         self._largest, self._context = largest, context
         self._listener = listener or listen()
         self._listener.setblocking(False)
-        self._untrusted: dict[Peer, None] = {}  # the oldest first
-        self.most_untrusted = MOST_UNTRUSTED
+        self.untrusted = Unproven[Peer](MOST_UNTRUSTED)
+        """Peers that have not shown the run's token yet."""
         self._full_until = 0.0
         self._buffer = memoryview(bytearray(1 << 18))  # `recv` would map so much for each message
         self._selector = selectors.DefaultSelector()
@@ -352,16 +351,15 @@ class Hub:
         try:
             connection, _ = self._listener.accept()
         except OSError as error:
-            if error.errno in _NO_MORE_FILES:
+            if error.errno in NO_MORE_FILES:
                 self._make_room()
             return False  # none is waiting, or it was closed before it was accepted
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer = Peer(connection, self._largest, self._tls())
         self._selector.register(connection, selectors.EVENT_READ, peer)
-        self._untrusted[peer] = None
-        if len(self._untrusted) > self.most_untrusted:
-            self.drop(next(iter(self._untrusted)))
+        for oldest in self.untrusted.add(peer):
+            self.drop(oldest)
         return True
 
     def _tls(self) -> Tls | None:
@@ -373,14 +371,14 @@ class Hub:
 
     def _make_room(self) -> None:
         """No file can be opened: drop unauthenticated peers, and accept none for a moment."""
-        for peer in list(self._untrusted):
+        for peer in self.untrusted:
             self.drop(peer)
         self._selector.unregister(self._listener)  # else `select` would return at once
         self._full_until = time.monotonic() + FULL_S
 
     def trust(self, peer: Peer) -> None:
         """A peer has shown the run's token: it may stay, and send long frames."""
-        self._untrusted.pop(peer, None)
+        self.untrusted.remove(peer)
         peer.trusted, peer.frames.largest = True, LARGEST
 
     def _read(self, peer: Peer) -> Iterator[tuple[Peer, AnyMessage | None]]:
@@ -442,15 +440,10 @@ class Hub:
         found = (key.data for key in self._selector.get_map().values())
         return [peer for peer in found if isinstance(peer, Peer)]
 
-    @property
-    def untrusted(self) -> int:
-        """How many peers have not shown the run's token yet."""
-        return len(self._untrusted)
-
     def late(self, seconds: float) -> list[Peer]:
         """Peers that connected longer ago, and have not shown the run's token yet."""
         now = time.monotonic()
-        return [peer for peer in self._untrusted if now - peer.since > seconds]
+        return [peer for peer in self.untrusted if now - peer.since > seconds]
 
     def drain(self, peer: Peer) -> Iterator[AnyMessage]:
         """All messages of a peer that is gone, to the last; closes its connection."""
@@ -460,7 +453,7 @@ class Hub:
 
     def drop(self, peer: Peer) -> None:
         """Close a peer's connection; a second call does nothing."""
-        self._untrusted.pop(peer, None)
+        self.untrusted.remove(peer)
         if peer.socket.fileno() >= 0:
             self._selector.unregister(peer.socket)
             peer.socket.close()

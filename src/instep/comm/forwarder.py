@@ -34,7 +34,8 @@ from typing import IO, Any, Protocol
 
 import msgspec
 
-from instep.comm.certificates import Credentials, Identity
+from instep.comm.callers import NO_MORE_FILES, Unproven
+from instep.comm.certificates import Credentials, is_worker
 from instep.comm.tls import Tls, context
 from instep.errors import PeerError
 
@@ -276,7 +277,7 @@ class _Server:
         self._exposed: dict[int, str] = {}  # port of this worker to group
         self._open: dict[tuple[str, int, int], tuple[socket.socket, asyncio.Task[None]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._unproven: dict[asyncio.Task[None], None] = {}  # the oldest first
+        self._unproven = Unproven[asyncio.Task[None]](MOST_UNPROVEN)
         self._machines: set[str] = set()  # addresses of those that have workers
         self._next_stranger = asyncio.Lock()
         self._spent_s = self._spent_at = 0.0  # on strangers, beyond their part
@@ -343,7 +344,7 @@ class _Server:
                 async with asyncio.timeout(PROOF_S):
                     await asyncio.get_running_loop().sock_connect(far, address)
                     ours = Tls(
-                        self._calls, server=False, accepted=lambda peer: _is_worker(peer, number)
+                        self._calls, server=False, accepted=lambda peer: is_worker(peer, number)
                     )
                     rest = await _prove(ours, far)
                     await _send(far, ours.seal(_PORT.pack(there)))
@@ -364,8 +365,10 @@ class _Server:
         while True:
             try:
                 caller, _ = await loop.sock_accept(listener)
-            except OSError:  # no more files
-                await asyncio.sleep(FULL_S)
+            except OSError as error:
+                if error.errno in NO_MORE_FILES:
+                    self._end(self._unproven.clear())
+                    await asyncio.sleep(FULL_S)
                 continue
             caller.setblocking(False)
             self._keep(serve(caller))
@@ -375,15 +378,12 @@ class _Server:
         """One caller, whatever it is."""
         task = asyncio.current_task()
         assert task is not None
-        stranger = far.getpeername()[0] not in self._machines
-        if stranger:
-            self._unproven[task] = None
-        if len(self._unproven) > MOST_UNPROVEN:
-            next(iter(self._unproven)).cancel()
-        with far, socket.socket() as near:
-            near.setblocking(False)
-            theirs = Tls(self._accepts, server=True, accepted=_is_worker)
+        with far, contextlib.ExitStack() as stack:
+            theirs = Tls(self._accepts, server=True, accepted=is_worker)
             try:
+                stranger = far.getpeername()[0] not in self._machines
+                if stranger:
+                    self._end(self._unproven.add(task))
                 async with asyncio.timeout(PROOF_S):
                     wanted = await _prove(theirs, far, self._step if stranger else _step)
                     while len(wanted) < _PORT.size:
@@ -391,14 +391,20 @@ class _Server:
                     (port,) = _PORT.unpack_from(wanted)
                     if port not in self._exposed:
                         return
+                    near = stack.enter_context(socket.socket())
+                    near.setblocking(False)
                     await asyncio.get_running_loop().sock_connect(
                         near, (inside(self._number), port)
                     )
             except (OSError, PeerError, TimeoutError):
                 return  # and not a word to whoever it is
             finally:
-                self._unproven.pop(task, None)
+                self._unproven.remove(task)
             await _carry(near, far, theirs, wanted[_PORT.size :])
+
+    def _end(self, callers: list[asyncio.Task[None]]) -> None:
+        for each in callers:
+            each.cancel()
 
     async def _step(self, theirs: Tls, data: memoryview) -> tuple[bytes, bytes]:
         """A step of a stranger's handshake: one after the other, and few for long."""
@@ -414,10 +420,6 @@ class _Server:
                 return theirs.open(data)
             finally:
                 self._spent_s += clock() - began
-
-
-def _is_worker(peer: Identity, number: int | None = None) -> bool:
-    return peer.role in ("worker", "server") and number in (None, peer.number)
 
 
 async def _step(ours: Tls, data: memoryview) -> tuple[bytes, bytes]:

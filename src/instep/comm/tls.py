@@ -62,7 +62,7 @@ def _private_file() -> IO[bytes]:
     return tempfile.TemporaryFile()
 
 
-def identity_of(connection: ssl.SSLObject | ssl.SSLSocket) -> Identity:
+def identity_of(connection: ssl.SSLObject) -> Identity:
     """What the other end's certificate says, after the handshake.
 
     Raises:
@@ -135,6 +135,31 @@ class Tls:
         except ssl.SSLError as error:  # no alert is sent: it would say what is wrong
             raise StrangerError(f"the connection is not one of this run ({error}).") from None
         return bytes(found), self._leaving.read()
+
+    def open_into(self, data: bytes | memoryview, into: memoryview) -> int:
+        """Like `open`, after the handshake: as many bytes as there is room for; the rest stays.
+
+        Raises:
+            StrangerError: something was changed on the way.
+        """
+        self._arrived.write(data)
+        count = 0
+        try:
+            while count < len(into):
+                got: Any = self._tls.read(len(into) - count, into[count:])
+                if not got:
+                    break
+                count += got
+        except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
+            pass
+        except ssl.SSLError as error:
+            raise StrangerError(f"the connection is not one of this run ({error}).") from None
+        return count
+
+    @property
+    def pending(self) -> bool:
+        """Whether bytes have arrived that were not opened yet."""
+        return bool(self._arrived.pending or self._tls.pending())
 
     def _shake_hands(self) -> None:
         try:

@@ -4,12 +4,16 @@ Each decision that changes the state is a row: the time, the event, and the stat
 written before any action is taken. Of the members most rows have only those that this decision
 changed, so that a decision costs about the same whatever their number; some have all. The next
 master continues from the last row, and the rows before it, back to one that has all. Beside them:
-keys that another master must know (`keys.py`).
+keys that another master must know (`keys.py`). None of it is secret; only its owner may read it.
+
+A master has the file locked for as long as it lives. If another process has locked it before, the
+master continues with a copy of the same name: a lock is on the file that a process has open.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
 import time
 import zlib
@@ -22,7 +26,7 @@ import msgspec
 
 from instep.control.state import Event, Member, State
 from instep.errors import RunError
-from instep.plain_file import check_plain
+from instep.plain_file import PRIVATE, check_plain, read_plain
 from instep.store.folder import StartPoint, gone
 
 T = TypeVar("T")
@@ -32,6 +36,11 @@ FILE = "journal.sqlite"
 
 WHOLE_EVERY = 64
 """One row of so many has all members."""
+
+LOCKED_S = 1.0
+"""How long another process may have it locked before the master continues with a copy."""
+
+_TRIES = 3
 
 VERSION = 1
 """Of its rows. Without checksums they had none."""
@@ -74,6 +83,9 @@ class Journal:
         RunError: it cannot be read or written.
     """
 
+    warnings: tuple[str, ...] = ()
+    """For the user."""
+
     def __init__(self, run: Path, begin: Begin | None = None) -> None:
         self._path = run / FILE
         self._members: Mapping[int, Member] = {}  # as they were in the row before
@@ -82,8 +94,22 @@ class Journal:
         try:
             if begin is not None:
                 self._path.unlink(missing_ok=True)
+                os.close(os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, PRIVATE))
             check_plain(self._path)  # sqlite would wait at a named pipe for ever
-            self._rows = sqlite3.connect(self._path, isolation_level=None)
+            self._rows = self._locked()
+        except OSError as error:
+            raise self._unusable(error.strerror) from None
+        except _DAMAGED as error:
+            raise self._unusable(error) from None
+        try:
+            self.begin = self._begun(first)
+        except BaseException:
+            self._rows.close()
+            raise
+
+    def _begun(self, first: bytes) -> Begin:
+        """The beginning of the session; writes it if it is given."""
+        try:
             self._rows.execute("PRAGMA journal_mode = TRUNCATE")  # also where memory is not shared
             self._rows.execute("PRAGMA synchronous = OFF")  # outlives a process, not a host
             self._rows.execute("CREATE TABLE IF NOT EXISTS begin (begin BLOB)")
@@ -92,7 +118,7 @@ class Journal:
                 "(number INTEGER PRIMARY KEY, time REAL, event TEXT, whole INTEGER, state BLOB)"
             )
             self._rows.execute("CREATE TABLE IF NOT EXISTS keys (key TEXT PRIMARY KEY, value BLOB)")
-            if begin is not None:
+            if first:
                 self._rows.execute(f"PRAGMA user_version = {VERSION}")
                 self._rows.execute("INSERT INTO begin VALUES (?)", (_sealed(first),))
             else:
@@ -102,8 +128,6 @@ class Journal:
             if found and version != VERSION:
                 raise RunError(self._of_another_version())
             begin = self._decoded(_opened(*found), Begin) if found else None
-        except OSError as error:
-            raise self._unusable(error.strerror) from None
         except _DAMAGED as error:
             raise self._unusable(error) from None
         if begin is None:
@@ -111,7 +135,48 @@ class Journal:
                 f"{self._path} cannot be used: it is empty, or was removed during the run, "
                 "and the decisions of its master are lost."
             )
-        self.begin = begin
+        return begin
+
+    def _locked(self) -> sqlite3.Connection:
+        """A connection that no other process can disturb."""
+        for left in reversed(range(_TRIES)):
+            rows = sqlite3.connect(self._path, isolation_level=None, timeout=LOCKED_S)
+            try:
+                rows.execute("PRAGMA locking_mode = EXCLUSIVE")
+                rows.execute("BEGIN EXCLUSIVE")
+                rows.execute("COMMIT")
+                return rows
+            except sqlite3.Error as error:
+                rows.close()
+                if not left or getattr(error, "sqlite_errorcode", 0) != sqlite3.SQLITE_BUSY:
+                    raise
+            self._put_copy()
+        raise AssertionError("the last try raises")
+
+    def _put_copy(self) -> None:
+        """Put a copy in the place of the file, without what another process has not committed."""
+        beside = self._path.with_name(f".{FILE}.{os.getpid()}")
+        undo = self._path.with_name(f"{FILE}-journal")
+        copies = {self._path: beside, undo: beside.with_name(f"{beside.name}-journal")}
+        try:
+            for file, copy in copies.items():
+                copy.unlink(missing_ok=True)
+                if file.exists():
+                    descriptor = os.open(copy, os.O_CREAT | os.O_EXCL | os.O_WRONLY, PRIVATE)
+                    with open(descriptor, "wb") as into:
+                        into.write(read_plain(file))
+            with contextlib.closing(sqlite3.connect(beside)) as rows:
+                rows.execute("PRAGMA quick_check(1)").fetchone()  # undoes what is in its journal
+                rows.execute("PRAGMA journal_mode = DELETE")
+            undo.unlink(missing_ok=True)
+            beside.replace(self._path)
+        finally:
+            for copy in copies.values():
+                copy.unlink(missing_ok=True)
+        self.warnings = (
+            f"another process had locked {self._path}: the master continues with a copy of it, "
+            "which has taken its place. What that process writes into the former one is lost.",
+        )
 
     def write(self, event: Event, state: State) -> None:
         """Keep a decision: the event, and the state after it.

@@ -162,7 +162,7 @@ class Master:
         self._started, self._start_point, self._journal = started, start_point, journal
         self._signs, self._why = signs, why
         self._hub, self._token = switchboard.hub, switchboard.endpoint.token
-        self._hub.most_untrusted = max(MOST_UNTRUSTED, 2 * job.workers)
+        self._hub.untrusted.most = max(MOST_UNTRUSTED, 2 * job.workers)
         self._encrypted = switchboard.authority is not None
         self._machine = machine()
         self._recorder, self._verdicts = Recorder(run, views), Verdicts(job, start_point.figures)
@@ -208,6 +208,7 @@ class Master:
             self._begin(about)
         else:
             self._take_over(known)
+        self._warn(*(journal.warnings if journal is not None else ()))
 
     def _begin(self, about: Mapping[str, Any]) -> None:
         now, limit_s, start_point = time.monotonic(), self._job.stop.time_limit_s, self._start_point
@@ -309,7 +310,7 @@ class Master:
         tick_s = ASKED_TICK_S if self._stack_requests or few_absent else tick_s
         pause_s = min(tick_s, LOOK_EACH_S * count)
         due = self._looked_at + (pause_s if self._unseen else tick_s)
-        if count > MANY and self._read < count / 10 and not self._hub.untrusted:
+        if count > MANY and self._read < count / 10 and not len(self._hub.untrusted):
             time.sleep(GATHER_EACH_S * count)
         self._read = 0
         for peer, message in self._hub.receive(max(0.0, due - time.monotonic())):

@@ -108,7 +108,7 @@ class Member:
     def __init__(
         self, endpoint: Endpoint, number: int, phases: Mapping[str, float] | None = None
     ) -> None:
-        self.number = number
+        self.number, self.token = number, endpoint.token
         self.address = self.outside = address_towards(endpoint.address.host)
         """The local address on which groups listen."""
         self.credentials = endpoint.credentials

@@ -1,12 +1,19 @@
 """Groups of gloo through forwarders: the same sums, nothing readable on the way, nobody else in."""
 
 import datetime
+import json
+import resource
+import select
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from dataclasses import asdict
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -336,3 +343,42 @@ def test_callers_from_machines_without_a_worker_get_a_small_part_of_a_forwarder(
         count, seconds = strangers.result()
     least_s = min(step_s() for _ in range(20))  # the least: other programs want the cores too
     assert 0 < count < 3 + 2 * forwarder.STRANGERS * seconds / least_s
+
+
+def test_the_limit_on_callers_outlives_a_time_without_files(authority):
+    program = (
+        "from instep.comm import forwarder\n"
+        "forwarder.PROOF_S, forwarder.MOST_UNPROVEN = 3600.0, 8\n"
+        "forwarder._serve(0, 1)"
+    )
+    shown = asdict(authority.issue(Identity("worker", 0)))
+    note = {"credentials": shown, "address": "127.0.0.1", "number": 0}
+    command = [sys.executable, "-P", "-c", program]
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process,
+        ExitStack() as stack,
+    ):
+        stack.callback(process.kill)
+        process.stdin.write(json.dumps(note).encode() + b"\n")
+        process.stdin.flush()
+        address = ("127.0.0.1", int(process.stdout.readline()))
+
+        def callers(count):
+            made = [socket.create_connection(address, 30) for _ in range(count)]
+            for each in made:
+                stack.enter_context(each)
+            return made
+
+        some = len(list(Path(f"/proc/{process.pid}/fd").iterdir())) + 5
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (some, some + 1000))
+        waiting, dropped = callers(12), 0
+        while dropped < 10:  # as it can open files for five
+            ready, _, _ = select.select(waiting, [], [], 30)
+            assert ready
+            dropped += len(ready)
+            waiting = [each for each in waiting if each not in ready]
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (some + 1000, some + 1000))
+        for each in waiting:
+            each.close()
+        oldest, *_ = callers(9)
+        assert oldest.recv(1) == b""

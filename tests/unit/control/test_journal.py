@@ -3,6 +3,8 @@
 import random
 import signal
 import sqlite3
+import stat
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -173,7 +175,8 @@ def test_a_journal_whose_bytes_were_changed_is_one_clear_error_or_as_it_was(tmp_
         (tmp_path / FILE).write_bytes(data[:at] + noise + data[at + len(noise) :])
         try:
             journal = Journal(tmp_path)
-            assert (journal.begin, journal.last(), journal.kept()) == known
+            with closing(journal):
+                assert (journal.begin, journal.last(), journal.kept()) == known
         except RunError as error:
             damaged += 1
             assert FILE in str(error)  # noqa: PT017
@@ -242,3 +245,55 @@ def test_a_row_that_is_missing_is_noticed(tmp_path, begun):
 def test_an_error_of_ours_is_not_said_to_be_damage(tmp_path):
     with pytest.raises(NotImplementedError):
         Journal(tmp_path, Begin(object(), BEGINNING))
+
+
+# ---- other processes
+
+
+def test_only_its_owner_may_read_it(tmp_path, begun):
+    assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
+
+
+def test_no_other_process_can_lock_it_while_a_master_has_it(tmp_path, begun):
+    other = sqlite3.connect(tmp_path / FILE, timeout=0)
+    for attempt in ("SELECT * FROM begin", "BEGIN EXCLUSIVE"):
+        with pytest.raises(sqlite3.OperationalError, match="locked"):
+            other.execute(attempt)
+    begun.write(Tick(), FULL)
+    assert begun.last() == FULL
+    other.close()
+
+
+@pytest.mark.parametrize(
+    "lock",
+    [
+        ["BEGIN", "SELECT * FROM begin"],
+        ["BEGIN IMMEDIATE", "DELETE FROM decisions"],
+        ["BEGIN EXCLUSIVE", "DELETE FROM begin"],
+    ],
+    ids=["read", "write", "alone"],
+)
+def test_a_lock_of_another_process_ends_no_run_and_is_said(tmp_path, begun, lock, monkeypatch):
+    monkeypatch.setattr("instep.control.journal.LOCKED_S", 0.05)
+    begun.write(Tick(), FULL)
+    begun.keep("key", b"value")
+    begun.close()
+    other = sqlite3.connect(tmp_path / FILE, isolation_level=None)
+    for each in lock:
+        other.execute(each).fetchall()
+    journal = Journal(tmp_path)
+    assert (journal.begin, journal.last(), journal.kept()) == (
+        *(Begin(12.5, BEGINNING), FULL),
+        [("key", b"value")],
+    )
+    (said,) = journal.warnings
+    assert f"another process had locked {tmp_path / FILE}: the master continues with" in said
+    journal.write(Tick(), replace(FULL, generation=7))
+    other.close()
+    journal.close()
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+    assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
+    after = Journal(tmp_path)
+    assert after.last() == replace(FULL, generation=7)
+    assert not after.warnings
+    after.close()

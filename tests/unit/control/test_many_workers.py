@@ -26,7 +26,7 @@ def test_all_workers_may_connect_at_once_and_every_other_heartbeat_is_acknowledg
     look = master._watch_hosts
     monkeypatch.setattr(master, "_watch_hosts", lambda: looks.append(look()))
     channels = [Channel.connect(board.endpoint.address) for _ in range(WORKERS)]
-    while master._hub.untrusted < WORKERS:
+    while len(master._hub.untrusted) < WORKERS:
         master._turn()
     for number, channel in enumerate(channels):
         hello = m.Hello(token=board.endpoint.token, role="worker", number=number, pid=os.getpid())

@@ -1,9 +1,11 @@
 """A server's connections: each apart from the others, and only with workers of the run."""
 
+import errno
 import socket
+import ssl
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 
 from instep.comm.certificates import Authority, Identity
 from instep.comm.channel import Address
+from instep.comm.tls import context
 from instep.errors import PeerError
 from instep.worker.leased import line as line_file
 from instep.worker.leased.line import Ask, Door, Grant, Line
@@ -127,7 +130,7 @@ def test_a_stranger_is_not_let_in_to_an_encrypted_door(doors, connected, what):
 def test_a_worker_gives_nothing_to_another_than_the_server(doors, connected):
     authority = Authority()
     door = doors(authority.issue(Identity("worker", 8)))
-    with pytest.raises(PeerError, match="worker 8 shows up as 9"):
+    with pytest.raises(PeerError, match="the other end is instep:worker/8/0, which is not meant"):
         connected(door, credentials=authority.issue(Identity("worker", 3)))
 
 
@@ -209,3 +212,96 @@ def test_a_parcel_has_every_sort_of_tensor():
             tensor.zero_()
     made.store()
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+# ---- callers that prove nothing
+
+
+def ends(stranger, timeout_s=5.0):
+    """What a stranger is told until its connection ends."""
+    stranger.settimeout(timeout_s)
+    told = b""
+    with suppress(ConnectionResetError, BrokenPipeError):
+        while data := stranger.recv(1 << 16):
+            told += data
+    return told
+
+
+HELLO = b"\x16\x03\x01\x02\0"
+"""The beginning of a first message of TLS, of 512 bytes."""
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["", "encrypted"])
+def test_the_time_for_a_proof_is_counted_while_bytes_drip(doors, connected, monkeypatch, encrypted):
+    monkeypatch.setattr(line_file, "PROOF_S", 0.4)
+    authority = Authority()
+    ours, its = (authority.issue(Identity("worker", n)) if encrypted else None for n in (3, 9))
+    door = doors(its)
+    with socket.create_connection(door.address) as stranger, suppress(OSError):
+        stranger.sendall(HELLO if encrypted else b"\0\0\0\xff" + bytes(12))
+        for _ in range(200):  # each long before a read that waits for it would give up
+            stranger.sendall(b"\0")
+            stranger.settimeout(0.02)
+            with suppress(TimeoutError):
+                assert stranger.recv(1) == b""
+                break
+        else:
+            pytest.fail("it may go on for ever")
+    monkeypatch.undo()
+    check_carries(door, connected(door, credentials=ours), 3)
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["", "encrypted"])
+def test_the_oldest_caller_makes_room_for_a_worker(doors, connected, monkeypatch, encrypted):
+    monkeypatch.setattr(line_file, "MOST_UNPROVEN", 4)
+    monkeypatch.setattr(line_file, "PROOF_S", 60.0)
+    authority = Authority()
+    ours, its = (authority.issue(Identity("worker", n)) if encrypted else None for n in (3, 9))
+    door = doors(its)
+    with ExitStack() as stack:
+        strangers = [stack.enter_context(socket.create_connection(door.address)) for _ in range(9)]
+        for oldest in strangers[:5]:
+            assert ends(oldest) == b""
+        check_carries(door, connected(door, credentials=ours), 3)
+
+
+def test_nobody_is_told_what_is_wrong(doors):
+    """No alert of TLS: its caller would learn what to try next."""
+    authority = Authority()
+    door = doors(authority.issue(Identity("worker", 9)))
+    for wrong in (b"GET / HTTP/1.1\r\n\r\n", HELLO + bytes(512)):
+        with socket.create_connection(door.address) as stranger:
+            stranger.sendall(wrong)
+            assert ends(stranger) == b""
+    shown = context(Authority().issue(Identity("worker", 3)), server=False)
+    shown.verify_mode = ssl.CERT_NONE
+    arrived, leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
+    caller = shown.wrap_bio(arrived, leaving)
+    with socket.create_connection(door.address) as stranger:
+        with pytest.raises(ssl.SSLWantReadError):
+            caller.do_handshake()
+        stranger.sendall(leaving.read())
+        arrived.write(stranger.recv(1 << 16))  # all that a server says before it sees a certificate
+        caller.do_handshake()
+        stranger.sendall(leaving.read())
+        assert ends(stranger) == b""
+
+
+def test_a_door_that_can_open_no_more_files_makes_room(doors, connected, monkeypatch):
+    monkeypatch.setattr(line_file, "PROOF_S", 60.0)
+    accept, accepted = socket.socket.accept, []
+
+    def full_at_the_second(listener):
+        made = accept(listener)
+        accepted.append(made[0])
+        if len(accepted) == 2:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return made
+
+    monkeypatch.setattr(socket.socket, "accept", full_at_the_second)
+    door = doors()
+    with ExitStack() as stack:
+        first, _ = [stack.enter_context(socket.create_connection(door.address)) for _ in "ab"]
+        assert ends(first) == b""
+        check_carries(door, connected(door), 3)
+        accepted[1].close()

@@ -69,7 +69,13 @@ class Following(Server):
             at=at,
         )
         given = member.outside, holding.room, member.credentials
-        self._door = Door(*given, asks=Question, sums=holding.coded)
+        self._door = Door(
+            *given,
+            token=member.token,
+            most=2 * member.job.workers,  # all may come at once
+            asks=Question,
+            sums=holding.coded,
+        )
         tell(member, self._place, self._door)
 
     def _report_ready(self) -> None:

@@ -15,7 +15,6 @@ import hmac
 import queue
 import secrets
 import socket
-import ssl
 import struct
 import threading
 import time
@@ -29,22 +28,28 @@ import msgspec
 from torch import Tensor
 
 from instep.comm import metered
+from instep.comm.callers import NO_MORE_FILES, Unproven
+from instep.comm.certificates import is_worker
 from instep.comm.channel import Address
-from instep.errors import PeerError, StrangerError
+from instep.errors import PeerError
 from instep.system.processes import wait_readable
 from instep.worker.leased.coded import Wrapped
 
 if TYPE_CHECKING:
     from instep.comm.certificates import Credentials
+    from instep.comm.tls_socket import TlsSocket
 
 LOOK_S = 0.1
 """How often a thread that waits looks whether it should."""
 
 PROOF_S = 2.0
-"""How long a caller may take to show the secret."""
+"""How long a caller may take to show the secret, in all."""
 
 MOST_UNPROVEN = 64
-"""Callers that have not; more are turned away."""
+"""Callers that have not; the oldest is dropped. A run that expects more at once allows more."""
+
+MOST_CALL = 1 << 8
+"""Bytes of the message with which it shows it."""
 
 MOST_HEAD = 1 << 20
 """Bytes of the longest question or answer, without its body."""
@@ -103,13 +108,17 @@ class Line:
 
     Args:
         connection: what it is one end of.
+        tls: on top of it, where connections are encrypted.
         sums: whether checksums of bodies are sent: who takes differences for long would not be
             right again after a wrong one.
     """
 
-    def __init__(self, connection: socket.socket, *, sums: bool = False) -> None:
+    def __init__(
+        self, connection: socket.socket, tls: TlsSocket | None = None, *, sums: bool = False
+    ) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket, self._sums = connection, sums
+        self._socket, self._tls, self._sums = connection, tls, sums
+        self._wire: socket.socket | TlsSocket = tls or connection
 
     @classmethod
     def to(
@@ -137,10 +146,11 @@ class Line:
         connection = None
         try:
             connection = socket.create_connection(address, timeout=PROOF_S)
+            tls = None
             if credentials is not None:
-                connection = _encrypted(connection, credentials, server=False)
-                _check(connection, server)
-            line = cls(connection, sums=sums)
+                deadline = time.monotonic() + PROOF_S
+                tls = _encrypted(connection, credentials, deadline, server)
+            line = cls(connection, tls, sums=sums)
             line.send(_Call(secret, worker), ())
         except (OSError, PeerError) as error:
             if connection is not None:
@@ -159,9 +169,9 @@ class Line:
         sizes = _SIZES.pack(len(encoded), sum(part.nbytes for part in parts), total)
         try:
             self._socket.settimeout(None)
-            self._socket.sendall(sizes + encoded)
+            self._wire.sendall(sizes + encoded)
             for part in parts:
-                self._socket.sendall(part)
+                self._wire.sendall(part)
         except OSError as error:
             raise PeerError(f"the connection is gone ({error}).") from None
 
@@ -170,6 +180,8 @@ class Line:
         kind: type[Head],
         body: Sequence[Tensor] | Callable[[Head], Sequence[Tensor]],
         waits: Callable[[], None] = lambda: None,
+        *,
+        most: int = MOST_HEAD,
     ) -> Head:
         """The next head; its body, if it has one, is written into tensors of bytes.
 
@@ -177,16 +189,17 @@ class Line:
             kind: what it is.
             body: [bytes] each, together as long as the body; or gives them once the head is known.
             waits: called now and then meanwhile; what it raises is raised here.
+            most: bytes that it may have, without its body.
 
         Raises:
             PeerError: the other end is gone, or sends something else.
         """
         length, rest, total = _SIZES.unpack(self._take(_SIZES.size, waits))
-        if length > MOST_HEAD:
+        if length > most:
             raise PeerError(f"a message of {length} and {rest} bytes has arrived.")
         try:
             head = msgspec.msgpack.decode(self._take(length, waits), type=kind)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise PeerError(f"something that is no message has arrived: {error}") from None
         if not rest:
             return head
@@ -205,12 +218,15 @@ class Line:
         return taken
 
     def _fill(self, into: memoryview, waits: Callable[[], None]) -> None:
+        looked = time.monotonic()
         while into.nbytes:
+            if time.monotonic() - looked > LOOK_S:  # bytes may arrive one by one
+                waits()
+                looked = time.monotonic()
             try:
                 self._socket.settimeout(LOOK_S)  # fails once another thread has closed it
-                got = self._socket.recv_into(into)
+                got = self._wire.recv_into(into)
             except TimeoutError:
-                waits()
                 continue
             except OSError as error:
                 raise PeerError(f"the connection is gone ({error}).") from None
@@ -221,6 +237,8 @@ class Line:
     @property
     def idle(self) -> bool:
         """Whether nothing has arrived, not even the end of the connection."""
+        if self._tls is not None and self._tls.pending:
+            return False
         return not wait_readable([self._socket.fileno()], 0)
 
     def close(self) -> None:
@@ -238,26 +256,28 @@ def _sum(parts: Sequence[memoryview]) -> int:
 
 
 def _encrypted(
-    connection: socket.socket, credentials: Credentials, *, server: bool
-) -> socket.socket:
-    """The same connection, after a handshake in which both ends have shown a certificate."""
-    from instep.comm.tls import context
+    connection: socket.socket, credentials: Credentials, deadline: float, server: int | None = None
+) -> TlsSocket:
+    """The same connection, after a handshake in which both ends have shown a certificate.
 
-    connection.settimeout(PROOF_S)
-    return context(credentials, server=server).wrap_socket(connection, server_side=server)
+    Args:
+        connection: to or from the other end.
+        credentials: of this end.
+        deadline: on the monotonic clock.
+        server: the number of the server that is called; None if this is the one.
+    """
+    from instep.comm.tls import Tls, context
+    from instep.comm.tls_socket import TlsSocket
+
+    serves = server is None
+    made = context(credentials, server=serves)
+    tls = Tls(made, server=serves, accepted=partial(is_worker, number=server))
+    return TlsSocket(connection, tls, deadline)
 
 
-def _check(connection: socket.socket, number: int) -> None:
-    """Raise PeerError unless the other end of an encrypted connection is the process meant."""
-    from instep.comm.tls import identity_of
-
-    assert isinstance(connection, ssl.SSLSocket), "it is encrypted"
-    try:
-        shown = identity_of(connection)
-    except StrangerError as error:
-        raise PeerError(str(error)) from None
-    if shown.role not in ("worker", "server") or shown.number != number:
-        raise PeerError(f"{shown.role} {shown.number} shows up as {number}.")
+def secret_of(token: str, nonce: bytes) -> bytes:
+    """What the workers of a run show a server: no file has it, and a new server wants another."""
+    return hmac.digest(token.encode(), nonce, "sha256")
 
 
 class Guest:
@@ -299,6 +319,8 @@ class Door:
         host: the address to listen on.
         room: gives what the body of a worker's questions goes into.
         credentials: of this end, where connections are encrypted.
+        token: of the run.
+        most: how many callers may come at once.
         asks: what questions are.
         sums: as for `Line`; at both ends alike.
     """
@@ -309,17 +331,20 @@ class Door:
         room: Callable[[], Wrapped],
         credentials: Credentials | None = None,
         *,
+        token: str = "",
+        most: int = 0,
         asks: Any = Ask,
         sums: bool = False,
     ) -> None:
         self.asks, self._sums = asks, sums
-        self.secret = secrets.token_bytes(32)
+        self.nonce = secrets.token_bytes(16)
+        self.secret = secret_of(token, self.nonce)
         """What a worker has to show."""
         self.room, self._closed, self._credentials = room, False, credentials
         self._listener = socket.create_server((host, 0), backlog=1024)
         self.address = Address(*self._listener.getsockname()[:2])
         self._arrivals = queue.SimpleQueue[tuple[Guest, Any]]()
-        self._unproven = threading.BoundedSemaphore(MOST_UNPROVEN)
+        self._unproven = Unproven[socket.socket](max(MOST_UNPROVEN, most))
         self._late: Callable[[Guest, Any], bool] | None = None
         self._ending = threading.Lock()
         self._start(self._accept)
@@ -373,24 +398,31 @@ class Door:
         while not self._closed:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # closed, or no more files
-                time.sleep(LOOK_S)
+            except OSError as error:
+                if error.errno in NO_MORE_FILES:
+                    self._hang_up(self._unproven.clear())
+                time.sleep(LOOK_S)  # closed, or no more files
                 continue
-            if not self._unproven.acquire(blocking=False):
+            self._hang_up(self._unproven.add(connection))
+            try:
+                self._start(partial(self._admit, connection))
+            except RuntimeError:  # no more threads
+                self._unproven.remove(connection)
                 connection.close()
-                continue
-            self._start(partial(self._admit, connection))
+
+    def _hang_up(self, connections: Sequence[socket.socket]) -> None:
+        for each in connections:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)  # its thread closes it
 
     def _admit(self, connection: socket.socket) -> None:
         try:
-            if self._credentials is not None:
-                connection = _encrypted(connection, self._credentials, server=True)
             guest = self._proven(connection)
         except (PeerError, OSError):
             connection.close()
             return
         finally:
-            self._unproven.release()
+            self._unproven.remove(connection)
         guest._serve()
 
     def _proven(self, connection: socket.socket) -> Guest:
@@ -405,10 +437,13 @@ class Door:
             if time.monotonic() > deadline:
                 raise PeerError("no proof in time.")
 
-        line = Line(connection, sums=self._sums)
-        call = line.receive(_Call, (), waits)
+        tls = None
         if self._credentials is not None:
-            _check(connection, call.worker)
+            tls = _encrypted(connection, self._credentials, deadline)
+        line = Line(connection, tls, sums=self._sums)
+        call = line.receive(_Call, (), waits, most=MOST_CALL)
+        if tls is not None and tls.peer.number != call.worker:
+            raise PeerError(f"worker {tls.peer.number} shows up as {call.worker}.")
         if not hmac.compare_digest(call.secret, self.secret):
             raise PeerError("it does not know the secret.")
         return Guest(self, line, call.worker)

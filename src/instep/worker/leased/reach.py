@@ -9,7 +9,7 @@ import msgspec
 
 from instep.comm.channel import Address
 from instep.errors import PeerError
-from instep.worker.leased.line import Door, Line
+from instep.worker.leased.line import Door, Line, secret_of
 from instep.worker.member import Member
 
 AGAIN_S = 0.05
@@ -23,7 +23,8 @@ class _Where(msgspec.Struct):
     port: int
     number: int
     """Of its process."""
-    secret: bytes
+    nonce: bytes
+    """With the run's token it makes the secret, which is so in no file: the master keeps this."""
 
 
 def tell(member: Member, place: int, door: Door) -> None:
@@ -34,7 +35,7 @@ def tell(member: Member, place: int, door: Door) -> None:
         place: which of the servers it is.
         door: of it.
     """
-    where = _Where(*door.address, member.number, door.secret)
+    where = _Where(*door.address, member.number, door.nonce)
     member.tell_all(_key(place), msgspec.msgpack.encode(where))
 
 
@@ -61,7 +62,8 @@ def reach(member: Member, place: int, keep_up: Callable[[], None]) -> Line:
         where = msgspec.msgpack.decode(told, type=_Where)
         address = Address(where.host, where.port)
         try:
-            known = address, where.number, where.secret, member.number, member.credentials
+            secret = secret_of(member.token, where.nonce)
+            known = address, where.number, secret, member.number, member.credentials
             return Line.to(*known, sums=sums)
         except PeerError:
             time.sleep(AGAIN_S)

@@ -172,7 +172,9 @@ class Serving(Server):
     def _open(self) -> None:
         holding = self._holding
         given = self.member.outside, holding.room, self.member.credentials
-        door = Door(*given, sums=holding.coded)
+        member = self.member
+        most = 2 * member.job.workers  # all may come at once
+        door = Door(*given, token=member.token, most=most, sums=holding.coded)
         self._desk = Desk(door, self.commits, self._take, self._frozen)
         tell(self.member, 0, door)
         if idle := sum(not each for each in holding.shares):
