@@ -24,6 +24,9 @@ from instep.formats import FORMAT, other_format
 from instep.overrides import RENAMED, apply_overrides, blamed
 from instep.spec import JobSpec, Section, as_table, documentation
 
+MOST_DEPTH = 32
+"""Of lists and tables in each other."""
+
 
 def load(
     path: Path,
@@ -100,7 +103,7 @@ def _absolute(path: str, folder: Path) -> str:
 def read_table(path: Path) -> dict[str, Any]:
     """The raw tables of a TOML file; SpecError if it does not exist or cannot be read."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise SpecError(
             f"there is no job file {str(path)!r}. {file_beside(path, '*.toml')}"
@@ -114,8 +117,30 @@ def read_table(path: Path) -> dict[str, Any]:
                 f'with the line recipe = "{path.name}:recipe", and give that.'
             ) from None
         raise SpecError(f"{path} is not valid TOML: {error}.") from None
+    except ValueError:  # Python's own limit
+        raise SpecError(
+            f"{path} has a number with too many digits: it needs to fit 64 bits."
+        ) from None
+    except RecursionError:
+        raise SpecError(_too_deep(path)) from None
     except OSError as error:
         raise SpecError(f"{path} cannot be read: {error.strerror}. Give a job file.") from None
+    if not _is_within(table, MOST_DEPTH):
+        raise SpecError(_too_deep(path))
+    return table
+
+
+def _too_deep(path: Path) -> str:
+    return f"{path} has lists or tables in each other that are more than {MOST_DEPTH} deep."
+
+
+def _is_within(table: Mapping[str, Any], depth: int) -> bool:
+    """Whether nothing in a table is deeper."""
+    level: list[Any] = [table]
+    for _ in range(depth):
+        inner = (each.values() if isinstance(each, Mapping) else each for each in level)
+        level = [e for each in inner for e in each if isinstance(e, Mapping | list)]
+    return not level
 
 
 def build(
@@ -146,6 +171,10 @@ def _checked(table: Mapping[str, Any], source: str) -> JobSpec:
     _check_names(table, source)
     for place in _WITH_OPTIONS:
         _check_holds(table.get(place), place, source)
+    for section, keys in table.items():
+        for key, value in keys.items() if isinstance(keys, Mapping) else [("", keys)]:
+            if isinstance(value, int):
+                _check_holds(value, f"{section}.{key}".rstrip("."), source)
     _check_text(table, source)
     try:
         return msgspec.convert(table, JobSpec)

@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from instep.cli import folders, models, networks, results, running, starting
 from instep.cli.parsing import Command, parsed
+from instep.cli.saying import say_aside
 from instep.errors import INTERRUPTED, InstepError, RunError
 from instep.system.output import open_standard_streams
 
@@ -64,17 +65,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InstepError as error:
         from instep.words import fit_to_print
 
-        print(f"instep: {fit_to_print(str(error))}", file=sys.stderr)
+        say_aside(f"instep: {fit_to_print(str(error))}")
         return error.exit_code
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output has stopped
         return 1
     except OSError as error:
         if _is_of_print(error):
-            print(f"instep: the answer cannot be written: {error.strerror}.", file=sys.stderr)
+            say_aside(f"instep: the answer cannot be written: {error.strerror}.")
             return 1
         what = error.filename or "a file or connection"
-        print(f"instep: {what} cannot be used: {error.strerror or error}.", file=sys.stderr)
+        say_aside(f"instep: {what} cannot be used: {error.strerror or error}.")
         return RunError.exit_code
 
 
@@ -93,6 +94,6 @@ def run_main() -> NoReturn:
     try:
         code = main()
     except KeyboardInterrupt:
-        print("instep: interrupted.", file=sys.stderr)
+        say_aside("instep: interrupted.")
         code = INTERRUPTED
     sys.exit(code)

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from instep.cli.parsing import Parser
+from instep.cli.saying import say, say_aside
 from instep.errors import SpecError, near_miss
 
 
@@ -20,14 +21,14 @@ def list_runs(args: argparse.Namespace) -> int:
 
     states, unread = states_of(Path(args.runs))
     for line in unread:
-        print(f"instep: {line}", file=sys.stderr)
+        say_aside(f"instep: {line}")
     if args.json:
         print(json.dumps([each._asdict() for each in states]))
         return 0
     for line in state_lines(states):
-        print(line)
+        say(line)
     if states:
-        print(f"next    {command('status', Path(args.runs) / states[-1].name)}")
+        say(f"next    {command('status', Path(args.runs) / states[-1].name)}")
     return 0
 
 
@@ -48,7 +49,7 @@ def status(args: argparse.Namespace) -> int:
         return 0
     columns, encoding = shutil.get_terminal_size().columns, sys.stdout.encoding or "ascii"
     for line in [*found.lines(columns, encoding), *next_lines(found.next_commands())]:
-        print(line)
+        say(line)
     return 0
 
 

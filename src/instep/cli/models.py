@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.cli.parsing import Parser
+from instep.cli.saying import say, say_aside
 from instep.errors import INTERRUPTED, CheckpointError, RunError, SpecError
 
 if TYPE_CHECKING:
@@ -69,15 +69,15 @@ def export(args: argparse.Namespace) -> int:
         source = str(kept) if kept else str(model)
         print(json.dumps({what: str(to), "size_bytes": size, "from": source}))
         return 0
-    print(f"{what:6} {to}")
+    say(f"{what:6} {to}")
     if kept is not None:
-        print(f"from   {kept}")
+        say(f"from   {kept}")
     if args.adapter:
-        print(f"next   peft.PeftModel.from_pretrained(model, {str(to)!r})")
+        say(f"next   peft.PeftModel.from_pretrained(model, {str(to)!r})")
     elif config is None:
-        print(f"next   safetensors.torch.load_file({str(to)!r})")
+        say(f"next   safetensors.torch.load_file({str(to)!r})")
     else:
-        print(f"next   transformers.{config['architectures'][0]}.from_pretrained({str(to)!r})")
+        say(f"next   transformers.{config['architectures'][0]}.from_pretrained({str(to)!r})")
     return 0
 
 
@@ -173,14 +173,14 @@ def predict(args: argparse.Namespace) -> int:
         Path(args.of),
         args.data,
         Path(args.out),
-        lambda text: print(text, file=sys.stderr, flush=True),
+        say_aside,
         recipe=args.recipe,
         workers=args.workers,
         batch=args.batch,
         overrides=args.set,
     )
     for line in [json.dumps(done.as_table())] if args.json else done.lines():
-        print(line)
+        say(line)
     return INTERRUPTED if done.published is None else 0
 
 

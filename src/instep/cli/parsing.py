@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from instep import __version__
+from instep.cli.saying import say_aside
 from instep.errors import SpecError, near_miss
 
 
@@ -157,7 +157,7 @@ def overrides_of(args: argparse.Namespace) -> list[str]:
 
 def say_left_out(text: str) -> None:
     """Print, beside the result, that a value of the job went away with another."""
-    print(f"note    {text}", file=sys.stderr, flush=True)
+    say_aside(f"note    {text}")
 
 
 def safetensors_file(name: str) -> Path:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from instep.cli.parsing import Parser, add_changes, overrides_of, safetensors_file, say_left_out
+from instep.cli.saying import say, say_aside
 from instep.errors import RunError, SpecError
 
 if TYPE_CHECKING:
@@ -43,9 +43,9 @@ def report(args: argparse.Namespace) -> int:
         print(json.dumps({**summary, "report": str(path)}))
         return 0
     for line in closing_lines(summary, folder):
-        print(line)
+        say(line)
     if path.name != "report.html" or args.to:
-        print(f"report  {path}")
+        say(f"report  {path}")
     return 0
 
 
@@ -65,12 +65,12 @@ def compare(args: argparse.Namespace) -> int:
     found = compare(
         alternatives_of(Path(args.job), overrides_of(args), args.changes),
         Path(args.runs),
-        lambda text: print(text, file=sys.stderr, flush=True),
+        say_aside,
         repeats=args.repeats,
         hosts=Hosts(args.hosts, args.rate),
     )
     for line in [json.dumps(found.as_table())] if args.json else found.lines():
-        print(line)
+        say(line)
     return found.exit_code
 
 
@@ -108,7 +108,7 @@ def audit(args: argparse.Namespace) -> int:
     else:
         *lines, next_ = proof.lines()
         for line in [*lines, *(contents.lines() if contents else []), next_]:
-            print(line)
+            say(line)
     for each in (proof, contents):
         if each is not None and not each.exact:
             raise RunError(each.fault)
@@ -144,9 +144,9 @@ def replay(args: argparse.Namespace) -> int:
 
     to = safetensors_file(args.to) if args.to is not None else None
     run = RunFolder(Path(args.run))
-    found = again(run, args.step, lambda text: print(text, file=sys.stderr), to=to)
+    found = again(run, args.step, say_aside, to=to)
     for line in [json.dumps(found.as_table())] if args.json else found.lines():
-        print(line)
+        say(line)
     if not found.same:
         raise RunError(found.fault)
     return 0
@@ -164,9 +164,9 @@ def chaos(args: argparse.Namespace) -> int:
     """Break a run on purpose, and check that its result is the same."""
     from instep.errors import WorkerError
 
-    found = _broken(args, lambda text: print(text, file=sys.stderr, flush=True))
+    found = _broken(args, say_aside)
     for line in [json.dumps(found.as_table())] if args.json else found.lines():
-        print(line)
+        say(line)
     if not found.holds:
         raise WorkerError(f"{found.run.path} does not hold: {'; '.join(found.faults)}.")
     return 0

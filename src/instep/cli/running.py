@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from instep.cli.parsing import Parser, add_changes, overrides_of, say_left_out
+from instep.cli.saying import say, say_aside
 from instep.errors import RecipeError, SpecError
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _submit(job: JobSpec, args: argparse.Namespace) -> int:
     from instep.client.batch import follow, submit
 
     def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        say_aside(text)
 
     runs = Path(args.runs)
     return follow(
@@ -95,9 +95,9 @@ def _check_determinism(job: JobSpec, args: argparse.Namespace) -> int:
     """Print whether the job gives the same bits on two numbers of workers."""
     from instep.lab.determinism import check_determinism, lines
 
-    compared = check_determinism(job, lambda text: print(text, file=sys.stderr))
+    compared = check_determinism(job, say_aside)
     for line in lines(compared):
-        print(line, file=sys.stderr if args.json else sys.stdout)
+        say(line, aside=args.json)
     if args.json:
         found = compared.difference
         answer = {**compared._asdict(), "difference": found._asdict() if found else None}
@@ -111,7 +111,7 @@ def _print_ending(done: Run, args: argparse.Namespace) -> int:
     from instep.store.run_folder import RunFolder
 
     for line in closing_lines(done.summary, RunFolder(done.path)):
-        print(line, file=sys.stderr if args.json else sys.stdout)
+        say(line, aside=args.json)
     if args.json:
         print(json.dumps(done.summary))
     return done.exit_code
@@ -151,8 +151,8 @@ def scale(args: argparse.Namespace) -> int:
     else:
         servers = RunFolder(Path(args.run)).servers_at_the_end
         stay = f"; the {plural(servers, 'server')} stay" if servers else ""
-        print(f"{plural(args.workers, 'worker')} from one of the next steps on{stay}")
-        print(f"next    instep report {args.run}")
+        say(f"{plural(args.workers, 'worker')} from one of the next steps on{stay}")
+        say(f"next    instep report {args.run}")
     return 0
 
 
@@ -170,7 +170,7 @@ def join_run(args: argparse.Namespace) -> int:
     hosts = join_run(
         Path(args.run),
         args.workers,
-        lambda text: print(f"join    {text}", file=sys.stderr, flush=True),
+        lambda text: say_aside(f"join    {text}"),
     )
     if args.json:
         print(json.dumps({"run": args.run, "hosts": hosts}))
@@ -200,15 +200,15 @@ def host(args: argparse.Namespace) -> int:
     machine = Machine(
         master,
         Path(args.token_file).absolute(),
-        lambda text: print(f"host    {text}", file=sys.stderr, flush=True),
+        lambda text: say_aside(f"host    {text}"),
     )
     runs = machine.serve(stay=args.stay)
     if args.json:
         print(json.dumps({"runs": runs}))
     elif runs:
-        print(f"host    the run is over; its report is on {master.host}")
+        say(f"host    the run is over; its report is on {master.host}")
     else:
-        print("host    the run ended before it began")
+        say("host    the run ended before it began")
     return 0
 
 
@@ -243,10 +243,10 @@ def certificates(args: argparse.Namespace) -> int:
         print(json.dumps({"folder": args.folder, "tokens": made}))
         return 0
     for file in made:
-        print(f"token   {file}")
+        say(f"token   {file}")
     if not made:
-        print("token   none is needed; --renew makes another")
-    print(f'next    [cluster] certificates = "{args.folder}", and instep run JOB')
+        say("token   none is needed; --renew makes another")
+    say(f'next    [cluster] certificates = "{args.folder}", and instep run JOB')
     return 0
 
 

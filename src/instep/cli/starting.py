@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from instep.cli.parsing import Parser, make_parser
+from instep.cli.saying import say
 from instep.errors import SpecError
 from instep.words import next_lines
 
@@ -24,8 +25,8 @@ def init(args: argparse.Namespace) -> int:
             print(json.dumps(KINDS))
             return 0
         for kind, text in KINDS.items():
-            print(f"{kind:14}{text}")
-        print("next    instep init vision")
+            say(f"{kind:14}{text}")
+        say("next    instep init vision")
         return 0
     files = write(args.kind, Path(args.folder or args.kind))
     job = files[-1]
@@ -34,11 +35,11 @@ def init(args: argparse.Namespace) -> int:
         print(json.dumps({"files": [*map(str, files)], "next": words}))
         return 0
     for file in files:
-        print(f"wrote   {file}")
+        say(f"wrote   {file}")
     package = NEEDS.get(args.kind)
     missing = package is not None and find_spec(package) is None
     for line in next_lines([*([f"pip install {package}"] if missing else []), shlex.join(words)]):
-        print(line)
+        say(line)
     return 0
 
 

@@ -269,7 +269,7 @@ class Host:
             return finish(self.folder)
         try:
             there = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             there = None
         if isinstance(there, dict):
             return there

@@ -180,7 +180,7 @@ def _note(meeting: Meeting) -> _Note | None:
     found = meeting.get(ENDPOINT)
     try:
         return None if found is None else msgspec.json.decode(found, type=_Note)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

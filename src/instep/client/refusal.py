@@ -193,7 +193,7 @@ def notes(meeting: Meeting, to: int) -> dict[int, InstepError]:
                 continue
             note = msgspec.json.decode(written, type=_Note)
             sender = int(name.split("-")[0])
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             pass  # damaged
         with contextlib.suppress(OSError):
             meeting.remove(name)

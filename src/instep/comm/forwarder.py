@@ -180,7 +180,7 @@ class Forwarder:
         """
         try:
             left = msgspec.msgpack.decode(data, type=_Left)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise PeerError(f"what a rank left in the store makes no sense: {error}.") from None
         if left.machine == self._machine:
             return left.value

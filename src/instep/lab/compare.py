@@ -208,7 +208,7 @@ def _read(record: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
         return {"asked": found["asked"], "done": list(found["done"])}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {"asked": None, "done": []}
 
 

@@ -188,7 +188,7 @@ class JoinFolder:
             return msgspec.json.decode(read_plain(file), type=dict[int, _Host])
         except FileNotFoundError:
             return {}
-        except ValueError as error:  # also where text is none
+        except (ValueError, RecursionError) as error:  # also where text is none
             raise SpecError(f"{file} is damaged ({error}): {self._anew()}") from None
 
     def _remember(self, known: dict[int, _Host]) -> None:

@@ -169,7 +169,7 @@ def _kept(file: Path) -> _Kept | None:
         return None
     try:
         return msgspec.json.decode(read_secret(file), type=_Kept)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return None
 
 

@@ -13,6 +13,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from instep.errors import RunError
+
 FOLDER = "huggingface"
 """Where a run keeps the configuration of its model."""
 
@@ -46,11 +48,23 @@ def keep_config(model: Any, run: Path) -> None:
 
 
 def kept_config(run: Path) -> dict[str, Any] | None:
-    """The configuration that a run has kept; None if its model is not of `transformers`."""
+    """The configuration that a run has kept; None if its model is not of `transformers`.
+
+    Raises:
+        RunError: it is damaged.
+    """
+    file = run / FOLDER / _CONFIG
     try:
-        config: dict[str, Any] = json.loads((run / FOLDER / _CONFIG).read_text(encoding="utf-8"))
+        config: Any = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(config, dict) or not isinstance(config["architectures"][0], str):
+            raise ValueError("it names no class")
     except FileNotFoundError:
         return None
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise RunError(
+            f"{file} is damaged: {error}. Restore it from a copy, or export the weights alone: "
+            "--to FILE.safetensors."
+        ) from None
     return config
 
 

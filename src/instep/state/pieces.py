@@ -346,7 +346,7 @@ class _File:
         facts = self._facts
         try:
             cuts = {name: read_cut(*row) for name, row in json.loads(facts.get(CUTS, "{}")).items()}
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{self._path} is damaged: its cuts are {error}.") from error
         own, rows = dict[str, Piece](), self.rows()
         for name, (dtype, shape, *_) in self._entries.items():
@@ -379,7 +379,14 @@ class _File:
             for name, (count, first, step) in rows.items():
                 if len(range(first, count, step)) != self._entries[name].shape[0]:
                     raise ValueError(f"not those of {name}")
-        except (ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
+        except (
+            ValueError,
+            TypeError,
+            AttributeError,
+            KeyError,
+            IndexError,
+            RecursionError,
+        ) as error:
             raise CheckpointError(f"{self._path} is damaged: its rows are {error}.") from error
         return rows
 

@@ -159,7 +159,7 @@ def _lines(path: Path) -> list[_Line]:
         with open(path, "rb", opener=plain) as file:
             whole = [json.loads(line) for line in file if line.endswith(b"}\n")]
         return msgspec.convert(whole, list[_Line])
-    except (OSError, ValueError, msgspec.ValidationError) as error:
+    except (OSError, ValueError, msgspec.ValidationError, RecursionError) as error:
         raise RunError(
             f"{path} cannot be read: {error}. It says which callbacks have been called: restore it "
             "from a copy, or remove it, and calls of the last step may be made once more."

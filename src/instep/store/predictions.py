@@ -138,7 +138,7 @@ class Predictions:
         """The plan of the command that made the parts; None if there are none to take up."""
         try:
             plan = msgspec.json.decode(read_plain(self.path / _PLAN), type=Plan)
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, msgspec.MsgspecError, RecursionError):
             return None
         return plan if self.done() else None
 
@@ -184,7 +184,7 @@ class Predictions:
 
     def dataset(self) -> list[Any] | None:
         """The fingerprint of the dataset, as plain data; None if it was not read yet."""
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, RecursionError):
             found: list[Any] = json.loads(read_plain(self.path / _DATASET))
             return found
         return None
@@ -236,7 +236,7 @@ class Predictions:
                 file.readline()
                 found: dict[str, Any] = json.loads(file.readline())
                 return found
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             raise Damaged(number) from None
 
     def read(self, number: int) -> Part:
@@ -250,7 +250,7 @@ class Predictions:
                 digest, line, body = file.readline().rstrip(), file.readline(), file.read()
             head = json.loads(line)
             whole = digest == _digest(line, body) and head["batch"] == number
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             whole = False
         if not whole:
             raise Damaged(number)

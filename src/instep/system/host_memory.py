@@ -341,7 +341,15 @@ class HostMemory:
             head = os.pread(self._file, _LENGTH.size + length, begin)
             found, stamped = self._mapped(slot, head, _decoded(head)), self._stamped(slot)
             return found if stamped and stamped[1] == found.checksum() else None
-        except (struct.error, msgspec.MsgspecError, ValueError, TypeError, AttributeError, OSError):
+        except (
+            struct.error,
+            msgspec.MsgspecError,
+            ValueError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+            OSError,
+        ):
             return None
 
     def _mapped(self, slot: int, head: bytes, layout: Mapping[str, TensorSpec]) -> _Slot:

@@ -86,7 +86,7 @@ def agreed_layout(
     except OSError as error:
         why = "cannot be written or read: " + (error.strerror or str(error))
         raise _unusable(file, why) from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise _unusable(file, "is damaged: it is not what was written there") from error
     if other := sorted(_names(layout) - dict(model.named_modules()).keys()):
         raise _unusable(file, f"is of another model: there is no {other[0]!r} in this one")

@@ -542,7 +542,7 @@ def test_what_arrives_otherwise_than_it_was_sent_is_refused(runs, what):
     _, _, present = worker.compute()
     body, line = worker.pushes.rooms[1].flats, worker.line(1)
     if what == "changed":
-        line._socket = Flips(line._socket)
+        line._wire = Flips(line._wire)
     elif what == "long":
         body = [*body, torch.zeros(1, dtype=torch.uint8)]
     else:

@@ -140,7 +140,7 @@ def _state(run: Path, names: list[str]) -> dict[str, tuple[int, int]]:
             found = msgspec.json.decode(file.read(), type=dict[str, tuple[int, int]])
         for name in names:
             _check_place(run, *found.get(name, (0, 0)))
-    except (OSError, ValueError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError, msgspec.MsgspecError, RecursionError) as error:
         print(f"{path} cannot be read: {error}. All points are written again.", file=sys.stderr)
         return {}
     return found

@@ -26,6 +26,7 @@ from instep.words import (
     next_lines,
     of_what,
     plural,
+    printable,
     short_number,
     start_in_words,
 )
@@ -38,7 +39,8 @@ def closing_lines(summary: dict[str, Any], folder: RunFolder) -> list[str]:
 
 def show_ending(summary: dict[str, Any], path: Path) -> None:
     """Print them where progress was printed: what a program prints itself stays apart."""
-    print(*closing_lines(summary, RunFolder(path)), sep="\n", file=sys.stderr, flush=True)
+    lines = [printable(line) for line in closing_lines(summary, RunFolder(path))]
+    print(*lines, sep="\n", file=sys.stderr, flush=True)
 
 
 def _lines(summary: dict[str, Any], folder: RunFolder) -> Iterator[str]:
