@@ -1,5 +1,8 @@
-"""Prints what a command has to say. Runs, jobs and messages are not always ours: their control
-characters could move a terminal's cursor, change its title or hide lines, and are left out."""
+"""Prints what a command has to say.
+
+Runs, jobs and messages are not always ours: their control characters could move a terminal's
+cursor, change its title or hide lines, and are left out.
+"""
 
 from __future__ import annotations
 
