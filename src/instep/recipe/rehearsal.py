@@ -6,11 +6,10 @@ epoch of training. Workers and steps are not known here.
 
 from __future__ import annotations
 
-import copy
-
 from instep.data.loader import Loader, Read, Slice
 from instep.data.reading.generators import preserved
 from instep.errors import RecipeError
+from instep.parallel.copies import copied
 from instep.recipe.forward import Forward, Measured
 from instep.recipe.metrics import WholeMetrics
 
@@ -43,7 +42,7 @@ def try_validation(forward: Forward, loader: Loader, samples: int) -> Measured |
     if not read.size:
         return None
     try:
-        model = copy.deepcopy(forward.model)
+        model = copied(forward.model)
     except Exception:  # the module cannot be copied: the first validation will show it
         return None
     with preserved(), forward.on(model.eval(), forward.precision):

@@ -358,3 +358,21 @@ def test_a_plan_goes_through_json_to_other_processes(name):
     again = msgspec.json.decode(msgspec.json.encode(plan), type=Plan)
     assert again == plan
     assert str(again) == str(plan)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("norm", [None, nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_a_weight_that_a_hook_computes_stays_whole_and_a_loss_may_differentiate_by_inputs(norm):
+    layers = (nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+    model = nn.Sequential(*layers, nn.Linear(8, 1))
+    if norm is not None:
+        norm(model[4])
+
+    def loss(model, x):
+        x = x.clone().requires_grad_()
+        outputs = model(x)
+        (slope,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
+        return (slope + outputs).square().mean()
+
+    cuts = find_plan(model, loss, torch.rand(6, 1), 2).cuts
+    assert norm is None or "4" not in cuts

@@ -119,8 +119,11 @@ class _Check:
             if doing != self._doing or (doing != RUN and number != self._unit.number):
                 raise RecipeError(
                     f"a rank {_DOING[self._doing]} {self._unit.name!r} while rank {rank} of its "
-                    f"replica {_DOING[doing]} {self._units[number].name!r}: with [mesh] shard, "
-                    "a backward pass must begin at the loss that the pass returned, on every rank."
+                    f"replica {_DOING[doing]} {self._units[number].name!r}: with [mesh] shard "
+                    "every rank must run the same blocks in the same order, from the loss that the "
+                    "pass returned. A block that only some samples use, or that is dropped by "
+                    "chance, must run in each pass (multiply what it adds by 0 or 1); or leave "
+                    "[mesh] shard out."
                 )
         if self._doing == SUM:
             used = self._unit.used

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -155,8 +154,7 @@ def called_modules(model: nn.Module, run: Callable[[], Tensor]) -> set[str]:
         for name, module in model.named_modules(remove_duplicate=False)
     ]
     try:
-        with torch.no_grad():
-            run()
+        run()  # with gradients: the loss may take derivatives by the inputs
     finally:
         for handle in handles:
             handle.remove()

@@ -21,9 +21,12 @@ from instep.parallel.tensor.plan import Cut
 def kind_of(module: Any) -> str:
     """`linear`, `embedding`, `conv1d` (of transformers), or empty if it cannot be cut.
 
-    A subclass with another `forward` is none of them.
+    A subclass with another `forward` is none of them, and neither is one whose weight a hook
+    computes, as `torch.nn.utils.weight_norm` has it.
     """
     cls: Any = type(module)
+    if isinstance(module, nn.Module) and module._parameters.get("weight") is None:
+        return ""
     return _kind_of(cls)
 
 

@@ -10,7 +10,6 @@ where zeros would hide errors.
 
 from __future__ import annotations
 
-import copy
 import random
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 from instep.errors import RecipeError, one_line
 from instep.parallel.blocks import repeated_blocks
+from instep.parallel.copies import copied
 from instep.parallel.nested import on_tensors, tensors_in
 from instep.parallel.tensor.alone import Alone, Failed, Record
 from instep.parallel.tensor.apply import install
@@ -75,14 +75,27 @@ class Trial:
             self.run()
         except (RuntimeError, TypeError, ValueError):  # it has float32 tensors of its own
             self._prepare(model, batch, torch.float32)
-        self._whole, _ = self._compute()
+        self._evaluates_with_gradients = False
+        try:
+            self._whole, _ = self._compute()
+        except RuntimeError:  # the loss may take derivatives by the inputs, also in evaluation
+            self._evaluates_with_gradients = True
+            self._whole, _ = self._compute()
         norms = [float(each.norm()) for each in self._whole.grads.values() if each is not None]
         self._largest = max(norms, default=0.0)
         self.called = called_modules(self.model, self.run)
 
     def _prepare(self, model: nn.Module, batch: Any, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.model = _moved(copy.deepcopy(model).to(dtype))
+        try:
+            own = copied(model)
+        except Exception as error:  # a user's module may raise anything
+            raise RecipeError(
+                f"[mesh] tensor = {self.ranks}: the model cannot be copied to try how it can be "
+                f"cut ({type(error).__name__}: {one_line(error)}). Make it such that "
+                "copy.deepcopy(model) works, or use another [mesh]."
+            ) from error
+        self.model = _moved(own.to(dtype))
         self._buffers = [(each, each.clone()) for each in self.model.buffers()]
         self._modes = {module: module.training for module in self.model.modules()}
         self._batch = on_tensors(
@@ -214,7 +227,7 @@ class Trial:
             loss.backward()
             grads = {name: _dense(each.grad) for name, each in parameters.items()}
             self.model.eval()
-            with torch.no_grad(), self._same_start():
+            with torch.set_grad_enabled(self._evaluates_with_gradients), self._same_start():
                 evaluated = float(self._compute_loss(self.model, self._batch))
         finally:
             for module, mode in self._modes.items():

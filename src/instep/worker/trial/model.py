@@ -5,7 +5,6 @@ What is compared is in `sameness.py`.
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.parallel.batch_norm import use_running_statistics
+from instep.parallel.copies import copied
 from instep.parallel.nested import on_tensors
 from instep.recipe.build import set_generators
 from instep.recipe.forward import Forward, Losses, is_narrow, to_device, widened
@@ -55,9 +55,9 @@ class Copied(NamedTuple):
         Functions and their closures are not copied: `TrialModel.reached` detects that.
         """
         try:
-            model, *losses = copy.deepcopy((self.model, *self.losses))
+            model, *losses = copied((self.model, *self.losses), of=self.model)
         except Exception:  # a loss may hold what cannot be copied
-            model, losses = copy.deepcopy(self.model), list(self.losses)
+            model, losses = copied(self.model), list(self.losses)
         if not by_batch:
             use_running_statistics(model)
         return Copied(model.train(), Losses(*losses))
