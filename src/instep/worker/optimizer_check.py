@@ -8,7 +8,6 @@ by `mesh_check.py`.
 
 from __future__ import annotations
 
-import copy
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from torch.optim import Optimizer
 from instep.data.order import key
 from instep.data.reading.generators import preserved
 from instep.errors import InstepError, RecipeError, one_line
+from instep.parallel.copies import copied
 from instep.parallel.gate import NEAR, Box
 from instep.recipe.build import set_generators
 from instep.recipe.combined import parts_of
@@ -87,7 +87,7 @@ class OptimizerCheck:
         self._reference: dict[str, Tensor] | None = None
         if first and needed and small:
             try:
-                own = copy.deepcopy(model)
+                own = copied(model)
                 with _put_back({**dict(model.named_parameters()), **dict(model.named_buffers())}):
                     self._reference, _ = self._moves(own, dict(own.named_parameters()))
             except Exception:  # the user's optimizer may raise anything, and will again
