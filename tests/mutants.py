@@ -35,7 +35,7 @@ CORE = (
 
 RULES = {
     "a weight": (r"\* (?:\w+\.)*(?:weight|scale)\b(?!\()", ""),
-    "a share": (r"/ (?:\w+\.)*(?:total|samples|size|count)\b(?!\()", ""),
+    "a share": (r" //? (?:\w+\.)*(?:total|samples|size|count)\b(?!\()", ""),
     "a key": (r"\bkey\((\w+(?:\.\w+)*), [^()]+\)", r"key(\1)"),
     "an fsync": (r"\bos\.fsync\(.*\)", "pass"),
     "a lock": (r"^(\s*)with self\.\w*lock\w*:", r"\1if True:"),
@@ -73,8 +73,18 @@ def mutants() -> Iterator[Mutant]:
                     continue
                 for rule, (pattern, becomes) in RULES.items():
                     after = re.sub(pattern, becomes, line, count=1)
-                    if after != line:
+                    if after != line and _compiles(text, number, after):
                         yield Mutant(rule, file.relative_to(ROOT), number, line, after)
+
+
+def _compiles(text: str, number: int, after: str) -> bool:
+    lines = text.splitlines()
+    lines[number - 1] = after
+    try:
+        ast.parse("\n".join(lines))
+    except SyntaxError:
+        return False
+    return True
 
 
 def draw(dice: random.Random, count: int) -> list[Mutant]:
