@@ -74,3 +74,13 @@ def parts_of(optimizer: Optimizer) -> list[Optimizer]:
     if not isinstance(optimizer, CombinedOptimizer):
         return [optimizer]
     return [each for each, groups in optimizer.parts() if any(g["params"] for g in groups)]
+
+
+def name_of_part(optimizer: Optimizer, group: int) -> str:
+    """What begins the names of values for no parameter that are of a group's optimizer."""
+    if isinstance(optimizer, CombinedOptimizer):
+        for number, (_, groups) in enumerate(optimizer.parts()):
+            group -= len(groups)
+            if group < 0:
+                return f"{number}."
+    return ""

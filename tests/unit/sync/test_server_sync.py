@@ -605,6 +605,11 @@ def test_the_state_of_all_servers_is_that_of_one_optimizer(servers, make):
                 torch.equal(tensor, other) if isinstance(other, torch.Tensor) else tensor == other
             )
             assert same, (name, kept)
+    resumed = update_of(ServedUpdate, list(model.parameters()), make)
+    resumed.optimizer.state.update(found)
+    resumed.hold({Piece(n, 0, p.numel()): p for n, p in enumerate(model.parameters())})
+    steps = {int(each) for name, each in resumed.states().items() if "/beside.steps:int/" in name}
+    assert steps == ({2} if type(resumed.optimizer) is Whole else set())
 
 
 # ---- what is refused

@@ -342,12 +342,25 @@ class Momentum(nn.Module):
         self.words, self.bias = make(), nn.Parameter(torch.zeros(1))
 
 
+class Counting(torch.optim.SGD):
+    """Keeps a number that is of no row."""
+
+    def step(self, closure=None):
+        self.state["k"] = self.state.get("k", 0) + 1
+        super().step()
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "SGD moves other rows"),
         (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1), "SGD"),
         (lambda p: torch.optim.Adam(p), "Adam"),
+        (lambda p: Counting(p, lr=0.1), "Counting keeps 'k' for no parameter"),
+        (
+            lambda p: [torch.optim.SGD(list(p)[:1], lr=0.1), Counting(list(p)[1:], lr=0.1)],
+            "SGD and Counting keeps 'k' for no parameter",
+        ),
     ],
 )
 def test_an_optimizer_that_moves_other_rows_is_refused(make, message):

@@ -92,7 +92,9 @@ class ServedUpdate(Update):
                 "each server has only a part. Leave them out (averages of the weights, as EMA), "
                 "or use all_reduce."
             )
-        served = {p: kept.pop(SERVED) for p, kept in optimizer.state.items() if SERVED in kept}
+        state: dict[Any, Any] = optimizer.state
+        moved = ((of, kept) for of, kept in state.items() if isinstance(of, Tensor))
+        served = {of: kept.pop(SERVED) for of, kept in moved if SERVED in kept}
         if pieces and not self.by_element:
             self._check_apart()
         self.held, whole = dict(pieces), optimizer.state

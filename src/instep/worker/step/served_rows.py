@@ -19,7 +19,9 @@ from torch.optim import Optimizer
 
 from instep.errors import InstepError, RecipeError
 from instep.parallel.embeddings import Table
+from instep.recipe.combined import name_of_part
 from instep.system.causes import sentence
+from instep.worker.step.beside import beside
 from instep.worker.step.served import kept_as, taken
 from instep.worker.step.update import options_of
 
@@ -160,7 +162,20 @@ class RowUpdate:
         )
         with self._only(table, own, kept):
             self._optimizer.step()
+            self._check_beside(table)
             return dict(self._optimizer.state[own])
+
+    def _check_beside(self, table: int) -> None:
+        optimizer = self._optimizer
+        begin = name_of_part(optimizer, self._groups[table])
+        for name in beside(optimizer.state):
+            if name.startswith(begin):
+                raise RecipeError(
+                    f"the optimizer {type(optimizer).__name__} keeps "
+                    f"{name.removeprefix(begin)!r} for no parameter in its state, and the rows of "
+                    f"the embedding {self._tables[table].name!r} move by themselves on servers. "
+                    f"{_REMEDY}"
+                )
 
     @contextmanager
     def _only(self, table: int, own: nn.Parameter, kept: dict[str, Any]) -> Iterator[None]:
