@@ -49,15 +49,20 @@ def read(reads):
 
 
 @pytest.mark.parametrize("processes", [0, 1, 2])
-def test_what_a_loop_says_to_its_dataset_reaches_every_reader(processes):
+@pytest.mark.parametrize("calls", ["set_epoch", "attributes", "both"])
+def test_what_a_loop_says_to_its_dataset_reaches_every_reader(processes, calls):
     data = Told()
     with closing(loader(Subset(data, range(24)), processes)) as it:
         reads = it.read(epochs())
         assert read(reads) == [[-1, 0, 0]]
         for epoch in range(1, 4):
-            data.set_epoch(epoch)
-            data.level, data.transform.strength = 10 * epoch, epoch
-            assert [read(reads) for _ in range(3)] == [[[epoch, 10 * epoch, epoch]]] * 3
+            told = [-1, 0, 0]
+            if calls != "attributes":
+                data.set_epoch(epoch)
+                told[0] = epoch
+            if calls != "set_epoch":
+                data.level, data.transform.strength = told[1:] = 10 * epoch, epoch
+            assert [read(reads) for _ in range(3)] == [[told]] * 3
 
 
 @pytest.mark.parametrize("processes", [0, 2])

@@ -52,6 +52,7 @@ class Told:
         """Whether `tell` is to be called for each slice."""
         self._epoch: int | None = None
         self._said: dict[tuple[int, str], Any] = {}
+        self._known: dict[tuple[int, str], Any] = {}  # of `_said`, at the last `look`
         self._applied: dict[tuple[int, str], Any] = {}
         self._seen = [_snapshot(each) for each in self._objects]
         _LISTENING.add(self)
@@ -79,14 +80,17 @@ class Told:
         Raises:
             DataError: what was set cannot be sent to another process.
         """
-        before = dict(self._said)
+        self._scan()
+        before, self._known = self._known, dict(self._said)
+        return before != self._known
+
+    def _scan(self) -> None:
         for number, each in enumerate(self._objects):
             now, seen = _snapshot(each), self._seen[number]
             for name, token in now.items():
                 if name not in seen or not _same(seen[name], token):
                     self._note(number, name, seen.get(name), token)
             self._seen[number] = now
-        return before != self._said
 
     def _note(self, number: int, name: str, before: Any, token: Any) -> None:
         value = vars(self._objects[number])[name]
@@ -114,7 +118,7 @@ class Told:
         numbers = [n for n, each in enumerate(self._objects) if each is target]
         if not numbers:
             return call()
-        self.look()
+        self._scan()
         result = call()
         self._seen = [_snapshot(each) for each in self._objects]
         for number, name in self._said:  # the call may have set them again
