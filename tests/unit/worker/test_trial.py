@@ -156,3 +156,55 @@ def test_a_layer_that_is_given_parts_of_a_global_batch_is_named(virtual, kind):
     forward = Forward(recipe, model, torch.device("cpu"), "float32")
     trial = try_recipe(forward, loader, job_of(batch=32, parts=8, batch_norm="global"), 64)
     assert trial.verdict.startswith(kind)
+
+
+class Between(nn.Module):
+    """A frozen part in 16 bits before a trained one in float32; may see the whole batch."""
+
+    def __init__(self, dtype, mixes):
+        super().__init__()
+        self.frozen, self.trained = nn.Linear(4, 4).to(dtype), nn.Linear(4, 4)
+        self.frozen.requires_grad_(False)
+        self.dtype, self.mixes = dtype, mixes
+
+    def forward(self, x):
+        x = x + self.trained(self.frozen(x.to(self.dtype)).tanh().float())
+        return x - 0.02 * x.mean(0) if self.mixes else x
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("mixes", "kind"), [(False, "yes"), (True, "no: ")])
+def test_frozen_parts_in_16_bits_are_tried_in_more(dtype, mixes, kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(Between(dtype, mixes), Between(dtype, mixes), nn.Linear(4, 2))
+    values = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+    data = torch.utils.data.TensorDataset(values, values[:, :2])
+    recipe = Recipe(model=model, train=data, optimizer=lambda p: None, loss=nn.MSELoss())
+    loader = Loader(data, seed=7, shuffle=False, processes=0)
+    forward = Forward(recipe, model, torch.device("cpu"), "float32")
+    assert try_recipe(forward, loader, job_of(), 64).verdict.startswith(kind)
+
+
+class Stored(nn.Module):
+    """Frozen weights of 8 bits, computed with in bfloat16, and a trained addition in float32."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.register_buffer("codes", torch.randn(4, 4).mul(3).to(dtype))
+        self.added = nn.Linear(4, 4)
+
+    def forward(self, x):
+        weight = self.codes.to(torch.bfloat16) / 4
+        return functional.linear(x.bfloat16(), weight).type_as(x).tanh() + self.added(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_frozen_weights_of_8_bits_are_tried_in_more(dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(Stored(dtype), Stored(dtype), nn.Linear(4, 2))
+    values = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+    data = torch.utils.data.TensorDataset(values, values[:, :2])
+    recipe = Recipe(model=model, train=data, optimizer=lambda p: None, loss=nn.MSELoss())
+    loader = Loader(data, seed=7, shuffle=False, processes=0)
+    forward = Forward(recipe, model, torch.device("cpu"), "float32")
+    assert try_recipe(forward, loader, job_of(), 64).verdict.startswith("yes")

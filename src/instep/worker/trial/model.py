@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from instep.recipe.forward import Forward, Losses, is_narrow, to_device, widened
 from instep.recipe.rehearsal import called_backward
 from instep.recipe.weights import derive
 from instep.worker.step.buffers import empty, filled, written
+from instep.worker.trial.casts import WideCasts
 from instep.worker.trial.moves import Moves
 
 
@@ -104,6 +106,7 @@ class TrialModel:
         self._empty = empty(model)
         self.committed = {name: kept for name, _, _, _, kept in self._owners}
         self.draws: Callable[[], Any] = nullcontext
+        self._casts: Callable[[], Any] = nullcontext
 
     def move(self) -> None:
         """Move every parameter away from its initial value."""
@@ -135,11 +138,12 @@ class TrialModel:
         """
         on_cpu = all(p.device.type == "cpu" for p in self.parameters.values())
         wide = torch.float64 if on_cpu else torch.float32
-        if any(is_narrow(parameter, wide) for parameter in self.model.parameters()):
+        narrow = any(is_narrow(parameter, wide) for parameter in self.model.parameters())
+        for casts in (partial(WideCasts, wide), nullcontext) if narrow else ():
             copied = self._original.again()  # passes may have changed the other one
             copied.widen(wide)
             other = TrialModel(self.forward, copied, self._original, self._seed, wide)
-            other.draws = self.draws
+            other.draws, other._casts = self.draws, casts
             other.move()
             if (result := self._tried(other, copied, batch, samples, most_s)) is not _FAILED:
                 self.forward.model, self.forward.losses = copied
@@ -162,7 +166,7 @@ class TrialModel:
         """One pass from the initial buffers; None if no sample of the batch counts."""
         self._reset()
         set_generators(self._seed)
-        with self.draws():
+        with self.draws(), self._casts():
             found = self.forward.loss(self._fit(batch), samples)
             if any(parameter.grad is not None for parameter in self.model.parameters()):
                 raise called_backward()
@@ -191,7 +195,7 @@ class TrialModel:
         """The forward pass alone, from the initial buffers."""
         self._reset()
         set_generators(self._seed)
-        with self.draws():
+        with self.draws(), self._casts():
             self.forward.loss(self._fit(batch), samples)
 
     def reached(self) -> bool:
@@ -229,7 +233,7 @@ class TrialModel:
             assert compute_loss is not None
             self._reset()
             set_generators(self._seed)
-            with self.draws(), self.forward.autocast():
+            with self.draws(), self._casts(), self.forward.autocast():
                 given = to_device(self._fit(batch), self.forward.device)
                 found = derive(self.model, compute_loss, given)
             if found is not None:

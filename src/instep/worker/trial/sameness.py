@@ -50,6 +50,8 @@ _NEAR_IN_SHORT = (1e-1, 1e-2)
 """Two gradients are the same if they differ by less than this share of the parameter's own, or of
 the whole gradient. Many models compute parts in float32 in any case."""
 
+_SHORT = torch.bfloat16, torch.float16
+
 _LEAST, _EFFORT, _READS = 2, 6e8, 1024
 """Spots that are tried in any case. More are tried while the work (parameters times numbers in a
 batch, the same on every machine) stays below the second in all, and the samples that are read
@@ -218,7 +220,15 @@ def _first_line(error: Exception) -> str:
 
 
 def _nearness(model: TrialModel) -> tuple[float, float]:
-    return max(_NEAR.get(p.dtype, _NEAR_IN_SHORT) for p in model.parameters.values())
+    """Of the coarsest type that takes part: gradients pass through frozen parts and buffers too.
+
+    Types of 8 bits only store: what is computed with their values has the type of another tensor.
+    """
+    module = model.model
+    frozen = [p for p in module.parameters() if not p.requires_grad]
+    kept = [t.dtype for t in (*frozen, *module.buffers()) if t.dtype in _SHORT]
+    trained = [p.dtype for p in model.parameters.values()]
+    return max(_NEAR.get(dtype, _NEAR_IN_SHORT) for dtype in trained + kept)
 
 
 def mean_of(forward: Forward, batches: Iterable[Any], *, seed: int) -> str:
