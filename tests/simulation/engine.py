@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any
 
+from instep.comm.callers import Unproven
 from instep.comm.channel import Address
 from instep.errors import PeerError
 
@@ -403,7 +404,7 @@ class Hub:
         if not peer.gone:
             peer.end.down.put(message)
 
-    untrusted = 0
+    untrusted = Unproven[Any](0)
     """Strangers are not told of here."""
 
     def late(self, seconds: float) -> list[Peer]:

@@ -180,6 +180,8 @@ class _LocalProcess:
 class _Journal:
     """As `journal.Journal`: a state that is read back went through its bytes."""
 
+    warnings = ()
+
     def __init__(self, world: World) -> None:
         self._world = world
 

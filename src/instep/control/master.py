@@ -542,6 +542,8 @@ class Master:
         except (Outcome, InstepError):
             raise
         except Exception as error:
+            if getattr(message, "again", False):
+                return ""  # the process that sent it first was warned of, and ended
             known = self._connections.get(peer)
             role, number = (known.role, known.number) if known else ("", -1)
             times = self._unusable[role, number] = self._unusable.get((role, number), 0) + 1

@@ -151,7 +151,7 @@ def _in_package(path: Path, places: Sequence[str]) -> ModuleType | None:
         if error.name and f"{package}.".startswith(f"{error.name}."):
             return None  # another package of that name was imported before
         raise
-    if str(path.parent) not in map(str, parent.__path__):
+    if str(path.parent) not in map(str, getattr(parent, "__path__", ())):
         return None
     name = package if path.name == "__init__.py" else f"{package}.{path.stem}"
     module = sys.modules.get(name) or _alone(path, name)
