@@ -13,10 +13,12 @@ import importlib.util
 import io
 import os
 import pickle
+import signal
 import socket
 import struct
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -100,6 +102,9 @@ class Packed:
             ready = b""
         if not ready:
             end.close()
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
             raise DataError("an interpreter for loader processes could not be started")
         return pid, end
 
@@ -144,7 +149,7 @@ def main(arguments: Sequence[str]) -> None:
     serve_forks(end, lambda: pickle.loads(blob), Pages(count, file), parent)
 
 
-def _exactly(end: socket.socket, size: int) -> bytes:
+def _exactly(end: socket.socket, size: int) -> bytearray:
     data = bytearray(size)
     view = memoryview(data)
     while view:
@@ -152,7 +157,7 @@ def _exactly(end: socket.socket, size: int) -> bytes:
         if not taken:
             raise SystemExit(0)  # the other process is gone
         view = view[taken:]
-    return bytes(data)
+    return data
 
 
 if __name__ == "__main__":
