@@ -97,8 +97,7 @@ class Told:
         if _is_simple(value):
             self._said[number, name] = value
         elif before is None or before[0] is None:
-            called = callable(value) and hasattr(value, "__dict__")  # not an open database
-            if called or isinstance(value, (list, tuple, dict, torch.Tensor, np.ndarray)):
+            if _is_setting(value):
                 raise self._cannot_send(number, name)
         elif not isinstance(value, (dict, set)) or before[0] is not value:  # a cache may grow
             raise self._cannot_send(number, name)
@@ -211,6 +210,19 @@ def _is_simple(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return len(value) <= _ITEMS and all(type(item) in _ATOMS for item in value)
     return type(value) in _ATOMS
+
+
+def _is_setting(value: Any) -> bool:
+    """Whether a loop may have set this, rather than a first read: numbers, or what is called.
+
+    An open file or database is none, nor are the entries that a reader has found in it.
+    """
+    if isinstance(value, (list, tuple, dict)):
+        items = value.values() if isinstance(value, dict) else value
+        return any(isinstance(item, _LEAVES) or _is_setting(item) for item in items)
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return True
+    return callable(value) and hasattr(value, "__dict__")
 
 
 def _snapshot(each: Any) -> dict[str, Any]:
