@@ -259,7 +259,10 @@ def test_an_optimizer_that_moves_less_than_it_did_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"it moved 1.weight, and does not now"):
         read(path, other, fewer)
     groups = turn_of(other, lambda p: torch.optim.Adam([{"params": p[:1]}, {"params": p[1:]}]))
-    with pytest.raises(CheckpointError, match=r"number of parameter groups of the optimizer has changed: 2 now, 1 when"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"number of parameter groups of the optimizer has changed: 2 now, 1 when",
+    ):
         read(path, other, groups)
 
 
