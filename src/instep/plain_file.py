@@ -28,6 +28,10 @@ class NotPlain(OSError):
     """Not a regular file, but a directory, a named pipe, a socket or a device."""
 
 
+class Doubtful(OSError):
+    """Somebody else may have written the file."""
+
+
 def plain(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
     """Open a regular file, or a link to one; never blocks.
 
@@ -79,6 +83,29 @@ def read_plain(path: Path) -> bytes:
         OSError: as `plain`.
     """
     with open(path, "rb", opener=plain) as file:
+        return file.read()
+
+
+def read_believed(path: Path) -> bytes:
+    """All bytes of a regular file that nobody else can have written.
+
+    Raises:
+        Doubtful: another user owns it or can write it, or a link is there; `strerror` says which.
+        OSError: as `plain`.
+    """
+    try:
+        descriptor = plain(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise Doubtful(errno.EPERM, "it is a link", os.fspath(path)) from None
+        raise
+    with open(descriptor, "rb") as file:
+        about = os.fstat(descriptor)
+        if about.st_uid != os.geteuid():
+            why = f"it belongs to user {about.st_uid}, and this process to {os.geteuid()}"
+            raise Doubtful(errno.EPERM, why, os.fspath(path))
+        if about.st_mode & 0o022:
+            raise Doubtful(errno.EPERM, "others can write it", os.fspath(path))
         return file.read()
 
 

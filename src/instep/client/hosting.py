@@ -102,6 +102,7 @@ class Host:
         self._note = {"quiet": quiet, "json": True, "about": {**about(job), "started_by": "join"}}
         self._job, self._place, self._start_point = job, place, BEGINNING
         with refusal.announced(place, meeting):
+            meetings.remove_old(runs)
             with contextlib.suppress(OSError):
                 meeting.remove(meetings.ENDPOINT)  # of a former start
             address = meeting.host or host_address(place)
@@ -119,7 +120,7 @@ class Host:
                 self._start_point = start_point
                 Journal(self.folder, Begin(time.time(), start_point)).close()
             if place.size > 1:
-                meetings.write(meeting, self._switchboard.endpoint, self._switchboard.authority)
+                self._say_where()
                 try:
                     self._check_notes()  # again: reading a checkpoint takes time
                 except InstepError:
@@ -137,6 +138,17 @@ class Host:
         self._thread.start()
         if place.size > 1 and self._to_train:
             self._late.start()
+
+    def _say_where(self) -> None:
+        """Let the other processes find the master."""
+        board = self._switchboard
+        try:
+            meetings.write(self._meeting, board.endpoint, board.authority, self.folder.name)
+        except OSError as error:
+            raise RunError(
+                f"{error.filename2 or error.filename}: {error.strerror}, so the processes of this "
+                "start cannot meet there. Remove it, or give rendezvous='HOST:PORT'."
+            ) from None
 
     def _check_notes(self) -> None:
         """Refuse to begin if a process failed before it could connect."""

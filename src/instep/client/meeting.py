@@ -23,7 +23,8 @@ from instep.comm.certificates import Authority, Credentials, Identity
 from instep.comm.channel import Address
 from instep.comm.endpoint import Endpoint
 from instep.errors import RunError
-from instep.plain_file import PRIVATE, read_plain, replace_plain
+from instep.plain_file import PRIVATE, read_believed, replace_plain
+from instep.store.folder import ID, is_running
 from instep.system.processes import started_at
 from instep.units import readable_seconds
 
@@ -33,6 +34,12 @@ SAY_AFTER_S = 10.0
 TIMEOUT_S = 1800.0
 """How long process 0 may take to say where it listens: before a resumed run it reads a
 checkpoint."""
+
+OLD_S = 2 * TIMEOUT_S
+"""A note of that age that names no run is waited for by nobody."""
+
+_FILES = ".meeting-"
+"""How the names of these files in a folder of runs begin."""
 
 ENDPOINT = ""
 """The name of the note that says where the master listens."""
@@ -47,8 +54,10 @@ class Meeting(Protocol):
     """The address that the master is to listen on; None where it follows from the start."""
     pause_s: float
     """Between two looks at the notes."""
-    missing: tuple[str, str]
-    """What process 0 has not done while there is no endpoint, and what to look at."""
+
+    @property
+    def missing(self) -> tuple[str, str]:
+        """What process 0 has not done while there is no endpoint, and what to look at."""
 
     def enter(self) -> None:
         """Wait until notes can be read.
@@ -90,8 +99,19 @@ class MeetingFile:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self.missing = (
-            f"written {file}",
+        self.doubt = ""
+        """Why a note that is here was not taken."""
+
+    @property
+    def missing(self) -> tuple[str, str]:
+        """As `Meeting.missing`."""
+        if self.doubt:
+            return (
+                f"written {self.file} ({self.doubt})",
+                "who can write into the folder of runs; or give rendezvous='HOST:PORT'",
+            )
+        return (
+            f"written {self.file}",
             "whether the folder of runs is shared between the hosts; if it is not, give "
             "rendezvous='HOST:PORT'",
         )
@@ -106,11 +126,17 @@ class MeetingFile:
         return True
 
     def get(self, name: str) -> bytes | None:
-        """As `Meeting.get`."""
+        """As `Meeting.get`: None also where somebody else may have written it."""
+        note, why = None, ""
         try:
-            return read_plain(self._path(name))
+            note = read_believed(self._path(name))
         except FileNotFoundError:
-            return None
+            pass
+        except OSError as error:
+            why = f"what is there is not believed: {error.strerror}"
+        if name == ENDPOINT:
+            self.doubt = why
+        return note
 
     def remove(self, name: str) -> None:
         """As `Meeting.remove`."""
@@ -137,23 +163,47 @@ class _Note(msgspec.Struct):
     """Of the run, PEM with its key: each process makes its own certificate with it."""
     time: float = 0.0
     """Unix seconds at which it was written."""
+    run: str = ""
+    """The name of the run's folder, locked while it is running; empty where none begins."""
 
 
 def meeting_file(runs: Path, place: Placement) -> MeetingFile:
     """Where the processes of one start meet that share a folder of runs."""
-    return MeetingFile(runs / f".meeting-{place.key}.json")
+    return MeetingFile(runs / f"{_FILES}{place.key}.json")
 
 
-def write(meeting: Meeting, endpoint: Endpoint, authority: Authority | None = None) -> None:
+def remove_old(runs: Path) -> None:
+    """Remove what killed starts of this user have left in a folder of runs.
+
+    An endpoint goes once its run has ended, any other note when nobody waits for it any more.
+    """
+    for path in (*runs.glob(f"{_FILES}*"), *runs.glob(f".{_FILES}*")):
+        with suppress(OSError, ValueError, RecursionError, RunError):
+            written = read_believed(path)
+            is_old = path.stat().st_mtime < time.time() - OLD_S
+            with suppress(ValueError, RecursionError):
+                if name := msgspec.json.decode(written, type=_Note).run:
+                    is_old = not ((runs / name / ID).is_file() and is_running(runs / name))
+            if is_old:
+                path.unlink()
+
+
+def write(
+    meeting: Meeting,
+    endpoint: Endpoint,
+    authority: Authority | None = None,
+    run: str = "",
+) -> None:
     """Say where the master listens.
 
     Args:
         meeting: where to.
         endpoint: has the credentials of whoever reads this, if there is no `authority`.
         authority: of the run, for processes that need certificates of their own.
+        run: the name of its folder, if this process has it locked.
     """
     where = endpoint.address
-    note = _Note(where.host, where.port, endpoint.token, time=time.time())
+    note = _Note(where.host, where.port, endpoint.token, time=time.time(), run=run)
     if authority is None:
         note.credentials = endpoint.credentials
     else:
@@ -213,13 +263,13 @@ def find(
         RunError: process 0 said nothing in that time.
     """
     began, said = time.monotonic(), False
-    what, hint = meeting.missing
     while True:
         endpoint = read(meeting, rank)
         if endpoint is not None and endpoint.token not in stale:
             return endpoint
         look()
         waited_s = time.monotonic() - began
+        what, hint = meeting.missing
         if not said and waited_s > SAY_AFTER_S:
             print(f"instep: process 0 has not {what} yet. Look {hint}.", file=sys.stderr)
             said = True

@@ -81,8 +81,10 @@ def call(run: Path) -> Channel:
     """
     folder = RunFolder(run)  # says what is wrong with the path
     try:
-        endpoint = meeting.read(meeting.MeetingFile(folder.path / FILE))
-        if endpoint is None:
+        file = meeting.MeetingFile(folder.path / FILE)
+        if (endpoint := meeting.read(file)) is None:
+            if file.doubt:
+                raise RunError(f"{file.file}: {file.doubt}. Call this as the user of the run.")
             raise not_running(run)
         channel = Channel.connect(endpoint.address, context=endpoint.context)
     except (OSError, PeerError):

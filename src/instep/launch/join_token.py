@@ -8,6 +8,7 @@ key itself. Key and certificate stay beside the token file, and all later connec
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import time
 from contextlib import suppress
@@ -20,7 +21,7 @@ from instep.comm import messages as m
 from instep.comm.certificates import Credentials, new_key, public_key, valid_until
 from instep.comm.channel import Address, Channel
 from instep.errors import JoinError
-from instep.plain_file import PRIVATE, is_private, read_plain, replace_plain
+from instep.plain_file import PRIVATE, is_private, plain, replace_plain
 
 ANSWER_S = 15.0
 """How long to wait for a connection, and for an answer."""
@@ -190,8 +191,8 @@ def read_secret(path: Path) -> str:
         JoinError: it cannot be read, or others can read it.
     """
     try:
-        about = path.stat()
-        text = read_plain(path).decode(errors="replace")
+        with open(path, "rb", opener=plain) as file:
+            about, text = os.fstat(file.fileno()), file.read().decode(errors="replace")
     except OSError as error:
         raise JoinError(
             f"{path} cannot be read: {error.strerror}. Copy it from where it was made."

@@ -1,5 +1,6 @@
 """Where the processes of one start meet: at a file."""
 
+import os
 import socket
 import stat
 import threading
@@ -7,13 +8,15 @@ import time
 
 import pytest
 
-from instep.client import hosting, meeting
+from instep.client import hosting, meeting, running
 from instep.client.meeting import ENDPOINT as NAME
 from instep.client.meeting import MeetingFile, find, write
 from instep.comm import connection
 from instep.comm.channel import Address
 from instep.comm.endpoint import Endpoint
 from instep.errors import PeerError, RunError
+from instep.spec import JobSpec
+from instep.store import folder
 
 ENDPOINT = Endpoint(Address("127.0.0.1", 4567), "a token")
 
@@ -73,6 +76,62 @@ def test_a_damaged_invitation_is_as_good_as_none_until_the_next(tmp_path, text):
         find(MeetingFile(file), timeout_s=0.01)
     write(MeetingFile(file), ENDPOINT)
     assert find(MeetingFile(file)) == ENDPOINT
+
+
+def stranger(monkeypatch, file):
+    other = file.stat().st_uid + 1
+    monkeypatch.setattr("os.geteuid", lambda: other)
+
+
+NOT_BELIEVED = {
+    "belongs to user": stranger,
+    "others can write it": lambda _, file: file.chmod(0o620),
+    "it is a link": lambda _, file: file.symlink_to(file.rename(file.with_name("elsewhere"))),
+    "a named pipe": lambda _, file: (file.unlink(), os.mkfifo(file)),
+}
+
+
+@pytest.mark.parametrize("why", NOT_BELIEVED)
+def test_an_invitation_that_somebody_else_may_have_written_is_not_believed(
+    tmp_path, monkeypatch, why
+):
+    at = MeetingFile(tmp_path / "endpoint.json")
+    write(at, ENDPOINT)
+    NOT_BELIEVED[why](monkeypatch, at.file)
+    with pytest.raises(RunError, match=f"has not written .* not believed: .*{why}"):
+        find(at, timeout_s=0.01)
+    run = folder.make_run_folder(tmp_path, JobSpec(recipe="a.py:f"), named=False)
+    at.file.rename(run / at.file.name)
+    with pytest.raises(RunError, match=f"not believed: .*{why}.*as the user of the run"):
+        running.call(run)
+
+
+def test_what_killed_starts_have_left_goes_with_the_next_start(tmp_path):
+    def left(name, run="", *, old=False, text=None):
+        file = tmp_path / name
+        write(MeetingFile(file), ENDPOINT, run=run)
+        if text:
+            file.write_text(text)
+        if old:
+            os.utime(file, (0, 0))
+        return file
+
+    for name in ("living", "ended"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / folder.ID).touch()
+    stays = [
+        left(".meeting-a.json", "living", old=True),
+        left(".meeting-b.json"),
+        left(".meeting-b.json.0-to-1", text="{}"),
+        left("endpoint.json", old=True),
+    ]
+    left(".meeting-c.json", "ended")
+    left(".meeting-d.json", "removed")
+    left(".meeting-e.json.0-to-1", text="{}", old=True)
+    left("..meeting-f.json.123", text="{", old=True)
+    with folder.held(tmp_path / "living"):
+        meeting.remove_old(tmp_path)
+    assert sorted(path for path in tmp_path.iterdir() if path.is_file()) == sorted(stays)
 
 
 @pytest.fixture
