@@ -122,19 +122,18 @@ def _write_model(
     model: Path, target: Path, folder: RunFolder, adapter: bool, hugging_face: bool
 ) -> int:
     """Write a model of a run: copied; or of LoRA, merged or the adapter alone. Returns its size."""
-    import tempfile
-
     from instep.state.export import copy_model, copy_own
+    from instep.system.temporary import temporary_folder
 
     lora, of_checkpoint = folder.spec.lora, model.parent != folder.path
     if lora.modules:
         from instep.state.adapter import write_adapter, write_merged
         from instep.state.manifest import AVERAGE, file_name
 
-        with tempfile.TemporaryDirectory(dir=target.parent) as place:
+        with temporary_folder(".instep-export-", target.parent) as place:
             average = model.with_name(file_name(AVERAGE)).is_file()
             if of_checkpoint and (average or not model.is_file()):  # a mesh has written parts
-                whole = Path(place) / model.name
+                whole = place / model.name
                 copy_model(model.parent, whole)
                 model = whole
             if adapter:

@@ -7,10 +7,9 @@ Ways in: `folder_for_runs`, `run_quietly`.
 from __future__ import annotations
 
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from instep.events import LEDGER, read_records
 from instep.spec import JobSpec
 from instep.store.run_folder import RunFolder
 from instep.system.processes import interrupt, on_signals
+from instep.system.temporary import temporary_folder
 
 SAID_S = 2.0
 """Seconds between two lines of progress."""
@@ -71,7 +71,8 @@ def _without_folder(text: str, runs: Path) -> str:
 
 @contextmanager
 def folder_for_runs(prefix: str) -> Iterator[Path]:
-    """A folder that is deleted afterwards, even if a signal ends the command at any moment.
+    """A folder that is deleted afterwards, even if a signal ends the command at any moment; what a
+    killed command has left goes with it.
 
     Args:
         prefix: its name begins so.
@@ -80,13 +81,13 @@ def folder_for_runs(prefix: str) -> Iterator[Path]:
         KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP came in the context.
     """
 
-    with on_signals(interrupt):
-        folder = tempfile.TemporaryDirectory(prefix=prefix)
+    with on_signals(interrupt), ExitStack() as stack:
+        folder = stack.enter_context(temporary_folder(prefix))
         try:
-            yield Path(folder.name).resolve()
+            yield folder
         finally:
             with on_signals(signal.SIG_IGN):  # a second Ctrl-C would leave half of it
-                folder.cleanup()
+                stack.close()
 
 
 class Progress:
