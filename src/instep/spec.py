@@ -539,8 +539,8 @@ class StartSpec(Section, frozen=True, kw_only=True):
     """The model that a run starts from, what stays frozen, and learning rates by pattern."""
 
     model: str = ""
-    """Safetensors file to load, or the folder of a run or checkpoint that has one. Relative to the
-    job file; empty: start with the model as the recipe builds it."""
+    """Safetensors file to load, or the index of several; or the folder of a run, a checkpoint or a
+    Hugging Face model. Relative to the job file; empty: the model as the recipe builds it."""
 
     partial: bool = False
     """Load the tensors that match in name and shape, and report the others; false: all must

@@ -61,7 +61,10 @@ def absolute(job: JobSpec, folder: Path) -> JobSpec:
     job = with_recipe_in(job, folder)
     start = job.start
     if start.model:
-        start = msgspec.structs.replace(start, model=_absolute(start.model, folder))
+        path = Path(_absolute(start.model, folder))
+        if start.model.endswith(".json"):  # an index, which may be a link: its files are beside it
+            path = Path(_absolute(str(Path(start.model).parent), folder)) / Path(start.model).name
+        start = msgspec.structs.replace(start, model=str(path))
     cluster = job.cluster
     if cluster.workers:
         certificates = _absolute(cluster.certificates, folder)

@@ -10,7 +10,7 @@ from instep.errors import RunError, SpecError
 from instep.events import read_events
 from instep.spec_file import MOST_DEPTH, read_table
 from instep.state.hugging_face import kept_config
-from instep.state.model_file import check_header
+from instep.state.model_file import open_tensors
 from made_up_runs import failure, make_run, write_events
 
 STRANGE = "\x1b]0;title\x07\x1b[2J\x9b31m\r\u202e\ud800\x7f"
@@ -111,7 +111,7 @@ def test_what_is_too_deep_for_a_library_is_one_sentence_too(tmp_path, monkeypatc
         kept_config(path)
     monkeypatch.setattr("msgspec.json.decode", too_deep)
     with pytest.raises(Exception, match=r"model\.safetensors") as refused:
-        check_header(path / "model.safetensors")
+        open_tensors(path / "model.safetensors")
     assert not isinstance(refused.value, RecursionError)
 
 

@@ -25,7 +25,7 @@ from instep.recipe.given import given
 from instep.recipe.start_file import start_file
 from instep.report.loggers.base import check_loggers
 from instep.spec import OF_AXIS, ROUND_OPTIONS, SHARED, JobSpec, MeshSpec, SyncSpec
-from instep.state.model_file import check_hash
+from instep.state.sharded import check_hashes
 from instep.sync import LEASED, ROUNDS, SERVERS, STRATEGIES, clashes, defaults_of
 from instep.system.environment import ASKED, INSIDE
 
@@ -71,7 +71,7 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
         open_switchboard(job).close()
     model = None if resumed else start_file(job.start)
     if model is not None:
-        check_hash(model)
+        check_hashes(model)
 
 
 def _check_arguments(job: JobSpec) -> None:

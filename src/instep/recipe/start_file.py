@@ -11,16 +11,15 @@ from pathlib import Path
 from instep.errors import SpecError, near_miss
 from instep.spec import StartSpec
 from instep.state.manifest import FOLDER, read_manifest
-from instep.state.model_file import check_header
+from instep.state.sharded import INDEX, MODEL, model_in, open_model
 from instep.store.folder import ID
 from instep.words import command
 
-IN_A_FOLDER = "model.safetensors"
-"""Name of the model's file in the folder of a run, and in that of a checkpoint."""
-
 
 def start_file(start: StartSpec) -> Path | None:
-    """The safetensors file of `start.model`, with its header checked; None if the job names none.
+    """The safetensors file of `start.model`, or the index of several, with headers checked.
+
+    None if the job names none.
 
     Raises:
         SpecError: there is no such file, or the folder has no model in it.
@@ -31,12 +30,7 @@ def start_file(start: StartSpec) -> Path | None:
         return None
     path = Path(start.model)
     if path.is_dir():
-        if (path / f"{IN_A_FOLDER}.index.json").is_file():
-            raise SpecError(
-                f"start.model = {start.model!r}: this folder has its model in several files. Save "
-                "it as one: model.save_pretrained(folder, max_shard_size='1TB')."
-            )
-        if not (path / IN_A_FOLDER).is_file():
+        if not (model := model_in(path)).is_file():
             if any(path.glob("part-*.safetensors")):
                 step = path.name.removeprefix("step-").lstrip("0")
                 again = command(
@@ -49,7 +43,7 @@ def start_file(start: StartSpec) -> Path | None:
             if convert := _how_to_convert(path):
                 raise SpecError(f"start.model = {start.model!r}: {convert}")
             raise SpecError(
-                f"start.model = {start.model!r}: this folder holds no {IN_A_FOLDER}. "
+                f"start.model = {start.model!r}: this folder holds no {MODEL}. "
                 "Give the folder of a run that has ended, or a safetensors file."
             )
         if all((path / name).is_file() for name in ("job.toml", ID)):
@@ -58,13 +52,13 @@ def start_file(start: StartSpec) -> Path | None:
             check_format(path)
         elif FOLDER.fullmatch(path.name):
             read_manifest(path)
-        path = path / IN_A_FOLDER
+        path = model
     if not path.exists():
         beside = [each.name for each in path.parent.glob("*.safetensors")]
         near = near_miss(path.name, beside) if beside else "It is relative to the job file."
         raise SpecError(f"start.model = {start.model!r}: there is no such file. {near}")
-    check_header(path)
-    return path
+    with open_model(path):
+        return path
 
 
 def _how_to_convert(folder: Path) -> str:
@@ -72,11 +66,8 @@ def _how_to_convert(folder: Path) -> str:
 
     None of them is read here: their metadata or their tensors are pickles, which may hold code.
     """
-    if any(folder.glob("*.index.json")) and any(folder.glob("*.safetensors")):
-        return (
-            "this folder has its model in several files under a name of its own. Save it as one: "
-            "model.save_pretrained(folder, max_shard_size='1TB')."
-        )
+    if own := sorted(each.name for each in folder.glob(f"*.safetensors{INDEX}")):
+        return f"this folder has its model under a name of its own. Give {own[0]} in it."
     if (folder / ".metadata").is_file() or any(folder.glob("*.distcp")):
         return (
             "this folder is a checkpoint of torch.distributed.checkpoint, whose metadata is a "

@@ -24,6 +24,7 @@ from instep.recipe.start_file import start_file
 from instep.spec import LoraSpec, StartSpec
 from instep.state.adapter import adapted_layers
 from instep.state.load import Fit, fit_model
+from instep.state.sharded import files_of
 
 
 @dataclass(frozen=True)
@@ -33,17 +34,21 @@ class Loaded:
     fit: Fit
 
     def fields(self) -> dict[str, Any]:
-        """The fields of the event `model_loaded`; reads the file, for its hash."""
+        """The fields of the event `model_loaded`; reads the file, for its hash. That of several is
+        the hash of theirs, the index first."""
         path, report, *_ = self.fit
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digests = list[str]()
+        for each in files_of(path):
+            with each.open("rb") as file:
+                digests.append(hashlib.file_digest(file, "sha256").hexdigest())
+        several = hashlib.sha256("".join(digests).encode()).hexdigest()
         return {
             "path": str(path),
             "matched": len(report.matched),
             "missing": list(report.missing),
             "unexpected": list(report.unexpected),
             "wrong": report.wrong,
-            "sha256": digest,
+            "sha256": several if len(digests) > 1 else digests[0],
             "text": str(report),
         }
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from instep.errors import SpecError
 from instep.spec import LoraSpec
 from instep.state.load import FACTS, OpenFile
-from instep.state.model_file import check_hash, open_tensors
+from instep.state.model_file import check_hash
+from instep.state.sharded import open_model
 from instep.state.whole import save_whole
 
 FACTORS = (".lora_A", ".lora_B")
@@ -34,12 +35,12 @@ _PREFIX = "base_model.model."  # peft's, before every name
 
 
 def adapted_layers(path: Path) -> list[str]:
-    """The layers of which a safetensors file has adapters; its header alone is read.
+    """The layers of which a model has adapters; headers of its files alone are read.
 
     Raises:
         CheckpointError: it is no safetensors file.
     """
-    with open_tensors(path) as file:
+    with open_model(path) as file:
         names = set(file.entries)
     layers = (name.removesuffix(FACTORS[0]) for name in names if name.endswith(FACTORS[0]))
     return sorted(layer for layer in layers if layer + FACTORS[1] in names)

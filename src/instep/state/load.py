@@ -21,8 +21,9 @@ from instep.errors import CheckpointError
 from instep.state.boxes import Box, box_of, local, whole
 from instep.state.intact import check
 from instep.state.manifest import SUFFIX, is_table
-from instep.state.model_file import HASH_KEY, check_hash, open_tensors
+from instep.state.model_file import HASH_KEY
 from instep.state.scaled import Scale, refuse_undecoded, scales_of
+from instep.state.sharded import check_hashes, model_in, open_model
 from instep.state.snapshot import TYPES, Snapshot, model_tensors, model_ties, raw_bytes
 
 FACTS = ("format", "step", "job", "parameters_sha256", HASH_KEY)
@@ -92,12 +93,14 @@ class LoadReport:
 
 
 def load_model(path: Path | str, model: nn.Module, strict: bool = True) -> LoadReport:
-    """Copy the tensors of any safetensors file into a model, for fine-tuning.
+    """Copy the tensors of a safetensors file, or of several with an index, into a model.
 
     Types of floating point convert into one another. The file needs only one name of a tied
     weight. Where the model's parameters are DTensors, a rank reads its parts of them.
 
     Args:
+        path: the file, the index (`model.safetensors.index.json`), or a folder with either.
+        model: to copy into.
         strict: every name must match; else those that do are loaded.
 
     Raises:
@@ -136,7 +139,7 @@ def fit_model(path: Path | str, model: nn.Module, strict: bool = True) -> Fit:
     """Compare a safetensors file with a model, as for `load_model`; the model is left as it is.
 
     Args:
-        path: the file.
+        path: as for `load_model`.
         model: its tensors may be on the meta device.
         strict: every name must match.
 
@@ -144,7 +147,8 @@ def fit_model(path: Path | str, model: nn.Module, strict: bool = True) -> Fit:
         CheckpointError: as `load_model`.
     """
     path, targets = Path(path), model_tensors(model, empty=True)
-    check_hash(path)
+    path = model_in(path) if path.is_dir() else path
+    check_hashes(path)
     with OpenFile(path, facts=FACTS) as file:
         scales = file.scales_of(targets)
         file.decode(scales)
@@ -221,7 +225,7 @@ def _broken_ties(
 
 
 class OpenFile:
-    """A safetensors file held open: its own names, and those tied to them.
+    """A safetensors file, or those of an index, held open: own names, and those tied to them.
 
     An entry of its metadata that maps an unknown name to a tensor's name is a
     tie, as `safetensors.torch.save_model` writes it.
@@ -232,7 +236,7 @@ class OpenFile:
     """
 
     def __init__(self, path: Path, facts: Container[str] = ()) -> None:
-        self._file = open_tensors(path)
+        self._file = open_model(path)
         self._path, self.names = path, dict.fromkeys(self._file.entries)
         self._scales: dict[str, Scale] = {}
         self.tied = {

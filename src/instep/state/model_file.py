@@ -7,7 +7,7 @@ only its structure is checked then. Nothing is ever unpickled, and nothing here 
 
 Files are read piece by piece and never mapped: limits on a process's memory count a mapping of the
 whole file, however little of it is wanted.
-Way in: `check_header` for the structure, `check_hash` for every byte, `open_tensors` to read.
+Way in: `check_hash` for every byte, `open_tensors` to read, which checks the structure.
 """
 
 from __future__ import annotations
@@ -188,16 +188,6 @@ def _header(file: BufferedReader) -> tuple[dict[str, Entry], dict[str, str]]:
         )
         for name, row in rows.items()
     }, metadata
-
-
-def check_header(path: Path) -> None:
-    """Check in a millisecond whether a file can be a safetensors file.
-
-    Raises:
-        CheckpointError: as `open_tensors`.
-    """
-    with open_tensors(path):
-        pass
 
 
 def check_hash(path: Path, *, required: bool = False, source: Path | None = None) -> bool:

@@ -183,12 +183,6 @@ def test_a_folder_with_a_model_in_it_stands_for_the_model(file):
     assert built({"model": str(file.parent)}, model=Net(3)).loaded.fit.path == file
 
 
-def test_a_model_in_several_files_is_answered_with_how_to_make_it_one(tmp_path):
-    (tmp_path / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(SpecError, match=r"several files\. Save it as one: model\.save_pretrained"):
-        built({"model": str(tmp_path)})
-
-
 @pytest.mark.parametrize(
     ("file", "words"),
     [
@@ -197,6 +191,7 @@ def test_a_model_in_several_files_is_answered_with_how_to_make_it_one(tmp_path):
         ("zero_to_fp32.py", "python zero_to_fp32.py . OUTPUT"),
         ("global_step7/mp_rank_00_model_states.pt", "python zero_to_fp32.py . OUTPUT"),
         ("pytorch_model-00001-of-00002.bin", "safe_serialization=True"),
+        ("other.safetensors.index.json", r"Give other\.safetensors\.index\.json"),
     ],
 )
 def test_a_folder_of_another_program_is_answered_with_how_to_convert_it(tmp_path, file, words):
