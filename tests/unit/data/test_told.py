@@ -3,6 +3,7 @@
 import copy
 import pickle
 from contextlib import closing
+from functools import cached_property
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from instep.data.loader import Loader, Slice
+from instep.data.reading.own_writes import set_by_reading
 from instep.errors import DataError
 
 
@@ -93,6 +95,62 @@ def test_what_cannot_be_sent_is_refused_and_what_the_loop_opened_is_not():
         data.order = np.zeros(3)
         with pytest.raises(DataError, match=r"'order' of Told was set .* ndarray cannot be sent"):
             next(reads)
+
+
+class Shards(Dataset):
+    """Keeps the shard that it read last, and an index and a table that the first read builds."""
+
+    def __init__(self):
+        self.shard, self.at, self.index = {}, -1, None
+
+    def __len__(self):
+        return 240
+
+    @cached_property
+    def table(self):
+        return list(range(1000))
+
+    def of(self, number):
+        if number != self.at:
+            self.shard.clear()
+            self.shard.update((n, torch.tensor([n])) for n in range(10 * number, 10 * number + 10))
+            self.at = number
+        return self.shard
+
+    def __getitem__(self, index):
+        if self.index is None:
+            self.index = list(range(1000))
+        return self.of(self.index[index] // 10)[self.table[index]]
+
+    def use(self, index):
+        self.index = index
+
+
+@pytest.mark.parametrize("processes", [0, 1, 2])
+@pytest.mark.parametrize("built", [False, True])
+def test_what_reading_sets_is_each_processs_own(processes, built):
+    data = Shards()
+    if built:
+        data.use(data.table)
+    train, validate = Subset(data, range(200)), Subset(data, range(200, 240))
+    with (
+        closing(Loader(train, seed=1, shuffle=False, processes=processes)) as one,
+        closing(Loader(validate, seed=1, shuffle=False, processes=0, name="validation")) as other,
+    ):
+        reads = one.read([Slice(0, first, first + 4) for first in range(0, 200, 4)])
+        beside = other.read([Slice(0, first, first + 4) for first in range(0, 40, 4)] * 5)
+        for first in range(0, 200, 4):
+            assert next(reads).batch.flatten().tolist() == [*range(first, first + 4)]
+            at = 200 + first % 40
+            assert next(beside).batch.flatten().tolist() == [*range(at, at + 4)]
+            following = min(first + 4, 199)
+            assert data[following].item() == following  # as a user's loop may
+
+
+def test_what_a_method_sets_that_reading_does_not_call_is_the_loops():
+    kinds = set_by_reading([Subset, Shards])
+    assert kinds == {Subset: frozenset(), Shards: {"at", "index", "table"}}
+    assert set_by_reading([Told])[Told] == frozenset()
 
 
 def test_a_dataset_that_is_listened_to_can_be_copied_and_pickled():

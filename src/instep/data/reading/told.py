@@ -4,7 +4,8 @@ Loader processes have the dataset as it was when they were forked. A loop that c
 `dataset.set_epoch(epoch)`, or sets `dataset.difficulty = 2`, speaks to the object of its own
 process. `Told` notices that before a slice is handed out, and the processes are told the same: a
 call is made again, and numbers and strings are set. What cannot be sent (a new transform) is
-refused by name. So what a loop says holds from the next batch on, wherever samples are read.
+refused by name. What reading itself sets is each process's own (`own_writes.py`). So what a loop
+says holds from the next batch on, wherever samples are read.
 
 A recipe has no loop: its dataset is told each epoch before a sample of it is read, as Accelerate
 does (`tell`).
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakSet
@@ -22,6 +24,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Subset
 
+from instep.data.reading.own_writes import set_by_reading
 from instep.errors import DataError
 
 SET_EPOCH = "set_epoch()"
@@ -69,6 +72,10 @@ class Told:
             for each in told._datasets
         )
 
+    @cached_property
+    def _set_by_reading(self) -> dict[type, frozenset[str]]:
+        return set_by_reading(type(each) for each in self._objects)
+
     @property
     def changes(self) -> list[Change]:
         """All that was said so far, for another process that reads the dataset."""
@@ -88,7 +95,8 @@ class Told:
         for number, each in enumerate(self._objects):
             now, seen = _snapshot(each), self._seen[number]
             for name, token in now.items():
-                if name not in seen or not _same(seen[name], token):
+                changed = name not in seen or not _same(seen[name], token)
+                if changed and name not in self._set_by_reading[type(each)]:
                     self._note(number, name, seen.get(name), token)
             self._seen[number] = now
 
