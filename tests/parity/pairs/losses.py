@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from pair import SAMPLES, Parts, pair, refused, said, samples_of
+from pair import SAMPLES, Parts, honest, pair, refused, said, samples_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -303,9 +303,10 @@ def own_loss_weighed():
     )
 
 
-@pair("a loss of the user's own, weighed by the len of a tuple (wrong)", said("weight"))
+@pair("a loss of the user's own, weighed by the len of a tuple (wrong)", honest("weight"))
 def own_loss_weighed_by_fields():
-    """`len((inputs, target))` is 2: wrong wherever micro-batches are of different sizes."""
+    """`len((inputs, target))` is 2: wrong wherever micro-batches are of different sizes, and right
+    here, where they are not."""
     return Parts(
         model=mlp(outputs=3),
         train=regression(),

@@ -115,6 +115,19 @@ def test_what_no_checkpoint_has_is_named(name):
     assert name != "attribute" or "(InAttribute.k)" in verdict
 
 
+def test_a_hook_of_an_optimizer_may_use_the_model():
+    model = nn.Sequential(nn.Linear(24, 96))
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+
+    def optimizer(parameters):
+        made = torch.optim.AdamW(parameters)
+        made.register_step_post_hook(lambda *_: averaged.update_parameters(model))
+        return made
+
+    assert try_optimizer(maker(optimizer, model=model), YES, "all_reduce") == YES
+    assert int(averaged.n_averaged) == 0
+
+
 def test_a_scheduler_that_loses_its_count_is_named():
     class Halving(torch.optim.lr_scheduler.LRScheduler):
         def __init__(self, optimizer):

@@ -24,7 +24,7 @@ WHOLE = 64
 
 def tried(model, batches, *, dtype=torch.float32, precision="float32", **parts):
     """The trial of a model on pairs of batches, which leaves the model as it was."""
-    model = model.to(dtype)
+    model = model if dtype is None else model.to(dtype)
     recipe = Recipe(model=model, train=[0], optimizer=lambda p: None, **parts)
     spots = [
         Spot((one, other), joined(one, other), (size(one), size(other))) for one, other in batches
@@ -432,6 +432,35 @@ def test_a_batch_keeps_its_kind_and_a_model_its_type_where_it_insists():
     )
     forward = Forward(recipe, recipe.model, CPU, "float32")
     assert try_out(forward, spots, whole=WHOLE, seed=7).verdict == "yes"
+
+
+def test_what_a_hugging_face_loss_is_a_mean_of_weighs_the_first_micro_batch_too():
+    def texts(*counted):
+        ids = torch.arange(8 * len(counted)).view(-1, 8) % 20
+        labels = torch.full_like(ids, -100)
+        for row, tokens in enumerate(counted):
+            labels[row, :tokens] = ids[row, :tokens]
+        return {"input_ids": ids, "labels": labels}
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=8)
+    given = [(texts(8, 2), texts(3, 3)), (texts(2, 2), texts(8, 8))]
+    trial = tried(
+        transformers.GPT2LMHeadModel(config).eval(),
+        given,
+        compute_loss=lambda model, batch: model(**batch).loss,
+    )
+    assert trial.verdict == "yes"
+    assert trial.derived == "next tokens"
+
+
+def test_a_running_average_in_16_bits_is_named():
+    def moving(memory, x):
+        return (memory * 0.9).add(x.mean(0).to(torch.bfloat16), alpha=0.1)
+
+    model = mlp(Remembers(torch.zeros(6, dtype=torch.bfloat16), moving))
+    trial = tried(model, pictures(), dtype=None, loss=nn.MSELoss())
+    assert trial.verdict.startswith("no: the buffer '2.memory' has 16 bits")
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])

@@ -55,6 +55,8 @@ def try_optimizer(maker: Maker, trial: Trial, sync: str) -> Trial:
         name = " and ".join(dict.fromkeys(type(each).__name__ for each in first.optimizers))
         _take(first, maker, range(STEPS))
     except Exception as error:  # of the user's functions
+        if maker.copy_models():  # a hook of theirs may use the model
+            return try_optimizer(maker, trial, sync)
         return _could_not_step(name, error, trial)
     saved = _saved(first, name, sync)
     try:

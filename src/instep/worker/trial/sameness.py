@@ -220,13 +220,12 @@ def _first_line(error: Exception) -> str:
 
 
 def _nearness(model: TrialModel) -> tuple[float, float]:
-    """Of the coarsest type that takes part: gradients pass through frozen parts and buffers too.
+    """Of the coarsest type that takes part: gradients pass through frozen parts too.
 
     Types of 8 bits only store: what is computed with their values has the type of another tensor.
     """
-    module = model.model
-    frozen = [p for p in module.parameters() if not p.requires_grad]
-    kept = [t.dtype for t in (*frozen, *module.buffers()) if t.dtype in _SHORT]
+    frozen = (p.dtype for p in model.model.parameters() if not p.requires_grad)
+    kept = [dtype for dtype in frozen if dtype in _SHORT]
     trained = [p.dtype for p in model.parameters.values()]
     return max(_NEAR.get(dtype, _NEAR_IN_SHORT) for dtype in trained + kept)
 
@@ -273,6 +272,7 @@ class _Comparison:
         self._whole = whole
         self._derived = ""
         self._near, self._floor = _nearness(model)
+        self._short = {n for n, buffer in model.model.named_buffers() if buffer.dtype in _SHORT}
         self.idle = True
         """Whether no parameter got a gradient in any pass."""
         self._differs: list[str] = []
@@ -479,7 +479,7 @@ class _Comparison:
 
         self._derived = self._model.mean_of(batches())
         if self._derived:
-            self._known = True
+            self._known, self._once = True, None  # which was weighed by samples
             self._forward.derive(self._derived)
         return itertools.chain(taken, spots)
 
@@ -632,6 +632,12 @@ class _Comparison:
             if all(torch.equal(each, kept.double()) for each in values):
                 continue
             moved = True
+            if name in self._short:
+                self._differs.append(
+                    f"the buffer {name!r} has 16 bits: the mean over micro-batches, which a run "
+                    "keeps, is rounded otherwise than that of one batch"
+                )
+                continue
             if len(apart) < len(sizes):  # in one of them no sample counts, so it was not run
                 continue
             share = [size / sum(sizes) for size in sizes]

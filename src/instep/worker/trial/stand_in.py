@@ -31,6 +31,9 @@ from instep.spec import StartSpec
 SMALL, _SIDE = 1024, 16
 """Elements up to which a parameter keeps its shape; above, the longest that a dimension is."""
 
+_COPIED = 20_000_000
+"""Parameters up to which a whole model is copied."""
+
 STEADY = frozenset(
     (
         *(optim.ASGD, optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adam, optim.AdamW),
@@ -96,11 +99,23 @@ class Maker:
     ) -> None:
         self._recipe, self._model, self.seed = recipe, model, seed
         self._given = steps, start, begun
+        self._small, self._whole = True, bool(recipe.turns or recipe.parameters)
         self._sparse = {
             f"{prefix}.weight".lstrip(".")
             for prefix, module in model.named_modules()
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
         }
+
+    def copy_models(self) -> bool:
+        """Give the optimizers whole copies of the model from now on, as their hooks may want it.
+
+        Returns:
+            Whether that is new, and the model small enough for it.
+        """
+        new = self._small and sum(p.numel() for p in self._model.parameters()) <= _COPIED
+        if new:
+            self._small, self._whole = False, True
+        return new
 
     def make(self) -> StandIn:
         """One more; equal to the one before.
@@ -110,11 +125,12 @@ class Maker:
         """
         memo: dict[int, Any] = {}
         for number, (name, own) in enumerate(self._model.named_parameters()):
-            memo[id(own)] = _small(own, key(self.seed, number, zlib.crc32(name.encode())))
+            seed = key(self.seed, number, zlib.crc32(name.encode()))
+            memo[id(own)] = _made_up(own, self._shape(own), seed)
         for buffer in self._model.buffers():
-            memo[id(buffer)] = torch.zeros(_shape(buffer), dtype=buffer.dtype)
-        recipe, whole = self._recipe, bool(self._recipe.turns or self._recipe.parameters)
-        model = copy.deepcopy(self._model, memo) if whole else _names_alone(self._model, memo)
+            memo[id(buffer)] = torch.zeros(self._shape(buffer), dtype=buffer.dtype)
+        recipe = self._recipe
+        model = copy.deepcopy(self._model, memo) if self._whole else _names_alone(self._model, memo)
         memo.setdefault(id(self._model), model)
         anew = object.__new__(Recipe)  # its checks are of the user's own
         vars(anew).update(vars(recipe))
@@ -138,7 +154,7 @@ class Maker:
         for name, own in self._model.named_parameters():
             if not own.requires_grad:
                 continue
-            shape, seed = _shape(own), key(self.seed, zlib.crc32(name.encode()), number)
+            shape, seed = self._shape(own), key(self.seed, zlib.crc32(name.encode()), number)
             noise = torch.Generator().manual_seed(seed)
             made = torch.randn(shape, generator=noise, dtype=torch.float64) / 10
             if rank and len(shape) > 1 and min(shape) > rank:
@@ -147,6 +163,12 @@ class Maker:
                 made = (flat[:, :rank] @ by).reshape(shape)
             made = made.to(own.dtype)
             yield name, made.to_sparse(1) if name in self._sparse else made
+
+    def _shape(self, tensor: Tensor) -> tuple[int, ...]:
+        if tensor.numel() <= SMALL or not self._small:
+            return tuple(tensor.shape)
+        longest = _SIDE if tensor.dim() > 1 else _SIDE * _SIDE
+        return tuple(min(size, longest) for size in tensor.shape)
 
 
 def known(built: Built) -> bool:
@@ -177,16 +199,9 @@ def _made(built: Built) -> list[tuple[Optimizer, Any]]:
     return turns or [(built.optimizer, built.scheduler)]
 
 
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    if tensor.numel() <= SMALL:
-        return tuple(tensor.shape)
-    longest = _SIDE if tensor.dim() > 1 else _SIDE * _SIDE
-    return tuple(min(size, longest) for size in tensor.shape)
-
-
-def _small(own: nn.Parameter, seed: int) -> nn.Parameter:
+def _made_up(own: nn.Parameter, shape: tuple[int, ...], seed: int) -> nn.Parameter:
     noise = torch.Generator().manual_seed(seed)
-    values = torch.randn(_shape(own), generator=noise, dtype=torch.float64) / 10
+    values = torch.randn(shape, generator=noise, dtype=torch.float64) / 10
     made = nn.Parameter(values.to(own.dtype), own.requires_grad)
     vars(made).update(vars(own))  # what the user has marked it with
     return made
