@@ -187,6 +187,24 @@ def test_a_link_has_the_rate_that_was_set(network, rate):
     assert (last - first) * 8 / (stop - begin) == pytest.approx(rate, rel=0.1)
 
 
+def test_the_kernel_sends_nothing_of_its_own():
+    """No link has an address of IPv6: it would be announced, and counted as traffic of a host."""
+    with Network(2) as network:
+        for place in (*network.hosts, "switch"):
+            command = [
+                "ip",
+                "-netns",
+                f"{network.name}-{place}",
+                "-6",
+                "-json",
+                "addr",
+                "show",
+                "up",
+            ]
+            said = subprocess.run(command, check=True, capture_output=True).stdout
+            assert {link["ifname"] for link in json.loads(said) if link} <= {"lo"}
+
+
 def test_processes_in_the_hosts_end_with_the_network():
     with Network(2) as network:
         inner = "import os, time; os.fork(); os.write(1, b'%d\\n' % os.getpid()); time.sleep(1000)"

@@ -75,6 +75,16 @@ def behind(gate: Path) -> dict[str, str]:
     return {"PREDICT_GATE": str(gate)}
 
 
+def at(gate: Path, program: Started, workers: int) -> list[int]:
+    """The process ids of the workers, once all have a batch in hand and wait."""
+
+    def waiting() -> list[int]:
+        return sorted(int(file.suffix[1:]) for file in gate.parent.glob(f"{gate.name}.*"))
+
+    program.until(lambda: len(waiting()) == workers, "each worker waits at the gate")
+    return waiting()
+
+
 def read_lines(program: Started, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (program.work / name).read_text().splitlines()]
 
@@ -115,7 +125,7 @@ def test_a_killed_worker_loses_no_prediction_and_changes_none(
 ) -> None:
     program = start(*command(tmp_path, "--workers", 3), environment=behind(gate))
     program.until(lambda: len(parts(program)) == BEFORE, "the first parts are there")
-    os.kill(named(program, "instep-worker")[1], signal.SIGKILL)
+    os.kill(at(gate, program, 3)[1], signal.SIGKILL)
     gate.unlink()
     assert program.end() == 0, program.stderr
     check(program, tmp_path)
@@ -153,7 +163,7 @@ def test_without_predict_the_model_gets_the_inputs_with_labels_or_without(
 def test_a_stopped_process_is_replaced(start: Start, tmp_path: Path, gate: Path, role: str) -> None:
     program = start(*command(tmp_path, "--workers", 2), environment=behind(gate))
     program.until(lambda: len(parts(program)) == BEFORE, "the first parts are there")
-    workers = named(program, "instep-worker")
+    workers = at(gate, program, 2)
     pid = workers[0] if role == "instep-worker" else psutil.Process(workers[0]).ppid()
     os.kill(pid, signal.SIGSTOP)
     program.until(lambda: pid not in [p.pid for p in program.processes()], "it is gone")

@@ -44,7 +44,6 @@ _NAME = re.compile(r"(netlab-(\d+)-(\d+)-(\d+))-(switch|h\d+)")
 _UNITS = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _OFFLOADS = {"TSO": 0x1F, "GSO": 0x24, "GRO": 0x2C}  # linux/ethtool.h, ETHTOOL_STSO and so on
 _SIOCETHTOOL, _CLONE_NEWNET = 0x8946, 0x40000000
-_NO_IPV6 = "addrgenmode none" if Path("/proc/sys/net/ipv6").exists() else ""
 _NEEDS = "Linux with the programs ip and tc, and root (CAP_NET_ADMIN and CAP_SYS_ADMIN)"
 _Result = TypeVar("_Result")
 
@@ -246,7 +245,7 @@ class Network:
         for host in places:
             self._set_up(host)
         ports = [f"port{self._index(host)}" for host in places]
-        _batch(self._at("switch"), [f"link set {p} {_NO_IPV6} up" for p in ports])
+        _batch(self._at("switch"), [line for port in ports for line in _raise(port)])
         self.heal()
 
     def _set_up(self, host: str) -> None:
@@ -254,7 +253,7 @@ class Network:
         link = self._root_link if host == OUTSIDE else "eth0"
         others = [each for each in [*self.hosts, OUTSIDE] if each != host]
         lines = [] if host == OUTSIDE else ["link set lo up"]
-        lines += [f"link set {link} address {self._hardware(host)} {_NO_IPV6} up"]
+        lines += [f"link set {link} address {self._hardware(host)}", *_raise(link)]
         lines += [f"addr add {self.address(host)}/24 dev {link}"]
         for other in others:
             known = f"{self.address(other)} lladdr {self._hardware(other)}"
@@ -279,9 +278,18 @@ class Network:
         )}  # fmt: skip
         new = dict.fromkeys(bridge for _, bridge in wanted if bridge not in there)
         lines = [f"link add {b} type bridge mcast_snooping 0" for b in new]
-        lines += [f"link set {bridge} {_NO_IPV6} up" for bridge in new]
+        lines += [line for bridge in new for line in _raise(bridge)]
         lines += [f"link set {port} master {b}" for port, b in wanted if there[port] != b]
         _batch(at, lines)
+
+
+def _raise(link: str) -> list[str]:
+    """Set a link up without an address of IPv6, so that the kernel sends nothing that is counted.
+
+    In two lines: one line that says both sets the link up first, and the address is there.
+    """
+    has_ipv6 = Path("/proc/sys/net/ipv6").exists()
+    return [*([f"link set {link} addrgenmode none"] if has_ipv6 else []), f"link set {link} up"]
 
 
 def remove(name: str) -> None:

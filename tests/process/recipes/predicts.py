@@ -16,7 +16,8 @@ SAMPLES = 101
 
 
 GATE = "PREDICT_GATE"
-"""A file: while it is there, samples from 40 on have to wait."""
+"""A file: while it is there, samples from 40 on have to wait. Who waits leaves a file with its
+process id beside it."""
 
 
 def recipe(hangs: str = "", shapes: str = "") -> instep.Recipe:
@@ -25,8 +26,8 @@ def recipe(hangs: str = "", shapes: str = "") -> instep.Recipe:
     def predict(model: nn.Module, batch: Any) -> Any:
         (rows,) = batch
         sample = int((inputs()[:, 0] == rows[0, 0]).nonzero())
-        while sample >= 40 and GATE in os.environ and Path(os.environ[GATE]).exists():
-            time.sleep(0.01)
+        if sample >= 40 and GATE in os.environ:
+            wait_at(Path(os.environ[GATE]))
         if hangs and sample == 40 and first(Path(hangs)):
             while True:
                 time.sleep(1.0)
@@ -47,6 +48,14 @@ def recipe(hangs: str = "", shapes: str = "") -> instep.Recipe:
         train=TensorDataset(torch.randn(64, 6), torch.arange(64) % 3),
         predict=predict,
     )
+
+
+def wait_at(gate: Path) -> None:
+    waits = gate.with_suffix(f".{os.getpid()}")
+    while gate.exists():
+        waits.touch()
+        time.sleep(0.01)
+    waits.unlink(missing_ok=True)
 
 
 def model() -> nn.Module:
