@@ -445,6 +445,7 @@ class Master:
         )
         if not same if self._hosted else hello.machine == self._machine and known is None:
             self._watch_process(number, hello.pid, hello.host, far=far)
+        before = self._hellos.get(number, hello).host
         self._hellos[number] = hello
         self._watch.begins(number, now, ready=number in state.ready)
         if number in state.joined:
@@ -453,6 +454,8 @@ class Master:
         role = state.member(number).role
         fields = {"worker": number, "role": role, "pid": hello.pid, "host": hello.host}
         self._recorder.emit("worker_joined", {**fields, "seconds": time.time() - self._started})
+        if before != hello.host:
+            self._recorder.moved(number, before, hello.host)
         self._observe(s.Joined(number))
 
     def _may_come(self, peer: Peer, hello: m.Hello) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from instep.events import LEDGER, STEPS, EventLog, read_records
+from instep.events import LEDGER, STEPS, EventLog, read_events, read_records
 from instep.report.terminal.live import View
 from instep.store.ledger import last_step
 from instep.store.run_folder import RunFolder
@@ -139,6 +139,18 @@ class Recorder:
         self._recent.append(sent)
         self.emit(name, fields)
         return True
+
+    def moved(self, worker: int, before: int, now: int) -> None:
+        """Say what may be missing where a worker's new process is on another host: what its last
+        one had sent, and no master had handled, is in the memory of the former host."""
+        logged = [e for e in read_events(self._run / "events.jsonl") if e["event"] == "logged"]
+        if worker == 0 and logged:  # which logs for all
+            text = (
+                f"worker 0 starts anew on host {now}, without the memory that its last process had "
+                f"on host {before}: if it had logged values after step {logged[-1]['step']}, they "
+                "are lost. No step was lost."
+            )
+            self.emit("warning", {"text": text})
 
     # ---- views
 

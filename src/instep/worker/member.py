@@ -63,8 +63,9 @@ from instep.system.addresses import address_towards
 from instep.system.environment import recipe_here
 from instep.system.host_memory import given
 from instep.system.limits import FLOOR_S
-from instep.system.outbox import Outbox
+from instep.system.outbox import ROOM, Outbox
 from instep.system.processes import FORWARDER, Fork, is_stopped, machine
+from instep.words import plural
 
 if TYPE_CHECKING:
     from instep.comm.forwarder import Forwarder
@@ -169,7 +170,14 @@ class Member:
         """What `remember` of an earlier process was given; empty if there was none."""
         self._connection.lasting = not welcome.complete  # a lost master will be replaced
         if self._connection.lasting and self.role != PREDICTOR and given() >= 0:
-            self._connection.keep_in(Outbox(given()))
+            outbox = Outbox(given())
+            self._connection.keep_in(outbox)
+            if outbox.lost:
+                self.warn(
+                    f"{plural(outbox.lost, 'message')} of worker {number} to the log of the run "
+                    "(what was logged, and records of its steps) were lost with its last process: "
+                    f"more than {ROOM >> 20} MiB of them waited for a master. No step was lost."
+                )
         self.marks: Sequence[Mark] = welcome.marks
         """Samples at which processes have ended; the same for all members of a generation."""
         self.form: Form | None = None

@@ -45,6 +45,23 @@ def test_steps_are_written_and_how_long_they_took_is_given_back(tmp_path, record
     assert (recorder.committed, recorder.in_flight(1), recorder.in_flight(0)) == (5, 6, 0)
 
 
+def test_a_worker_that_starts_anew_on_another_host_is_said_to_have_lost_what_it_logged(
+    tmp_path, recorder
+):
+    def warnings():
+        events = read_events(tmp_path / "events.jsonl")
+        return [e["text"] for e in events if e["event"] == "warning"]
+
+    recorder.moved(0, 1, 2)
+    assert warnings() == [], "nothing is logged in this run"
+    recorder.record_event("logged", {"step": 7, "values": {"x": 1.0}}, again=False)
+    recorder.moved(3, 1, 2)
+    recorder.moved(0, 1, 2)
+    (text,) = warnings()
+    assert "anew on host 2" in text
+    assert "after step 7, they are lost" in text
+
+
 def test_steps_that_a_lost_master_had_written_are_not_written_again(
     tmp_path, recorder, next_recorder
 ):

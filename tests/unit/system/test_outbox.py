@@ -19,7 +19,7 @@ def file():
 
 def test_the_next_process_finds_what_is_not_acknowledged_in_order_at_any_time(file, monkeypatch):
     monkeypatch.setattr(outbox, "ROOM", 400)
-    draw, kept, own = random.Random(3), [], Outbox(file)
+    draw, kept, own, lost = random.Random(3), [], Outbox(file), 0
     for _ in range(3000):
         if kept and draw.random() < 0.52:
             kept.pop(0)
@@ -30,10 +30,15 @@ def test_the_next_process_finds_what_is_not_acknowledged_in_order_at_any_time(fi
             own.put(message)
             assert own._sizes[-1] or before > 200, "there was room"
             kept.append(message if own._sizes[-1] else None)
+        if draw.random() < 0.5:
+            continue
         found = Outbox(file)
         assert found.left == [each for each in kept if each is not None]
-        if draw.random() < 0.01:  # killed; the next one sends again what is there
-            own, kept = found, list(found.left)
+        assert found.lost == kept.count(None)
+        lost += found.lost
+        own, kept = found, list(found.left)  # killed; the next one sends again what is there
+        assert Outbox(file).lost == 0, "it is said once"
+    assert lost > 100
     for _ in kept:
         own.drop()
     assert not any(os.pread(file, STAMPS, 0)), "the memory goes back to the system"
