@@ -24,6 +24,7 @@ from instep.state.manifest import SUFFIX, is_table
 from instep.state.model_file import HASH_KEY
 from instep.state.scaled import Scale, refuse_undecoded, scales_of
 from instep.state.sharded import check_hashes, model_in, open_model
+from instep.state.sized import sized, take_shapes
 from instep.state.snapshot import TYPES, Snapshot, model_tensors, model_ties, raw_bytes
 
 FACTS = ("format", "step", "job", "parameters_sha256", HASH_KEY)
@@ -130,6 +131,8 @@ class Fit(NamedTuple):
         """
         with OpenFile(self.path, facts=FACTS) as file:
             file.decode(self.scales)
+            found = sized(model, self.sources, lambda name: file.like(self.sources[name]))
+            take_shapes(model, found)
             for name, tensor in model_tensors(model).items():
                 if name in self.sources:
                     file.copy(self.sources[name], local(tensor), box_of(tensor, name))
@@ -150,6 +153,7 @@ def fit_model(path: Path | str, model: nn.Module, strict: bool = True) -> Fit:
     path = model_in(path) if path.is_dir() else path
     check_hashes(path)
     with OpenFile(path, facts=FACTS) as file:
+        targets |= sized(model, file.names, file.like)
         scales = file.scales_of(targets)
         file.decode(scales)
         file_names = [n for n in (*file.names, *file.tied) if n not in {*scales.values()}]

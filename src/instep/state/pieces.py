@@ -134,6 +134,10 @@ class Pieces:
         """Of the tensor."""
         return self._found[name][0].dtype
 
+    def like(self, name: str) -> Tensor:
+        """A tensor of the whole's shape and type, without values."""
+        return torch.empty(self.shape(name), dtype=self.dtype(name), device="meta")
+
     def marks(self, name: str) -> set[int]:
         """Of the places where a tensor's values are; two names have one in common if tied."""
         return {id(piece.fetch) for piece in self._found.get(name, ())}

@@ -16,6 +16,7 @@ from instep.errors import CheckpointError
 from instep.state.boxes import cut_of, local
 from instep.state.load import LoadReport, mismatch
 from instep.state.pieces import Pieces
+from instep.state.sized import sized, take_shapes
 from instep.state.snapshot import model_tensors, tied_names
 
 _EXTRA = "_extra_state"
@@ -36,8 +37,10 @@ def restore(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
         CheckpointError: the recipe now builds another model than the one that
             was trained; names some of what differs. The model is unchanged.
     """
-    report = _compare(tensors, model_tensors(model))
+    shapes = sized(model, tensors, tensors.__getitem__)
+    report = _compare(tensors, model_tensors(model) | shapes)
     _refuse(report)
+    take_shapes(model, shapes)
     _load(model, tensors, strict=True)
 
 
@@ -56,15 +59,11 @@ def restore_pieces(pieces: Pieces, model: nn.Module, *, all_names: bool = True) 
         CheckpointError: the recipe now builds another model than the one that was trained, and
             the model is unchanged; or what is needed cannot be read.
     """
-    wanted = model_tensors(model)
+    saved = {name: pieces.like(f"model/{name}") for name in pieces.names("model")}
+    shapes = sized(model, saved, saved.__getitem__)
+    wanted = model_tensors(model) | shapes
     memory: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     memory |= dict(model.named_buffers(remove_duplicate=False))
-    saved = {
-        name: torch.empty(
-            pieces.shape(f"model/{name}"), dtype=pieces.dtype(f"model/{name}"), device="meta"
-        )
-        for name in pieces.names("model")
-    }
     wrong = _mismatches(saved, wanted)
     wrong |= _other_ties(pieces, {name: memory[name] for name in wanted if name in memory})
     report = LoadReport(
@@ -74,6 +73,10 @@ def restore_pieces(pieces: Pieces, model: nn.Module, *, all_names: bool = True) 
         wrong=wrong,
     )
     _refuse(report)
+    if shapes:
+        take_shapes(model, shapes)
+        wanted = model_tensors(model)
+        memory |= dict(model.named_buffers(remove_duplicate=False))
     special = dict[str, Tensor]()
     with torch.no_grad():
         for name, tensor in wanted.items():

@@ -42,6 +42,7 @@ from instep.system.kernels import per_machine
 from instep.worker.replica import Replica
 from instep.worker.step.assignment import Lockstep
 from instep.worker.step.clock import Clock
+from instep.worker.step.kept_buffers import KeptBuffers
 from instep.worker.step.passes import Pass
 from instep.worker.trial.gate import STEP, Gate, in_parts, whole_passes
 from instep.worker.trial.model import Copied
@@ -372,14 +373,9 @@ class _Passes:
 @contextmanager
 def _kept(model: nn.Module) -> Iterator[Callable[[], None]]:
     """Give buffers back what they had: at the end, and whenever the function is called."""
-    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
-
-    @torch.no_grad()
-    def put_back() -> None:
-        for buffer, value in before:
-            buffer.copy_(value)
-
+    before = KeptBuffers(model)
+    before.put_back()
     try:
-        yield put_back
+        yield before.put_back
     finally:
-        put_back()
+        before.put_back()

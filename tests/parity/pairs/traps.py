@@ -480,7 +480,7 @@ def kept_output():
     )
 
 
-@pair("a buffer that was made in the first pass", honest("None|buffer"))
+@pair("a buffer that was made in the first pass", said("as one batch"))
 def buffer_of_first_pass():
     class Late(nn.Module):
         def __init__(self):

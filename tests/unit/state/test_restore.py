@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from instep.errors import CheckpointError
-from instep.state.load import load
-from instep.state.restore import restore
+from instep.state.load import load, load_model
+from instep.state.pieces import open_pieces
+from instep.state.restore import restore, restore_pieces
 from instep.state.save import CheckpointWriter
 from instep.state.snapshot import Snapshot, model_tensors, parameters_sha256
 
@@ -44,10 +45,14 @@ class Net(nn.Module):
 
 def saved(model, folder):
     """The model's tensors, by way of the disk."""
+    return load(checkpoint(model, folder)).tensors["model"]
+
+
+def checkpoint(model, folder):
     writer = CheckpointWriter(folder)
     writer.save(Snapshot(step=1, tensors={"model": model_tensors(model)}, facts={}))
     writer.finish()
-    return load(writer.poll()[0].path).tensors["model"]
+    return writer.poll()[0].path
 
 
 def test_every_tensor_comes_back_to_the_bit_into_the_models_own_memory(tmp_path):
@@ -90,6 +95,37 @@ def test_another_model_is_refused_with_names_and_left_as_it_was(tmp_path, other,
         restore(saved(Net(4), tmp_path), model)
     assert str(caught.value).startswith("the recipe now builds another model than the one that")
     assert parameters_sha256(model) == before
+
+
+class Observer(nn.Module):
+    """Its buffers get their shape in the first pass."""
+
+    def __init__(self, *passed):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2,), float(len(passed))))
+        self.register_buffer("empty", torch.empty(0))
+        self.register_buffer("one", torch.tensor([1.0]))
+        self.register_buffer("none", None)
+        for value in passed:
+            self.empty, self.one, self.none = value, value + 1, value + 2
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda path, model: restore(load(path).tensors["model"], model),
+        lambda path, model: restore_pieces(open_pieces(path, {}).pieces, model),
+        lambda path, model: load_model(path / "model.safetensors", model),
+    ],
+)
+def test_buffers_that_passes_gave_their_shape_come_back_in_a_fresh_model(tmp_path, take):
+    trained, fresh = Observer(torch.rand(3)), Observer()
+    take(checkpoint(trained, tmp_path / "one"), fresh)
+    assert parameters_sha256(fresh) == parameters_sha256(trained)
+    take(checkpoint(Observer(torch.rand(1)), tmp_path / "two"), trained)  # the run goes back
+    assert trained.empty.shape == (1,)
+    with pytest.raises(CheckpointError, match=r"empty \(\[3\] [a-z ]+, \[4\] in the model\)"):
+        take(checkpoint(fresh, tmp_path / "three"), Observer(torch.rand(4)))
 
 
 def test_a_weight_that_was_not_tied_is_not_forced_into_one_that_is(tmp_path):

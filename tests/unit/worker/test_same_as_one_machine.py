@@ -308,18 +308,49 @@ def test_a_batch_in_which_nothing_counts_does_not_disturb_the_trial():
     assert trial.verdict == "yes"
 
 
-def test_a_buffer_that_the_first_pass_makes_is_refused_before_the_first_step():
-    class Late(nn.Module):
+class Late(nn.Module):
+    """Its buffer has no shape before the first pass."""
+
+    def __init__(self, of, empty):
+        super().__init__()
+        self.of = of
+        self.register_buffer("memory", torch.empty(0) if empty else None)
+
+    def forward(self, x):
+        self.memory = self.of(x.detach())
+        return x
+
+
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize(
+    ("of", "verdict"),
+    [
+        (lambda x: x.mean(0), "yes"),
+        (lambda x: x.amax(0), "no: the buffer '2.memory' is no running average"),
+        (lambda x: x[:, 0], None),
+    ],
+)
+def test_a_buffer_that_gets_its_shape_in_the_first_pass_is_compared(of, verdict, empty):
+    model = mlp(Late(of, empty))
+    if verdict is None:
+        with pytest.raises(RecipeError, match=r"'memory' of a Late the shape \[3\] .* \[4\]"):
+            tried(model, pictures(), loss=nn.MSELoss())
+    else:
+        assert tried(model, pictures(), loss=nn.MSELoss()).verdict.startswith(verdict)
+
+
+def test_a_running_minimum_that_begins_at_infinity_is_no_running_average():
+    class Lowest(nn.Module):
         def __init__(self):
             super().__init__()
-            self.register_buffer("mean", None)
+            self.register_buffer("lowest", torch.tensor([torch.inf, -torch.inf]))
 
         def forward(self, x):
-            self.mean = x.detach().mean(0)
+            self.lowest[0] = torch.minimum(self.lowest[0], x.detach().min())
             return x
 
-    with pytest.raises(RecipeError, match="filled the buffer 'mean' of a Late, which was None"):
-        tried(mlp(Late()), pictures(), loss=nn.MSELoss())
+    trial = tried(mlp(Lowest()), pictures(), loss=nn.MSELoss())
+    assert trial.verdict.startswith("no: the buffer '2.lowest' is no running average")
 
 
 def test_statistics_that_lead_to_no_gradient_are_named_with_their_layer():

@@ -272,8 +272,9 @@ class Trial:
     def _same_start(self) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value in self._buffers:
-                if buffer.shape == value.shape:
-                    buffer.copy_(value)
+                if buffer.shape != value.shape:  # the last pass gave it its shape
+                    buffer.data = torch.empty_like(value)
+                buffer.copy_(value)
         others = random.getstate(), np.random.get_state()
         random.seed(_SEED)
         np.random.seed(_SEED)

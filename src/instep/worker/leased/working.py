@@ -46,6 +46,11 @@ from instep.worker.step.leased import LeasedUpdate
 from instep.worker.step.turns import key_of_pass
 from instep.worker.training import Training
 
+_FIXED = (
+    "With sync.name = {!r} a server has room for it from the start: run one batch through the "
+    "model in the recipe."
+)
+
 Told = TypeVar("Told", Grant, Answer)
 
 
@@ -228,6 +233,7 @@ class Working(Training):
         ask.total, ask.weight = float(found.loss.detach()) * found.factor, found.factor
         if ask.weight:
             ask.present = self._pack_gradients(grant.token, unit)
+        self._watched.refuse_reshaped(_FIXED.format(self.job.sync.name))
         now = buffers_of(self.engine.model)
         changes(now, self._held[0].parcel.buffers, self._pushes.rooms[0].buffers)
         self._watched.after_pass(0.0, unit.number)  # each module has its own tensors again

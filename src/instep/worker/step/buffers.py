@@ -9,6 +9,10 @@ travels in a row of its own, and every worker adds the rows in one order.
 Buffers that nothing changes cost nothing. What a hook of the optimizer writes
 (an average of the weights) comes after that mean, and is committed as it is.
 
+A pass may give a buffer its shape: an observer of quantisation begins with empty ones, and a
+module may register one as None. All passes of a step must then give it the same shape, which
+the ranks that ran none of them are told; the step's value is the mean of those that did.
+
 A change is seen by torch's version counter, which costs no look at the values.
 But batch normalisation moves its running statistics without counting (torch
 2.11 to 2.13). So values are compared too: of all buffers after the first pass,
@@ -19,16 +23,34 @@ on taken to move in every pass.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from instep.comm.base import Comm
 from instep.errors import RecipeError
+from instep.state.sized import in_own_memory, resized
+from instep.state.snapshot import TYPES
+
+_DTYPES = tuple(TYPES.values())
+_DIMS = 8
+"""Dimensions that a buffer may have, if passes give it its shape."""
+
+_RESHAPED = float(1 << 20)
+"""What a rank adds to the mark of a buffer that its passes gave another shape; a multiple of it
+is more than the ranks of any group."""
 
 _ROUNDING = 1e-9
 """Weights that miss 1 by less are whole; times an infinite old value, it would not be nothing."""
+
+
+class Layout(NamedTuple):
+    """What a pass made of a buffer, but for its values."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
 
 class Buffers:
@@ -47,28 +69,38 @@ class Buffers:
             (module, name, buffer)
             for module in model.modules()
             for name, buffer in module._buffers.items()
-            if buffer is not None
         ]
-        self._empty = empty(model)
         self._still = [
             (name, p) for name, p in model.named_parameters() if not (p.requires_grad or alone)
         ]
         self._frozen: list[tuple[str, nn.Parameter, int]] = []
-        unique = {id(buffer): (module, name, buffer) for module, name, buffer in owners}
+        unique = {
+            (module, name) if buffer is None else id(buffer): (module, name, buffer)
+            for module, name, buffer in owners
+        }
         self._owners = [(module, name) for module, name, _ in unique.values()]
         self._live = [buffer for _, _, buffer in unique.values()]
-        self._committed = [buffer.detach().clone() for buffer in self._live]
-        self._versions = [buffer._version for buffer in self._live]
+        self._committed = [None if b is None else b.detach().clone() for b in self._live]
+        self._versions = [-1 if b is None else b._version for b in self._live]
         self._proposed: dict[int, dict[int, tuple[float, Tensor]]] = {}  # buffer, row
-        self._agreed: tuple[list[int], Tensor] | None = None  # staged until `apply`
+        self._layouts: dict[int, Layout] = {}
+        """Of the buffers to which the passes of this step gave another shape."""
+        self._agreed: _Agreed | None = None  # staged until `apply`
         self._uncounted: set[int] = set()
         self.moved: set[int] = set()
         """The identity (`id`) of each buffer that a committed step has moved."""
         self._compared = False
+        self._device = next((each.device for each in model.parameters()), torch.device("cpu"))
         self._note_frozen()
 
     def __len__(self) -> int:
         return len(self._live)
+
+    def begin_step(self) -> None:
+        """Passes are about to run, and may give buffers their shape."""
+        for live in self._live:
+            if live is not None:
+                in_own_memory(live)
 
     @torch.no_grad()
     def after_pass(self, weight: float, number: int, *, beside: bool = False) -> bool:
@@ -84,15 +116,14 @@ class Buffers:
         moved = self._moved()
         self._compared = True
         if beside:
-            moved = [
-                i for i in moved if not torch.equal(self._now(i, "batch_loss"), self._committed[i])
-            ]
+            moved = [i for i in moved if self._differs(i)]
         if not weight:
             for index in moved:
                 self._restore(index)
             return False
         for index in moved:
             now = self._now(index, "the forward pass")
+            self._note_layout(index, now)
             rows = self._proposed.setdefault(index, {})
             sum_of_weights, total = rows.get(number % self._rows, (0.0, torch.zeros(())))
             total = total.to(now.device) + weight * now.to(torch.float64)
@@ -104,22 +135,40 @@ class Buffers:
         """What a pass made of the buffers that it moved, by number; before `after_pass`."""
         return {i: self._now(i, "the forward pass").clone() for i in self._moved()}
 
+    def refuse_reshaped(self, why: str) -> None:
+        """Refuse a pass that gave a buffer another shape; before `after_pass`.
+
+        Args:
+            why: it may not, and what to do.
+
+        Raises:
+            RecipeError: names the buffer.
+        """
+        for index in self._moved():
+            now, committed = self._now(index, "the forward pass"), self._committed[index]
+            if committed is None or committed.shape != now.shape:
+                raise self._reshaped(index, now, "the forward pass", f" {why}")
+
     @torch.no_grad()
     def move(self, moved: Mapping[int, Tensor]) -> None:
         """Move them as a pass did, of which `moved_by_pass` told."""
         for index, value in moved.items():
             module, name = self._owners[index]
             buffer = module._buffers[name]
-            assert buffer is not None, name
-            buffer.copy_(value)
+            if buffer is None:
+                module._buffers[name] = value.clone()
+            else:
+                resized(buffer, value.shape).copy_(value)
 
     @torch.no_grad()
     def after_update(self) -> None:
         """What wrote since `apply` was the optimizer or a hook of it, as one that averages the
         weights: alike on every worker, and once in the step. So it is committed as it is."""
         for index in self._moved():
-            now = self._now(index, "a hook of the optimizer")
-            self._committed[index].copy_(now)
+            now, committed = self._now(index, "a hook of the optimizer"), self._committed[index]
+            if committed is None or committed.shape != now.shape:
+                raise self._reshaped(index, now, "a hook of the optimizer")
+            committed.copy_(now)
             self.moved.add(id(self._live[index]))
             self._restore(index)
         self._note_frozen()
@@ -129,17 +178,12 @@ class Buffers:
 
     def _refuse(self) -> None:
         """Refuse what a pass may not do, as workers run different numbers of passes."""
-        for module, name in self._empty:
-            if module._buffers.get(name) is not None:
-                raise filled(module, name)
         for name, parameter, version in self._frozen:
             if parameter._version != version:
                 raise written(name, trained=False)
 
     def _moved(self) -> list[int]:
         """Which buffers the pass has moved, or must be taken to have moved."""
-        if not self._live:
-            return []
         present = [i for i, (m, name) in enumerate(self._owners) if m._buffers[name] is not None]
         counted = {i for i in present if self._counted(i)}
         modules = {id(self._owners[i][0]) for i in counted}
@@ -150,41 +194,76 @@ class Buffers:
 
     def _counted(self, index: int) -> bool:
         module, name = self._owners[index]
-        now = module._buffers[name]
-        return now is not self._live[index] or now._version != self._versions[index]
+        now, live = module._buffers[name], self._live[index]
+        return now is not live or live is None or live._version != self._versions[index]
 
     def _like_statistics(self, index: int) -> bool:
-        return self._live[index].dim() == 1 and self._live[index].is_floating_point()
+        live = self._live[index]
+        return live is not None and live.dim() == 1 and live.is_floating_point()
 
     def _differs(self, index: int) -> bool:
-        return not torch.equal(self._live[index], self._committed[index])
+        module, name = self._owners[index]
+        now, committed = module._buffers[name], self._committed[index]
+        return now is None or committed is None or not torch.equal(now, committed)
 
     def _now(self, index: int, by: str) -> Tensor:
         module, name = self._owners[index]
         now = module._buffers[name]
         assert now is not None
-        if now.shape != self._live[index].shape or now.is_complex():
+        if now.is_complex() or now.dim() > _DIMS or now.dtype not in _DTYPES:
             raise RecipeError(
-                f"{by} changed the buffer {name!r} of a {type(module).__name__} "
-                f"from shape {list(self._live[index].shape)} to {list(now.shape)}: a buffer "
-                "that it writes must keep its shape, and be real."
+                f"{by} wrote {now.dtype} {list(now.shape)} to the buffer {name!r} of a "
+                f"{type(module).__name__}: a buffer that it writes must be real, and of at most "
+                f"{_DIMS} dimensions."
             )
         return now
 
+    def _note_layout(self, index: int, now: Tensor) -> None:
+        """Keep the shape that a pass gave a buffer, if it is another than the committed one.
+
+        Raises:
+            RecipeError: another pass of the step gave it another one.
+        """
+        committed, given = self._committed[index], Layout(now.dtype, tuple(now.shape))
+        known = self._layouts.get(index)
+        if known is None and committed is not None:
+            if committed.shape == now.shape:
+                return
+            if index in self._proposed:
+                known = Layout(committed.dtype, tuple(committed.shape))
+        if known is not None and known.shape != given.shape:
+            raise unequal(*self._owners[index], [known.shape, given.shape])
+        self._layouts[index] = known or given
+
+    def _reshaped(self, index: int, now: Tensor, by: str, why: str = "") -> RecipeError:
+        (module, name), committed = self._owners[index], self._committed[index]
+        before = "None" if committed is None else f"shape {list(committed.shape)}"
+        return RecipeError(
+            f"{by} changed the buffer {name!r} of a {type(module).__name__} from {before} to "
+            f"shape {list(now.shape)}: a buffer that it writes must keep its shape.{why}"
+        )
+
     def _restore(self, index: int) -> None:
-        module, name = self._owners[index]
+        (module, name), committed = self._owners[index], self._committed[index]
         live = self._live[index]
-        live.copy_(self._committed[index])
-        module._buffers[name] = live
-        self._versions[index] = live._version
+        if committed is not None:
+            live = committed.clone() if live is None else resized(live, committed.shape)
+            live.copy_(committed)
+            self._versions[index] = live._version
+        self._live[index] = module._buffers[name] = live
 
     def marks(self) -> list[float]:
-        """[buffers]: 1 for each that this rank's passes moved, to be summed over the ranks."""
-        return [1.0 if index in self._proposed else 0.0 for index in range(len(self._live))]
+        """[buffers]: above 0 for each that this rank's passes moved, to be summed over the
+        ranks."""
+        return [
+            _RESHAPED if index in self._layouts else 1.0 if index in self._proposed else 0.0
+            for index in range(len(self._live))
+        ]
 
     def forget(self) -> None:
         """Drop what the passes proposed, and what was agreed on: they run again."""
         self._proposed.clear()
+        self._layouts.clear()
         self._agreed = None
 
     @torch.no_grad()
@@ -203,16 +282,24 @@ class Buffers:
             marks: those of all ranks, summed; equal on each.
             read: the weight of all passes of the step together; below 1 where samples
                 were left out, whose share then falls to the others.
+
+        Raises:
+            RecipeError: passes gave a buffer different shapes, or move it twice.
+            PeerError: another rank went away.
         """
         moved = [index for index, mark in enumerate(marks) if mark > 0]
         if not moved:
             return
-        width = sum(1 + self._live[index].numel() for index in moved)
-        device = self._live[moved[0]].device
+        live = self._live[moved[0]]
+        device = self._device if live is None else live.device
+        reshaped = [index for index in moved if marks[index] >= _RESHAPED]
+        layouts = self._agree_on_layouts(reshaped, comm, device)
+        shapes = [self._shape_of(index, layouts) for index in moved]
+        width = sum(1 + shape.numel() for shape in shapes)
         table = torch.zeros(self._rows, width, dtype=torch.float64, device=device)
         at = 0
-        for index in moved:
-            shape, stop = self._live[index].shape, at + 1 + self._live[index].numel()
+        for index, shape in zip(moved, shapes, strict=True):
+            stop = at + 1 + shape.numel()
             for row, (weight, total) in self._proposed.get(index, {}).items():
                 table[row, at] = weight
                 table[row, at + 1 : stop] = total.expand(shape).reshape(-1)
@@ -224,7 +311,7 @@ class Buffers:
         if read < 1:
             mean = mean / read
         at = 0
-        for index in moved:
+        for index, shape in zip(moved, shapes, strict=True):
             if float(mean[at]) > 1 + _ROUNDING:
                 module, name = self._owners[index]
                 raise RecipeError(
@@ -232,44 +319,96 @@ class Buffers:
                     "and by Recipe.batch_loss: one step would move it twice. Use a layer of "
                     "its own for each."
                 )
-            at += 1 + self._live[index].numel()
+            at += 1 + shape.numel()
         self._proposed.clear()
-        self._agreed = moved, mean
+        self._layouts.clear()
+        self._agreed = _Agreed(moved, mean, layouts)
+
+    def _shape_of(self, index: int, layouts: Mapping[int, Layout]) -> torch.Size:
+        committed = self._committed[index]
+        if index in layouts or committed is None:
+            return torch.Size(layouts[index].shape)
+        return committed.shape
+
+    def _agree_on_layouts(
+        self, reshaped: list[int], comm: Comm, device: torch.device
+    ) -> dict[int, Layout]:
+        """What passes made of the buffers to which some rank's gave another shape.
+
+        Raises:
+            RecipeError: not all gave it the same.
+        """
+        if not reshaped:
+            return {}
+        table = torch.zeros(comm.size, len(reshaped), 2 + _DIMS, dtype=torch.float64)
+        for place, index in enumerate(reshaped):
+            if index in self._proposed:
+                table[comm.rank, place] = torch.tensor(self._coded(index), dtype=torch.float64)
+        table = table.to(device)
+        comm.all_reduce(table).wait()
+        layouts = {}
+        for index, column in zip(reshaped, table.transpose(0, 1).long().tolist(), strict=True):
+            given = [_layout(row) for row in column if row[0]]
+            if len(shapes := {each.shape for each in given}) > 1:
+                raise unequal(*self._owners[index], [*shapes])
+            layouts[index] = given[0]
+        return layouts
+
+    def _coded(self, index: int) -> list[int]:
+        """The layout that this rank's passes gave a buffer, as numbers: dimensions come after
+        their count, so that all are zero where there was no pass."""
+        layout, committed = self._layouts.get(index), self._committed[index]
+        if layout is None:
+            assert committed is not None, "else it has another shape"
+            layout = Layout(committed.dtype, tuple(committed.shape))
+        dims = len(layout.shape)
+        return [1 + _DTYPES.index(layout.dtype), dims, *layout.shape, *[0] * (_DIMS - dims)]
 
     @torch.no_grad()
     def apply(self) -> None:
         """Give the buffers the values agreed on, with the parameters of the same step."""
         if self._agreed is None:
             return
-        (moved, flat), self._agreed = self._agreed, None
+        (moved, flat, layouts), self._agreed = self._agreed, None
         at = 0
         for index in moved:
-            committed = self._committed[index]
-            weight, mean = flat[at], flat[at + 1 : at + 1 + committed.numel()]
-            at += 1 + committed.numel()
-            value = mean.view(committed.shape)
-            if 1 - weight > _ROUNDING:  # some passes left it as it was
+            shape, committed = self._shape_of(index, layouts), self._committed[index]
+            weight, mean = flat[at], flat[at + 1 : at + 1 + shape.numel()]
+            at += 1 + shape.numel()
+            value = mean.view(shape)
+            if index in layouts:  # no pass has left it as it was: that has another shape
+                value = value / weight if 1 - weight > _ROUNDING else value
+                dtype = layouts[index].dtype if committed is None else committed.dtype
+                committed = torch.empty(shape, dtype=dtype, device=value.device)
+                self._committed[index] = committed
+            elif 1 - weight > _ROUNDING:  # some passes left it as it was
+                assert committed is not None
                 value = value + (1 - weight) * committed.to(torch.float64)
-            self.moved.add(id(self._live[index]))
+            assert committed is not None
             committed.copy_(value if committed.is_floating_point() else value.round())
             self._restore(index)
+            self.moved.add(id(self._live[index]))
 
 
-def empty(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """The buffers that are None, each as its module and its name there."""
-    return [
-        (module, name)
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is None
-    ]
+class _Agreed(NamedTuple):
+    moved: list[int]
+    mean: Tensor
+    layouts: dict[int, Layout]
 
 
-def filled(module: nn.Module, name: str) -> RecipeError:
-    """The error of a pass that filled a buffer which was None."""
+def _layout(coded: list[int]) -> Layout:
+    dtype, dims, *shape = coded
+    return Layout(_DTYPES[dtype - 1], tuple(shape[:dims]))
+
+
+def unequal(module: nn.Module, name: str, shapes: Sequence[Sequence[int]]) -> RecipeError:
+    """The error of passes that gave a buffer different shapes."""
+    one, other = (list(shape) for shape in sorted({tuple(shape) for shape in shapes})[:2])
     return RecipeError(
-        f"the forward pass filled the buffer {name!r} of a {type(module).__name__}, "
-        "which was None: run one batch through the model in the recipe."
+        f"the forward pass gives the buffer {name!r} of a {type(module).__name__} the shape {one} "
+        f"after one batch and {other} after another, and a step of several micro-batches cannot "
+        "keep both: the shape of what a module keeps must not depend on the batch. Keep it out of "
+        "the buffers, or train with workers = 1 and train.micro_batches = 1."
     )
 
 

@@ -24,6 +24,7 @@ from instep.state.packing import pack_state, unpack_state
 from instep.state.pieces import SHARD, held_pieces, open_pieces
 from instep.state.restore import restore as restore_model
 from instep.state.restore import restore_pieces
+from instep.state.sized import sized, take_shapes
 from instep.state.snapshot import COPIES, PART, Snapshot, model_tensors
 from instep.system.causes import sentence
 from instep.worker.step.beside import beside
@@ -192,12 +193,16 @@ def restore(
     }
     if pieces is not None:
         restore_pieces(pieces, model, all_names=rank is None or rank.has_all_names)
+        saved = pieces.names("aside")
+        take_shapes(model, sized(model, saved, lambda name: pieces.like(f"aside/{name}")))
         restore_aside(pieces, _outside(model, model_tensors(model)))
     else:
         restore_model(tensors["model"], model)
+        aside = tensors.get("aside", {})
+        take_shapes(model, sized(model, aside, aside.__getitem__))
         others = _outside(model, tensors["model"])
         with torch.no_grad():
-            for name, tensor in tensors.get("aside", {}).items():
+            for name, tensor in aside.items():
                 if name in others:
                     others[name].copy_(tensor)
     for each in turns:

@@ -511,6 +511,7 @@ class Engine:
         self._number = (step - 1) * len(self.turns) + self.turn + 1
         course, generation = self.state.progress.course, self.state.generation
         self.strategy.begin_step(Attempt(course, self._number, generation))
+        self.buffers.begin_step()
         for observer in self.observers.values():
             observer.begin_step(step, where)
 

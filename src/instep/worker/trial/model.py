@@ -22,7 +22,8 @@ from instep.recipe.build import set_generators
 from instep.recipe.forward import Forward, Losses, is_narrow, to_device, widened
 from instep.recipe.rehearsal import called_backward
 from instep.recipe.weights import derive
-from instep.worker.step.buffers import empty, filled, written
+from instep.worker.step.buffers import written
+from instep.worker.step.kept_buffers import KeptBuffers
 from instep.worker.trial.casts import WideCasts
 from instep.worker.trial.moves import Moves
 
@@ -97,14 +98,8 @@ class TrialModel:
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._start = {n: p.detach().clone() for n, p in model.named_parameters()}
         self._placed = self._start  # the values that passes must not change
-        self._owners = [
-            (f"{prefix}.{name}" if prefix else name, module, name, buffer, buffer.detach().clone())
-            for prefix, module in model.named_modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-        self._empty = empty(model)
-        self.committed = {name: kept for name, _, _, _, kept in self._owners}
+        self._buffers = KeptBuffers(model)
+        self.committed = self._buffers.values
         self.draws: Callable[[], Any] = nullcontext
         self._casts: Callable[[], Any] = nullcontext
 
@@ -173,9 +168,6 @@ class TrialModel:
             if found is None:
                 return None
             found.loss.backward()
-        for module, name in self._empty:
-            if module._buffers.get(name) is not None:
-                raise filled(module, name)
         for name, parameter in self.model.named_parameters():
             placed = self._placed.get(name)  # None if the pass created the parameter
             if placed is not None and not torch.equal(parameter, placed):
@@ -186,9 +178,7 @@ class TrialModel:
             for name, p in self.parameters.items()
             if p.grad is not None and (trained is None or name in trained)
         }
-        now = {name: module._buffers[own] for name, module, own, _, _ in self._owners}
-        buffers = {name: each.detach().clone() for name, each in now.items() if each is not None}
-        return PassResult(float(found.loss.detach()), found.weight, gradients, buffers)
+        return PassResult(float(found.loss.detach()), found.weight, gradients, self._buffers.now())
 
     @torch.no_grad()
     def compute(self, batch: Any, samples: int) -> None:
@@ -249,9 +239,7 @@ class TrialModel:
 
     @torch.no_grad()
     def _reset(self) -> None:
-        for _, module, name, live, kept in self._owners:
-            live.copy_(kept)
-            module._buffers[name] = live
+        self._buffers.put_back()
         for parameter in self.model.parameters():
             parameter.grad = None
 

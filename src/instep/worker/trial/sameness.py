@@ -32,6 +32,8 @@ from instep.parallel.draws import ByMicroBatch
 from instep.parallel.nested import tensors_in
 from instep.recipe.forward import Forward
 from instep.recipe.weights import Weighing, is_sum
+from instep.words import listed
+from instep.worker.step.buffers import unequal
 from instep.worker.trial.constant_draws import LEVELS, ConstantDraws
 from instep.worker.trial.global_layers import calls_of, first_that_sees_parts
 from instep.worker.trial.layers import (
@@ -622,14 +624,19 @@ class _Comparison:
             Whether buffers were changed, and the first layer of batch normalisation whose
             statistics differ: it is named if the gradients do not show the cause.
         """
-        moved, layer = False, ""
+        moved, layer, others = False, "", list[str]()
         statistics = batch_norm_buffers(self._model.model)
         for name, kept in self._model.committed.items():
-            after = [each.buffers.get(name) for each in (*apart, whole)]
-            if any(each is None or each.shape != kept.shape for each in after):
+            given = [each.buffers.get(name) for each in (*apart, whole)]
+            after = [each.double() for each in given if each is not None]
+            if not after:
                 continue
-            values = [each.double() for each in after if each is not None]
-            if all(torch.equal(each, kept.double()) for each in values):
+            if len({each.shape for each in after}) > 1:
+                of, _, own = name.rpartition(".")
+                module = self._model.model.get_submodule(of)
+                raise unequal(module, own, [list(each.shape) for each in after])
+            before = _start_of(kept, after[-1])
+            if all(torch.equal(each, before) for each in after) and kept is not None:
                 continue
             moved = True
             if name in self._short:
@@ -638,25 +645,24 @@ class _Comparison:
                     "keeps, is rounded otherwise than that of one batch"
                 )
                 continue
-            if len(apart) < len(sizes):  # in one of them no sample counts, so it was not run
-                continue
+            if len(apart) < len(sizes) or len(after) < len(given):
+                continue  # in one of them no sample counts, so it was not run; or it did not write
             share = [size / sum(sizes) for size in sizes]
-            mean = sum(w * each for w, each in zip(share, values[:-1], strict=True))
+            mean = sum(w * each for w, each in zip(share, after[:-1], strict=True))
             assert isinstance(mean, Tensor)
-            if not kept.is_floating_point():
+            if kept is not None and not kept.is_floating_point():
                 mean = mean.round()
-            gap = float((mean - values[-1]).norm())
-            by = float((values[-1] - kept.double()).norm()) + float((mean - kept.double()).norm())
-            if gap <= self._near * by:
+            start = torch.where(before.isfinite() | ~after[-1].isfinite(), before, 0.0)
+            gap = _distance(mean, after[-1])
+            by = _distance(after[-1], start) + _distance(mean, start)
+            if math.isfinite(gap) and gap <= self._near * by:
                 continue
             if name in statistics:
                 layer = layer or statistics[name]
             else:
-                self._differs.append(
-                    f"the buffer {name!r} is no running average: it differs between two "
-                    "micro-batches and both as one batch, and a run keeps the mean over "
-                    "micro-batches"
-                )
+                others.append(name)
+        if others:
+            self._differs.append(_no_averages(others))
         return moved, layer
 
     def _layer_that_mixes(self, spot: Spot) -> str:
@@ -670,6 +676,27 @@ class _Comparison:
 def _with_sizes(spot: Spot) -> Iterator[tuple[Any, int]]:
     yield from zip(spot.parts, spot.sizes, strict=True)
     yield spot.whole, sum(spot.sizes)
+
+
+def _no_averages(names: Sequence[str]) -> str:
+    one = len(names) == 1
+    which = f"the buffer{'' if one else 's'} {listed([repr(name) for name in names], 6)}"
+    how = "is no running average: it differs" if one else "are no running averages: they differ"
+    return (
+        f"{which} {how} between two micro-batches and both as one batch, and a run keeps the mean "
+        "over micro-batches"
+    )
+
+
+def _start_of(kept: Tensor | None, after: Tensor) -> Tensor:
+    """The value that a buffer had before a pass; 0 where the pass gave it its shape."""
+    same = kept is not None and kept.shape == after.shape
+    return kept.double() if kept is not None and same else torch.zeros_like(after)
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """Between two buffers; the same infinity in both is no difference."""
+    return float(torch.where(one == other, 0.0, one - other).norm())
 
 
 def _made_otherwise(spot: Spot) -> bool:
