@@ -381,10 +381,11 @@ class Session:
             self.fail(error)
             raise
         self._formed()
-        loaders: list[Any] = [OwnLoader(self._loop)]
+        loaders: list[Any] = [OwnLoader(self._loop, given.data[0].given.info_dataset)]
         for data, reader in zip(given.data[1:], self._readers[1:], strict=True):
             batch = data.batch or self.job.train.global_batch
-            loaders.append(EvaluationLoader(self._loop, reader, reader.samples, batch))
+            own = data.given.info_dataset
+            loaders.append(EvaluationLoader(self._loop, reader, reader.samples, batch, own))
         return given.handed_back(loaders)
 
     def _reader(self, given: Prepared, number: int, collate: Any, augment: Any) -> Loader:

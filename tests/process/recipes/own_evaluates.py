@@ -28,7 +28,11 @@ def main() -> None:
     loader, few, optimizer, whole, model, plain, plateau = session.prepare(
         data, odd, optimizer, one_batch, model, TensorDataset(rows[:5]), plateau
     )
+    assert (loader.dataset, few.dataset, whole.dataset) == (data, data, data)
+    assert (loader.batch_size, few.batch_size, whole.batch_size) == (2, 3, 11)
+    assert not hasattr(loader, "sampler")
     for x, _ in loader:
+        assert len(x) <= loader.batch_size
         session.backward(model(x).pow(2).mean())
         if session.sync_gradients:
             (every,) = session.gather_for_metrics((x,))

@@ -20,6 +20,7 @@ from instep.comm.base import Comm
 from instep.data.loader import Loader, Slice
 from instep.errors import DataError, SpecError
 from instep.state.snapshot import DTYPES, TYPES
+from instep.worker.own.as_loader import AsLoader
 
 if TYPE_CHECKING:
     from instep.worker.own.loop import OwnLoop
@@ -43,7 +44,7 @@ class Round:
         self.number, self.expected, self.gathered = number, expected, False
 
 
-class EvaluationLoader:
+class EvaluationLoader(AsLoader):
     """Iterates over this process's batches of a dataset, in its natural order.
 
     Every process that gathers what comes of them has as many iterations: where there is
@@ -54,11 +55,20 @@ class EvaluationLoader:
         loader: of the dataset, in its natural order.
         samples: in it.
         batch: samples of one batch.
+        dataset: of the loader, as it was given.
     """
 
-    def __init__(self, loop: OwnLoop, loader: Loader, samples: int, batch: int) -> None:
+    def __init__(
+        self, loop: OwnLoop, loader: Loader, samples: int, batch: int, dataset: Any
+    ) -> None:
+        super().__init__(dataset)
         self._loop, self._loader, self._samples, self._batch = loop, loader, samples, batch
         self._count = -(-samples // batch)
+
+    @property
+    def batch_size(self) -> int:
+        """As of `AsLoader`."""
+        return self._batch
 
     def __len__(self) -> int:
         return -(-self._count // self._loop.engine.comm.size)

@@ -41,6 +41,7 @@ from instep.state.retention import best_rule
 from instep.worker.loop import Loop, Passed, Step
 from instep.worker.member import Member
 from instep.worker.own import evaluation
+from instep.worker.own.as_loader import AsLoader
 from instep.worker.own.calls import EVALUATION, Call, Calls, Waits
 from instep.worker.own.checks import Guard, refuse, verdict_of
 from instep.worker.own.evaluation import NONE, Piece, Round
@@ -312,6 +313,11 @@ class OwnLoop(Loop):
         planned = self.engine.assignment.plan(1, steps, merge=self._merge)
         sizes = [max(1, len(share.passes)) for _, share in planned]
         return sum(sizes)
+
+    def largest(self) -> int:
+        """Samples of the largest batch that this worker has in a full step."""
+        planned = self.engine.assignment.plan(1, 1, merge=self._merge)
+        return max((part.size for _, share in planned for part in share.passes), default=0)
 
     def _passes(
         self, where: Position, share: Share, loads: Iterator[Read]
@@ -956,11 +962,17 @@ class OwnLoop(Loop):
         self._give_back()
 
 
-class OwnLoader:
+class OwnLoader(AsLoader):
     """Iterates over this worker's batches of the next epoch; iterate again for the one after."""
 
-    def __init__(self, loop: OwnLoop) -> None:
+    def __init__(self, loop: OwnLoop, dataset: Any) -> None:
+        super().__init__(dataset)
         self._loop = loop
+
+    @property
+    def batch_size(self) -> int:
+        """As of `AsLoader`."""
+        return self._loop.largest()
 
     def __iter__(self) -> Iterator[Any]:
         return self._loop.epoch()
