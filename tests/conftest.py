@@ -1,10 +1,11 @@
 """What every test may rely on: one thread, quick processes, nothing left over."""
 
+import gc
 import multiprocessing
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -29,6 +30,17 @@ multiprocessing.set_forkserver_preload(["torch", "torch.distributed.fsdp"])
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--random-order", metavar="SEED", help="files and tests in a drawn order")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """All that is collected stays to the end: no search for garbage looks at it, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before those are left out that `-m` does not want

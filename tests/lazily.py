@@ -15,4 +15,8 @@ class Lazy:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith(
+            "_"
+        ):  # pytest asks whatever it collects for `_mock_name`, `__wrapped__`
+            raise AttributeError(attribute)
         return getattr(importlib.import_module(self._name), attribute)

@@ -1,5 +1,6 @@
 """Marks for single cases of a parametrized test, and what the suite leaves to others of a grid."""
 
+import re
 from collections.abc import Iterable, Mapping
 
 import pytest
@@ -57,9 +58,29 @@ def leave_to_the_tail(items: Iterable[pytest.Item]) -> None:
 
 
 def _kept(cases: list[pytest.Function]) -> list[pytest.Function]:
-    places = [case.callspec.indices for case in cases]
+    places = _places(cases)
     sizes = {axis: 1 + max(each[axis] for each in places) for axis in places[0]}
     kept = [c for c, indices in zip(cases, places, strict=True) if covers(indices, sizes)]
     mark = cases[0].get_closest_marker("grid")
     most = min(len(kept), *mark.args) if mark and mark.args else len(kept)
     return [kept[number * (len(kept) - 1) // max(most - 1, 1)] for number in range(most)]
+
+
+def _places(cases: list[pytest.Function]) -> list[dict[str, int]]:
+    """The place of each case's value on each axis; an axis is what one `parametrize` names.
+
+    By the values themselves: in some releases of pytest `indices` are the number of the case.
+    """
+    axes = [str(mark.args[0]) for mark in cases[0].iter_markers("parametrize")]
+    names = {axis: re.findall(r"\w+", axis) for axis in axes}
+    values: dict[str, list[tuple[int, ...]]] = {axis: [] for axis in axes}
+    found = []
+    for case in cases:
+        places = {}
+        for axis, seen in values.items():
+            value = tuple(id(case.callspec.params[name]) for name in names[axis])
+            if value not in seen:
+                seen.append(value)
+            places[axis] = seen.index(value)
+        found.append(places)
+    return found

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.process
 GUIDE = Path(__file__).resolve().parents[2] / "docs/guides/adding-a-codec.md"
 
 
+@pytest.mark.tail
 @pytest.mark.parametrize("number", [0, slow(1)], ids=["codec", "hook"])
 def test_what_the_guide_shows_trains_as_it_says(start: Start, tmp_path: Path, number: int) -> None:
     text = GUIDE.read_text("utf-8")

@@ -56,6 +56,7 @@ def averaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---- ReduceLROnPlateau
 
 
+@pytest.mark.tail
 def test_the_rates_are_those_that_torch_makes_of_the_same_validation_losses(on_plateaus):
     found = rates(on_plateaus)
     assert sorted(found) == [*range(EVERY, STEPS + 1, EVERY)]

@@ -212,6 +212,7 @@ FAMILY = {
 """Settings, and what they are in plain PyTorch."""
 
 
+@pytest.mark.tail
 @pytest.mark.parametrize(
     ("workers", "kind", "local"),
     [
@@ -472,6 +473,7 @@ def alone(tmp_path_factory):
     return of
 
 
+@pytest.mark.tail
 @pytest.mark.parametrize(
     ("workers", "local"),
     [
@@ -750,6 +752,7 @@ def paths(*folders):
     return os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
 
 
+@pytest.mark.tail
 def test_one_local_step_of_plain_sgd_is_a_step_of_one_machine(run: Start):
     """Also where losses are means over weights, and the last step of an epoch is shorter."""
     torch.manual_seed(0)

@@ -94,6 +94,7 @@ def named_as_not_repeatable(run: Path) -> list[str]:
     return [text for text in texts if "repeatable" in text]
 
 
+@pytest.mark.tail
 def test_a_file_that_was_opened_at_import_is_read_by_each_worker_from_a_place_of_its_own(
     tmp_path: Path, capsys: Out
 ) -> None:

@@ -36,6 +36,7 @@ def failed(program: Started) -> str:
     return program.error.splitlines()[0]
 
 
+@pytest.mark.tail
 @pytest.mark.parametrize("workers", [slow(1), 2])
 def test_a_sample_that_kills_its_reader_ends_the_run_and_is_named(run: Start, workers: int) -> None:
     program = deadly(run, "segfault", workers, "data.loaders=0")

@@ -65,6 +65,7 @@ def late_loop() -> dict[str, torch.Tensor]:
     return dict(made.model.state_dict())
 
 
+@pytest.mark.tail
 def test_a_run_gives_what_a_plain_loop_gives_and_says_that_it_is_late(run: Start) -> None:
     program = run("tiny.py:recipe", *(f"{key}={value}" for key, value in SETTINGS.items()))
     assert program.end() == 0, program.stderr

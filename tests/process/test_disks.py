@@ -88,6 +88,7 @@ class OnDisk:
         assert RunFolder(self.path).audit.sha256 == undisturbed.audit.sha256
 
 
+@pytest.mark.tail
 def test_a_full_disk_ends_the_run_with_a_sentence_and_with_room_it_resumes(
     start: Start, tmp_path: Path, small_disk: Disk, undisturbed: RunFolder
 ) -> None:

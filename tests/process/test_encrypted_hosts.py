@@ -152,6 +152,7 @@ def on_this_machine(runs: Path, workers: int, **sections: dict[str, int]) -> str
     return str(run.summary["parameters_sha256"])
 
 
+@pytest.mark.tail
 @pytest.mark.parametrize(
     ("workers", "rest"),
     [

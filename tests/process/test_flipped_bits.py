@@ -33,6 +33,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(done.summary["parameters_sha256"])
 
 
+@pytest.mark.tail
 @pytest.mark.parametrize(
     ("fault", "workers", "what"),
     [

@@ -227,6 +227,7 @@ def test_a_run_keeps_the_options_of_a_codec_that_processes_leave_out(
     assert run.spec.sync.defaults["int4"] == {"block": 64, "rounding": "nearest"}
 
 
+@pytest.mark.tail
 def test_loops_of_unequal_length_end_with_the_reason_to_the_bit_too(
     start: Start, tmp_path: Path
 ) -> None:

@@ -133,6 +133,7 @@ def test_an_adapter_is_trained_beside_parts_of_a_frozen_model(run: Start, start_
         torch.testing.assert_close(tensor, hashes[1][name], rtol=0, atol=1e-12)
 
 
+@pytest.mark.tail
 def test_two_blocks_show_a_mesh_that_computes_other_gradients(run: Start, start_file):
     program = run("large.py:sabotaged", *QUICK, f'start.model="{start_file}"')
     assert program.end() == 3

@@ -160,6 +160,7 @@ def test_memory_that_was_lost_with_all_who_had_it_is_not_there_and_holds_no_zero
     assert host.work()[1] == FIRST
 
 
+@pytest.mark.tail
 def test_a_released_worker_leaves_no_memory_file(host: Host) -> None:
     host.job += "waits = false\n"
     pid, _ = host.work()

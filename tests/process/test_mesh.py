@@ -126,6 +126,7 @@ def test_processes_with_one_micro_batch_leave_out_what_one_of_them_cannot_read(
     assert program.summary["skipped_samples"] == len(skipped) == 16  # eight epochs
 
 
+@pytest.mark.tail
 @pytest.mark.parametrize("axis", ["tensor", slow("shard")])
 def test_a_sample_of_the_first_batch_that_some_cannot_read_is_named(run: Start, tmp_path, axis):
     lost, other = Order(splits.SAMPLES, 0).indices(0, 12, 14).tolist()  # of rank 1 of the shards
@@ -138,6 +139,7 @@ def test_a_sample_of_the_first_batch_that_some_cannot_read_is_named(run: Start, 
     assert "another model" not in program.stderr
 
 
+@pytest.mark.tail
 @pytest.mark.parametrize(
     ("mesh", "says"),
     [

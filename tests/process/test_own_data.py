@@ -172,6 +172,7 @@ def test_each_participant_is_validated_on_its_part(run: Start, start: Start):
 NORMS = ('sync.options.local_parameters=["1.*"]',)
 
 
+@pytest.mark.tail
 @pytest.mark.parametrize("workers", [2, slow(1), slow(3)])
 def test_layers_that_stay_with_their_participant_equal_fedbn_in_plain_pytorch(
     run: Start, tmp_path, workers

@@ -137,6 +137,7 @@ def test_two_processes_do_what_a_plain_loop_does(start: Start, tmp_path: Path) -
     check_true(found, 2)
 
 
+@pytest.mark.tail
 @pytest.mark.parametrize("processes", [2, slow(3), slow(1)])
 def test_what_is_evaluated_comes_once_in_the_order_of_the_dataset(
     start: Start, tmp_path: Path, processes: int

@@ -120,6 +120,7 @@ def test_where_workers_share_a_fate_all_start_again_from_the_newest_checkpoint(
     check_as_if_nothing_had_been(program, undisturbed)
 
 
+@pytest.mark.tail
 @pytest.mark.parametrize("workers", [1, slow(2)])
 def test_if_no_worker_is_left_the_run_goes_back_to_its_newest_checkpoint(
     start: Start, tmp_path: Path, undisturbed: Path, workers: int
@@ -152,6 +153,7 @@ def test_a_replacement_that_joined_before_the_last_worker_was_lost_goes_back_wit
     check_as_if_nothing_had_been(program, undisturbed)
 
 
+@pytest.mark.tail
 def test_a_run_that_has_lost_a_worker_still_stops_when_it_is_asked_to(
     start: Start, tmp_path: Path
 ) -> None:

@@ -96,6 +96,7 @@ def test_a_validation_is_weighted_though_each_step_is_one_micro_batch(
     assert summary["same_as_one_machine"] == "yes"
 
 
+@pytest.mark.tail
 def test_a_global_batch_in_which_nothing_counts_ends_the_run_and_says_so(run: Start):
     program = run("weighs.py:recipe", *QUICK, "arguments.ignored=64")
     assert program.end() == RecipeError.exit_code

@@ -95,6 +95,7 @@ def check_who_started_again(program: Started, killed: dict[int, int]) -> None:
         assert lost.count(number) <= killed.get(number, 0)
 
 
+@pytest.mark.tail
 @pytest.mark.parametrize(
     ("workers", "servers", "kills"), [(2, 1, 3), slow(2, 1, 50), slow(3, 2, 50), slow(1, 2, 20)]
 )

@@ -159,6 +159,7 @@ def test_a_worker_that_is_killed_leaves_each_skipped_sample_counted_once(
     program.check_nothing_is_left()
 
 
+@pytest.mark.tail
 def test_a_step_of_which_nothing_can_be_read_ends_the_run_with_one_sentence(run: Start) -> None:
     settings = ["seed=5", "train.global_batch=16", 'data.unreadable="skip"']
     bad = Order(101, 5).indices(0, 16, 32).tolist()  # of the second step

@@ -94,6 +94,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_the_checkpoint_before_it_sta
     program.check_nothing_is_left()
 
 
+@pytest.mark.tail
 def test_a_run_that_continues_without_a_finite_loss_does_not_end_as_completed(
     run: Start,
 ) -> None:
@@ -112,6 +113,7 @@ def test_a_run_that_continues_without_a_finite_loss_does_not_end_as_completed(
     assert "the loss was inf from step 3 on" in page
 
 
+@pytest.mark.tail
 def test_a_loss_of_the_very_last_step_that_is_not_finite_shows_too(run: Start) -> None:
     program = run("spoils.py:recipe", "train.steps=3", "train.global_batch=8")
     assert program.end() == DIVERGED, program.stderr
@@ -120,6 +122,7 @@ def test_a_loss_of_the_very_last_step_that_is_not_finite_shows_too(run: Start) -
     assert not (program.run / "checkpoints" / "step-00000003").exists()
 
 
+@pytest.mark.tail
 def test_a_norm_that_is_not_finite_ends_the_run_where_it_is_computed_anyway(run: Start) -> None:
     program = run("explodes.py:recipe", "train.max_grad_norm=1.0", "train.epochs=3")
     assert program.end() == DIVERGED, program.stderr

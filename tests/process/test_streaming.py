@@ -124,6 +124,7 @@ def trained(run, workers, *more, **named):
 BITS = 'train.determinism="bits"'
 
 
+@pytest.mark.tail
 @pytest.mark.parametrize(
     ("workers", "delay", "mixing"),
     [

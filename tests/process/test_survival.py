@@ -168,6 +168,7 @@ def scale(program: Started, workers: int) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
+@pytest.mark.tail
 def test_a_run_grows_and_shrinks_while_it_trains(
     start: Start, tmp_path: Path, undisturbed: Path
 ) -> None:

@@ -86,6 +86,7 @@ def plain():
     return model.state_dict(), last
 
 
+@pytest.mark.tail
 @pytest.mark.parametrize("workers", [slow(1), slow(2), 3])
 def test_any_number_of_workers_gives_what_a_plain_loop_gives(tmp_path, plain, workers):
     run = trained(tmp_path, workers, determinism="order")

@@ -77,6 +77,7 @@ def check_same(program: Started, wanted) -> None:
         torch.testing.assert_close(tensor, wanted[name], rtol=0.0, atol=1e-6)
 
 
+@pytest.mark.tail
 @pytest.mark.parametrize("workers", [slow(1), 3])
 def test_a_run_equals_a_plain_loop_over_the_voters(start: Start, tmp_path: Path, workers: int):
     """Epochs end with nine samples for three voters."""
