@@ -208,3 +208,46 @@ def test_frozen_weights_of_8_bits_are_tried_in_more(dtype):
     loader = Loader(data, seed=7, shuffle=False, processes=0)
     forward = Forward(recipe, model, torch.device("cpu"), "float32")
     assert try_recipe(forward, loader, job_of(), 64).verdict.startswith("yes")
+
+
+class Weighed(nn.Module):
+    """Notes what each pass takes: a third forward, and in float64 five times as long."""
+
+    taken = 0.0
+
+    def forward(self, x):
+        work = len(x) * (5.0 if x.dtype is torch.float64 else 1.0)
+        Weighed.taken += work / 3
+        x = x.clone() if x.requires_grad else x.clone().requires_grad_()
+        x.register_hook(lambda _: setattr(Weighed, "taken", Weighed.taken + work * 2 / 3))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("batch", "parts", "batch_norm"),
+    [
+        *((32, parts, "micro_batch") for parts in (8, 5, 4)),
+        *((64, parts, "global") for parts in (8, 16)),
+    ],
+)
+def test_all_passes_of_a_trial_take_ten_steps_at_most(batch, parts, batch_norm):
+    torch.manual_seed(0)
+    model = nn.Sequential(Weighed(), nn.Linear(64, 512), nn.BatchNorm1d(512), nn.Linear(512, 1))
+    if batch_norm == "micro_batch":
+        model[2] = nn.Tanh()
+    make_global(model)
+    data = torch.utils.data.TensorDataset(torch.randn(1000, 64), torch.randn(1000, 1))
+    recipe = Recipe(model=model, train=data, optimizer=lambda p: None, loss=nn.MSELoss())
+    loader = Loader(data, seed=7, shuffle=False, processes=0)
+    job, said, Weighed.taken = job_of(batch, parts, batch_norm=batch_norm), [], 0.0
+    forward = Forward(recipe, model, torch.device("cpu"), "float32")
+    trial = try_recipe(forward, loader, job, 1000, lambda *done: said.append(done))
+    assert trial.verdict == "yes"
+    assert 0 < Weighed.taken <= 10 * batch
+    assert said[-1] == (len(said) - 1,) * 2
+
+
+def test_gradients_are_compared_where_a_place_is_also_a_whole_step():
+    places = Places(job_of(12, 6), 100).compared()
+    assert [place.loss_alone for place in places[:2]] == [False, False]
+    assert any(place.loss_alone for place in places[2:])

@@ -19,7 +19,7 @@ Outputs = dict[str, tuple[list[Tensor], list[Tensor]]]
 
 
 def outputs_of(model: TrialModel, batch: Any) -> Outputs:
-    """Run a pass, and record the inputs and outputs of every module."""
+    """Run a forward pass, and record the inputs and outputs of every module."""
     found: Outputs = {}
     hooks = []
     for name, module in model.model.named_modules():
@@ -31,7 +31,7 @@ def outputs_of(model: TrialModel, batch: Any) -> Outputs:
 
         hooks.append(module.register_forward_hook(keep))
     try:
-        model.run(batch, 1)
+        model.run(batch, 1, backward=False)
     finally:
         for hook in hooks:
             hook.remove()

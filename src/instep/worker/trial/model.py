@@ -40,9 +40,6 @@ class PassResult(NamedTuple):
     """After the pass."""
 
 
-_FAILED = PassResult(math.nan, 0.0, {}, {})
-
-
 class Copied(NamedTuple):
     """A model, and the losses, which may refer to parts of it."""
 
@@ -96,8 +93,8 @@ class TrialModel:
         self.model = model
         self._original = original
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self._start = {n: p.detach().clone() for n, p in model.named_parameters()}
-        self._placed = self._start  # the values that passes must not change
+        # the values that passes must not change; those of the original stay as they are
+        self._placed = {n: p.detach() for n, p in original.model.named_parameters()}
         self._buffers = KeptBuffers(model)
         self.committed = self._buffers.values
         self.draws: Callable[[], Any] = nullcontext
@@ -108,14 +105,18 @@ class TrialModel:
         moves = Moves(self.model, self._seed)
         for name, parameter in self.parameters.items():
             moves.move(name, parameter)
-        self._placed = {n: p.detach().clone() for n, p in self.model.named_parameters()}
+        self._place()
 
     @torch.no_grad()
     def move_back(self) -> None:
         """Restore the initial value of every parameter."""
+        start = dict(self._original.model.named_parameters())
         for name, parameter in self.parameters.items():
-            parameter.copy_(self._start[name])
-        self._placed = self._start
+            parameter.copy_(start[name])
+        self._place()
+
+    def _place(self) -> None:
+        self._placed = {n: p.detach().clone() for n, p in self.model.named_parameters()}
 
     def moved(
         self, batch: Any, samples: int, most_s: float = math.inf
@@ -140,25 +141,27 @@ class TrialModel:
             other = TrialModel(self.forward, copied, self._original, self._seed, wide)
             other.draws, other._casts = self.draws, casts
             other.move()
-            if (result := self._tried(other, copied, batch, samples, most_s)) is not _FAILED:
-                self.forward.model, self.forward.losses = copied
-                return other, result
+            since = time.process_time()
+            try:
+                with self.forward.on(copied.model, "float32", copied.losses):
+                    result = other.run(batch, samples)
+            except Exception:  # a part of it needs its own type
+                continue
+            if time.process_time() - since > most_s:
+                break
+            self.forward.model, self.forward.losses = copied
+            return other, result
         self.move()
         return self, self.run(batch, samples)
 
-    def _tried(
-        self, other: TrialModel, copied: Copied, batch: Any, samples: int, most_s: float
-    ) -> PassResult | None:
-        since = time.process_time()
-        with self.forward.on(copied.model, "float32", copied.losses):
-            try:
-                result = other.run(batch, samples)
-            except Exception:  # a part of it needs its own type
-                return _FAILED
-        return result if time.process_time() - since <= most_s else _FAILED
+    def run(self, batch: Any, samples: int, *, backward: bool = True) -> PassResult | None:
+        """One pass from the initial buffers; None if no sample of the batch counts.
 
-    def run(self, batch: Any, samples: int) -> PassResult | None:
-        """One pass from the initial buffers; None if no sample of the batch counts."""
+        Args:
+            batch: of the pass.
+            samples: in it.
+            backward: without it there are no gradients, in a third of the time.
+        """
         self._reset()
         set_generators(self._seed)
         with self.draws(), self._casts():
@@ -167,7 +170,8 @@ class TrialModel:
                 raise called_backward()
             if found is None:
                 return None
-            found.loss.backward()
+            if backward:
+                found.loss.backward()
         for name, parameter in self.model.named_parameters():
             placed = self._placed.get(name)  # None if the pass created the parameter
             if placed is not None and not torch.equal(parameter, placed):

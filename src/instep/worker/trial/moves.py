@@ -38,7 +38,7 @@ class Moves:
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and parameter.is_floating_point() and parameter.numel():
                 values = torch.zeros(1) if parameter.is_meta else parameter.detach().float()
-                rms = float(values.square().mean().sqrt())
+                rms = float(values.norm()) / math.sqrt(values.numel())
                 self._by[name] = parameter.shape, _BY * (rms if 0 < rms < math.inf else 1.0)
 
     def agree(self, comm: Comm, device: torch.device) -> None:
@@ -64,7 +64,7 @@ class Moves:
             return
         shape, by = self._by[name]
         generator = torch.Generator().manual_seed(key(self._seed, zlib.crc32(name.encode())))
-        noise = by * torch.randn(shape, generator=generator)
+        noise = torch.randn(shape, generator=generator).mul_(by)
         if box is not None:
             noise = noise[tuple(slice(first, stop) for first, stop in box)]
         held.add_(noise.to(held.device, held.dtype))

@@ -4,7 +4,8 @@ The first ones tell most, since a large model is tried in few places: a pair of 
 then an uneven pair, of the smaller last batch of an epoch if there is one. (A weight that ignores
 the number of samples, such as the `len` of a tuple, is right for micro-batches of equal size.)
 Then whole steps as three and as two workers have them, because a loss may compare samples only if
-there are many; and pairs from all over the epoch.
+there are many; and pairs from all over the epoch. Of these as many as ten steps have room for,
+counted in samples: so they are the same on every machine.
 """
 
 from __future__ import annotations
@@ -19,8 +20,20 @@ from instep.data.order import Position, position, steps_in_epoch
 from instep.spec import JobSpec
 from instep.worker.step.passes import parts_of, share_of
 
-MOST = 8
-"""Places that are tried at most."""
+MOST, LEAST = 8, 2
+"""Places that are tried at most, and in any case."""
+
+STEPS, WIDE, ALONE = 10, 5.0, 1 / 3
+"""Steps of one process that all passes may take; how many times as long as in float32 a pass in
+float64 takes at most (3.2 to 4.5 were measured); and what of a pass its loss alone takes."""
+
+_EFFORT, _TINY, _READS = 6e8, 3e6, 1024
+"""More places are tried than in any case while the effort (parameters times numbers in a batch)
+stays below the first in all, and the samples that are read below the third. Below the second a
+pass takes as long in float64 as in float32, since calls take longer than what they compute."""
+
+_SHORT = 8
+"""A part of a made-up place has at most this part of a global batch, so that it takes little."""
 
 
 class Place(NamedTuple):
@@ -29,6 +42,13 @@ class Place(NamedTuple):
     parts: tuple[Slice, ...]
     made_up: bool = False
     """Whether no step of the job has a part of such a size."""
+    loss_alone: bool = False
+    """Whether losses are compared, and no gradients."""
+
+    @property
+    def reads(self) -> int:
+        """Samples that are read."""
+        return 2 * (self.whole.stop - self.whole.first)
 
     @property
     def whole(self) -> Slice:
@@ -69,8 +89,37 @@ class Places:
             for number in range(1, MOST - 3)
         ]
         order = [*few, *wholes[:1], *more[:1], *wholes[1:], *more[1:]]
-        places = {place.whole: place for place in order if place is not None}
+        places: dict[Slice, Place] = {}
+        for place in order:
+            if place is not None:
+                places.setdefault(place.whole, place)
         return list(places.values())[: min(MOST, 2 * len(first))]
+
+    def affordable(self, places: list[Place], effort: float) -> list[Place]:
+        """The first ones of these, and of the others as many as there is time for.
+
+        Args:
+            places: in the order of what they tell.
+            effort: parameters times numbers in the batch of the first of these.
+        """
+        found, wide = places[:LEAST], 1.0 if effort <= _TINY else WIDE
+        left = STEPS * self._train.global_batch - self._in_any_case(wide)
+        left -= sum(_work(place, wide) for place in found)
+        reads = _READS - sum(place.reads for place in found)
+        for place in places[LEAST : int(_EFFORT / max(effort, 1.0))]:
+            if _work(place, wide) <= left and place.reads <= reads:
+                found.append(place)
+                left, reads = left - _work(place, wide), reads - place.reads
+        return found
+
+    def _in_any_case(self, wide: float) -> float:
+        """Samples of the passes beside, if they passed in float32: of the first, and its loss
+        again; the loss of one of each other size; with global batch normalisation that of a step
+        as several workers have it."""
+        first, *_ = self.micro_batches(1)
+        size, step = first.stop - first.first, 2 * self._train.global_batch
+        alone = sum(self.sizes()) + (step if self._train.batch_norm == "global" else 0)
+        return size + wide * ALONE * alone
 
     def micro_batches(self, step: int) -> list[Slice]:
         """The micro-batches of a step, in order."""
@@ -88,7 +137,7 @@ class Places:
             share_of(where, parts, workers, n, merge=False, whole=True) for n in range(workers)
         ]
         slices = [part.samples for share in dealt for part in share.passes]
-        return Place(tuple(slices)) if len(slices) > 1 else None
+        return Place(tuple(slices), loss_alone=True) if len(slices) > 1 else None
 
     def sizes(self) -> dict[int, Slice]:
         """Each size that a micro-batch of the job has, and one such micro-batch."""
@@ -133,12 +182,21 @@ class Places:
     def _uneven(self, parts: list[Slice]) -> Place:
         """Neighbours of different size: those of the job, or else one is made shorter."""
         sizes = [part.stop - part.first for part in parts]
+        short = max(4, self._train.global_batch // _SHORT)
         for place, (size, other) in enumerate(itertools.pairwise(sizes)):
-            if size != other:
+            if size != other and size + other <= 2 * short + 2:
                 return Place((parts[place], parts[place + 1]))
         first, second = parts[:2]
-        if second.stop - second.first > 2:  # layers may refuse one sample
-            second = second._replace(stop=second.stop - 1)
+        size = min(sizes[0], short)
+        first = first._replace(stop=first.first + size)
+        if size > 2:  # layers may refuse one sample
+            second = second._replace(first=first.stop, stop=first.stop + (size + 1) // 2)
         elif len(parts) > 2:
-            second = second._replace(stop=parts[2].stop)
-        return Place((first, second), made_up=second.stop - second.first not in self.sizes())
+            second = second._replace(stop=second.stop + 1)
+        made_up = not {part.stop - part.first for part in (first, second)} <= set(self.sizes())
+        return Place((first, second), made_up=made_up)
+
+
+def _work(place: Place, wide: float) -> float:
+    """Of all its passes: so many samples would pass in float32 meanwhile."""
+    return wide * place.reads * (ALONE if place.loss_alone else 1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
 from functools import partial
@@ -11,6 +12,7 @@ from torch import nn
 
 from instep.data.loader import Loader, Read, Slice
 from instep.data.order import Position, key
+from instep.parallel.nested import tensors_in
 from instep.parallel.two_blocks import TwoBlocks
 from instep.recipe.forward import Forward
 from instep.spec import JobSpec
@@ -21,7 +23,6 @@ from instep.worker.trial.sameness import (
     DERIVES,
     NOTHING_TO_TRY,
     OtherSize,
-    Say,
     Spot,
     combined,
     mean_of,
@@ -33,6 +34,9 @@ from instep.worker.trial_result import Trial
 
 _LOOKED_AT = 512
 """Samples of which the shapes are looked at, where code of the user's makes batches."""
+
+Say = Callable[[int, int], None]
+"""Called with how many comparisons are done, and of how many."""
 
 
 def try_recipe(
@@ -112,17 +116,19 @@ def _try_loss(forward: Forward, loader: Loader, job: JobSpec, samples: int, say:
         return NOTHING_TO_TRY._replace(derived=_mean_of(forward, loader, places, seed))
     if forward.recipe.collates:
         compared[1:1] = _with_other_shapes(loader, places)
-    reads = loader.read(part for place in compared for part in place.slices)
-    with closing(reads):
+    with closing(loader.read(compared[0].slices)) as reads:
+        first = list(_spots(reads, compared[:1]))
+    compared = places.affordable(compared, _effort(forward.model, first))
+    with closing(loader.read(part for place in compared[1:] for part in place.slices)) as reads:
         trial = try_out(
             forward,
-            _spots(reads, compared),
+            itertools.chain(first, _spots(reads, compared[1:])),
             whole=train.global_batch,
             seed=seed,
             cuts=_cuts(job),
             sizes=_sizes(loader, places),
             shares=partial(_shares, loader, places),
-            say=lambda done, of: say(done, min(of, len(compared))),
+            say=lambda done: say(done, len(compared)),
         )
     if train.merge == "always":
         return trial.merged_always()
@@ -132,6 +138,13 @@ def _try_loss(forward: Forward, loader: Loader, job: JobSpec, samples: int, say:
         reason = "determinism = 'bits' computes each micro-batch apart"
         return trial._replace(merge=False, reason=reason)
     return trial
+
+
+def _effort(model: nn.Module, spots: Iterable[Spot]) -> float:
+    """Parameters times numbers in a batch; endless if there is none."""
+    numbers = (sum(tensor.numel() for tensor in tensors_in(spot.whole)) for spot in spots)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return max(1, parameters) * next(numbers, math.inf)
 
 
 def _cuts(job: JobSpec) -> bool:
@@ -190,4 +203,5 @@ def _spots(reads: Iterator[Read], places: Iterable[Place]) -> Iterator[Spot]:
         *apart, whole = itertools.islice(reads, len(place.slices))
         if all(read.size for read in (*apart, whole)):
             sizes = tuple(read.size for read in apart)
-            yield Spot(tuple(read.batch for read in apart), whole.batch, sizes, place.made_up)
+            batches = tuple(read.batch for read in apart)
+            yield Spot(batches, whole.batch, sizes, place.made_up, place.loss_alone)

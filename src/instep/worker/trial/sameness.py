@@ -54,20 +54,12 @@ the whole gradient. Many models compute parts in float32 in any case."""
 
 _SHORT = torch.bfloat16, torch.float16
 
-_LEAST, _EFFORT, _READS = 2, 6e8, 1024
-"""Spots that are tried in any case. More are tried while the work (parameters times numbers in a
-batch, the same on every machine) stays below the second in all, and the samples that are read
-below the third."""
-
 DERIVES = 4
 """Spots, or steps, that may show what the loss of a Hugging Face model is a mean of."""
 
 _SLOW_S, _DEARER = 0.05, 4.0
 """If a pass takes more CPU seconds than the first, and in float64 the second times as many, it is
 tried in float32: a trial is to be short."""
-
-Say = Callable[[int, int], None]
-"""Called with how many comparisons are done, and of how many."""
 
 REMEDY = "With workers = 1 and train.micro_batches = 1 the run gives the result of one machine"
 
@@ -93,6 +85,8 @@ class Spot(NamedTuple):
     """Samples of each part."""
     made_up: bool = False
     """Whether the run has no micro-batch of such a size: a model may refuse it."""
+    loss_alone: bool = False
+    """Whether losses are compared, and no gradients."""
 
 
 class OtherSize(NamedTuple):
@@ -121,7 +115,7 @@ def try_out(
     seed: int,
     cuts: bool = False,
     sizes: Iterable[OtherSize] = (),
-    say: Say = lambda done, of: None,
+    say: Callable[[int], None] = lambda done: None,
     hooks: bool = True,
     shares: Callable[[], Spot | None] = lambda: None,
 ) -> Trial:
@@ -129,13 +123,12 @@ def try_out(
 
     Args:
         forward: of the worker; its model is left as it is.
-        spots: to try, read when they are asked for; none if none can be read. For small models
-            more are tried than for large ones.
+        spots: to try, read when they are asked for; none if none can be read.
         whole: samples of a global batch, for messages.
         seed: of the random draws of the passes, and of the new values of parameters.
         cuts: whether a pass over several micro-batches draws for each of them separately.
         sizes: of micro-batches, each of which must be accepted.
-        say: called at the start, and after each comparison.
+        say: called at the start, and after each comparison, with how many are done.
         hooks: whether those on the model's gradients are the user's.
         shares: reads a step as several workers have it; asked with `cuts`.
 
@@ -161,8 +154,7 @@ def try_out(
         return _not_shown("the samples to try it with cannot be read")
     each = forward.numbers_of_one(spot.whole, sum(spot.sizes))
     forward.derive("", each)
-    many = _how_many(forward.model, spot)
-    spots = itertools.islice(itertools.chain([spot], spots), many)
+    spots = itertools.chain([spot], spots)
     with ExitStack() as stack:
         try:
             model = stack.enter_context(trial_model(forward, seed))
@@ -171,7 +163,7 @@ def try_out(
             return _not_shown(why)._replace(each=each)
         tried = _Comparison(model, forward, weighed, whole, seed=seed, cuts=cuts, sizes=sizes)
         try:
-            trial = tried.verdict(spots, lambda done: say(done, many), shares)._replace(each=each)
+            trial = tried.verdict(spots, say, shares)._replace(each=each)
         finally:
             reached = model.reached()
     if tried.compared and tried.idle and not reached:
@@ -188,13 +180,6 @@ def try_out(
         )
         return _not_shown(why, trial.derived)._replace(each=each)
     return trial
-
-
-def _how_many(model: nn.Module, spot: Spot) -> int:
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    numbers = sum(tensor.numel() for tensor in tensors_in(spot.whole))
-    reads = 2 * sum(spot.sizes)
-    return max(_LEAST, min(_READS // reads, int(_EFFORT / max(1, parameters * numbers))))
 
 
 def hooked_parameter(model: nn.Module) -> str:
@@ -357,16 +342,16 @@ class _Comparison:
         for size in {*self._sizes} - self._ran:
             read = self._sizes[size].read()
             if read.size == size:
-                self._run(read.batch, size)
+                self._run(read.batch, size, backward=False)
 
-    def _run(self, batch: Any, size: int) -> PassResult | None:
+    def _run(self, batch: Any, size: int, *, backward: bool = True) -> PassResult | None:
         """Run one micro-batch.
 
         Raises:
             RecipeError: others can be computed, and those of this size cannot.
         """
         try:
-            result = self._model.run(batch, size)
+            result = self._model.run(batch, size, backward=backward)
         except InstepError:
             raise
         except Exception as error:
@@ -445,8 +430,8 @@ class _Comparison:
         return drew, time.process_time() - since
 
     def _check_again(self, spot: Spot, once: PassResult | None) -> None:
-        """Run a micro-batch again; if the result differs, that is the reason for the verdict."""
-        again = self._model.run(spot.parts[0], spot.sizes[0])
+        """Run a micro-batch again; if its loss differs, that is the reason for the verdict."""
+        again = self._model.run(spot.parts[0], spot.sizes[0], backward=False)
         if once is not None and again is not None and not self._same(once, again):
             buffer = self._model.kept_by_loss(spot.parts[0], spot.sizes[0])
             who, how = "the model or its loss", "it counts calls in Python, has a list or a value "
@@ -462,9 +447,7 @@ class _Comparison:
     def _same(self, one: PassResult, other: PassResult) -> bool:
         if not math.isfinite(one.loss) and not math.isfinite(other.loss):
             return True  # unknown
-        return _close(one.loss, other.loss, self._near) and not self._gradients_differ(
-            one.gradients, other.gradients
-        )
+        return _close(one.loss, other.loss, self._near)
 
     # ---- what a Hugging Face model's loss is a mean of
 
@@ -477,7 +460,7 @@ class _Comparison:
         def batches() -> Iterator[Any]:
             for spot in itertools.islice(spots, DERIVES):
                 taken.append(spot)
-                yield from spot.parts
+                yield from () if spot.loss_alone else spot.parts
 
         self._derived = self._model.mean_of(batches())
         if self._derived:
@@ -535,9 +518,10 @@ class _Comparison:
         apart: list[PassResult | None] = []
         if spot is self._first and self._once is not None:
             apart, pairs, self._once = [self._once], pairs[1:], None
-        apart += [self._run(part, size) for part, size in pairs]
+        backward = not spot.loss_alone
+        apart += [self._run(part, size, backward=backward) for part, size in pairs]
         with self._as_one(spot):
-            return apart, self._model.run(spot.whole, sum(spot.sizes))
+            return apart, self._model.run(spot.whole, sum(spot.sizes), backward=backward)
 
     @contextmanager
     def _as_one(self, spot: Spot) -> Iterator[None]:
@@ -597,8 +581,8 @@ class _Comparison:
         if not self._gradients_differ(_mean(apart, [1.0] * len(apart)), whole.gradients):
             raise _sum(f"{self._name} is about twice as large with two micro-batches")
 
-    def _gradients_differ(self, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str:
-        """The name of a parameter whose gradients differ; empty if none do."""
+    def _gradients_differ(self, one: dict[str, Tensor], other: Mapping[str, Tensor]) -> str:
+        """The name of a parameter whose gradients differ; empty if none do. `one` is used up."""
         lengths = {name: float(gradient.double().norm()) for name, gradient in other.items()}
         length = math.hypot(*lengths.values())
         for name in self._model.parameters:
@@ -610,7 +594,7 @@ class _Comparison:
                 assert present is not None
                 gap, own = float(present.double().norm()), 0.0
             else:
-                gap, own = float((mine.double() - theirs.double()).norm()), lengths[name]
+                gap, own = float(mine.sub_(theirs).norm()), lengths[name]
             if not gap <= self._near * own + self._floor * length:
                 return name
         return ""
@@ -711,7 +695,7 @@ def _mean(passes: Sequence[PassResult], shares: Sequence[float]) -> dict[str, Te
             if name in mean:
                 mean[name].add_(gradient, alpha=share)
             else:
-                mean[name] = share * gradient.double()
+                mean[name] = gradient.to(torch.float64, copy=True).mul_(share)
     return mean
 
 
