@@ -52,7 +52,7 @@ def refused(run: Start, recipe: str, *settings: str) -> Started:
         slow("forward", 5, "ValueError", r"worker [01] failed at step 2, in forward: "),
         ("loss", 5, "KeyError", r"worker [01] failed at step 2, in loss: "),
         ("dataset", 4, "OSError", r"worker [01] failed at step 2, in loading: "),
-        slow("metric", 5, "ZeroDivisionError", "failed at step 80, in validation: metric error: "),
+        slow("metric", 5, "ZeroDivisionError", "failed at step 80, in validation (metric error): "),
     ],
 )
 def test_what_one_worker_raises_is_the_cause_with_the_line_that_raised_it(
@@ -141,7 +141,7 @@ def test_a_recipe_with_other_samples_in_each_process_is_refused(run: Start) -> N
 def test_a_metric_of_the_wrong_shape_is_found_before_the_first_step(run: Start) -> None:
     program = refused(run, "wrong_metric.py:recipe", "train.epochs=1000000")
     first = program.error.splitlines()[0]
-    assert "failed, in trying a batch: metric right: Recipe.metrics['right'] returned" in first
+    assert "failed, in the trial of a batch (metric right): Recipe.metrics['right'] returned" in first
     assert program.process.returncode == 3
 
 

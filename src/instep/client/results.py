@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.comm.messages import Failed
-from instep.errors import InstepError, RecipeError, RunError, WorkerError
+from instep.errors import CheckpointError, InstepError, RecipeError, RunError, WorkerError
 from instep.formats import INSTEP
 from instep.plain_file import write_plain
 from instep.spec import JobSpec
@@ -139,7 +139,8 @@ def failure(
     # an error of the recipe is the same, whichever worker finds it first
     kind = RecipeError if failed.kind == RecipeError.__name__ else WorkerError
     # the same program on the same checkpoint would end in the same way
-    hint = "" if "cannot be resumed" in failed.cause else resume_hint(folder)
+    same = failed.kind == CheckpointError.__name__ and not failed.step
+    hint = "" if same or "cannot be resumed" in failed.cause else resume_hint(folder)
     error = kind("\n".join(lines) + hint)
     error.exit_code = failed.exit_code
     return error

@@ -50,7 +50,7 @@ from instep.errors import InstepError, PeerError
 from instep.plain_file import plain
 from instep.recipe.given import given
 from instep.system.causes import Unwanted, as_error
-from instep.system.environment import END, SCHEDULERS, recipe_here, settings
+from instep.system.environment import END, SCHEDULERS, places_here, recipe_here, settings
 from instep.system.lease import Lease
 from instep.system.limits import FLOOR_S
 from instep.system.malloc import return_freed_memory
@@ -139,7 +139,7 @@ def serve(note: str) -> None:
         given(job["recipe"]) is None
         and import_it
         and not os.environ.get(_NO_PRELOAD)
-        and not _preload(Path(file), job.get("python_path", ()))
+        and not _preload(Path(file), places_here(job["recipe"], job.get("python_path", ())))
     ):
         _start_again(note)
     phases["import recipe"] = time.time() - preloading

@@ -24,6 +24,7 @@ from instep.errors import RunError, SpecError, near_miss
 from instep.events import LEDGER, STEPS, read_events, read_records, wrong_in
 from instep.formats import FORMAT, other_format
 from instep.spec_file import build, read_table
+from instep.state.manifest import FOLDER
 from instep.store.audit import Audit, audit, audit_own, skipped_in
 from instep.store.step_log import CHECKSUMS_FILE, check_unchanged
 from instep.words import command
@@ -121,6 +122,12 @@ class RunFolder:
     def checkpoints(self) -> list[Event]:
         """`checkpoint_saved` events."""
         return self.named("checkpoint_saved")
+
+    @property
+    def saved_step(self) -> int:
+        """The step of the newest checkpoint in the folder; 0 if there is none."""
+        found = (FOLDER.fullmatch(path.name) for path in (self.path / "checkpoints").glob("step-*"))
+        return max((int(each[1]) for each in found if each), default=0)
 
     @property
     def failures(self) -> list[Event]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 SCHEDULERS = (signal.SIGUSR1, signal.SIGUSR2)
 """What a cluster may be told to send before a time limit, besides SIGTERM."""
@@ -49,3 +51,30 @@ def recipe_here(reference: str) -> str:
     """`file:function` of a job, with the path that the file has on this host."""
     file = os.environ.get(RECIPE)
     return f"{file}:{reference.rpartition(':')[2]}" if file else reference
+
+
+def places_here(reference: str, places: Sequence[str]) -> tuple[str, ...]:
+    """The folders of a job's `python_path` on this host: where the recipe's file is in a copy of a
+    folder, those below this folder are in the copy too.
+
+    Args:
+        reference: `file:function` of the job, as it is where the run was started.
+        places: absolute paths there.
+    """
+    here, there = (Path(each.rpartition(":")[0]) for each in (recipe_here(reference), reference))
+    if here == there:
+        return tuple(places)
+    same = 0
+    for mine, its in zip(reversed(here.parts), reversed(there.parts), strict=False):
+        if mine != its:
+            break
+        same += 1
+    copy, original = (Path(*each.parts[: len(each.parts) - same]) for each in (here, there))
+    copied = (
+        copy / Path(place).relative_to(original) if Path(place).is_relative_to(original) else None
+        for place in places
+    )
+    return tuple(
+        str(mine) if mine is not None and mine.is_dir() else place
+        for mine, place in zip(copied, places, strict=True)
+    )

@@ -60,7 +60,7 @@ from instep.events import STEPS
 from instep.store.folder import id_of
 from instep.system import causes
 from instep.system.addresses import address_towards
-from instep.system.environment import recipe_here
+from instep.system.environment import places_here, recipe_here
 from instep.system.host_memory import given
 from instep.system.limits import FLOOR_S
 from instep.system.outbox import ROOM, Outbox
@@ -145,7 +145,11 @@ class Member:
             )
             self.address = self.forwarder.inside
         job = spec_file.build(tomllib.loads(welcome.job), source="the master")
-        self.job = msgspec.structs.replace(job, recipe=recipe_here(job.recipe))
+        self.job = msgspec.structs.replace(
+            job,
+            recipe=recipe_here(job.recipe),
+            python_path=places_here(job.recipe, job.python_path),
+        )
         self.run = Path(welcome.run)
         """Its folder; only processes that see it touch it."""
         self.sees_run = not welcome.run_id or id_of(self.run) == welcome.run_id

@@ -523,8 +523,10 @@ class Training(Loop):
             return self.callbacks.present
         if self.phase == "forward":
             return self._forward.phase
-        inner = self.phase in ("validation", "trying a batch")
-        return f"{self.phase}: {self._forward.phase}" if inner else self.phase
+        within = {"validation": "validation", "trying a batch": "the trial of a batch"}
+        if (outer := within.get(self.phase)) is not None:
+            return f"{outer} ({self._forward.phase})"
+        return self.phase
 
     def _try(self, begun: Begun = NOTHING, built: Built | None = None) -> Trial:
         self.phase = "trying a batch"

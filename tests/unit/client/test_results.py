@@ -2,7 +2,8 @@
 
 import pytest
 
-from instep.client.results import finish
+from instep.client.results import failure, finish
+from instep.comm.messages import Failed
 from made_up_runs import make_run
 
 
@@ -20,3 +21,16 @@ def test_what_finds_no_room_on_the_disk_is_left_out_and_said(small_disk, capsys,
         written = run / name
         assert not written.exists() or (name in missing) == (written.stat().st_size == 0)
     small_disk.make_room()
+
+
+@pytest.mark.parametrize(
+    ("kind", "step", "resumes"),
+    [("CheckpointError", 0, False), ("CheckpointError", 7, True), ("error", 0, True)],
+)
+def test_what_would_end_in_the_same_way_is_not_resumed(tmp_path, kind, step, resumes):
+    run = make_run(tmp_path / "net")
+    (run / "checkpoints" / "step-00000003").mkdir(parents=True)
+    failed = Failed(
+        kind=kind, cause="wrong.", where="", line="", step=step, phase="joining", exit_code=7
+    )
+    assert ("to resume" in str(failure(1, failed, run))) == resumes

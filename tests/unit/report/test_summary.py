@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -96,6 +97,28 @@ def test_the_lag_is_that_of_all_updates_that_count(tmp_path):
     assert words in configuration(folder)
 
 
+@pytest.mark.parametrize(
+    ("outcome", "saved", "words"),
+    [
+        ("interrupted", 8, "steps 9 to 60, if you resume: the newest checkpoint is of step 8"),
+        (None, 59, "step 60, if you resume: the newest checkpoint is of step 59"),
+        ("failed", 0, "steps 1 to 60, if you resume: no checkpoint was saved"),
+        ("interrupted", 60, ""),
+        ("completed", 8, ""),
+    ],
+)
+def test_the_steps_that_a_resumed_run_computes_again_are_named(tmp_path, outcome, saved, words):
+    path = make_run(tmp_path / "digits", steps=60, outcome=outcome)
+    for each in (path / "checkpoints").glob("*"):
+        shutil.rmtree(each)
+    if saved:
+        (path / "checkpoints" / f"step-{saved:08}").mkdir(parents=True)
+    folder = RunFolder(path)
+    lost = [line for line in closing_lines(summarise(folder), folder) if line.startswith("lost")]
+    assert bool(lost) == bool(words)
+    assert not words or lost[0].startswith(f"lost    {words}")
+
+
 def test_a_run_of_no_steps_has_no_loss_and_no_speed(tmp_path):
     summary = summary_of(tmp_path, steps=0, outcome="failed")
     assert (summary["steps"], summary["samples"], summary["loss"]) == (0, 0, None)
@@ -135,10 +158,10 @@ def test_the_verdict_of_a_failed_run_names_the_cause_and_promises_no_model(tmp_p
     folder = RunFolder(make_run(tmp_path / "digits", steps=21, outcome="failed"))
     lines = closing_lines(summarise(folder), folder)
     assert lines[0].startswith("failed after ")
-    assert (
-        lines[1] == "cause   IndexError: target 10 is out of bounds   (worker 1, step 22, forward)"
-    )
-    assert lines[2] == "        digits.py:41   return self.head(x)"
+    assert lines[2:4] == [
+        "cause   IndexError: target 10 is out of bounds   (worker 1, step 22, forward)",
+        "        digits.py:41   return self.head(x)",
+    ]
     assert not any("export" in line or "model  " in line for line in lines)
 
 

@@ -47,6 +47,8 @@ def _lines(summary: dict[str, Any], folder: RunFolder) -> Iterator[str]:
     yield _ending(summary)
     if summary["rule_text"]:
         yield f"rule    {summary['rule_text']}"
+    if lost := _lost(summary["steps"], folder):
+        yield f"lost    {lost}"
     if folder.outcome == "failed" and folder.failures:
         yield from _cause(folder.failures[0], folder.servers)
     yield from filter(None, (_quality(summary, folder), _effort(summary)))
@@ -102,6 +104,16 @@ def _ending(summary: dict[str, Any]) -> str:
         return f"{how}   no step was committed"
     steps, samples = plural(summary["steps"], "step"), plural(summary["samples"], "sample")
     return f"{how}   {steps}   {samples}, {exactness_words(summary)}"
+
+
+def _lost(steps: int, folder: RunFolder) -> str:
+    """Which steps a resumed run computes again; empty where it is none."""
+    saved = folder.saved_step
+    if folder.outcome in ("completed", "stopped") or steps <= saved:
+        return ""
+    which = f"steps {saved + 1} to {steps}" if steps > saved + 1 else f"step {steps}"
+    why = f"the newest checkpoint is of step {saved}" if saved else "no checkpoint was saved"
+    return f"{which}, if you resume: {why}, and what follows it is computed again"
 
 
 def _cause(failure: dict[str, Any], servers: Collection[int]) -> Iterator[str]:
