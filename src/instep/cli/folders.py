@@ -59,10 +59,8 @@ def status_options(parser: Parser) -> None:
 
 
 def logs(args: argparse.Namespace) -> int:
-    """Print what the processes of a run printed, each line with the name of its process.
-
-    Colours and other control characters are left out; the files in its logs folder have them.
-    """
+    """Print what the processes of a run printed, without colours, each line with the name of its
+    process."""
     from instep.store.logs import Logs
 
     there = Logs(Path(args.run))
