@@ -141,7 +141,9 @@ def test_a_recipe_with_other_samples_in_each_process_is_refused(run: Start) -> N
 def test_a_metric_of_the_wrong_shape_is_found_before_the_first_step(run: Start) -> None:
     program = refused(run, "wrong_metric.py:recipe", "train.epochs=1000000")
     first = program.error.splitlines()[0]
-    assert "failed, in the trial of a batch (metric right): Recipe.metrics['right'] returned" in first
+    assert (
+        "failed, in the trial of a batch (metric right): Recipe.metrics['right'] returned" in first
+    )
     assert program.process.returncode == 3
 
 

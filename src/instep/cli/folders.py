@@ -59,8 +59,7 @@ def status_options(parser: Parser) -> None:
 
 
 def logs(args: argparse.Namespace) -> int:
-    """Print what the processes of a run printed, without colours, each line with the name of its
-    process."""
+    """Print what the processes of a run printed, each line with its process, without colours."""
     from instep.store.logs import Logs
 
     there = Logs(Path(args.run))
