@@ -102,6 +102,7 @@ def carried(workers):
     }
 
 
+@pytest.mark.tail
 @EVERY
 def test_replicas_have_the_same_bits_after_every_step_with_many_buckets_under_way(name):
     assert len(set(together([Worker(name) for _ in range(3)], 0, 8, 1))) == 8
@@ -126,6 +127,7 @@ def test_processes_exchange_many_buckets_and_do_not_wait_for_each_other(name, tm
     assert every[0] == every[1] == every[2]
 
 
+@pytest.mark.grid(5)
 @EVERY
 def test_what_workers_remember_is_handed_over_from_4_to_3_to_4(name):
     workers = [Worker(name) for _ in range(4)]
@@ -145,6 +147,7 @@ def test_what_workers_remember_is_handed_over_from_4_to_3_to_4(name):
     together([*workers[:3], newcomer], 6, 3, 3)
 
 
+@pytest.mark.grid(5)
 @EVERY
 def test_a_worker_killed_at_any_commit_is_replaced_to_the_bit(name):
     calm = together([Worker(name) for _ in range(3)], 0, 8, 1)

@@ -217,6 +217,7 @@ def test_a_vote_is_one_message_and_left_out_where_nothing_can_be_in_doubt(case):
     assert forced - plain == (0 if votes_anyway else 1)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("count", [3, tail(15)])
 @each_of(FIRST)
 def test_a_rank_that_dies_at_any_message_leaves_one_commit_or_none(folder, case, votes, count):
@@ -224,6 +225,7 @@ def test_a_rank_that_dies_at_any_message_leaves_one_commit_or_none(folder, case,
         check(folder, case, votes, [script], replace=number % 3 > 0)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("count", [1, tail(5)])
 @each_of(FIRST)
 def test_a_result_that_is_lost_to_some_leaves_one_commit_or_none(folder, case, votes, count):
@@ -237,6 +239,7 @@ def test_a_step_that_happens_although_all_were_in_doubt_has_its_loss_in_the_reco
     check(folder, case, True, [Script(lost={vote: frozenset(range(WORKERS))})], replace=True)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("count", [1, tail(6)])
 @each_of(FIRST)
 def test_a_rank_that_is_cut_off_from_the_master_in_a_commit_ends_with_the_others(
@@ -306,12 +309,14 @@ def calm_mesh(case):
     return [rank.tensors() for rank in world.members], [rank.trace for rank in world.members]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("every", [503, tail(101), slow(1)])
 @MESHES
 def test_a_replica_that_loses_a_rank_at_any_message_leaves_one_commit_or_none(folder, case, every):
     check_meshes(folder, case, every)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("every", [31, tail(7), slow(1)])
 @MESHES
 def test_a_replica_that_loses_a_rank_while_the_next_generation_begins_leaves_one_commit_or_none(
@@ -410,6 +415,7 @@ def check_stories(folder, case, votes, count):
         check(folder, case, votes, story if replace else story[:1], replace=replace)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("count", [1, tail(5)])
 @each_of(FIRST)
 def test_deaths_while_the_next_generation_forms_leave_one_commit_or_none(

@@ -121,20 +121,15 @@ def test_every_number_of_workers_gives_the_same(
     alone = instep.train(tiny.recipe, workers=1, runs=runs, seed=5, train=TRAIN)
     assert "epoch 3/3" in capfd.readouterr().err
     of_three = _from_a_thread(workers=3, runs=runs, seed=5, train=TRAIN, quiet=True)
-    of_five = instep.train(tiny.recipe, workers=5, runs=runs, seed=5, train=TRAIN, quiet=True)
     assert capfd.readouterr() == ("", "")
-    assert [run.path.name for run in (alone, of_three, of_five)] == [
-        "recipe",
-        "recipe-2",
-        "recipe-3",
-    ]
-    for run in (alone, of_three, of_five):
+    assert [run.path.name for run in (alone, of_three)] == ["recipe", "recipe-2"]
+    for run in (alone, of_three):
         assert run.exit_code == 0
         assert run.summary == json.loads((run.path / "summary.json").read_text())
         assert run.summary["repeated_samples"] == run.summary["missing_samples"] == 0
         _check_same(run.summary, finished.summary)
         assert distance(finished.run, run.path) < 1e-6
-    assert [run.summary["workers"] for run in (alone, of_three, of_five)] == [1, 3, 5]
+    assert [run.summary["workers"] for run in (alone, of_three)] == [1, 3]
 
 
 def _check_same(summary: dict[str, Any], other: dict[str, Any]) -> None:

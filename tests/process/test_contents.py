@@ -17,7 +17,7 @@ from instep.data.order import Order
 from instep.errors import DataError, RunError, WorkerError
 from instep.events import CONTENTS, read_records
 from instep.store.run_folder import RunFolder
-from marks import slow
+from marks import slow, tail
 
 pytestmark = pytest.mark.process
 
@@ -60,7 +60,7 @@ def audited(run: Path, capsys: Out, *options: str) -> tuple[int, dict[str, Any]]
 @pytest.mark.parametrize(
     ("loaders", "how"),
     [
-        (0, "plainly"),
+        tail(0, "plainly"),
         ("auto", "drawing"),
         *(
             slow(*each)

@@ -208,6 +208,7 @@ def test_what_process_0_refuses_all_refuse(start: Start, again: Path) -> None:
     assert [path.name for path in again.parent.iterdir()] == ["again"]  # and no meeting file
 
 
+@pytest.mark.tail
 def test_processes_that_join_with_other_arguments_end_with_the_first_that_differs(
     start: Start, tmp_path: Path
 ) -> None:

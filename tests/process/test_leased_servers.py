@@ -38,6 +38,7 @@ pytestmark = pytest.mark.process
 ONE_BY_ONE = 'name = "bounded_stale"\nservers = {}\noptions = {{ staleness = 0 }}'
 
 
+@pytest.mark.tail
 @pytest.mark.parametrize(("servers", "kills", "steps"), [(2, 3, 50), slow(3, 25, STEPS)])
 def test_one_worker_is_a_plain_loop_whichever_server_is_killed(
     start: Start, tmp_path: Path, servers: int, kills: int, steps: int

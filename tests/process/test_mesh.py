@@ -75,6 +75,7 @@ def check_equal(program, wanted, most=1e-10):
         assert float((found[name] - tensor).abs().max()) <= most, name
 
 
+@pytest.mark.tail
 @pytest.mark.parametrize(
     ("workers", "mesh"),
     [

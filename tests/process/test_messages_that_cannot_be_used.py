@@ -9,6 +9,7 @@ from started import Start
 pytestmark = pytest.mark.process
 
 
+@pytest.mark.tail
 def test_a_message_that_the_master_cannot_use_ends_its_sender_and_not_the_master(
     run: Start, tmp_path: Path
 ) -> None:

@@ -106,6 +106,7 @@ def until(there, what):
         time.sleep(0.02)
 
 
+@pytest.mark.tail
 def test_a_recipe_of_a_cell_trains_with_a_table_there_and_its_report_below(kernel):
     kernel.run("pause_s = 0.05" + RECIPE)
     shown = kernel.run(TRAIN + "\nrun")

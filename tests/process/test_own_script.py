@@ -53,6 +53,7 @@ def check_as_if_nothing_had_been(program: Started, undisturbed: RunFolder) -> No
     program.check_nothing_is_left()
 
 
+@pytest.mark.tail
 def test_what_the_loop_logs_reaches_the_runs_log_and_its_summary(undisturbed: RunFolder) -> None:
     logged = undisturbed.logged["step/twice"]
     wanted = {step: 2.0 * step for step in range(7 * EPOCHS + 1)}

@@ -130,6 +130,7 @@ def test_a_norm_that_is_not_finite_ends_the_run_where_it_is_computed_anyway(run:
     assert "\nrule    the norm of the gradient was inf, at step 1\n" in program.stdout
 
 
+@pytest.mark.tail
 def test_a_small_gradient_ends_the_run_at_the_step_after_it(run: Start) -> None:
     program = run("tiny.py:recipe", *SHORT, "stop.gradient_norm=0.2", "train.max_grad_norm=0.5")
     assert program.end() == 0, program.stderr

@@ -135,6 +135,7 @@ def test_a_run_resumes_from_a_checkpoint_with_the_state_of_both_optimizers(tmp_p
     assert run.summary["parameters_sha256"] == alone.summary["parameters_sha256"]
 
 
+@pytest.mark.tail
 def test_a_loss_of_an_earlier_turn_that_is_no_number_ends_the_run(tmp_path):
     run = trained(tmp_path, 1, determinism="order", arguments={"spoils": True})
     assert (run.exit_code, run.summary["rule_text"]) == (8, "the loss was nan from step 4 on")

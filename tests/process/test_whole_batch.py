@@ -57,6 +57,7 @@ def plain_loop(recipe, compute_loss, monkeypatch):
     return model.state_dict()
 
 
+@pytest.mark.tail
 @pytest.mark.parametrize("kind", ["per_sample", slow("contrast")])
 def test_three_workers_give_the_parameters_and_statistics_of_a_plain_loop(
     run: Start, monkeypatch, kind

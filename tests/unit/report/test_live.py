@@ -260,6 +260,7 @@ def test_the_screen_at_80_columns():
     ]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("workers", [1, 4, 16, 64])
 @pytest.mark.parametrize("width", [1, 20, 60, 80, 200])
 @pytest.mark.parametrize("height", [2, 10, 24, 50])
