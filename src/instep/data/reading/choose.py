@@ -30,6 +30,7 @@ from instep.data.reading.readers import Ahead, Reader
 from instep.data.reading.template import Say
 from instep.data.samples.fingerprint import fingerprint
 from instep.errors import DataError
+from instep.words import plural
 
 _CHEAP_S = 0.2e-3
 """A faster sample is not worth a trip between processes where a thread would do."""
@@ -241,7 +242,8 @@ def _here(fetch: Fetch, probe: Probe | None, why: str) -> Choice:
 def _choose_unraced(fetch: Fetch, probe: Probe, pool: Pool) -> Choice:
     """Samples too slow for a race: reads that wait overlap, reads that compute need a core."""
     spare = cores() - torch.get_num_threads()
-    facts = f"{_cost(probe)}, {probe.busy:.0%} of it computing, with {max(spare, 0)} cores to spare"
+    cores_left = plural(max(spare, 0), "core")
+    facts = f"{_cost(probe)}, {probe.busy:.0%} of it computing, with {cores_left} to spare"
     if probe.busy > 0.5 and spare < 1:
         pool.close()
         return _here(fetch, probe, facts)
