@@ -197,11 +197,12 @@ def _global_kind(kind: type[nn.Module]) -> type[nn.Module]:
     if issubclass(kind, _Global):
         return kind
     if kind not in _KINDS:
-        _KINDS[kind] = type(f"Global{kind.__name__}", (_Global, kind), {"__module__": __name__})
+        named = {"__module__": __name__, "__qualname__": f"Global{kind.__name__}"}
+        _KINDS[kind] = type(kind.__name__, (_Global, kind), named)  # the user's name, for messages
     return _KINDS[kind]
 
 
-# pickle finds the classes by these names
+# pickle finds the classes by these qualified names
 GlobalBatchNorm1d = _global_kind(nn.BatchNorm1d)
 GlobalBatchNorm2d = _global_kind(nn.BatchNorm2d)
 GlobalBatchNorm3d = _global_kind(nn.BatchNorm3d)

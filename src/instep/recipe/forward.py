@@ -298,8 +298,7 @@ class Forward:
 
     def kept(self, batch: Any, samples: int) -> int:
         """How many of the samples that it was given the user's `collate` has kept in a batch."""
-        pairs = isinstance(batch, (tuple, list)) and len(batch) == 2
-        return kept(batch[1], samples) if self.recipe.collates and pairs else samples
+        return kept(batch, samples) if self.recipe.collates else samples
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:

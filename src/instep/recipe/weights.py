@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from instep.errors import RecipeError
+from instep.parallel.nested import tensors_in
 
 Weigh = Callable[[Any], float]
 """From a batch, as the loader gave it, to its weight."""
@@ -154,16 +155,21 @@ def numbers_in(target: Any, rows: bool = False) -> float:
     return float(target.shape[0] if rows and target.dim() > 1 else 1 if rows else target.numel())
 
 
-def kept(target: Any, samples: int) -> int:
+def kept(batch: Any, samples: int) -> int:
     """How many of a batch's samples a `collate` of the user's has kept, by the shape of the
-    target.
+    target, or of all tensors where it has none.
 
     Args:
-        target: of the batch.
-        samples: that `collate` was given.
+        batch: as `collate` made it.
+        samples: that `collate` was given; the answer where the shapes do not show it.
     """
-    shape = target.shape[:2] if isinstance(target, Tensor) else ()
-    return samples if not shape or samples in shape else min(samples, shape[0])
+    pair = isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[1], Tensor)
+    shapes = [each.shape for each in tensors_in(batch[1] if pair else batch) if each.dim()]
+    rows = {shape[0] for shape in shapes}
+    columns = {shape[1] if len(shape) > 1 else -1 for shape in shapes}
+    if len(rows) != 1 or samples in rows or columns == {samples}:  # packed, all kept, or time-major
+        return samples
+    return min(samples, *rows)
 
 
 def is_sum(loss: Any) -> bool:

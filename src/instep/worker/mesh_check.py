@@ -365,7 +365,9 @@ class _Passes:
         """Its gradients stay where they are, and are still to be multiplied by the weight."""
         self.weight = weight
 
-    def end_pass(self, part: Pass, share: float, *, beside: bool = False) -> None:
+    def end_pass(
+        self, part: Pass, share: float, *, beside: bool = False, left_out: int = 0
+    ) -> None:
         """It is over; what it did to buffers is not kept."""
         self._put_back()
 

@@ -154,6 +154,8 @@ class _Passes:
         """Its gradients are still to be multiplied by the weight."""
         self.weight = weight
 
-    def end_pass(self, part: Pass, share: float, *, beside: bool = False) -> None:
+    def end_pass(
+        self, part: Pass, share: float, *, beside: bool = False, left_out: int = 0
+    ) -> None:
         """It is over; what it did to buffers is a part of what its participant does to them."""
         self.share += share

@@ -721,11 +721,15 @@ class Training(Loop):
             batch = read.batch if engine.ends_step else on_tensors(read.batch, Tensor.clone)
             set_generators(key_of_pass(self.job.seed, self.step, part.number, engine.turn))
             self.phase, taken = "forward", engine.taken
-            found = self._forward.loss(batch, read.size)
+            kept = self._forward.kept(batch, read.size)
+            of_step = 0.0 if part.repeats else kept / batch_size
+            left_out = 0 if part.repeats else read.size - kept
+            moves = len(engine.buffers) > 0 and kept > 0 and self.recipe.weight is None
+            found = self._forward.loss(batch, read.size, always=moves)
             if engine.taken != taken:  # the trial did not see this sample
                 raise called_backward()
-            if found is None:  # no sample of it counts
-                engine.skip_pass(part)
+            if found is None or not found.counts:  # no sample of it has a loss
+                engine.skip_pass(part, of_step, left_out=left_out)
                 continue
             factor = 0.0 if part.repeats else found.factor
             if not part.repeats:
@@ -736,7 +740,7 @@ class Training(Loop):
             last = number == len(share.passes) - 1
             engine.begin_pass(part, factor / batch_size, last=last)
             self._update.scaler.scale(found.loss).backward(inputs=engine.trained)
-            engine.end_pass(part, 0.0 if part.repeats else read.size / batch_size)
+            engine.end_pass(part, of_step, left_out=left_out)
             clock.lap(since, "backward")
         return Passed(losses, skipped)
 

@@ -187,8 +187,12 @@ class WholeBatch:
                     self._replica.finish_pass()
             if work.counts or self._replica is not None:
                 proposes = self._replica is None or self._replica.proposes
-                share = work.size / batch_size if work.counts and proposes else 0.0
-                engine.end_pass(work.part, share)
+                kept = self._forward.kept(work.batch, work.size)
+                if work.counts and proposes:
+                    left_out = work.size - kept
+                    engine.end_pass(work.part, kept / batch_size, left_out=left_out)
+                else:
+                    engine.end_pass(work.part, 0.0)
             self._lap(since, "backward")
         return losses
 
@@ -246,6 +250,7 @@ class WholeBatch:
                     cached.join_in(work.batch, record=True)
                     reads.backward(None, 0.0)
             if work.counts:
-                engine.end_pass(work.part, work.size / batch_size)
+                kept = self._forward.kept(work.batch, work.size)
+                engine.end_pass(work.part, kept / batch_size, left_out=work.size - kept)
         self._lap(since, "backward")
         return losses

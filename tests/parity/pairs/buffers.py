@@ -6,6 +6,7 @@ import torch
 from pair import Parts, pair, refused, said, samples_of
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import default_collate
 
 from pairs.common import classes, mlp, regression
 
@@ -286,3 +287,43 @@ class Whitened(nn.Module):
 @pair("a scale that the first batch sets", said("scale"))
 def set_by_first_batch():
     return Parts(model=Whitened(), train=classes(), loss=nn.CrossEntropyLoss())
+
+
+class Inputs(nn.Module):
+    """Takes off a running mean of what it has seen so far."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = mlp(outputs=4)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x):
+        out = self.body(x - self.mean)
+        with torch.no_grad():
+            self.mean.mul_(0.7).add_(x.mean(0), alpha=0.3)
+        return out
+
+
+def some_ignored(left_out):
+    """Those of the seventh step, and others: a micro-batch of two has none, one, or both."""
+    data = classes()
+    bad = {*range(74, 78), *range(40, 100, 7)}
+    ignored = [(x, torch.tensor(-100) if i in bad else y) for i, (x, y) in enumerate(data)]
+
+    def collate(samples):
+        given = [(x, y) for x, y in samples if y != -100]
+        none = samples[0][0].new_zeros(0, 6), torch.zeros(0, dtype=torch.long)
+        return default_collate(given) if given else none
+
+    given = {"collate": collate} if left_out else {}
+    return Parts(model=Inputs(), train=ignored, loss=nn.CrossEntropyLoss(), **given)
+
+
+@pair("a running mean, and targets that are ignored")
+def mean_beside_ignored():
+    return some_ignored(left_out=False)
+
+
+@pair("a running mean, and samples that collate leaves out")
+def mean_beside_left_out():
+    return some_ignored(left_out=True)

@@ -16,6 +16,7 @@ from instep.recipe.weights import (
     class_weights,
     derive,
     is_sum,
+    kept,
     weighing,
 )
 from instep.worker.trial.sameness import mean_of
@@ -185,3 +186,18 @@ def test_one_batch_is_not_enough_to_say_what_a_loss_is_a_mean_of():
     forward = Forward(Recipe(own_loss), model, torch.device("cpu"), "float32")
     assert mean_of(forward, [batch], seed=7) == ""
     assert mean_of(forward, [batch, batch], seed=7) == "next tokens"
+
+
+@pytest.mark.parametrize(
+    ("shapes", "samples", "count"),
+    [
+        (((3, 6), (3,)), 3, 3),
+        (((2, 3), (2,)), 3, 2),  # one was left out, and each has as many numbers
+        (((0, 6), (0,)), 3, 0),
+        (((5, 3, 6), (5, 3)), 3, 3),  # time comes first
+        (((2, 6), (2, 6), (2,)), 3, 2),  # not (inputs, target)
+        (((9, 6), (2, 12), (9,)), 3, 3),  # packed: the shapes do not show it
+    ],
+)
+def test_the_samples_of_a_batch_are_counted_by_its_shapes(shapes, samples, count):
+    assert kept([torch.zeros(shape) for shape in shapes], samples) == count

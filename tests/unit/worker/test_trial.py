@@ -144,7 +144,7 @@ class Ghost(nn.Module):
         return torch.cat([self.norm(part) for part in x.split(self.virtual)])
 
 
-@pytest.mark.parametrize(("virtual", "kind"), [(8, "no: GlobalBatchNorm1d '1.norm'"), (99, "yes")])
+@pytest.mark.parametrize(("virtual", "kind"), [(8, "no: BatchNorm1d '1.norm'"), (99, "yes")])
 def test_a_layer_that_is_given_parts_of_a_global_batch_is_named(virtual, kind):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), Ghost(virtual), nn.Linear(4, 2)).double()
@@ -251,3 +251,31 @@ def test_gradients_are_compared_where_a_place_is_also_a_whole_step():
     places = Places(job_of(12, 6), 100).compared()
     assert [place.loss_alone for place in places[:2]] == [False, False]
     assert any(place.loss_alone for place in places[2:])
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_a_mean_over_samples_that_cannot_be_counted_is_not_shown(packs):
+    class Seen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last = nn.Linear(1, 1).double()
+            self.register_buffer("mean", torch.zeros(1).double())
+
+        def forward(self, x):
+            self.mean.lerp_(x.detach().mean(), 0.1)
+            return self.last(x.reshape(-1, 1))
+
+    def packed(samples):
+        return torch.stack(samples).reshape(1 if packs else len(samples), -1)
+
+    def loss(model, batch):
+        return model(batch).square().mean()
+
+    given = {"compute_loss": loss, "weight": torch.numel, "collate": packed}
+    data = [torch.rand(4).double() for _ in range(64)]
+    recipe = Recipe(model=Seen(), train=data, optimizer=lambda p: None, **given)
+    loader = Loader(data, seed=7, shuffle=False, collate=packed, processes=0)
+    forward = Forward(recipe, recipe.model, torch.device("cpu"), "float32")
+    verdict = try_recipe(forward, loader, job_of(), 64).verdict
+    assert ("not shown: the buffer 'mean' is a mean over samples" in verdict) == packs
+    assert packs or verdict == "yes"

@@ -162,6 +162,7 @@ class Engine:
         """Whether a step in doubt can be applied later; not where the user's code belongs to it."""
         self._staged: _Staged | None = None
         self._handed_out = self._slots_filled = self._in_doubt = False
+        self._left_out = 0  # by the user's collate, of this step's samples
         self._half_moved = False  # the update began, and has not ended
         self._records: list[tuple[int, ...]] = []  # of the last step of a generation that is over
         self._ledger: Ledger | None = None
@@ -385,6 +386,7 @@ class Engine:
             arrived=comm.size,  # when each rank had done its passes, seconds since a common moment
             computing=comm.size,  # how long each rank's passes took, seconds
             skipped=1,  # samples that could not be read
+            left_out=1,  # and that the user's collate left out
             losses=self._parts,  # of each pass, times its weight: a place of its own, for one order
             weights=self._parts,
             buffers=len(self.buffers),  # who moved each
@@ -512,6 +514,7 @@ class Engine:
         course, generation = self.state.progress.course, self.state.generation
         self.strategy.begin_step(Attempt(course, self._number, generation))
         self.buffers.begin_step()
+        self._left_out = 0
         for observer in self.observers.values():
             observer.begin_step(step, where)
 
@@ -531,7 +534,9 @@ class Engine:
         for observer in self.observers.values():
             observer.begin_pass(part)
 
-    def end_pass(self, part: Pass, share: float, *, beside: bool = False) -> None:
+    def end_pass(
+        self, part: Pass, share: float, *, beside: bool = False, left_out: int = 0
+    ) -> None:
         """It is over.
 
         Args:
@@ -539,14 +544,21 @@ class Engine:
             share: what it has of the samples; 0 where it was another's, repeated: then it
                 leaves nothing.
             beside: whether it is one beside those that compute the samples.
+            left_out: samples that it was dealt, and that the user's `collate` left out.
         """
         for observer in self.observers.values():
             observer.end_pass(part)
+        self._left_out += left_out
         self.buffers.after_pass(share, part.number, beside=beside)
 
-    def skip_pass(self, part: Pass) -> None:
-        """A forward pass was run in which nothing counts: as if it had not been."""
-        self.buffers.after_pass(0.0, part.number)
+    def skip_pass(self, part: Pass, share: float = 0.0, *, left_out: int = 0) -> None:
+        """A forward pass was run in which no loss counts; buffers move by its samples too.
+
+        Args:
+            part, share, left_out: as for `end_pass`; without a share it leaves nothing.
+        """
+        self._left_out += left_out
+        self.buffers.after_pass(share, part.number)
 
     # ---- the agreement
 
@@ -602,7 +614,8 @@ class Engine:
             self._go_without_copies(said["uncopied"])
         whole = 0 if leaving else self.where.stop - self.where.first
         agreed = self._agreement(said, whole)
-        self.buffers.exchange(said["buffers"], self.comm, read=share_read(agreed.skipped, whole))
+        lacking = min(agreed.skipped + round(said["left_out"][0]), max(0, whole - 1))
+        self.buffers.exchange(said["buffers"], self.comm, read=share_read(lacking, whole))
         if not leaving:
             course = self.state.progress.course
             agreed = agreed._replace(scale=self.strategy.prepare(self.step, agreed.scale))
@@ -676,7 +689,7 @@ class Engine:
         own["regroups"] = [float(self.member.regroups)]
         own["saves"] = [float(self.comm.rank == 0 and self.saves())]
         own["computing"][self.comm.rank] = self.clock.computing
-        own["skipped"] = [float(skipped)]
+        own["skipped"], own["left_out"] = [float(skipped)], [float(self._left_out)]
         for number, (total, weight) in passes.items():
             own["losses"][number], own["weights"][number] = total, weight
         own["buffers"] = self.buffers.marks()

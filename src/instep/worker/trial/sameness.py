@@ -267,6 +267,8 @@ class _Comparison:
         """Spots that could be compared."""
         self._untried = "nothing counts in the batches that were tried"
         self._not_cut = ""
+        self._uncounted = ""
+        """A buffer that passes move, if the samples of batches cannot be counted."""
         self._drew_elsewhere = False  # than from torch's generators
         self._shapes = Watch()
         self._once: PassResult | None = None
@@ -403,6 +405,13 @@ class _Comparison:
             )
         if self._not_cut:
             return _not_shown(self._not_cut)
+        if self._uncounted:
+            return _not_shown(
+                f"the buffer {self._uncounted!r} is a mean over samples, and the batches that "
+                "collate makes do not show how many they have. Let each tensor of a batch have "
+                "them in its first dimension",
+                self._derived,
+            )
         if moved:
             return Trial(False, "the model's buffers follow its batches", "yes", self._derived)
         if drew:
@@ -481,7 +490,7 @@ class _Comparison:
         if whole is None or not apart:
             return False
         self.idle &= not any(each.gradients for each in apart)
-        moved, layer = self._buffers(apart, spot.sizes, whole)
+        moved, layer = self._buffers(apart, spot, whole)
         weight = sum(each.weight for each in apart) or 1.0
         share = [(each.weight or 1.0) / weight for each in apart]
         loss = sum(w * each.loss for w, each in zip(share, apart, strict=True))
@@ -600,7 +609,7 @@ class _Comparison:
         return ""
 
     def _buffers(
-        self, apart: Sequence[PassResult], sizes: Sequence[int], whole: PassResult
+        self, apart: Sequence[PassResult], spot: Spot, whole: PassResult
     ) -> tuple[bool, str]:
         """Name the buffers that are not the mean over micro-batches after the whole batch.
 
@@ -608,6 +617,7 @@ class _Comparison:
             Whether buffers were changed, and the first layer of batch normalisation whose
             statistics differ: it is named if the gradients do not show the cause.
         """
+        sizes, counted = self._kept(spot)
         moved, layer, others = False, "", list[str]()
         statistics = batch_norm_buffers(self._model.model)
         for name, kept in self._model.committed.items():
@@ -632,6 +642,8 @@ class _Comparison:
             if len(apart) < len(sizes) or len(after) < len(given):
                 continue  # in one of them no sample counts, so it was not run; or it did not write
             share = [size / sum(sizes) for size in sizes]
+            if not counted and any(not torch.equal(each, after[0]) for each in after):
+                self._uncounted = self._uncounted or name
             mean = sum(w * each for w, each in zip(share, after[:-1], strict=True))
             assert isinstance(mean, Tensor)
             if kept is not None and not kept.is_floating_point():
@@ -648,6 +660,14 @@ class _Comparison:
         if others:
             self._differs.append(_no_averages(others))
         return moved, layer
+
+    def _kept(self, spot: Spot) -> tuple[Sequence[int], bool]:
+        """The samples that the parts of a spot have, and whether the batches show how many."""
+        kept, sizes = self._forward.kept, spot.sizes
+        each = [kept(part, size) for part, size in zip(spot.parts, sizes, strict=True)]
+        if sum(each) != kept(spot.whole, sum(sizes)):
+            return sizes, False
+        return (each if all(each) else sizes), True
 
     def _layer_that_mixes(self, spot: Spot) -> str:
         apart = [outputs_of(self._model, part) for part in spot.parts]
