@@ -279,3 +279,52 @@ def test_a_mean_over_samples_that_cannot_be_counted_is_not_shown(packs):
     verdict = try_recipe(forward, loader, job_of(), 64).verdict
     assert ("not shown: the buffer 'mean' is a mean over samples" in verdict) == packs
     assert packs or verdict == "yes"
+
+
+class Adapted(nn.Module):
+    """A frozen base in bfloat16 and, in float32, an adapter of low rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(8, 8).bfloat16().requires_grad_(False)
+        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+    def forward(self, x):
+        return torch.tanh(self.base(x.bfloat16()).float() + self.up(self.down(x)))
+
+
+class Embedded(nn.Module):
+    """A frozen table in float16."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(16, 8).half().requires_grad_(False)
+
+    def forward(self, x):
+        return self.table((x.abs() * 5).long().clamp(max=15)).float().mean(1)
+
+
+class Cast(nn.Module):
+    """Uses autocast itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Linear(8, 8)
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return torch.relu(self.wide(x)).float()
+
+
+@pytest.mark.parametrize("kind", [Adapted, Embedded, Cast])
+@pytest.mark.parametrize("mixes", [False, True])
+def test_parts_in_16_bits_are_no_difference_and_hide_none(kind, mixes):
+    torch.manual_seed(0)
+    mixed = nn.BatchNorm1d(8) if mixes else nn.Identity()
+    model = nn.Sequential(kind(), mixed, nn.Linear(8, 1))
+    data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randn(64, 1))
+    recipe = Recipe(model=model, train=data, optimizer=lambda p: None, loss=nn.MSELoss())
+    loader = Loader(data, seed=7, shuffle=False, processes=0)
+    forward = Forward(recipe, model, torch.device("cpu"), "float32")
+    verdict = try_recipe(forward, loader, job_of(), 64).verdict
+    assert verdict.startswith("no: BatchNorm1d '1'" if mixes else "yes")
