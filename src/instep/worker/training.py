@@ -71,14 +71,14 @@ from instep.worker.step.turns import key_of_pass, make_turns
 from instep.worker.step.update import Update
 from instep.worker.stopping import check_rules
 from instep.worker.trial.kept import try_kept
-from instep.worker.trial.reads import try_blocks, try_recipe, try_step
+from instep.worker.trial.reads import shapes_in, try_blocks, try_recipe, try_step
 from instep.worker.trial.sameness import ANOTHER_SAW
 from instep.worker.trial.shapes import Watch
 from instep.worker.trial_result import Trial
 from instep.worker.whole_batch import WholeBatch
 
 _TRIES = 3
-"""Steps with batches of a shape that was not compared with others, which are tried."""
+"""Steps with batches of another shape, but of one shape in the step, which are tried."""
 
 _CUTS_NOTHING = (
     "mesh.tensor = {} cuts no layer of this model: each of its processes has and computes all of "
@@ -753,14 +753,21 @@ class Training(Loop):
             yield read
 
     def _try_odd(self, where: Position, odd: str) -> None:
+        if self._replica is not None:
+            why = "whether that changes the result was not tried"
+            self._say_late(f"not shown: {why}", odd)
+            return
         before, self.phase, trial = self.phase, "trying a batch", self._trial
-        if self._replica is None and self._watch.tries < _TRIES:
-            with preserved():
+        with preserved():
+            shapes = shapes_in(self._loader, self.job, where)
+            mixed = self._watch.mixed(shapes)
+            if len(shapes) > 1 and (mixed or self._watch.tries < _TRIES):
                 found = try_step(self._forward, self._loader, self.job, where)
-            self._forward.derive(trial.derived, trial.each)
-            self._watch.learn(found.shapes)
-        else:
-            found = Trial(False, "", "not shown: whether that changes the result was not tried")
+                self._forward.derive(trial.derived, trial.each)
+                self._watch.learn(found.shapes)
+            else:  # nothing is padded otherwise than in one batch
+                found = trial
+                self._watch.learn(shapes[0] if len(shapes) > 1 else (), tried=False)
         self.phase = before
         if not found.same:
             self._say_late(found.verdict, odd)

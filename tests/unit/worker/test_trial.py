@@ -13,16 +13,17 @@ from instep.recipe.forward import Forward
 from instep.recipe.recipe import Recipe
 from instep.spec import JobSpec, TrainSpec
 from instep.worker.trial.places import Places
-from instep.worker.trial.reads import try_recipe, try_step
+from instep.worker.trial.reads import shapes_in, try_recipe, try_step
 from instep.worker.trial.shapes import Watch
 
 LONG, LEFT_OUT = 200, 70
 
 
 class Sequences:
-    """Sequences of 4 numbers; one of 9, and one that cannot be used."""
+    """Sequences of 4 numbers; one of 9, and one that cannot be used; or else some of 9."""
 
-    def __init__(self, count):
+    def __init__(self, count, long=(LONG,)):
+        self.long = long
         generator = torch.Generator().manual_seed(1)
         self.values = torch.randn(count, 9, 1, generator=generator, dtype=torch.float64)
 
@@ -30,9 +31,9 @@ class Sequences:
         return len(self.values)
 
     def __getitem__(self, index):
-        if index == LEFT_OUT:
+        if index == LEFT_OUT and len(self.long) == 1:
             return None
-        values = self.values[index, : 9 if index == LONG else 4]
+        values = self.values[index, : 9 if index in self.long else 4]
         return values, values.square()
 
 
@@ -53,10 +54,10 @@ def length(batch):
     return float((batch[0] != 0).sum())
 
 
-def trained(job, count, **loss):
+def trained(job, count, long=(LONG,), **loss):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-    data = Sequences(count)
+    data = Sequences(count, long)
     recipe = Recipe(
         model=model, train=data, optimizer=lambda p: None, **({"collate": padded} | loss)
     )
@@ -91,6 +92,42 @@ def test_a_seldom_length_is_tried_in_the_step_that_has_it(loss, kind):
     assert "collate pads samples to the longest" in late.verdict or kind == "yes"
     watch.learn(late.shapes)
     assert (watch.odd(odd.batch, odd.size) == "") == (kind == "yes")
+
+
+@pytest.mark.parametrize(
+    ("first", "mixes", "other"), [(122, True, [7, 8]), (128, False, [8, 8])], ids=["within", "at"]
+)
+def test_samples_in_order_of_length_are_tried_where_the_length_changes(first, mixes, other):
+    """Worker 0 has the first half of each step of 16, worker 1 the second."""
+    forward, loader, job = trained(job_of(), 320, range(first, 320), loss=nn.MSELoss())
+    trial = try_recipe(forward, loader, job, 320)
+    assert trial.verdict == "yes"
+    steps = [position(step, 320, 16) for step in range(1, 21)]
+    odd = []
+    for worker in (0, 1):
+        watch = Watch(trial.shapes)
+        for number, where in enumerate(steps):
+            for read in loader.read(Places(job, 320).step(where).parts[2 * worker :][:2]):
+                if watch.odd(read.batch, read.size):
+                    odd.append(number)
+                    shapes = shapes_in(loader, job, where)
+                    assert watch.mixed(shapes) == (mixes and number == 7)
+                    watch.learn(shapes[-1], tried=False)
+    assert sorted(odd) == sorted(other)
+    forward.derive(trial.derived, trial.each)
+    late = try_step(forward, loader, job, steps[7])
+    assert late.verdict.startswith("no: nn.MSELoss is" if mixes else "yes")
+
+
+def test_only_different_shapes_of_one_place_were_compared_with_each_other():
+    short, long = torch.zeros(2, 4), torch.zeros(2, 9)
+    watch = Watch()
+    watch.compared([(short, 2), (short, 2)])
+    watch.compared([(long, 2), (long, 2)])
+    assert watch.odd(long, 2)
+    assert not watch.odd(short, 2)
+    watch.compared([(short, 2), (long, 2)])
+    assert not watch.odd(long, 2)
 
 
 def test_a_loss_of_torch_weighs_what_collate_has_kept():

@@ -28,7 +28,7 @@ from instep.worker.trial.sameness import (
     mean_of,
     try_out,
 )
-from instep.worker.trial.shapes import shapes_of
+from instep.worker.trial.shapes import Shape, shapes_of
 from instep.worker.trial.two_blocks import on_two_blocks
 from instep.worker.trial_result import Trial
 
@@ -80,6 +80,12 @@ def try_step(forward: Forward, loader: Loader, job: JobSpec, where: Position) ->
         seed, whole = key(job.seed, OF_PASS, 0), where.stop - where.first
         # hooks are those of the engine
         return try_out(forward, spots, whole=whole, seed=seed, cuts=_cuts(job), hooks=False)
+
+
+def shapes_in(loader: Loader, job: JobSpec, where: Position) -> list[tuple[Shape, ...]]:
+    """The shapes in each micro-batch of a step."""
+    with closing(loader.read(Places(job, loader.samples).step(where).parts)) as reads:
+        return [shapes_of(read.batch, read.size) for read in reads if read.size]
 
 
 def try_blocks(

@@ -1,8 +1,10 @@
 """Shapes of batches that code of the user's makes: what pads to the longest shows in them.
 
 The trial compares a few batches, and a step may have one of another shape: a long sample is
-seldom. So the trial says which shapes it has seen beside each other, and a run looks at each
-batch (`Watch.odd`). torch's own `default_collate` never pads.
+seldom, or all long ones come last. So the trial says where different shapes were compared in one
+step, and a run looks at each batch (`Watch.odd`): where they were not, it notices a shape that is
+another than before. (A step with two shapes has one that is another than in the step before, in
+some worker.) torch's own `default_collate` never pads.
 """
 
 from __future__ import annotations
@@ -41,14 +43,15 @@ class Watch:
     """The shapes that are known to give the result of one machine beside each other.
 
     Args:
-        known: of each tensor of a batch; empty if no batch was compared.
+        known: of each tensor of a batch: `ANY`, or the one that all had which were compared in one
+            place; empty if no batch was compared.
     """
 
     def __init__(self, known: Sequence[Sequence[int]] = ()) -> None:
         self._known = [tuple(each) for each in known]
-        self._compared = 0
+        self._compared = False
         self.tries = 0
-        """How often `learn` was called."""
+        """How often `learn` was told of passes."""
 
     @property
     def known(self) -> tuple[Shape, ...]:
@@ -56,26 +59,40 @@ class Watch:
         return tuple(self._known)
 
     def compared(self, batches: Iterable[tuple[Any, int]]) -> None:
-        """Take in batches that were compared with each other, without a difference."""
-        for batch, samples in batches:
-            shapes = shapes_of(batch, samples)
-            if not self._compared:
-                self._known = list(shapes)
-            elif len(shapes) != len(self._known):
-                self._known = []  # lists of samples: nothing is padded
-            self._known = [
-                known if known in (ANY, shape) else ANY
-                for known, shape in zip(self._known, shapes, strict=False)
-            ]
-            self._compared += 1
+        """Take in the batches of one place, which were compared without a difference."""
+        of_place = [shapes_of(*each) for each in batches]
+        if not self._compared:
+            self._known, self._compared = list(of_place[0]), True
+        if any(len(shapes) != len(self._known) for shapes in of_place):
+            self._known = []  # lists of samples: nothing is padded
+        self._known = [
+            ANY if known == ANY or len({*shapes}) > 1 else known
+            for known, *shapes in zip(self._known, *of_place, strict=False)
+        ]
 
-    def learn(self, known: Sequence[Sequence[int]]) -> None:
-        """Take in what another comparison has shown."""
-        self.tries += 1
+    def mixed(self, of_step: Sequence[Sequence[Shape]]) -> bool:
+        """Whether a step has different shapes of a tensor of which none were compared.
+
+        Args:
+            of_step: of each of its micro-batches, as `shapes_of` gives them.
+        """
+        return any(
+            known != ANY and len({*shapes}) > 1
+            for known, *shapes in zip(self._known, *of_step, strict=False)
+        )
+
+    def learn(self, known: Sequence[Sequence[int]], *, tried: bool = True) -> None:
+        """Take in what another step has shown, which from now on counts as the one before.
+
+        Args:
+            known: as for `Watch`.
+            tried: whether passes were compared, and not only shapes.
+        """
+        self.tries += tried
         others = [tuple(each) for each in known]
         if len(others) == len(self._known):
             pairs = zip(self._known, others, strict=True)
-            self._known = [ANY if other == ANY else own for own, other in pairs]
+            self._known = [ANY if ANY in (own, other) else other for own, other in pairs]
 
     def odd(self, batch: Any, samples: int) -> str:
         """The shapes of a batch that were not compared beside those that are known, in words."""
