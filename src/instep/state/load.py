@@ -9,7 +9,7 @@ Way in: `load` for a checkpoint, `load_model` to fine-tune from any safetensors 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from instep.state.boxes import Box, box_of, local, whole
 from instep.state.intact import check
 from instep.state.manifest import SUFFIX, is_table
 from instep.state.model_file import HASH_KEY
-from instep.state.scaled import Scale, refuse_undecoded, scales_of
+from instep.state.scaled import REMEDY, Scale, block_beside, refuse_undecoded, scales_of
 from instep.state.sharded import check_hashes, model_in, open_model
 from instep.state.sized import sized, take_shapes
 from instep.state.snapshot import TYPES, Snapshot, model_tensors, model_ties, raw_bytes
@@ -120,8 +120,8 @@ class Fit(NamedTuple):
     report: LoadReport
     sources: dict[str, str]
     """Name in the model to name in the file, of what matched."""
-    scales: dict[str, str]
-    """Name in the file to that of its scales, of what is to be decoded."""
+    scales: dict[str, tuple[str, ...]]
+    """Name in the file to those of its scales and zero points, of what is to be decoded."""
 
     def fill(self, model: nn.Module) -> None:
         """Copy what matched into the model, or into a part of it with the same names.
@@ -156,7 +156,8 @@ def fit_model(path: Path | str, model: nn.Module, strict: bool = True) -> Fit:
         targets |= sized(model, file.names, file.like)
         scales = file.scales_of(targets)
         file.decode(scales)
-        file_names = [n for n in (*file.names, *file.tied) if n not in {*scales.values()}]
+        applied = {name for beside in scales.values() for name in beside}
+        file_names = [n for n in (*file.names, *file.tied) if n not in applied]
         tied = model_ties(model, targets)
         sources = _sources(file, targets, tied)
         wrong = {
@@ -172,7 +173,8 @@ def fit_model(path: Path | str, model: nn.Module, strict: bool = True) -> Fit:
             wrong=wrong,
             decoded=len([n for n in sources if n not in wrong and sources[n] in scales]),
         )
-        file.refuse_undecoded(report.unexpected, set(sources.values()) - {*scales})
+        found = set(sources.values())
+        file.refuse_undecoded(report.unexpected, found - {*scales}, found & {*scales})
         if strict and (report.missing or report.unexpected or report.wrong):
             raise CheckpointError(
                 f"{path} does not fit the model: {report} "
@@ -259,28 +261,36 @@ class OpenFile:
         """The file's own name for `name`, or None."""
         return name if name in self.names else self.tied.get(name)
 
-    def scales_of(self, wanted: Container[str]) -> dict[str, str]:
-        """As of `scaled.py`: weights that are codes, and the names of their scales."""
+    def scales_of(self, wanted: Container[str]) -> dict[str, tuple[str, ...]]:
+        """As of `scaled.py`: weights that are codes, and the names of what decodes them."""
         return scales_of(self._file.entries, wanted)
 
-    def decode(self, scales: Mapping[str, str]) -> None:
-        """Have these weights be the products of their codes and scales, from here on.
+    def decode(self, scales: Mapping[str, Sequence[str]]) -> None:
+        """Have these weights be decoded by their scales, from here on.
 
         Raises:
             CheckpointError: scales do not fit their weight.
         """
-        for name, beside in scales.items():
+        block = block_beside(self._path) if scales else None
+        for name, (scale, *zero) in scales.items():
             try:
-                found = Scale(self.tensor(beside), self._file.entries[name].shape)
+                found = Scale(
+                    self.tensor(scale),
+                    self._file.entries[name].shape,
+                    self.tensor(zero[0]) if zero else None,
+                    block,
+                )
             except ValueError as error:
                 raise CheckpointError(
-                    f"{self._path}: {name!r} cannot be decoded by {beside!r}: {error}."
+                    f"{self._path}: {name!r} cannot be decoded by {scale!r}: {error}. {REMEDY}"
                 ) from error
             self._scales[name] = found
 
-    def refuse_undecoded(self, left: Iterable[str], loaded: Iterable[str]) -> None:
+    def refuse_undecoded(
+        self, left: Iterable[str], loaded: Iterable[str], decoded: Iterable[str]
+    ) -> None:
         """As of `scaled.py`: refuse a file in which other weights are codes too."""
-        refuse_undecoded(self._path, self._file.entries, left, loaded)
+        refuse_undecoded(self._path, self._file.entries, left, loaded, decoded)
 
     def like(self, name: str) -> Tensor:
         """A tensor of the same shape and type, without values."""

@@ -1,5 +1,7 @@
 """Codes with scales beside them are weights; codes without are refused, also in a partial start."""
 
+import json
+
 import pytest
 import safetensors.torch
 import torch
@@ -43,12 +45,40 @@ def test_codes_are_multiplied_by_their_scales(tmp_path, monkeypatch, name, shape
     weight = (torch.randn(ROWS, COLUMNS) * 20).to(codes)
     scale = torch.rand(shape) + 0.5
     path = saved(tmp_path / "m.safetensors", {"weight": weight, name: scale})
+    config = {"quantization_config": {"weight_block_size": [128, 128]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     model = nn.Linear(COLUMNS, ROWS).to(target)
     report = load_model(path, model)
     assert str(report) == "2 of 2 tensors match, 1 of them decoded by their scales."
     whole = scale.reshape(scale.shape if scale.dim() == 2 else (-1, 1))
     expected = weight.float() * spread(whole, (ROWS, COLUMNS))
     assert torch.equal(model.weight, expected.to(target))
+
+
+@pytest.mark.parametrize(("given", "rows"), [(96, 300), (64, 300), (None, 256)])
+def test_blocks_are_as_large_as_the_configuration_says(tmp_path, given, rows):
+    weight = torch.randn(ROWS, COLUMNS).to(torch.float8_e4m3fn)[:rows]
+    block = given or 128
+    scale = torch.rand(-(-rows // block), -(-COLUMNS // block)) + 0.5
+    spread = scale.repeat_interleave(block, 0)[:rows].repeat_interleave(block, 1)[:, :COLUMNS]
+    path = tmp_path / "m.safetensors"
+    safetensors.torch.save_file({"weight": weight, "weight_scale_inv": scale}, path)
+    if given:
+        config = {"quantization_config": {"weight_block_size": [given, given]}}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    model = nn.Linear(COLUMNS, rows, bias=False)
+    load_model(path, model)
+    assert torch.equal(model.weight, weight.float() * spread)
+
+
+@pytest.mark.parametrize("shape", [(1,), (ROWS, 1)])
+def test_zero_points_are_subtracted(tmp_path, shape):
+    weight = torch.randint(-100, 100, (ROWS, COLUMNS), dtype=torch.int8)
+    zero = torch.randint(-9, 9, shape, dtype=torch.int8)
+    tensors = {"weight": weight, "weight_scale": torch.full(shape, 0.5), "weight_zero_point": zero}
+    model = nn.Linear(COLUMNS, ROWS)
+    load_model(saved(tmp_path / "m.safetensors", tensors), model)
+    assert torch.equal(model.weight, (weight.float() - zero.float()) * 0.5)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +92,21 @@ def test_codes_are_multiplied_by_their_scales(tmp_path, monkeypatch, name, shape
         ),
         ({"SCB": torch.zeros(4)}, "has packed weights ('SCB')"),
         ({"scale_weight": torch.zeros(4)}, "'weight' is F8_E4M3, and 'scale_weight' beside it"),
-        ({"weight_scale": torch.zeros(7, 2)}, "7 scales along a dim of 300"),
+        ({"weight_descale": torch.zeros(1)}, "'weight' is F8_E4M3, and 'weight_descale' beside"),
+        ({"amax": torch.zeros(1)}, "'weight' is F8_E4M3, and 'amax' beside it"),
+        ({"weight_zero_point": torch.zeros(1)}, "'weight_zero_point' beside it may say"),
+        (
+            {"weight_scale": torch.ones(1), "weight_g_idx": torch.zeros(COLUMNS)},
+            "'weight_g_idx' beside it may say",
+        ),
+        (
+            {"weight_scale": torch.ones(ROWS, 1), "weight_zero_point": torch.zeros(1)},
+            "zero points of shape [1] for scales [300, 1]",
+        ),
+        ({"weight_scale": torch.zeros(7, 2)}, "scales of shape [7, 2] for [300, 256] are neither"),
+        ({"weight_scale_inv": torch.zeros(3, 2)}, "no config.json beside the file says"),
+        ({"weight_scale_inv": torch.zeros(6, 2)}, "nor one for each block of 128 by 128"),
+        ({"weight_scale": torch.zeros(3, 1)}, "scales of shape [3, 1] for [300, 256]"),
     ],
 )
 @pytest.mark.parametrize("strict", [True, False])
