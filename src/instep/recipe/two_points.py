@@ -32,6 +32,8 @@ class TwoPoints:
         ]
         moved = {id(p) for each in self._switched for g in each.param_groups for p in g["params"]}
         self._parameters = {n: p for n, p in model.named_parameters() if id(p) in moved}
+        self.at_result = False
+        """Whether they are at the point of the result already: an own loop switches by itself."""
 
     def __bool__(self) -> bool:
         return bool(self._switched)
@@ -41,10 +43,18 @@ class TwoPoints:
         """The class of the first such optimizer."""
         return type(self._switched[0]).__name__
 
+    def _at_result(self) -> bool:
+        """Also where the optimizer says so itself, as one of `schedulefree` that was restored."""
+        groups = (group for each in self._switched for group in each.param_groups)
+        return self.at_result or any(group.get("train_mode") is False for group in groups)
+
     @contextmanager
     def evaluated(self) -> Iterator[None]:
         """In this context the parameters are at the point of the result; afterwards they have the
         bits that they had: going back and forth would round."""
+        if self._at_result():
+            yield
+            return
         before = {name: each.detach().clone() for name, each in self._parameters.items()}
         for each in self._switched:
             each.eval()

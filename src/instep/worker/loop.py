@@ -29,10 +29,13 @@ from instep.data.order import Position
 from instep.data.participants import OwnRounds
 from instep.data.samples import last_read
 from instep.data.samples.contents import Record
-from instep.errors import CheckpointError, PeerError
+from instep.errors import CheckpointError, PeerError, SpecError
 from instep.recipe.plateau import Plateau
+from instep.recipe.two_points import TwoPoints
+from instep.spec import JobSpec
 from instep.state.retention import Best
 from instep.state.save import Shard
+from instep.sync import SERVERS
 from instep.sync.base import strategy_of
 from instep.sync.delayed import Delayed
 from instep.sync.rounds.streaming import Streaming
@@ -142,6 +145,7 @@ class Loop(ABC):
         self.engine = Engine(
             member, model, parameters, turns, ends=self._ends, more=more, split=split
         )
+        self._find_two_points(model)
         self.callbacks = Callbacks(member, self.engine, callbacks, samples)
         self.rule = "steps" if self.job.train.steps else "epochs"
         self._comms: tuple[Comm, ...] = ()  # of the present groups, or of ones that are forming
@@ -153,6 +157,13 @@ class Loop(ABC):
         self._warned: set[str] = set()
         self._told_saved = -1  # step of the newest checkpoint that has been called back for
         self._done = 0  # steps that this process has committed
+
+    def _find_two_points(self, model: nn.Module) -> None:
+        """Where an optimizer gives its result at another point, have that saved."""
+        points = TwoPoints((turn.update.optimizer for turn in self.engine.turns), model)
+        if points:
+            check_two_points(self.job, points.name)
+            self.state.two_points = points
 
     # ---- what a recipe and an own loop do differently
 
@@ -684,3 +695,21 @@ class Loop(ABC):
         if self._record is not None:
             self._record.close()
         self.engine.leave()
+
+
+def check_two_points(job: JobSpec, name: str) -> None:
+    """Refuse an optimizer with two points where no process has all of both.
+
+    Raises:
+        SpecError: servers, rounds or a mesh.
+    """
+    refused = {
+        f"sync.name = {job.sync.name!r}": job.sync.name in SERVERS or job.sync.rounds is not None,
+        "[mesh]": job.mesh.ranks > 1,
+    }
+    if wrong := next((key for key, there in refused.items() if there), ""):
+        raise SpecError(
+            f"the optimizer {name} trains at one point and gives its result at another (train() "
+            f"and eval()), which {wrong} does not know: it would validate and save the wrong one. "
+            "Use sync.name = 'all_reduce' without [mesh]."
+        )

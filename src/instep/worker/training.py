@@ -35,7 +35,6 @@ from instep.recipe.large import measured
 from instep.recipe.recipe import Recipe
 from instep.recipe.rehearsal import called_backward, try_validation
 from instep.recipe.tuning import NOTHING, Begun
-from instep.recipe.two_points import TwoPoints
 from instep.spec import JobSpec
 from instep.state.intact import discard_after
 from instep.state.retention import Best, best_rule
@@ -185,9 +184,6 @@ class Training(Loop):
             recipe.callbacks,
         )
         self.state.trial = trial
-        if two_points := TwoPoints((turn.update.optimizer for turn in self.engine.turns), model):
-            check_two_points(self.job, two_points.name)
-            self.state.two_points = two_points
         if self.job.train.ema is not None:
             self.state.average = Average(model, self.job.train.ema)
         if tables and isinstance(self.engine.strategy, ServerSync):
@@ -909,24 +905,6 @@ def check_encrypted(member: Member, device: torch.device) -> None:
             "GPUs of several hosts exchange gradients by NCCL, which cannot encrypt. If only "
             'trusted machines reach the network between them, set network = "private"; or train '
             "with train.device = 'cpu'."
-        )
-
-
-def check_two_points(job: JobSpec, name: str) -> None:
-    """Refuse an optimizer with two points where no process has all of both.
-
-    Raises:
-        SpecError: servers, rounds or a mesh.
-    """
-    refused = {
-        f"sync.name = {job.sync.name!r}": job.sync.name in SERVERS or job.sync.rounds is not None,
-        "[mesh]": job.mesh.ranks > 1,
-    }
-    if wrong := next((key for key, there in refused.items() if there), ""):
-        raise SpecError(
-            f"the optimizer {name} trains at one point and gives its result at another (train() "
-            f"and eval()), which {wrong} does not know: it would validate and save the wrong one. "
-            "Use sync.name = 'all_reduce' without [mesh]."
         )
 
 

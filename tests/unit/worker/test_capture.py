@@ -1,17 +1,22 @@
 """What a snapshot gives back is what it was made of, also to optimizers that look at memory."""
 
 import copy
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
+from instep.data.order import Position
 from instep.errors import CheckpointError
 from instep.recipe.two_points import TwoPoints
 from instep.spec import MeshSpec
 from instep.state.boxes import MeshRank
+from instep.worker.own.taken_over import take_over
+from instep.worker.step.average import Average
 from instep.worker.step.capture import Progress, capture, restore
+from instep.worker.step.committed import Commit, CommittedState
 from instep.worker.step.update import Update
 
 
@@ -145,3 +150,51 @@ def test_an_optimizer_with_two_points_gives_the_second_and_goes_on_at_the_first(
     assert torch.equal(result["weight"], plain.weight)
     assert not torch.equal(result["weight"], model.weight)
     assert not TwoPoints([torch.optim.SGD(model.parameters(), lr=0.1)], model)
+
+
+def test_an_optimizer_that_the_users_loop_has_switched_stays_where_it_is():
+    model = nn.Linear(3, 2)
+    optimizer = TwoPointed(model.parameters())
+    give_back = take_over(
+        loop := SimpleNamespace(
+            optimizer=optimizer,
+            scheduler=None,
+            scaler=None,
+            state=SimpleNamespace(two_points=TwoPoints([optimizer], model)),
+            optimizer_step=lambda move: move(),
+        )
+    )
+    for batch in torch.randn(3, 4, 3):
+        model(batch).square().mean().backward()
+        optimizer.step()
+    points, trains_at = loop.state.two_points, model.weight.detach().clone()
+    result = points.values()["weight"]
+    optimizer.eval()
+    assert torch.equal(points.values()["weight"], result)
+    assert torch.equal(model.weight, result)
+    assert not optimizer.param_groups[0]["training"]
+    optimizer.train()
+    assert torch.allclose(model.weight, trains_at)
+    assert torch.allclose(points.values()["weight"], result)
+    give_back()
+    assert "eval" not in vars(optimizer)
+
+
+def test_what_a_commit_gives_is_at_the_second_point_also_its_moving_average():
+    model = nn.Linear(3, 2)
+    optimizer = TwoPointed(model.parameters())
+    state = CommittedState(model, [None])
+    state.two_points = TwoPoints([optimizer], model)
+    state.average, expected = Average(model, 0.5), torch.empty(0)
+    for step, batch in enumerate(torch.randn(3, 4, 3), 1):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+        result = state.two_points.values()["weight"]
+        expected = result if step == 1 else expected.lerp(result, 0.5)
+        state.commit(Commit(step, 0.5, None, told=False, ends=False), Position(0, 0, 4))
+    with state.averaged():
+        assert torch.allclose(model.weight, expected)
+    state.average = None
+    with state.averaged():
+        assert torch.equal(model.weight, state.two_points.values()["weight"])

@@ -44,6 +44,19 @@ def take_over(loop: OwnLoop) -> Callable[[], None]:
         raw_zero(set_to_none)
 
     raw_step, raw_zero = take(optimizer, "step", step), take(optimizer, "zero_grad", zero_grad)
+    if points := loop.state.two_points:  # the user's code switches, to validate
+
+        def train(_: Any, *args: Any, **kwargs: Any) -> Any:
+            done = raw_train(*args, **kwargs)
+            points.at_result = False
+            return done
+
+        def evaluate(_: Any, *args: Any, **kwargs: Any) -> Any:
+            done = raw_eval(*args, **kwargs)
+            points.at_result = True
+            return done
+
+        raw_train, raw_eval = take(optimizer, "train", train), take(optimizer, "eval", evaluate)
     if scheduler is not None:
 
         def advance(_: Any, *args: Any, **kwargs: Any) -> Any:
