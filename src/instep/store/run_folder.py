@@ -92,10 +92,13 @@ class RunFolder:
 
     @property
     def same_as_one_machine(self) -> str | None:
-        """The verdict of the run: what a step has shown counts, also after the run was resumed."""
+        """The verdict of the run: the worst that a step has shown counts, also after the run was
+        resumed."""
         said = self.named("same_as_one_machine")
-        late = [event for event in said if event.get("step")]
-        return (late or said or [{}])[-1].get("verdict")
+        late = [str(event["verdict"]) for event in said if event.get("step")]
+        if late:
+            return min(late, key=lambda each: (each == "yes", each.startswith("not shown")))
+        return said[-1].get("verdict") if said else None
 
     @property
     def generations(self) -> list[Event]:

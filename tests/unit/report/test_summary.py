@@ -194,6 +194,25 @@ def test_why_a_mesh_was_not_compared_is_told_once(tmp_path, verdict, told):
     assert "\n".join(lines).count("it cannot be copied") == 1
 
 
+@pytest.mark.parametrize(
+    ("late", "counts"),
+    [
+        (["no: one", "not shown: other"], "no: one"),
+        (["not shown: other", "no: one"], "no: one"),
+        (["not shown: one", "not shown: other"], "not shown: one"),
+        ([], "yes"),
+    ],
+)
+def test_of_what_steps_have_shown_the_worst_is_the_verdict(tmp_path, late, counts):
+    path = make_run(tmp_path / "digits")
+    said = [{"time": 1.0, "event": "same_as_one_machine", "verdict": "yes"}]
+    said += [said[0] | {"verdict": verdict, "step": 1 + n} for n, verdict in enumerate(late)]
+    said.append(said[0])  # of the session that resumed it
+    with (path / "events.jsonl").open("a") as file:
+        file.writelines(json.dumps(event) + "\n" for event in said)
+    assert RunFolder(path).same_as_one_machine == counts
+
+
 REACHED = {"by": "master", "step": 20, "why": "accuracy 0.98 reached the target 0.97"}
 
 

@@ -1,15 +1,19 @@
 """What the trial says of optimizers before the first step: what they lose and amplify."""
 
 import collections
+import re
+import threading
+import time
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 
 import instep
 from instep.errors import RecipeError
 from instep.worker.trial.persistence import try_batch_loss, try_optimizer
-from instep.worker.trial.rounding import amplifying
+from instep.worker.trial.rounding import amplifying, try_rounding
 from instep.worker.trial.stand_in import Maker
 from instep.worker.trial_result import Trial
 
@@ -113,6 +117,88 @@ def test_what_no_checkpoint_has_is_named(name):
     assert verdict.startswith("no: the optimizer ")
     assert "no checkpoint has it" in verdict
     assert name != "attribute" or "(InAttribute.k)" in verdict
+
+
+class Seldom(Own):
+    """Halves every twentieth step; its other attributes decide nothing."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.made_at, self.number, self.last = time.perf_counter(), 0, 0.0
+
+    def step(self, closure=None):
+        super().step()
+        self.number, self.last = self.number + 1, self.param_groups[0]["lr"]
+        if self.number % 20 == 0:
+            self.param_groups[0]["lr"] *= 0.5
+
+
+class Restoring(Seldom):
+    def state_dict(self):
+        return {**super().state_dict(), "number": self.number}
+
+    def load_state_dict(self, state):
+        self.number = state["number"]
+        super().load_state_dict({k: v for k, v in state.items() if k != "number"})
+
+
+def test_an_attribute_that_acts_after_the_trial_is_not_shown():
+    said = try_optimizer(maker(Seldom), YES, "all_reduce").verdict
+    assert said.startswith("not shown: Seldom.number is not in state_dict() and has another value")
+    assert try_optimizer(maker(Restoring), YES, "all_reduce") == YES
+
+
+def falling(count=None):
+    def rate(step):
+        if count is None:
+            return 0.9**step
+        count[0] += 1
+        return 0.9 ** count[0]
+
+    return rate
+
+
+def replaced(optimizer):
+    def step(closure=None, count=[0], then=optimizer.step):  # noqa: B006
+        count[0] += 1
+        optimizer.param_groups[0]["lr"] = 0.1 / count[0]
+        return then(closure)
+
+    optimizer.step = step
+    return optimizer
+
+
+SCHEDULED = {
+    "torch's": (lambda o: lr_scheduler.StepLR(o, 2), True, "yes"),
+    "in a sequence": (
+        lambda o: lr_scheduler.SequentialLR(
+            o, [lr_scheduler.ConstantLR(o), lr_scheduler.StepLR(o, 2)], [3]
+        ),
+        True,
+        "yes",
+    ),
+    "a function": (lambda o: lr_scheduler.LambdaLR(o, falling()), False, "yes"),
+    "a count": (lambda o: lr_scheduler.LambdaLR(o, falling([0])), False, "no: the optimizer SGD"),
+    "a count in a chain": (
+        lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.LambdaLR(o, falling([0]))]),
+        False,
+        "no: the optimizer SGD",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_schedulers_of_torch_are_tried_where_they_call_functions_of_the_user(name):
+    scheduler, is_known, verdict = SCHEDULED[name]
+    tried = maker(lambda p: torch.optim.SGD(p, lr=0.1), scheduler=scheduler)
+    assert tried.make().kept == is_known
+    assert try_optimizer(tried, YES, "all_reduce").verdict.startswith(verdict)
+
+
+def test_a_step_that_the_user_has_replaced_is_tried():
+    tried = maker(lambda p: replaced(torch.optim.SGD(p, lr=0.1)))
+    assert not tried.make().kept
+    assert try_optimizer(tried, YES, "all_reduce").verdict.startswith("no: the optimizer SGD")
 
 
 def test_a_hook_of_an_optimizer_may_use_the_model():
@@ -252,6 +338,79 @@ def muon(parameters):
 )
 def test_an_optimizer_that_amplifies_rounding_is_named(made, dtype, named):
     assert amplifying(maker(made, dtype))[0] == named
+
+
+class Refusing(Rotating):
+    def step(self, closure=None):
+        if any(torch.linalg.matrix_rank(p.grad) < 5 for p in self.parameters() if p.dim() == 2):
+            raise RuntimeError("singular")
+        super().step()
+
+    def parameters(self):
+        return self.param_groups[0]["params"]
+
+
+class Failing(Own):
+    def step(self, closure=None):
+        raise RuntimeError("an extension is missing")
+
+
+class Rooting(Own):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad.sqrt(), alpha=0.01)
+
+
+@pytest.mark.parametrize(
+    ("made", "verdict"),
+    [
+        (Refusing, "no: the optimizer Refusing amplifies"),
+        (Failing, "not shown: the optimizer raises RuntimeError: an extension is missing"),
+        (Rooting, "not shown: Rooting gives NaN with made-up gradients"),
+    ],
+)
+def test_what_cannot_be_tried_for_rounding_is_not_shown(made, verdict):
+    assert try_rounding(maker(made), YES).verdict.startswith(verdict)
+
+
+def test_an_optimizer_that_moves_to_nan_is_not_shown_to_be_kept():
+    said = try_optimizer(maker(Rooting), YES, "all_reduce").verdict
+    assert said.startswith("not shown: Rooting gives NaN with made-up gradients")
+
+
+class Remembering:
+    def __init__(self, after, held=None):
+        self.memory, self.after, self.held, self.last = [], after, held, None
+
+    def __call__(self, model, embeddings, targets):
+        self.memory.append(embeddings)
+        self.last = embeddings
+        used = self.memory if len(self.memory) > self.after else [embeddings]
+        return sum(each.square().mean() for each in used) / len(used)
+
+
+@pytest.mark.parametrize(
+    ("loss", "verdict"),
+    [
+        (Remembering(10), "not shown: batch_loss keeps something from call to call"),
+        (Remembering(0), "no: batch_loss gives another result"),
+        (Remembering(0, threading.Lock()), "not shown: whether batch_loss keeps .* be tried"),
+    ],
+)
+def test_a_loss_that_uses_its_memory_later_or_cannot_be_copied_is_not_shown(loss, verdict):
+    said = try_batch_loss(loss, nn.Linear(1, 1), (torch.ones(4, 2), None), 0, YES).verdict
+    assert re.match(verdict, said)
+    assert not loss.memory
+
+
+def test_a_loss_may_keep_what_it_was_last_given():
+    class Last:
+        def __call__(self, model, embeddings, targets):
+            self.given = embeddings
+            return embeddings.mean()
+
+    assert try_batch_loss(Last(), nn.Linear(1, 1), (torch.ones(4, 2), None), 0, YES) == YES
 
 
 def test_a_loss_that_remembers_earlier_batches_is_named_and_left_as_it_is():

@@ -10,7 +10,6 @@ embeddings, after others. All of it happens on small copies (`stand_in.py`).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,14 +24,13 @@ from instep.sync import SERVERS
 from instep.worker.step.beside import beside, with_each
 from instep.worker.step.served import kept_as
 from instep.worker.step.update import options_of
+from instep.worker.trial.differing import differ, equal, other_values
 from instep.worker.trial.stand_in import Maker, StandIn
 from instep.worker.trial_result import Trial
 
 STEPS, _MOST, _WORK = 2, 12, 2000
 """Steps before saving; at most so many follow, for what happens every few steps; fewer where so
 many single updates are done."""
-
-_NEAR = 1e-6
 
 _WHO = "a resumed run, and a worker that takes another's place or joins, would begin without it"
 
@@ -52,6 +50,7 @@ def try_optimizer(maker: Maker, trial: Trial, sync: str) -> Trial:
     name = "the optimizer"
     try:
         first, anew = maker.make(), maker.make()
+        unlike = _differing(first, anew)  # the time, say
         name = " and ".join(dict.fromkeys(type(each).__name__ for each in first.optimizers))
         for number in range(STEPS):
             _take(number, maker, first)
@@ -62,7 +61,7 @@ def try_optimizer(maker: Maker, trial: Trial, sync: str) -> Trial:
     saved = _saved(first, name, sync)
     try:
         _load(anew, first, saved)
-        named = _differing(first, anew)
+        named = [each for each in _differing(first, anew) if each not in unlike]
         for number in range(STEPS, STEPS + max(2, min(_MOST, _WORK // len(first.parameters)))):
             _take(number, maker, first, anew)
             if not _alike(first, anew):
@@ -70,6 +69,12 @@ def try_optimizer(maker: Maker, trial: Trial, sync: str) -> Trial:
     except Exception as error:  # of the user's functions
         what = f"cannot load its own state_dict() ({type(error).__name__}: {one_line(error)})"
         return trial._replace(verdict=f"no: the optimizer {name} {what}: {_WHO}")
+    still = _differing(first, anew) if named else ()
+    if lost := next((each for each in named if each in still), ""):
+        return _may_be_lost(trial, lost)
+    if any(bool(own.isnan().any()) for own in first.parameters.values()):
+        why = "gives NaN with made-up gradients, so whether a checkpoint has all that it keeps"
+        return _if_same(trial, f"{name} {why} cannot be tried")
     return trial
 
 
@@ -87,13 +92,8 @@ def _could_not_step(name: str, error: Exception, trial: Trial) -> Trial:
             f"optimizer that evaluates the loss itself cannot be used; if {name} wraps another "
             "one, give that."
         ) from error
-    if not trial.same:
-        return trial
-    why = (
-        f"whether a checkpoint has all that {name} keeps cannot be tried "
-        f"({type(error).__name__}: {one_line(error)})"
-    )
-    return trial._replace(verdict=f"not shown: {why}")
+    why = f"cannot be tried ({type(error).__name__}: {one_line(error)})"
+    return _if_same(trial, f"whether a checkpoint has all that {name} keeps {why}")
 
 
 def _saved(stand_in: StandIn, name: str, sync: str) -> list[Any]:
@@ -142,27 +142,13 @@ def _load(anew: StandIn, first: StandIn, saved: list[Any]) -> None:
 def _alike(one: StandIn, other: StandIn) -> bool:
     for (mine, _), (theirs, _) in zip(one.made, other.made, strict=True):
         groups = zip(mine.param_groups, theirs.param_groups, strict=True)
-        if not all(_equal(options_of(own), options_of(their)) for own, their in groups):
+        if not all(equal(options_of(own), options_of(their)) for own, their in groups):
             return False
-    for name, own in one.parameters.items():
-        their = other.parameters[name].detach()
-        if torch.equal(own, their):
-            continue
-        if not (own - their).norm() <= _NEAR * own.detach().norm() and not own.isnan().any():
-            return False
-    return True
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, float) and isinstance(other, float):
-        return one == other or abs(one - other) <= _NEAR * abs(one) or one != one
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_equal(one[k], other[k]) for k in one)
-    return bool(one == other)
+    return all(equal(own, other.parameters[name]) for name, own in one.parameters.items())
 
 
 def _differing(one: StandIn, other: StandIn) -> list[str]:
-    """Attributes of optimizers and schedulers that have other values after loading."""
+    """Attributes of optimizers and schedulers that have other values in the other one."""
     pairs = [
         pair
         for mine, theirs in zip(one.made, other.made, strict=True)
@@ -173,22 +159,8 @@ def _differing(one: StandIn, other: StandIn) -> list[str]:
         f"{type(mine).__name__}.{name}"
         for mine, theirs in pairs
         if mine is not None
-        for name in _other_values(vars(mine), vars(theirs))
+        for name in other_values(mine, theirs)
     ]
-
-
-def _other_values(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in one.items():
-        if name.startswith("_opt") or name in ("state", "param_groups", "defaults"):
-            continue
-        their = other.get(name)
-        differs = type(value) in (bool, int, float, str) and value != their
-        if isinstance(value, (list, dict)):
-            differs = not isinstance(their, (list, dict)) or len(value) != len(their)
-        elif isinstance(value, Tensor):
-            differs = not isinstance(their, Tensor) or not torch.equal(value, their)
-        if differs:
-            yield name
 
 
 def _lost(trial: Trial, name: str, named: list[str]) -> Trial:
@@ -197,6 +169,15 @@ def _lost(trial: Trial, name: str, named: list[str]) -> Trial:
         verdict=f"no: the optimizer {name} or its scheduler keeps something outside its "
         f"state_dict(){of}, so no checkpoint has it: {_WHO}. Undisturbed, the run loses nothing. "
         "Keep it in state_dict(): as self.state['name'], or in param_groups"
+    )
+
+
+def _may_be_lost(trial: Trial, named: str) -> Trial:
+    return _if_same(
+        trial,
+        f"{named} is not in state_dict() and has another value after loading: "
+        f"{_WHO}. That changed nothing in the few steps that were tried, and may later. Keep it "
+        "in state_dict(): as self.state['name'], or in param_groups",
     )
 
 
@@ -220,15 +201,31 @@ def try_batch_loss(
             with torch.no_grad():
                 inputs = on_tensors(embedded, Tensor.clone if turn % 2 == 0 else _others)
                 losses.append(float(own(given, *inputs)))
-    except Exception:  # of the user's function, which the first step will call too
-        return trial
-    if _equal(losses[0], losses[2]):
-        return trial
+            if turn == 0:
+                once = isolated([own], {id(given): given})
+    except Exception as error:  # of the user's function, which the first step will call too
+        why = f"{type(error).__name__}: {one_line(error)}"
+        return _if_same(
+            trial, f"whether batch_loss keeps something from call to call cannot be tried ({why})"
+        )
+    if equal(losses[0], losses[2]):
+        if not differ([own], once):
+            return trial
+        return _if_same(
+            trial,
+            "batch_loss keeps something from call to call, as a count of calls or a memory of "
+            f"earlier batches, and no checkpoint has that: {_WHO}. That changed nothing in the few "
+            "calls that were tried, and may later",
+        )
     return trial._replace(
         verdict="no: batch_loss gives another result when the same embeddings are given again, as "
         "it keeps something from call to call (a memory of earlier batches), and no checkpoint "
         f"has that: {_WHO}. Undisturbed, the run loses nothing"
     )
+
+
+def _if_same(trial: Trial, why: str) -> Trial:
+    return trial._replace(verdict=f"not shown: {why}") if trial.same else trial
 
 
 def _others(tensor: Tensor) -> Tensor:

@@ -12,12 +12,14 @@ named: where a gradient is near zero, one element of thousands turns, and the ot
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from instep.data.order import key
+from instep.errors import one_line
 from instep.words import listed
 from instep.worker.trial.stand_in import Maker, StandIn, steady
 from instep.worker.trial_result import Trial
@@ -30,8 +32,9 @@ near 1, one that scales by norms below 10, an orthogonalisation in full precisio
 _NEAR = 2e-5
 """A difference that is none, in any type."""
 
-STEPS, _RANK, _ROUNDINGS, _OF_MOVE = 3, 2, 256, 16
-"""Steps; rank of the gradients, which that of few samples is; by how many roundings they differ, so
+STEPS, _RANKS, _ROUNDINGS, _OF_MOVE = 3, (2, 8, 0), 256, 16
+"""Steps; rank of the gradients, which that of few samples is, and what is tried where that is
+refused; by how many roundings they differ, so
 that some element of a small parameter crosses a step of 16 bits; and how many are the move's."""
 
 
@@ -44,10 +47,17 @@ def try_rounding(maker: Maker, trial: Trial) -> Trial:
     """
     if not trial.same:
         return trial
-    try:
-        names, by = amplifying(maker)
-    except Exception:  # the user's optimizer; that it cannot be tried, `persistence.py` says
-        return trial
+    why = ""
+    for rank in _RANKS:
+        try:
+            names, by = amplifying(maker, rank=rank)
+            break
+        except Exception as error:  # the user's optimizer may refuse gradients of a few samples
+            why = why or f"{type(error).__name__}: {one_line(error)}"
+    else:
+        return _not_tried(trial, f"the optimizer raises {why}")
+    if names and math.isnan(by):
+        return _not_tried(trial, f"{listed(names, 4)} gives NaN with made-up gradients")
     if not names:
         return trial
     return trial._replace(
@@ -58,11 +68,22 @@ def try_rounding(maker: Maker, trial: Trial) -> Trial:
     )
 
 
-def amplifying(maker: Maker) -> tuple[list[str], float]:
+def _not_tried(trial: Trial, why: str) -> Trial:
+    return trial._replace(
+        verdict=f"not shown: {why}, so whether it amplifies rounding cannot be tried. With "
+        "train.determinism = 'bits' the result has the same bits on any number of workers"
+    )
+
+
+def amplifying(maker: Maker, *, rank: int = _RANKS[0]) -> tuple[list[str], float]:
     """The classes of the optimizers that do, and how far an update was off.
 
     Args:
         maker: of stand-ins.
+        rank: of the gradients; 0 for any.
+
+    Returns:
+        No names if there are none; NaN if an update was.
 
     Raises:
         Exception: of whatever kind, an optimizer cannot take these steps.
@@ -79,7 +100,7 @@ def amplifying(maker: Maker) -> tuple[list[str], float]:
     found, worst = dict[str, None](), 0.0
     for number in range(STEPS):
         starts = [_values(each) for each in (one, other)]
-        given = [(name, gradient) for name, gradient in maker.gradients(number, rank=_RANK)]
+        given = [(name, gradient) for name, gradient in maker.gradients(number, rank=rank)]
         rounded = list(_rounded(given, key(maker.seed, number)))
         one.step(given, number, maker.seed)
         other.step(rounded, number, maker.seed)
@@ -91,9 +112,10 @@ def amplifying(maker: Maker) -> tuple[list[str], float]:
             length, eps = _middle(move), torch.finfo(own.dtype).eps
             allowed = max(MOST * _ROUNDINGS * eps, _NEAR) * length
             allowed += _OF_MOVE * eps * _middle(own.detach())
-            if apart > allowed:
+            if not apart <= allowed:
                 found[whose[id(own)]] = None
-                worst = max(worst, apart / max(length, 1e-300))
+                off = apart / max(length, 1e-300)
+                worst = max(worst, off) if off == off else off
     return list(found), worst
 
 

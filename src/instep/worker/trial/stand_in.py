@@ -2,7 +2,8 @@
 
 What an optimizer does with numbers does not depend on how many there are. So it is tried, before
 the first step, on parameters with the model's names and few elements, and with made-up gradients:
-that costs neither passes nor memory. Optimizers of torch.optim are known, and not tried.
+that costs neither passes nor memory. Optimizers and schedulers of torch are known, and not tried
+where they call nothing of the user's.
 """
 
 from __future__ import annotations
@@ -44,6 +45,11 @@ STEADY = frozenset(
 """Their state dict has all that they keep, and they do not amplify rounding."""
 
 _KEPT = STEADY | {optim.Muon}
+
+_CALLING = lr_scheduler.LambdaLR, lr_scheduler.MultiplicativeLR
+"""Schedulers that call functions of the user's."""
+
+_METHODS = frozenset(("step", "get_lr", "state_dict", "load_state_dict"))
 
 
 class StandIn(NamedTuple):
@@ -183,15 +189,29 @@ def steady(optimizer: Optimizer) -> bool:
 
 
 def hooked(optimizer: Optimizer) -> bool:
-    """Whether something is called before or after its steps."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    """Whether something is called before or after its steps, or in their place."""
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return True
+    step = vars(optimizer).get("step")  # schedulers of torch count its calls there
+    counted = getattr(step, "_wrapped_by_lr_sched", False)
+    return step is not None and not (counted and step.__wrapped__ is type(optimizer).step)
+
+
+def _without_own_code(scheduler: Any) -> bool:
+    """Whether a scheduler and those within it are of torch, and call no function of the user's."""
+    if isinstance(scheduler, Plateau):
+        return True
+    if type(scheduler).__module__ != lr_scheduler.__name__ or type(scheduler) in _CALLING:
+        return False
+    own = vars(scheduler)
+    replaced = own.get("_scale_fn_custom") is not None or not own.keys().isdisjoint(_METHODS)
+    return not replaced and all(map(_without_own_code, own.get("_schedulers", ())))
 
 
 def _known(optimizer: Optimizer, scheduler: Any) -> bool:
     every = [optimizer, *parts_of(optimizer)]
     kept = all(type(each) in _KEPT for each in every[1:]) and not any(map(hooked, every))
-    of_torch = type(scheduler).__module__ == lr_scheduler.__name__
-    return kept and (scheduler is None or of_torch or isinstance(scheduler, Plateau))
+    return kept and (scheduler is None or _without_own_code(scheduler))
 
 
 def _made(built: Built) -> list[tuple[Optimizer, Any]]:
