@@ -1,6 +1,7 @@
 """A model shared out over ranks trains as plain PyTorch in one process on the whole batch."""
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -248,8 +249,11 @@ def one_zero(group: ReplicaGroup, rank: int, ranks: int, zero: Any) -> None:
     plain = copy.deepcopy(model)
     sharded = shard(model, group.device_mesh, zero=zero)
     mine = sharded.slots.of(model.parameters())
-    x = torch.randn(ranks, 2, 4, requires_grad=True)
-    for ways in WAYS.values():
+    x = torch.randn(ranks, 2, 4)
+    for ways, grad in itertools.product(WAYS.values(), (True, False)):  # data have no gradients
+        if not grad and [] in ways:
+            continue  # nothing has
+        x.requires_grad_(grad)
         with torch.no_grad():
             sharded.run(model, x[rank], ways[-rank])
         sharded.run(model, x[rank], ways[rank]).backward()
@@ -266,6 +270,7 @@ def one_zero(group: ReplicaGroup, rank: int, ranks: int, zero: Any) -> None:
                 whole = split_like(parameter, local.grad).full_tensor()
                 torch.testing.assert_close(whole, other.grad, rtol=1e-10, atol=1e-12)
             local.grad = other.grad = None
+    x.requires_grad_()
     (loss,) = sharded.run(lambda: iter([model(x[rank], [0, 1] if rank else [0])]))
     with pytest.raises(RecipeError, match="must run the same blocks in the same order"):
         loss.backward()

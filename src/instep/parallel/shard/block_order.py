@@ -8,7 +8,10 @@ first runs this one as the identity on a number that counts nothing: FSDP2 gathe
 the other ranks, forward and backward, and its gradients are those of the others.
 
 The number goes through all blocks, and in the end into the loss. So the backward pass comes to
-every block on all ranks, also where a rank makes no use of what a block returned.
+every block on all ranks, also where a rank makes no use of what a block returned. FSDP2 sums the
+gradients of a block when the backward pass leaves it, or at the very end if nothing in front of the
+block has gradients. Where ranks begin with different blocks that would be another order on each, so
+such a block takes its inputs from the number.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from instep.parallel.nested import tensors_in
+from instep.parallel.nested import on_tensors, tensors_in
 from instep.parallel.shard.lockstep import Lockstep, Unit
 
 
@@ -50,7 +53,7 @@ class BlockOrder:
         self._busy = False
         self.begin_pass()
         for unit, block in blocks:  # before FSDP2's own hook
-            block.register_forward_pre_hook(self._before(unit), prepend=True)
+            block.register_forward_pre_hook(self._before(unit), prepend=True, with_kwargs=True)
             block.register_forward_hook(self._after(unit))
 
     def begin_pass(self) -> None:
@@ -65,12 +68,21 @@ class BlockOrder:
         self._wait_for(self._end)
         return _plus(answer, self._nothing)
 
-    def _before(self, unit: Unit) -> Callable[[nn.Module, Any], None]:
-        def before(block: nn.Module, arguments: Any) -> None:
-            if unit.counting and not self._busy:
-                self._wait_for(unit)
+    def _before(self, unit: Unit) -> Callable[[nn.Module, Any, Any], Any]:
+        def before(block: nn.Module, arguments: Any, named: Any) -> Any:
+            if not unit.counting or self._busy:
+                return None
+            self._wait_for(unit)
+            given = tensors_in((arguments, named))
+            if not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in given):
+                return None
+            return on_tensors((arguments, named), self._from_number)
 
         return before
+
+    def _from_number(self, tensor: Tensor) -> Tensor:
+        """The same, with a backward pass that goes on to the number."""
+        return _behind(tensor, self._nothing) if tensor.is_floating_point() else tensor
 
     def _after(self, unit: Unit) -> Callable[[nn.Module, Any, Any], None]:
         def after(block: nn.Module, arguments: Any, output: Any) -> None:
@@ -121,6 +133,20 @@ class _Through(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         return *gradients, *(None,) * ctx.count
 
+
+class _Behind(torch.autograd.Function):
+    """A tensor unchanged; its backward pass goes on to a number, and brings it no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, number: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, torch.zeros((), device=gradients[0].device)
+
+
+_behind: Callable[..., Tensor] = _Behind.apply
 
 _through: Callable[..., Tensor] = _Through.apply
 
