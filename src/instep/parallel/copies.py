@@ -28,10 +28,14 @@ def copied(given: Given, *, of: nn.Module | None = None) -> Given:
     """
     model = given if of is None else of
     assert isinstance(model, nn.Module)
-    memo: dict[int, Any] = {
+    return copy.deepcopy(given, computed_anew(model))
+
+
+def computed_anew(model: nn.Module) -> dict[int, Any]:
+    """For a deep copy of a model: the values of what its passes compute anew, by identity."""
+    return {
         id(value): value.detach().clone()
         for module in model.modules()
         for value in vars(module).values()
         if isinstance(value, torch.Tensor) and not value.is_leaf
     }
-    return copy.deepcopy(given, memo)

@@ -50,6 +50,17 @@ def isolated(values: Any, memo: dict[int, Any]) -> Any:
     return copy.deepcopy(values, memo)
 
 
+def closed_over(values: Any) -> list[Any]:
+    """What the functions among some values close over, each cell's and default's content."""
+    functions: dict[int, FunctionType] = {}
+    _find(values, functions, set())
+    held = list[Any]()
+    for function in functions.values():
+        defaults, named, *cells = _inside(function)
+        held += [*(defaults or ()), *(named or {}).values(), *cells]
+    return held
+
+
 def _find(value: Any, functions: dict[int, FunctionType], seen: set[int]) -> None:
     waiting = [value]
     while waiting:

@@ -65,9 +65,9 @@ def trained(job, count, long=(LONG,), **loss):
     return Forward(recipe, model, torch.device("cpu"), "float32"), loader, job
 
 
-def job_of(batch=16, parts=4, **train):
+def job_of(batch=16, parts=4, workers=2, **train):
     spec = TrainSpec(global_batch=batch, micro_batches=parts, shuffle=False, **train)
-    return JobSpec(recipe="a.py:recipe", train=spec)
+    return JobSpec(recipe="a.py:recipe", train=spec, workers=workers)
 
 
 @pytest.mark.parametrize(
@@ -365,3 +365,64 @@ def test_parts_in_16_bits_are_no_difference_and_hide_none(kind, mixes):
     forward = Forward(recipe, model, torch.device("cpu"), "float32")
     verdict = try_recipe(forward, loader, job_of(), 64).verdict
     assert verdict.startswith("no: BatchNorm1d '1'" if mixes else "yes")
+
+
+class Counting(nn.Linear):
+    calls = 0
+
+    def forward(self, inputs):
+        self.calls += 1
+        return super().forward(inputs) / self.calls
+
+
+def remembering(memory):
+    def loss(model, batch):
+        memory.append(model(batch[0]).detach())
+        return sum(each.square().mean() for each in memory) * model(batch[0]).mean()
+
+    return loss
+
+
+def plain_loss(model, batch):
+    return model(batch[0]).mean()
+
+
+class Drawing(nn.Sequential):
+    """Dropout, batch normalisation, and a weight that a pass writes to: a checkpoint has them."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(1, 4), nn.Dropout(), nn.Flatten(0, 1), nn.BatchNorm1d(4))
+
+    def forward(self, inputs):
+        with torch.no_grad():
+            self[0].weight.mul_(0.5)
+        return super().forward(inputs)
+
+
+MEMORY = []
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "verdict"),
+    [
+        (nn.Linear(1, 1), plain_loss, "yes"),
+        (Drawing(), plain_loss, "yes"),
+        (Counting(1, 1), plain_loss, "no: the model or its loss gives another result"),
+        (nn.Linear(1, 1), remembering(MEMORY), "no: the model or its loss gives another result"),
+        (nn.Linear(1, 1), remembering(None), "not shown: whether the model or its loss"),
+    ],
+    ids=["plain", "drawing", "counting", "remembering", "failing"],
+)
+def test_one_micro_batch_a_step_is_run_twice_for_what_no_checkpoint_has(model, loss, verdict):
+    data = Sequences(20)
+    recipe = Recipe(
+        model=model.double(), train=data, compute_loss=loss, optimizer=lambda p: None, weight=len
+    )
+    loader = Loader(data, seed=7, shuffle=False, processes=0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    forward = Forward(recipe, model, torch.device("cpu"), "float32")
+    said = try_recipe(forward, loader, job_of(parts=1, workers=1), 20).verdict
+    assert said == verdict if verdict == "yes" else said.startswith(verdict)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert getattr(model, "calls", 0) == 0
+    assert not MEMORY

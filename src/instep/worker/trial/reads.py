@@ -18,6 +18,7 @@ from instep.recipe.forward import Forward
 from instep.spec import JobSpec
 from instep.system.kernels import per_machine
 from instep.worker.step.passes import OF_PASS
+from instep.worker.trial.again import run_again
 from instep.worker.trial.places import Place, Places
 from instep.worker.trial.sameness import (
     DERIVES,
@@ -119,7 +120,10 @@ def _try_loss(forward: Forward, loader: Loader, job: JobSpec, samples: int, say:
     places = Places(job, samples)
     compared = places.compared()
     if not compared:
-        return NOTHING_TO_TRY._replace(derived=_mean_of(forward, loader, places, seed))
+        derived = _mean_of(forward, loader, places, seed)
+        with closing(loader.read(places.micro_batches(1)[:1])) as reads:
+            trial = run_again(forward, next(reads), seed=seed)
+        return trial._replace(derived=derived)
     if forward.recipe.collates:
         compared[1:1] = _with_other_shapes(loader, places)
     with closing(loader.read(compared[0].slices)) as reads:

@@ -1,0 +1,91 @@
+"""Tests before the first step whether passes depend on earlier ones, if there is nothing to cut.
+
+A step of one micro-batch gives the result of one machine whatever the model does. What it counts in
+Python, and what a loss remembers, is in no checkpoint all the same. So the first batch is run
+twice, from the same parameters, buffers and generators, on copies.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from instep.data.loader import Read
+from instep.errors import one_line
+from instep.parallel.batch_norm import use_running_statistics
+from instep.parallel.copies import computed_anew
+from instep.parallel.nested import on_tensors
+from instep.recipe.build import set_generators
+from instep.recipe.forward import Forward, Losses
+from instep.recipe.isolated import closed_over, isolated
+from instep.worker.step.kept_buffers import KeptBuffers
+from instep.worker.trial.sameness import NOTHING_TO_TRY
+from instep.worker.trial_result import Trial
+
+_NEAR, _NEAR_IN_SHORT = 1e-4, 1e-2
+
+
+def run_again(forward: Forward, read: Read, *, seed: int) -> Trial:
+    """Whether a batch gives the same loss twice.
+
+    Args:
+        forward: of the worker; its model, and what its loss closes over, are left as they are.
+        read: the first batch of the job.
+        seed: of the random draws of the passes.
+    """
+    if not read.size:
+        return NOTHING_TO_TRY
+    try:
+        model, losses = _copied(forward)
+        with forward.on(model, "float32", losses):
+            once, again = _twice(forward, model, read, seed)
+    except Exception as error:  # of the user's code, which the first step will call too
+        why = f"cannot be tried ({type(error).__name__}: {one_line(error)})"
+        of = "whether the model or its loss keeps something from call to call that no checkpoint"
+        return NOTHING_TO_TRY._replace(verdict=f"not shown: {of} has {why}")
+    short = any(parameter.element_size() < 4 for parameter in model.parameters())
+    near = _NEAR_IN_SHORT if short else _NEAR
+    unknown = not math.isfinite(once) and not math.isfinite(again)
+    if unknown or math.isclose(once, again, rel_tol=near, abs_tol=near * 1e-3):
+        return NOTHING_TO_TRY
+    return NOTHING_TO_TRY._replace(
+        verdict="no: the model or its loss gives another result when the same batch is run again, "
+        "as it keeps something from call to call (it counts calls in Python, has a list or a value "
+        "that each call changes, or draws from a generator of its own), and no checkpoint has "
+        "that: a resumed run would begin without it. Keep it in a buffer of the model"
+    )
+
+
+def _copied(forward: Forward) -> tuple[nn.Module, Losses]:
+    """Copies, in training mode, and of what functions close over but data and frozen models."""
+    memo = computed_anew(forward.model)
+    memo[id(forward.embedded)] = forward.embedded
+    for held in closed_over(forward.tried):
+        if isinstance(held, Dataset) or (held is not forward.model and _frozen(held)):
+            memo[id(held)] = held
+    model, *losses = isolated([forward.model, *forward.tried], memo)
+    use_running_statistics(model)
+    return model.train(), Losses(*losses)
+
+
+def _frozen(held: Any) -> bool:
+    return isinstance(held, nn.Module) and not any(p.requires_grad for p in held.parameters())
+
+
+def _twice(forward: Forward, model: nn.Module, read: Read, seed: int) -> list[float]:
+    found = list[float]()
+    buffers = KeptBuffers(model)
+    parameters = [(each, each.detach().clone()) for each in model.parameters()]
+    for _ in range(2):
+        buffers.put_back()
+        with torch.no_grad():  # a pass may write to them
+            for parameter, kept in parameters:
+                parameter.copy_(kept)
+        set_generators(seed)
+        result = forward.loss(on_tensors(read.batch, Tensor.clone), read.size)
+        found.append(0.0 if result is None else float(result.loss.detach()))
+    return found
