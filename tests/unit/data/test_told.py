@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from instep.data.loader import Loader, Slice
+from instep.data.reading import told as telling
 from instep.data.reading.own_writes import set_by_reading
 from instep.errors import DataError
 
@@ -148,9 +149,91 @@ def test_what_reading_sets_is_each_processs_own(processes, built):
 
 
 def test_what_a_method_sets_that_reading_does_not_call_is_the_loops():
-    kinds = set_by_reading([Subset, Shards])
-    assert kinds == {Subset: frozenset(), Shards: {"at", "index", "table"}}
-    assert set_by_reading([Told])[Told] == frozenset()
+    data = Shards()
+    kinds = set_by_reading([Subset(data, [0]), data])
+    assert kinds[Subset].set == frozenset()
+    assert kinds[Shards].set == {"at", "index", "table"}
+    assert set_by_reading([Told()])[Told].set == frozenset()
+
+
+class Level(Dataset):
+    """Has many ways in which a loop may set what is read, and in which reading sets it too."""
+
+    def __init__(self):
+        self.level, self.lazy, self.count, self.seen, self.at = 0, None, 0, {}, Strong()
+        self.active, self.table, self.weights = {0, 1}, {"a": 1}, [float(i) for i in range(100)]
+        self.array, self.large, self.log = np.zeros(5), np.zeros(1 << 17), {}
+
+    def update(self, level):
+        self.level = level
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        self.seen.update({index: 1})
+        other = Strong()
+        other.level = self.level
+        self.count += 1
+        self.at.strength = index
+        if self.lazy is None:
+            self.lazy = 1
+        looked_up = self.weights[index] + self.array[index] + self.large[index] + self.table["a"]
+        return torch.tensor([self.level, self.lazy, looked_up * (index in self.active)])
+
+
+class Slotted:
+    __slots__ = ("level",)
+
+    def __init__(self):
+        self.level = 0
+
+    def __getitem__(self, index):
+        return self.level
+
+
+def said_to(data, says):
+    told = telling.Told(data)
+    says(data)
+    told.look()
+    return [(name, value) for _, name, value in told.changes]
+
+
+@pytest.mark.parametrize("data", [Level(), Slotted()])
+def test_what_a_loop_sets_is_said_though_reading_sets_or_calls_others_of_that_name(data):
+    assert said_to(data, lambda data: setattr(data, "level", 3)) == [("level", 3)]
+    if isinstance(data, Level):
+        assert said_to(data, lambda data: data.update(4)) == [("level", 4)]
+        assert said_to(data, lambda data: data[0]) == []
+        assert said_to(data, lambda data: data.log.update(a=1)) == []  # reading never looks there
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("lazy", lambda data: setattr(data, "lazy", 3)),
+        ("count", lambda data: setattr(data, "count", 0)),
+        ("strength", lambda data: setattr(data.at, "strength", 1)),
+    ],
+)
+def test_what_both_a_loop_and_reading_set_is_refused(name, says):
+    words = f"'{name}' of .* reading a sample sets it too.*loaders = 0"
+    with pytest.raises(DataError, match=words):
+        said_to(Level(), says)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("active", lambda data: data.active.add(2)),
+        ("table", lambda data: data.table.update(a=2)),
+        ("weights", lambda data: data.weights.reverse()),
+        ("array", lambda data: data.array.fill(1)),
+    ],
+)
+def test_what_a_loop_changes_in_place_is_refused(name, says):
+    with pytest.raises(DataError, match=f"'{name}' of Level was set .* cannot be sent"):
+        said_to(Level(), says)
 
 
 def test_a_dataset_that_is_listened_to_can_be_copied_and_pickled():

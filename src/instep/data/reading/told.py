@@ -4,8 +4,11 @@ Loader processes have the dataset as it was when they were forked. A loop that c
 `dataset.set_epoch(epoch)`, or sets `dataset.difficulty = 2`, speaks to the object of its own
 process. `Told` notices that before a slice is handed out, and the processes are told the same: a
 call is made again, and numbers and strings are set. What cannot be sent (a new transform) is
-refused by name. What reading itself sets is each process's own (`own_writes.py`). So what a loop
-says holds from the next batch on, wherever samples are read.
+refused by name. What reading itself sets is each process's own (`own_writes.py`); a loop that sets
+the same is refused. So what a loop says holds from the next batch on, wherever samples are read.
+
+Sets, dicts, long lists and arrays of which reading looks up items are also noticed when the loop
+changes them in place, up to `_BYTES`; larger ones are not.
 
 A recipe has no loop: its dataset is told each epoch before a sample of it is read, as Accelerate
 does (`tell`).
@@ -14,9 +17,13 @@ does (`tell`).
 from __future__ import annotations
 
 import functools
+import sys
+import threading
+import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cached_property
-from types import FunctionType, MethodType, ModuleType
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakSet
 
@@ -24,7 +31,12 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Subset
 
-from instep.data.reading.own_writes import set_by_reading
+from instep.data.reading.own_writes import (
+    Writes,
+    attributes,
+    codes_of_reading,
+    set_by_reading,
+)
 from instep.errors import DataError
 
 SET_EPOCH = "set_epoch()"
@@ -36,10 +48,15 @@ Change = tuple[int, str, Any]
 _OBJECTS, _DEPTH, _ITEMS = 64, 4, 64
 """How far a dataset is looked through: for its own parts, not for its samples."""
 
+_BYTES, _NUMBERS = 1 << 16, 1 << 13
+"""Up to how many bytes of an array, and items of what else is no tensor, changes are noticed."""
+
 _ATOMS = (type(None), bool, int, float, str)
 _LEAVES = (*_ATOMS, type, ModuleType, FunctionType, MethodType, torch.Tensor, np.ndarray)
 
 _LISTENING: WeakSet[Told] = WeakSet()
+_SETTING_EPOCH: list[None] = []
+"""One for each call of a `set_epoch` that is under way: it is made in other processes too."""
 
 
 class Told:
@@ -58,9 +75,13 @@ class Told:
         self._known: dict[tuple[int, str], Any] = {}  # of `_said`, at the last `look`
         self._applied: dict[tuple[int, str], Any] = {}
         self._seen = [_snapshot(each) for each in self._objects]
+        self._numbers = {id(each): number for number, each in enumerate(self._objects)}
+        self._set_by_loop = set[tuple[int, str]]()  # since the last scan
+        self._set_here = set[tuple[int, str]]()  # by reading, in this process
         _LISTENING.add(self)
         for each in self._objects:
             _listen(type(each))
+            _listen_to_writes(type(each))
 
     @property
     def _shared(self) -> bool:
@@ -73,8 +94,12 @@ class Told:
         )
 
     @cached_property
-    def _set_by_reading(self) -> dict[type, frozenset[str]]:
-        return set_by_reading(type(each) for each in self._objects)
+    def _by_reading(self) -> dict[type, Writes]:
+        return set_by_reading(self._objects)
+
+    @cached_property
+    def _codes_of_reading(self) -> frozenset[CodeType]:
+        return codes_of_reading(self._objects)
 
     @property
     def changes(self) -> list[Change]:
@@ -91,28 +116,63 @@ class Told:
         before, self._known = self._known, dict(self._said)
         return before != self._known
 
+    def wrote(self, target: Any, name: str, frame: FrameType) -> None:
+        """Some code sets an attribute of an object."""
+        number = self._numbers.get(id(target))
+        if number is None or _SETTING_EPOCH:
+            return
+        above: FrameType | None = frame
+        while above is not None:
+            if above.f_code in self._codes_of_reading:
+                self._set_here.add((number, name))
+                return
+            above = above.f_back
+        self._set_by_loop.add((number, name))
+
     def _scan(self) -> None:
+        by_loop, self._set_by_loop = self._set_by_loop, set()
+        for number, name in sorted(by_loop):
+            reading = self._by_reading[type(self._objects[number])].set
+            if name in reading or (number, name) in self._set_here:
+                raise self._set_by_both(number, name)
         for number, each in enumerate(self._objects):
             now, seen = _snapshot(each), self._seen[number]
             for name, token in now.items():
-                changed = name not in seen or not _same(seen[name], token)
-                if changed and name not in self._set_by_reading[type(each)]:
-                    self._note(number, name, seen.get(name), token)
+                before = seen.get(name)
+                changed = before is None or not _same(before, token)
+                if changed and not self._is_readings(number, name, before, token):
+                    self._note(number, name, before, token)
             self._seen[number] = now
 
+    def _is_readings(self, number: int, name: str, before: Any, token: Any) -> bool:
+        """Whether reading has changed an attribute, and not the user's loop."""
+        by_reading = self._by_reading[type(self._objects[number])]
+        if name in by_reading.set or (number, name) in self._set_here:
+            return True
+        in_place = before is not None and before[0] is token[0]
+        noticed = type(token[0]) in (dict, set, list, np.ndarray) and not _is_simple(token[0])
+        return in_place and noticed and name not in by_reading.looked_at
+
     def _note(self, number: int, name: str, before: Any, token: Any) -> None:
-        value = vars(self._objects[number])[name]
+        value = token[0]
         if _is_simple(value):
             self._said[number, name] = value
         elif before is None or before[0] is None:
             if _is_setting(value):
                 raise self._cannot_send(number, name)
-        elif not isinstance(value, (dict, set)) or before[0] is not value:  # a cache may grow
+        else:
             raise self._cannot_send(number, name)
+
+    def _set_by_both(self, number: int, name: str) -> DataError:
+        return DataError(
+            f"{name!r} of {type(self._objects[number]).__name__} was set while the run reads from "
+            "it, and reading a sample sets it too: each loader process has its own. Set another "
+            "attribute, which reading only looks at; or set data.loaders = 0."
+        )
 
     def _cannot_send(self, number: int, name: str) -> DataError:
         each = self._objects[number]
-        value = type(vars(each)[name]).__name__
+        value = type(getattr(each, name)).__name__
         return DataError(
             f"{name!r} of {type(each).__name__} was set while the run reads from it: loader "
             f"processes have it as it was when they were started, and {value} cannot be sent to "
@@ -126,11 +186,12 @@ class Told:
         if not numbers:
             return call()
         self._scan()
-        result = call()
+        with _setting_epoch():
+            result = call()
         self._seen = [_snapshot(each) for each in self._objects]
         for number, name in self._said:  # the call may have set them again
             if name != SET_EPOCH:
-                self._said[number, name] = vars(self._objects[number]).get(name)
+                self._said[number, name] = getattr(self._objects[number], name, None)
         self._said.pop((numbers[0], SET_EPOCH), None)
         self._said = {(numbers[0], SET_EPOCH): epoch, **self._said}
         return result
@@ -163,7 +224,17 @@ class Told:
 def _quietly(target: Any, epoch: int) -> None:
     """Call `set_epoch` as no user's code does."""
     method = type(target).set_epoch
-    getattr(method, "__wrapped__", method)(target, epoch)
+    with _setting_epoch():
+        getattr(method, "__wrapped__", method)(target, epoch)
+
+
+@contextmanager
+def _setting_epoch() -> Iterator[None]:
+    _SETTING_EPOCH.append(None)
+    try:
+        yield
+    finally:
+        _SETTING_EPOCH.pop()
 
 
 def _listen(kind: type) -> None:
@@ -183,6 +254,29 @@ def _listen(kind: type) -> None:
 
     set_epoch._heard = True  # type: ignore[attr-defined]
     owner.set_epoch = set_epoch  # type: ignore[attr-defined]
+
+
+def _listen_to_writes(kind: type) -> None:
+    """Have a class's attributes be set as before, and those be told who listen."""
+    plain: Callable[[Any, str, Any], None] = kind.__setattr__  # type: ignore[assignment]
+    root = kind.__module__.partition(".")[0]
+    if hasattr(plain, "_heard") or root == "torch" or root in sys.stdlib_module_names:
+        return
+
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        plain(self, name, value)
+        _wrote(self, name)
+
+    __setattr__._heard = True  # type: ignore[attr-defined]
+    with suppress(TypeError):  # a class that cannot be changed
+        kind.__setattr__ = __setattr__  # type: ignore[method-assign, assignment]
+
+
+def _wrote(target: Any, name: str) -> None:
+    """An attribute was set; by the user's loop, if not in a thread or by a method of reading."""
+    if threading.current_thread() is threading.main_thread():
+        for told in list(_LISTENING):
+            told.wrote(target, name, sys._getframe(2))
 
 
 def _with_set_epoch(dataset: Any) -> Iterator[Any]:
@@ -207,10 +301,12 @@ def _objects_of(dataset: Any) -> Iterator[Any]:
         if isinstance(each, (list, tuple)):
             waiting += [(item, depth + 1) for item in each] if len(each) <= _ITEMS else []
             continue
-        if not hasattr(each, "__dict__") or type(each).__module__.startswith("instep."):
+        root = type(each).__module__.partition(".")[0]
+        slots = hasattr(type(each), "__slots__") and root not in sys.stdlib_module_names
+        if not (slots or hasattr(each, "__dict__")) or root == "instep":
             continue
         found[id(each)] = each
-        waiting += [(value, depth + 1) for value in vars(each).values()]
+        waiting += [(value, depth + 1) for value in attributes(each).values()]
     yield from found.values()
 
 
@@ -235,15 +331,28 @@ def _is_setting(value: Any) -> bool:
 
 def _snapshot(each: Any) -> dict[str, Any]:
     """An object and what says whether it was written to, of each attribute."""
-    return {name: (value, _state(value)) for name, value in vars(each).items()}
+    return {name: (value, _state(value)) for name, value in attributes(each).items()}
 
 
 def _state(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return None if value.is_inference() else value._version
+    if isinstance(value, np.ndarray):
+        small = value.nbytes <= _BYTES and not value.dtype.hasobject
+        return zlib.crc32(value.tobytes()) if small else None
+    if type(value) in (set, dict, list) and not _is_simple(value):
+        return _state_of_items(value)
     if isinstance(value, (list, tuple)):
         return tuple(value) if _is_simple(value) else len(value)
     return None
+
+
+def _state_of_items(value: set[Any] | dict[Any, Any] | list[Any]) -> Any:
+    """Of numbers and strings; None where there are others, which may be a cache that grows."""
+    items = [*value, *value.values()] if isinstance(value, dict) else [*value]
+    if len(items) > _NUMBERS or not {*map(type, items)} <= {*_ATOMS}:
+        return len(value) if isinstance(value, list) else None
+    return hash(frozenset(items) if isinstance(value, set) else tuple(items))
 
 
 def _same(before: Any, now: Any) -> bool:
