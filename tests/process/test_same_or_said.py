@@ -63,6 +63,24 @@ def test_one_worker_that_is_not_shown_the_same_keeps_all_from_saying_yes(start: 
     assert summary["same_as_one_machine"].startswith("not shown: the trial of another worker")
 
 
+def test_what_an_optimizer_keeps_is_in_the_verdict_of_the_run(run: Start):
+    program = run("keeps.py:recipe", *QUICK, "arguments.seldom=true", options=("--json",))
+    assert program.end() == 0, program.stderr
+    said = json.loads(program.stdout.splitlines()[-1])["same_as_one_machine"]
+    assert said.startswith("not shown: Seldom.number is not in state_dict()")
+
+
+def test_a_shape_that_a_step_has_first_gives_the_run_another_verdict(run: Start):
+    settings = (*QUICK, "arguments.collates=true", "train.shuffle=false")
+    program = run("keeps.py:recipe", *settings, options=("--json",))
+    assert program.end() == 0, program.stderr
+    said = json.loads(program.stdout.splitlines()[-1])["same_as_one_machine"]
+    assert said.startswith("no: in step 3 a sample has the shape [9, 1]")
+    events = read_events(program.work / "runs" / "tested" / "events.jsonl")
+    verdicts = [each for each in events if each["event"] == "same_as_one_machine"]
+    assert (verdicts[0]["verdict"], verdicts[-1]["step"]) == ("yes", 3)
+
+
 def test_a_validation_is_weighted_by_what_the_loss_is_a_mean_of(run: Start):
     """Two thirds of the targets do not count, and the last of them lie in one batch."""
     program = run("weighs.py:recipe", *QUICK, "arguments.ignored=43", options=("--json",))

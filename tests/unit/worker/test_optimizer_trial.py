@@ -12,6 +12,11 @@ from torch.optim import lr_scheduler
 
 import instep
 from instep.errors import RecipeError
+from instep.recipe.build import build_optimizer
+from instep.recipe.forward import Forward
+from instep.recipe.tuning import NOTHING
+from instep.spec import JobSpec, TrainSpec
+from instep.worker.trial.kept import try_kept
 from instep.worker.trial.persistence import try_batch_loss, try_optimizer
 from instep.worker.trial.rounding import amplifying, try_rounding
 from instep.worker.trial.stand_in import Maker
@@ -426,3 +431,23 @@ def test_a_loss_that_remembers_earlier_batches_is_named_and_left_as_it_is():
     assert not memory
     plain = try_batch_loss(lambda m, e, t: e.mean(), nn.Linear(1, 1), embedded, 0, YES)
     assert plain == YES
+
+
+@pytest.mark.parametrize(
+    ("made", "determinism", "verdict"),
+    [
+        (Rotating, "order", "no: the optimizer Rotating amplifies"),
+        (Rotating, "bits", "yes"),
+        (Seldom, "bits", "not shown: Seldom.number"),
+        (None, "order", "yes"),
+    ],
+)
+def test_what_is_tried_of_an_optimizer_depends_on_determinism(made, determinism, verdict):
+    model = nn.Linear(24, 96)
+    make = made or (lambda p: torch.optim.SGD(p, lr=0.1))
+    recipe = instep.Recipe(model=model, train=[0], loss=nn.MSELoss(), optimizer=make)
+    job = JobSpec(recipe="a.py:recipe", train=TrainSpec(determinism=determinism))
+    forward = Forward(recipe, model, torch.device("cpu"), "float32")
+    built = build_optimizer(recipe, model, 10)
+    said = try_kept(forward, job, 10, YES, NOTHING, built).verdict
+    assert said.startswith(verdict)
