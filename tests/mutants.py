@@ -26,10 +26,12 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE = (
-    "comm/codecs", "comm/connection.py", "comm/buckets.py", "control/decide.py", "control/keys.py",
-    "control/losses.py", "control/watch.py", "data/balance.py", "data/batches.py", "data/order.py",
-    "data/partition", "plain_file.py", "recipe/forward.py", "recipe/weights.py", "state",
-    "store/audit.py", "store/ledger.py", "sync", "worker/step",
+    "checksums.py", "comm/codecs", "comm/connection.py", "comm/buckets.py", "control/decide.py",
+    "control/keys.py", "control/losses.py", "control/watch.py", "data/balance.py",
+    "data/batches.py", "data/order.py", "data/partition", "data/reading", "plain_file.py",
+    "recipe/forward.py", "recipe/weights.py", "state", "store/audit.py", "store/ledger.py",
+    "store/step_log.py", "sync", "system/host_memory.py", "system/memory_files.py",
+    "system/outbox.py", "worker/leased", "worker/own", "worker/step", "worker/trial",
 )  # fmt: skip
 """What gives a wrong result if it is wrong; below `src/instep`."""
 

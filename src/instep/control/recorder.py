@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from instep.events import LEDGER, STEPS, EventLog, read_events, read_records
+from instep.events import LEDGER, STEPS, EventLog, read_records
 from instep.report.terminal.live import View
 from instep.store.ledger import last_step
 from instep.store.run_folder import RunFolder
@@ -56,6 +56,7 @@ class Recorder:
         self._recent: deque[str] = deque(maxlen=_REMEMBERED)
         self._last_step: dict[int, int] = {}
         self._last_begin: dict[int, float] = {}
+        self._logged: int | None = None  # the step of the last values that the user's code logged
 
     def take_up(self, folder: RunFolder, workers: Iterable[int]) -> Pace | None:
         """Continue where a master was lost.
@@ -72,6 +73,8 @@ class Recorder:
             if len(mine):
                 self._last_step[worker] = int(mine["step"][-1])
                 self._last_begin[worker] = float(mine["begin"].max())
+        logged = (each for each in reversed(folder.events) if each["event"] == "logged")
+        self._logged = next(logged, {}).get("step")
         for event in folder.events[-_REMEMBERED:]:
             self._recent.append(_as_sent(event))
         return _pace(folder.steps[-_LATELY:]) if len(folder.steps) else None
@@ -123,6 +126,8 @@ class Recorder:
 
     def emit(self, name: str, fields: Mapping[str, Any]) -> None:
         """Write an event."""
+        if name == "logged":
+            self._logged = fields["step"]
         event = self._log.emit(name, **fields)
         self.show(lambda view: view.event(event))
 
@@ -143,11 +148,10 @@ class Recorder:
     def moved(self, worker: int, before: int, now: int) -> None:
         """Say what may be missing where a worker's new process is on another host: what its last
         one had sent, and no master had handled, is in the memory of the former host."""
-        logged = [e for e in read_events(self._run / "events.jsonl") if e["event"] == "logged"]
-        if worker == 0 and logged:  # which logs for all
+        if worker == 0 and self._logged is not None:  # which logs for all
             text = (
                 f"worker 0 starts anew on host {now}, without the memory that its last process had "
-                f"on host {before}: if it had logged values after step {logged[-1]['step']}, they "
+                f"on host {before}: if it had logged values after step {self._logged}, they "
                 "are lost. No step was lost."
             )
             self.emit("warning", {"text": text})

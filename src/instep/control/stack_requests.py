@@ -17,11 +17,14 @@ from instep.system.stacks import (
     ASK,
     last_stack,
     stack_file,
+    waits_for_loader,
     waits_for_reader,
 )
 
 LAST_WORD_S = 0.4
 """How long a process that hangs may take to write its stack."""
+
+_IN_LOADER = "it waits for a loader process; data.loaders = 0 reads in the worker"
 
 
 @dataclass
@@ -86,7 +89,9 @@ class StackRequests:
         asked = self._asked.pop(worker, None)
         if asked is None:
             return []
-        return [replace(asked.hung, where=deepest_line(self._stack(asked)))]
+        stack = self._stack(asked)
+        where = _IN_LOADER if waits_for_loader(stack) else deepest_line(stack)
+        return [replace(asked.hung, where=where)]
 
     def _stack(self, asked: _Asked) -> str:
         return last_stack(stack_file(self._run, asked.hung.worker), asked.since_bytes)

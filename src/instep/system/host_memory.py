@@ -100,14 +100,18 @@ class _Slot(NamedTuple):
     """[n] int64: all of it."""
 
     def checksum(self) -> int:
-        """A sum, as it costs less than the copy before it. A slot that another process writes
-        differs in whole tensors, so one page in a few of a large slot tells."""
-        words, row = self.words, _PAGES * _PAGE // 8
-        if len(words) <= _WHOLE // 8:
-            return int(words.sum())
+        """Sums weighted by their place, as they cost less than the copy before. A slot that another
+        process writes differs in whole tensors, so one page in a few of a large slot tells."""
+        words, page = self.words, _PAGE // 8
+        large = len(words) > _WHOLE // 8
+        row = _PAGES * page if large else page
         whole = len(words) // row * row
-        pages = words[:whole].view(-1, row)[:, : _PAGE // 8]
-        return int(pages.sum() + words[whole:].sum())
+        pages = words[:whole].view(-1, row)[:, :page]
+        sums = [pages.sum(1), words[whole:]]
+        if not large:  # finer: tensors that lie in one page
+            sums.append(pages.sum(0))
+        every = torch.cat(sums)
+        return int((every * torch.arange(1, 2 * len(every), 2)).sum())
 
 
 class HostMemory:

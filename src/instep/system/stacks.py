@@ -25,6 +25,7 @@ ASK = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
 """The signal that asks for the stack; user code rarely handles it."""
 
 _READERS = Path(data.__file__).parent / "reading" / "readers.py"
+_POOL = _READERS.with_name("pool.py")
 
 
 def stack_file(run: Path, worker: int) -> Path:
@@ -69,5 +70,14 @@ def last_stack(file: Path, since_bytes: int) -> str:
 
 def waits_for_reader(stack: str) -> bool:
     """Whether the thread of this stack waits for the thread that reads the data."""
+    return _is_in(stack, _READERS, "take")
+
+
+def waits_for_loader(stack: str) -> bool:
+    """Whether it waits for a loader process, whose own line the worker has told."""
+    return _is_in(stack, _POOL, "_message")
+
+
+def _is_in(stack: str, file: Path, name: str) -> bool:
     frames = (match for line in stack.split("\n") if (match := FRAME.match(line)))
-    return any(Path(f["file"]) == _READERS and f["name"] == "take" for f in frames)
+    return any(Path(f["file"]) == file and f["name"] == name for f in frames)

@@ -62,6 +62,18 @@ def test_a_worker_that_starts_anew_on_another_host_is_said_to_have_lost_what_it_
     assert "after step 7, they are lost" in text
 
 
+def test_what_was_logged_last_is_known_without_the_log_which_may_be_damaged(
+    tmp_path, recorder, next_recorder
+):
+    recorder.emit("run_started", {"job": {}})
+    recorder.record_event("logged", {"step": 7, "values": {"x": 1.0}}, again=False)
+    after = next_recorder()
+    log = tmp_path / "events.jsonl"
+    log.write_bytes(log.read_bytes().replace(b'"x"', b'"y"'))
+    after.moved(0, 1, 2)
+    assert b"after step 7, they are lost" in log.read_bytes().splitlines()[-1]
+
+
 def test_steps_that_a_lost_master_had_written_are_not_written_again(
     tmp_path, recorder, next_recorder
 ):

@@ -1,6 +1,7 @@
 """Threads do not survive a fork: readers that wait for those of a library are replaced."""
 
 import os
+import select
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,8 @@ import torch
 from datasets import Plain, load
 
 from instep.data.loader import Loader, Slice
-from instep.data.reading.stuck import IDLE_S, STUCK_S, StuckWatch, Threads, threads_of
+from instep.data.reading import stuck
+from instep.data.reading.stuck import HUNG_S, IDLE_S, STUCK_S, StuckWatch, Threads, threads_of
 
 LOCKED, SLEEPING = Threads(("1",), True), Threads(("1",), False)
 SLICES = [Slice(0, first, first + 10) for first in range(0, 40, 10)]
@@ -47,24 +49,59 @@ class Pickled(Pooled):
         return inputs + self.shift, target
 
 
-def verdicts(*looks):
-    watch = StuckWatch(lambda pid: looks[min(int(now), len(looks) - 1)])
+def verdicts(*looks, cpu=0.0, reads=lambda second: 0):
+    """Of each second: what the threads do, the share of a processor, the sample."""
+    second = 0
+    watch = StuckWatch(lambda pid: looks[min(second, len(looks) - 1)], lambda pid: cpu * second)
     said = []
-    for step in range(int(IDLE_S) + 3):
-        now = float(step)
-        said.append(watch.turn(1, now))
+    for second in range(int(HUNG_S) + 3):
+        said.append(watch.turn(1, float(second), reads(second)))
     return said
 
 
 def test_only_a_process_that_waits_for_itself_without_any_movement_is_stuck():
     assert verdicts(LOCKED).index("stuck") == STUCK_S
-    assert set(verdicts(None)) == {""}
-    assert verdicts(SLEEPING).count("idle") == 1
     assert "stuck" not in verdicts(SLEEPING)
-    moving = [Threads((str(step),), True) for step in range(20)]
-    assert set(verdicts(*moving)) == {""}
+    moving = [Threads((str(step),), True) for step in range(100)]
+    assert "stuck" not in verdicts(*moving)
     once = [LOCKED, None, *[LOCKED] * 20]
     assert verdicts(*once).index("stuck") == 2 + STUCK_S
+
+
+POLLING = [Threads((str(step),), False) for step in range(100)]
+
+
+@pytest.mark.parametrize("looks", [[SLEEPING], [None], POLLING], ids=["sleeps", "runs", "polls"])
+def test_a_process_at_one_read_is_named_and_then_given_up_unless_it_computes(looks):
+    said = verdicts(*looks, cpu=0.02)
+    assert said.index("idle") == IDLE_S
+    assert said.count("idle") == 1
+    assert said.index("hung") == HUNG_S
+    assert set(verdicts(*looks, cpu=0.7)) == {""}
+    assert set(verdicts(*looks, reads=lambda second: second // 4)) == {""}
+
+
+class Polling(Pooled):
+    """Waits for its pool by asking again and again."""
+
+    def __getitem__(self, index):
+        found = self.pool.submit(Plain.__getitem__, self, index)
+        while not found.done():
+            select.select([], [], [], 0.01)
+        return found.result()
+
+
+@pytest.mark.process
+def test_a_reader_that_polls_is_named_with_its_line_and_the_worker_reads(monkeypatch):
+    monkeypatch.setattr(stuck, "IDLE_S", 0.5)  # no matter how long: it never answers
+    monkeypatch.setattr(stuck, "HUNG_S", 2.0)
+    monkeypatch.setattr(stuck, "_COMPUTES", 2.0)
+    said, _, pids = read(Polling(), 1)
+    named = [text for text in said if "has waited" in text and "data.loaders = 0" in text]
+    assert "test_stuck.py" in named[0]
+    assert "in one read" in named[1]
+    assert "The worker reads it" in said[-1]
+    assert not pids
 
 
 @pytest.mark.process

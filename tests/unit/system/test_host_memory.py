@@ -397,6 +397,21 @@ def test_tensors_that_another_process_has_written_are_not_taken_up(file, size):
     assert value_at(found, 1, 1) == 1
 
 
+@pytest.mark.parametrize("size", [3, 100, 5_000, 1_000_001])
+def test_tensors_that_changed_places_are_not_taken_up(file, size):
+    layout = {name: TensorSpec((size,), torch.float32) for name in ("first", "second")}
+    memory = another(file, layout)
+    tensors = memory.stage(1, 1, 0)
+    for tensor in tensors.values():
+        tensor.normal_()
+    memory.staged(1, 1, 0)
+    assert HostMemory(os.dup(file)).at(1, 1) is not None
+    kept = tensors["first"].clone()
+    tensors["first"].copy_(tensors["second"])
+    tensors["second"].copy_(kept)
+    assert HostMemory(os.dup(file)).at(1, 1) is None
+
+
 def test_a_new_fork_server_has_the_memory_of_workers_that_die_while_it_starts():
     reads, writes = os.pipe()
     child = os.fork()

@@ -5,8 +5,9 @@ All processes are forked by one that is set apart early (`template.py`): a proce
 threads, process groups or an open CUDA context, in which nothing has read the dataset.
 
 A process that can never go on, as it waits for a thread that the fork has not copied, is
-noticed (`stuck.py`). Then all processes come from an interpreter of their own (`fresh.py`); where
-that does not give the same sample, this process reads.
+noticed (`stuck.py`), and so is one that has been at one read for very long. Then all processes
+come from an interpreter of their own (`fresh.py`); where that does not give the same sample, this
+process reads.
 
 A process that is killed is replaced and its slices are read again, which gives the same
 batches (`fetch.py`), any number of times as long as slices get read. Each process records
@@ -34,7 +35,7 @@ from instep.data.reading import wire
 from instep.data.reading.fetch import Fetch, Slice
 from instep.data.reading.fresh import Packed
 from instep.data.reading.process import STOP, Reply, Slot, Task, Work, receive
-from instep.data.reading.stuck import IDLE_S, LOOK_S, StuckWatch
+from instep.data.reading.stuck import HUNG_S, IDLE_S, LOOK_S, StuckWatch
 from instep.data.reading.template import Say, Template, forked
 from instep.data.reading.threads import ask_stack, deepest_line
 from instep.data.samples import last_read
@@ -121,7 +122,13 @@ class Pool:
         self.ahead = processes * _SLOTS - 1
 
     def _loader(self, number: int) -> _LoaderProcess:
-        return _LoaderProcess(self._fork, self._ending, number, self._work.fetch, self._say)
+        return _LoaderProcess(
+            self._fork, self._ending, self._reads, number, self._work.fetch, self._say
+        )
+
+    def _reads(self, pid: int) -> Whereabouts | None:
+        """What a living process reads at the moment."""
+        return self._pages.current_reads().get(pid)
 
     def _begin(self) -> tuple[int, socket.socket]:
         if self._packed is not None:
@@ -274,11 +281,13 @@ class _LoaderProcess:
         self,
         fork: Callable[[int, Connection, list[int]], int],
         ending: Callable[[int], tuple[str, Whereabouts | None]],
+        reads: Callable[[int], Whereabouts | None],
         number: int,
         fetch: Fetch,
         say: Say,
     ) -> None:
         self._fork, self._ending_of, self._number, self._fetch = fork, ending, number, fetch
+        self._reads, self._named = reads, False
         self._say, self._stack = say, last_read.memory_file()
         self._slots = [Slot() for _ in range(_SLOTS)]
         self._outstanding: dict[int, Task] = {}
@@ -308,10 +317,13 @@ class _LoaderProcess:
     def _message(self) -> bytes | None:
         watch = StuckWatch()
         while not self._connection.poll(LOOK_S):
-            match watch.turn(self.pid, time.monotonic()):
+            match watch.turn(self.pid, time.monotonic(), self._reads(self.pid)):
                 case "stuck":
                     raise Stuck(f"it waits for a lock that no thread of it holds{self._place()}")
-                case "idle":
+                case "hung":
+                    raise Stuck(f"it has waited for {HUNG_S:g} s in one read{self._place()}")
+                case "idle" if not self._named:
+                    self._named = True  # of slow storage once is enough
                     self._say(
                         f"loader process {self.pid} has waited for {IDLE_S:g} s{self._place()}. If "
                         "that never ends, set data.loaders = 0."
