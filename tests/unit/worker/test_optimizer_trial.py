@@ -409,6 +409,31 @@ def test_a_loss_that_uses_its_memory_later_or_cannot_be_copied_is_not_shown(loss
     assert not loss.memory
 
 
+EARLIER, CALLS = [], 0
+
+
+def counting_globally(model, embeddings, targets):
+    global CALLS
+    CALLS += 1
+    EARLIER.append(embeddings)
+    return embeddings.mean()
+
+
+def remembering_globally(model, embeddings, targets):
+    EARLIER.append(embeddings)
+    return sum(each.square().mean() for each in EARLIER)
+
+
+@pytest.mark.parametrize(
+    ("loss", "verdict"),
+    [(counting_globally, "not shown: batch_loss keeps"), (remembering_globally, "no: batch_loss")],
+)
+def test_a_memory_in_a_global_is_named_and_left_as_it_is(loss, verdict):
+    said = try_batch_loss(loss, nn.Linear(1, 1), (torch.ones(4, 2), None), 0, YES).verdict
+    assert said.startswith(verdict)
+    assert (EARLIER, CALLS) == ([], 0)
+
+
 def test_a_loss_may_keep_what_it_was_last_given():
     class Last:
         def __call__(self, model, embeddings, targets):

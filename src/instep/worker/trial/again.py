@@ -23,6 +23,7 @@ from instep.recipe.build import set_generators
 from instep.recipe.forward import Forward, Losses
 from instep.recipe.isolated import closed_over, isolated
 from instep.worker.step.kept_buffers import KeptBuffers
+from instep.worker.trial.named_globals import unchanged_globals
 from instep.worker.trial.sameness import NOTHING_TO_TRY
 from instep.worker.trial_result import Trial
 
@@ -41,7 +42,7 @@ def run_again(forward: Forward, read: Read, *, seed: int) -> Trial:
         return NOTHING_TO_TRY
     try:
         model, losses = _copied(forward)
-        with forward.on(model, "float32", losses):
+        with forward.on(model, "float32", losses), unchanged_globals(model, *losses):
             once, again = _twice(forward, model, read, seed)
     except Exception as error:  # of the user's code, which the first step will call too
         why = f"cannot be tried ({type(error).__name__}: {one_line(error)})"

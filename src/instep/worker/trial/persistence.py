@@ -25,6 +25,7 @@ from instep.worker.step.beside import beside, with_each
 from instep.worker.step.served import kept_as
 from instep.worker.step.update import options_of
 from instep.worker.trial.differing import differ, equal, other_values
+from instep.worker.trial.named_globals import globals_of, unchanged_globals
 from instep.worker.trial.stand_in import Maker, StandIn
 from instep.worker.trial_result import Trial
 
@@ -196,20 +197,22 @@ def try_batch_loss(
     losses = list[float]()
     try:
         own, given = isolated([batch_loss, model], {})
-        for turn in range(3):  # others between: a memory of equals may not change a mean
-            set_generators(seed)
-            with torch.no_grad():
-                inputs = on_tensors(embedded, Tensor.clone if turn % 2 == 0 else _others)
-                losses.append(float(own(given, *inputs)))
-            if turn == 0:
-                once = isolated([own], {id(given): given})
+        with unchanged_globals(own):
+            for turn in range(3):  # others between: a memory of equals may not change a mean
+                set_generators(seed)
+                with torch.no_grad():
+                    inputs = on_tensors(embedded, Tensor.clone if turn % 2 == 0 else _others)
+                    losses.append(float(own(given, *inputs)))
+                if turn == 0:
+                    once = isolated([own, globals_of(own)], {id(given): given})
+            kept = differ([own, globals_of(own)], once)
     except Exception as error:  # of the user's function, which the first step will call too
         why = f"{type(error).__name__}: {one_line(error)}"
         return _if_same(
             trial, f"whether batch_loss keeps something from call to call cannot be tried ({why})"
         )
     if equal(losses[0], losses[2]):
-        if not differ([own], once):
+        if not kept:
             return trial
         return _if_same(
             trial,
