@@ -1,8 +1,8 @@
 """Checksums in the files of a run, so that a changed digit is noticed.
 
-A line of text ends with a field that has the CRC-32 of what is before it; lines without
-one, of earlier versions, are valid too. Records of a binary file have theirs in a file of
-their own. Knows nothing of what lines and records mean.
+A line of text ends with a field that has the CRC-32 of what is before it. Lines without one, of
+earlier versions, are valid too, up to the first that has one (`tables_of`). Records of a binary
+file have theirs in a file of their own. Knows nothing of what lines and records mean.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import re
 import struct
 import zlib
+from collections.abc import Iterable, Iterator
 from itertools import starmap
 from typing import Any
 
@@ -50,6 +51,24 @@ def table_of(line: bytes) -> Any:
     if isinstance(table, dict):
         table.pop(FIELD, None)
     return table
+
+
+def tables_of(lines: Iterable[bytes]) -> Iterator[Any]:
+    """`table_of` each line of a file from its beginning, a last one that was cut short left out.
+
+    Raises:
+        WrongChecksum: a line does not match its checksum, or has none after one that has.
+        ValueError: a line is not JSON.
+    """
+    summed = False
+    for line in lines:
+        if not line.endswith(b"\n"):
+            return
+        table, has_one = table_of(line), bool(_END.search(line.rstrip(b"\r\n")))
+        if summed and not has_one:
+            raise WrongChecksum("it has no checksum, and a line before it has one")
+        summed |= has_one
+        yield table
 
 
 def of_records(data: bytes, size: int) -> np.ndarray[Any, Any]:

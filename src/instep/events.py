@@ -29,7 +29,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from instep.checksums import line_of, table_of
+from instep.checksums import line_of, tables_of
 from instep.errors import RunError
 from instep.formats import FORMAT, INSTEP, other_format
 from instep.plain_file import plain
@@ -437,14 +437,13 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
     A last line that a crash cut short is left out.
 
     Raises:
-        ValueError: a line is not JSON, or does not match its checksum.
+        ValueError: a line is not JSON, does not match its checksum, or has none though one
+            before it has.
     """
     if not path.exists():
         return
     with open(path, "rb", opener=plain) as lines:
-        for line in lines:
-            if line.endswith(b"\n"):
-                yield table_of(line)
+        yield from tables_of(lines)
 
 
 def read_records(path: Path, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:

@@ -10,9 +10,13 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+_UNLOCKED_S = 3600.0
+"""A folder that is not locked yet is left alone for so long after it was made."""
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
@@ -40,7 +44,8 @@ def temporary_folder(prefix: str, within: Path | None = None) -> Iterator[Path]:
 
 
 def _remove_left(place: Path, prefix: str) -> None:
-    for path in place.glob(f"{prefix}*"):
+    hidden = [path for path in place.glob(f".{prefix}*") if _is_old(path)]
+    for path in (*place.glob(f"{prefix}*"), *hidden):
         with suppress(OSError):
             descriptor = os.open(path, _FOLDER)
             try:
@@ -48,6 +53,13 @@ def _remove_left(place: Path, prefix: str) -> None:
                     shutil.rmtree(path)
             finally:
                 os.close(descriptor)
+
+
+def _is_old(path: Path) -> bool:
+    """Whether a folder was made so long ago that its process must have locked it."""
+    with suppress(OSError):
+        return time.time() - path.lstat().st_mtime > _UNLOCKED_S
+    return False
 
 
 def _lock(descriptor: int) -> bool:

@@ -1,6 +1,7 @@
 """A changed digit in the events or the step records of a run is noticed, and where it is."""
 
 import json
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -45,11 +46,24 @@ def test_no_byte_of_a_line_can_change_unseen(tmp_path):
         changed = bytearray(line)
         changed[at] ^= 1
         (tmp_path / "events.jsonl").write_bytes(changed)
-        try:
+        with suppress(ValueError):
             (found,) = read_events(tmp_path / "events.jsonl")
-        except ValueError:
-            continue
-        assert {**found, **event} == found, f"byte {at}"  # the name of the checksum was changed
+            assert {**found, **event} == found, f"byte {at}"  # the name of the checksum was changed
+        (tmp_path / "events.jsonl").write_bytes(line + changed)  # a later line needs one
+        with pytest.raises(ValueError):
+            list(read_events(tmp_path / "events.jsonl"))
+
+
+def test_lines_of_earlier_versions_come_before_those_with_checksums(tmp_path):
+    log = EventLog(tmp_path / "events.jsonl")
+    event = log.emit("epoch_finished", epoch=1, step=20, loss=0.125, samples=640)
+    log.close()
+    new, old = (tmp_path / "events.jsonl").read_bytes(), json.dumps(event).encode() + b"\n"
+    (tmp_path / "events.jsonl").write_bytes(old + new)
+    assert list(read_events(tmp_path / "events.jsonl")) == [event, event]
+    (tmp_path / "events.jsonl").write_bytes(new + old)
+    with pytest.raises(ValueError, match="it has no checksum, and a line before it has one"):
+        list(read_events(tmp_path / "events.jsonl"))
 
 
 def test_a_changed_digit_of_an_event_is_named_by_its_line(run):

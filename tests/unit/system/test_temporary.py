@@ -40,6 +40,16 @@ def test_what_a_killed_process_has_left_goes_with_the_next_and_nothing_else_does
     assert {*tmp_path.iterdir()} == {*stays, tmp_path / "instep-test-link"}
 
 
+def test_a_folder_of_a_process_killed_before_it_was_in_use_goes_when_it_is_old(tmp_path):
+    old, new = (tmp_path / f".instep-test-{name}" for name in ("old", "new"))
+    old.mkdir()
+    new.mkdir()  # of a process that may be about to lock it
+    os.utime(old, (0, 0))
+    with temporary_folder("instep-test-", tmp_path):
+        assert not old.exists()
+        assert new.is_dir()
+
+
 def test_what_another_user_has_there_stays(tmp_path, monkeypatch):
     left, other = left_by_a_killed_process(tmp_path), os.geteuid() + 1
     monkeypatch.setattr("os.geteuid", lambda: other)
