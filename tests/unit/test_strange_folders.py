@@ -1,5 +1,6 @@
 """Folders that others have made or damaged: one sentence, and nothing that moves a terminal."""
 
+import os
 import sys
 import unicodedata
 
@@ -31,7 +32,7 @@ def strange(value):
 @pytest.fixture
 def poisoned(tmp_path):
     made = make_run(tmp_path / "runs" / "digits", steps=21, outcome="failed")
-    path = made.rename(made.with_name("digits\x1b[31m"))
+    path = made.rename(made.with_name("digits\x1b[31m\udcff"))
     (path / "run.id").write_text("id\n")
     events = [*read_events(path / "events.jsonl"), failure(0.5, 7)]
     kept = {"event", "outcome", "parameters_sha256", "versions", "started_by"}
@@ -42,22 +43,55 @@ def poisoned(tmp_path):
     events.append({"time": events[-2]["time"], "event": "warning", "text": STRANGE})
     write_events(path, events)
     (path / "logs").mkdir(exist_ok=True)
-    (path / "logs" / "worker-0.log").write_text(f"a{STRANGE}b\n", "utf-8", "surrogatepass")
-    (path / "job.toml").write_text(
-        (path / "job.toml").read_text() + '\n[arguments]\nname = "\\u001B[2J\\u202E"\n'
-    )
+    for name in ("worker-0", "worker-1\x1b[2J\n\udcff"):
+        log = path / "logs" / f"{name}.log"
+        log.write_text(f"a{STRANGE}b\n", "utf-8", "surrogatepass")
+    job = (path / "job.toml").read_text()
+    assert job.count("[arguments]\n") == 1
+    named = '[arguments]\nname = "\\u001B[2J\\u202E"\n'
+    (path / "job.toml").write_text(job.replace("[arguments]\n", named))
     return path
 
 
 @pytest.mark.parametrize("command", ["status", "list", "logs", "report", "audit", "resume"])
 @pytest.mark.parametrize("more", [[], ["--json"]], ids=["", "json"])
 def test_no_control_character_of_a_run_reaches_a_terminal(poisoned, capsys, command, more):
-    main([command, str(poisoned.parent if command == "list" else poisoned), *more])
+    code = main([command, str(poisoned.parent if command == "list" else poisoned), *more])
+    assert (code == 0) == (command != "resume")
     said = capsys.readouterr()
     shown = said.out + said.err
     assert shown.strip()
     bad = {c for c in shown if unicodedata.category(c)[0] == "C" and c != "\n"}
     assert not bad, f"{bad} in {shown!r}"
+
+
+def no_log(path, what):
+    path.unlink(missing_ok=True)
+    if what == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero" if what == "device" else __file__)
+
+
+@pytest.mark.parametrize("what", ["pipe", "device", "link"])
+def test_what_is_no_plain_file_is_read_as_no_log(tmp_path, capsys, what):
+    path = make_run(tmp_path / "run")
+    damaged(path, "run.id", b"id\n")
+    damaged(path, "logs/host.log", b"begins\n")
+    no_log(path / "logs" / "worker-0.log", what)
+    assert main(["logs", str(path)]) == RunError.exit_code
+    said = capsys.readouterr()
+    assert "begins" in said.out
+    assert "worker-0.log cannot be read as a log: it is a" in said.err
+
+
+@pytest.mark.parametrize("command", ["status", "list", "logs"])
+def test_a_pipe_in_place_of_the_id_of_a_run_stops_nobody(tmp_path, capsys, command):
+    path = make_run(tmp_path / "run")
+    damaged(path, "logs/host.log", b"begins\n")
+    no_log(path / "run.id", "pipe")
+    main([command, str(tmp_path if command == "list" else path)])
+    assert "run.id cannot be tried: it is a named pipe and not a file" in capsys.readouterr().err
 
 
 def damaged(path, name, content):

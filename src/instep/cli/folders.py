@@ -61,6 +61,7 @@ def status_options(parser: Parser) -> None:
 def logs(args: argparse.Namespace) -> int:
     """Print what the processes of a run printed, each line with its process, without colours."""
     from instep.store.logs import Logs
+    from instep.words import printable
 
     there = Logs(Path(args.run))
     if args.of and args.of not in there.names():
@@ -68,7 +69,8 @@ def logs(args: argparse.Namespace) -> int:
     while True:
         running = there.is_running()  # before the last look
         for name, line in there.new_lines(args.of):
-            print(json.dumps({"of": name, "line": line}) if args.json else f"{name:9} {line}")
+            of_it = json.dumps({"of": name, "line": line})
+            print(of_it if args.json else printable(f"{name:9} {line}"))
         if not (args.follow and running):
             return 0
         sys.stdout.flush()

@@ -40,6 +40,7 @@ from instep.control.journal import Begin, Journal
 from instep.control.resume import check_changes, prepare
 from instep.data.batches import Batches
 from instep.errors import InstepError, PeerError, RunError
+from instep.plain_file import read_plain
 from instep.report.terminal.closing import show_ending
 from instep.spec import JobSpec
 from instep.store.folder import (
@@ -280,7 +281,7 @@ class Host:
         if self._to_train or not file.is_file():
             return finish(self.folder)
         try:
-            there = json.loads(file.read_text(encoding="utf-8"))
+            there = json.loads(read_plain(file))
         except (OSError, ValueError, RecursionError):
             there = None
         if isinstance(there, dict):

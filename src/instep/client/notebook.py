@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.errors import InstepError
+from instep.plain_file import read_plain
 from instep.report.terminal.screen import notice
 from instep.report.terminal.status import Status
 
@@ -69,7 +70,7 @@ def page(run: Path, lines: list[str]) -> str:
     report = run / "report.html"
     if not report.is_file():
         return _pre(lines)
-    text = html.escape(report.read_text(encoding="utf-8"))
+    text = html.escape(read_plain(report).decode())
     frame = 'style="width: 100%; height: 36em; border: 1px solid #ccc"'
     return f'{_pre(lines)}<iframe srcdoc="{text}" {frame}></iframe>'
 

@@ -21,7 +21,7 @@ from typing import IO, Any
 from instep import spec_file
 from instep.comm.messages import Figures
 from instep.errors import RunError
-from instep.plain_file import PRIVATE, check_plain, plain
+from instep.plain_file import PRIVATE, check_plain, plain, read_plain
 from instep.spec import JobSpec
 
 
@@ -65,7 +65,7 @@ _NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
 def run_id(folder: Path) -> str:
     """What identifies a run, whatever its folder's name; empty if there is no id."""
     path = folder / ID
-    return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+    return read_plain(path).decode().strip() if path.is_file() else ""
 
 
 def id_of(folder: Path) -> str:
@@ -148,7 +148,7 @@ def is_running(folder: Path) -> bool:
         RunError: the lock cannot be tried.
     """
     try:
-        with (folder / ID).open("rb") as file:
+        with open(folder / ID, "rb", opener=plain) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from instep.errors import RunError
+from instep.plain_file import plain
 from instep.store.folder import is_running
 from instep.store.run_folder import RunFolder
 
@@ -44,9 +48,12 @@ class Logs:
 
         Args:
             of: of one of `names` only.
+
+        Raises:
+            RunError: a log cannot be read, or is no plain file.
         """
         for name in self.names() if of is None else [of]:
-            with (self._folder / f"{name}.log").open("rb") as file:
+            with self._opened(name) as file:
                 file.seek(self._read.get(name, 0))
                 while block := file.read(_MOST):
                     ended = block.rfind(b"\n") + 1
@@ -57,3 +64,16 @@ class Logs:
                     self._read[name] = file.tell()
                     for line in block[:ended].decode(errors="replace").splitlines():
                         yield name, line
+
+    def _opened(self, name: str) -> IO[bytes]:
+        """A log, which may be no link either: what it shows would be no worker's words."""
+        path = self._folder / f"{name}.log"
+        try:
+            return open(path, "rb", opener=_no_link)
+        except OSError as error:
+            why = "it is a link" if error.errno == errno.ELOOP else error.strerror
+            raise RunError(f"{path} cannot be read as a log: {why}. Remove it.") from None
+
+
+def _no_link(path: str, flags: int) -> int:
+    return plain(path, flags | os.O_NOFOLLOW)

@@ -35,7 +35,7 @@ def tag(name: str, /, *children: str, **attributes: str | float | bool | None) -
         if value is None or value is False:
             continue
         shown = key.rstrip("_").replace("_", "-")
-        words.append(shown if value is True else f'{shown}="{escape(str(value))}"')
+        words.append(shown if value is True else f'{shown}="{_escaped(value)}"')
     inside = " ".join(words)
     # inside an SVG an empty element stays open unless it closes itself
     return Html(f"<{inside}/>" if name in _VOID else f"<{inside}>{join(children)}</{name}>")
@@ -43,7 +43,12 @@ def tag(name: str, /, *children: str, **attributes: str | float | bool | None) -
 
 def join(children: Iterable[str]) -> Html:
     """Children one after another, text among them escaped."""
-    return Html("".join(c if isinstance(c, Html) else escape(str(c)) for c in children))
+    return Html("".join(c if isinstance(c, Html) else _escaped(c) for c in children))
+
+
+def _escaped(value: object) -> str:
+    """Text as markup; half a surrogate pair, which no UTF-8 file can hold, as `\\ud800`."""
+    return escape(str(value).encode("utf-8", "backslashreplace").decode())
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers_from: int = 1) -> Html:
