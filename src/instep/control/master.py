@@ -321,6 +321,8 @@ class Master:
             elif isinstance(message, m.Hello):
                 try:
                     self._welcome(peer, message)
+                except UnicodeEncodeError:  # of what the run answers, as each process would get
+                    raise
                 except (TypeError, ValueError, AssertionError):  # a pid beyond all, say
                     self._hang_up(peer)
             elif peer in self._connections:

@@ -82,8 +82,9 @@ def held(folder: Path) -> Iterator[None]:
 
     Raises:
         RunError: another process has locked it: the run is running; or it cannot be written,
-            or one of its files is not a plain file.
+            or one of its files is not a plain file, or its path is not UTF-8.
     """
+    _check_path(folder)
     _check_files(folder)
     try:
         file = open_own(folder / ID)  # some file systems lock only writable files
@@ -219,7 +220,9 @@ def make_run_folder(runs: Path, job: JobSpec, *, named: bool) -> Path:
     Raises:
         RunError: it cannot be made, or the name that was asked for is taken.
     """
-    folder = runs / job.name
+    folder, text = runs / job.name, spec_file.dump(job)
+    _check_path(folder.resolve())
+    _check_job(text)
     try:
         runs.mkdir(parents=True, exist_ok=True)
         for name in numbered(job.name):
@@ -239,12 +242,40 @@ def make_run_folder(runs: Path, job: JobSpec, *, named: bool) -> Path:
         (folder / "logs").mkdir()
         with open_own(folder / ID) as file:
             file.write(f"{secrets.token_hex(16)}\n".encode())
-        (folder / "job.toml").write_text(spec_file.dump(job), encoding="utf-8")
+        (folder / "job.toml").write_text(text, encoding="utf-8")
     except OSError as error:
         raise RunError(
             f"the run folder {folder} cannot be made: {error.strerror}. Choose another --runs."
         ) from None
     return folder.resolve()
+
+
+def _check_path(folder: Path) -> None:
+    """Refuse a path that a message to another process cannot hold, before it would wait for it."""
+    if _not_utf8(str(folder)) is not None:
+        raise RunError(
+            f"the run folder {str(folder)!r} has a name that is not UTF-8 text, and its processes "
+            "tell each other where it is in UTF-8. Rename it, or choose another --runs."
+        )
+
+
+def _check_job(text: str) -> None:
+    at = _not_utf8(text)
+    if at is not None:
+        line = text.splitlines()[text[:at].count("\n")]
+        raise RunError(
+            f"the job cannot be written into its run folder: {line!r} is not UTF-8 text. Rename "
+            "what it names."
+        )
+
+
+def _not_utf8(text: str) -> int | None:
+    """Where it begins to be no UTF-8, as a name of a file may; None if it is."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return None
 
 
 def _nothing_came_of(folder: Path) -> bool:

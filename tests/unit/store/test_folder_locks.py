@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from instep.errors import RunError
 from instep.spec import JobSpec
 from instep.store.folder import ID, held, make_run_folder
 from instep.store.ledger import Ledger
@@ -83,3 +84,18 @@ def test_files_of_an_earlier_run_are_closed_to_others_too(runs):
         Ledger(folder / "ledger.bin").close()
     assert tried_by_another_user(folder / ID) == "refused"
     assert tried_by_another_user(folder / "ledger.bin") == "refused"
+
+
+@pytest.mark.parametrize("where", ["runs", "recipe", "resumed"])
+def test_a_path_that_is_not_utf8_is_refused_before_anything_is_made(runs, where):
+    strange = "ru\udcffns"
+    if where == "resumed":
+        begun = make_run_folder(runs, JobSpec(name="one", recipe="a.py:f"), named=True)
+        folder = begun.rename(runs / strange)
+        with pytest.raises(RunError, match=r"ru\\udcffns' has a name that is not UTF-8"):
+            held(folder).__enter__()
+        return
+    recipe, place = ("a.py:f", runs / strange) if where == "runs" else (f"{strange}.py:f", runs)
+    with pytest.raises(RunError, match=r"ru\\udcffns.* not UTF-8"):
+        make_run_folder(place, JobSpec(name="one", recipe=recipe), named=True)
+    assert not list(runs.iterdir())
