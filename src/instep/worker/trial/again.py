@@ -42,7 +42,7 @@ def run_again(forward: Forward, read: Read, *, seed: int) -> Trial:
         return NOTHING_TO_TRY
     try:
         model, losses = _copied(forward)
-        with forward.on(model, "float32", losses), unchanged_globals(model, *losses):
+        with forward.on(model, forward.precision, losses), unchanged_globals(model, *losses):
             once, again = _twice(forward, model, read, seed)
     except Exception as error:  # of the user's code, which the first step will call too
         why = f"cannot be tried ({type(error).__name__}: {one_line(error)})"
@@ -89,4 +89,5 @@ def _twice(forward: Forward, model: nn.Module, read: Read, seed: int) -> list[fl
         set_generators(seed)
         result = forward.loss(on_tensors(read.batch, Tensor.clone), read.size)
         found.append(0.0 if result is None else float(result.loss.detach()))
+        del result  # with its graph, before the next one is made
     return found
