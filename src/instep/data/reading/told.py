@@ -349,9 +349,12 @@ def _state(value: Any) -> Any:
 
 def _state_of_items(value: set[Any] | dict[Any, Any] | list[Any]) -> Any:
     """Of numbers and strings; None where there are others, which may be a cache that grows."""
+    otherwise = len(value) if isinstance(value, list) else None
+    if len(value) > _NUMBERS:
+        return otherwise
     items = [*value, *value.values()] if isinstance(value, dict) else [*value]
-    if len(items) > _NUMBERS or not {*map(type, items)} <= {*_ATOMS}:
-        return len(value) if isinstance(value, list) else None
+    if not {*map(type, items)} <= {*_ATOMS}:
+        return otherwise
     return hash(frozenset(items) if isinstance(value, set) else tuple(items))
 
 
