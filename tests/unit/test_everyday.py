@@ -1,5 +1,6 @@
 """What Python, a shell or a spreadsheet does every day: closed streams, ASCII, CSV files."""
 
+import errno
 import subprocess
 import sys
 from importlib import resources
@@ -143,7 +144,9 @@ def test_what_torch_says_of_an_everyday_mistake_gets_a_remedy(call, hint):
 
 
 @pytest.mark.parametrize("outcome", ["interrupted", None])
-def test_a_run_that_ended_before_its_first_step_leaves_its_name_free(tmp_path, outcome):
+def test_a_run_that_ended_before_its_first_step_leaves_its_name_free(
+    tmp_path, outcome, monkeypatch
+):
     folder = make_run(tmp_path / "net", steps=0, outcome=outcome)
     (folder / ID).write_text("first")
     job = build({"name": "net", "recipe": "a.py:f"}, source="a test")
@@ -153,11 +156,20 @@ def test_a_run_that_ended_before_its_first_step_leaves_its_name_free(tmp_path, o
     (folder / "notes.txt").unlink()
     with held(folder), pytest.raises(RunError, match="there is already a run"):
         make_run_folder(tmp_path, job, named=True)
+
+    def without_locks(*_):
+        raise OSError(errno.ENOLCK, "no locks")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("instep.store.folder.fcntl.flock", without_locks)  # it may be in its trial
+        with pytest.raises(RunError, match="there is already a run"):
+            make_run_folder(tmp_path, job, named=True)
     assert make_run_folder(tmp_path, job, named=True) == folder
     assert (folder / ID).read_text() != "first"
+    assert (tmp_path / "net-2" / ID).read_text() == "first", "with the logs that were proposed"
     with pytest.raises(RunError, match="there is already a run"):  # another start makes it just now
         make_run_folder(tmp_path, job, named=True)
-    assert make_run_folder(tmp_path, job, named=False).name == "net-2"
+    assert make_run_folder(tmp_path, job, named=False).name == "net-3"
 
 
 @pytest.mark.parametrize(("steps", "outcome"), [(1, "interrupted"), (1, None), (0, "failed")])

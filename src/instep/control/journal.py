@@ -17,7 +17,7 @@ import os
 import sqlite3
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -122,7 +122,7 @@ class Journal:
                 self._rows.execute(f"PRAGMA user_version = {VERSION}")
                 self._rows.execute("INSERT INTO begin VALUES (?)", (_sealed(first),))
             else:
-                self._check()
+                _check(self._rows)
             found = self._rows.execute("SELECT begin FROM begin").fetchone()
             (version,) = self._rows.execute("PRAGMA user_version").fetchone()
             if found and version != VERSION:
@@ -154,19 +154,22 @@ class Journal:
         raise AssertionError("the last try raises")
 
     def _put_copy(self) -> None:
-        """Put a copy in the place of the file, without what another process has not committed."""
+        """Put a copy in the place of the file, without what another process has not committed.
+
+        Raises:
+            sqlite3.Error: the copy is damaged, or another process goes on writing.
+        """
         beside = self._path.with_name(f".{FILE}.{os.getpid()}")
         undo = self._path.with_name(f"{FILE}-journal")
         copies = {self._path: beside, undo: beside.with_name(f"{beside.name}-journal")}
         try:
-            for file, copy in copies.items():
-                copy.unlink(missing_ok=True)
-                if file.exists():
-                    descriptor = os.open(copy, os.O_CREAT | os.O_EXCL | os.O_WRONLY, PRIVATE)
-                    with open(descriptor, "wb") as into:
-                        into.write(read_plain(file))
+            for file, data in _of_one_moment(copies).items():
+                copies[file].unlink(missing_ok=True)
+                descriptor = os.open(copies[file], os.O_CREAT | os.O_EXCL | os.O_WRONLY, PRIVATE)
+                with open(descriptor, "wb") as into:
+                    into.write(data)
             with contextlib.closing(sqlite3.connect(beside)) as rows:
-                rows.execute("PRAGMA quick_check(1)").fetchone()  # undoes what is in its journal
+                _check(rows)  # undoes what is in its journal
                 rows.execute("PRAGMA journal_mode = DELETE")
             undo.unlink(missing_ok=True)
             beside.replace(self._path)
@@ -263,11 +266,6 @@ class Journal:
             self._rows.execute("PRAGMA journal_mode = DELETE")  # leaves no file beside
         self._rows.close()
 
-    def _check(self) -> None:
-        (found,) = self._rows.execute("PRAGMA quick_check(1)").fetchone()
-        if found != "ok":  # rows may be missing
-            raise sqlite3.DatabaseError(found.splitlines()[-1])
-
     def _decoded(self, data: bytes, kind: type[T]) -> T:
         """What a row has.
 
@@ -291,6 +289,27 @@ class Journal:
         if isinstance(error, _DAMAGED) and not isinstance(error, sqlite3.OperationalError):
             text = f"{self._path} is damaged ({error}): the decisions of its master are lost."
         return RunError(gone(self._path.parent) or text)
+
+
+def _of_one_moment(files: Iterable[Path]) -> dict[Path, bytes]:
+    """What the files hold that are there, read until nobody has written meanwhile.
+
+    Raises:
+        sqlite3.OperationalError: somebody goes on.
+    """
+    before = None
+    for _ in range(1 + _TRIES):
+        found = {file: read_plain(file) for file in files if file.exists()}
+        if found == before:
+            return found
+        before = found
+    raise sqlite3.OperationalError("another process goes on writing to it")
+
+
+def _check(rows: sqlite3.Connection) -> None:
+    (found,) = rows.execute("PRAGMA quick_check(1)").fetchone()
+    if found != "ok":  # rows may be missing
+        raise sqlite3.DatabaseError(found.splitlines()[-1])
 
 
 def _sealed(data: bytes, beside: object = "") -> bytes:

@@ -148,14 +148,20 @@ def is_running(folder: Path) -> bool:
     Raises:
         RunError: the lock cannot be tried.
     """
+    return bool(_is_locked(folder))
+
+
+def _is_locked(folder: Path) -> bool | None:
+    """The same; None where that is not known, as the file system has no locks."""
     try:
         with open(folder / ID, "rb", opener=plain) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise RunError(f"{folder / ID} cannot be tried: {error.strerror}.") from None
+        if error.errno in _NO_LOCKS:
+            return None
+        raise RunError(f"{folder / ID} cannot be tried: {error.strerror}.") from None
     return False
 
 
@@ -232,7 +238,7 @@ def make_run_folder(runs: Path, job: JobSpec, *, named: bool) -> Path:
                 break
             except FileExistsError:
                 if named and _nothing_came_of(folder):
-                    remove_run_folder(folder)
+                    _set_aside(folder)
                     folder.mkdir()
                     break
                 if named:
@@ -279,11 +285,12 @@ def _not_utf8(text: str) -> int | None:
 
 
 def _nothing_came_of(folder: Path) -> bool:
-    """Whether a run was interrupted or killed before its first step: its name is free again."""
+    """Whether a run was interrupted or killed before its first step: its name can be
+    given to another."""
     from instep.store.run_folder import RunFolder
 
     known = (*_FILES, "journal.sqlite-*", "endpoint.json", "logs/*", "checkpoints/.saving-*")
-    if not (folder / ID).is_file() or is_running(folder):
+    if not (folder / ID).is_file() or _is_locked(folder) is not False:
         return False
     ours = {path for pattern in known for path in folder.glob(pattern)}
     if any(path.is_file() and path not in ours for path in folder.rglob("*")):
@@ -293,6 +300,12 @@ def _nothing_came_of(folder: Path) -> bool:
         ended = run.outcome in ("interrupted", "unfinished") and bool(run.events)
         return ended and not len(run.ledger)  # without events, another start may be making it
     return False
+
+
+def _set_aside(folder: Path) -> None:
+    """Give a run of which nothing came the next free name: somebody may read its logs."""
+    aside = (folder.with_name(name) for name in numbered(folder.name))
+    folder.rename(next(path for path in aside if not path.exists()))
 
 
 def remove_run_folder(folder: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from instep.comm.messages import Done, Failed
+from instep.control import journal as journal_file
 from instep.control.decide import decide
 from instep.control.journal import FILE, Begin, Journal, _sealed
 from instep.control.state import (
@@ -297,3 +298,28 @@ def test_a_lock_of_another_process_ends_no_run_and_is_said(tmp_path, begun, lock
     assert after.last() == replace(FULL, generation=7)
     assert not after.warnings
     after.close()
+
+
+def test_a_copy_is_of_one_moment_also_while_another_process_writes(tmp_path, begun, monkeypatch):
+    monkeypatch.setattr("instep.control.journal.LOCKED_S", 0.05)
+    begun.write(Tick(), FULL)
+    begun.close()
+    other = sqlite3.connect(tmp_path / FILE, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    reads = []
+
+    def half_written(path, read=journal_file.read_plain):
+        reads.append(path)
+        data = read(path)
+        return (
+            data[: len(data) // 2] + bytes(len(data) - len(data) // 2) if reads == [path] else data
+        )
+
+    monkeypatch.setattr(journal_file, "read_plain", half_written)
+    journal = Journal(tmp_path)
+    assert journal.last() == FULL
+    journal.close()
+    other.close()
+    monkeypatch.setattr(journal_file, "read_plain", lambda path: reads.append(path) or reads[:])
+    with pytest.raises(sqlite3.OperationalError, match="goes on writing"):
+        journal_file._of_one_moment([tmp_path / FILE])

@@ -1,5 +1,6 @@
 """What an own loop trains without `prepare` knowing of it is refused by name; the rest goes on."""
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -89,3 +90,19 @@ def test_what_lives_for_an_iteration_and_what_is_never_moved_goes_on():
         it.run(4, backward=attacked)
         for _ in range(2):
             outside.step()
+
+
+def test_an_optimizer_that_another_thread_steps_meanwhile_goes_on():
+    """As a test's or a notebook's second run in this process."""
+    other = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(other.parameters())
+
+    def move():
+        with ThreadPoolExecutor(1) as pool:
+            other(torch.ones(1, 2)).sum().backward()
+            pool.submit(optimizer.step).result()
+
+    before = other.weight.detach().clone()
+    with loop() as it:
+        it.run(3, backward=lambda it: it.model(it.inputs).mean(), move=move)
+    assert not torch.equal(other.weight, before)
