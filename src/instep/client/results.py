@@ -11,16 +11,21 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instep.comm.messages import Failed
 from instep.errors import CheckpointError, InstepError, RecipeError, RunError, WorkerError
+from instep.events import EventLog
 from instep.formats import INSTEP
 from instep.plain_file import write_plain
 from instep.spec import JobSpec
 from instep.store.folder import BEGINNING, StartPoint, resume_hint
 from instep.words import member
+
+if TYPE_CHECKING:
+    from instep.store.run_folder import RunFolder
 
 
 def about(job: JobSpec) -> dict[str, Any]:
@@ -78,6 +83,12 @@ def finish(folder: Path, start_point: StartPoint = BEGINNING) -> dict[str, Any]:
     from instep.store.run_folder import RunFolder
 
     run = RunFolder(folder)
+    whole = start_point.checkpoint is None or start_point.checkpoint.is_relative_to(folder)
+    fault = ""
+    if whole and run.outcome in ("completed", "stopped") and not run.audit.exact:
+        fault = prove(run).fault
+        _has_failed(run, fault)
+        run = RunFolder(folder)
     summary = summarise(run)
     text = json.dumps(summary, indent=2) + "\n"
     _write_or_say(folder / "summary.json", lambda path: write_plain(path, text))
@@ -88,10 +99,22 @@ def finish(folder: Path, start_point: StartPoint = BEGINNING) -> dict[str, Any]:
             f"the run has ended, but its end could not be written to {folder / 'events.jsonl'}, "
             "and its report has gaps: the disk was full or read-only."
         )
-    whole = start_point.checkpoint is None or start_point.checkpoint.is_relative_to(folder)
-    if whole and run.outcome in ("completed", "stopped") and not run.audit.exact:
-        raise RunError(f"the run has ended, but {prove(run).fault}")
+    if fault:
+        raise RunError(f"the run has ended, but {fault}")
     return summary
+
+
+def _has_failed(run: RunFolder, fault: str) -> None:
+    """Have the log say so, for all that read it later: its master took the run for a good one."""
+    with suppress(RunError):  # it is raised in any case
+        log = EventLog(run.path / "events.jsonl")
+        try:
+            told = {
+                key: run.ending[key] for key in ("rule", "step", "seconds") if key in run.ending
+            }
+            log.emit("run_finished", outcome="failed", why=fault, **told)
+        finally:
+            log.close()
 
 
 def _write_or_say(path: Path, write: Callable[[Path], None]) -> None:

@@ -1,10 +1,15 @@
 """What a client writes at a run's end is for looking: it costs nothing of what was computed."""
 
+import json
+
 import pytest
 
+from instep.cli import main
 from instep.client.results import failure, finish
 from instep.comm.messages import Failed
-from made_up_runs import make_run
+from instep.errors import RunError
+from instep.events import LEDGER, read_records
+from made_up_runs import make_run, write_ledger
 
 
 @pytest.mark.parametrize(
@@ -34,3 +39,20 @@ def test_what_would_end_in_the_same_way_is_not_resumed(tmp_path, kind, step, res
         kind=kind, cause="wrong.", where="", line="", step=step, phase="joining", exit_code=7
     )
     assert ("to resume" in str(failure(1, failed, run))) == resumes
+
+
+def test_a_run_whose_ledger_was_damaged_is_not_listed_as_completed(tmp_path, capsys):
+    run = make_run(tmp_path / "net")
+    (run / "run.id").write_text("id\n")
+    ledger = read_records(run / "ledger.bin", LEDGER).copy()
+    ledger["first"][5] -= 1
+    write_ledger(run, ledger)
+    with pytest.raises(RunError, match="is not exact"):
+        finish(run)
+    assert json.loads((run / "summary.json").read_text())["outcome"] == "failed"
+    assert main(["list", str(tmp_path), "--json"]) == 0
+    assert [each["state"] for each in json.loads(capsys.readouterr().out)] == ["failed"]
+    assert main(["status", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("failed")
+    assert "is not exact" in said

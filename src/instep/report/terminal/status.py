@@ -48,7 +48,10 @@ class Status:
         bar = "━─" if encoding.lower().startswith("utf") else "#-"
         drawn = screen(self.progress, width, 50, bar)
         shown = ["".join(text for text, _ in line) for line in drawn]
-        return [f"{self.state}   {self.folder.path}", *(line.rstrip() for line in shown)]
+        first = [f"{self.state}   {self.folder.path}"]
+        if why := self.folder.ending.get("why"):
+            first.append(f"why     {why}")
+        return [*first, *(line.rstrip() for line in shown)]
 
     def next_commands(self) -> list[str]:
         """What one can do with a run that is in this state."""
