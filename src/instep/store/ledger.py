@@ -259,17 +259,25 @@ def check_intact(path: Path, size_bytes: int, crc32: int) -> None:
     Raises:
         RunError: it is damaged, or cannot be read.
     """
-    try:
-        with open(path, "rb", opener=plain) as file:
-            found = _crc32(file, size_bytes)
-    except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror}. Get access to it.") from None
-    if found != crc32:
+    if not is_intact(path, size_bytes, crc32):
         raise RunError(
             f"{path} is damaged: what was written before the newest checkpoint does not match the "
             "checksum there. Nothing was changed. Restore it from a copy, or move that checkpoint "
             "away to resume from an earlier one."
         )
+
+
+def is_intact(path: Path, size_bytes: int, crc32: int) -> bool:
+    """Whether a file begins as it was when a checkpoint was saved.
+
+    Raises:
+        RunError: it cannot be read.
+    """
+    try:
+        with open(path, "rb", opener=plain) as file:
+            return _crc32(file, size_bytes) == crc32
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}. Get access to it.") from None
 
 
 def _crc32(file: IO[bytes], count: int, crc: int = 0) -> int:

@@ -20,12 +20,13 @@ from numpy.typing import NDArray
 from instep.checksums import WrongChecksum
 from instep.data.batches import Batches
 from instep.data.participants import OwnRounds
-from instep.errors import RunError, SpecError, near_miss
+from instep.errors import CheckpointError, RunError, SpecError, near_miss
 from instep.events import LEDGER, STEPS, read_events, read_records, wrong_in
 from instep.formats import FORMAT, other_format
 from instep.spec_file import build, read_table
-from instep.state.manifest import FOLDER
+from instep.state.manifest import FOLDER, published, read_manifest
 from instep.store.audit import Audit, audit, audit_own, skipped_in
+from instep.store.ledger import is_intact
 from instep.store.step_log import CHECKSUMS_FILE, check_unchanged
 from instep.words import command
 
@@ -309,6 +310,22 @@ class RunFolder:
         if self.own_rounds is not None:
             return audit_own(self.committed, self.own_rounds, self.last_step)
         return audit(self.committed, self.batches, last_step=self.last_step)
+
+    @cached_property
+    def altered_before(self) -> int:
+        """The step of the newest checkpoint, if the ledger is not what it was when that was saved;
+        0 if it is, or no checkpoint tells."""
+        for step, checkpoint in published(self.path / "checkpoints"):
+            try:
+                facts = read_manifest(checkpoint).facts
+            except CheckpointError:  # the one before may be intact
+                continue
+            size_bytes, crc32 = facts.get("ledger_bytes"), facts.get("ledger_crc32")
+            if not isinstance(size_bytes, int) or not isinstance(crc32, int):
+                return 0
+            ledger = self.path / "ledger.bin"
+            return 0 if ledger.is_file() and is_intact(ledger, size_bytes, crc32) else step
+        return 0
 
     def steps_of(self, worker: int) -> Records:
         """One worker's step records, [steps] of `STEPS`, in order of step."""

@@ -2,6 +2,7 @@
 
 import json
 import re
+import zlib
 from itertools import pairwise
 
 import numpy as np
@@ -12,9 +13,11 @@ from hypothesis import strategies as st
 from instep.cli import main
 from instep.data.batches import Batches
 from instep.data.order import position
+from instep.errors import RunError
 from instep.events import LEDGER, ledger_header, read_events, read_records
 from instep.report.figures.proof import prove, untiled
 from instep.report.figures.summary import summarise
+from instep.state.manifest import Manifest, encode
 from instep.store.audit import Stretch, audit
 from instep.store.run_folder import RunFolder
 from made_up_runs import make_ledger, make_run, write_events, write_ledger
@@ -323,3 +326,41 @@ def test_what_a_step_should_have_taken_is_asked_of_the_order_itself():
     for record in ledger:
         where = position(int(record["step"]), 100, 7)
         assert (record["epoch"], record["first"], record["stop"]) == where
+
+
+# ---- the checksum in a checkpoint
+
+
+def checkpoint_of(run, **facts):
+    folder = run / "checkpoints" / "step-00000007"
+    folder.mkdir(parents=True)
+    made = Manifest(step=7, instep="0", torch="2", files={}, facts=facts)
+    (folder / "manifest.json").write_bytes(encode(made))
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_ledger_is_compared_with_its_checksum_in_the_newest_checkpoint(tmp_path, capsys, damaged):
+    run = make_run(tmp_path / "net")
+    ledger = ledger_of(run)
+    before = ledger_header() + ledger[:14].tobytes()
+    checkpoint_of(run, ledger_bytes=len(before), ledger_crc32=zlib.crc32(before))
+    if damaged:
+        ledger["worker"][3] ^= 1
+        write_ledger(run, ledger)
+    proof = prove(RunFolder(run))
+    assert (proof.audit.exact, proof.untiled) == (True, ())
+    assert proof.exact is not damaged
+    assert main(["audit", str(run)]) == (RunError.exit_code if damaged else 0)
+    assert main(["report", str(run)]) == 0
+    said = capsys.readouterr().out
+    wrong = "records before step 7 do not match the checksum in the checkpoint of that step"
+    assert (said.count(wrong), (run / "report.html").read_text().count(wrong)) == (
+        (2, 2) if damaged else (0, 0)
+    )
+
+
+@pytest.mark.parametrize("facts", [{}, {"ledger_bytes": "x", "ledger_crc32": 1}])
+def test_a_checkpoint_without_a_checksum_proves_nothing(tmp_path, facts):
+    run = make_run(tmp_path / "net")
+    checkpoint_of(run, **facts)
+    assert prove(RunFolder(run)).exact

@@ -4,7 +4,8 @@ Two questions about the committed steps: is every position of every epoch in the
 ledger exactly once (`store/audit.py`), and do the records of each step cover exactly
 the positions that the job gives to that step (`untiled`)? A run that is still going
 on, or that a crash cut short, is checked as far as it got, and the answer says how far
-that is. Nothing is written. Way in: `prove`.
+that is. The newest checkpoint has a checksum of the ledger, which is compared.
+Nothing is written. Way in: `prove`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Proof:
         """Whether each sample that was due was used once, in the step in which it was due."""
         over = self.run.outcome in ("completed", "stopped")
         known = self.run.epoch_samples > 0 or not len(self.run.ledger)
-        return self.audit.exact and not self.untiled and known and not (over and self.beyond)
+        sound = self.audit.exact and not self.untiled and not self.run.altered_before
+        return sound and known and not (over and self.beyond)
 
     @property
     def fault(self) -> str:
@@ -72,6 +74,8 @@ class Proof:
         parts = [f"{readable_count(n)} samples {what}" for what, n in counts.items() if n]
         if self.untiled:
             parts.append(f"{plural(len(self.untiled), 'step')} with positions that are not its own")
+        if self.run.altered_before:
+            parts.append(altered_words(self.run.altered_before))
         if self.beyond and not parts:
             parts.append(f"{plural(self.beyond, 'record')} after the last step")
         return (
@@ -102,6 +106,7 @@ class Proof:
             ],
             "skipped": len(self.run.skipped),
             "untiled_steps": list(self.untiled),
+            "altered_before": self.run.altered_before,
             "sha256": self.audit.sha256,
         }
 
@@ -110,6 +115,8 @@ class Proof:
         lines = [self._coverage()]
         if self.run.last_step and self.run.epoch_samples:
             lines += [*self._epochs(), self._steps()]
+            if self.run.altered_before:
+                lines.append(f"fault   {altered_words(self.run.altered_before)}")
             if self.run.skipped:
                 why = "the sample could not be read and was left out of its step"
                 lines.append(f"skipped {plural(len(self.run.skipped), 'position')}: {why}")
@@ -169,6 +176,11 @@ class Proof:
             return "steps   each took exactly the samples that the job gives it"
         shown = ranges(self.untiled, _MOST_LINES)
         return f"fault   step {shown}: not exactly the positions that the job gives it"
+
+
+def altered_words(step: int) -> str:
+    """What is wrong with a ledger that does not match the newest checkpoint, of this step."""
+    return f"records before step {step} do not match the checksum in the checkpoint of that step"
 
 
 def fault_counts(audit: Audit | EpochAudit, *, zeros: bool = True) -> str:

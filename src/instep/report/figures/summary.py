@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from instep.report.figures.participants import spread_of
+from instep.report.figures.proof import altered_words
 from instep.report.figures.restarts import SOURCES, restarts
 from instep.store.run_folder import PARTS, Records, RunFolder
 from instep.units import readable_count
@@ -64,6 +65,7 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
         },
         "repeated_samples": proof.repeated + proof.stray,
         "missing_samples": proof.missing,
+        "ledger_altered_before": folder.altered_before,
         "skipped_samples": len(folder.skipped),
         "same_as_one_machine": folder.same_as_one_machine,
         "corruptions": len(folder.named("corruption_found")),
@@ -248,6 +250,8 @@ def exactness_words(summary: dict[str, Any]) -> str:
         return f"{readable_count(repeated)} repeated, {readable_count(missing)} missing"
     if not summary["samples"]:
         return "none used"
+    if step := summary.get("ledger_altered_before"):
+        return f"but the ledger was damaged: {altered_words(step)}"
     unread = summary["skipped_samples"]
     left_out = f", {readable_count(unread)} of them skipped as unreadable" if unread else ""
     return f"each exactly once per epoch{left_out}"

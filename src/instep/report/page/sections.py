@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from instep.report.figures.proof import altered_words
 from instep.report.figures.restarts import Restart, restarts
 from instep.report.figures.settings import flat
 from instep.report.figures.summary import (
@@ -181,6 +182,8 @@ def audit_of_samples(folder: RunFolder) -> Html:
         if proof.exact
         else "Counted from the ledger of committed steps. It does not hold: see the table."
     )
+    if folder.altered_before:
+        note = f"The ledger was damaged: {altered_words(folder.altered_before)}."
     if not folder.epoch_samples:
         note = "The size of the training set was not recorded, so nothing can be proved."
     head = ["epoch", "due", "used", "repeated", "missing", "not due"]
