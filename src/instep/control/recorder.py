@@ -24,6 +24,9 @@ from instep.store.step_log import StepLog
 _REMEMBERED = 500
 """Events among which one that is sent again is looked for."""
 
+_GOES_BACK = ("went_back", "corruption_found")
+"""Events after which steps may be computed again."""
+
 _LATELY = 100
 """Step records from which a new master learns how long a step takes."""
 
@@ -54,6 +57,7 @@ class Recorder:
         self._log = EventLog(run / "events.jsonl")
         self._steps = StepLog(run)
         self._recent: deque[str] = deque(maxlen=_REMEMBERED)
+        self._epochs: set[str] = set()  # ends of epochs, as they were sent
         self._last_step: dict[int, int] = {}
         self._last_begin: dict[int, float] = {}
         self._logged: int | None = None  # the step of the last values that the user's code logged
@@ -126,6 +130,8 @@ class Recorder:
 
     def emit(self, name: str, fields: Mapping[str, Any]) -> None:
         """Write an event."""
+        if name in _GOES_BACK:  # epochs may end again
+            self._epochs.clear()
         if name == "logged":
             self._logged = fields["step"]
         event = self._log.emit(name, **fields)
@@ -134,13 +140,17 @@ class Recorder:
     def record_event(self, name: str, fields: Mapping[str, Any], *, again: bool) -> bool:
         """Write a worker's event, unless it is there already; whether it was new.
 
+        The end of an epoch is told again by the next first worker if that one is lost just then.
+
         Args:
             name, fields: the event.
             again: whether another master may have written it.
         """
         sent = _as_sent({"event": name, **fields})
-        if again and sent in self._recent:
+        if (again and sent in self._recent) or sent in self._epochs:
             return False
+        if name == "epoch_finished":
+            self._epochs.add(sent)
         self._recent.append(sent)
         self.emit(name, fields)
         return True

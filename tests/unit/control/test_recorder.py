@@ -120,3 +120,15 @@ def test_a_view_that_fails_is_let_go_and_the_log_says_so(tmp_path):
     events = list(read_events(tmp_path / "events.jsonl"))
     assert [event["event"] for event in events] == ["host_joined", "warning", "host_joined"]
     assert "no terminal" in events[1]["text"]
+
+
+@pytest.mark.parametrize("between", [None, "went_back", "corruption_found"])
+def test_the_end_of_an_epoch_is_written_once_unless_the_run_went_back(tmp_path, recorder, between):
+    ended = {"epoch": 0, "step": 8, "loss": 0.5, "samples": 64}
+    assert recorder.record_event("epoch_finished", ended, again=False)
+    if between:
+        recorder.emit(between, {"resumed_step": 4, "clean_step": 4})
+    assert recorder.record_event("epoch_finished", ended, again=False) == bool(between)
+    assert recorder.record_event("epoch_finished", {**ended, "epoch": 1, "step": 16}, again=False)
+    written = [e["epoch"] for e in read_events(tmp_path / "events.jsonl") if "epoch" in e]
+    assert written == ([0, 0, 1] if between else [0, 1])

@@ -124,6 +124,6 @@ def lost(server: int, servers: int) -> WorkerError:
         which = f"server {server + 1} of {servers} (in the order of their numbers)"
     return WorkerError(
         f"the optimizer state of {which} was lost with the memory of its host, or its fork "
-        "server, and no other process has it. Resume the run: it continues from the newest "
-        "checkpoint."
+        "server, or that memory was damaged (it has a checksum), and no other process has it. "
+        "Resume the run: it continues from the newest checkpoint."
     )

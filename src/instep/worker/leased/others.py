@@ -139,8 +139,8 @@ def lost(number: int, servers: int) -> WorkerError:
     """What to raise where no process has the part of the server with this number."""
     which = "the server" if servers == 1 else f"server {number}, one of {servers},"
     return WorkerError(
-        f"{which} was lost with the memory of its host, or its fork server, and no other process "
-        f"has its parameters. {_RESUME}"
+        f"{which} was lost with the memory of its host, or its fork server, or that memory was "
+        f"damaged (it has a checksum), and no other process has its parameters. {_RESUME}"
     )
 
 
