@@ -30,6 +30,7 @@ from instep.store.folder import ID, StartPoint, lock, numbered, run_id, unlock
 from instep.store.ledger import check_intact, check_reaches, cut_back
 from instep.store.run_folder import RunFolder
 from instep.units import readable_seconds
+from instep.words import command
 
 TIMEOUT_S = 10.0
 """How long workers whose client was killed may take to close the ledger."""
@@ -329,10 +330,8 @@ def _check_unfinished(run: RunFolder, job: JobSpec, step: int) -> None:
     if steps < step:
         given_steps = "" if train.steps else f", which are {steps} steps"
         state = f"has {step} steps already, and is to have train.{longer} = {given}{given_steps}"
-    raise SpecError(
-        f"{run.path} {state}. To train longer: "
-        f"instep resume {run.path} --set train.{longer}={2 * max(given, reached)}"
-    )
+    again = command("resume", run.path, "--set", f"train.{longer}={2 * max(given, reached)}")
+    raise SpecError(f"{run.path} {state}. To train longer: {again}")
 
 
 def _has_its_model(run: RunFolder, step: int) -> bool:

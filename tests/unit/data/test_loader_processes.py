@@ -19,6 +19,7 @@ from instep.comm.messages import Mark, Whereabouts
 from instep.data.loader import Loader, Slice
 from instep.data.reading import wire
 from instep.data.reading.pool import Pool
+from instep.data.reading.process import Slot
 from instep.data.samples import last_read
 from instep.errors import DataError
 
@@ -478,3 +479,9 @@ def test_a_loader_process_makes_no_file_in_shared_memory_for_a_batch():
     pool = Pool(work._replace(read=lambda part: shared(work.read(part)[0])), 1)
     assert pool.take(pool.submit(SLICES[0])) is False
     pool.close()
+
+
+def test_a_slot_has_room_for_batches_without_a_byte():
+    slot = Slot()
+    assert len(slot.room(0)) > 0
+    slot.close()

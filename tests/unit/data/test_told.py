@@ -68,8 +68,26 @@ def test_what_a_loop_says_to_its_dataset_reaches_every_reader(processes, calls):
             assert [read(reads) for _ in range(3)] == [[told]] * 3
 
 
+class Handing(Dataset):
+    """Has what the one within has."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __len__(self):
+        return len(self.inner)
+
+    def __getitem__(self, index):
+        return self.inner[index]
+
+    def __getattr__(self, name):
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
 @pytest.mark.parametrize("processes", [0, 2])
-@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: ConcatDataset([data])])
+@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: ConcatDataset([data]), Handing])
 def test_a_recipes_dataset_is_told_each_epoch_and_one_read_beside_it_its_own(wrap, processes):
     data = Told()
     told = loader(wrap(data), processes, tells=True)

@@ -1,5 +1,6 @@
 """What cutting a batch changes is named before the first step; where nothing changes, it merges."""
 
+import itertools
 import math
 import random
 
@@ -211,6 +212,90 @@ def test_a_hook_on_a_gradient_is_named():
     trial = tried(model, pictures(), loss=nn.MSELoss())
     assert not trial.merge
     assert "hook on the gradient of '1.weight'" in trial.verdict
+
+
+def test_a_hook_that_steps_an_optimizer_is_refused():
+    model = mlp()
+    steps = {each: torch.optim.SGD([each], lr=0.1) for each in model.parameters()}
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda own: steps[own].step())
+    with pytest.raises(
+        RecipeError, match=r"a hook on the gradient of '1.weight' uses an optimizer"
+    ):
+        tried(model, pictures(), loss=nn.MSELoss())
+
+
+CALLS = 0
+
+
+def counting_global(loss):
+    def counts():
+        global CALLS
+        CALLS += 1
+        return loss * 9 if CALLS > 99 else loss
+
+    return counts
+
+
+def counting_in_closure(loss):
+    calls = itertools.count()
+    return lambda: loss * 9 if next(calls) > 99 else loss
+
+
+def counting_in_list(loss):
+    calls = [0]
+
+    def counts():
+        calls[0] += 1
+        return loss * 9 if calls[0] > 99 else loss
+
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("made", "name"),
+    [(counting_global, "CALLS"), (counting_in_closure, "calls"), (counting_in_list, "calls")],
+)
+def test_a_count_of_calls_that_may_act_later_is_named_and_put_back(made, name):
+    counted = made(1.0)
+
+    def compute_loss(model, batch):
+        return counted() * functional.mse_loss(model(batch[0]), batch[1])
+
+    trial = tried(mlp(), pictures(), compute_loss=compute_loss, weight=size)
+    assert trial.verdict.startswith(f"not shown: each pass changes {name!r}, which is kept in")
+    again = tried(mlp(), pictures(), compute_loss=compute_loss, weight=size)
+    assert again == trial
+    assert all(counted() == 1.0 for _ in range(90))
+
+
+def test_a_count_in_a_module_is_named_and_what_a_first_pass_keeps_is_not():
+    class Kept(nn.Module):
+        calls, longest = 0, 0
+
+        def __init__(self, counts):
+            super().__init__()
+            self.counts = counts
+
+        def forward(self, x):
+            self.longest = max(self.longest, len(x))
+            self.calls = self.calls + 1 if self.counts else 0
+            return x
+
+    trial = tried(mlp(Kept(True)), pictures(), loss=nn.MSELoss())
+    assert trial.verdict.startswith("not shown: each pass changes '2.calls'")
+    assert tried(mlp(Kept(False)), pictures(), loss=nn.MSELoss()).verdict == "yes"
+
+
+def test_samples_that_are_nan_are_not_taken_for_other_ones():
+    def gap(model, batch):
+        wanted = ~batch[1].isnan()
+        return (model(batch[0]) - batch[1])[wanted].square().mean()
+
+    given = [tuple((x, torch.where(y > 1, torch.nan, y)) for x, y in p) for p in pictures()]
+    trial = tried(mlp(), given, compute_loss=gap, weight=size)
+    assert trial.verdict.startswith("no: compute_loss is ")
+    assert "Recipe.weight is not what it is a mean of" in trial.verdict
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -91,6 +91,7 @@ class Slot:
 
     def room(self, size: int) -> mmap.mmap:
         """The memory, of `size` bytes or more."""
+        size = max(size, 1)  # an empty file cannot be mapped
         if self._map is None or len(self._map) < size:
             if os.fstat(self.file).st_size < size:
                 os.ftruncate(self.file, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)

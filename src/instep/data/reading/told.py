@@ -281,7 +281,7 @@ def _wrote(target: Any, name: str) -> None:
 
 def _with_set_epoch(dataset: Any) -> Iterator[Any]:
     """The outermost datasets that have a `set_epoch`."""
-    if callable(getattr(type(dataset), "set_epoch", None)):
+    if callable(getattr(dataset, "set_epoch", None)):  # one that hands it on has it too
         yield dataset
     elif isinstance(dataset, Subset):
         yield from _with_set_epoch(dataset.dataset)

@@ -90,8 +90,9 @@ def rows_alike(apart: Sequence[list[Tensor]], whole: list[Tensor], near: float) 
             rests = {(*each.shape[:dim], *each.shape[dim + 1 :]) for each in (tensor, *parts)}
             if len(rests) == 1 and tensor.shape[dim] == sum(part.shape[dim] for part in parts):
                 joined = torch.cat(parts, dim).double()
-                gap = float((joined - tensor.double()).norm())
-                same = gap <= near * float(joined.norm()) + 1e-12
+                given, nan = tensor.double(), joined.isnan() & tensor.isnan()
+                gap = float(torch.where(nan, 0.0, joined - given).norm())
+                same = gap <= near * float(joined.nan_to_num().norm()) + 1e-12
                 alike = same and alike is not False
                 break
     return alike

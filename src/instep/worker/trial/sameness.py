@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from instep.data.loader import Read
 from instep.data.reading.generators import DrawDetector
@@ -35,6 +36,7 @@ from instep.recipe.weights import Weighing, is_sum
 from instep.words import listed
 from instep.worker.step.buffers import unequal
 from instep.worker.trial.constant_draws import LEVELS, ConstantDraws
+from instep.worker.trial.counts import Counts, kept_by
 from instep.worker.trial.global_layers import calls_of, first_that_sees_parts
 from instep.worker.trial.layers import (
     batch_norm_buffers,
@@ -143,6 +145,7 @@ def try_out(
     if is_sum(recipe.loss):
         raise _sum(f"{weighed.name} has reduction = 'sum'")
     if hooks and (hooked := hooked_parameter(forward.model)):
+        _refuse_stepping_hooks(forward.model)
         why = (
             f"a hook on the gradient of {hooked!r} is called once for each micro-batch; one "
             "machine would call it once in a step"
@@ -162,10 +165,12 @@ def try_out(
             why = f"the model cannot be copied to try it ({_first_line(error)})"
             return _not_shown(why)._replace(each=each)
         tried = _Comparison(model, forward, weighed, whole, seed=seed, cuts=cuts, sizes=sizes)
+        counts = Counts(forward.tried)
         try:
             trial = tried.verdict(spots, say, shares)._replace(each=each)
         finally:
             reached = model.reached()
+            counts.put_back()
     if tried.compared and tried.idle and not reached:
         of = "the model" if forward.trained is None else "the turn"
         raise RecipeError(
@@ -188,6 +193,19 @@ def hooked_parameter(model: nn.Module) -> str:
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             return name
     return ""
+
+
+def _refuse_stepping_hooks(model: nn.Module) -> None:
+    """Refuse hooks that step an optimizer: they would move parameters on one worker alone."""
+    for name, parameter in model.named_parameters():
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        for held in kept_by(hooks.values()):
+            if isinstance(held, Optimizer):
+                raise RecipeError(
+                    f"a hook on the gradient of {name!r} uses an optimizer ({type(held).__name__}) "
+                    "during the backward pass, with the gradient of one micro-batch on one worker. "
+                    "Leave the hook out: Recipe.optimizer steps once, with that of all."
+                )
 
 
 def _not_shown(why: str, derived: str = "") -> Trial:
@@ -266,7 +284,7 @@ class _Comparison:
         self.compared = 0
         """Spots that could be compared."""
         self._untried = "nothing counts in the batches that were tried"
-        self._not_cut = ""
+        self._not_cut = self._counted = ""
         self._uncounted = ""
         """A buffer that passes move, if the samples of batches cannot be counted."""
         self._drew_elsewhere = False  # than from torch's generators
@@ -405,6 +423,13 @@ class _Comparison:
             )
         if self._not_cut:
             return _not_shown(self._not_cut)
+        if self._counted:
+            return _not_shown(
+                f"each pass changes {self._counted!r}, which is kept in Python: a step calls it "
+                "once for each micro-batch, and no checkpoint has it. If it only counts for a "
+                "person to see, leave it out; else keep it in a buffer of the model",
+                self._derived,
+            )
         if self._uncounted:
             return _not_shown(
                 f"the buffer {self._uncounted!r} is a mean over samples, and the batches that "
@@ -440,7 +465,9 @@ class _Comparison:
 
     def _check_again(self, spot: Spot, once: PassResult | None) -> None:
         """Run a micro-batch again; if its loss differs, that is the reason for the verdict."""
+        counts = Counts((self._model.model, *self._forward.losses))
         again = self._model.run(spot.parts[0], spot.sizes[0], backward=False)
+        self._counted = counts.changed()
         if once is not None and again is not None and not self._same(once, again):
             buffer = self._model.kept_by_loss(spot.parts[0], spot.sizes[0])
             who, how = "the model or its loss", "it counts calls in Python, has a list or a value "
