@@ -87,7 +87,15 @@ class Handing(Dataset):
 
 
 @pytest.mark.parametrize("processes", [0, 2])
-@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: ConcatDataset([data]), Handing])
+def test_a_dataset_that_hands_set_epoch_on_is_told_each_epoch(processes):
+    with closing(loader(Handing(Told()), processes, tells=True)) as it:
+        reads = it.read(epochs())
+        for epoch in range(4):
+            assert [read(reads)[0][0] for _ in range(3)] == [epoch] * 3
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: ConcatDataset([data])])
 def test_a_recipes_dataset_is_told_each_epoch_and_one_read_beside_it_its_own(wrap, processes):
     data = Told()
     told = loader(wrap(data), processes, tells=True)

@@ -223,9 +223,10 @@ class Told:
 
 def _quietly(target: Any, epoch: int) -> None:
     """Call `set_epoch` as no user's code does."""
-    method = type(target).set_epoch
+    method = target.set_epoch
+    unheard = getattr(getattr(method, "__func__", None), "__wrapped__", None)
     with _setting_epoch():
-        getattr(method, "__wrapped__", method)(target, epoch)
+        unheard(method.__self__, epoch) if unheard else method(epoch)
 
 
 @contextmanager
