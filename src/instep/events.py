@@ -198,8 +198,8 @@ EVENTS = {
     "went_back": "resumed_step, path (of a checkpoint: no worker with the current state was left)",
     "process_ended": "worker, pid, code",
     "warning": "text",
-    "run_finished": "outcome (completed, stopped, failed, interrupted), rule, step, seconds; "
-    "`why` if it is not what its master took it for",
+    "run_finished": "outcome (completed, stopped, failed, interrupted), rule, step, seconds, why "
+    "(only if it is not what its master took it for)",
 }
 """Every event, with its fields."""
 
