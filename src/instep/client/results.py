@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from instep.comm.messages import Failed
 from instep.errors import CheckpointError, InstepError, RecipeError, RunError, WorkerError
-from instep.events import EventLog
 from instep.formats import INSTEP
 from instep.plain_file import write_plain
 from instep.spec import JobSpec
@@ -106,6 +105,8 @@ def finish(folder: Path, start_point: StartPoint = BEGINNING) -> dict[str, Any]:
 
 def _has_failed(run: RunFolder, fault: str) -> None:
     """Have the log say so, for all that read it later: its master took the run for a good one."""
+    from instep.events import EventLog
+
     with suppress(RunError):  # it is raised in any case
         log = EventLog(run.path / "events.jsonl")
         try:
