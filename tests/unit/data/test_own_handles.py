@@ -252,13 +252,14 @@ def test_the_process_that_forks_the_others_is_replaced_too(file_of):
 
 
 def test_the_process_that_forks_the_others_is_replaced_where_it_was_stopped(file_of, monkeypatch):
-    monkeypatch.setattr(template, "_TIMEOUT_S", 0.5)  # who answers later is replaced as well
+    monkeypatch.setattr(template, "_TIMEOUT_S", 600.0)  # of the one that takes its place
     (loader,) = loaders_of(Tar(file_of(Tar)), processes=1)
     with closing(loader):
         loaded = load(loader, SLICES)
         batches = [next(loaded)]
         stopped = loader._pool._template.pid
         os.kill(stopped, signal.SIGSTOP)
+        loader._pool._template._end.settimeout(0.1)  # no matter how long: it never answers
         os.kill(loader.pids[0], signal.SIGKILL)
         assert wrong([*batches, *loaded]) == ([], SAMPLES)
         assert loader._pool._template.pid != stopped
