@@ -88,8 +88,8 @@ def apply_overrides(
         What was typed for each key: `{"train.epochs": "--set train.epochs=3"}`.
 
     Raises:
-        SpecError: a string has no `=`, its path goes through a plain value, its value
-            is in Python's spelling instead of TOML's, or both epochs and steps are given.
+        SpecError: a string has no `=`, its path goes through a plain value, or its value
+            is in Python's spelling instead of TOML's.
     """
     before, typed = _sections(table), dict[str, str]()
     for override in overrides:
@@ -109,8 +109,6 @@ def apply_overrides(
         target[keys[-1]] = _value(text.strip(), override)
         target.pop(_EITHER.get(where, ""), None)
         typed[where] = f"--workers {text}" if where == "workers" else f"--set {override}"
-        if other := typed.get(f"train.{_EITHER.get(where, '')}"):
-            raise SpecError(f"{other} and {typed[where]}: a job has either epochs or steps.")
     _leave_out(before, table, typed, say)
     return typed
 

@@ -121,11 +121,3 @@ def test_a_wrong_value_is_blamed_on_where_it_was_typed(tmp_path, overrides, word
         load(tmp_path / "job.toml", overrides)
     assert words in str(refused.value)
     assert ("job.toml" in str(refused.value)) == words.startswith("job.toml")
-
-
-@pytest.mark.parametrize("typed", [["epochs=2", "steps=10"], ["steps=10", "epochs=2"]])
-def test_epochs_and_steps_are_not_given_together(typed):
-    first, second = (f"--set train.{each}" for each in typed)
-    with pytest.raises(SpecError) as refused:
-        apply_overrides({"train": {"epochs": 1}}, [f"train.{each}" for each in typed])
-    assert str(refused.value) == f"{first} and {second}: a job has either epochs or steps."
