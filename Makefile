@@ -40,7 +40,7 @@ demo: .venv/ready ## train the first example on two processes, ending with a rep
 # Not set where it is asked for: each of the processes would rewrite every test anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-test: setup      ## the suite: each promise, shown once; some five minutes on two cores
+test: setup      ## the suite: each promise, shown once; some ten minutes on two cores
 	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 test-tail: setup ## more of what the suite shows: other sizes, seeds and moments, and whole runs
