@@ -143,7 +143,7 @@ def complaints(pair: Pair, outcome: Outcome) -> list[str]:
 def _as_it_was(expected: Honest, outcome: Outcome) -> Refused | Said | Same:
     if outcome.error:
         return Refused(word=expected.word)
-    return Same() if outcome.verdict == "yes" else Said(word=expected.word)
+    return Same() if outcome.verdict == "yes" else Said(word=expected.word, alone=True)
 
 
 def _broken(outcome: Outcome, steps: int) -> list[str]:

@@ -24,7 +24,7 @@ class Calls(nn.Module):
         return self.body(x) * (1 + 1 / self.calls)
 
 
-@pair("a counter in Python", said(TWICE))
+@pair("a counter in Python", said(TWICE, alone=True))
 def counter():
     return Parts(model=Calls(), train=classes(), loss=nn.CrossEntropyLoss())
 
@@ -54,7 +54,7 @@ class Noisy(nn.Module):
         return self.body(x + 0.3 * noise.to(x.device))
 
 
-@pair("a generator of the model's own", said(TWICE + "|generator|random"))
+@pair("a generator of the model's own", said(TWICE + "|generator|random", alone=True))
 def generator():
     return Parts(model=Noisy(), train=classes(), loss=nn.CrossEntropyLoss())
 
@@ -71,7 +71,7 @@ class Recalled(nn.Module):
         return self.body(x if last is None else x - 0.5 * last)
 
 
-@pair("a memory of the last batch in Python", said(TWICE))
+@pair("a memory of the last batch in Python", said(TWICE, alone=True))
 def recalled():
     return Parts(model=Recalled(), train=classes(), loss=nn.CrossEntropyLoss())
 
@@ -110,7 +110,10 @@ class Normalised(nn.Module):
         return found / self.level
 
 
-@pair("a running mean in a buffer of the criterion", said("Recipe.loss.*buffer 'level'"))
+@pair(
+    "a running mean in a buffer of the criterion",
+    said(f"Recipe.loss.*buffer 'level'|{TWICE}", alone=True),
+)
 def normalised():
     return Parts(
         model=mlp(),
