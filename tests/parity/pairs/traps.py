@@ -443,7 +443,7 @@ def kept_table():
     return classifier(Places())
 
 
-@pair("a model that cannot be copied", honest("cop(y|ied)"))
+@pair("a model that cannot be copied", honest("cop(y|ied)|cannot be tried"))
 def holds_a_lock():
     model = mlp()
     model.lock = threading.Lock()
