@@ -614,9 +614,8 @@ class Engine:
             self._go_without_copies(said["uncopied"])
         whole = 0 if leaving else self.where.stop - self.where.first
         agreed = self._agreement(said, whole)
-        share_read(agreed.skipped, whole)  # none of them can be read: an error
-        lacking = min(agreed.skipped + round(said["left_out"][0]), max(0, whole - 1))
-        self.buffers.exchange(said["buffers"], self.comm, read=share_read(lacking, whole))
+        read = share_read(agreed.skipped, whole, round(said["left_out"][0]))
+        self.buffers.exchange(said["buffers"], self.comm, read=read)
         if not leaving:
             course = self.state.progress.course
             agreed = agreed._replace(scale=self.strategy.prepare(self.step, agreed.scale))

@@ -17,24 +17,23 @@ from instep.errors import DataError
 from instep.worker.member import Member
 
 
-def share_read(skipped: int, samples: int) -> float:
-    """The share of a global batch that was read.
+def share_read(skipped: int, samples: int, left_out: int = 0) -> float:
+    """The share of a global batch that was read, and is in the batches; never nothing.
 
     Args:
         skipped: samples that could not be read, over all workers.
         samples: of the global batch; 0 where there is none, and all of it was read.
+        left_out: samples that were read, and that the user's `collate` left out.
 
     Raises:
         DataError: none was read.
     """
-    if not skipped:
-        return 1.0
-    if skipped >= samples:
+    if skipped and skipped >= samples:
         raise DataError(
             f"none of the {samples} samples of the step can be read, so there is nothing to learn "
             "from in it. sample_skipped in events.jsonl has the cause of each."
         )
-    return (samples - skipped) / samples
+    return max(1, samples - skipped - left_out) / samples if samples else 1.0
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
