@@ -27,7 +27,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 CORE = (
     "checksums.py", "comm/codecs", "comm/connection.py", "comm/buckets.py", "control/decide.py",
-    "control/keys.py", "control/losses.py", "control/watch.py", "data/balance.py",
+    "control/keys.py", "control/losses.py", "control/watch.py", "data/dealing.py",
     "data/batches.py", "data/order.py", "data/partition", "data/reading", "plain_file.py",
     "recipe/forward.py", "recipe/weights.py", "state", "store/audit.py", "store/ledger.py",
     "store/step_log.py", "sync", "system/host_memory.py", "system/memory_files.py",

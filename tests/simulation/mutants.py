@@ -22,7 +22,7 @@ from instep.control.keys import Keys
 from instep.control.state import IN_A_GROUP, GoBack, Kill, Member, Phase, State
 from instep.control.stop_rules import Rules
 from instep.control.watch import Watch
-from instep.data.balance import deal
+from instep.data.dealing import deal
 from instep.worker.step.assignment import NOTHING_FINISHED, Lockstep
 from instep.worker.step.catch_up import Beginning
 

@@ -1,7 +1,7 @@
 """Which samples make a global batch, which worker computes them, and how they are read.
 
 The samples of a step are a pure function of the job (`order.py`), and so is each worker's part
-(`balance.py`). `loader.py` is the way in: it has batches ready when the step wants them.
+(`dealing.py`). `loader.py` is the way in: it has batches ready when the step wants them.
 
 - `reading/`: how slices become batches, in this process or in others;
 - `samples/`: what single samples held, and which of them cannot be read;

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.comm.base import Comm
-from instep.data.balance import deal
+from instep.data.dealing import deal
 from instep.data.loader import Slice
 from instep.data.order import Position, micro_batch
 from instep.errors import PeerError, Unrepeatable, WorkerError

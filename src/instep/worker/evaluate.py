@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from instep.comm.base import Comm
-from instep.data.balance import deal
+from instep.data.dealing import deal
 from instep.data.loader import Loader, Skipped, Slice
 from instep.errors import DataError, RecipeError
 from instep.parallel.nested import on_tensors

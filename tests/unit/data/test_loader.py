@@ -12,7 +12,7 @@ import torch
 from datasets import Drawing, Many, Nested, Plain, Raising, Uneven, augment, load, same
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
-from instep.data.balance import deal
+from instep.data.dealing import deal
 from instep.data.loader import Loader, Slice
 from instep.data.order import Order, key, micro_batch, position, steps_in_epoch
 from instep.data.reading.generators import DrawDetector

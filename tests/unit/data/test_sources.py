@@ -289,5 +289,5 @@ def test_a_source_gives_the_same_batches_here_and_in_torchs_own_loader(tmp_path,
 
 
 def test_the_table_of_sources_is_listed_without_torch():
-    code = "import sys, instep.data.order, instep.data.balance; assert 'torch' not in sys.modules"
+    code = "import sys, instep.data.order, instep.data.dealing; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.data.balance import deal
+from instep.data.dealing import deal
 from instep.integrity.repeats import (
     Recomputed,
     Repeat,

@@ -11,7 +11,7 @@ from torch.nn import functional
 from helpers import run_processes
 from instep.comm.alone import AloneComm
 from instep.comm.memory import run_ranks
-from instep.data.balance import deal
+from instep.data.dealing import deal
 from instep.errors import PeerError, RecipeError
 from instep.parallel.batch_norm import make_global
 from instep.parallel.cached import CachedGradients, of_one_pass, probe

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from instep.data.balance import deal
+from instep.data.dealing import deal
 from instep.worker.step.dealing import FEW, FEW_S, PAUSE, TRIAL, TRIAL_SHARE, WINDOW, Dealing
 
 STEP_S, SAMPLES = 0.001, 3  # of a micro-batch, on a worker of speed 1

@@ -12,8 +12,8 @@ from itertools import groupby
 from typing import NamedTuple
 
 from instep.comm.messages import Form
-from instep.data.balance import deal
 from instep.data.batches import Batches
+from instep.data.dealing import deal
 from instep.data.order import Position
 from instep.data.participants import OwnRounds
 from instep.events import Kind

@@ -3,7 +3,7 @@
 Each worker tells, with every step, how long it computed. So all hold the same
 figures, run this same policy on them, and deal alike without a master. Pure:
 no clock, no messages. How so many micro-batches are dealt at given speeds is
-`data/balance.py`; what a micro-batch holds never depends on it.
+`data/dealing.py`; what a micro-batch holds never depends on it.
 
 Equal workers must keep the even deal however their times scatter. So another
 deal is proposed by the steps of one window, and made only if every step
@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
-from instep.data.balance import deal
+from instep.data.dealing import deal
 
 WINDOW = 8
 """Steps from which speeds are taken."""
@@ -52,7 +52,7 @@ class Dealing:
     """
 
     speeds: Speeds | None
-    """What `data.balance.deal` is to be given for the next step; None for the even deal."""
+    """What `data.dealing.deal` is to be given for the next step; None for the even deal."""
 
     def __init__(self, workers: int, *, by_speed: bool = True) -> None:
         self._workers, self._watches = workers, by_speed and workers > 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from instep.data.balance import deal
+from instep.data.dealing import deal
 from instep.data.loader import Slice
 from instep.data.order import Position, micro_batch
 from instep.spec import TrainSpec

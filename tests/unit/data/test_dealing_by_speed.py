@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from instep.data.balance import deal
+from instep.data.dealing import deal
 
 speeds = some.lists(some.floats(1e-3, 1e3), min_size=1, max_size=12)
 
