@@ -22,6 +22,7 @@ Say = Callable[[str], object]
 """Told, in a sentence each, which settings went away."""
 
 RENAMED = {
+    "train.shuffle": "data.order. Write order = 'dataset' for false; leave it out for true.",
     "train.clip_norm": "train.max_grad_norm. The meaning is the same.",
     "checkpoint.every_steps": "checkpoint.every. Set it to a number of steps, a time such as '5m', "
     "or 'never' (formerly 0).",

@@ -48,10 +48,6 @@ class TrainSpec(Section, frozen=True, kw_only=True):
     global_batch: Positive = 64
     """Samples of one step, over all workers together."""
 
-    shuffle: bool = True
-    """Whether each epoch takes the samples in another order, which follows from the job's seed;
-    false: in the order of the dataset."""
-
     micro_batches: Positive = 8
     """Parts that a global batch is cut into; work is distributed in these parts. Fixed for the
     job."""
@@ -524,6 +520,10 @@ class DataSpec(Section, frozen=True, kw_only=True):
     loaders: Natural | Literal["auto"] = "auto"
     """Loader processes of each worker; 0: read inside the worker; `auto`: measure both."""
 
+    order: Literal["global", "dataset"] = "global"
+    """In which order each epoch takes the samples: `global`, in another one each time, which
+    follows from the job's seed; `dataset`, as they stand there."""
+
     unreadable: Literal["stop", "skip"] = "stop"
     """If a sample cannot be read in three attempts: `stop` ends the run, `skip` leaves the sample
     out of its step or validation, and counts it."""
@@ -533,6 +533,11 @@ class DataSpec(Section, frozen=True, kw_only=True):
     only repeatable ones) or the length of the validation set have changed: `refuse`, or `accept`
     the data that is there now, with a warning. A training set of another length is always
     refused: an epoch's order follows from it."""
+
+    @property
+    def shuffled(self) -> bool:
+        """Whether each epoch takes the samples in another order."""
+        return self.order != "dataset"
 
 
 class StartSpec(Section, frozen=True, kw_only=True):

@@ -104,7 +104,10 @@ def _absolute(path: str, folder: Path) -> str:
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """The raw tables of a TOML file; SpecError if it does not exist or cannot be read."""
+    """The raw tables of a TOML file; SpecError if it does not exist or cannot be read.
+
+    What an earlier instep has written (with a `format`) has the present keys.
+    """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
@@ -130,7 +133,20 @@ def read_table(path: Path) -> dict[str, Any]:
         raise SpecError(f"{path} cannot be read: {error.strerror}. Give a job file.") from None
     if not _is_within(table, MOST_DEPTH):
         raise SpecError(_too_deep(path))
-    return table
+    return with_present_keys(table) if "format" in table else table
+
+
+def with_present_keys(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables that an earlier instep wrote, with the keys that it had under another name.
+
+    A run that it began can be read and resumed. What a user types is refused instead (`build`).
+    """
+    train, data = table.get("train"), table.get("data", {})
+    if not (isinstance(train, Mapping) and isinstance(data, Mapping) and "shuffle" in train):
+        return dict(table)
+    kept = {key: value for key, value in train.items() if key != "shuffle"}
+    order = "global" if train["shuffle"] else "dataset"
+    return {**table, "train": kept, "data": {"order": order, **data}}
 
 
 def _too_deep(path: Path) -> str:

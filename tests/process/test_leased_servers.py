@@ -178,7 +178,8 @@ def test_a_worker_that_sleeps_through_the_end_of_the_run_hears_of_it(
     job, woke = tmp_path / "job.toml", tmp_path / "woke"
     job.write_text(
         f'recipe = "{RECIPES / "sleeps.py"}:recipe"\nworkers = 2\nseed = 5\n'
-        f"[train]\nsteps = 7\nglobal_batch = {BATCH}\nmicro_batches = {PARTS}\nshuffle = false\n"
+        f"[train]\nsteps = 7\nglobal_batch = {BATCH}\nmicro_batches = {PARTS}\n"
+        "[data]\norder = 'dataset'\n"
         f'[sync]\nname = "bounded_stale"\nservers = {servers}\n'
         f'[arguments]\nonce = "{woke}"\nsleep_s = 4.0\n'
     )

@@ -71,7 +71,7 @@ def test_what_an_optimizer_keeps_is_in_the_verdict_of_the_run(run: Start):
 
 
 def test_a_shape_that_a_step_has_first_gives_the_run_another_verdict(run: Start):
-    settings = (*QUICK, "arguments.collates=true", "train.shuffle=false")
+    settings = (*QUICK, "arguments.collates=true", "data.order=dataset")
     program = run("keeps.py:recipe", *settings, options=("--json",))
     assert program.end() == 0, program.stderr
     said = json.loads(program.stdout.splitlines()[-1])["same_as_one_machine"]

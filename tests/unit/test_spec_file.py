@@ -465,6 +465,7 @@ def test_a_job_goes_over_the_wire_as_plain_data():
     ("section", "old", "value", "new"),
     [
         ("train", "clip_norm", 1.0, "train.max_grad_norm"),
+        ("train", "shuffle", 1, "data.order"),
         ("checkpoint", "every_steps", 500, "checkpoint.every"),
     ],
 )

@@ -9,7 +9,8 @@ images, digits = load_digits(return_X_y=True)
 images, digits = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(digits)
 dataset = TensorDataset(images[:1536], digits[:1536])
 
-session = instep.join(name="digits", train={"epochs": 5, "global_batch": 64, "shuffle": False})
+train, data = {"epochs": 5, "global_batch": 64}, {"order": "dataset"}
+session = instep.join(name="digits", train=train, data=data)
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)

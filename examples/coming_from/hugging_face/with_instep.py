@@ -51,6 +51,7 @@ if __name__ == "__main__":
         name="digits",
         workers=2,
         seed=0,
-        train={"epochs": 2, "global_batch": 64, "max_grad_norm": 1.0, "shuffle": False},
+        train={"epochs": 2, "global_batch": 64, "max_grad_norm": 1.0},
+        data={"order": "dataset"},
     )
     print(f"accuracy {run.summary['metrics']['accuracy']:.3f}")

@@ -29,6 +29,7 @@ if __name__ == "__main__":
         name="digits",
         workers=2,
         seed=0,
-        train={"epochs": 5, "global_batch": 64, "shuffle": False},
+        train={"epochs": 5, "global_batch": 64},
+        data={"order": "dataset"},
     )
     print(f"accuracy {run.summary['metrics']['accuracy']:.3f}")

@@ -30,6 +30,7 @@ if __name__ == "__main__":
         workers=2,
         runs="/shared/runs",
         on="ray",
-        train={"epochs": 5, "global_batch": 64, "shuffle": False},
+        train={"epochs": 5, "global_batch": 64},
+        data={"order": "dataset"},
     )
     print(f"accuracy {run.summary['metrics']['accuracy']:.3f}, see {run.path}")

@@ -28,7 +28,8 @@ if __name__ == "__main__":
         recipe,
         name="digits",
         resume=True,
-        train={"epochs": 5, "global_batch": 64, "shuffle": False},
+        train={"epochs": 5, "global_batch": 64},
+        data={"order": "dataset"},
         checkpoint={"every": 24},
     )
     for step in session.steps():

@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from instep.errors import SpecError, near_miss
+from instep.overrides import RENAMED
 from instep.spec_file import every_key, keys_by_name
 
 
@@ -37,6 +38,9 @@ def tables(call: str, own: Collection[str], given: Mapping[str, Any]) -> dict[st
 def _instead(call: str, known: Collection[str], name: str, value: Any) -> str:
     """That there is no such keyword, and what to type."""
     shown = repr(value) if len(repr(value)) <= 40 else "..."
+    former = next((old for old in RENAMED if old.rpartition(".")[2] == name), "")
+    if former:
+        return f"{call} has no argument {name!r}: {former} is now called {RENAMED[former]}"
     home = keys_by_name().get(name, "")
     if not home and not get_close_matches(name, known, n=1, cutoff=0.6):
         close = get_close_matches(name, keys_by_name(), n=1, cutoff=0.75)

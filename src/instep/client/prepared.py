@@ -55,13 +55,16 @@ class Prepared(NamedTuple):
     """Everything as it was given; for data its number in `data`."""
 
     @classmethod
-    def of(cls, parts: Iterable[Any], scheduler: Any, train: TrainSpec) -> Prepared:
+    def of(
+        cls, parts: Iterable[Any], scheduler: Any, train: TrainSpec, *, shuffled: bool = True
+    ) -> Prepared:
         """Sort what was given.
 
         Args:
             parts: in any order.
             scheduler: given by name, or None.
             train: the job's.
+            shuffled: whether the job takes the samples of each epoch in another order.
 
         Raises:
             SpecError: something is missing, there twice or cannot be used.
@@ -94,7 +97,7 @@ class Prepared(NamedTuple):
             data,
             found.get("scheduler"),
             found.get("scaler"),
-            [*_lost(data[0], train), *_lost_in_evaluations(data[1:], train)],
+            [*_lost(data[0], train, shuffled), *_lost_in_evaluations(data[1:], train)],
             order,
         )
 
@@ -135,7 +138,7 @@ def _data(part: Any) -> Data:
     return Data(given, batches.batch_size if type(batches) is BatchSampler else None)
 
 
-def _lost(data: Data, train: TrainSpec) -> Sequence[Unused]:
+def _lost(data: Data, train: TrainSpec, shuffled: bool) -> Sequence[Unused]:
     """What of the loader to train on is not kept; its batch size is not among it.
 
     Raises:
@@ -151,7 +154,7 @@ def _lost(data: Data, train: TrainSpec) -> Sequence[Unused]:
             f"{batch * parts}; or give the dataset instead."
         )
     name = "the training"
-    return [*data.given.unused(name, shuffled=train.shuffle, batch=batch or whole)]
+    return [*data.given.unused(name, shuffled=shuffled, batch=batch or whole)]
 
 
 def _lost_in_evaluations(data: Sequence[Data], train: TrainSpec) -> Iterator[Unused]:

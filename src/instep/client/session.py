@@ -357,7 +357,8 @@ class Session:
             raise SpecError("prepare() was called before: a session trains one model.")
         try:
             check_device(self.job, self.device)
-            given = Prepared.of(parts, scheduler, self.job.per_iteration)
+            shuffled = self.job.data.shuffled
+            given = Prepared.of(parts, scheduler, self.job.per_iteration, shuffled=shuffled)
             self._readers = [
                 self._reader(given, n, collate, augment) for n in range(len(given.data))
             ]

@@ -44,9 +44,9 @@ FIXED = {
     "start.partial": "the checkpoint has the model by now",
     "start.freeze": "the optimizer's state is of the parameters that were trained",
     "start.learning_rates": "the optimizer's rates are in the checkpoint",
+    "data.order": "the place in the data is counted in it",
     "lora": "the checkpoint has the adapters",
     "train.global_batch": "the place in the data is counted in global batches",
-    "train.shuffle": "the order of the data follows from it",
     "train.micro_batches": "random draws and batch statistics belong to a micro-batch",
     "train.batch_norm": "running statistics are of the batches that it sees",
     "train.determinism": "bits would be neither those of one nor of the other",
@@ -301,7 +301,8 @@ def check_own(folder: Path, checkpoint: Path, manifest: Manifest) -> None:
 
 
 def _job_of(checkpoint: Path, manifest: Manifest) -> JobSpec:
-    return spec_file.build(tomllib.loads(manifest.facts["job"]), source=f"the job in {checkpoint}")
+    table = spec_file.with_present_keys(tomllib.loads(manifest.facts["job"]))
+    return spec_file.build(table, source=f"the job in {checkpoint}")
 
 
 def _check_ahead(run: RunFolder, job: JobSpec, step: int) -> None:

@@ -139,7 +139,7 @@ class Loader:
         Args:
             job: decides the seed, and where the `DataLoader` does not, the processes.
             parts: the dataset, as the user gave it.
-            name: only what is trained on is shuffled (`train.shuffle`), augmented and recorded.
+            name: only what is trained on is shuffled (`data.order`), augmented and recorded.
             order: of its samples, if it is another than the job's.
             processes: instead of the job's.
             collate: instead of the `DataLoader`'s.
@@ -152,7 +152,7 @@ class Loader:
         return cls(
             parts.dataset,
             seed=job.seed,
-            shuffle=train and job.train.shuffle,
+            shuffle=train and job.data.shuffled,
             order=order,
             collate=collate or parts.collate,
             augment=augment if train else None,

@@ -88,14 +88,14 @@ class LoaderParts(NamedTuple):
             if type(sampler) is SequentialSampler and shuffled:
                 yield Unused(
                     f"{of} has shuffle = False, which is not used: the order of each epoch follows "
-                    "from the job's seed. Set train.shuffle = false for the order of the dataset"
+                    "from the job's seed. Set data.order = 'dataset' for the order of the dataset"
                 )
             elif type(sampler) is not SequentialSampler and shuffled is False:
                 random = type(sampler) is RandomSampler
                 yield Unused(
                     f"{of} has {'shuffle = True' if random else 'a SubsetRandomSampler'}, which "
-                    "is not used to shuffle: train.shuffle = false takes the samples in the order "
-                    "of the dataset. Leave that out for another order in each epoch"
+                    "is not used to shuffle: data.order = 'dataset' takes the samples in the "
+                    "order of the dataset. Leave that out for another order in each epoch"
                 )
         if not once:
             yield Unused(

@@ -163,7 +163,7 @@ def _coverage(run: RunFolder, rows: Records) -> tuple[int, int]:
         return 0, 0
     chosen, job = Selection(samples, run.spec.seed, which), run.spec
     own = divide(job, _recipe(run)) if job.own_data else None
-    keyed = Order(samples, job.seed) if job.train.shuffle else None
+    keyed = Order(samples, job.seed) if job.data.shuffled else None
     order: Order | Regions | None = own.train if own is not None else keyed
     due = recorded = 0
     for epoch in run.audit.epochs:

@@ -147,7 +147,7 @@ def _job(run: RunFolder, started: dict[str, Any]) -> JobSpec:
     logged = table if isinstance(table, dict) else {}
     parts = {key: logged[key] for key in ("train", "stop", "data", "mesh", "sync") if key in logged}
     ranks = msgspec.convert(parts.get("mesh", {}), MeshSpec, strict=False).ranks
-    session = {"recipe": run.spec.recipe, "workers": ranks, **parts}
+    session = {"recipe": run.spec.recipe, "workers": ranks, **spec_file.with_present_keys(parts)}
     given = spec_file.build(session, source=str(run.path)) if parts else run.spec
     device = str(run.last("worker_ready").get("device") or given.train.device).partition(":")[0]
     return msgspec.structs.replace(

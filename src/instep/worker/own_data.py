@@ -64,7 +64,7 @@ def divide(job: JobSpec, recipe: Recipe) -> OwnData | None:
             f"{participants} participants without data ({listed(without, 4)}), and each has to "
             f"train. {_MORE[rounds.partition]}"
         )
-    train = Regions(shares, job.seed, shuffle=job.train.shuffle)
+    train = Regions(shares, job.seed, shuffle=job.data.shuffled)
     dealt = _dealt(job, rounds, recipe, "validate") if recipe.validate is not None else None
     validate = Regions(dealt, job.seed, shuffle=False) if dealt is not None else None
     return OwnData(train, OwnRounds.of_job(job, train.sizes), validate)

@@ -593,7 +593,7 @@ class Training(Loop):
         help.
         """
         every = self.recipe.given["train"].unused(
-            "Recipe.train", shuffled=self.job.train.shuffle, batch=self.job.train.global_batch
+            "Recipe.train", shuffled=self.job.data.shuffled, batch=self.job.train.global_batch
         )
         reasons = [f"{text}. {remedy}" for text, remedy in every if remedy]
         if self.job.sync.codec != "none":
@@ -645,9 +645,9 @@ class Training(Loop):
                 f"{gpus} GPUs; --workers {gpus} would use them"
             )
         for name, given in self.recipe.given.items():
-            train = self.job.train
-            shuffled = train.shuffle if name == "train" else None
-            for lost in given.unused(f"Recipe.{name}", shuffled=shuffled, batch=train.global_batch):
+            batch = self.job.train.global_batch
+            shuffled = self.job.data.shuffled if name == "train" else None
+            for lost in given.unused(f"Recipe.{name}", shuffled=shuffled, batch=batch):
                 self._warn(lost.text)
         if pids := [*loader.pids, *(self._validation.pids if self._validation else [])]:
             member.emit("loaders_started", worker=member.number, pids=pids)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import nn
@@ -52,9 +51,9 @@ def test_a_sampler_that_decides_what_is_trained_is_told():
 
 
 def test_a_loader_that_shuffles_is_told_that_the_job_does_not():
-    train = msgspec.structs.replace(TRAIN, shuffle=False)
     loaders = [DataLoader(DATA, batch_size=8, shuffle=True) for _ in range(2)]
-    (lost,) = Prepared.of([*parts(), *loaders], None, train).lost  # the second is to evaluate on
+    found = Prepared.of([*parts(), *loaders], None, TRAIN, shuffled=False)
+    (lost,) = found.lost  # the second is to evaluate on
     assert lost.text.startswith("the training's DataLoader has shuffle = True, which is not used")
 
 

@@ -41,6 +41,19 @@ def test_none_gives_a_key_its_default_again_and_tables_change_what_they_name(run
     assert changed(run, [], {"arguments": {"day": datetime.date(2026, 1, 2)}}) == changed(run, [])
 
 
+@pytest.mark.parametrize(("shuffle", "order"), [("true", "global"), ("false", "dataset")])
+def test_a_run_of_an_earlier_instep_has_its_order_under_the_present_name(folder, shuffle, order):
+    file = folder / "job.toml"
+    text = file.read_text().replace("[train]", f"[train]\nshuffle = {shuffle}")
+    file.write_text(text.replace("order = 'global'\n", "").replace('order = "global"\n', ""))
+    run = RunFolder(folder)
+    assert run.spec.data.order == changed(run, []).data.order == order
+    with pytest.raises(SpecError, match=r"train\.shuffle is now called data.order"):
+        changed(run, ["train.shuffle=true"])
+    with pytest.raises(SpecError, match=r"train\.shuffle is now called data.order"):
+        changed(run, [], {"train": {"shuffle": True}})
+
+
 STARTED = {"event": "run_started", "job": {"workers": 2}}
 JOINED = {"before": 2, "workers": 5, "hosts": [2]}
 LEAVING = {"event": "hosts_leaving", "hosts": [2], "why": "a test"}
@@ -85,10 +98,11 @@ def test_a_path_is_a_recipe_that_has_moved(folder, run, monkeypatch):
     ("changes", "words"),
     [
         ({"seed": None}, "seed was 5 and cannot become 0"),
-        ({"train": {"shuffle": False}}, "train.shuffle was true and cannot become false"),
+        ({"data": {"order": "dataset"}}, "data.order was 'global' and cannot become 'dataset'"),
         ({"arguments": {"day": None}}, "arguments was .* and cannot become {}"),
         ({"train": {"steps": Path("9")}}, 'train.steps = "9": needs to be a whole number'),
         ({"trian": {"steps": 9}}, "Did you mean 'train'"),
+        ({"shuffle": False}, r"no argument 'shuffle': train\.shuffle is now called data\.order"),
         ({"workers": {"more": 3}}, r'workers = {"more": 3}: needs to be a whole number'),
         ({"recipe": "\udcff.py:f"}, "cannot be written as UTF-8"),
         ({"name": "a\ud800"}, "cannot be written as UTF-8"),

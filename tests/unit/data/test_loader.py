@@ -19,7 +19,7 @@ from instep.data.reading.generators import DrawDetector
 from instep.data.sources.text import text
 from instep.data.torch_loader import LoaderParts
 from instep.errors import DataError
-from instep.spec import JobSpec, TrainSpec
+from instep.spec import DataSpec, JobSpec
 
 TENSORS = TensorDataset(torch.randn(100, 5), torch.arange(100))
 SLICES = [Slice(0, 0, 7), Slice(0, 7, 7), Slice(0, 7, 40), Slice(3, 99, 100), Slice(1, 0, 64)]
@@ -47,15 +47,15 @@ def test_global_batches_are_equal_at_any_number_of_workers_also_the_last(workers
     assert sorted(chain(*got)) == list(range(samples))
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_a_job_decides_whether_what_is_trained_on_is_shuffled(shuffle):
-    job = JobSpec(recipe="a.py:f", train=TrainSpec(shuffle=shuffle))
+@pytest.mark.parametrize("order", ["global", "dataset"])
+def test_a_job_decides_in_which_order_is_trained(order):
+    job = JobSpec(recipe="a.py:f", data=DataSpec(order=order))
     places = [Slice(epoch, 0, 100) for epoch in (0, 1)]
     for name in ("training", "validation"):
         parts = LoaderParts(TENSORS, loaders=0)
         with closing(Loader.of_job(job, parts, name, say=print)) as loader:
             orders = [read[1].tolist() for read in load(loader, places)]
-        natural = name == "validation" or not shuffle
+        natural = name == "validation" or order == "dataset"
         assert (orders[0] == orders[1] == list(range(100))) == natural
         assert sorted(orders[0]) == sorted(orders[1]) == list(range(100))
 

@@ -108,7 +108,7 @@ def test_an_unused_property_of_a_loader_is_reported(options, word):
 def test_the_order_of_the_dataset_is_kept_where_the_job_says_so():
     loader = DataLoader(Plain(), batch_size=64)
     (lost,) = unpack_loader(loader).unused("Recipe.train", shuffled=True, batch=64)
-    assert lost.text.endswith("Set train.shuffle = false for the order of the dataset")
+    assert lost.text.endswith("Set data.order = 'dataset' for the order of the dataset")
     assert said(loader, shuffled=False) == []
 
 
@@ -123,7 +123,7 @@ def test_a_loader_that_shuffles_is_told_that_the_job_does_not(options, word):
     loader = DataLoader(Plain(), batch_size=64, **options)
     ((text, remedy),) = said(loader, shuffled=False)
     assert text.startswith(f"Recipe.train's DataLoader has {word}, which is not used to shuffle")
-    assert "train.shuffle = false" in text
+    assert "data.order = 'dataset'" in text
     assert not remedy
     assert said(loader, shuffled=None) == []  # of an evaluation
 

@@ -66,7 +66,7 @@ def trained(job, count, long=(LONG,), **loss):
 
 
 def job_of(batch=16, parts=4, workers=2, **train):
-    spec = TrainSpec(global_batch=batch, micro_batches=parts, shuffle=False, **train)
+    spec = TrainSpec(global_batch=batch, micro_batches=parts, **train)
     return JobSpec(recipe="a.py:recipe", train=spec, workers=workers)
 
 
