@@ -6,6 +6,7 @@ The samples of a step are a pure function of the job (`order.py`), and so is eac
 - `reading/`: how slices become batches, in this process or in others;
 - `samples/`: what single samples held, and which of them cannot be read;
 - `sources/`: datasets from files on disk;
+- `splits/`: which samples are trained on, and which are validated on;
 - `torch_loader.py`: what is kept of a `DataLoader` that the user gave.
 
 Nothing here knows networks, ranks or models. To add a source: write a function that returns a
