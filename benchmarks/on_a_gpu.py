@@ -37,7 +37,8 @@ from turns import (
     write,
 )
 
-from instep.recipe.build import call, load_function
+from instep.recipe.build import call
+from instep.recipe.source_file import load_function
 
 RECIPE = "recipes/gpt.py:recipe"
 BATCH, TURN_S = 16, 3.0

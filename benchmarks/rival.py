@@ -26,7 +26,8 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from instep.recipe.build import call, load_function
+from instep.recipe.build import call
+from instep.recipe.source_file import load_function
 
 Passes = Callable[[Tensor, Tensor], Any]
 """Runs a batch forward and backward."""

@@ -20,8 +20,9 @@ import torch
 from instep.cli import main
 from instep.data.loader import Loader, Slice
 from instep.errors import InstepError
-from instep.recipe.build import build, call, load_function
+from instep.recipe.build import build, call
 from instep.recipe.forward import Forward
+from instep.recipe.source_file import load_function
 from instep.system.causes import sentence
 
 # ---- in a job file

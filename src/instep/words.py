@@ -195,3 +195,12 @@ def command(name: str, run: Path, *more: str) -> str:
 def next_lines(commands: Iterable[str]) -> list[str]:
     """What one can do next, a command in each line."""
     return [f"{'' if number else 'next':8}{text}" for number, text in enumerate(commands)]
+
+
+def a_or_an(value: Any) -> str:
+    """`an nn.Linear`, `a str`, `None`."""
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    vowel = name[0].lower() in "aeiou" or (name[:2].isupper() and name[0] in "FHLMNRSX")
+    return f"{'an' if vowel else 'a'} {name}"

@@ -17,8 +17,8 @@ from torch.utils.data import BatchSampler, IterableDataset
 
 from instep.data.torch_loader import LoaderParts, Unused, columns_in, unpack_loader
 from instep.errors import SpecError
-from instep.recipe.recipe import a_or_an
 from instep.spec import TrainSpec
+from instep.words import a_or_an
 
 _WANTED = (
     "prepare() takes a model, an optimizer, a DataLoader or a map-style dataset to train on, and "

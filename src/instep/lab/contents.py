@@ -22,7 +22,8 @@ from instep.data.samples.contents import Selection, content_of
 from instep.data.samples.unreadable import describe_error
 from instep.errors import RunError
 from instep.events import CONTENTS, read_records
-from instep.recipe.build import call, load_function
+from instep.recipe.build import call
+from instep.recipe.source_file import load_function
 from instep.store.run_folder import Records, RunFolder
 from instep.units import readable_count
 from instep.words import plural

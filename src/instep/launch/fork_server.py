@@ -209,7 +209,7 @@ def _import_meshes() -> None:
 
 def _preload(recipe: Path, places: Sequence[str]) -> bool:
     """Import the recipe's file; False if a fork would now be unsafe."""
-    from instep.recipe.build import load_module
+    from instep.recipe.source_file import load_module
 
     threads = native_threads()
     try:

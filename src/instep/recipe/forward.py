@@ -19,8 +19,9 @@ from instep.parallel.cached import CachedGradients, of_one_pass, probe
 from instep.parallel.nested import on_tensors
 from instep.recipe.metrics import is_whole, number
 from instep.recipe.outputs import predictor
-from instep.recipe.recipe import Recipe, a_or_an
+from instep.recipe.recipe import Recipe
 from instep.recipe.weights import DERIVED, WeightedLoss, as_weight, kept, weighing
+from instep.words import a_or_an
 
 
 class Found(NamedTuple):

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from instep.errors import RecipeError
-from instep.recipe.recipe import Recipe, a_or_an
+from instep.recipe.recipe import Recipe
+from instep.words import a_or_an
 
 ALONE = "outputs"
 """The name of an output that is the only one."""

@@ -20,6 +20,7 @@ from instep.data.torch_loader import LoaderParts, columns_in, unpack_loader
 from instep.errors import RecipeError, near_miss
 from instep.recipe.callbacks import check_callbacks
 from instep.recipe.metrics import is_whole, no_metrics_without_targets
+from instep.words import a_or_an
 
 
 class Turn(NamedTuple):
@@ -204,15 +205,6 @@ _HINTS = {
     "optimizer": " Wrap it: optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1).",
     "scheduler": " Wrap it: scheduler=lambda optimizer: StepLR(optimizer, 10).",
 }
-
-
-def a_or_an(value: Any) -> str:
-    """`an nn.Linear`, `a str`, `None`."""
-    if value is None:
-        return "None"
-    name = type(value).__name__
-    vowel = name[0].lower() in "aeiou" or (name[:2].isupper() and name[0] in "FHLMNRSX")
-    return f"{'an' if vowel else 'a'} {name}"
 
 
 _LOSSES = ("loss", "compute_loss", "batch_loss")

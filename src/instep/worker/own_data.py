@@ -16,10 +16,10 @@ from instep.data.participants import OwnRounds
 from instep.data.partition import COLUMNS, PARTITIONS
 from instep.data.partition.regions import Regions
 from instep.errors import DataError, RecipeError, SpecError
-from instep.recipe.recipe import Recipe, a_or_an
+from instep.recipe.recipe import Recipe
 from instep.spec import JobSpec, RoundSpec
 from instep.store.run_folder import RunFolder
-from instep.words import listed
+from instep.words import a_or_an, listed
 from instep.worker.member import Member
 
 

@@ -28,14 +28,16 @@ from instep.errors import DataError, PeerError, RecipeError
 from instep.parallel.compiled import compiling
 from instep.parallel.nested import on_tensors
 from instep.recipe import lora
-from instep.recipe.build import call, load_function, make_model, seed_everything, set_generators
+from instep.recipe.build import call, make_model, seed_everything, set_generators
 from instep.recipe.forward import Forward, to_device
 from instep.recipe.outputs import as_lines, as_rows, columns, predictor
-from instep.recipe.recipe import Recipe, a_or_an
+from instep.recipe.recipe import Recipe
+from instep.recipe.source_file import load_function
 from instep.spec import JobSpec
 from instep.state.load import load_model
 from instep.store.predictions import Plan, Predictions
 from instep.system.kernels import set_kernels
+from instep.words import a_or_an
 from instep.worker.early_reads import EarlyReads
 from instep.worker.evaluate import first_readable
 from instep.worker.loader_watch import LoaderWatch

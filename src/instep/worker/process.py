@@ -21,7 +21,8 @@ from instep.comm.messages import PREDICTOR
 from instep.data.reading.choose import cores
 from instep.data.reading.process import own_file_offsets
 from instep.errors import PeerError, RecipeError, WorkerError
-from instep.recipe.build import call, load_function
+from instep.recipe.build import call
+from instep.recipe.source_file import load_function
 from instep.sync import LEASED
 from instep.system import causes
 from instep.system.kernels import per_machine, set_kernels, set_threads, share

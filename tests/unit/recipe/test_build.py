@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from instep import spec_file
 from instep.errors import RecipeError
-from instep.recipe.build import build, call, load_function, set_generators
+from instep.recipe.build import build, call, set_generators
 from instep.recipe.recipe import Recipe
+from instep.recipe.source_file import load_function
 from instep.worker.training import Training
 
 DATA = TensorDataset(torch.ones(4, 2), torch.ones(4, 1))

@@ -7,7 +7,7 @@ import pytest
 
 from instep import spec_file
 from instep.errors import RecipeError
-from instep.recipe.build import load_function, package_of
+from instep.recipe.source_file import load_function, package_of
 
 FILES = {
     "parent_pkg/__init__.py": "",

@@ -1,0 +1,184 @@
+"""Record batches of other programs, to columns: Parquet, CSV and Arrow files without a function.
+
+Dates and times become microseconds since 1970 (int64), dictionaries their values, decimals float64.
+A missing floating-point number becomes NaN; a row where something else is missing does not fit.
+Nothing here knows files. Way in: `encode_batch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from instep.data.shards.columns import VARIES, Column, Misfit, widened
+from instep.data.shards.encode import Encoded
+from instep.data.shards.views import Array, View
+
+_MICROSECONDS = pa.timestamp("us")
+
+
+def encode_batch(batch: pa.RecordBatch, expected: Sequence[Column] | None) -> Encoded:
+    """The columns of a record batch; as `encode.encode` of its rows, without making rows.
+
+    Raises:
+        Misfit: a column has a type that no sample can have, or another than before.
+    """
+    names = batch.schema.names
+    if expected is not None and set(names) != {column.name for column in expected}:
+        raise Misfit(
+            f"the columns are {', '.join(names)}, and "
+            f"{', '.join(column.name for column in expected)} in the samples before"
+        )
+    wanted = names if expected is None else [column.name for column in expected]
+    arrays = [_decoded(name, batch.column(batch.schema.get_field_index(name))) for name in wanted]
+    arrays, misfits = _without_nulls(wanted, arrays)
+    columns, views = [], []
+    for at, (name, array) in enumerate(zip(wanted, arrays, strict=True)):
+        column, view = _column(name, array)
+        if expected is not None:
+            column = widened(expected[at], column)
+        columns.append(column)
+        views.append(cast(view, column))
+    return Encoded(columns, views, misfits)
+
+
+def cast(view: View, column: Column) -> View:
+    """A view as a wider column has it."""
+    if column.ragged and view.offsets is None:
+        rows, length = view.data.shape[:2]
+        data = view.data.reshape(rows * length, *view.data.shape[2:])
+        view = View(data, np.arange(rows + 1, dtype=np.int64) * length)
+    return View(view.data.astype(column.element, copy=False), view.offsets)
+
+
+def _decoded(name: str, array: pa.Array) -> pa.Array:
+    """An array of plain numbers, bytes, text, or lists of numbers."""
+    kind = array.type
+    if isinstance(kind, pa.BaseExtensionType):
+        array, kind = array.storage, array.storage.type
+    if pa.types.is_dictionary(kind):
+        return _decoded(name, array.dictionary_decode())
+    if pa.types.is_null(kind):
+        return array.cast(pa.float64())
+    if pa.types.is_date(kind) or pa.types.is_timestamp(kind):
+        return array.cast(_MICROSECONDS, safe=False).view(pa.int64())
+    if pa.types.is_duration(kind):
+        return array.cast(pa.duration("us"), safe=False).view(pa.int64())
+    if pa.types.is_time(kind):
+        return array.cast(pa.time64("us"), safe=False).view(pa.int64())
+    if pa.types.is_decimal(kind):
+        return array.cast(pa.float64())
+    if pa.types.is_boolean(kind):
+        return array
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        return array
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+        return array.cast(pa.large_string())
+    if pa.types.is_fixed_size_binary(kind) or pa.types.is_binary_view(kind):
+        return array.cast(pa.large_binary())
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return array.cast(pa.large_binary())
+    if _is_list(kind) and _innermost(kind) is not None:
+        return array
+    raise Misfit(
+        f"column {name!r} is {kind}, which no sample can have; wanted: numbers, text, bytes or "
+        "lists of numbers. A --map makes them of it."
+    )
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
+
+
+def _innermost(kind: pa.DataType) -> pa.DataType | None:
+    """The number type of a list of numbers, or of lists of one length of them."""
+    inner = kind.value_type
+    while pa.types.is_fixed_size_list(inner):
+        inner = inner.value_type
+    number = pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_boolean(inner)
+    return inner if number else None
+
+
+def _without_nulls(
+    names: Sequence[str], arrays: list[pa.Array]
+) -> tuple[list[pa.Array], list[tuple[int, str]]]:
+    """The arrays without the rows in which something is missing, and those rows."""
+    missing: dict[int, str] = {}
+    for at, array in enumerate(arrays):
+        if pa.types.is_floating(array.type):
+            if array.null_count:
+                arrays[at] = array.fill_null(float("nan"))
+            continue
+        empty = array.null_count and np.flatnonzero(np.asarray(array.is_null()))
+        for row in empty.tolist() if array.null_count else ():
+            missing.setdefault(row, f"column {names[at]!r} is empty")
+        if _is_list(array.type) and _flat(array).null_count:
+            for row in range(len(array)):
+                if array[row].as_py() is not None and _has_null(array[row].as_py()):
+                    missing.setdefault(row, f"column {names[at]!r} has an empty element")
+    if missing:
+        kept = pa.array([row not in missing for row in range(len(arrays[0]))])
+        arrays = [array.filter(kept) for array in arrays]
+    return arrays, sorted(missing.items())
+
+
+def _has_null(value: Any) -> bool:
+    return any(_has_null(v) if isinstance(v, list) else v is None for v in value)
+
+
+def _flat(array: pa.Array) -> pa.Array:
+    """All elements of an array of lists, those of no row left out."""
+    while _is_list(array.type):
+        array = array.flatten()
+    return array
+
+
+def _column(name: str, array: pa.Array) -> tuple[Column, View]:
+    kind = array.type
+    if pa.types.is_large_string(kind) or pa.types.is_large_binary(kind):
+        _, offsets, data = array.buffers()
+        bounds = np.frombuffer(offsets, np.int64, len(array) + 1, 8 * array.offset)
+        flat = np.frombuffer(data, np.uint8) if data is not None else np.empty(0, np.uint8)
+        view = View(flat[bounds[0] : bounds[-1]], bounds - bounds[0])
+        return Column(name, "text" if pa.types.is_large_string(kind) else "bytes"), view
+    if not _is_list(kind):
+        data = _numbers(array)
+        return Column(name, "number", data.dtype.name), View(data)
+    return _list_column(name, array)
+
+
+def _list_column(name: str, array: pa.Array) -> tuple[Column, View]:
+    fixed, shape, inner = array.type, list[int](), array
+    if pa.types.is_fixed_size_list(fixed):
+        shape.append(fixed.list_size)
+        offsets = None
+    else:
+        offsets = np.asarray(pc.list_value_length(array)).astype(np.int64)
+        offsets = np.concatenate([[0], np.cumsum(offsets)])
+        shape.append(VARIES)
+    inner = array.flatten()
+    while pa.types.is_fixed_size_list(inner.type):
+        shape.append(inner.type.list_size)
+        inner = inner.flatten()
+    data = _numbers(inner)
+    column = Column(name, "array", data.dtype.name, tuple(shape))
+    if offsets is None:
+        return column, View(data.reshape(len(array), *shape))
+    lengths = np.diff(offsets)
+    if len(lengths) and (lengths == lengths[0]).all():  # as lists of Python: one shape until two
+        shape[0] = int(lengths[0])
+        column = Column(name, "array", data.dtype.name, tuple(shape))
+        return column, View(data.reshape(len(array), *shape))
+    return column, View(data.reshape(-1, *shape[1:]), offsets)
+
+
+def _numbers(array: pa.Array) -> Array:
+    if pa.types.is_boolean(array.type):
+        return np.asarray(array.cast(pa.uint8())).view(np.bool_)
+    return array.to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]

@@ -1,0 +1,95 @@
+"""What a sample of prepared data holds: the name, kind, type and shape of each column.
+
+A column may be widened while more samples come (integers to floats, arrays of one length to
+arrays of several), and in no other way. Nothing here knows files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+Kind = Literal["number", "array", "text", "bytes", "image"]
+
+VARIES = -1
+"""The length of an array's first dim, where samples differ in it."""
+
+
+class Misfit(ValueError):
+    """A value that its column cannot hold; the text says what it is, and what the column is."""
+
+
+class Column(msgspec.Struct, frozen=True):
+    """One column: a value of each sample."""
+
+    name: str
+    kind: Kind
+    dtype: str = ""
+    """Of a number, or of an array's elements, as numpy calls it: "int64", "float32", "bool"."""
+    shape: tuple[int, ...] = ()
+    """Of an array; `VARIES` is possible for the first dim."""
+
+    @property
+    def ragged(self) -> bool:
+        """Whether samples differ in length: text, bytes, and arrays whose first dim varies."""
+        return self.kind in ("text", "bytes", "image") or self.shape[:1] == (VARIES,)
+
+    @property
+    def element(self) -> np.dtype:
+        """The type of one element; bytes of text and images."""
+        return np.dtype(self.dtype or np.uint8)
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """The shape of what a sample has one of, or several if `ragged`."""
+        return self.shape[1:] if self.ragged else self.shape
+
+    def __str__(self) -> str:
+        if self.kind in ("text", "bytes", "image"):
+            return self.kind
+        if self.kind == "number":
+            return self.dtype
+        sizes = ", ".join("n" if size == VARIES else str(size) for size in self.shape)
+        return f"{self.dtype}[{sizes}]"
+
+
+def widened(known: Column, found: Column) -> Column:
+    """The column that can hold both.
+
+    Raises:
+        Misfit: there is none.
+    """
+    if known == found:
+        return known
+    if known.kind == found.kind == "array" and known.shape[1:] == found.shape[1:]:
+        same = known.shape == found.shape
+        shape = known.shape if same else (VARIES, *known.shape[1:])
+        if len(known.shape) == len(found.shape):
+            return Column(known.name, "array", _wider(known, found), shape)
+    if known.kind == found.kind == "number":
+        return Column(known.name, "number", _wider(known, found))
+    raise Misfit(f"column {known.name!r} is {found}, and {known} in the samples before")
+
+
+def _wider(known: Column, found: Column) -> str:
+    one, other = known.element, found.element
+    if one == other:
+        return one.name
+    both = np.result_type(one, other)
+    numbers = one.kind in "iuf" and other.kind in "iuf"
+    exact = both.kind != "f" or "f" in (one.kind, other.kind)  # not int64 with uint64
+    if not numbers or not exact:
+        raise Misfit(f"column {known.name!r} is {found}, and {known} in the samples before")
+    return both.name
+
+
+def widened_all(known: Sequence[Column], found: Sequence[Column]) -> list[Column]:
+    """The same for all columns of samples; the names are equal.
+
+    Raises:
+        Misfit: as `widened`.
+    """
+    return [widened(one, other) for one, other in zip(known, found, strict=True)]

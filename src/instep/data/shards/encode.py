@@ -1,0 +1,247 @@
+"""Samples as Python has them, to columns: what each value is, and its bytes.
+
+A number may be Python's, numpy's or a tensor; an array a list of numbers, of numpy or a tensor; an
+image one of pillow's. Floats of Python are float64, integers int64. Nothing here knows files.
+Way in: `encode`.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from instep.data.shards.columns import Column, Misfit, widened
+from instep.data.shards.views import Array, View
+
+_LIMITS = np.iinfo(np.int64)
+_SIMPLE: dict[type, tuple[Any, str]] = {
+    bool: ("number", "bool"),
+    int: ("number", "int64"),
+    float: ("number", "float64"),
+    str: ("text", ""),
+    bytes: ("bytes", ""),
+}
+
+
+class Encoded(NamedTuple):
+    """Samples as columns."""
+
+    columns: list[Column]
+    """Those that were expected, widened by what the samples have."""
+    views: list[View]
+    misfits: list[tuple[int, str]]
+    """Samples that are not in it: the number of each, and why."""
+
+
+def encode(samples: Sequence[Any], expected: Sequence[Column] | None) -> Encoded:
+    """Lay samples out in columns.
+
+    Args:
+        samples: dicts from names to values.
+        expected: columns of the samples before; None if these are the first. Then the first
+            sample says which there are.
+    """
+    misfits: list[tuple[int, str]] = []
+    good = list(samples)
+    names = [column.name for column in expected] if expected is not None else None
+    try:
+        return Encoded(*_columns(good, names, expected), misfits)
+    except Misfit:
+        pass
+    good, known = [], list(expected) if expected is not None else None
+    for number, sample in enumerate(samples):
+        try:
+            found, _ = _columns([sample], [c.name for c in known] if known else None, known)
+        except Misfit as error:
+            misfits.append((number, str(error)))
+            continue
+        known = found
+        good.append(sample)
+    if known is None:
+        return Encoded([], [], misfits)
+    return Encoded(*_columns(good, [column.name for column in known], known), misfits)
+
+
+def _columns(
+    samples: list[Any], names: list[str] | None, expected: Sequence[Column] | None
+) -> tuple[list[Column], list[View]]:
+    """The same where every sample fits.
+
+    Raises:
+        Misfit: one does not.
+    """
+    if names is None:
+        _check(samples[0])
+        names = list(samples[0])
+    wanted = set(names)
+    for sample in samples:
+        if type(sample) is not dict:
+            _check(sample)
+        if sample.keys() != wanted:
+            raise Misfit(_other_columns(sample, wanted))
+    columns, views = [], []
+    for at, name in enumerate(names):
+        values = [sample[name] for sample in samples]
+        known = expected[at] if expected is not None else None
+        column, values = _column(name, values, known)
+        columns.append(column)
+        views.append(_view(column, values))
+    return columns, views
+
+
+def _check(sample: Any) -> None:
+    if not isinstance(sample, Mapping):
+        raise Misfit(
+            f"the sample is {type(sample).__name__}, but a dict of numbers, arrays or text is "
+            "wanted, as {'x': ..., 'y': ...}"
+        )
+    if not sample:
+        raise Misfit("the sample is an empty dict; return None to leave a record out")
+    for name in sample:
+        if not isinstance(name, str) or not name:
+            raise Misfit(f"the column {name!r} has no name: keys of a sample are text")
+
+
+def _other_columns(sample: Mapping[str, Any], wanted: set[str]) -> str:
+    lacks, more = sorted(wanted - sample.keys()), sorted(map(str, sample.keys() - wanted))
+    parts = [f"no column {', '.join(map(repr, lacks))}"] if lacks else []
+    parts += [f"a column {', '.join(map(repr, more))} that samples before have not"] if more else []
+    return f"the sample has {' and '.join(parts)}"
+
+
+def _column(name: str, values: list[Any], known: Column | None) -> tuple[Column, list[Any]]:
+    """The column of some values, and the values as numpy or Python has them."""
+    kinds = set(map(type, values))
+    if len(kinds) > 1 or (kinds and next(iter(kinds)) not in _SIMPLE):
+        values = [_plain(name, value) for value in values]
+        kinds = set(map(type, values))
+    column = known
+    kind: Any
+    for kind in kinds:
+        if kind in _SIMPLE:
+            column = _merged(column, Column(name, *_SIMPLE[kind]))
+            continue
+        for dtype, shape in {(v.dtype, v.shape) for v in values if type(v) is kind}:
+            column = _merged(column, _of_array(name, kind, dtype, shape))
+    assert column is not None, "no values, and nothing known"
+    return column, values
+
+
+def _merged(known: Column | None, found: Column) -> Column:
+    if known is None:
+        return found
+    if known.kind == "image" and found.kind == "bytes":
+        return known
+    if _is_empty(found) and known.kind == "array":  # an empty list of Python has no type
+        return widened(known, Column(known.name, "array", known.dtype, (0, *known.shape[1:])))
+    if _is_empty(known) and found.kind == "array":
+        return widened(Column(found.name, "array", found.dtype, (0, *found.shape[1:])), found)
+    return widened(known, found)
+
+
+def _is_empty(column: Column) -> bool:
+    return column.kind == "array" and column.shape == (0,) and column.dtype == "float64"
+
+
+class _Image(bytes):
+    """An image of pillow's, as PNG."""
+
+    dtype, shape = np.dtype(np.uint8), ()
+
+
+def _of_array(name: str, kind: type, dtype: np.dtype, shape: tuple[int, ...]) -> Column:
+    if kind is _Image:
+        return Column(name, "image")
+    return Column(name, "array", dtype.name, shape) if shape else Column(name, "number", dtype.name)
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A value as bool, int, float, str, bytes or an array of numbers."""
+    if type(value) in _SIMPLE:
+        return value
+    if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach"):
+        value = _of_tensor(name, value)
+    if isinstance(value, np.generic):
+        value = np.asarray(value)
+    if isinstance(value, (list, tuple)):
+        value = _of_list(name, value)
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8:
+            raise Misfit(f"column {name!r} is an array of {value.dtype}, which is no number type")
+        return value.astype(value.dtype.newbyteorder("="), copy=False)
+    if isinstance(value, (bytearray, memoryview)):
+        return bytes(value)
+    kind: Any
+    for kind in (str, bytes, int, float):  # classes of them
+        if isinstance(value, kind):
+            return kind(value)
+    if hasattr(value, "save") and hasattr(value, "mode"):
+        return _of_image(value)
+    held = "None" if value is None else f"of type {type(value).__name__}"
+    raise Misfit(f"column {name!r} is {held}; wanted: a number, an array of numbers, text or bytes")
+
+
+def _of_tensor(name: str, value: Any) -> Array:
+    try:
+        found: Array = value.detach().cpu().numpy()
+    except (TypeError, RuntimeError) as error:
+        raise Misfit(f"column {name!r} is a tensor that numpy has no type for: {error}") from None
+    return found
+
+
+def _of_list(name: str, value: Sequence[Any]) -> Array:
+    try:
+        found = np.asarray(value)
+    except ValueError:
+        raise Misfit(f"column {name!r} is a list of lists of different lengths") from None
+    if found.dtype.kind not in "biuf":
+        raise Misfit(f"column {name!r} is a list of something else than numbers")
+    return found
+
+
+def _of_image(value: Any) -> _Image:
+    file = io.BytesIO()
+    value.save(file, "PNG")
+    return _Image(file.getvalue())
+
+
+def _view(column: Column, values: list[Any]) -> View:
+    if column.kind in ("text", "bytes", "image"):
+        parts = [v.encode() for v in _valid(column, values)] if column.kind == "text" else values
+        offsets = np.zeros(len(parts) + 1, np.int64)
+        np.cumsum([len(part) for part in parts], out=offsets[1:])
+        return View(np.frombuffer(b"".join(parts), np.uint8), offsets)
+    if column.kind == "number":
+        return View(_numbers(column, values))
+    if not column.ragged:
+        rows = np.empty((len(values), *column.shape), column.element)
+        for at, value in enumerate(values):
+            rows[at] = value
+        return View(rows)
+    offsets = np.zeros(len(values) + 1, np.int64)
+    np.cumsum([len(value) for value in values], out=offsets[1:])
+    data = np.empty((int(offsets[-1]), *column.row_shape), column.element)
+    for at, value in enumerate(values):
+        if len(value):
+            data[offsets[at] : offsets[at + 1]] = value
+    return View(data, offsets)
+
+
+def _numbers(column: Column, values: list[Any]) -> Array:
+    try:
+        return np.array(values, column.element)
+    except OverflowError:
+        large = next(v for v in values if not _LIMITS.min <= v <= _LIMITS.max)
+        raise Misfit(f"column {column.name!r} is {large}, which has more than 64 bits") from None
+
+
+def _valid(column: Column, values: list[Any]) -> list[Any]:
+    try:
+        for value in values:
+            value.encode()
+    except UnicodeEncodeError:
+        raise Misfit(f"column {column.name!r} has text that is not valid Unicode") from None
+    return values

@@ -1,0 +1,107 @@
+"""The manifest of a folder of shards: what its samples are, which files have them, where from.
+
+It is replaced in one go once every file is whole, so a folder has the samples of its manifest and
+no others, whatever was killed. Way in: `read_manifest` and `write_manifest`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from instep.data.shards.columns import Column
+from instep.errors import DataError
+from instep.plain_file import read_plain, replace_plain
+
+NAME = "manifest.json"
+
+BLOCKS = "blocks.sha256"
+"""The digest of each block of samples, 32 bytes each."""
+
+BAD = "bad.jsonl"
+"""Records that no sample was made of."""
+
+FORMAT = 1
+
+
+class Shard(msgspec.Struct, frozen=True):
+    """One file."""
+
+    file: str
+    samples: int
+    bytes: int
+    tasks: list[str] = []
+    """Keys of the tasks whose samples it has; a repeated command does not do them again."""
+
+
+class Source(msgspec.Struct, frozen=True):
+    """One raw file."""
+
+    path: str
+    bytes: int
+    modified_ns: int
+    crc32: int | None = None
+    """Of its bytes, where it was read as bytes."""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a folder has."""
+
+    format: int = FORMAT
+    columns: list[Column]
+    samples: int
+    bytes: int
+    """Of all shards."""
+    sha256: str
+    """Of all samples in their order (`digest.py`)."""
+    bad: int
+    """Records that no sample was made of; `bad.jsonl` has them."""
+    shards: list[Shard]
+    statistics: dict[str, Any] = {}
+    """Of each column: mean, deviation, lengths, classes."""
+    sources: list[Source] = []
+    made_by: dict[str, Any] = {}
+    """The function with the hash of its source, options, versions."""
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a folder.
+
+    Raises:
+        DataError: there is none, or it is damaged.
+    """
+    path = folder / NAME
+    try:
+        found = msgspec.json.decode(read_plain(path), type=Manifest)
+    except FileNotFoundError:
+        left = folder / ".preparing"
+        hint = (
+            "its preparation has not ended: give the same instep prepare again"
+            if left.is_dir()
+            else f"instep prepare SOURCE --to {folder} makes one"
+        )
+        raise DataError(f"{folder} has no {NAME}: {hint}.") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise DataError(f"{path} is damaged: {error}. Run instep prepare again.") from None
+    if found.format > FORMAT:
+        raise DataError(f"{path} is of a newer instep. Update instep to read it.")
+    names = [shard.file for shard in found.shards]
+    if any("/" in name or name in ("", ".", "..") for name in names):
+        raise DataError(f"{path} names a file that does not lie beside it.")
+    if sum(shard.samples for shard in found.shards) != found.samples:
+        raise DataError(f"{path} is damaged: its shards have another number of samples.")
+    return found
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Replace the manifest of a folder, so that a crash leaves the old one or the new one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    text = msgspec.json.format(msgspec.json.encode(manifest), indent=1).decode()
+    replace_plain(folder / NAME, text + "\n", durable=True)

@@ -1,0 +1,138 @@
+"""What the samples of some files are like: means, deviations, lengths, counts of classes.
+
+Each task has the figures of its samples, and they are merged in the order of tasks, so that their
+digits do not depend on how many workers there were (Chan, Golub and LeVeque 1979, "Updating
+formulae and a pairwise algorithm"). Way in: `Figures`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from instep.data.shards.columns import Column
+from instep.data.shards.views import Array, View
+
+MOST_CLASSES = 1000
+"""A column with more different values is not counted."""
+
+_STOP = 4096
+"""Of text or integers, so many different values in one batch are no classes."""
+
+
+class Moments(msgspec.Struct):
+    """Count, mean, sum of squared differences from it, least and largest of some numbers."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+    least: float = math.inf
+    largest: float = -math.inf
+
+    def take(self, other: Moments) -> None:
+        """Take in the moments of further numbers (Chan et al., equation 1.5)."""
+        if not other.count:
+            return
+        both = self.count + other.count
+        apart = other.mean - self.mean
+        self.mean += apart * (other.count / both)
+        self.squares += other.squares + apart * apart * (self.count * other.count / both)
+        self.count = both
+        self.least, self.largest = min(self.least, other.least), max(self.largest, other.largest)
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation, of the population."""
+        return math.sqrt(self.squares / self.count) if self.count else math.nan
+
+
+def moments_of(numbers: Array) -> Moments:
+    """The moments of numbers of any shape; NaN and infinities are left out."""
+    flat = numbers.reshape(-1)
+    if flat.dtype.kind == "f":
+        finite = np.isfinite(flat)
+        if not finite.all():
+            flat = flat[finite]
+    if not len(flat):
+        return Moments()
+    values = flat.astype(np.float64, copy=False)
+    mean = float(values.mean())
+    apart = values - mean
+    return Moments(
+        len(flat), mean, float(np.dot(apart, apart)), float(values.min()), float(values.max())
+    )
+
+
+class Figures(msgspec.Struct):
+    """Of one column."""
+
+    values: Moments = msgspec.field(default_factory=Moments)
+    """Of numbers, or of all elements of arrays."""
+    lengths: Moments = msgspec.field(default_factory=Moments)
+    """Elements of each sample, where samples differ; bytes of text."""
+    classes: dict[str, int] | None = msgspec.field(default_factory=dict)
+    """How often each value of an integer, bool or text is there; None: too many."""
+
+    def take(self, other: Figures) -> None:
+        """Take in the figures of further samples."""
+        self.values.take(other.values)
+        self.lengths.take(other.lengths)
+        if self.classes is None or other.classes is None:
+            self.classes = None
+            return
+        for name, count in other.classes.items():
+            self.classes[name] = self.classes.get(name, 0) + count
+        if len(self.classes) > MOST_CLASSES:
+            self.classes = None
+
+    def as_table(self, column: Column) -> dict[str, Any]:
+        """For the manifest: what makes sense for the column."""
+        found: dict[str, Any] = {}
+        if self.values.count:
+            found |= {"mean": self.values.mean, "deviation": self.values.deviation}
+            found |= {"least": self.values.least, "largest": self.values.largest}
+        if self.lengths.count:
+            lengths = self.lengths
+            found["lengths"] = {"mean": lengths.mean, "deviation": lengths.deviation}
+            found["lengths"] |= {"least": int(lengths.least), "largest": int(lengths.largest)}
+        if self.classes and (column.kind == "text" or column.element.kind in "biu"):
+            found["classes"] = dict(sorted(self.classes.items()))
+        return found
+
+
+def take_batch(figures: Sequence[Figures], columns: Sequence[Column], views: list[View]) -> None:
+    """Take a batch's samples into the figures of each column."""
+    for own, column, view in zip(figures, columns, views, strict=True):
+        if column.kind in ("number", "array"):
+            own.values.take(moments_of(view.elements))
+        if column.ragged:
+            own.lengths.take(moments_of(view.lengths))
+        counted = column.kind == "text" or (
+            column.kind == "number" and column.element.kind in "biu"
+        )
+        if not counted:
+            own.classes = None
+        elif own.classes is not None:
+            own.take(Figures(classes=_counts(view)))
+
+
+def _counts(view: View) -> dict[str, int] | None:
+    if view.offsets is None:
+        values, counts = np.unique(view.data, return_counts=True)
+        if len(values) > MOST_CLASSES:
+            return None
+        return {str(value): int(count) for value, count in zip(values, counts, strict=True)}
+    found: dict[str, int] = {}
+    data, bounds = view.data.tobytes(), view.offsets.tolist()
+    for first, stop in pairwise(bounds):
+        text = data[first:stop]
+        name = text[:64].decode(errors="replace")
+        found[name] = found.get(name, 0) + 1
+        if len(found) > _STOP or stop - first > 256:
+            return None
+    return found if len(found) <= MOST_CLASSES else None

@@ -1,0 +1,137 @@
+"""Writes one file of samples: an Arrow IPC file, uncompressed, of record batches of a few MB.
+
+The file has another name until it is whole. Way in: `ShardWriter`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import pyarrow as pa
+
+from instep.data.shards.columns import Column
+from instep.data.shards.views import View, batch_of, columns_of, schema_of, views_of
+from instep.errors import DataError
+from instep.plain_file import plain
+
+BATCH_BYTES = 4 << 20
+"""About so much has one record batch."""
+
+
+class ShardWriter:
+    """Writes batches of samples into `path`, which is there when all are.
+
+    Args:
+        path: the file; another name beside it is used until it is whole.
+        columns: of all samples.
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[Column]) -> None:
+        self.path, self.columns = path, list(columns)
+        self._beside = path.with_name(f".{path.name}.{os.getpid()}")
+        self._file = open(self._beside, "wb")  # noqa: SIM115 closed by close or discard
+        self._writer = pa.ipc.new_file(self._file, schema_of(columns))
+        self.samples, self.bytes = 0, 0
+
+    def write(self, views: Sequence[View]) -> None:
+        """Append samples."""
+        self._writer.write_batch(batch_of(self.columns, views))
+        self.samples += views[0].rows
+
+    def close(self, *, durable: bool = False) -> None:
+        """Give the file its name.
+
+        Args:
+            durable: whether a crash of the machine cannot take it away any more.
+        """
+        self._writer.close()
+        self._file.flush()
+        if durable:
+            os.fsync(self._file.fileno())
+        self.bytes = self._file.tell()
+        self._file.close()
+        self._beside.replace(self.path)
+
+    def discard(self) -> None:
+        """Leave nothing behind."""
+        self._file.close()
+        self._beside.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.discard()
+
+
+class ShardFile:
+    """A file of samples, mapped into memory.
+
+    Args:
+        path: of it.
+        size: bytes that it has to have, if that is known.
+
+    Raises:
+        DataError: it is missing, has another size, or is no file of samples.
+    """
+
+    def __init__(self, path: Path, size: int | None = None) -> None:
+        self.path = path
+        try:
+            with open(path, "rb", opener=plain) as file:
+                found = os.fstat(file.fileno()).st_size
+                if size is not None and found != size:
+                    raise DataError(
+                        f"{path} has {found:,} bytes, but {size:,} were written. Run the same "
+                        "instep prepare again, which makes what is missing or damaged."
+                    )
+                self._memory = pa.memory_map(str(path))
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror or error}.") from None
+        try:
+            self._reader = pa.ipc.open_file(self._memory)
+            columns = columns_of(self._reader.schema)
+        except (pa.ArrowException, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path} is damaged: {error}. Run instep prepare again.") from None
+        if columns is None:
+            raise DataError(
+                f"{path} is an Arrow file of another program. Give it to instep prepare."
+            )
+        self.columns = columns
+        self._views: dict[int, list[View]] = {}
+        rows = [self._batch(number).num_rows for number in range(self._reader.num_record_batches)]
+        self.starts = np.concatenate([[0], np.cumsum(rows, dtype=np.int64)]).astype(np.int64)
+        """[batches + 1]: the first sample of each batch."""
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def _batch(self, number: int) -> Any:
+        try:
+            return self._reader.get_batch(number)
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{self.path} is damaged: {error}. Run instep prepare again.") from None
+
+    def views(self, number: int) -> list[View]:
+        """The columns of one record batch, as views of the mapped file."""
+        if number not in self._views:
+            self._views[number] = views_of(self._batch(number), self.columns)
+        return self._views[number]
+
+    def between(self, first: int, stop: int) -> Iterator[list[View]]:
+        """The samples of a range, in parts as they lie in the file."""
+        number = int(np.searchsorted(self.starts, first, "right")) - 1
+        while first < stop:
+            begin, end = int(self.starts[number]), int(self.starts[number + 1])
+            last = min(stop, end)
+            if last > first:
+                yield [view.between(first - begin, last - begin) for view in self.views(number)]
+            first, number = max(first, last), number + 1
