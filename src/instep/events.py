@@ -165,7 +165,8 @@ EVENTS = {
     "(of each), speeds (of each; their ratios count), reason (speed, or trial)",
     "loaders_started": "worker, pids (of its loader processes; a killed one is replaced)",
     "dataset_known": "dataset (training, validation), samples, contents (index, content), "
-    "differed (indices of samples that were different when read again)",
+    "differed (indices of samples that were different when read again); shards (size, how many) of "
+    "the windowed order",
     "data_divided": "partition, sizes (samples of each participant), validation_sizes (the same; "
     "empty if it is not divided), digest (of who has which samples)",
     "sample_skipped": "worker, generation, dataset (training, validation), epoch, index, step, "

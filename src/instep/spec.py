@@ -520,9 +520,13 @@ class DataSpec(Section, frozen=True, kw_only=True):
     loaders: Natural | Literal["auto"] = "auto"
     """Loader processes of each worker; 0: read inside the worker; `auto`: measure both."""
 
-    order: Literal["global", "dataset"] = "global"
+    order: Literal["global", "windowed", "dataset"] = "global"
     """In which order each epoch takes the samples: `global`, in another one each time, which
-    follows from the job's seed; `dataset`, as they stand there."""
+    follows from the job's seed; `windowed`, the same shard by shard, mixed within a `window`;
+    `dataset`, as they stand there."""
+
+    window: Positive = 16384
+    """Samples that the windowed order mixes with each other."""
 
     unreadable: Literal["stop", "skip"] = "stop"
     """If a sample cannot be read in three attempts: `stop` ends the run, `skip` leaves the sample

@@ -79,12 +79,13 @@ def test_each_sample_of_each_epoch_was_what_a_plain_read_gives(
 
 
 @pytest.mark.slow
-def test_the_samples_to_record_are_known_where_nothing_is_shuffled(
-    tmp_path: Path, capsys: Out
+@pytest.mark.parametrize("order", ["dataset", "windowed"])
+def test_the_samples_to_record_are_known_in_every_order(
+    tmp_path: Path, capsys: Out, order: str
 ) -> None:
     train = {"epochs": 2, "global_batch": 16, "merge": "never"}
-    order = {"order": "dataset"}
-    run = trained(tmp_path, train=train, data=order, check={"content": "sample"})
+    data = {"order": order, "window": 20}
+    run = trained(tmp_path, train=train, data=data, check={"content": "sample"})
     code, content = audited(run, capsys)
     assert (code, content["wrong"]) == (0, [])
     assert content["due"] == content["recorded"] > 0

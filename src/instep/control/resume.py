@@ -45,6 +45,7 @@ FIXED = {
     "start.freeze": "the optimizer's state is of the parameters that were trained",
     "start.learning_rates": "the optimizer's rates are in the checkpoint",
     "data.order": "the place in the data is counted in it",
+    "data.window": "the order of the data follows from it",
     "lora": "the checkpoint has the adapters",
     "train.global_batch": "the place in the data is counted in global batches",
     "train.micro_batches": "random draws and batch statistics belong to a micro-batch",

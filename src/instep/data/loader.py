@@ -14,16 +14,17 @@ from typing import Any, Literal
 from weakref import WeakSet
 
 from instep.comm.messages import Mark
-from instep.data.order import Indices, Order
-from instep.data.partition.regions import Regions
+from instep.data.order import AnyOrder, Indices
 from instep.data.reading.choose import FINGERPRINT, Handler, choose
-from instep.data.reading.fetch import Augment, Collate, Fetch, Slice
+from instep.data.reading.fetch import Augment, Collate, Fetch, Slice, length_of
 from instep.data.reading.readers import Ahead, Inline, Reader
 from instep.data.reading.template import Say
 from instep.data.samples.contents import Record, Selection
 from instep.data.samples.fingerprint import Fingerprint
 from instep.data.samples.unreadable import Read, Skipped
+from instep.data.shard_sizes import shards_or_blocks
 from instep.data.torch_loader import LoaderParts
+from instep.data.windowed import Windowed
 from instep.spec import JobSpec
 
 __all__ = ["Loader", "Read", "Skipped", "Slice"]
@@ -76,7 +77,7 @@ class Loader:
         *,
         seed: int,
         shuffle: bool,
-        order: Order | Regions | None = None,
+        order: AnyOrder | None = None,
         collate: Collate | None = None,
         augment: Augment | None = None,
         processes: int | Literal["auto"] = "auto",
@@ -125,7 +126,7 @@ class Loader:
         parts: LoaderParts,
         name: Literal["training", "validation"],
         *,
-        order: Order | Regions | None = None,
+        order: AnyOrder | None = None,
         processes: int | Literal["auto"] | None = None,
         collate: Collate | None = None,
         augment: Augment | None = None,
@@ -146,6 +147,12 @@ class Loader:
             augment, marks, contents, say, tells: as above; only what is trained on is told.
         """
         train = name == "training"
+        if train and order is None and job.data.order == "windowed":
+            samples, each = (
+                length_of(parts.dataset),
+                job.data.window // job.per_commit.micro_batches,
+            )
+            order = Windowed.of_job(job, shards_or_blocks(parts.dataset, samples, each))
         processes = job.data.loaders if processes is None else processes
         if processes == "auto" and parts.loaders is not None:
             processes = parts.loaders
@@ -181,6 +188,11 @@ class Loader:
         pool = self._pool
         plain = pool.take(pool.submit(FINGERPRINT)) if pool else Handler(self._fetch)(FINGERPRINT)
         return Fingerprint.from_plain(plain)
+
+    @property
+    def order(self) -> AnyOrder | None:
+        """Of the samples in each epoch; None for the natural one."""
+        return self._fetch.order
 
     @property
     def samples(self) -> int:

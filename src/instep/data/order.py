@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import isqrt
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -79,6 +79,13 @@ def _mixed_words(words: Words) -> Words:
     words = (words ^ (words >> np.uint64(30))) * _SPREAD
     words = (words ^ (words >> np.uint64(27))) * _FOLD
     return words ^ (words >> np.uint64(31))
+
+
+class AnyOrder(Protocol):
+    """Which sample is at a position of an epoch: a permutation of all samples for each epoch."""
+
+    def indices(self, epoch: int, first: int, stop: int, /) -> Indices:
+        """The samples at positions [first, stop) of an epoch, [stop - first] int64."""
 
 
 class Order:

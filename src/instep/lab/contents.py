@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from instep.data.order import Order
-from instep.data.partition.regions import Regions
+from instep.data.order import AnyOrder, Order
 from instep.data.reading import generators
 from instep.data.reading.fetch import seed_for_sample
 from instep.data.samples.contents import Selection, content_of
 from instep.data.samples.unreadable import describe_error
+from instep.data.windowed import Windowed
 from instep.errors import RunError
 from instep.events import CONTENTS, read_records
 from instep.recipe.build import call
@@ -164,8 +164,7 @@ def _coverage(run: RunFolder, rows: Records) -> tuple[int, int]:
         return 0, 0
     chosen, job = Selection(samples, run.spec.seed, which), run.spec
     own = divide(job, _recipe(run)) if job.own_data else None
-    keyed = Order(samples, job.seed) if job.data.shuffled else None
-    order: Order | Regions | None = own.train if own is not None else keyed
+    order = own.train if own is not None else _order(run, samples)
     due = recorded = 0
     for epoch in run.audit.epochs:
         begin = 0 if own is None else int(own.train.offsets[epoch.participant or 0])
@@ -175,6 +174,16 @@ def _coverage(run: RunFolder, rows: Records) -> tuple[int, int]:
         due += len(wanted)
         recorded += int(np.isin(wanted, rows["index"][rows["epoch"] == epoch.epoch]).sum())
     return due, recorded
+
+
+def _order(run: RunFolder, samples: int) -> AnyOrder | None:
+    """The order of a run's epochs; None for that of the dataset."""
+    job = run.spec
+    if job.data.order == "windowed":
+        known = next(e for e in run.named("dataset_known") if e["dataset"] == "training")
+        sizes, counts = np.array(known["shards"], np.int64).reshape(-1, 2).T
+        return Windowed.of_job(job, np.repeat(sizes, counts))
+    return Order(samples, job.seed) if job.data.shuffled else None
 
 
 def _recipe(run: RunFolder) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from instep.data.loader import Loader
 from instep.data.samples.fingerprint import REMEDY, Fingerprint, confirmed_fingerprint
+from instep.data.windowed import Windowed
 from instep.errors import DataError
 from instep.store.run_folder import RunFolder
 from instep.worker.member import Member
@@ -22,18 +23,18 @@ def check_datasets(member: Member, train: Loader, validation: Loader | None) -> 
 
     Raises:
         DataError: a dataset has changed, and `data.changed` does not accept that; or the number
-            of training samples has changed, which is never accepted.
+            of training samples has changed, or the shards that their order follows from, which is
+            never accepted.
     """
-    before = (
-        {
-            event["dataset"]: Fingerprint.from_plain(
-                [event["samples"], event["contents"], event["differed"]]
-            )
-            for event in RunFolder(member.run).named("dataset_known")
-        }
-        if member.checkpoint is not None
-        else {}
-    )
+    resumed = member.checkpoint is not None
+    events = RunFolder(member.run).named("dataset_known") if resumed else []
+    before = {
+        event["dataset"]: Fingerprint.from_plain(
+            [event["samples"], event["contents"], event["differed"]]
+        )
+        for event in events
+    }
+    shards = {event["dataset"]: event.get("shards") for event in events}
     differed: list[int] = []
     for name, loader in (("training", train), ("validation", validation)):
         if loader is None:
@@ -59,6 +60,14 @@ def check_datasets(member: Member, train: Loader, validation: Loader | None) -> 
             member.emit(
                 "warning", text=f"{text} Training continues with the dataset that is there now."
             )
+        runs = loader.order.runs if isinstance(loader.order, Windowed) else []
+        if runs and shards.get(name, runs) != runs:
+            raise DataError(
+                "the training dataset stands in other shards than when the run was started, and "
+                "the windowed order follows from them, so the run cannot be resumed. Put them back "
+                "as they were; or start a new run from the model of this one: "
+                f"--set start.model={member.run}"
+            )
         if name == "training":
             differed = now.differed or (before[name].differed if name in before else [])
         if now.differed and name not in before:
@@ -69,6 +78,7 @@ def check_datasets(member: Member, train: Loader, validation: Loader | None) -> 
             samples=now.samples,
             contents=now.contents,
             differed=now.differed,
+            **({"shards": runs} if runs else {}),
         )
     return differed[0] if differed else None
 

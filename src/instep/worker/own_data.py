@@ -7,6 +7,7 @@ How it is divided, `data/partition` knows, and who takes what in which round,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,8 @@ from instep.data.order import Indices
 from instep.data.participants import OwnRounds
 from instep.data.partition import COLUMNS, PARTITIONS
 from instep.data.partition.regions import Regions
+from instep.data.shard_sizes import shards_or_blocks, sizes_within
+from instep.data.windowed import Windowed
 from instep.errors import DataError, RecipeError, SpecError
 from instep.recipe.recipe import Recipe
 from instep.spec import JobSpec, RoundSpec
@@ -64,10 +67,19 @@ def divide(job: JobSpec, recipe: Recipe) -> OwnData | None:
             f"{participants} participants without data ({listed(without, 4)}), and each has to "
             f"train. {_MORE[rounds.partition]}"
         )
-    train = Regions(shares, job.seed, shuffle=job.data.shuffled)
+    windowed = None
+    if job.data.order == "windowed":
+        sizes = shards_or_blocks(recipe.train, samples, job.data.window)
+        windowed = partial(_windowed, sizes, job.data.window)
+    train = Regions(shares, job.seed, shuffle=job.data.shuffled, order_of=windowed)
     dealt = _dealt(job, rounds, recipe, "validate") if recipe.validate is not None else None
     validate = Regions(dealt, job.seed, shuffle=False) if dealt is not None else None
     return OwnData(train, OwnRounds.of_job(job, train.sizes), validate)
+
+
+def _windowed(sizes: Indices, window: int, share: Indices | range, seed: int) -> Windowed:
+    """The order of a participant's share of a set in shards of these sizes."""
+    return Windowed(sizes_within(sizes, share), window, seed)
 
 
 _MORE = {

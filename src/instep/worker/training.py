@@ -24,6 +24,7 @@ from instep.data.participants import OwnRounds
 from instep.data.reading.generators import preserved
 from instep.data.reading.threads import cpu_clock
 from instep.data.samples.contents import Record
+from instep.data.windowed import Windowed
 from instep.errors import PeerError, RecipeError, SpecError
 from instep.parallel.batch_norm import make_global
 from instep.parallel.compiled import compiling
@@ -57,7 +58,7 @@ from instep.worker.replica import Replica, check_model
 from instep.worker.round_update import RoundUpdate
 from instep.worker.rounds import Rounds
 from instep.worker.shared_steps import MembersChanged, SharedSteps
-from instep.worker.step.alike import check_division
+from instep.worker.step.alike import check_division, check_shards
 from instep.worker.step.assignment import Finished
 from instep.worker.step.average import Average
 from instep.worker.step.committed import Commit
@@ -449,6 +450,8 @@ class Training(Loop):
         self._agree_on_trial(comm)
         if self._own_data is not None:
             check_division(comm, self.device, self._own_data.train.digest)
+        if isinstance(self._loader.order, Windowed):
+            check_shards(comm, self.device, self._loader.order.digest)
         if self._reads is not None:
             self._reads.join(comm, self._waiting)
         self.sized(comm.size)

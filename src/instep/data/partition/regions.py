@@ -8,11 +8,11 @@ and which. Loaders and ledgers know no participants. Way in: `Regions`.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from instep.data.order import Indices, Order, key
+from instep.data.order import AnyOrder, Indices, Order, key
 
 _OF_OWN_ORDER = 12
 """What a key is drawn for: the order of a participant's samples."""
@@ -31,10 +31,17 @@ class Regions:
         seed: of the job.
         shuffle: whether a participant's samples have another order in each epoch, or stand as in
             `shares`.
+        order_of: makes the order of a share of these samples, with a seed; the keyed permutation
+            if None.
     """
 
     def __init__(
-        self, shares: Sequence[Indices | range], seed: int, *, shuffle: bool = True
+        self,
+        shares: Sequence[Indices | range],
+        seed: int,
+        *,
+        shuffle: bool = True,
+        order_of: Callable[[Indices | range, int], AnyOrder] | None = None,
     ) -> None:
         self.sizes: Indices = np.array([len(share) for share in shares], np.int64)
         """Samples of each participant."""
@@ -42,7 +49,8 @@ class Regions:
         """Where each region begins, and where the last ends."""
         self.samples = int(self.offsets[-1])
         self._shares, self._seed, self._shuffle = list(shares), seed, shuffle
-        self._orders: dict[int, Order] = {}
+        self._order_of = order_of
+        self._orders: dict[int, AnyOrder] = {}
 
     @property
     def digest(self) -> int:
@@ -51,6 +59,8 @@ class Regions:
         for share in self._shares:
             told = [share.start, share.stop] if isinstance(share, range) else share
             crc = zlib.crc32(np.asarray(told, "<i8").tobytes(), crc)
+        for number in range(len(self._shares) if self._order_of else 0):
+            crc = zlib.crc32(repr(getattr(self._order(number), "digest", 0)).encode(), crc)
         return crc
 
     def indices(self, epoch: int, first: int, stop: int) -> Indices:
@@ -73,8 +83,12 @@ class Regions:
         share = self._shares[number]
         if not self._shuffle:
             return np.asarray(share[first:stop], np.int64)
-        if number not in self._orders:
-            own = key(self._seed, _OF_OWN_ORDER, number)
-            self._orders[number] = Order(len(share), own)
-        places = self._orders[number].indices(epoch, first, stop)
+        places = self._order(number).indices(epoch, first, stop)
         return places + share.start if isinstance(share, range) else share[places]
+
+    def _order(self, number: int) -> AnyOrder:
+        if number not in self._orders:
+            share, own = self._shares[number], key(self._seed, _OF_OWN_ORDER, number)
+            make = self._order_of
+            self._orders[number] = make(share, own) if make else Order(len(share), own)
+        return self._orders[number]

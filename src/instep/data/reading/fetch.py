@@ -18,8 +18,7 @@ import numpy as np
 import torch
 
 from instep.comm.messages import Mark
-from instep.data.order import Indices, Order, key
-from instep.data.partition.regions import Regions
+from instep.data.order import AnyOrder, Indices, Order, key
 from instep.data.reading import generators
 from instep.data.reading.batched import (
     batch_reader,
@@ -86,7 +85,7 @@ class Fetch:
         *,
         seed: int,
         shuffle: bool,
-        order: Order | Regions | None = None,
+        order: AnyOrder | None = None,
         collate: Collate | None = None,
         augment: Augment | None = None,
         skip: bool = False,
@@ -105,7 +104,7 @@ class Fetch:
             name=name,
             tells=tells,
         )
-        self.samples = _length(dataset)
+        self.samples = length_of(dataset)
         self.name, self._file_of = name, file_names(dataset)
         self._marked: list[Mark] = []  # by `mark`; those of `note` are in `_noted`
         self._noted: dict[int, Mark] = {}
@@ -122,7 +121,8 @@ class Fetch:
         self.told = Told(() if self.plain else dataset, tells=tells)
         """What the user's code says to the dataset while the run goes on."""
         self._augment, self.skip = augment, skip
-        self._order = order or (Order(self.samples, seed) if shuffle else None)
+        self.order = order or (Order(self.samples, seed) if shuffle else None)
+        """Of the samples in each epoch; None for the natural one."""
         self._collate: Collate = collate or collate_by_torch
         self._read_batch = batch_reader(dataset) if collate is None and augment is None else None
         self._many = offers(dataset, "__getitems__")
@@ -169,9 +169,9 @@ class Fetch:
 
     def indices(self, part: Slice) -> Indices:
         """The samples of a slice, [stop - first] int64."""
-        if self._order is None:
+        if self.order is None:
             return np.arange(part.first, part.stop, dtype=np.int64)
-        return self._order.indices(*part)
+        return self.order.indices(*part)
 
     def mark(self, marks: Iterable[Mark]) -> None:
         """Skip these samples, or read them alone: processes have died there.
@@ -360,7 +360,12 @@ def seed_for_sample(seed: int, epoch: int, index: int) -> None:
     generators.seed_all(key(seed, epoch, index, _OF_GLOBALS))
 
 
-def _length(dataset: Any) -> int:
+def length_of(dataset: Any) -> int:
+    """How many samples a dataset has.
+
+    Raises:
+        DataError: it has none, or they cannot be read by index.
+    """
     if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")):
         raise DataError(
             f"a dataset of type {type(dataset).__name__} has no __getitem__: "

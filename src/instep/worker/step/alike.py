@@ -32,19 +32,36 @@ def check_lengths(comm: Comm, device: torch.device, **lengths: int) -> None:
             )
 
 
+def check_shards(comm: Comm, device: torch.device, digest: int) -> None:
+    """Refuse a training set that stands in other shards than on rank 0, by a digest of them.
+
+    Raises:
+        RecipeError: it does.
+    """
+    if not _as_on_first(comm, device, digest):
+        raise RecipeError(
+            f"rank {comm.rank} has the training set in other shards than rank 0, so its windowed "
+            "order is another: shard_sizes must be the same in every process."
+        )
+
+
 def check_division(comm: Comm, device: torch.device, digest: int) -> None:
     """Refuse data that are divided otherwise than on rank 0, by a digest of who has what.
 
     Raises:
         RecipeError: they are.
     """
-    first = torch.tensor([float(digest)], dtype=torch.float64, device=device)
-    comm.broadcast(first)
-    if float(first) != digest:
+    if not _as_on_first(comm, device, digest):
         raise RecipeError(
             f"rank {comm.rank} divides the data among participants otherwise than rank 0: the "
             "recipe must give the same owners and labels in every process."
         )
+
+
+def _as_on_first(comm: Comm, device: torch.device, digest: int) -> bool:
+    first = torch.tensor([float(digest)], dtype=torch.float64, device=device)
+    comm.broadcast(first)
+    return float(first) == digest
 
 
 def check_parameters(model: nn.Module, comm: Comm, *, whole: bool = True) -> None:
