@@ -10,6 +10,7 @@ import pytest
 import instep
 from instep import errors
 from instep.data import SOURCES
+from instep.data.splits import SPLITS
 from instep.events import EVENTS, LEDGER, STEPS
 from instep.launch import LAUNCHERS
 from instep.sync import STRATEGIES
@@ -77,6 +78,7 @@ def text_of(*folders_or_files):
         ("strategy", list(STRATEGIES), ["concepts/strategies.md"]),
         ("launcher", list(LAUNCHERS), ["."]),
         ("source", list(SOURCES), ["reference/sources.md"]),
+        ("split", list(SPLITS), ["concepts/splits.md"]),
         ("error", ERRORS, ["reference/errors.md"]),
         ("event", list(EVENTS), ["reference/events.md"]),
         ("field of a record", FIELDS, ["reference/events.md"]),

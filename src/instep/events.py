@@ -169,6 +169,10 @@ EVENTS = {
     "the windowed order",
     "data_divided": "partition, sizes (samples of each participant), validation_sizes (the same; "
     "empty if it is not divided), digest (of who has which samples)",
+    "data_split": "split, samples (of the dataset), train and validation (samples of each side), "
+    "fold and folds (0 and 0 without), digests (of which samples are on each side), looked_at "
+    "(samples of each side whose contents were compared; not when a run is resumed), duplicates "
+    "(of those to validate on, how many are trained on too), example (one, and its twin)",
     "sample_skipped": "worker, generation, dataset (training, validation), epoch, index, step, "
     "cause",
     "traffic": "worker, sent_bytes, received_bytes (since the start, counted by the kernel)",
@@ -211,6 +215,7 @@ _NEEDED = {
     "worker_ready": ("worker", "samples"),
     "dataset_known": ("dataset", "samples", "contents", "differed"),
     "data_divided": ("sizes", "digest"),
+    "data_split": ("samples", "digests"),
     "sample_skipped": ("generation", "dataset", "epoch", "index", "step"),
     "traffic": ("worker", "sent_bytes", "received_bytes"),
     "participants_apart": ("step",),

@@ -538,10 +538,90 @@ class DataSpec(Section, frozen=True, kw_only=True):
     the data that is there now, with a warning. A training set of another length is always
     refused: an epoch's order follows from it."""
 
+    split: str = ""
+    """How `Recipe.train` is divided into samples to train on and samples to validate on: `random`,
+    `stratified` (each class in its proportion), `group` (whole groups), `stratified_group`,
+    `time` (the past and what came after), `hash` (of a group's name: it stays on its side when data
+    are added), or `blocks` (neighbours). Empty: the recipe has its own `validate`, or none."""
+
+    validation: Annotated[float, Meta(gt=0, lt=1)] | None = None
+    """Share of the samples to validate on; 0.1 if neither this nor `folds` is given."""
+
+    folds: Annotated[int, Meta(ge=2)] | None = None
+    """Parts of a cross-validation: each is validated on once, in a run of its own."""
+
+    fold: Natural = 0
+    """Which of the `folds` this run validates on, from 0. `instep run JOB --folds 5` takes all of
+    them in turn."""
+
+    labels: str = ""
+    """The column of the dataset with each sample's class; instead of `Recipe.labels`."""
+
+    groups: str = ""
+    """The column that says which samples belong together, such as a patient's; instead of
+    `Recipe.groups`."""
+
+    times: str = ""
+    """The column with each sample's time: numbers, or dates; instead of `Recipe.times`."""
+
+    gap: str | Annotated[float, Meta(ge=0)] = 0.0
+    """Of `split = "time"`: how much time before the validation side is not trained on. A number in
+    the unit of the times, seconds for dates; or, for dates, such as `"7d"`."""
+
+    embargo: str | Annotated[float, Meta(ge=0)] | None = None
+    """Of `split = "time"` with `folds`: also train on what is later than the validation side by
+    more than this (purged folds). Left out: a run trains on the past alone."""
+
     @property
     def shuffled(self) -> bool:
         """Whether each epoch takes the samples in another order."""
         return self.order != "dataset"
+
+    @property
+    def validation_share(self) -> float:
+        """Share of the validation side, where there are no folds."""
+        return 0.1 if self.validation is None else self.validation
+
+    def __post_init__(self) -> None:
+        if self.validation is not None and self.folds is not None:
+            raise ValueError(
+                f"both validation = {self.validation} and folds = {self.folds} are given: a split "
+                "has one validation side, or one for each fold. Leave one of them out."
+            )
+        if self.fold >= (self.folds or 1):
+            wrong = "folds is not given" if self.folds is None else f"folds = {self.folds}"
+            last = f"Set fold from 0 to {self.folds - 1}." if self.folds else "Set folds."
+            raise ValueError(f"fold = {self.fold}, and {wrong}: they are counted from 0. {last}")
+        for key in ("validation", "folds", "groups", "times"):
+            if not self.split and (given := getattr(self, key)):
+                raise ValueError(
+                    f"{key} = {given!r} says how to divide the data, and split is not given. Set "
+                    "split, such as split = 'random', or leave it out."
+                )
+        self._check_lengths()
+
+    def _check_lengths(self) -> None:
+        for key in ("gap", "embargo"):
+            given = getattr(self, key)
+            if given and self.split != "time":
+                raise ValueError(
+                    f"{key} = {given!r} is for split = 'time', and split = {self.split!r}. Leave "
+                    "it out."
+                )
+            try:
+                length = seconds_in(given) if isinstance(given, str) else given or 0.0
+            except ValueError:
+                length = math.nan
+            if not math.isfinite(length):
+                raise ValueError(
+                    f"{key} = {given!r}: needs a number in the unit of the times, or a length of "
+                    "time such as '12h' or '7d'."
+                )
+        if self.embargo is not None and self.folds is None:
+            raise ValueError(
+                f"embargo = {self.embargo!r} says what to train on after the validation side, "
+                "which without folds is the end. Set folds, or leave embargo out."
+            )
 
 
 class StartSpec(Section, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ from instep.comm.certificates import Authority
 from instep.comm.codecs import CODECS
 from instep.comm.endpoint import Switchboard
 from instep.data.partition import PARTITIONS
+from instep.data.splits import COLUMNS, SPLITS
 from instep.errors import RecipeError, SpecError, WorkerError, file_beside
 from instep.launch import LAUNCHERS
 from instep.recipe.arguments import check_arguments, members_in, signature_in
@@ -28,6 +29,7 @@ from instep.spec import OF_AXIS, ROUND_OPTIONS, SHARED, JobSpec, MeshSpec, SyncS
 from instep.state.sharded import check_hashes
 from instep.sync import LEASED, ROUNDS, SERVERS, STRATEGIES, clashes, defaults_of
 from instep.system.environment import ASKED, INSIDE
+from instep.words import listed
 
 WILDCARDS = ("::", "::0", "[::]", "*")
 """Besides 0.0.0.0, what means every address of a machine."""
@@ -59,6 +61,7 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
     LAUNCHERS.check(job.launch.launcher, "launch.launcher")
     CODECS.check(job.sync.codec, "sync.codec")
     check_loggers(job.report.loggers)
+    _check_split(job)
     _check_sync(job, resumed=resumed)
     clashes.check(job)
     check_mesh(job.mesh)
@@ -72,6 +75,21 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
     model = None if resumed else start_file(job.start)
     if model is not None:
         check_hashes(model)
+
+
+def _check_split(job: JobSpec) -> None:
+    """Refuse a split that does not exist, and a column that it does not use."""
+    data = job.data
+    if data.split:
+        SPLITS.check(data.split, "data.split")
+    used = {*COLUMNS.get(data.split, ()), *(["labels"] if job.own_data == "labels" else [])}
+    for key in ("labels", "groups", "times"):
+        if (given := getattr(data, key)) and key not in used:
+            uses = [f"'{name}'" for name, columns in COLUMNS.items() if key in columns]
+            raise SpecError(
+                f"data.{key} = {given!r}, and data.split = {data.split!r} does not use it. Leave "
+                f"it out, or set data.split to {listed(uses, 4)}."
+            )
 
 
 def _check_arguments(job: JobSpec) -> None:

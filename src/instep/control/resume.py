@@ -46,6 +46,11 @@ FIXED = {
     "start.learning_rates": "the optimizer's rates are in the checkpoint",
     "data.order": "the place in the data is counted in it",
     "data.window": "the order of the data follows from it",
+    **dict.fromkeys(
+        [f"data.{key}" for key in ("split", "validation", "folds", "fold", "labels", "groups")]
+        + ["data.times", "data.gap", "data.embargo"],
+        "which samples are trained on follows from it",
+    ),
     "lora": "the checkpoint has the adapters",
     "train.global_batch": "the place in the data is counted in global batches",
     "train.micro_batches": "random draws and batch statistics belong to a micro-batch",

@@ -8,6 +8,7 @@ steps.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from weakref import WeakSet
 
 from instep.comm.messages import Mark
 from instep.data.order import AnyOrder, Indices
-from instep.data.reading.choose import FINGERPRINT, Handler, choose
+from instep.data.reading.choose import FINGERPRINT, OF_CONTENTS, Handler, choose
 from instep.data.reading.fetch import Augment, Collate, Fetch, Slice, length_of
 from instep.data.reading.readers import Ahead, Inline, Reader
 from instep.data.reading.template import Say
@@ -28,6 +29,9 @@ from instep.data.windowed import Windowed
 from instep.spec import JobSpec
 
 __all__ = ["Loader", "Read", "Skipped", "Slice"]
+
+_FIRST, _MOST = 16, 4096
+"""Samples whose contents are asked for at once: few at first, as they may be slow."""
 
 
 class Loader:
@@ -185,9 +189,22 @@ class Loader:
 
     def fingerprint(self) -> Fingerprint:
         """What the dataset is recognised by; read where samples are read."""
+        return Fingerprint.from_plain(self._ask(FINGERPRINT))
+
+    def contents(
+        self, most_s: float, clock: Callable[[], float] = time.perf_counter
+    ) -> list[tuple[int, int]]:
+        """(index, content) of the samples that can be read in a time: all, or a keyed choice."""
+        began, done, found = clock(), 0, list[tuple[int, int]]()
+        while done < self.samples and (not done or clock() - began < most_s):
+            stop = min(2 * done + _FIRST, done + _MOST, self.samples)
+            found += [(each[0], each[1]) for each in self._ask(Slice(OF_CONTENTS, done, stop))]
+            done = stop
+        return found
+
+    def _ask(self, part: Slice) -> Any:
         pool = self._pool
-        plain = pool.take(pool.submit(FINGERPRINT)) if pool else Handler(self._fetch)(FINGERPRINT)
-        return Fingerprint.from_plain(plain)
+        return pool.take(pool.submit(part)) if pool else Handler(self._fetch)(part)
 
     @property
     def order(self) -> AnyOrder | None:

@@ -7,6 +7,7 @@ sample is trained on; whether that is an error is not decided here. Way in: `unp
 
 from __future__ import annotations
 
+from array import array
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from instep.data.order import Indices
 from instep.words import listed
 
 
@@ -54,11 +56,26 @@ class LoaderParts(NamedTuple):
     """Loader processes; None where the user gave no `DataLoader`."""
     loader: Any = None
     """The `DataLoader`; None where there was none."""
+    whole: LoaderParts | None = None
+    """What the user gave, where `dataset` is a side of it (`side`)."""
 
     @property
     def info_dataset(self) -> Any:
-        """What `get_worker_info().dataset` is in a loader process: what the user gave torch."""
+        """What `get_worker_info().dataset` is in a loader process: what the user gave."""
+        if self.whole is not None:
+            return self.whole.info_dataset
         return self.dataset if self.loader is None else self.loader.dataset
+
+    def side(self, indices: Indices, *, trained: bool) -> LoaderParts:
+        """These samples alone, read in the same way.
+
+        Args:
+            indices: [count] of `dataset`. What is read has positions in them, as in torch's
+                `Subset`, which it is.
+            trained: whether they are trained on; what is not used of a `DataLoader` is then said.
+        """
+        part = Subset(self.dataset, array("q", indices.tobytes()))
+        return self._replace(dataset=part, loader=self.loader if trained else None, whole=self)
 
     def unused(self, name: str, *, shuffled: bool | None, batch: int) -> Iterator[Unused]:
         """The properties of the `DataLoader` that are not used.
@@ -133,7 +150,7 @@ class LoaderParts(NamedTuple):
             once = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
         else:
             once = type(sampler) is SequentialSampler
-        return once and len(sampler) == len(self.dataset)
+        return once and len(sampler) == len((self.whole or self).dataset)
 
 
 def _sampler(loader: Any) -> Any:

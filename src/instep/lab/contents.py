@@ -27,6 +27,7 @@ from instep.recipe.source_file import load_function
 from instep.store.run_folder import Records, RunFolder
 from instep.units import readable_count
 from instep.words import plural
+from instep.worker.data_split import split_data
 from instep.worker.own_data import divide
 
 _SHOWN = 5
@@ -193,7 +194,8 @@ def _recipe(run: RunFolder) -> Any:
             "call for its dataset."
         )
     job = run.spec
-    return call(load_function(job.recipe, places=job.python_path), job.arguments, job.seed)
+    made = call(load_function(job.recipe, places=job.python_path), job.arguments, job.seed)
+    return split_data(job, made).recipe
 
 
 def _plainly(dataset: Any, seed: int, epoch: int, index: int) -> int:

@@ -132,8 +132,17 @@ class Recipe:
     """With `sync.options.partition = "owner"`: which participant has a sample, from 0. A whole
     number for each training sample; or `owners(dataset, index)`, which also divides `validate`."""
 
-    labels: Sequence[int] | Callable[[Any, int], int] | None = None
-    """With `sync.options.partition = "labels"`: the class of a sample, given as `owners` are."""
+    labels: Sequence[Any] | Callable[[Any, int], Any] | None = None
+    """The class of a sample, for `data.split = "stratified"`: a value for each sample of `train`,
+    or `labels(dataset, index)`, or the name of a column of `train`. With
+    `sync.options.partition = "labels"` a whole number, given as `owners` are."""
+
+    groups: Sequence[Any] | Callable[[Any, int], Any] | None = None
+    """For `data.split = "group"`: what a sample belongs to, such as a patient; given as
+    `labels`."""
+
+    times: Sequence[Any] | Callable[[Any, int], Any] | None = None
+    """For `data.split = "time"`: when a sample was, a number or a date; given as `labels`."""
 
     predict: Callable[[nn.Module, Any], Any] | None = None
     """`predict(model, batch)`: what `instep predict` writes, with a row for each sample of the
@@ -162,6 +171,13 @@ class Recipe:
             if name not in given and not (name == "optimizer" and "turns" in given):
                 raise RecipeError(f"a Recipe needs {name!r}, which was not given.")
         return super().__new__(cls)
+
+    def with_data(self, given: Mapping[str, LoaderParts], **fields: Any) -> Recipe:
+        """The recipe with other datasets, and other values of some fields."""
+        other = object.__new__(type(self))
+        data = {name: parts.dataset for name, parts in given.items()}
+        vars(other).update(vars(self) | data | fields | {"given": dict(given)})
+        return other
 
     @property
     def collates(self) -> bool:

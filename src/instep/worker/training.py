@@ -43,7 +43,7 @@ from instep.sync import LEASED, SERVERS, clashes
 from instep.sync.servers.server_sync import ServerSync
 from instep.system.malloc import return_unused_memory
 from instep.words import listed
-from instep.worker import dataset_check, own_data, round_checks
+from instep.worker import data_split, dataset_check, own_data, round_checks
 from instep.worker.early_reads import EarlyReads
 from instep.worker.evaluate import evaluate
 from instep.worker.layout import example_of, found_layout
@@ -99,7 +99,9 @@ class Training(Loop):
     """
 
     def __init__(self, member: Member, recipe: Recipe, device: torch.device) -> None:
-        self.member, self.job, self.recipe, self.device = member, member.job, recipe, device
+        self.member, self.job, self.device = member, member.job, device
+        split = data_split.split_data(self.job, recipe)
+        self.recipe = recipe = split.recipe
         self.phase, self._validation = "building", None
         self._validated: Measured | None = None
         self._loader_watch, self._clock = LoaderWatch(), cpu_clock()
@@ -231,6 +233,7 @@ class Training(Loop):
         self._unrepeatable: int | None = None
         """A training sample that was different when worker 0 read it again."""
         if not member.others_have_state and member.number == 0:
+            data_split.check(split, member, loader, self._validation)
             self._unrepeatable = dataset_check.check_datasets(member, loader, self._validation)
             if self._own_data is not None:
                 own_data.check(self._own_data, member, self.job.own_data)

@@ -53,6 +53,9 @@ _OF_LOADER = 4
 LOOK, FINGERPRINT = Slice(-1, 0, 0), Slice(-2, 0, 0)
 """Submitted to a reader in place of a slice: asks for a `Probe`, and for the fingerprint."""
 
+OF_CONTENTS = -3
+"""In place of an epoch: asks for the contents of samples."""
+
 
 class Probe(NamedTuple):
     """What reading the first samples of epoch 0 showed."""
@@ -115,7 +118,7 @@ def choose(
 
 
 class Handler:
-    """What a reader of a dataset runs on a slice, `LOOK` or `FINGERPRINT`."""
+    """What a reader of a dataset runs on a slice, `LOOK`, `FINGERPRINT` or one of contents."""
 
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
@@ -126,6 +129,8 @@ class Handler:
             return tuple(look(fetch))
         if part == FINGERPRINT:
             return fingerprint(fetch.samples, fetch.seed, fetch.content).to_plain()
+        if part.epoch == OF_CONTENTS:
+            return fetch.contents(part.first, part.stop)
         return fetch(part)
 
 

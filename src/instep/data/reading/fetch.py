@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -47,7 +47,7 @@ Missed = list[tuple[int, str]]
 Fetched = tuple[Any, Missed, list[list[int]]]
 """What came of a slice: the batch, what was skipped, index and content (`contents.py`) of some."""
 
-_OF_AUGMENT, _OF_GLOBALS = 0, 1
+_OF_AUGMENT, _OF_GLOBALS, _OF_CONTENTS = 0, 1, 23
 
 
 class Slice(NamedTuple):
@@ -230,6 +230,27 @@ class Fetch:
                 return content_of(read_with_retries(lambda: self._sample(index)))
         finally:
             self._current.clear()
+
+    def contents(self, first: int, stop: int) -> list[list[int]]:
+        """[index, content] of samples that can be read: those at positions [first, stop) of an
+        order of their own, which is no epoch's."""
+        order = Order(self.samples, key(self.seed, _OF_CONTENTS))
+        indices = order.indices(0, first, stop)
+        contents = SliceContents(indices.tolist())
+        if self.plain and self._read_batch is not None:
+            contents.add_rows(indices, self._read_batch(indices))
+            return contents.found
+        self.read_by = os.getpid()
+        self.told.tell(0)
+        with generators.preserved():
+            for index in indices.tolist():
+                self._current.start(index)
+                with suppress(Exception):  # an unreadable one is reported when its step comes
+                    if self.draws:
+                        seed_for_sample(self.seed, 0, index)
+                    contents.add(index, self._sample(index))
+        self._current.clear()
+        return contents.found
 
     @property
     def _current(self) -> last_read.CurrentRead:

@@ -83,6 +83,12 @@ def refuse(job: JobSpec) -> None:
             "[start] is set, but your own loop makes model and optimizer. Leave it out; load "
             "with instep.load_model(path, model), and freeze with requires_grad_(False)."
         )
+    if job.data.split:
+        raise SpecError(
+            f"data.split = {job.data.split!r} divides the dataset of a recipe, and your own loop "
+            "has its own. Leave it out; divide with torch.utils.data.random_split and a seeded "
+            "generator, and give session.prepare both."
+        )
     if job.lora.modules:
         raise SpecError(
             "[lora] is set, but your own loop makes model and optimizer. Leave it out; give "
