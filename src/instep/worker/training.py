@@ -44,6 +44,7 @@ from instep.sync.servers.server_sync import ServerSync
 from instep.system.malloc import return_unused_memory
 from instep.words import listed
 from instep.worker import data_split, dataset_check, own_data, round_checks
+from instep.worker.class_order import said_of_classes
 from instep.worker.early_reads import EarlyReads
 from instep.worker.evaluate import evaluate
 from instep.worker.layout import example_of, found_layout
@@ -235,6 +236,10 @@ class Training(Loop):
         if not member.others_have_state and member.number == 0:
             data_split.check(split, member, loader, self._validation)
             self._unrepeatable = dataset_check.check_datasets(member, loader, self._validation)
+            if member.checkpoint is None and (
+                said := said_of_classes(self.job, recipe, loader.order)
+            ):
+                member.emit("warning", text=said)
             if self._own_data is not None:
                 own_data.check(self._own_data, member, self.job.own_data)
         self.sized: Callable[[int], None] = lambda workers: None
