@@ -33,7 +33,12 @@ RENAMED = {
 }
 """Keys of earlier versions: the present name of each, and what to write."""
 
-_EITHER = {"train.epochs": "steps", "train.steps": "epochs"}
+_EITHER = {
+    "train.epochs": "steps",
+    "train.steps": "epochs",
+    "data.validation": "folds",
+    "data.folds": "validation",
+}
 """Keys of which a job has one."""
 
 _COMMON = ("bucket_mb", "encode_vectors")

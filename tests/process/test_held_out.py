@@ -1,6 +1,10 @@
 """Runs that hold out a part of their dataset, against a plain loop over the same `Subset`."""
 
+import json
+from pathlib import Path
+
 import held_out as recipes
+import numpy as np
 import pytest
 import torch
 from averages import adam
@@ -19,9 +23,9 @@ pytestmark = pytest.mark.process
 BATCH, EPOCHS, SHARE = 20, 3, 0.3
 
 
-def plain_loop():
+def plain_loop(**how):
     """One process; of ours it has the sides and the order of an epoch."""
-    train, validate = SPLITS["random"](Request(samples=150, validation=SHARE))
+    train, validate = SPLITS["random"](Request(samples=150, **how))
     training, held_out = (Subset(recipes.data(), side.tolist()) for side in (train, validate))
     torch.manual_seed(0)
     model = recipes.model()
@@ -65,10 +69,31 @@ def test_a_run_equals_a_plain_loop_over_the_subset_and_refuses_other_data(
 
     assert main(["resume", str(program.run), "--workers", "3"]) == 0
     assert main(["audit", str(program.run), "--content"]) == 0
-    state, loss = plain_loop()
+    state, loss = plain_loop(validation=SHARE)
     for name, value in load_file(program.run / "model.safetensors").items():
         torch.testing.assert_close(value, state[name], rtol=1e-9, atol=1e-10, msg=name)
     validated = RunFolder(program.run).named("validated")[-1]
     assert validated["samples"] == 45
     assert validated["metrics"]["loss"] == pytest.approx(loss, rel=1e-9)
     assert program.summary["same_as_one_machine"] == "yes"
+
+
+def test_folds_are_runs_over_the_subset_of_each(start: Start, tmp_path, monkeypatch, capsys):
+    job = tmp_path / "job.toml"
+    recipe = Path(recipes.__file__)
+    job.write_text(
+        f'name = "net"\nrecipe = "{recipe}:recipe"\nworkers = 1\n'
+        f"[train]\nepochs = {EPOCHS}\nglobal_batch = {BATCH}\n"
+        f'[data]\nsplit = "random"\nvalidation = {SHARE}\n'
+    )
+    program = start("-m", "instep", "run", job, "--folds", "2", "--json")
+    assert program.end() == 0, program.stderr
+    found = json.loads(program.stdout.splitlines()[-1])
+    for fold in range(2):
+        _, loss = plain_loop(folds=2, fold=fold)
+        assert found["folds"][fold]["loss"] == pytest.approx(loss, rel=1e-9)
+        assert len(RunFolder(Path(found["runs"][fold])).named("data_split")) == 1
+    assert found["mean"]["loss"] == pytest.approx(np.mean([f["loss"] for f in found["folds"]]))
+    monkeypatch.chdir(program.work)
+    assert main(["run", str(job), "--folds", "2", "--json", "--resume"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == found

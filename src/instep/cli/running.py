@@ -27,6 +27,10 @@ def run(args: argparse.Namespace) -> int:
         overrides.append(f'name="{args.name}"')
     if args.strict:
         overrides.append("check.strict=true")
+    if args.folds is not None:
+        overrides.append(f"data.folds={args.folds}")
+    elif args.resume:
+        raise SpecError("--resume is for --folds. To continue one run: instep resume RUN")
     if Path(args.job).suffix == ".py":
         from instep.client.script import load_script
 
@@ -45,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
 
         if not allocation():
             return _submit(job, args)
+    if args.folds is not None:
+        return _run_folds(job, args)
     done = run_job(
         job,
         Path(args.runs),
@@ -74,12 +80,20 @@ def run_options(parser: Parser) -> None:
         action="store_true",
         help="refuse to train unless the result is known to be that of one machine",
     )
+    text = "train N folds of data.split in turn, and print mean and deviation of their metrics"
+    add("--folds", type=int, metavar="N", help=text)
+    add("--resume", action="store_true", help="with --folds: continue those that were interrupted")
     add("--name", help="name of the run and its folder (default: the job's, numbered)")
     add("--runs", default="runs", help="folder of run folders (default: %(default)s)")
 
 
 def _submit(job: JobSpec, args: argparse.Namespace) -> int:
     """Have Slurm run a job, and show how it goes."""
+    if args.folds is not None:
+        raise SpecError(
+            "--folds with --on slurm needs an allocation: run the same command inside one (salloc, "
+            "or a batch script of yours)."
+        )
     from instep.client.batch import follow, submit
 
     def say(text: str) -> None:
@@ -89,6 +103,25 @@ def _submit(job: JobSpec, args: argparse.Namespace) -> int:
     return follow(
         submit(job, runs, named=args.name is not None, json_output=args.json, say=say), say
     )
+
+
+def _run_folds(job: JobSpec, args: argparse.Namespace) -> int:
+    """Train each fold, and print what came of them."""
+    from instep.client.folds import run_folds
+
+    done = run_folds(
+        job,
+        Path(args.runs),
+        say_aside,
+        named=args.name is not None,
+        resume=args.resume,
+        json_output=args.json,
+    )
+    for line in done.lines():
+        say(line, aside=args.json)
+    if args.json:
+        print(json.dumps(done.as_table()))
+    return done.exit_code
 
 
 def _check_determinism(job: JobSpec, args: argparse.Namespace) -> int:
