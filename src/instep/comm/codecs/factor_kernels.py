@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from instep.comm.codecs.kernels import compiled
+from instep.comm.compiled import compiled
 
 _ROWS = "float32[:, ::1]"
 _LANES = 8

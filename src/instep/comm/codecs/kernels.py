@@ -12,12 +12,13 @@ nothing is left.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numba import njit
 from numpy import float32, int8, int32, rint, uint8, uint32
+
+from instep.comm.compiled import compiled
 
 SMALLEST = float(np.finfo(float32).tiny)
 """Scales below it have lost bits of their precision, and may be flushed to zero."""
@@ -28,21 +29,6 @@ _MAGNITUDE = int32(0x7FFFFFFF)
 _FLOATS, _BITS, _BYTES = "float32[::1]", "int32[::1]", "uint8[::1]"
 _SHORT = "uint16[::1]"
 """Bits of bfloat16."""
-
-
-def compiled(*arguments: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Compile for arguments of these types; without a file where none can be written."""
-
-    def of(loop: Callable[..., Any]) -> Callable[..., Any]:
-        signature = f"void({', '.join(arguments)})"
-        options: Any = {"nogil": True, "error_model": "numpy"}
-        try:
-            made = njit(signature, cache=True, **options)(loop)
-        except RuntimeError:  # no folder for the file
-            made = njit(signature, **options)(loop)
-        return made
-
-    return of
 
 
 @njit(inline="always")

@@ -17,7 +17,8 @@ import numpy as np
 from numba import njit
 from numpy import float32, int8, int32, int64, rint, uint8, uint16, uint64
 
-from instep.comm.codecs.kernels import SMALLEST, compiled
+from instep.comm.codecs.kernels import SMALLEST
+from instep.comm.compiled import compiled
 
 TOP = 127
 """The largest level."""

@@ -97,6 +97,7 @@ class RawFormat(Protocol):
 FORMATS: Registry = Registry(
     "raw format",
     {
+        "csv": "instep.data.raw.csv:Csv",
         "json_lines": "instep.data.raw.lines:JsonLines",
         "text": "instep.data.raw.lines:TextLines",
     },

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from instep.data.raw import blocks
 from instep.data.raw.base import Chunk, Piece
 from instep.data.raw.json_errors import beyond_64_bits, long_numbers, sentence
+from instep.data.raw.line_numbers import line_of
 from instep.errors import DataError
 
 LONGEST = 256 << 20
@@ -62,38 +63,11 @@ def whole_lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
 
 
 def _too_long(piece: Piece, place: int) -> DataError:
-    line = line_of(Path(piece.path), place)
+    line = line_of(piece.path, place)
     return DataError(
         f"{piece.path}, line {line}: it is longer than {LONGEST >> 20:,} MB, and no record may be. "
         "Cut it up, or remove it."
     )
-
-
-_last: dict[str, tuple[int, int]] = {}
-"""Where a line was counted last, in each file: place and number."""
-
-
-def line_of(path: Path, place: int) -> int:
-    """The number of the line that begins at a place, from 1."""
-    if blocks.compression_of(path):
-        return 1 + _newlines(blocks.whole(path), place)
-    start, line = _last.get(str(path), (0, 1))
-    if start > place:
-        start, line = 0, 1
-    line += _newlines(replace(blocks.whole(path), start=start), place - start)
-    _last[str(path)] = place, line
-    return line
-
-
-def _newlines(piece: Piece, size: int) -> int:
-    """In the first `size` bytes of a piece."""
-    count = 0
-    for data, _ in blocks.bytes_of(piece):
-        count += data.count(b"\n", 0, max(size, 0))
-        size -= len(data)
-        if size <= 0:
-            break
-    return count
 
 
 class _Lines:
