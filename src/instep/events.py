@@ -215,7 +215,7 @@ _NEEDED = {
     "worker_ready": ("worker", "samples"),
     "dataset_known": ("dataset", "samples", "contents", "differed"),
     "data_divided": ("sizes", "digest"),
-    "data_split": ("samples", "digests"),
+    "data_split": ("samples", "train", "validation", "fold", "folds", "digests"),
     "sample_skipped": ("generation", "dataset", "epoch", "index", "step"),
     "traffic": ("worker", "sent_bytes", "received_bytes"),
     "participants_apart": ("step",),
@@ -266,6 +266,8 @@ _OWN_KINDS = {
     ("corruption_found", "workers"): _LIST,
     ("worker_joined", "pid"): _WHOLE,
     ("worker_joined", "host"): _WHOLE,
+    **{("data_split", name): _WHOLE for name in ("train", "validation", "fold", "folds")},
+    ("data_split", "digests"): _LIST,
 }
 _FAR = 1 << 63  # we never write larger numbers, and no array can hold them
 

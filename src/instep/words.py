@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +185,15 @@ def whole_seconds(seconds: float) -> str:
 def plural(count: int, noun: str) -> str:
     """`1 worker`, `2 workers`."""
     return f"{readable_count(count)} {noun}{'' if count == 1 else 's'}"
+
+
+def split_in_words(event: Mapping[str, Any]) -> str:
+    """`stratified: 90 samples to train on, 30 to validate on, fold 2 of 5`, from `data_split`."""
+    fold = f", fold {event['fold'] + 1} of {event['folds']}" if event.get("folds") else ""
+    return (
+        f"{event.get('split')}: {plural(event['train'], 'sample')} to train on, "
+        f"{readable_count(event['validation'])} to validate on{fold}"
+    )
 
 
 def command(name: str, run: Path, *more: str) -> str:

@@ -144,6 +144,11 @@ class Recipe:
     times: Sequence[Any] | Callable[[Any, int], Any] | None = None
     """For `data.split = "time"`: when a sample was, a number or a date; given as `labels`."""
 
+    fit: Callable[[Any, Any], None] | None = None
+    """`fit(dataset, indices)`: learn something, such as a mean, from the samples of `train` to
+    train on (an int64 array), and set it on the dataset, or in a buffer of the model. It is called
+    in every process, before anything else reads the dataset."""
+
     predict: Callable[[nn.Module, Any], Any] | None = None
     """`predict(model, batch)`: what `instep predict` writes, with a row for each sample of the
     batch: a tensor, or a tuple or dict of tensors; the model on its inputs otherwise."""
@@ -212,6 +217,7 @@ _FUNCTIONS = (
     "weight",
     "collate",
     "augment",
+    "fit",
     "scheduler",
     "parameters",
     "predict",

@@ -15,7 +15,9 @@ import numpy as np
 import torch
 
 from instep.data.loader import Loader
+from instep.data.order import Indices, key
 from instep.data.partition import COLUMNS as PARTITION_COLUMNS
+from instep.data.reading import generators
 from instep.data.samples.duplicates import Duplicates, duplicates
 from instep.data.splits import COLUMNS, SPLITS, Request
 from instep.data.splits.columns import Column
@@ -26,6 +28,9 @@ from instep.spec import JobSpec
 from instep.store.run_folder import RunFolder
 from instep.words import a_or_an
 from instep.worker.member import Member
+
+_OF_FIT = 24
+"""What a key is drawn for: what `Recipe.fit` draws."""
 
 LOOK_S = 1.0
 """For so long the samples of each side are read, to find those that are on both."""
@@ -47,21 +52,22 @@ class SplitData(NamedTuple):
 
 
 def split_data(job: JobSpec, recipe: Recipe) -> SplitData:
-    """The recipe with its sides, if the job splits; else the recipe as it is.
+    """The recipe with its sides, if the job splits, else as it is; its `fit` has been called.
 
     Raises:
         RecipeError: it has a validation dataset already, or not the columns that the split needs.
         DataError: its samples cannot be split so.
     """
     data, parts = job.data, recipe.given["train"]
+    dataset, samples = parts.dataset, len(parts.dataset)
     if not data.split:
-        return SplitData(recipe, None, len(recipe.train))
+        _fit(job, recipe, dataset, np.arange(samples))
+        return SplitData(recipe, None, samples)
     if recipe.validate is not None:
         raise RecipeError(
             f"data.split = {data.split!r} divides Recipe.train, and Recipe.validate was given, "
             "too: there can be one validation set. Leave one of the two out."
         )
-    dataset, samples = parts.dataset, len(parts.dataset)
     columns = {name: _column(job, recipe, name, dataset) for name in COLUMNS.get(data.split, ())}
     sides: Sides = SPLITS[data.split](
         Request(
@@ -75,6 +81,7 @@ def split_data(job: JobSpec, recipe: Recipe) -> SplitData:
             **columns,
         )
     )
+    _fit(job, recipe, dataset, sides.train)
     given = {
         "train": parts.side(sides.train, trained=True),
         "validate": parts.side(sides.validate, trained=False),
@@ -83,6 +90,24 @@ def split_data(job: JobSpec, recipe: Recipe) -> SplitData:
     if (field := PARTITION_COLUMNS.get(job.own_data)) is not None:
         changes[field] = _of_side(job, recipe, field, dataset)
     return SplitData(recipe.with_data(given, **changes), sides, samples)
+
+
+def _fit(job: JobSpec, recipe: Recipe, dataset: Any, indices: Indices) -> None:
+    """Have the recipe learn from the samples to train on, with generators that the seed sets.
+
+    Raises:
+        RecipeError: it gives something back, which would be lost.
+    """
+    if recipe.fit is None:
+        return
+    with generators.preserved():
+        generators.seed_all(key(job.seed, _OF_FIT))
+        given = recipe.fit(dataset, indices)
+    if given is not None:
+        raise RecipeError(
+            f"Recipe.fit returned {a_or_an(given)}, which nothing uses. Set what it has learnt on "
+            "the dataset, or copy it into a buffer of the model, and return nothing."
+        )
 
 
 def _column(job: JobSpec, recipe: Recipe, field: str, dataset: Any) -> Column:

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorData
 
 from instep import spec_file
 from instep.client.job_checks import check_job
-from instep.data.loader import Loader
+from instep.data.loader import Loader, Slice
 from instep.data.partition import PARTITIONS
 from instep.data.splits import SPLITS, Request
 from instep.data.splits.columns import Column
@@ -101,6 +101,25 @@ def test_columns_that_the_job_names_are_read_and_no_sample_is():
 def test_without_a_split_a_recipe_is_what_it_was():
     given = recipe(labels=LABELS)
     assert split_data(job(), given).recipe is given
+
+
+def test_a_recipe_learns_from_the_training_side_alone_and_draws_by_the_seed():
+    learnt = []
+
+    def fit(dataset, indices):
+        learnt.append((len(dataset), indices.tolist(), float(torch.rand(()))))
+
+    held_out = job(data={"split": "stratified", "validation": 0.5})
+    given = recipe(labels=LABELS, fit=fit)
+    before = torch.get_rng_state()
+    found = [split_data(held_out, given) for _ in range(2)]
+    assert learnt[0] == learnt[1]
+    assert learnt[0][:2] == (SAMPLES, found[0].sides.train.tolist())
+    split_data(job(), given)
+    assert learnt[2][:2] == (SAMPLES, list(range(SAMPLES)))
+    assert torch.equal(before, torch.get_rng_state())
+    with pytest.raises(RecipeError, match=r"Recipe\.fit returned a float, which nothing uses"):
+        split_data(held_out, recipe(labels=LABELS, fit=lambda dataset, indices: 0.5))
 
 
 WRONG = {
@@ -232,6 +251,54 @@ def looked(tmp_path, rows, resumed=False, times=None, **data):
         validation.close()
     folder = RunFolder(tmp_path)
     return folder.last("data_split"), [each["text"] for each in folder.named("warning")]
+
+
+@pytest.mark.parametrize(
+    ("split", "readers"), [*((name, 0) for name in SPLITS), ("stratified_group", 2)]
+)
+def test_each_side_is_read_whole_and_nothing_else_is(split, readers):
+    """By content, against a plain read; each participant's part too."""
+    partitions = {0: ("none", "labels"), 2: ("owner",)}[readers]
+    columns = {
+        "labels": LABELS,
+        "groups": [n // 3 for n in range(SAMPLES)],
+        "times": [n // 2 for n in range(SAMPLES)],
+        "owners": [n // 3 % 2 for n in range(SAMPLES)],
+    }
+    for partition in partitions:
+        sync = {} if partition == "none" else {"sync": averaging(partition)}
+        the_job = job(
+            data={"split": split, "folds": 3, "fold": 1}, train={"global_batch": 8}, **sync
+        )
+        divided = split_data(the_job, recipe(Doubled(), **columns))
+        own = own_data.divide(the_job, divided.recipe)
+        for name, side in zip(("train", "validate"), divided.sides, strict=True):
+            loader = Loader.of_job(
+                the_job,
+                divided.recipe.given[name],
+                "training" if name == "train" else "validation",
+                order=getattr(own, name, None),
+                processes=readers,
+                say=print,
+            )
+            loader.begin()
+            slices = [Slice(2, n, min(n + 3, len(side))) for n in range(0, len(side), 3)]
+            read = [int(each) for part in loader.read(slices) for each in part.batch]
+            loader.close()
+            assert sorted(read) == [2 * index for index in side.tolist()]
+
+
+class Doubled:
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        return 2 * index
+
+
+def averaging(partition):
+    options = {"partition": partition, "local_steps": 2}
+    return {"name": "averaging", "participants": 2, "options": options}
 
 
 def test_samples_on_both_sides_are_counted_and_one_is_named(tmp_path):

@@ -47,6 +47,7 @@ from instep.words import (
     ranges,
     some_members,
     some_workers,
+    split_in_words,
     start_in_words,
 )
 
@@ -322,6 +323,8 @@ def configuration(folder: RunFolder) -> Html:
         "validation samples": ready.get("validation_samples"),
         "same as one machine": folder.same_as_one_machine,
     }
+    if split := folder.last("data_split"):
+        facts["split"] = split_in_words(split)
     if apart := folder.named("participants_apart"):
         first, last = apart_in_words(apart[0]), apart_in_words(apart[-1])
         facts["first round"], facts["last round"] = first, last

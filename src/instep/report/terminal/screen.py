@@ -21,6 +21,7 @@ from instep.words import (
     printable,
     short_number,
     some_members,
+    split_in_words,
     start_in_words,
     stop_words,
     whole_seconds,
@@ -62,6 +63,8 @@ def notice(
     if what == "worker_failed":
         during = f" ({event['phase']})" if event["phase"] else ""
         return f"{who} failed at step {event['step']}{during}"
+    if what == "data_split":
+        return f"split {split_in_words(event)}"
     if what == "same_as_one_machine":
         return f"same as one machine: {event['verdict']}"
     if what == "corruption_found":
