@@ -97,8 +97,10 @@ class RawFormat(Protocol):
 FORMATS: Registry = Registry(
     "raw format",
     {
+        "arrow": "instep.data.raw.columns:Arrow",
         "csv": "instep.data.raw.csv:Csv",
         "json_lines": "instep.data.raw.lines:JsonLines",
+        "parquet": "instep.data.raw.columns:Parquet",
         "text": "instep.data.raw.lines:TextLines",
     },
 )
