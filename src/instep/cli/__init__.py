@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from instep.cli import folders, models, networks, results, running, starting
+from instep.cli import folders, models, networks, preparing, results, running, starting
 from instep.cli.parsing import Command, parsed
 from instep.cli.saying import say_aside
 from instep.errors import INTERRUPTED, InstepError, RunError
@@ -39,6 +39,12 @@ COMMANDS = {
     "replay": Command(results.replay, results.replay_options, "replay runs/net --step 100"),
     "chaos": Command(results.chaos, results.chaos_options, "chaos job.toml --kills 10"),
     "export": Command(models.export, models.export_options, "export runs/net --to net.safetensors"),
+    "prepare": Command(
+        preparing.prepare,
+        preparing.prepare_options,
+        "prepare 'raw/*.jsonl' --to data/reviews --map clean.py:record",
+    ),
+    "data": Command(preparing.data, preparing.data_options, "data data/reviews --sample 17"),
     "predict": Command(
         models.predict, models.predict_options, "predict runs/net --data data.py:test"
     ),

@@ -7,6 +7,7 @@ The samples of a step are a pure function of the job (`order.py`), and so is eac
 - `samples/`: what single samples held, and which of them cannot be read;
 - `sources/`: datasets from files on disk;
 - `splits/`: which samples are trained on, and which are validated on;
+- `shards/`: prepared samples; `raw/`: how raw files are cut and read;
 - `torch_loader.py`: what is kept of a `DataLoader` that the user gave.
 
 Nothing here knows networks, ranks or models. To add a source: write a function that returns a
@@ -24,6 +25,7 @@ SOURCES = Registry(
         "cifar10": "instep.data.sources.images:cifar10",
         "image_folder": "instep.data.sources.image_folder:image_folder",
         "mnist": "instep.data.sources.images:mnist",
+        "shards": "instep.data.sources.shards:shards",
         "text": "instep.data.sources.text:text",
     },
 )

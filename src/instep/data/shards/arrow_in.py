@@ -155,7 +155,7 @@ def _column(name: str, array: pa.Array) -> tuple[Column, View]:
 
 def _list_column(name: str, array: pa.Array) -> tuple[Column, View]:
     fixed, shape, inner = array.type, list[int](), array
-    if pa.types.is_fixed_size_list(fixed):
+    if pa.types.is_fixed_size_list(fixed) and fixed.list_size:
         shape.append(fixed.list_size)
         offsets = None
     else:
@@ -171,7 +171,9 @@ def _list_column(name: str, array: pa.Array) -> tuple[Column, View]:
     if offsets is None:
         return column, View(data.reshape(len(array), *shape))
     lengths = np.diff(offsets)
-    if len(lengths) and (lengths == lengths[0]).all():  # as lists of Python: one shape until two
+    if (
+        len(lengths) and lengths[0] and (lengths == lengths[0]).all()
+    ):  # as lists of Python: one shape until two
         shape[0] = int(lengths[0])
         column = Column(name, "array", data.dtype.name, tuple(shape))
         return column, View(data.reshape(len(array), *shape))

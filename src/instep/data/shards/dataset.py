@@ -192,12 +192,3 @@ def _image(data: bytes) -> torch.Tensor:
 def _texts(view: View) -> list[str]:
     data, bounds = view.data.tobytes(), (view.offsets.tolist() if view.offsets is not None else [])
     return [data[a:b].decode() for a, b in pairwise(bounds)]
-
-
-def shards(
-    folder: str | Path,
-    columns: Sequence[str] | None = None,
-    transform: Callable[[dict[str, Any]], Any] | None = None,
-) -> Shards:
-    """As `Shards`; the data source of this name."""
-    return Shards(folder, columns, transform)

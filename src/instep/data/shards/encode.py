@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from instep.data.shards.columns import Column, Misfit, widened
+from instep.data.shards.columns import VARIES, Column, Misfit, widened
 from instep.data.shards.views import Array, View
 
 _LIMITS = np.iinfo(np.int64)
@@ -24,6 +24,8 @@ _SIMPLE: dict[type, tuple[Any, str]] = {
     str: ("text", ""),
     bytes: ("bytes", ""),
 }
+
+_NATIVE = {np.dtype(code) for code in "?bhilqBHILQefd"}
 
 
 class Encoded(NamedTuple):
@@ -115,19 +117,43 @@ def _other_columns(sample: Mapping[str, Any], wanted: set[str]) -> str:
 def _column(name: str, values: list[Any], known: Column | None) -> tuple[Column, list[Any]]:
     """The column of some values, and the values as numpy or Python has them."""
     kinds = set(map(type, values))
-    if len(kinds) > 1 or (kinds and next(iter(kinds)) not in _SIMPLE):
+    if (
+        kinds == {np.ndarray}
+        and {v.dtype for v in values} <= _NATIVE
+        and all(v.ndim for v in values)
+    ):
+        pass
+    elif len(kinds) > 1 or (kinds and next(iter(kinds)) not in _SIMPLE):
         values = [_plain(name, value) for value in values]
         kinds = set(map(type, values))
-    column = known
+    column, empty = known, False
     kind: Any
     for kind in kinds:
         if kind in _SIMPLE:
             column = _merged(column, Column(name, *_SIMPLE[kind]))
             continue
         for dtype, shape in {(v.dtype, v.shape) for v in values if type(v) is kind}:
-            column = _merged(column, _of_array(name, kind, dtype, shape))
+            if (dtype, shape) == (np.float64, (0,)):  # an empty list of Python: of any type
+                empty = True
+            else:
+                column = _merged(column, _of_array(name, kind, dtype, shape))
+    if empty:
+        column = _with_empty(name, column)
     assert column is not None, "no values, and nothing known"
     return column, values
+
+
+def _with_empty(name: str, column: Column | None) -> Column:
+    if column is None:
+        return Column(name, "array", "float64", (VARIES,))
+    if column.kind != "array":
+        raise Misfit(f"column {name!r} is an empty list, and {column} in the samples before")
+    return Column(name, "array", column.dtype, (VARIES, *column.shape[1:]))
+
+
+def _are_native(kinds: set[type], values: list[Any]) -> bool:
+    """Whether all are arrays of numbers that Arrow has as numpy does."""
+    return kinds == {np.ndarray} and {v.dtype for v in values} <= _NATIVE
 
 
 def _merged(known: Column | None, found: Column) -> Column:
@@ -135,15 +161,7 @@ def _merged(known: Column | None, found: Column) -> Column:
         return found
     if known.kind == "image" and found.kind == "bytes":
         return known
-    if _is_empty(found) and known.kind == "array":  # an empty list of Python has no type
-        return widened(known, Column(known.name, "array", known.dtype, (0, *known.shape[1:])))
-    if _is_empty(known) and found.kind == "array":
-        return widened(Column(found.name, "array", found.dtype, (0, *found.shape[1:])), found)
     return widened(known, found)
-
-
-def _is_empty(column: Column) -> bool:
-    return column.kind == "array" and column.shape == (0,) and column.dtype == "float64"
 
 
 class _Image(bytes):
@@ -155,7 +173,12 @@ class _Image(bytes):
 def _of_array(name: str, kind: type, dtype: np.dtype, shape: tuple[int, ...]) -> Column:
     if kind is _Image:
         return Column(name, "image")
-    return Column(name, "array", dtype.name, shape) if shape else Column(name, "number", dtype.name)
+    if not shape:
+        return Column(name, "number", dtype.name)
+    if 0 in shape[1:]:
+        raise Misfit(f"column {name!r} is an array of shape {list(shape)}, which has no elements")
+    # Arrow has no arrays of a fixed length of nothing
+    return Column(name, "array", dtype.name, shape if shape[0] else (VARIES, *shape[1:]))
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -17,12 +17,6 @@ from instep.plain_file import read_plain, replace_plain
 
 NAME = "manifest.json"
 
-BLOCKS = "blocks.sha256"
-"""The digest of each block of samples, 32 bytes each."""
-
-BAD = "bad.jsonl"
-"""Records that no sample was made of."""
-
 FORMAT = 1
 
 
@@ -32,8 +26,6 @@ class Shard(msgspec.Struct, frozen=True):
     file: str
     samples: int
     bytes: int
-    tasks: list[str] = []
-    """Keys of the tasks whose samples it has; a repeated command does not do them again."""
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -42,8 +34,8 @@ class Source(msgspec.Struct, frozen=True):
     path: str
     bytes: int
     modified_ns: int
-    crc32: int | None = None
-    """Of its bytes, where it was read as bytes."""
+    hash: str
+    """SHA-256 over the CRC-32 of each 64 MiB of its bytes, as hexadecimal digits."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,8 +49,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str
     """Of all samples in their order (`digest.py`)."""
     bad: int
-    """Records that no sample was made of; `bad.jsonl` has them."""
+    """Records that no sample was made of."""
     shards: list[Shard]
+    blocks: str = ""
+    """The file with the digest of each block of samples, 32 bytes each."""
+    bad_file: str = ""
+    """The file with the bad records: where each is, what is wrong, and its text."""
+    tasks: str = ""
+    """The file with the results of tasks: a repeated command does only what has changed."""
     statistics: dict[str, Any] = {}
     """Of each column: mean, deviation, lengths, classes."""
     sources: list[Source] = []
@@ -90,7 +88,8 @@ def read_manifest(folder: Path) -> Manifest:
     if found.format > FORMAT:
         raise DataError(f"{path} is of a newer instep. Update instep to read it.")
     names = [shard.file for shard in found.shards]
-    if any("/" in name or name in ("", ".", "..") for name in names):
+    names += [found.blocks, found.bad_file, found.tasks]
+    if any("/" in name or name in (".", "..") for name in names):
         raise DataError(f"{path} names a file that does not lie beside it.")
     if sum(shard.samples for shard in found.shards) != found.samples:
         raise DataError(f"{path} is damaged: its shards have another number of samples.")

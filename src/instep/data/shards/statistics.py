@@ -8,12 +8,13 @@ formulae and a pairwise algorithm"). Way in: `Figures`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from instep.data.shards.columns import Column
 from instep.data.shards.views import Array, View
@@ -21,8 +22,8 @@ from instep.data.shards.views import Array, View
 MOST_CLASSES = 1000
 """A column with more different values is not counted."""
 
-_STOP = 4096
-"""Of text or integers, so many different values in one batch are no classes."""
+_LONGEST = 256
+"""A column that has longer text has no classes."""
 
 
 class Moments(msgspec.Struct):
@@ -31,8 +32,8 @@ class Moments(msgspec.Struct):
     count: int = 0
     mean: float = 0.0
     squares: float = 0.0
-    least: float = math.inf
-    largest: float = -math.inf
+    least: float | None = None
+    largest: float | None = None
 
     def take(self, other: Moments) -> None:
         """Take in the moments of further numbers (Chan et al., equation 1.5)."""
@@ -43,12 +44,21 @@ class Moments(msgspec.Struct):
         self.mean += apart * (other.count / both)
         self.squares += other.squares + apart * apart * (self.count * other.count / both)
         self.count = both
-        self.least, self.largest = min(self.least, other.least), max(self.largest, other.largest)
+        self.least = _of_both(min, self.least, other.least)
+        self.largest = _of_both(max, self.largest, other.largest)
 
     @property
     def deviation(self) -> float:
         """The standard deviation, of the population."""
         return math.sqrt(self.squares / self.count) if self.count else math.nan
+
+
+def _of_both(
+    choose: Callable[[float, float], float], one: float | None, other: float | None
+) -> float | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return choose(one, other)
 
 
 def moments_of(numbers: Array) -> Moments:
@@ -99,7 +109,7 @@ class Figures(msgspec.Struct):
         if self.lengths.count:
             lengths = self.lengths
             found["lengths"] = {"mean": lengths.mean, "deviation": lengths.deviation}
-            found["lengths"] |= {"least": int(lengths.least), "largest": int(lengths.largest)}
+            found["lengths"] |= {"least": lengths.least, "largest": lengths.largest}
         if self.classes and (column.kind == "text" or column.element.kind in "biu"):
             found["classes"] = dict(sorted(self.classes.items()))
         return found
@@ -127,12 +137,14 @@ def _counts(view: View) -> dict[str, int] | None:
         if len(values) > MOST_CLASSES:
             return None
         return {str(value): int(count) for value, count in zip(values, counts, strict=True)}
-    found: dict[str, int] = {}
-    data, bounds = view.data.tobytes(), view.offsets.tolist()
-    for first, stop in pairwise(bounds):
-        text = data[first:stop]
-        name = text[:64].decode(errors="replace")
-        found[name] = found.get(name, 0) + 1
-        if len(found) > _STOP or stop - first > 256:
-            return None
-    return found if len(found) <= MOST_CLASSES else None
+    if len(view.lengths) and view.lengths.max() > _LONGEST:
+        return None
+    texts = pa.LargeBinaryArray.from_buffers(
+        pa.large_binary(),
+        view.rows,
+        [None, pa.py_buffer(view.offsets), pa.py_buffer(np.ascontiguousarray(view.data))],
+    )
+    counts = pc.value_counts(texts)
+    if len(counts) > MOST_CLASSES:
+        return None
+    return {each["values"].decode(errors="replace"): each["counts"] for each in counts.to_pylist()}

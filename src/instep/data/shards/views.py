@@ -157,3 +157,10 @@ def _numbers(buffer: pa.Buffer | None, dtype: np.dtype, first: int, count: int) 
     if buffer is None or not count:
         return np.empty(0, dtype)
     return np.frombuffer(buffer, dtype, count, first * dtype.itemsize)
+
+
+def based(view: View) -> View:
+    """The view of the same rows, whose offsets begin at 0."""
+    if view.offsets is None:
+        return view
+    return View(view.elements, view.offsets - view.offsets[0])

@@ -1,0 +1,144 @@
+"""Kill processes of `instep prepare` at random moments, again and again: is the result the same?
+
+    python benchmarks/prepare_kills.py --kills 200 --to kills
+
+One file of JSON lines is prepared once undisturbed. Then, until there were so many kills, commands
+are started, and some process of each (the command itself, a worker, the second process that tries
+records again) is killed or stopped at a random moment; a command that was killed is given again.
+Each
+folder that is done in the end is compared with the first: SHA-256, count, bad records, and what is
+left behind. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+FUNCTION = """
+import random
+
+def record(raw):
+    if raw["id"] % 10 == 3:
+        return None
+    if raw["id"] % 5000 == 7:
+        raise ValueError("seven")
+    return {"x": [float(v) for v in raw["v"]], "y": raw["y"], "noise": random.random()}
+"""
+
+
+def make_raw(folder: Path, records: int) -> None:
+    """Write the raw file and the function."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "clean.py").write_text(FUNCTION)
+    draw = random.Random(1)
+    with open(folder / "raw.jsonl", "w") as file:
+        for number in range(records):
+            if number % 50_000 == 777:
+                file.write('{"oops\n')
+                continue
+            row = {"id": number, "y": number % 5, "v": [number / 2] * draw.randint(1, 8)}
+            file.write(json.dumps(row) + "\n")
+
+
+def start(folder: Path, to: Path, workers: int) -> subprocess.Popen[bytes]:
+    """Start one command."""
+    words = ["prepare", "raw.jsonl", "--to", str(to), "--map", "clean.py:record", "--json"]
+    command = [sys.executable, "-m", "instep", *words, "--workers", str(workers)]
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=open(folder / "err.log", "ab"),
+    )
+
+
+def ended(command: subprocess.Popen[bytes]) -> dict[str, Any] | None:
+    """The last line of a command that was not killed."""
+    out, _ = command.communicate()
+    if command.returncode in (-signal.SIGKILL, 130):
+        return None
+    if command.returncode:
+        raise SystemExit(f"a command ended with {command.returncode}: see err.log")
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return found
+
+
+def disturb(command: subprocess.Popen[bytes], draw: random.Random, did: Counter[str]) -> None:
+    """Kill, stop or interrupt one process of a command, if it still runs."""
+    try:
+        master = psutil.Process(command.pid)
+        children = [child for child in master.children() if child.status() != "zombie"]
+    except psutil.NoSuchProcess:
+        return
+    target = draw.choice([master, *children, *children])
+    role = "master" if target.pid == command.pid else "worker"
+    number = draw.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP, signal.SIGINT])
+    if number == signal.SIGSTOP and role == "master":
+        number = signal.SIGKILL
+    if number == signal.SIGINT and role == "worker":
+        number = signal.SIGTERM
+    try:
+        os.kill(target.pid, number)
+        did[f"{role} {signal.Signals(number).name}"] += 1
+    except ProcessLookupError:
+        pass
+
+
+def main() -> int:
+    """Disturb, compare, print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--records", type=int, default=200_000)
+    parser.add_argument("--to", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    folder, draw, did = given.to.resolve(), random.Random(given.seed), Counter[str]()
+    make_raw(folder, given.records)
+    began = time.monotonic()
+    wanted = ended(start(folder, folder / "first", 2))
+    assert wanted is not None, "the first command was killed"
+    took_s, wrong, folders, most_redone = time.monotonic() - began, list[str](), 0, 0
+    while sum(did.values()) < given.kills:
+        to, found, before = folder / f"out-{folders}", None, 0
+        while found is None:
+            command = start(folder, to, draw.randint(1, 3))
+            for _ in range(draw.randint(0, 2)):
+                time.sleep(draw.uniform(0.2, took_s * 0.6))
+                disturb(command, draw, did)
+            found = ended(command)
+            done = len(list((to / ".preparing").glob("*.done"))) if found is None else 0
+            if found is None and done < before:
+                wrong.append(f"{to.name}: {before - done} results are gone")
+            before = done
+        most_redone = max(most_redone, before - found["done_before"])
+        for name in ("sha256", "samples", "bad", "shards", "bytes"):
+            if found[name] != wanted[name]:
+                wrong.append(f"{to.name}: {name} is {found[name]}, not {wanted[name]}")
+        left = [path.name for path in to.iterdir() if path.name.startswith(".")]
+        if left:
+            wrong.append(f"{to.name} has {left}")
+        shutil.rmtree(to)
+        folders += 1
+        print(
+            f"{sum(did.values())} disturbances, {folders} folders, {len(wrong)} wrong", flush=True
+        )
+    result = {"disturbances": dict(did), "folders": folders, "wrong": wrong}
+    print(json.dumps({**result, "most_results_lost": most_redone, "sha256": wanted["sha256"]}))
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

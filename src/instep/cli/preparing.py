@@ -1,0 +1,115 @@
+"""The commands for data: from raw files to shards, and what a folder of them holds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from instep.cli.parsing import Parser
+from instep.cli.saying import say, say_aside
+from instep.errors import INTERRUPTED, DataError, SpecError
+from instep.words import plural
+
+if TYPE_CHECKING:
+    from instep.data.shards.manifest import Manifest
+
+
+def prepare(args: argparse.Namespace) -> int:
+    """Prepare raw files as shards, the same whatever the number of workers."""
+    try:
+        from instep.prepare.asked import Asked
+        from instep.prepare.prepare import prepare as all_of
+    except ModuleNotFoundError as error:
+        raise SpecError(
+            f"instep prepare needs the package {error.name}: pip install 'instep[data]'."
+        ) from None
+    asked = Asked(
+        sources=args.sources,
+        to=args.to,
+        map=args.map,
+        key=args.key,
+        reduce=args.reduce,
+        shuffle=args.shuffle,
+        tokens=args.tokens,
+        length=args.length,
+        unreadable=args.unreadable,
+        seed=args.seed,
+    )
+    done = all_of(asked, say_aside, workers=args.workers)
+    for line in [json.dumps(done.as_table())] if args.json else done.lines():
+        say(line)
+    return INTERRUPTED if done.manifest is None else 0
+
+
+def prepare_options(parser: Parser) -> None:
+    """Options of `instep prepare`."""
+    add = parser.add_argument
+    text = "raw files, folders of them, or patterns in quotes: CSV, JSON lines, Parquet and more"
+    add("sources", nargs="+", metavar="SOURCE", help=text)
+    add("--to", required=True, metavar="FOLDER", help="folder of the shards")
+    text = "function that gives the sample, several, or None of one raw record"
+    add("--map", metavar="FILE.py:FUNCTION", help=text)
+    text = "column whose equal values have samples put together, by --reduce"
+    add("--key", metavar="COLUMN", help=text)
+    text = "function that gives the sample, several, or None of all samples of one key"
+    add("--reduce", metavar="FILE.py:FUNCTION", help=text)
+    text = "put all samples into a random order, which only the seed decides"
+    add("--shuffle", action="store_true", help=text)
+    text = "turn text into tokens: a file that tokenizers saved, or the word bytes"
+    add("--tokens", metavar="TOKENIZER", help=text)
+    add("--length", type=int, metavar="N", help="most tokens of a sample")
+    text = "what a bad record does: it is left out and kept aside, or ends the command"
+    add("--unreadable", choices=("skip", "stop"), default="skip", help=text)
+    text = "of the function's random draws (default: %(default)s)"
+    add("--seed", type=int, default=0, metavar="N", help=text)
+    text = "number of worker processes (default: one for each processor)"
+    add("--workers", type=int, metavar="N", help=text)
+
+
+def data(args: argparse.Namespace) -> int:
+    """Show what a prepared folder holds: samples, columns, classes, lengths, shards."""
+    from instep.data.shards.manifest import read_manifest
+    from instep.report.terminal.dataset import dataset_lines, sample_lines
+
+    folder = Path(args.folder)
+    manifest = read_manifest(folder)
+    lines, table = dataset_lines(folder, manifest), msgspec.to_builtins(manifest)
+    if args.sample is not None:
+        from instep.data.shards.dataset import Shards
+
+        if not 0 <= args.sample < manifest.samples:
+            raise SpecError(f"--sample {args.sample}: the folder has {manifest.samples:,} samples.")
+        lines += sample_lines(args.sample, Shards(folder)[args.sample])
+    if args.verify:
+        wrong = _damaged(folder, manifest)
+        table["damaged"] = wrong
+        lines += [f"damaged    {text}" for text in wrong] or ["verified   all samples"]
+    for line in [json.dumps(table)] if args.json else lines:
+        say(line)
+    if args.verify and wrong:
+        raise DataError(
+            f"{folder} is damaged in {plural(len(wrong), 'place')}. Remove the files that are "
+            "named, and give the same instep prepare again."
+        )
+    return 0
+
+
+def _damaged(folder: Path, manifest: Manifest) -> list[str]:
+    from instep.data.shards.digest import BLOCK
+    from instep.data.shards.verify import damaged
+    from instep.prepare.progress import Progress
+
+    progress = Progress("verified", max(1, manifest.samples // BLOCK), say_aside)
+    return damaged(folder, manifest, progress.step)
+
+
+def data_options(parser: Parser) -> None:
+    """Options of `instep data`."""
+    add = parser.add_argument
+    add("folder", help="folder that instep prepare has made")
+    add("--sample", type=int, metavar="N", help="show one sample")
+    add("--verify", action="store_true", help="compare every sample with its checksum")

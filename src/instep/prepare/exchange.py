@@ -1,0 +1,243 @@
+"""Puts samples into another order that no memory could hold: shuffled, or together by a key.
+
+Each sample has a number of 63 bits: drawn from its place, or hashed from its key. A first task for
+each file of samples sorts it by that number; a second for each range of numbers merges its part of
+all of them. So every sample is written twice, and a process holds one range at a time. Ties keep
+the order of the sources. Way in: `Exchange`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from instep.data.order import keys
+from instep.data.shards.arrow_in import cast
+from instep.data.shards.columns import Column
+from instep.data.shards.encode import Encoded, encode
+from instep.data.shards.views import Array, View, based, batch_of, views_of
+from instep.data.shards.writer import BATCH_BYTES, ShardFile, ShardWriter
+from instep.errors import DataError, InstepError
+from instep.plain_file import replace_plain
+from instep.prepare.asked import Asked
+from instep.prepare.function import Bad, reducer_of, several
+from instep.prepare.messages import Merge, Sort
+from instep.prepare.results import write
+
+MOST_BYTES = 1 << 30
+"""Of the samples of one key: they are in memory together."""
+
+_OF_SHUFFLE = 62
+
+
+BITS = 63
+"""Of the numbers."""
+
+
+def hashed(view: View) -> Array:
+    """The numbers of keys, [rows] uint64: equal where keys are."""
+    found = np.empty(view.rows, np.uint64)
+    for row in range(view.rows):
+        digest = hashlib.blake2b(view.row(row).tobytes(), digest_size=8).digest()
+        found[row] = int.from_bytes(digest, "little") >> 1
+    return found
+
+
+class Exchange:
+    """The tasks of it.
+
+    Args:
+        asked: the seed, or the key and the function for the samples of one.
+        folder: of results.
+    """
+
+    def __init__(self, asked: Asked, folder: Path) -> None:
+        self._asked, self._folder = asked, folder
+        self._reduce = reducer_of(asked)
+
+    def sort(self, task: Sort) -> int:
+        """Write the samples of a result sorted by number, and the numbers beside them."""
+        columns = task.columns
+        held = [
+            [cast(view, column) for view, column in zip(views, columns, strict=True)]
+            for part in task.parts
+            for views in ShardFile(Path(part.file)).between(part.first, part.first + part.samples)
+        ]
+        numbers = self._numbers(task, held)
+        order = np.argsort(numbers, kind="stable")
+        to = self._folder / f"{task.key}.sorted"
+        with ShardWriter(to, columns) as writer:
+            for views in taken(held, columns, order):
+                writer.write(views)
+            beside = to.with_name(f".{to.stem}.npy")
+            np.save(beside, numbers[order])
+            beside.replace(to.with_suffix(".npy"))
+            writer.close()
+        return writer.bytes
+
+    def _numbers(self, task: Sort, held: list[list[View]]) -> Array:
+        if self._asked.key is None:
+            return keys(
+                self._asked.seed,
+                _OF_SHUFFLE,
+                task.task,
+                np.arange(sum(part.samples for part in task.parts)),
+            )
+        at = [column.name for column in task.columns].index(self._asked.key)
+        return np.concatenate([hashed(views[at]) for views in held])
+
+    def merge(self, task: Merge) -> dict[str, Any]:
+        """Write the samples of a range of numbers, or what the function makes of those of a key.
+
+        Raises:
+            DataError: they are more than a process may hold.
+            RecipeError: the function raised something else than ValueError.
+        """
+        files = [self._folder / f"{key}.sorted" for key in task.sorted]
+        held, order = merged(files, task.first, task.stop)
+        if self._reduce is None:
+            batches = (
+                Encoded(task.columns, views, []) for views in taken(held, task.columns, order)
+            )
+            return write(self._folder, task.key, task.columns, batches, lambda _: (0, 0))
+        samples, bad = self._reduced(task, held, order)
+        found = encode(samples, None) if samples else Encoded([], [], [])
+        bad += [{"where": "samples of a key", "error": text} for _, text in found.misfits]
+        if bad and self._asked.unreadable == "stop":
+            raise DataError(
+                f"{bad[0]['where']}: {bad[0]['error']}. To leave such keys out: --unreadable skip."
+            )
+
+        def counts(beside: Path) -> tuple[int, int]:
+            if bad:
+                replace_plain(beside, "".join(json.dumps(each) + "\n" for each in bad))
+            return 0, len(bad)
+
+        batches = (Encoded(found.columns, views, []) for views in in_batches(found))
+        return write(self._folder, task.key, found.columns, batches, counts)
+
+    def _reduced(
+        self, task: Merge, held: list[list[View]], order: Array
+    ) -> tuple[list[Any], list[dict[str, Any]]]:
+        """What the function makes of the samples of each key; and keys that are bad."""
+        assert self._reduce is not None, "only where samples are put together"
+        at = [column.name for column in task.columns].index(str(self._asked.key))
+        samples, bad = list[Any](), list[dict[str, Any]]()
+        for views in taken(held, task.columns, order, parts=1):
+            for number, group in groups(views, task.columns, at):
+                self._reduce.seed("", number)
+                given, name = list[Any](), group[0][str(self._asked.key)]
+                try:
+                    self._reduce.many([group], given)
+                except InstepError as error:
+                    raise type(error)(f"key {name!r}: {error}") from None
+                if isinstance(given[0], Bad):
+                    bad.append({"where": f"key {name!r}", "error": given[0].text})
+                else:
+                    samples += several(given[0])
+        return samples, bad
+
+
+def in_batches(found: Encoded) -> Iterator[list[View]]:
+    """The samples in batches of about `BATCH_BYTES`."""
+    rows = found.views[0].rows if found.views else 0
+    size = sum(view.elements.nbytes for view in found.views)
+    for first, stop in pairwise(_cuts(rows, size)):
+        if stop > first:
+            yield [based(view.between(first, stop)) for view in found.views]
+
+
+def taken(
+    held: list[list[View]], columns: Sequence[Column], order: Array, parts: int | None = None
+) -> Iterator[list[View]]:
+    """Samples of several batches in another order, in batches of about `BATCH_BYTES`.
+
+    Args:
+        held: the batches.
+        columns: of them.
+        order: numbers of samples.
+        parts: how many batches instead.
+    """
+    if not held:
+        return
+    table = pa.Table.from_batches([batch_of(columns, list(map(based, each))) for each in held])
+    cuts = [0, len(order)] if parts == 1 else _cuts(len(order), table.nbytes)
+    for first, stop in pairwise(cuts):
+        for batch in table.take(pa.array(order[first:stop])).combine_chunks().to_batches():
+            yield views_of(batch, columns)
+
+
+def _cuts(rows: int, size: int) -> list[int]:
+    parts = max(1, -(-size // BATCH_BYTES))
+    return [rows * at // parts for at in range(parts + 1)]
+
+
+def merged(files: Sequence[Path], first: int, stop: int) -> tuple[list[list[View]], Array]:
+    """The samples of a range of numbers of all sorted files, and their order.
+
+    Args:
+        files: in the order of sources.
+        first, stop: the range of numbers.
+
+    Returns:
+        Batches of views, and the order of their samples by number, ties in the order of sources.
+
+    Raises:
+        DataError: they are more than a process may hold.
+    """
+    held, numbers, size = list[list[View]](), list[Array](), 0
+    for path in files:
+        own = np.load(path.with_suffix(".npy"), mmap_mode="r")
+        begin = int(np.searchsorted(own, np.uint64(first)))
+        end = int(np.searchsorted(own, np.uint64(stop)))
+        if end > begin:
+            parts = list(ShardFile(path).between(begin, end))
+            size += sum(view.elements.nbytes for views in parts for view in views)
+            if size > MOST_BYTES:
+                raise DataError(
+                    f"the samples of one key, or of few, have more than {MOST_BYTES >> 20} MiB. "
+                    "Leave parts of them out in --map, or use a finer key."
+                )
+            held += parts
+            numbers.append(np.asarray(own[begin:end]))
+    whole = np.concatenate(numbers) if numbers else np.empty(0, np.uint64)
+    return held, np.argsort(whole, kind="stable")
+
+
+def groups(
+    views: Sequence[View], columns: Sequence[Column], at: int
+) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """The samples of each key, and its number.
+
+    Args:
+        views: of samples in the order of their numbers.
+        columns: of them.
+        at: which column is the key.
+    """
+    held: dict[bytes, list[dict[str, Any]]] = {}  # keys of one number, hardly ever several
+    before = -1
+    for row, number in enumerate(hashed(views[at]).tolist()):
+        if number != before:
+            for group in held.values():
+                yield before, group
+            held, before = {}, number
+        sample = {c.name: plain(c, v.row(row)) for c, v in zip(columns, views, strict=True)}
+        held.setdefault(views[at].row(row).tobytes(), []).append(sample)
+    for group in held.values():
+        yield before, group
+
+
+def plain(column: Column, value: Any) -> Any:
+    """A value as a function of the user's gets it: a number, an array, text or bytes."""
+    if column.kind == "number":
+        return value.item()
+    if column.kind == "text":
+        return value.tobytes().decode()
+    return value.tobytes() if column.kind in ("bytes", "image") else value.copy()

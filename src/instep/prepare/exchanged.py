@@ -1,0 +1,100 @@
+"""The tasks that put samples into another order: each result sorted, then each range merged.
+
+Way in: `exchanged`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+
+import msgspec
+
+from instep.data.shards.columns import Column
+from instep.errors import DataError, near_miss
+from instep.prepare.asked import Asked
+from instep.prepare.crew import Crew
+from instep.prepare.exchange import BITS
+from instep.prepare.folder import Folder
+from instep.prepare.messages import Mapped, Merge, Sort
+from instep.prepare.progress import Progress
+
+
+def exchanged(
+    results: Sequence[Mapped],
+    columns: list[Column],
+    asked: Asked,
+    folder: Folder,
+    crew: Crew,
+    say: Callable[[str], None],
+) -> list[Mapped]:
+    """The results of merged ranges, in their order.
+
+    Args:
+        results: of tasks, in the order of sources.
+        columns: that hold the samples of all.
+        asked: to shuffle, or the key and the function.
+        folder: of results.
+        crew: does the tasks.
+        say: prints a line of progress.
+
+    Raises:
+        DataError: no column has that name, or samples of one key are too many.
+    """
+    _check(asked, columns)
+    about = json.dumps([asked.exchanges(), repr(columns)])
+    sorts = [
+        Sort(number, _key(about, result.key, number), number, result.parts, columns)
+        for number, result in enumerate(results)
+        if result.samples
+    ]
+    left = [task for task in sorts if not (folder.work / f"{task.key}.sorted").exists()]
+    progress = Progress("sorted", len(left), say)
+    for _ in crew.do(left):
+        progress.step()
+    merges = list(_merges(sorts, results, columns, asked, about))
+    known = folder.results()
+    found = {task.key: known[task.key] for task in merges if task.key in known}
+    open_ = [task for task in merges if task.key not in found]
+    progress = Progress("merged", len(open_), say)
+    for done in crew.do(open_):
+        result = msgspec.convert(done.value, Mapped)
+        found[result.key] = result
+        progress.step()
+    return [found[task.key] for task in merges]
+
+
+def _check(asked: Asked, columns: Sequence[Column]) -> None:
+    if asked.key is None:
+        return
+    names = {column.name: column for column in columns}
+    if asked.key not in names:
+        raise DataError(
+            f"--key {asked.key!r}: no column has that name. {near_miss(asked.key, names)}"
+        )
+    if names[asked.key].kind not in ("number", "text", "bytes"):
+        raise DataError(
+            f"--key {asked.key!r}: the column is {names[asked.key]}; wanted: a number or text."
+        )
+
+
+def _merges(
+    sorts: Sequence[Sort],
+    results: Sequence[Mapped],
+    columns: list[Column],
+    asked: Asked,
+    about: str,
+) -> Iterator[Merge]:
+    size = sum(result.bytes for result in results)
+    count = max(1, round(size / asked.shard_bytes))
+    keys = [task.key for task in sorts]
+    whole = _key(about, *keys)
+    cuts = [(1 << BITS) * at // count for at in range(count + 1)]
+    for number, (first, stop) in enumerate(pairwise(cuts)):
+        yield Merge(number, _key(whole, number, count), keys, first, stop, columns)
+
+
+def _key(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]

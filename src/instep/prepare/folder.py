@@ -1,0 +1,175 @@
+"""The folder of a preparation: results of tasks while it goes on, shards when it has ended.
+
+Results lie in `.preparing` within the folder that is asked for. A task's samples are `KEY.arrow`,
+and count once `KEY.done` is there, which is written last. Way in: `Folder`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from instep.data.shards.manifest import Manifest, Shard, read_manifest
+from instep.errors import DataError, RunError
+from instep.plain_file import plain, read_plain
+from instep.prepare.messages import Mapped, Segment
+from instep.store.folder import lock, open_own, unlock
+
+
+class Folder:
+    """The folder that `--to` names."""
+
+    def __init__(self, to: Path) -> None:
+        self.path, self.work = to, to / ".preparing"
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Make it if it is missing, and lock it.
+
+        Raises:
+            RunError: another command prepares it, it has other files, or cannot be written.
+        """
+        self._check()
+        new = not self.path.exists()
+        try:
+            self.work.mkdir(parents=True, exist_ok=True)
+            (self.work / "logs").mkdir(exist_ok=True)
+            file = open_own(self.work / "lock")
+        except OSError as error:
+            raise RunError(
+                f"{self.path} cannot be written: {error.strerror}. Choose another --to."
+            ) from None
+        with file:
+            if not lock(file):
+                raise RunError(
+                    f"another command prepares {self.path} at the moment. Wait for its end, or "
+                    "stop it there with Ctrl-C."
+                )
+            try:
+                yield
+            finally:
+                if not any(self.work.glob("*.done")):
+                    shutil.rmtree(self.work, ignore_errors=True)
+                    if new:
+                        with suppress(OSError):
+                            self.path.rmdir()
+                unlock(file)
+
+    def _check(self) -> None:
+        if self.path.is_file():
+            raise RunError(f"--to {self.path} is a file. Name a folder for the shards.")
+        ours = self.work.exists() or (self.path / "manifest.json").exists()
+        if self.path.is_dir() and not ours and any(self.path.iterdir()):
+            raise RunError(
+                f"--to {self.path} has files that instep did not make. Name a new folder."
+            )
+
+    def results(self) -> dict[str, Mapped]:
+        """Of the tasks that are done, by key: of this command's predecessors, and in the shards."""
+        found = self._published()
+        for path in self.work.glob("*.done"):
+            with suppress(OSError, msgspec.MsgspecError, RecursionError):
+                result = msgspec.json.decode(read_plain(path), type=Mapped)
+                size = os.stat(self.work / f"{result.key}.arrow").st_size
+                if f"{result.key}.done" == path.name and size == result.bytes:
+                    file = str(self.work / f"{result.key}.arrow")
+                    result.parts = [Segment(file, 0, result.samples)]
+                    found[result.key] = result
+        return found
+
+    def _published(self) -> dict[str, Mapped]:
+        """Tasks whose samples are in the shards of the manifest that is there."""
+        with suppress(DataError, OSError, msgspec.MsgspecError, RecursionError):
+            manifest = read_manifest(self.path)
+            whole = {shard.file for shard in manifest.shards if self._is_whole(shard)}
+            kept = msgspec.json.decode(read_plain(self.path / manifest.tasks), type=list[Mapped])
+            there = {r.key: r for r in kept if {part.file for part in r.parts} <= whole}
+            for result in there.values():
+                result.parts = [
+                    Segment(str(self.path / part.file), part.first, part.samples)
+                    for part in result.parts
+                ]
+            return there
+        return {}
+
+    def whole(self, manifest: Manifest) -> bool:
+        """Whether all shards of a manifest are there."""
+        found = [self._is_whole(shard) for shard in manifest.shards]  # each, not up to the first
+        return all(found)
+
+    def _is_whole(self, shard: Shard) -> bool:
+        """Whether a shard has its size; one that has another is removed, and made again."""
+        path = self.path / shard.file
+        with suppress(FileNotFoundError):
+            if path.stat().st_size == shard.bytes:
+                return True
+            path.unlink()
+        return False
+
+    def clean(self) -> None:
+        """Remove what processes left that were killed."""
+        for left in [*self.work.glob(".*"), *self.path.glob(".*-*.*.*")]:
+            with suppress(OSError):
+                left.unlink()
+
+    def bad_of(self, key: str) -> list[dict[str, Any]]:
+        """The bad records of a task: of this command's predecessors, or in the file of them."""
+        with suppress(FileNotFoundError):
+            return [json.loads(line) for line in read_plain(self.work / f"{key}.bad").splitlines()]
+        with suppress(DataError, OSError):
+            manifest = read_manifest(self.path)
+            lines = read_plain(self.path / manifest.bad_file).splitlines()
+            return [bad for bad in map(json.loads, lines) if bad["task"] == key]
+        return []
+
+    def keep(self, name: str, data: bytes) -> str:
+        """Write a file of the manifest; returns its name."""
+        beside = self.path / f".{name}.{os.getpid()}"
+        with open(beside, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(self.path / name)
+        return name
+
+    def manifest(self) -> Manifest | None:
+        """The one that is there."""
+        with suppress(DataError):
+            return read_manifest(self.path)
+        return None
+
+    def remove_others(self, manifest: Manifest) -> None:
+        """Remove shards and other files of former manifests, and the results of tasks."""
+        known = {shard.file for shard in manifest.shards}
+        known |= {manifest.blocks, manifest.tasks, manifest.bad_file, "manifest.json"}
+        for pattern in ("shard-*.arrow", "blocks-*.sha256", "tasks-*.json", "bad-*.jsonl"):
+            for path in self.path.glob(pattern):
+                if path.name not in known:
+                    path.unlink(missing_ok=True)
+        shutil.rmtree(self.work, ignore_errors=True)
+
+
+def link(file: Path, to: Path) -> None:
+    """Give a file a second name, or a copy where the file system has no links."""
+    with suppress(FileExistsError):
+        try:
+            os.link(file, to)
+        except FileExistsError:
+            raise
+        except OSError:
+            beside = to.with_name(f".{to.name}.{os.getpid()}")
+            shutil.copyfile(file, beside)
+            beside.replace(to)
+
+
+def sync(path: Path) -> None:
+    """Flush a file to the disk."""
+    with open(path, "rb", opener=plain) as file:
+        os.fsync(file.fileno())

@@ -1,0 +1,205 @@
+"""What makes samples of raw records: the user's function, a tokenizer, or nothing.
+
+A function may draw from the global generators of random, numpy and torch: then they are seeded for
+each record, from the job's seed, the file's name and the record's place. Whether it draws is seen
+at one record of `ONE_IN`; there its samples are kept as a digest too, which another process
+compares with its own. Way in: `mapper_of`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from instep.data.order import key
+from instep.data.shards.encode import encode
+from instep.errors import RecipeError, SpecError, one_line, own_line
+from instep.prepare.asked import Asked
+from instep.recipe.source_file import load_function
+
+ONE_IN = 256
+"""One record of so many is tried twice."""
+
+_OF_DRAWS = 61
+
+
+class Bad(NamedTuple):
+    """A record that no sample was made of."""
+
+    text: str
+
+
+def mapper_of(asked: Asked) -> Function | Tokens | None:
+    """What makes samples of records; None where records are samples.
+
+    Raises:
+        InstepError: the function or the tokenizer cannot be loaded.
+    """
+    if asked.map is not None:
+        file, _, name = asked.map.rpartition(":")
+        function = load_function(f"{os.path.abspath(file)}:{name}", "map")
+        return Function(function, name, asked.seed)
+    if asked.tokens is not None:
+        return Tokens(asked.tokens, asked.length)
+    return None
+
+
+def reducer_of(asked: Asked) -> Function | None:
+    """What makes samples of all samples of a key.
+
+    Raises:
+        InstepError: it cannot be loaded.
+    """
+    if asked.reduce is None:
+        return None
+    file, _, name = asked.reduce.rpartition(":")
+    what = "map" if asked.map and asked.map.rpartition(":")[0] == file else "reduce"
+    return Function(load_function(f"{os.path.abspath(file)}:{name}", what), name, asked.seed)
+
+
+class Draws(Exception):
+    """The function draws random numbers, and the generators were not seeded for each record."""
+
+
+class Function:
+    """The user's function.
+
+    Args:
+        function: of one record.
+        name: of it, for messages.
+        seed: of the job.
+    """
+
+    def __init__(self, function: Callable[[Any], Any], name: str, seed: int) -> None:
+        self._function, self._name, self._seed = function, name, seed
+
+    def seed(self, file: str, place: int) -> None:
+        """Seed the generators for a record of a file."""
+        number = key(self._seed, _OF_DRAWS, _number(file), place)
+        random.seed(number)
+        np.random.seed(number & 0xFFFFFFFF)
+        if (torch := sys.modules.get("torch")) is not None:
+            torch.manual_seed(number)
+
+    def state(self) -> Any:
+        """What the generators are like."""
+        _, words, *rest = np.random.get_state(legacy=True)
+        torch = sys.modules.get("torch")
+        drawn = torch.get_rng_state().numpy().tobytes() if torch is not None else b""
+        return random.getstate(), np.asarray(words).tobytes(), rest, drawn
+
+    def many(self, records: Sequence[Any], given: list[Any]) -> None:
+        """Append what the function gives of each record; `Bad` where it raises ValueError.
+
+        Raises:
+            RecipeError: it raised something else, for the record after the last in `given`.
+        """
+        call, left = self._function, iter(records)
+        while True:
+            try:
+                for record in left:
+                    given.append(call(record))
+                return
+            except ValueError as error:
+                given.append(Bad(one_line(error) or "ValueError"))
+            except Exception as error:
+                place, _ = own_line(error)
+                at = f" ({place})" if place else ""
+                raise RecipeError(
+                    f"{self._name} raised {type(error).__name__}: {one_line(error)}{at}. A "
+                    "function that raises ValueError leaves the record out."
+                ) from None
+
+
+def several(given: Any) -> Sequence[Any]:
+    """The samples that a function gave of one record."""
+    if given is None:
+        return ()
+    if isinstance(given, Mapping) or not isinstance(given, Iterable) or isinstance(given, str):
+        return (given,)
+    return list(given)
+
+
+class Tokens:
+    """A tokenizer: of each text, samples of at most `length` tokens.
+
+    A sample has `tokens` [n] int32, `document` (a number of the text) and `start` (of its first
+    token in the text), so documents are never joined.
+
+    Raises:
+        SpecError: there is no such tokenizer.
+    """
+
+    def __init__(self, path: str, length: int | None) -> None:
+        self._length, self._tokenizer = length, None
+        if path != "bytes":
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # workers are as many as there are cores
+            try:
+                from tokenizers import Tokenizer
+
+                self._tokenizer = Tokenizer.from_file(path)
+            except ImportError:
+                raise SpecError(
+                    "--tokens needs the package tokenizers: pip install 'instep[data]'."
+                ) from None
+            except Exception as error:
+                raise SpecError(
+                    f"--tokens {path!r} cannot be read: {one_line(error)}. Wanted: a file that "
+                    "tokenizers saved, as tokenizer.json, or the word bytes."
+                ) from None
+
+    def of_file(self, file: str, records: Sequence[Any], places: Sequence[int]) -> list[Any]:
+        """The samples of each record, or a `Bad`."""
+        texts = [_text(record) for record in records]
+        good = [text for text in texts if not isinstance(text, Bad)]
+        if self._tokenizer is None:
+            encoded = [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in good]
+        else:
+            encoded = [
+                np.asarray(found.ids, np.int32)
+                for found in self._tokenizer.encode_batch_fast(good, add_special_tokens=False)
+            ]
+        left = iter(encoded)
+        return [
+            text if isinstance(text, Bad) else self._cut(next(left), key(_number(file), place))
+            for text, place in zip(texts, places, strict=True)
+        ]
+
+    def _cut(self, tokens: Any, document: int) -> list[Any]:
+        length = self._length or max(1, len(tokens))
+        return [
+            {"tokens": tokens[at : at + length], "document": document, "start": at}
+            for at in range(0, len(tokens), length)
+        ]
+
+
+def _text(record: Any) -> str | Bad:
+    text = record.get("text") if isinstance(record, dict) else record
+    if isinstance(text, bytes):
+        text = text.decode(errors="replace")
+    return text if isinstance(text, str) else Bad("the record has no text in a column 'text'")
+
+
+def digest_of(given: Any) -> bytes:
+    """A digest of what a function gave of one record, for comparing with another process."""
+    samples, found = several(given), hashlib.blake2b(digest_size=16)
+    found.update(str(len(samples)).encode())
+    for sample in samples:
+        encoded = encode([sample], None)
+        found.update(repr([(c.name, c.kind, c.dtype, c.shape) for c in encoded.columns]).encode())
+        found.update(repr(encoded.misfits).encode())
+        for view in encoded.views:
+            found.update(view.elements.tobytes())
+    return found.digest()
+
+
+def _number(file: str) -> int:
+    """A number of a file's name, whose folder may be another tomorrow."""
+    name = os.path.basename(file).encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")

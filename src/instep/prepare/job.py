@@ -1,0 +1,268 @@
+"""The parts of one preparation in their order: cut, scan, map, join, digest, publish.
+
+Which process does a task is not known here. Way in: `Job.run`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from instep.data.raw import FORMATS, Piece
+from instep.data.shards.columns import Column
+from instep.data.shards.digest import blocks_of, digest_of
+from instep.data.shards.manifest import Manifest, Shard, Source, write_manifest
+from instep.errors import DataError, RunError
+from instep.prepare import plan
+from instep.prepare.asked import Asked
+from instep.prepare.assemble import Planned, columns_of, figures_of, layout, moved
+from instep.prepare.bad import bad_records
+from instep.prepare.crew import Crew
+from instep.prepare.exchanged import exchanged
+from instep.prepare.folder import Folder, link, sync
+from instep.prepare.messages import (
+    Again,
+    Digest,
+    Done,
+    Head,
+    Join,
+    Map,
+    Mapped,
+    Scan,
+    Sum,
+    Task,
+)
+from instep.prepare.plan import Group, RawFile, groups_of, plan_key
+from instep.prepare.progress import Progress
+from instep.units import readable_bytes
+from instep.words import plural
+
+SPAN = 64 << 20
+"""Bytes of a raw file whose checksum is one task."""
+
+_DIGESTED = 32
+"""Tasks that the digest of all samples is made in."""
+
+_SHOWN = 3
+"""Bad records that the command names."""
+
+
+class Job:
+    """The parts of one preparation, in their order."""
+
+    def __init__(
+        self,
+        asked: Asked,
+        folder: Folder,
+        files: list[RawFile],
+        crew: Crew,
+        workers: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self._asked, self._folder, self._files = asked, folder, files
+        self._crew, self._workers, self._say = crew, workers, say
+        self.tasks, self.done_before = 0, 0
+        self.first_bad: list[str] = []
+        self._results: list[Mapped] = []
+        self._before: list[Mapped] = []  # of the tasks whose samples were put into another order
+        self._plan = ""
+
+    def run(self) -> Manifest:
+        """Do all of it.
+
+        Raises:
+            InstepError: a task cannot be done.
+            Interrupted: a signal has come.
+        """
+        size = sum(file.bytes for file in self._files)
+        of = f"{plural(len(self._files), 'file')}, {readable_bytes(size)}"
+        self._say(f"preparing {of}, workers: {self._workers}")
+        groups = groups_of(self._settled(), self._asked)
+        self.tasks, self._plan = len(groups), plan_key(groups, self._asked)
+        before = self._folder.manifest()
+        if before and before.made_by.get("plan") == self._plan and self._folder.whole(before):
+            self.done_before = self.tasks
+            return before
+        results = self._mapped(groups)
+        self._results = [results[group.key] for group in groups]
+        columns = columns_of(self._results)
+        if not columns:
+            raise DataError(self._nothing())
+        if self._asked.exchanges() is not None:
+            self._before = self._results
+            self._results = exchanged(
+                self._before, columns, self._asked, self._folder, self._crew, self._say
+            )
+            columns = columns_of(self._results)
+            if not columns:
+                raise DataError(self._nothing())
+        shards = layout(self._results, columns, self._asked.shard_bytes)
+        self._write(shards, columns)
+        return self._publish(shards, columns)
+
+    def _settled(self) -> Iterator[tuple[RawFile, list[Piece]]]:
+        """The pieces of each file, scanned where their format needs it."""
+        cut = plan.cut(self._files)
+        pieces = [piece for _, of in cut for piece in of if piece.scan]
+        progress = Progress("scanned", len(pieces), self._say)
+        found: dict[int, int] = {}
+        for done in self._crew.do([Scan(at, piece) for at, piece in enumerate(pieces)]):
+            found[done.number] = done.value
+            progress.step()
+        scans = iter([found[number] for number in range(len(pieces))])
+        for file, of in cut:
+            if any(piece.scan for piece in of):
+                of = FORMATS[file.format]().settle(of, [next(scans) for _ in of])
+            yield file, of
+
+    def _mapped(self, groups: Sequence[Group]) -> dict[str, Mapped]:
+        """The results of all tasks, by key."""
+        known = self._folder.results()
+        results = {group.key: known[group.key] for group in groups if group.key in known}
+        left = [group for group in groups if group.key not in results]
+        self.done_before = len(results)
+        if self.done_before:
+            self._say(f"{self.done_before} of {plural(len(groups), 'task')} are done already")
+        if not left:
+            return results
+        columns = self._head(groups, results)
+        self._check_room(groups, results)
+        progress = Progress("prepared", len(groups), self._say, len(results))
+        tasks = [Map(number, group.key, group.pieces, columns) for number, group in enumerate(left)]
+        for done in self._crew.do(tasks, _to_repeat):
+            result = msgspec.convert(done.value, Mapped)
+            results[result.key] = result
+            progress.step(result.records)
+        return results
+
+    def _head(self, groups: Sequence[Group], results: dict[str, Mapped]) -> list[Column]:
+        """The columns that the first samples have."""
+        for group in groups:
+            if group.key in results and results[group.key].samples:
+                return results[group.key].columns
+            if group.key in results:
+                continue
+            (done,) = self._crew.do([Head(0, group.pieces)])
+            if done.value:
+                return msgspec.convert(done.value, list[Column])
+        return []
+
+    def _check_room(self, groups: Sequence[Group], results: dict[str, Mapped]) -> None:
+        """Refuse what cannot fit, as far as results so far tell."""
+        done = [result.bytes for result in results.values()]
+        if done:
+            needed = sum(done) / len(done) * (len(groups) - len(done))
+            free = shutil.disk_usage(self._folder.path).free
+            if needed > free:
+                raise RunError(
+                    f"{self._folder.path} has {readable_bytes(free)} left, and the shards need "
+                    f"about {readable_bytes(needed)} more. Free some, or choose another --to."
+                )
+
+    def _nothing(self) -> str:
+        results = [*self._before, *self._results]
+        records, bad = (sum(getattr(r, n) for r in results) for n in ("records", "bad"))
+        text = f"no sample was made of {plural(records, 'record')}"
+        for line in bad_records(results, self._folder):
+            return f"{text}: {bad} are bad, the first is {line['where']}: {line['error']}."
+        return f"{text}: the function gave None for each." if records else f"{text}."
+
+    def _write(self, shards: Sequence[Planned], columns: list[Column]) -> None:
+        """Have the shards lie in the folder."""
+        tasks = []
+        for number, shard in enumerate(shards):
+            to = self._folder.path / shard.name
+            if to.exists():  # its name says which samples it has, and it is there whole or not
+                continue
+            if shard.whole:
+                link(Path(shard.parts[0].file), to)
+            else:
+                tasks.append(Join(number, shard.parts, columns, str(to)))
+        progress = Progress("joined", len(tasks), self._say)
+        for _ in self._crew.do(tasks):
+            progress.step()
+
+    def _publish(self, shards: Sequence[Planned], columns: list[Column]) -> Manifest:
+        """Write the manifest, once all that it names is on the disk."""
+        path = self._folder.path
+        sizes = [(path / shard.name).stat().st_size for shard in shards]
+        blocks = self._blocks(shards)
+        samples = sum(shard.samples for shard in shards)
+        kept = [msgspec.to_builtins(result) for result in moved(self._results, shards)]
+        bad = list(bad_records([*self._before, *self._results], self._folder))
+        self.first_bad = [f"{line['where']}: {line['error']}" for line in bad[:_SHOWN]]
+        name = hashlib.sha256("".join(shard.name for shard in shards).encode()).hexdigest()[:16]
+        manifest = Manifest(
+            columns=columns,
+            samples=samples,
+            bytes=sum(sizes),
+            sha256=digest_of(columns, samples, [blocks]),
+            bad=len(bad),
+            shards=[Shard(s.name, s.samples, size) for s, size in zip(shards, sizes, strict=True)],
+            statistics=figures_of(self._results, columns),
+            sources=self._sources(),
+            made_by=self._made_by(),
+            blocks=self._folder.keep(f"blocks-{name}.sha256", blocks),
+            tasks=self._folder.keep(f"tasks-{name}.json", json.dumps(kept).encode()),
+            bad_file=self._folder.keep(f"bad-{name}.jsonl", _lines(bad)) if bad else "",
+        )
+        for shard in shards:
+            sync(path / shard.name)
+        write_manifest(path, manifest)
+        return manifest
+
+    def _blocks(self, shards: Sequence[Planned]) -> bytes:
+        """The digests of all blocks of samples."""
+        files = [(str(self._folder.path / shard.name), shard.samples) for shard in shards]
+        count = blocks_of(sum(shard.samples for shard in shards))
+        cuts = [count * at // _DIGESTED for at in range(_DIGESTED + 1)]
+        tasks = [
+            Digest(number, files, first, stop)
+            for number, (first, stop) in enumerate(pairwise(cuts))
+            if stop > first
+        ]
+        found = {done.number: done.value for done in self._crew.do(tasks)}
+        return b"".join(found[number] for number in sorted(found))
+
+    def _sources(self) -> list[Source]:
+        """The raw files, with a hash of their bytes."""
+        tasks, of = list[Task](), list[int]()
+        for at, file in enumerate(self._files):
+            for first in range(0, file.bytes, SPAN):
+                stop = min(first + SPAN, file.bytes)
+                tasks.append(Sum(len(tasks), str(file.path), first, stop))
+                of.append(at)
+        sums = {done.number: done.value for done in self._crew.do(tasks)}
+        hashes = [hashlib.sha256() for _ in self._files]
+        for number, at in enumerate(of):
+            hashes[at].update(sums[number].to_bytes(4, "little"))
+        return [
+            Source(str(file.path), file.bytes, file.modified_ns, found.hexdigest())
+            for file, found in zip(self._files, hashes, strict=True)
+        ]
+
+    def _made_by(self) -> dict[str, Any]:
+        """What has decided the samples, beside the sources."""
+        versions = {
+            "instep": version("instep"),
+            "pyarrow": version("pyarrow"),
+            "numpy": version("numpy"),
+        }
+        asked = msgspec.to_builtins(self._asked)
+        return {"asked": asked, "plan": self._plan, "versions": versions}
+
+
+def _to_repeat(done: Done) -> Task | None:
+    return Again(done.number, done.again) if done.again else None
+
+
+def _lines(tables: Sequence[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(table) + "\n" for table in tables).encode()

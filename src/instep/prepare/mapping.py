@@ -1,0 +1,341 @@
+"""From raw records to samples in a file: what a worker does most of the time.
+
+Records that no sample can be made of are kept aside, and one record of `ONE_IN` is noted for
+another process to try. Nothing here knows processes. Way in: `Mapping`.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from instep.data.raw import FORMATS, Chunk, Piece, RawFormat
+from instep.data.shards.arrow_in import encode_batch
+from instep.data.shards.columns import Column, Misfit
+from instep.data.shards.encode import Encoded, encode
+from instep.data.shards.writer import BATCH_BYTES
+from instep.errors import DataError, InstepError
+from instep.plain_file import replace_plain
+from instep.prepare.asked import Asked
+from instep.prepare.function import (
+    ONE_IN,
+    Bad,
+    Draws,
+    Function,
+    Tokens,
+    digest_of,
+    mapper_of,
+    several,
+)
+from instep.prepare.messages import Done, Map
+from instep.prepare.results import Wider, write
+
+_HEAD = 256
+"""Samples that say what the columns are."""
+
+_FIRST = 64
+"""Samples of the first batch of a file; of others as many as make `BATCH_BYTES`."""
+
+_MOST_ROWS = 16384
+"""Samples of one record batch."""
+
+_MOST_AGAIN = 4 << 20
+"""Bytes of records of one task that are tried again."""
+
+_MOST_KEPT = 1 << 16
+"""Characters of a bad record that are kept."""
+
+Origin = tuple[Piece, int, Any]
+"""What a sample was made of: piece, place and record."""
+
+
+class _Held:
+    """Samples that wait for their batch, and what each was made of."""
+
+    def __init__(self) -> None:
+        self.samples: list[Any] = []
+        self.of: list[Origin] = []
+
+    def first(self, count: int) -> tuple[list[Any], list[Origin]]:
+        """The first of them, which wait no longer."""
+        samples, self.samples = self.samples[:count], self.samples[count:]
+        of, self.of = self.of[:count], self.of[count:]
+        return samples, of
+
+
+class Mapping:
+    """Makes samples of the records of pieces.
+
+    Args:
+        asked: sources and function.
+        folder: for results.
+        beat: told now and then where this process reads.
+
+    Raises:
+        InstepError: the user's function cannot be loaded.
+    """
+
+    def __init__(self, asked: Asked, folder: Path, beat: Callable[[str, int], None]) -> None:
+        self._asked, self._folder, self._beat = asked, folder, beat
+        self._mapper = mapper_of(asked)
+        self._formats: dict[str, RawFormat] = {}
+
+    def format(self, piece: Piece) -> RawFormat:
+        """The format of a piece."""
+        if piece.format not in self._formats:
+            self._formats[piece.format] = FORMATS[piece.format]()
+        return self._formats[piece.format]
+
+    def head(self, pieces: Sequence[Piece]) -> list[Column]:
+        """The columns of the first samples."""
+        for batch in self._batches(pieces, _HEAD, None, _Notes(seeded=True)):
+            if batch.columns:
+                return batch.columns
+        return []
+
+    def map(self, task: Map) -> Done:
+        """The samples of a task, in a file.
+
+        Raises:
+            InstepError: a record ends the command.
+        """
+        columns, seeded = task.columns, False
+        while True:
+            notes = _Notes(seeded)
+            try:
+                batches = self._batches(task.pieces, _FIRST, columns, notes)
+                result = write(self._folder, task.key, columns, batches, notes.counts)
+            except Wider as wider:
+                columns = wider.columns
+            except Draws:
+                seeded = True
+            else:
+                return Done(task.number, result, notes.to_try_again())
+
+    def _batches(
+        self,
+        pieces: Sequence[Piece],
+        first: int,
+        columns: list[Column] | None,
+        notes: _Notes,
+    ) -> Iterator[Encoded]:
+        """The samples of pieces, in batches: the first has `first`, later ones are of even size."""
+        size, held = first, _Held()
+        for piece in pieces:
+            for chunk in self.format(piece).read(piece):
+                self._beat(piece.path, notes.records)
+                notes.take_bad(piece, chunk.bad)
+                if self._mapper is None and isinstance(chunk.rows, pa.RecordBatch):
+                    batch = self._whole(piece, chunk, columns, notes)
+                    columns = batch.columns or columns
+                    yield batch
+                    continue
+                for _ in self._made(piece, chunk, held, notes):
+                    while len(held.samples) >= size:
+                        batch = self._encoded(*held.first(size), columns, notes)
+                        columns = batch.columns or columns
+                        yield batch
+                        size = _next_size(batch, size)
+                self._stop_at_bad(notes)
+        if held.samples:
+            yield self._encoded(held.samples, held.of, columns, notes)
+
+    def _whole(
+        self, piece: Piece, chunk: Chunk, columns: list[Column] | None, notes: _Notes
+    ) -> Encoded:
+        """The samples of a record batch, as it is."""
+        assert isinstance(chunk.rows, pa.RecordBatch)
+        notes.records += chunk.rows.num_rows
+        try:
+            found = encode_batch(chunk.rows, columns)
+        except Misfit as error:
+            raise DataError(f"{piece.path}: {error}.") from None
+        for row, text in found.misfits:
+            record = chunk.rows.slice(row, 1).to_pylist()[0]
+            notes.add_bad(piece, chunk.places[row], text, record)
+        self._stop_at_bad(notes)
+        return found
+
+    def _made(self, piece: Piece, chunk: Chunk, held: _Held, notes: _Notes) -> Iterator[None]:
+        """Put the samples of a chunk's records where they wait, some at a time."""
+        rows = chunk.rows.to_pylist() if isinstance(chunk.rows, pa.RecordBatch) else chunk.rows
+        places = list(chunk.places)
+        if isinstance(self._mapper, Function) and not notes.seeded and not notes.records:
+            self._mapper.seed(piece.path, -1)
+        at = 0
+        while at < len(rows):
+            stop = at + ONE_IN - notes.records % ONE_IN
+            given = self._given(piece, rows[at:stop], places[at:stop], notes)
+            self._keep(piece, rows[at:stop], places[at:stop], given, held, notes)
+            yield
+            at = stop
+
+    def _given(
+        self, piece: Piece, rows: list[Any], places: list[int], notes: _Notes
+    ) -> Sequence[Any]:
+        """What is made of some records: a sample, several, None or a `Bad` of each."""
+        mapper = self._mapper
+        trial = notes.records % ONE_IN == 0
+        notes.records += len(rows)
+        if mapper is None:
+            return [row if type(row) is dict else {"text": row} for row in rows]
+        if isinstance(mapper, Tokens):
+            return mapper.of_file(piece.path, rows, places)
+        if notes.seeded:
+            return [
+                self._tried(mapper, piece, place, row, notes)
+                if trial and not number
+                else self._seeded(mapper, piece, place, row)
+                for number, (place, row) in enumerate(zip(places, rows, strict=True))
+            ]
+        first = [self._tried(mapper, piece, places[0], rows[0], notes)] if trial else []
+        return first + self._called(mapper, piece, places, rows, len(first))
+
+    def _called(
+        self, function: Function, piece: Piece, places: list[int], rows: list[Any], first: int
+    ) -> list[Any]:
+        given = list[Any]()
+        try:
+            function.many(rows[first:] if first else rows, given)
+        except InstepError as error:
+            raise self._at(error, piece, places[first + len(given)]) from None
+        return given
+
+    def _seeded(self, function: Function, piece: Piece, place: int, row: Any) -> Any:
+        function.seed(piece.path, place)
+        return self._called(function, piece, [place], [row], 0)[0]
+
+    def _tried(self, function: Function, piece: Piece, place: int, row: Any, notes: _Notes) -> Any:
+        """What is made of a record that another process will try too."""
+        kept = pickle.dumps(row)  # as it was before the function
+        if notes.seeded:
+            function.seed(piece.path, place)
+        before = function.state()
+        (given,) = self._called(function, piece, [place], [row], 0)
+        if not notes.seeded and function.state() != before:
+            raise Draws
+        if not isinstance(given, Bad):
+            notes.try_again(piece, place, kept, digest_of(given))
+        return given
+
+    def _at(self, error: InstepError, piece: Piece, place: int) -> InstepError:
+        return type(error)(f"{self.where(piece, place)}: {error}")
+
+    def _keep(
+        self,
+        piece: Piece,
+        rows: list[Any],
+        places: list[int],
+        given: Sequence[Any],
+        held: _Held,
+        notes: _Notes,
+    ) -> None:
+        """Sort what was made of records into samples and bad records."""
+        samples, of = held.samples, held.of
+        for row, place, made in zip(rows, places, given, strict=True):
+            if type(made) is dict:
+                samples.append(made)
+                of.append((piece, place, row))
+            elif isinstance(made, Bad):
+                notes.add_bad(piece, place, made.text, row)
+            else:
+                for sample in several(made):
+                    samples.append(sample)
+                    of.append((piece, place, row))
+
+    def where(self, piece: Piece, place: int) -> str:
+        """A record's file, and where it is in it."""
+        return f"{piece.path}, {self.format(piece).where(Path(piece.path), place)}"
+
+    def _encoded(
+        self,
+        samples: list[Any],
+        of: list[Origin],
+        columns: list[Column] | None,
+        notes: _Notes,
+    ) -> Encoded:
+        """Samples as columns; the records of those that do not fit are bad."""
+        found = encode(samples, columns)
+        for number, text in found.misfits:
+            piece, place, record = of[number]
+            notes.add_bad(piece, place, text, record)
+        self._stop_at_bad(notes)
+        return found
+
+    def _stop_at_bad(self, notes: _Notes) -> None:
+        if self._asked.unreadable == "stop" and notes.bad:
+            bad = min(notes.bad, key=lambda bad: bad["place"])
+            piece = Piece(bad["file"], bad["format"], 0, 0)
+            raise DataError(
+                f"{self.where(piece, bad['place'])}: {bad['error']}. To leave such records out: "
+                "--unreadable skip."
+            )
+
+    def again(self, records: bytes) -> str:
+        """The first record whose samples differ here, in words; empty if there is none."""
+        assert isinstance(self._mapper, Function), "only a function is tried again"
+        for piece, place, kept, digest, seeded in pickle.loads(records):
+            self._mapper.seed(piece.path, place if seeded else -1)
+            (given,) = self._called(self._mapper, piece, [place], [pickle.loads(kept)], 0)
+            if isinstance(given, Bad) or digest_of(given) != digest:
+                return self.where(piece, place)
+        return ""
+
+
+class _Notes:
+    """What is noticed while a task reads.
+
+    Args:
+        seeded: whether the generators are seeded for each record.
+    """
+
+    def __init__(self, seeded: bool) -> None:
+        self.seeded, self.records = seeded, 0
+        self.bad: list[dict[str, Any]] = []
+        self._again: list[tuple[Piece, int, bytes, bytes, bool]] = []
+        self._again_bytes = 0
+
+    def take_bad(self, piece: Piece, bad: Sequence[tuple[int, str]]) -> None:
+        """Records that could not be decoded."""
+        for place, text in bad:
+            self.records += 1
+            self.add_bad(piece, place, text, None)
+
+    def add_bad(self, piece: Piece, place: int, text: str, record: Any) -> None:
+        """A record that no sample was made of."""
+        bad = {"file": piece.path, "format": piece.format, "place": place, "error": text}
+        if record is not None:
+            bad["record"] = repr(record)[:_MOST_KEPT]
+        self.bad.append(bad)
+
+    def try_again(self, piece: Piece, place: int, kept: bytes, digest: bytes) -> None:
+        """A record that another process is to have too."""
+        if self._again_bytes + len(kept) <= _MOST_AGAIN:
+            self._again_bytes += len(kept)
+            self._again.append((piece, place, kept, digest, self.seeded))
+
+    def counts(self, beside: Path) -> tuple[int, int]:
+        """How many records there were, and how many were bad; those are written beside samples."""
+        if self.bad:
+            files = {bad["file"]: number for number, bad in reversed([*enumerate(self.bad)])}
+            self.bad.sort(key=lambda bad: (files[bad["file"]], bad["place"]))
+            replace_plain(beside, "".join(json.dumps(bad) + "\n" for bad in self.bad))
+        return self.records, len(self.bad)
+
+    def to_try_again(self) -> bytes:
+        """For an `Again`; empty if there is nothing."""
+        return pickle.dumps(self._again) if self._again else b""
+
+
+def _next_size(batch: Encoded, size: int) -> int:
+    """How many samples the next batch has, so that it has about `BATCH_BYTES`."""
+    rows = batch.views[0].rows if batch.views else 0
+    if not rows:
+        return size
+    each = sum(view.elements.nbytes for view in batch.views) / rows
+    return int(min(max(BATCH_BYTES / max(each, 1.0), 1), _MOST_ROWS, 8 * size))

@@ -1,0 +1,132 @@
+"""Which tasks a preparation has: a function of the raw files and of what is asked for.
+
+Files are cut at record boundaries, small ones are put together. The key of a task says what it
+reads and what is made of it, so a result of the same key is the same one, of whichever command.
+Way in: `files_of` and `tasks_of`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from instep.data import raw
+from instep.data.raw import FORMATS, Piece, RawFormat
+from instep.errors import DataError, SpecError
+from instep.prepare.asked import Asked
+
+SMALLEST, LARGEST, PIECES = 1 << 20, 64 << 20, 128
+"""A file is cut into about so many pieces of at least and at most so many bytes: what a killed
+worker has to do again is little of the whole."""
+
+_BREAKS = 16
+"""One small file of so many begins a new task, by its name: so a new file changes few tasks."""
+
+VERSION = 1
+"""Of what tasks make; other versions do not use its results."""
+
+
+class RawFile(NamedTuple):
+    """One file of the sources."""
+
+    path: Path
+    format: str
+    bytes: int
+    modified_ns: int
+
+
+class Group(NamedTuple):
+    """The pieces of one task."""
+
+    key: str
+    pieces: list[Piece]
+
+
+def files_of(asked: Asked) -> list[RawFile]:
+    """The raw files, in their order.
+
+    Raises:
+        SpecError: a source does not exist, or is of no format that is known.
+        DataError: a file cannot be read.
+    """
+    found = []
+    for path, name in raw.sources(asked.sources):
+        try:
+            about = os.stat(path)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}.") from None
+        found.append(RawFile(path, name, about.st_size, about.st_mtime_ns))
+    to = Path(asked.to).resolve()
+    for file in found:
+        if file.path.resolve().is_relative_to(to):
+            raise SpecError(f"--to {asked.to} has the source {file.path}. Name another folder.")
+    return found
+
+
+def cut(files: Sequence[RawFile]) -> list[tuple[RawFile, list[Piece]]]:
+    """The pieces of each file; those that are to be scanned have no state yet.
+
+    Raises:
+        DataError: a file is damaged, or files do not go together.
+    """
+    formats: dict[str, RawFormat] = {}
+    learned: dict[str, str] = {}
+    for name in dict.fromkeys(file.format for file in files):
+        formats[name] = FORMATS[name]()
+        learned[name] = formats[name].learn([f.path for f in files if f.format == name])
+    return [
+        (file, formats[file.format].cut(file.path, _target(file), learned[file.format]))
+        for file in files
+    ]
+
+
+def _target(file: RawFile) -> int:
+    return min(max(file.bytes // PIECES, SMALLEST), LARGEST)
+
+
+def groups_of(files: Iterable[tuple[RawFile, list[Piece]]], asked: Asked) -> list[Group]:
+    """The tasks."""
+    decides = json.dumps(asked.decides(), sort_keys=True)
+    return [Group(_key(decides, of, pieces), pieces) for of, pieces in _gathered(files)]
+
+
+def _gathered(
+    files: Iterable[tuple[RawFile, list[Piece]]],
+) -> Iterator[tuple[list[RawFile], list[Piece]]]:
+    """Pieces, small ones together: files that they are of, and the pieces."""
+    of, held, size = list[RawFile](), list[Piece](), 0
+    for file, pieces in files:
+        small = len(pieces) == 1 and file.bytes < SMALLEST
+        fits = held and small and held[-1].format == file.format and size < SMALLEST
+        if held and not (fits and not _breaks(file)):
+            yield of, held
+            of, held, size = [], [], 0
+        if small:
+            of, held, size = [*of, file], [*held, *pieces], size + file.bytes
+            continue
+        for piece in pieces:
+            yield [file], [piece]
+    if held:
+        yield of, held
+
+
+def _breaks(file: RawFile) -> bool:
+    return hashlib.blake2b(file.path.name.encode()).digest()[0] % _BREAKS == 0
+
+
+def _key(decides: str, files: list[RawFile], pieces: list[Piece]) -> str:
+    about = [(str(file.path), file.format, file.bytes, file.modified_ns) for file in files]
+    text = json.dumps([VERSION, decides, about, msgspec.to_builtins(pieces)])
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def plan_key(groups: Iterable[Group], asked: Asked) -> str:
+    """A digest of all that decides the shards."""
+    text = json.dumps([[group.key for group in groups], asked.exchanges(), asked.shard_bytes])
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,150 @@
+"""The master of a preparation: from raw files to a folder of shards. Way in: `prepare`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from instep.data.shards.manifest import Manifest
+from instep.errors import SpecError
+from instep.prepare.asked import Asked
+from instep.prepare.crew import Crew, Interrupted
+from instep.prepare.folder import Folder
+from instep.prepare.job import Job
+from instep.prepare.messages import Setup
+from instep.prepare.plan import files_of
+from instep.system.processes import on_signals
+from instep.units import readable_bytes, readable_seconds
+from instep.words import plural
+
+
+class Prepared(NamedTuple):
+    """The result of a command."""
+
+    to: Path
+    manifest: Manifest | None
+    """None if a signal has ended the command before."""
+    tasks: int
+    done_before: int
+    """Tasks that an earlier command had done."""
+    lost: int
+    """Workers that were lost."""
+    workers: int
+    seconds: float
+    bad: list[str]
+    """The first bad records, in words."""
+
+    def lines(self) -> list[str]:
+        """For a terminal."""
+        if self.manifest is None:
+            return [
+                f"kept       {self.to}: what is done",
+                "next       the same command prepares the rest",
+            ]
+        made = self.manifest
+        said = f"{plural(made.samples, 'sample')} in {plural(len(made.shards), 'shard')}"
+        lines = [
+            f"prepared   {said}, {readable_bytes(made.bytes)}, {readable_seconds(self.seconds)}",
+            f"columns    {', '.join(f'{c.name} {c}' for c in made.columns)}",
+        ]
+        if made.bad:
+            records = plural(made.bad, "record")
+            lines.append(f"bad        {records} left out, in {self.to / made.bad_file}")
+            lines += [f"           {line}" for line in self.bad]
+        if self.done_before:
+            lines.append(f"kept       {self.done_before} of {plural(self.tasks, 'task')}")
+        lines.append(f"sha256     {made.sha256}")
+        return [*lines, f"next       instep data {self.to}"]
+
+    def as_table(self) -> dict[str, Any]:
+        """For `--json`."""
+        made = self.manifest
+        return {
+            "to": str(self.to),
+            "samples": made.samples if made else None,
+            "shards": len(made.shards) if made else None,
+            "bad": made.bad if made else None,
+            "bytes": made.bytes if made else None,
+            "sha256": made.sha256 if made else None,
+            "tasks": self.tasks,
+            "done_before": self.done_before,
+            "workers": self.workers,
+            "workers_lost": self.lost,
+            "interrupted": made is None,
+            "seconds": self.seconds,
+        }
+
+
+def prepare(asked: Asked, say: Callable[[str], None], *, workers: int | None = None) -> Prepared:
+    """Make shards of raw files, or continue with what an earlier command has made of them.
+
+    Args:
+        asked: sources, function and folder.
+        say: prints a line of progress.
+        workers: processes; by default one for each processor of this process.
+
+    Raises:
+        InstepError: nothing was started, or a task cannot be done; the text says why. What was
+            done is kept, and not done again by the same call.
+    """
+    began = time.monotonic()
+    count = workers if workers is not None else len(os.sched_getaffinity(0))
+    _check(asked, count)
+    files = files_of(asked)
+    folder = Folder(Path(asked.to).absolute())
+    signals: list[int] = []
+    with folder.held(), on_signals(lambda number, _: signals.append(number)):
+        folder.clean()
+        setup = Setup(asked, str(folder.work))
+        crew = Crew(setup, count, say, signals, again=asked.map is not None)
+        job = Job(asked, folder, files, crew, count, say)
+        try:
+            manifest = job.run()
+            folder.remove_others(manifest)
+        except Interrupted:
+            manifest = None
+        finally:
+            crew.close()
+    return Prepared(
+        to=Path(asked.to),
+        manifest=manifest,
+        tasks=job.tasks,
+        done_before=job.done_before,
+        lost=crew.lost,
+        workers=count,
+        seconds=time.monotonic() - began,
+        bad=job.first_bad,
+    )
+
+
+def _check(asked: Asked, workers: int) -> None:
+    if workers < 1:
+        raise SpecError(f"--workers {workers}: needs at least 1.")
+    _check_function("--map", asked.map)
+    _check_function("--reduce", asked.reduce)
+    if (asked.key is None) != (asked.reduce is None):
+        raise SpecError("--key and --reduce need each other: a column, and FILE.py:FUNCTION.")
+    if asked.key is not None and asked.shuffle:
+        raise SpecError("--key with --shuffle: prepare the result again with --shuffle alone.")
+    if asked.map is not None and asked.tokens is not None:
+        raise SpecError("--map and --tokens together: have the function give the tokens.")
+    if asked.length is not None and (asked.tokens is None or asked.length < 1):
+        raise SpecError(f"--length {asked.length}: needs --tokens, and at least 1.")
+    if asked.tokens not in (None, "bytes") and not Path(str(asked.tokens)).is_file():
+        raise SpecError(
+            f"--tokens {asked.tokens!r}: there is no such file. Wanted: a file that tokenizers "
+            "saved, as tokenizer.json, or the word bytes."
+        )
+
+
+def _check_function(option: str, reference: str | None) -> None:
+    if reference is None:
+        return
+    file, colon, name = reference.rpartition(":")
+    if not colon or not name.isidentifier():
+        raise SpecError(f"{option} {reference!r}: wanted is FILE.py:FUNCTION, as clean.py:record.")
+    if not Path(file).is_file():
+        raise SpecError(f"{option} {reference!r}: there is no file {file!r}.")

@@ -1,0 +1,88 @@
+"""What a prepared folder holds, for a terminal: samples, columns, classes, lengths, shards.
+
+Way in: `dataset_lines`, and `sample_lines` for one sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from instep.data.shards.manifest import Manifest
+from instep.units import readable_bytes, readable_share
+from instep.words import plural, printable, short_number
+
+_MOST_CLASSES, _SOME = 12, 5
+"""Of more classes, the largest few are shown."""
+
+_WIDTH = 30
+"""Characters of the longest bar."""
+
+
+def dataset_lines(folder: Path, manifest: Manifest) -> list[str]:
+    """The lines for one folder."""
+    return [printable(line) for line in _lines(folder, manifest)]
+
+
+def _lines(folder: Path, manifest: Manifest) -> Iterator[str]:
+    sizes = [shard.samples for shard in manifest.shards]
+    yield f"data       {folder}"
+    spread = f", {min(sizes):,} to {max(sizes):,} samples each" if len(sizes) > 1 else ""
+    shards = f"{plural(len(sizes), 'shard')}, {readable_bytes(manifest.bytes)}{spread}"
+    yield f"samples    {manifest.samples:,} in {shards}"
+    for column in manifest.columns:
+        told = manifest.statistics.get(column.name, {})
+        yield f"column     {column.name}: {column}{_told(told)}"
+        yield from _classes(told.get("classes", {}), manifest.samples)
+    if manifest.bad:
+        of = folder / manifest.bad_file
+        yield f"bad        {plural(manifest.bad, 'record')} left out, in {of}"
+    size = readable_bytes(sum(source.bytes for source in manifest.sources))
+    yield f"from       {plural(len(manifest.sources), 'source')}, {size}"
+    asked = manifest.made_by.get("asked", {})
+    if asked.get("map"):
+        yield f"by         {asked['map']}"
+    yield f"sha256     {manifest.sha256}"
+
+
+def _told(told: Mapping[str, Any]) -> str:
+    parts = []
+    if "mean" in told:
+        least, largest = _number(told["least"]), _number(told["largest"])
+        mean, deviation = short_number(told["mean"]), short_number(told["deviation"])
+        parts.append(f"{least} to {largest}, mean {mean}, deviation {deviation}")
+    if lengths := told.get("lengths"):
+        mean = short_number(lengths["mean"])
+        parts.append(
+            f"length {_number(lengths['least'])} to {_number(lengths['largest'])}, mean {mean}"
+        )
+    return f"; {'; '.join(parts)}" if parts else ""
+
+
+def _number(value: float) -> str:
+    return f"{int(value):,}" if value == int(value) else short_number(value)
+
+
+def _classes(classes: Mapping[str, int], samples: int) -> Iterator[str]:
+    if not classes:
+        return
+    most = max(classes.values())
+    few = len(classes) <= _MOST_CLASSES
+    shown = sorted(classes.items(), key=lambda each: -each[1])[: _MOST_CLASSES if few else _SOME]
+    for name, count in shown:
+        bar = "#" * max(1, round(_WIDTH * count / most))
+        share = readable_share(count, samples)
+        yield f"           {name[:20]:20} {bar:{_WIDTH}} {count:,} ({share})"
+    if len(classes) > len(shown):
+        yield f"           and {len(classes) - len(shown):,} more classes"
+
+
+def sample_lines(number: int, sample: Mapping[str, Any]) -> list[str]:
+    """One sample, as the dataset returns it."""
+    lines = [f"sample     {number}"]
+    for name, value in sample.items():
+        text = str(value.tolist() if hasattr(value, "tolist") else value)
+        shape = f" {list(value.shape)}" if getattr(value, "ndim", 0) else ""
+        lines.append(f"           {name}{shape}: {text[:200]}{' ...' if len(text) > 200 else ''}")
+    return [printable(line) for line in lines]

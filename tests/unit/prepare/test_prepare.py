@@ -1,0 +1,267 @@
+"""What is prepared is a function of the raw files and of what is asked for, and nothing else.
+
+Tasks are done here, in this process; `test_prepare_processes.py` has them done by others.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from instep.data.shards.dataset import Shards
+from instep.data.shards.manifest import Manifest
+from instep.data.shards.verify import damaged
+from instep.errors import DataError, InstepError, RecipeError, SpecError
+from instep.prepare import plan
+from instep.prepare.asked import Asked
+from instep.prepare.folder import Folder
+from instep.prepare.job import Job
+from instep.prepare.messages import Done, Setup, Task
+from instep.prepare.prepare import prepare
+from instep.prepare.task import Doer
+
+FUNCTIONS = """
+import random
+
+def record(raw):
+    if raw["id"] % 7 == 3:
+        return None
+    if raw["id"] % 50 == 9:
+        raise ValueError("a nine")
+    return {"id": raw["id"], "x": [raw["id"] / 2] * 3, "user": f"u{raw['id'] % 11}"}
+
+def several(raw):
+    return [{"id": raw["id"], "part": part} for part in range(raw["id"] % 3)]
+
+def drawn(raw):
+    return {"id": raw["id"], "x": random.random()}
+
+def changing(raw, seen=[]):
+    seen.append(raw)
+    return {"x": len(seen)}
+
+def failing(raw):
+    return {"x": raw["nothing"]}
+
+def misfit(raw):
+    return {"x": 1.5 if raw["id"] > 5 else raw["id"]} if raw["id"] != 8 else {"y": 1}
+
+def session(samples):
+    return {"user": samples[0]["user"], "n": len(samples), "ids": [s["id"] for s in samples]}
+"""
+
+
+class Here:
+    """A crew of one, in this process; the second try of records is another `Doer`'s."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._doers = [Doer(setup, lambda *_: None) for _ in range(2)]
+        self.tasks: list[Task] = []
+
+    def do(self, tasks: Iterable[Task], repeat=lambda _: None) -> Iterator[Done]:
+        """As `Crew.do`, last task first: order is of no meaning."""
+        for task in reversed(list(tasks)):
+            self.tasks.append(task)
+            done = self._doers[0].do(task)
+            if (again := repeat(done)) is not None and (text := self._doers[1].do(again).value):
+                raise RecipeError(f"not repeatable: {text}")
+            yield done
+
+
+@pytest.fixture
+def raw(tmp_path, monkeypatch):
+    """A folder with raw files and functions, in which commands are given."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plan, "SMALLEST", 2000)  # so that small files have several pieces
+    Path("clean.py").write_text(FUNCTIONS)
+    for name, count in (("a", 200), ("b", 3), ("c", 150)):
+        lines = [json.dumps({"id": 1000 * (name == "c") + i, "name": name}) for i in range(count)]
+        if name == "a":
+            lines[20] = '{"id":'
+        Path(f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def ask(**options) -> Asked:
+    """What is asked for in these tests, if nothing else is said."""
+    sources = options.pop("sources", ["a.jsonl", "b.jsonl", "c.jsonl"])
+    return Asked(**{"sources": sources, "to": "out", "shard_bytes": 4000, **options})
+
+
+def made(asked: Asked) -> tuple[Manifest, Job, Here]:
+    """Prepare in this process."""
+    folder = Folder(Path(asked.to).absolute())
+    with folder.held():
+        here = Here(Setup(asked, str(folder.work)))
+        job = Job(asked, folder, plan.files_of(asked), here, 1, lambda _: None)
+        manifest = job.run()
+        folder.remove_others(manifest)
+    assert damaged(folder.path, manifest) == []
+    return manifest, job, here
+
+
+def plain_read(*names: str) -> list[dict]:
+    """The records, by a loop over lines."""
+    lines = [line for name in names for line in Path(f"{name}.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in lines if line != '{"id":']
+
+
+def test_samples_are_those_of_a_plain_loop_over_the_records(raw):
+    manifest, job, _ = made(ask(map="clean.py:record"))
+    wanted = [r for r in plain_read("a", "b", "c") if r["id"] % 7 != 3 and r["id"] % 50 != 9]
+    dataset = Shards("out")
+    assert dataset.column("id").tolist() == [record["id"] for record in wanted]
+    assert dataset.column("user") == [f"u{record['id'] % 11}" for record in wanted]
+    assert dataset[5]["x"].tolist() == [wanted[5]["id"] / 2] * 3
+    assert len(manifest.shards) > 2
+    bad = [json.loads(line) for line in Path("out", manifest.bad_file).read_text().splitlines()]
+    nines = [r for r in plain_read("a", "b", "c") if r["id"] % 50 == 9 and r["id"] % 7 != 3]
+    assert manifest.bad == len(bad) == 1 + len(nines)
+    assert bad[0]["where"] == "a.jsonl, line 10"
+    assert bad[1]["where"] == "a.jsonl, line 21"
+    assert job.first_bad[0] == "a.jsonl, line 10: a nine"
+
+
+def test_records_are_samples_without_a_function(raw):
+    made(ask(sources=["b.jsonl"]))
+    assert [Shards("out")[at]["name"] for at in range(3)] == ["b"] * 3
+
+
+def test_a_record_may_give_several_samples(raw):
+    made(ask(map="clean.py:several"))
+    wanted = [(r["id"], p) for r in plain_read("a", "b", "c") for p in range(r["id"] % 3)]
+    dataset = Shards("out")
+    found = zip(dataset.column("id").tolist(), dataset.column("part").tolist(), strict=True)
+    assert list(found) == wanted
+
+
+def test_draws_depend_on_seed_file_and_record_alone(raw):
+    first, _, _ = made(ask(map="clean.py:drawn"))
+    values = Shards("out").column("x")
+    assert len(set(values.tolist())) == len(values)
+    again, _, _ = made(ask(map="clean.py:drawn", to="again", shard_bytes=900))
+    assert again.sha256 == first.sha256
+    other, _, _ = made(ask(map="clean.py:drawn", to="other", seed=1))
+    assert other.sha256 != first.sha256
+    made(ask(map="clean.py:drawn", to="alone", sources=["c.jsonl"]))
+    assert Shards("alone").column("x").tolist() == values[-150:].tolist()
+
+
+def test_a_function_that_gives_other_samples_again_is_named_with_the_record(raw):
+    with pytest.raises(RecipeError, match=r"not repeatable: .*, line"):
+        made(ask(map="clean.py:changing"))
+
+
+def test_a_function_that_raises_ends_the_command_with_the_record_and_its_line(raw):
+    with pytest.raises(RecipeError) as caught:
+        made(ask(sources=["b.jsonl"], map="clean.py:failing"))
+    text = str(caught.value)
+    assert text.startswith("b.jsonl, line 1: failing raised KeyError: 'nothing' (")
+    assert "clean.py:22 in failing). A function that raises ValueError leaves" in text
+
+
+def test_columns_widen_over_tasks_and_what_does_not_fit_is_bad(raw):
+    manifest, job, _ = made(ask(map="clean.py:misfit"))
+    assert str(manifest.columns[0]) == "float64"
+    assert job.first_bad[0].startswith("a.jsonl, line 9: the sample has no column 'x' and a column")
+    wanted = [1.5 if r["id"] > 5 else r["id"] for r in plain_read("a", "b", "c") if r["id"] != 8]
+    assert Shards("out").column("x").tolist() == wanted
+
+
+def test_bad_records_end_the_command_if_asked(raw):
+    with pytest.raises(DataError, match=r"a\.jsonl, line 10: a nine\. To leave such records out"):
+        made(ask(map="clean.py:record", unreadable="stop"))
+
+
+def test_samples_of_a_key_are_put_together_in_the_order_of_sources(raw):
+    asked = ask(map="clean.py:record", key="user", reduce="clean.py:session")
+    manifest, _, _ = made(asked)
+    wanted: dict[str, list[int]] = {}
+    for record in plain_read("a", "b", "c"):
+        if record["id"] % 7 != 3 and record["id"] % 50 != 9:
+            wanted.setdefault(f"u{record['id'] % 11}", []).append(record["id"])
+    dataset = Shards("out")
+    found = {dataset[at]["user"]: dataset[at]["ids"].tolist() for at in range(len(dataset))}
+    assert found == wanted
+    assert manifest.bad == made(ask(map="clean.py:record", to="plain"))[0].bad
+
+
+def test_a_shuffle_is_a_permutation_that_only_the_seed_decides(raw):
+    plain, _, _ = made(ask(map="clean.py:record", to="plain"))
+    first, _, _ = made(ask(map="clean.py:record", shuffle=True))
+    other, _, _ = made(ask(map="clean.py:record", shuffle=True, shard_bytes=2000, to="small"))
+    ids = Shards("out").column("id").tolist()
+    assert ids != sorted(ids)
+    assert sorted(ids) == sorted(Shards("plain").column("id").tolist())
+    assert first.sha256 == other.sha256 != plain.sha256
+    assert first.bad == plain.bad
+    ranks = np.argsort(np.argsort(ids))
+    assert abs(np.corrcoef(ranks, np.arange(len(ids)))[0, 1]) < 0.15  # 3 deviations of chance
+
+
+def test_nothing_is_done_again_and_only_what_has_changed(raw):
+    first, job, _ = made(ask(map="clean.py:record"))
+    _, again, here = made(ask(map="clean.py:record"))
+    assert again.done_before == again.tasks == job.tasks
+    assert [type(task).__name__ for task in here.tasks] == []
+    with open("c.jsonl", "a") as file:
+        file.write('{"id": 5000, "name": "c"}\n')
+    then, job, here = made(ask(map="clean.py:record"))
+    assert {piece.path for task in here.tasks for piece in getattr(task, "pieces", [])} == {
+        "c.jsonl"
+    }
+    assert then.samples == first.samples + 1
+    assert not [name for name in Path("out").iterdir() if name.name.startswith(".")]
+    Path("clean.py").write_text(FUNCTIONS.replace("% 7 == 3", "% 7 == 4"))
+    _, job, _ = made(ask(map="clean.py:record"))
+    assert job.done_before == 0
+
+
+def test_a_shard_that_was_cut_short_is_made_again(raw):
+    first, _, _ = made(ask(map="clean.py:record"))
+    path = Path("out", first.shards[1].file)
+    path.write_bytes(path.read_bytes()[:-100])
+    again, _, _ = made(ask(map="clean.py:record"))
+    assert again.sha256 == first.sha256
+
+
+def test_statistics_do_not_depend_on_the_order_in_which_tasks_are_done(raw):
+    first, _, _ = made(ask(map="clean.py:record"))
+    ids = Shards("out").column("id")
+    assert first.statistics["id"]["mean"] == pytest.approx(ids.mean(), rel=1e-12)
+    assert first.statistics["user"]["classes"]["u0"] == Shards("out").column("user").count("u0")
+
+
+WRONG = {
+    "no file": ({"map": "clean.p:record"}, "there is no file 'clean.p'"),
+    "no function": ({"map": "clean.py"}, "wanted is FILE.py:FUNCTION"),
+    "another function": ({"map": "clean.py:recrod"}, "has no function 'recrod'"),
+    "map and tokens": ({"map": "clean.py:record", "tokens": "bytes"}, "--map and --tokens"),
+    "no tokenizer": ({"tokens": "tok.json"}, "there is no such file"),
+    "length alone": ({"length": 5}, "needs --tokens"),
+    "key alone": ({"key": "user"}, "--key and --reduce need each other"),
+    "key and shuffle": (
+        {"key": "id", "reduce": "clean.py:session", "shuffle": True},
+        "--shuffle alone",
+    ),
+    "key of no column": ({"key": "usr", "reduce": "clean.py:session"}, "no column has that name"),
+    "no source": ({"sources": ["z*.jsonl"]}, "z*.jsonl"),
+    "into the source": ({"sources": ["a.jsonl"], "to": "."}, "Name another folder"),
+}
+
+MADE = ("out", "__pycache__")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_done_is_one_sentence_and_leaves_nothing(name, raw):
+    options, wanted = WRONG[name]
+    before = sorted(raw.iterdir())
+    with pytest.raises(InstepError) as caught:
+        prepare(ask(**options), lambda _: None, workers=1)
+    assert wanted in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value, (SpecError, DataError, RecipeError))
+    assert [path for path in sorted(raw.iterdir()) if path.name not in MADE] == before

@@ -1,0 +1,123 @@
+"""Workers of a preparation are processes: killed, stopped or many, they make the same shards."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from instep.data.shards.manifest import read_manifest
+from instep.prepare.prepare import prepare
+from unit.prepare.test_prepare import FUNCTIONS, ask
+
+pytestmark = pytest.mark.process
+
+SLOW = """
+import pathlib, time
+
+def record(raw):
+    gate = pathlib.Path("gate")
+    while raw["id"] == 40_000 and gate.exists():
+        time.sleep(0.01)
+    return {"id": raw["id"], "x": raw["id"] / 3}
+"""
+
+
+@pytest.fixture
+def raw(tmp_path, monkeypatch):
+    """A folder with a raw file of several pieces."""
+    monkeypatch.chdir(tmp_path)
+    Path("clean.py").write_text(FUNCTIONS)
+    Path("slow.py").write_text(SLOW)
+    lines = [json.dumps({"id": i, "name": "x" * 40}) for i in range(60_000)]
+    Path("a.jsonl").write_text("\n".join(lines))
+    return tmp_path
+
+
+def test_one_worker_and_three_make_the_same(raw):
+    found = {
+        prepare(
+            ask(sources=["a.jsonl"], map="clean.py:drawn", to=f"out-{workers}"),
+            lambda _: None,
+            workers=workers,
+        ).manifest.sha256
+        for workers in (1, 3)
+    }
+    assert len(found) == 1
+
+
+def start(*more: str) -> subprocess.Popen:
+    """The command, with two workers."""
+    words = ["prepare", "a.jsonl", "--to", "out", "--map", "slow.py:record", "--workers", "2"]
+    command = [sys.executable, "-m", "instep", *words, "--json", *more]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def until(what) -> None:
+    """Wait until something is so."""
+    while not what():
+        time.sleep(0.02)
+
+
+def workers_of(command: subprocess.Popen) -> list[psutil.Process]:
+    return psutil.Process(command.pid).children()
+
+
+def test_workers_that_are_killed_or_stopped_are_replaced(raw):
+    Path("gate").touch()  # somebody waits at the record in the middle
+    command = start()
+    until(lambda: len(list(Path("out/.preparing").glob("*.done"))) >= 2)
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        before = {child.pid for child in workers_of(command)}
+        for child in workers_of(command):
+            os.kill(child.pid, number)
+        until(lambda before=before: not before & {c.pid for c in workers_of(command)})
+    Path("gate").unlink()
+    out, err = command.communicate()
+    assert command.returncode == 0, err.decode()
+    summary = json.loads(out.splitlines()[-1])
+    assert summary["workers_lost"] >= 4
+    assert_undisturbed(summary["sha256"])
+
+
+def test_a_command_that_is_killed_is_continued_by_the_same_command(raw):
+    Path("gate").touch()
+    command = start()
+    until(lambda: len(list(Path("out/.preparing").glob("*.done"))) >= 2)
+    children = workers_of(command)
+    command.kill()
+    command.communicate()
+    psutil.wait_procs(children)
+    done = len(list(Path("out/.preparing").glob("*.done")))
+    Path("gate").unlink()
+    out, _ = start().communicate()
+    summary = json.loads(out.splitlines()[-1])
+    assert summary["done_before"] == done
+    assert_undisturbed(summary["sha256"])
+
+
+def test_ctrl_c_keeps_what_is_done_and_leaves_no_process(raw):
+    Path("gate").touch()
+    command = start()
+    until(lambda: list(Path("out/.preparing").glob("*.done")))
+    children = workers_of(command)
+    command.send_signal(signal.SIGINT)
+    out, _ = command.communicate()
+    assert command.returncode == 130
+    assert json.loads(out.splitlines()[-1])["interrupted"]
+    assert not any(child.is_running() for child in children)
+    assert list(Path("out/.preparing").glob("*.done"))
+
+
+def assert_undisturbed(sha256: str) -> None:
+    """The folder has what a plain loop gives, and no more files than a whole one."""
+    manifest = read_manifest(Path("out"))
+    assert manifest.sha256 == sha256
+    asked = ask(sources=["a.jsonl"], map="slow.py:record", to="plain", shard_bytes=32 << 20)
+    assert prepare(asked, lambda _: None, workers=1).manifest.sha256 == sha256
+    assert not [path for path in Path("out").iterdir() if path.name.startswith(".")]
