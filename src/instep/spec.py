@@ -236,8 +236,8 @@ class RoundSpec(Section, frozen=True, kw_only=True):
     participant, and are not shared (FedBN). The shared model has their mean."""
 
     partition: str = SHARED
-    """Whose data are whose: `none`, all participants share them; or `blocks`, `labels`, `owner`:
-    each has some of its own."""
+    """Whose data are whose: `none`, all participants share them; or `blocks`, `random`, `labels`,
+    `owner`: each has some of its own."""
 
     skew: Annotated[float, Meta(gt=0)] = 0.5
     """Of `partition = "labels"`: 100 is near even, 0.1 severe."""
@@ -556,6 +556,10 @@ class DataSpec(Section, frozen=True, kw_only=True):
 
     labels: str = ""
     """The column of the dataset with each sample's class; instead of `Recipe.labels`."""
+
+    owners: str = ""
+    """The column that says to which participant a sample belongs, with `sync.options.partition =
+    "owner"`; instead of `Recipe.owners`."""
 
     groups: str = ""
     """The column that says which samples belong together, such as a patient's; instead of

@@ -120,13 +120,13 @@ def _column(job: JobSpec, recipe: Recipe, field: str, dataset: Any) -> Column:
             "each sample or a function of (dataset, index)."
         )
     if isinstance(given, str):
-        return Column(f"the column {given!r}", _named(f"data.{field}", given, dataset))
+        return Column(f"the column {given!r}", named_column(f"data.{field}", given, dataset))
     if callable(given):
         return Column(f"Recipe.{field}", [_plain(given(dataset, n)) for n in range(len(dataset))])
     return Column(f"Recipe.{field}", _listed(field, given))
 
 
-def _named(key: str, name: str, dataset: Any) -> Any:
+def named_column(key: str, name: str, dataset: Any) -> Any:
     """A column of a dataset that has columns, as shards do.
 
     Raises:

@@ -6,11 +6,9 @@ How it is divided, `data/partition` knows, and who takes what in which round,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from instep.data.order import Indices
 from instep.data.participants import OwnRounds
@@ -18,12 +16,13 @@ from instep.data.partition import COLUMNS, PARTITIONS
 from instep.data.partition.regions import Regions
 from instep.data.shard_sizes import shards_or_blocks, sizes_within
 from instep.data.windowed import Windowed
-from instep.errors import DataError, RecipeError, SpecError
+from instep.errors import DataError, SpecError
 from instep.recipe.recipe import Recipe
 from instep.spec import JobSpec, RoundSpec
 from instep.store.run_folder import RunFolder
-from instep.words import a_or_an, listed
+from instep.words import listed
 from instep.worker.member import Member
+from instep.worker.participant_columns import columns_of
 
 
 class OwnData(NamedTuple):
@@ -59,8 +58,8 @@ def divide(job: JobSpec, recipe: Recipe) -> OwnData | None:
             "sync.options.partition each participant has some of its own. Set sync.participants "
             f"to at most {samples}."
         )
-    shares = _dealt(job, rounds, recipe, "train")
-    assert shares is not None, "what is trained on can always be divided, or is refused"
+    columns = columns_of(job, rounds.partition, recipe) if rounds.partition in COLUMNS else None
+    shares = _dealt(job, rounds, samples, columns.train if columns is not None else None)
     if without := [number for number, share in enumerate(shares) if not len(share)]:
         raise SpecError(
             f"sync.options.partition = {rounds.partition!r} leaves {len(without)} of "
@@ -72,8 +71,11 @@ def divide(job: JobSpec, recipe: Recipe) -> OwnData | None:
         sizes = shards_or_blocks(recipe.train, samples, job.data.window)
         windowed = partial(_windowed, sizes, job.data.window)
     train = Regions(shares, job.seed, shuffle=job.data.shuffled, order_of=windowed)
-    dealt = _dealt(job, rounds, recipe, "validate") if recipe.validate is not None else None
-    validate = Regions(dealt, job.seed, shuffle=False) if dealt is not None else None
+    validate = None
+    if recipe.validate is not None and (columns is None or columns.validate is not None):
+        column = columns.validate if columns is not None else None
+        dealt = _dealt(job, rounds, len(recipe.validate), column)
+        validate = Regions(dealt, job.seed, shuffle=False)
     return OwnData(train, OwnRounds.of_job(job, train.sizes), validate)
 
 
@@ -86,51 +88,18 @@ _MORE = {
     "blocks": "Set fewer sync.participants.",
     "labels": "Set a larger sync.options.skew, fewer sync.participants, or another seed.",
     "owner": "Have Recipe.owners name each of them, or set fewer sync.participants.",
+    "random": "Set fewer sync.participants.",
 }
 
 
 def _dealt(
-    job: JobSpec, rounds: RoundSpec, recipe: Recipe, name: str
-) -> Sequence[Indices | range] | None:
-    """The samples of each participant; None where only those to train on are known."""
-    dataset, scheme, column = getattr(recipe, name), rounds.partition, None
-    if scheme in COLUMNS:
-        given = getattr(recipe, COLUMNS[scheme])
-        if given is None:
-            raise RecipeError(
-                f"sync.options.partition = {scheme!r} needs Recipe.{COLUMNS[scheme]}, which was "
-                "not given: a whole number for each sample, or a function of (dataset, index)."
-            )
-        if name == "validate" and not callable(given):
-            return None
-        column = _column(COLUMNS[scheme], given, dataset)
-    dealt: Sequence[Indices | range] = PARTITIONS[scheme](
-        len(dataset), job.sync.participants, column=column, skew=rounds.skew, seed=job.seed
+    job: JobSpec, rounds: RoundSpec, samples: int, column: Indices | None
+) -> Sequence[Indices | range]:
+    """The samples of each participant."""
+    dealt: Sequence[Indices | range] = PARTITIONS[rounds.partition](
+        samples, job.sync.participants, column=column, skew=rounds.skew, seed=job.seed
     )
     return dealt
-
-
-def _column(field: str, given: Sequence[int] | Callable[[Any, int], int], dataset: Any) -> Indices:
-    """What the recipe says of each sample of a dataset.
-
-    Raises:
-        RecipeError: it is not a whole number for each.
-    """
-    samples = len(dataset)
-    if callable(given):
-        given = [given(dataset, index) for index in range(samples)]
-    elif len(given) != samples:
-        raise RecipeError(
-            f"Recipe.{field} has {len(given)} numbers, and the training set has {samples} samples: "
-            "one for each is wanted, in their order."
-        )
-    column = np.asarray(given)
-    if column.shape != (samples,) or column.dtype.kind not in "iu":
-        wrong = next((each for each in given if not isinstance(each, int)), given)
-        raise RecipeError(
-            f"Recipe.{field} gives {a_or_an(wrong)}, and a whole number for each sample is wanted."
-        )
-    return column.astype(np.int64)
 
 
 def check(own: OwnData, member: Member, partition: str) -> None:

@@ -42,6 +42,16 @@ def test_blocks_differ_by_one_at_most():
     assert (min(sizes), max(sizes)) == (10, 11)
 
 
+def test_participants_at_random_are_alike():
+    """Classes and participants are independent, by a chi-square test, also of blocks in order."""
+    column = np.arange(7000) // 1000
+    for seed in range(20):
+        parts = PARTITIONS["random"](7000, 10, column=None, skew=1.0, seed=seed)
+        assert {len(part) for part in parts} == {700}
+        counts = np.stack([np.bincount(column[part], minlength=7) for part in parts])
+        assert abs(((counts - 100) ** 2 / 100).sum() - 9 * 6) < 5 * (2 * 9 * 6) ** 0.5
+
+
 def test_owners_get_what_the_column_says():
     column = np.array([2, 0, 2, 1, 0])
     shares = PARTITIONS["owner"](5, 4, column=column, skew=1.0, seed=0)

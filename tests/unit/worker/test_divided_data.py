@@ -1,13 +1,16 @@
 """What cannot be divided among participants is refused, in one sentence."""
 
+from itertools import pairwise
 from types import SimpleNamespace
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 
 from instep.client.job_checks import check_job
 from instep.errors import RecipeError, SpecError
-from instep.spec import JobSpec, SyncSpec, TrainSpec
+from instep.spec import DataSpec, JobSpec, SyncSpec, TrainSpec
 from instep.worker.own_data import divide
 
 
@@ -23,6 +26,23 @@ def job(partition, participants=4, global_batch=20, **options):
 def recipe(samples=12, **given):
     parts = {"validate": None, "owners": None, "labels": None, "train": range(samples)}
     return SimpleNamespace(**parts | given)
+
+
+class Table:
+    """A dataset with columns, as shards are."""
+
+    def __init__(self, **columns):
+        self.columns, self.values = list(columns), columns
+
+    def __len__(self):
+        return len(self.values[self.columns[0]])
+
+    def column(self, name):
+        return self.values[name]
+
+
+def with_columns(partition, **names):
+    return msgspec.structs.replace(job(partition), data=DataSpec(**names))
 
 
 WRONG = {
@@ -41,9 +61,24 @@ WRONG = {
     "too few owners": (
         job("owner"),
         recipe(owners=[0, 1, 2]),
-        "Recipe.owners has 3 numbers, and the training set has 12 samples",
+        "Recipe.owners has 3 values, and the training set has 12 samples",
     ),
-    "words": (job("owner"), recipe(owners=["a"] * 12), "owners gives a str, and a whole number"),
+    "nothing": (job("owner"), recipe(owners=[None] * 12), "gives None, and a whole number"),
+    "more words than participants": (
+        job("owner"),
+        recipe(owners=[*"abcdefghijkl"]),
+        r"Recipe.owners has 12 owners.*Set sync\.participants = 12",
+    ),
+    "no such column": (
+        with_columns("owner", owners="wohse"),
+        recipe(train=Table(whose=[0] * 12)),
+        "data.owners = 'wohse': there is no such column. Did you mean 'whose'",
+    ),
+    "no columns": (
+        with_columns("owner", owners="whose"),
+        recipe(),
+        "data.owners = 'whose' is a column, and",
+    ),
     "fractions": (job("labels"), recipe(labels=[0.5] * 12), "labels gives a float, and a whole"),
     "too large": (job("owner"), recipe(owners=[4] * 12), "says 4 of sample 0, and there are"),
     "one class for many": (
@@ -90,3 +125,41 @@ def test_a_partition_is_checked_before_anything_starts(options, sentence):
 def test_each_participant_takes_as_many_samples():
     with pytest.raises(ValueError, match=r"Set train\.global_batch to a multiple of 8, such as 24"):
         job("blocks", 8)
+
+
+USERS = ["mo", "al", "zoe", "al", "zoe", "bo", "al", "mo", "zoe", "bo", "bo", "mo"]
+
+
+COLUMN = with_columns("owner", owners="whose")
+
+
+@pytest.mark.parametrize(
+    ("job", "owners", "users"),
+    [
+        (COLUMN, None, USERS),
+        (COLUMN, None, [ord(user[0]) for user in USERS]),
+        (job("owner"), "whose", USERS),
+        (job("owner"), lambda dataset, n: dataset.column("whose")[n], USERS),
+    ],
+)
+def test_owners_of_a_column_are_participants_in_their_order(job, owners, users):
+    """Against a plain comparison."""
+    column, held_out = np.array(users), np.array(users)[[5, 0, 2]]
+    names = sorted(set(users))
+    plain = [[n for n in range(12) if column[n] == name] for name in names]
+    validated = [[n for n in range(3) if held_out[n] == name] for name in names]
+    data = {"train": Table(whose=column), "validate": Table(whose=held_out)}
+    found = divide(job, recipe(**data, owners=owners))
+    ends = np.cumsum([0, *map(len, plain)])
+    every = found.train.indices(0, 0, 12).tolist()
+    assert [sorted(every[a:b]) for a, b in pairwise(ends)] == plain
+    assert found.validation_sizes == [len(own) for own in validated]
+    assert found.validate.indices(0, 0, 3).tolist() == [n for own in validated for n in own]
+
+
+def test_classes_of_a_column_are_dealt_as_their_numbers_are():
+    column = ["cat", "dog", "ant", "dog"] * 30
+    numbers = [["ant", "cat", "dog"].index(name) for name in column]
+    named = divide(with_columns("labels", labels="kind"), recipe(train=Table(kind=column)))
+    plain = divide(job("labels"), recipe(120, labels=numbers))
+    assert named.train.digest == plain.train.digest

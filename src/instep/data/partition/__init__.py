@@ -45,8 +45,9 @@ PARTITIONS = Registry(
         "blocks": "instep.data.partition.blocks:blocks",
         "labels": "instep.data.partition.labels:labels",
         "owner": "instep.data.partition.owner:owner",
+        "random": "instep.data.partition.at_random:at_random",
     },
 )
 
 COLUMNS = {"labels": "labels", "owner": "owners"}
-"""The column that a scheme needs: a field of `Recipe`."""
+"""The column that a scheme needs: a field of `Recipe`, and a key of `[data]`."""
