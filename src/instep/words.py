@@ -43,6 +43,15 @@ def listed(names: Sequence[object], most: int) -> str:
     return ", ".join(map(str, names[:most])) + rest
 
 
+def folder_contents(folder: Path) -> str:
+    """What a folder holds, for the error that misses something in it."""
+    if not folder.is_dir():
+        return f"There is no folder {folder}."
+    names = sorted(path.name for path in folder.iterdir())
+    some = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    return f"The folder holds: {some or 'nothing'}."
+
+
 def ranges(numbers: Iterable[int], most: int | None = None) -> str:
     """`1 to 3, 5, 7 to 9 and 2 more`, from ascending numbers; `most` ranges are named."""
     runs: list[list[int]] = []

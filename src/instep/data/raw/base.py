@@ -99,8 +99,10 @@ FORMATS: Registry = Registry(
     {
         "arrow": "instep.data.raw.columns:Arrow",
         "csv": "instep.data.raw.csv:Csv",
+        "images": "instep.data.raw.images:Images",
         "json_lines": "instep.data.raw.lines:JsonLines",
         "parquet": "instep.data.raw.columns:Parquet",
+        "tar": "instep.data.raw.tar:Tar",
         "text": "instep.data.raw.lines:TextLines",
     },
 )

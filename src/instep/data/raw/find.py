@@ -13,16 +13,20 @@ from instep.words import plural
 
 COMPRESSED = (".gz", ".zst")
 
+_FOLDERS = "Name the folder that has a sub-folder for each class, with its images."
+
 
 def format_of(path: str | Path) -> str:
     """The format of a file by its suffix: a key of `FORMATS`.
 
     Raises:
-        DataError: no format has this suffix.
+        DataError: no format has this suffix; or it is an image, of which folders are read.
     """
     name = _format_of(Path(path))
     if name is None:
         raise DataError(f"{path}: its format is not known by its name. Known: {_known()}.")
+    if name == "images":
+        raise DataError(f"{path} is one image. {_FOLDERS}")
     return name
 
 
@@ -83,6 +87,10 @@ def _in_folder(folder: Path) -> list[tuple[Path, str]]:
             formats.setdefault(name, []).append(path)
     if len(formats) == 1 and not unknown:
         ((name, paths),) = formats.items()
+        if name == "images":
+            if any(path.parent == folder for path in paths):
+                raise SpecError(f"the folder {folder} has images without a class. {_FOLDERS}")
+            return [(folder, name)]
         return [(path, name) for path in paths]
     if not formats and not unknown:
         raise SpecError(f"the folder {folder} holds no file.")

@@ -1,9 +1,8 @@
-"""What the sources share: types, reading by index, and a folder's contents for messages."""
+"""What the sources share: types, and reading by index."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,12 +35,3 @@ class BatchDataset:
         rows = [range(len(self))[index] for index in indices]
         inputs, targets = self.batch_of(np.asarray(rows, dtype=np.int64))
         return list(zip(inputs, targets, strict=True))
-
-
-def folder_contents(folder: Path) -> str:
-    """What a folder holds, for the error that misses something in it."""
-    if not folder.is_dir():
-        return f"There is no folder {folder}."
-    names = sorted(path.name for path in folder.iterdir())
-    listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-    return f"The folder holds: {listed or 'nothing'}."

@@ -8,11 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from instep.data.sources.files import Sample, folder_contents
+from instep.data.raw.images import classes_of, images_of
+from instep.data.sources.files import Sample
 from instep.errors import DataError
-
-_PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
-
 
 _SHORT = ("PNG", "PPM")  # formats with 16 bits at most, which Pillow may hold in 32
 
@@ -50,21 +48,10 @@ def image_folder(folder: str | Path, size: int | tuple[int, int] | None = None) 
     """
     _pillow()
     root = Path(folder)
-    classes = sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
-    if not classes:
-        raise DataError(
-            f"{root} has no sub-folders: each class needs one, with its images. "
-            f"{folder_contents(root)}"
-        )
-    files = []
-    for number, name in enumerate(classes):
-        images = [p for p in sorted((root / name).rglob("*")) if p.suffix.lower() in _PICTURES]
-        if not images:
-            raise DataError(
-                f"{root / name} holds no image: {', '.join(_PICTURES)} are known. "
-                "Remove the folder if it is no class."
-            )
-        files += [(path, number) for path in images]
+    classes = classes_of(root)
+    files = [
+        (path, number) for number, name in enumerate(classes) for path in images_of(root, name)
+    ]
     return ImageFolder(files, classes, (size, size) if isinstance(size, int) else size)
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from instep.data.order import Indices
-from instep.data.sources.files import BatchDataset, Bytes, folder_contents
+from instep.data.sources.files import BatchDataset, Bytes
 from instep.errors import DataError
+from instep.words import folder_contents
 
 _IMAGES_MAGIC, _LABELS_MAGIC = 0x00000803, 0x00000801
 _CLASSES = 10

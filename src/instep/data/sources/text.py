@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from instep.data.order import Indices
-from instep.data.sources.files import BatchDataset, Bytes, folder_contents
+from instep.data.sources.files import BatchDataset, Bytes
 from instep.errors import DataError
-from instep.words import listed
+from instep.words import folder_contents, listed
 
 
 class TextWindows(BatchDataset):
