@@ -628,6 +628,52 @@ class DataSpec(Section, frozen=True, kw_only=True):
             )
 
 
+class PrepareSpec(Section, frozen=True, kw_only=True):
+    """Raw files to make shards of before the run; only what has changed since is made again."""
+
+    sources: tuple[str, ...] = ()
+    """Files, folders of files of one format, or patterns such as `"raw/*.jsonl"`. Relative to the
+    job file; empty: nothing is prepared."""
+
+    to: str = ""
+    """Folder of the shards, which the recipe reads by `instep.data.sources.shards`. Relative to the
+    job file."""
+
+    map: str = ""
+    """`file.py:function`: gives the sample, several, or None of one raw record. Relative to the job
+    file; empty: records are samples."""
+
+    key: str = ""
+    """Column whose equal values have samples put together, by `reduce`."""
+
+    reduce: str = ""
+    """`file.py:function`: gives the sample, several, or None of all samples of one key."""
+
+    shuffle: bool = False
+    """Put all samples into a random order, through the disk."""
+
+    tokens: str = ""
+    """Turn text into tokens: a file that the package tokenizers saved, or `"bytes"`."""
+
+    length: Positive | None = None
+    """Most tokens of a sample."""
+
+    unreadable: Literal["skip", "stop"] = "skip"
+    """Whether a bad record is left out and kept aside, or ends the command."""
+
+    seed: Natural = 0
+    """Of random draws of `map`, and of `shuffle`; the run's own seed changes no shard."""
+
+    workers: Positive | None = None
+    """Worker processes; by default one for each processor. The shards are the same."""
+
+    def __post_init__(self) -> None:
+        if bool(self.sources) != bool(self.to):
+            raise ValueError("sources and to need each other: raw files, and the shards' folder.")
+        if bool(self.key) != bool(self.reduce):
+            raise ValueError("key and reduce need each other: a column, and file.py:function.")
+
+
 class StartSpec(Section, frozen=True, kw_only=True):
     """The model that a run starts from, what stays frozen, and learning rates by pattern."""
 
@@ -928,6 +974,7 @@ class JobSpec(Section, frozen=True, kw_only=True):
     stop: StopSpec = field(default_factory=StopSpec)
     sync: SyncSpec = field(default_factory=SyncSpec)
     mesh: MeshSpec = field(default_factory=MeshSpec)
+    prepare: PrepareSpec = field(default_factory=PrepareSpec)
     data: DataSpec = field(default_factory=DataSpec)
     start: StartSpec = field(default_factory=StartSpec)
     lora: LoraSpec = field(default_factory=LoraSpec)

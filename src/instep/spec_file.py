@@ -22,7 +22,7 @@ import msgspec
 from instep.errors import SpecError, file_beside, near_miss
 from instep.formats import FORMAT, other_format
 from instep.overrides import RENAMED, apply_overrides, blamed
-from instep.spec import JobSpec, Section, as_table, documentation
+from instep.spec import JobSpec, PrepareSpec, Section, as_table, documentation
 
 MOST_DEPTH = 32
 """Of lists and tables in each other."""
@@ -69,7 +69,27 @@ def absolute(job: JobSpec, folder: Path) -> JobSpec:
     if cluster.workers:
         certificates = _absolute(cluster.certificates, folder)
         cluster = msgspec.structs.replace(cluster, certificates=certificates)
-    return msgspec.structs.replace(job, start=start, cluster=cluster)
+    prepare = _prepare_in(job.prepare, folder)
+    return msgspec.structs.replace(job, start=start, cluster=cluster, prepare=prepare)
+
+
+def _prepare_in(prepare: PrepareSpec, folder: Path) -> PrepareSpec:
+    """What to prepare, with absolute paths."""
+    if not prepare.sources:
+        return prepare
+    functions = {}
+    for name in ("map", "reduce"):
+        if reference := getattr(prepare, name):
+            file, colon, function = reference.rpartition(":")
+            functions[name] = f"{_absolute(file, folder)}{colon}{function}" if colon else reference
+    tokens = prepare.tokens
+    return msgspec.structs.replace(
+        prepare,
+        sources=tuple(str(folder.resolve() / Path(each).expanduser()) for each in prepare.sources),
+        to=_absolute(prepare.to, folder),
+        tokens=_absolute(tokens, folder) if tokens not in ("", "bytes") else tokens,
+        **functions,
+    )
 
 
 def with_recipe_in(job: JobSpec, folder: Path) -> JobSpec:

@@ -22,6 +22,7 @@ from instep import spec_file
 from instep.client.job_checks import check_job, open_switchboard, with_options
 from instep.client.keywords import tables
 from instep.client.launching import launching
+from instep.client.preparing import prepare_data
 from instep.client.references import places_of, reference_to
 from instep.client.results import about, failure, finish, recipe_sha256, refused
 from instep.comm.endpoint import Switchboard
@@ -174,6 +175,7 @@ def run_job(
     open_standard_streams()
     check_job(job, resumed=start_point.checkpoint is not None)
     job = with_options(job)
+    prepare_data(job.prepare, quiet=quiet)
     there, view = runs.exists(), {"quiet": quiet, "json": json_output}
     try:
         with launching(job) as (settled, launcher):

@@ -82,15 +82,15 @@ class Job:
             InstepError: a task cannot be done.
             Interrupted: a signal has come.
         """
-        size = sum(file.bytes for file in self._files)
-        of = f"{plural(len(self._files), 'file')}, {readable_bytes(size)}"
-        self._say(f"preparing {of}, workers: {self._workers}")
         groups = groups_of(self._settled(), self._asked)
         self.tasks, self._plan = len(groups), plan_key(groups, self._asked)
         before = self._folder.manifest()
         if before and before.made_by.get("plan") == self._plan and self._folder.whole(before):
             self.done_before = self.tasks
             return before
+        size = sum(file.bytes for file in self._files)
+        of = f"{plural(len(self._files), 'file')}, {readable_bytes(size)}"
+        self._say(f"preparing {of}, workers: {self._workers}")
         results = self._mapped(groups)
         self._results = [results[group.key] for group in groups]
         columns = columns_of(self._results)

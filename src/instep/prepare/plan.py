@@ -121,8 +121,11 @@ def _breaks(file: RawFile) -> bool:
 
 
 def _key(decides: str, files: list[RawFile], pieces: list[Piece]) -> str:
-    about = [(str(file.path), file.format, file.bytes, file.modified_ns) for file in files]
-    text = json.dumps([VERSION, decides, about, msgspec.to_builtins(pieces)])
+    about = [
+        (str(file.path.absolute()), file.format, file.bytes, file.modified_ns) for file in files
+    ]
+    own = [msgspec.to_builtins(msgspec.structs.replace(piece, path="")) for piece in pieces]
+    text = json.dumps([VERSION, decides, about, own])
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 

@@ -5,6 +5,7 @@ Run as `python -m instep.prepare.process DESCRIPTOR`; ends when the other end is
 
 from __future__ import annotations
 
+import errno
 import signal
 import sys
 import threading
@@ -75,7 +76,12 @@ def _answer(doer: Doer, task: Task) -> Done | Failed:
     except InstepError as error:
         return Failed(task.number, type(error).__name__, str(error))
     except OSError as error:
-        what = error.filename or "a file"
+        what = error.filename or "the folder of --to"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            text = (
+                "its disk is full. Free some, and give the same command again: what is done is kept"
+            )
+            return Failed(task.number, "RunError", f"{what} cannot be written: {text}.")
         text = f"{what} cannot be used: {error.strerror or one_line(error)}."
         return Failed(task.number, "DataError", text)
 

@@ -1,0 +1,57 @@
+"""The [prepare] table of a job: what it says, and that a run begins with its shards."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from instep.client.preparing import prepare_data
+from instep.data.sources import shards
+from instep.errors import SpecError
+from instep.spec_file import load
+
+JOB = """
+recipe = "net.py:recipe"
+[prepare]
+sources = ["raw/*.jsonl"]
+to = "shards"
+map = "clean.py:record"
+"""
+
+
+@pytest.mark.process
+def test_paths_are_relative_to_the_job_file_and_only_what_changed_is_made_again(
+    tmp_path, capsys, monkeypatch
+):
+    (tmp_path / "job.toml").write_text(JOB)
+    (tmp_path / "clean.py").write_text("def record(raw):\n    return {'x': raw['x'] * 2}\n")
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "a.jsonl").write_text(
+        "".join(f"{json.dumps({'x': i})}\n" for i in range(9))
+    )
+    monkeypatch.chdir(Path("/"))
+    job = load(tmp_path / "job.toml")
+    prepare_data(job.prepare, quiet=False)
+    assert shards(tmp_path / "shards").column("x").tolist() == list(range(0, 18, 2))
+    assert "9 samples" in capsys.readouterr().err
+    prepare_data(job.prepare, quiet=False)
+    assert capsys.readouterr().err == ""
+    (tmp_path / "clean.py").write_text("def record(raw):\n    return {'x': raw['x'] * 3}\n")
+    prepare_data(job.prepare, quiet=True)
+    assert shards(tmp_path / "shards").column("x").tolist() == list(range(0, 27, 3))
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("to = 'x'", "sources and to need each other"),
+        ("sources = ['a']\nto = 'x'\nkey = 'u'", "key and reduce need each other"),
+        ("sourcs = ['a']", "Did you mean 'sources'"),
+        ("sources = ['a']\nto = 'x'\nunreadable = 'no'", "unreadable"),
+    ],
+)
+def test_a_wrong_table_is_one_sentence(line, wanted, tmp_path):
+    (tmp_path / "job.toml").write_text(f"recipe = 'net.py:recipe'\n[prepare]\n{line}\n")
+    with pytest.raises(SpecError, match=wanted):
+        load(tmp_path / "job.toml")
