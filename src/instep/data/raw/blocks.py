@@ -43,13 +43,20 @@ def place_of(piece: Piece) -> int:
 
 
 def whole(path: str | Path) -> Piece:
-    """All bytes of a file."""
-    return Piece(str(path), "", 0, os.stat(path).st_size)
+    """All bytes of a file.
+
+    Raises:
+        DataError: it does not exist, or cannot be looked at.
+    """
+    try:
+        return Piece(str(path), "", 0, os.stat(path).st_size)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def cut_bytes(path: Path, target: int, name: str, learned: str = "") -> list[Piece]:
     """Cut a file of lines or records into pieces of about `target` bytes, of format `name`."""
-    compression, size = compression_of(path), path.stat().st_size
+    compression, size = compression_of(path), whole(path).stop
     if size == 0:
         return []
     if compression == "gzip":

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.data.raw.base import Chunk, Piece
-from instep.data.raw.blocks import pyarrow
+from instep.data.raw.blocks import pyarrow, whole
 from instep.errors import DataError, one_line
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class Arrow(_Columns):
 
     def cut(self, path: Path, target: int, learned: str = "") -> list[Piece]:
         """Cut at record batches; a stream with dictionaries is one piece."""
-        size = path.stat().st_size
+        size = whole(path).stop
         with _reading(path, "Arrow") as pa, pa.memory_map(str(path)) as source:
             if _is_file(path):
                 count = pa.ipc.open_file(source).num_record_batches

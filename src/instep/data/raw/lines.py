@@ -227,5 +227,7 @@ def _bounds(lines: bytes) -> tuple[Any, Any]:
         starts = starts[:-1]
     else:
         stops = np.append(stops, len(lines))
-    before = codes[np.maximum(stops - 1, 0)] if len(codes) else codes
+    if b"\r" not in lines:
+        return starts, stops
+    before = codes[np.maximum(stops - 1, 0)]
     return starts, stops - ((stops > starts) & (before == 13))
