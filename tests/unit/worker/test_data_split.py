@@ -288,6 +288,30 @@ def test_each_side_is_read_whole_and_nothing_else_is(split, readers):
             assert sorted(read) == [2 * index for index in side.tolist()]
 
 
+@pytest.mark.parametrize("unreadable", ["stop", "skip"])
+def test_a_sample_that_cannot_be_read_is_named_as_in_the_whole_dataset(unreadable):
+    class Broken(Doubled):
+        def __getitem__(self, index):
+            if index == 20:
+                raise ValueError("no such page")
+            return index
+
+    the_job = job(data={"split": "blocks", "validation": 0.5, "unreadable": unreadable})
+    parts = split_data(the_job, recipe(Broken())).recipe.given["validate"]
+    loader = Loader.of_job(the_job, parts, "validation", processes=0, say=print)
+    loader.begin()
+    if unreadable == "skip":
+        (read,) = loader.read([Slice(0, 0, 12)])
+        (skipped,) = read.skipped
+        assert skipped.sample == 8
+        assert skipped.cause.startswith("ValueError: no such page")
+        assert skipped.cause.endswith(" (20 of the whole dataset)")
+    else:
+        with pytest.raises(DataError, match=r"sample 8 \(20 of the whole dataset\) cannot be read"):
+            list(loader.read([Slice(0, 0, 12)]))
+    loader.close()
+
+
 class Doubled:
     def __len__(self):
         return SAMPLES

@@ -7,6 +7,7 @@ or knows seeds and orders.
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
@@ -129,6 +130,15 @@ def _shape_of(sample: Any) -> str:
     if isinstance(sample, Mapping):
         return "{" + ", ".join(f"{name}: {_shape_of(part)}" for name, part in sample.items()) + "}"
     return type(sample).__name__
+
+
+def places_in_whole(dataset: Any) -> Callable[[int], str]:
+    """What messages add to the index of a sample of a side (`LoaderParts.side`): its index in the
+    dataset that was split. Empty for any other dataset."""
+    indices = getattr(dataset, "indices", None) if type(dataset) is Subset else None
+    if not isinstance(indices, array):
+        return lambda index: ""
+    return lambda index: f" ({indices[index]} of the whole dataset)"
 
 
 def file_names(dataset: Any) -> Callable[[int], str]:

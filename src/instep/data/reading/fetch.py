@@ -27,6 +27,7 @@ from instep.data.reading.batched import (
     first_mismatch,
     is_plain,
     offers,
+    places_in_whole,
 )
 from instep.data.reading.told import Told
 from instep.data.samples import last_read
@@ -106,6 +107,7 @@ class Fetch:
         )
         self.samples = length_of(dataset)
         self.name, self._file_of = name, file_names(dataset)
+        self._in_whole = places_in_whole(dataset)
         self._marked: list[Mark] = []  # by `mark`; those of `note` are in `_noted`
         self._noted: dict[int, Mark] = {}
         self._causes: dict[int, str] = {}  # of both, by sample; empty where it is suspected
@@ -349,9 +351,10 @@ class Fetch:
             cause = describe_error(error)
             if not self.skip:
                 raise DataError(
-                    f"sample {index} cannot be read: {cause.rstrip('.')}.{SKIP_HINT}"
+                    f"sample {index}{self._in_whole(index)} cannot be read: "
+                    f"{cause.rstrip('.')}.{SKIP_HINT}"
                 ) from error
-            missed.append((index, cause))
+            missed.append((index, f"{cause}{self._in_whole(index)}"))
             return []
 
     def _keyed_sample(self, epoch: int, index: int) -> Any:
@@ -373,7 +376,9 @@ class Fetch:
             return self._augment(sample, generator)
         except Exception as error:
             cause = describe_error(error)
-            raise DataError(f"sample {index} cannot be augmented: {cause}") from error
+            raise DataError(
+                f"sample {index}{self._in_whole(index)} cannot be augmented: {cause}"
+            ) from error
 
 
 def seed_for_sample(seed: int, epoch: int, index: int) -> None:
