@@ -82,9 +82,8 @@ def _check_split(job: JobSpec) -> None:
     data = job.data
     if data.split:
         SPLITS.check(data.split, "data.split")
-    used = {*COLUMNS.get(data.split, ()), *(["labels"] if job.own_data == "labels" else [])}
-    for key in ("labels", "groups", "times"):
-        if (given := getattr(data, key)) and key not in used:
+    for key in ("groups", "times"):  # of labels much else speaks
+        if (given := getattr(data, key)) and key not in COLUMNS.get(data.split, ()):
             uses = [f"'{name}'" for name, columns in COLUMNS.items() if key in columns]
             raise SpecError(
                 f"data.{key} = {given!r}, and data.split = {data.split!r} does not use it. Leave "

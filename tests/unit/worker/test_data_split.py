@@ -395,7 +395,7 @@ SPECS = {
     "strange gap": ({"split": "time", "gap": "soon"}, "gap = 'soon': needs a number in the unit"),
     "embargo": ({"split": "time", "embargo": 3}, "embargo = 3.*Set folds, or leave"),
     "no such split": ({"split": "stratify"}, "no split is called 'stratify'. Did you mean 'strati"),
-    "unused": ({"labels": "kind"}, "data.labels = 'kind', and data.split = 'random' does not"),
+    "unused": ({"groups": "who"}, "data.groups = 'who', and data.split = 'random' does not"),
 }
 
 
