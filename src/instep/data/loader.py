@@ -152,11 +152,9 @@ class Loader:
         """
         train = name == "training"
         if train and order is None and job.data.order == "windowed":
-            samples, each = (
-                length_of(parts.dataset),
-                job.data.window // job.per_commit.micro_batches,
-            )
-            order = Windowed.of_job(job, shards_or_blocks(parts.dataset, samples, each))
+            samples, lanes = length_of(parts.dataset), job.per_commit.micro_batches
+            sizes = shards_or_blocks(parts.dataset, samples, job.data.window, lanes)
+            order = Windowed.of_job(job, sizes)
         processes = job.data.loaders if processes is None else processes
         if processes == "auto" and parts.loaders is not None:
             processes = parts.loaders

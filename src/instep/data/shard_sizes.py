@@ -51,16 +51,18 @@ def sizes_within(sizes: Indices, chosen: Indices | range) -> Indices:
     return np.diff(before, prepend=0).astype(np.int64)
 
 
-def shards_or_blocks(dataset: Any, samples: int, each: int) -> Indices:
-    """Samples of each shard; of a dataset that stands in one piece, of each block.
+def shards_or_blocks(dataset: Any, samples: int, window: int, lanes: int = 1) -> Indices:
+    """Samples of each shard; of each block where there are too few shards to go through in turn.
 
     Args:
         dataset: of whatever kind.
         samples: its length, 1 or more.
-        each: samples of a block, or more where there would be too many of them.
+        window: of the order, cut into lanes; a lane's is a block, if there are not too many.
+        lanes: of the order.
     """
     sizes = shard_sizes(dataset)
-    return blocks(samples, each) if sizes is None else sizes
+    few = sizes is None or np.count_nonzero(sizes) < max(lanes, 2)
+    return blocks(samples, window // lanes) if sizes is None or few else sizes
 
 
 def blocks(samples: int, each: int) -> Indices:

@@ -17,7 +17,13 @@ from instep.data.dealing import deal
 from instep.data.loader import Loader, Slice
 from instep.data.order import position, steps_in_epoch
 from instep.data.partition.regions import Regions
-from instep.data.shard_sizes import MOST_BLOCKS, blocks, shard_sizes, sizes_within
+from instep.data.shard_sizes import (
+    MOST_BLOCKS,
+    blocks,
+    shard_sizes,
+    shards_or_blocks,
+    sizes_within,
+)
 from instep.data.torch_loader import LoaderParts
 from instep.data.windowed import Windowed
 from instep.errors import DataError
@@ -192,6 +198,18 @@ def test_a_dataset_without_shards_and_a_subset_in_another_order_have_none():
 
 
 @pytest.mark.parametrize(
+    ("sizes", "lanes", "expected"),
+    [
+        ([5, 5], 2, [5, 5]),
+        ([5, 5, 0], 3, [2, 2, 2, 2, 2]),  # fewer shards than lanes: nothing to go through in turn
+        ([10], 1, [6, 4]),
+    ],
+)
+def test_few_shards_are_cut_into_blocks(sizes, lanes, expected):
+    assert shards_or_blocks(Sharded(sizes), 10, 6, lanes).tolist() == expected
+
+
+@pytest.mark.parametrize(
     ("said", "words"),
     [
         ([3, 3], "has 6 samples together, and the dataset has 7"),
@@ -210,7 +228,9 @@ def test_shard_sizes_that_are_none_of_the_dataset_are_refused(said, words):
 
 
 @pytest.mark.parametrize("processes", [0, 1])
-@pytest.mark.parametrize("dataset", [Sharded([30, 50, 20]), Subset(Sharded([40, 200]), range(100))])
+@pytest.mark.parametrize(
+    "dataset", [Sharded([12] * 8 + [4]), Subset(Sharded([10] * 99), range(100))]
+)
 def test_a_job_with_the_windowed_order_trains_in_it(dataset, processes):
     job = JobSpec(recipe="a.py:f", seed=4, data=DataSpec(order="windowed", window=16))
     sizes = shard_sizes(dataset)

@@ -49,7 +49,7 @@ def said(dataset, job=JOB, labels=None):
         train=dataset,
         labels=labels,
     )
-    order = Windowed.of_job(job, shards_or_blocks(dataset, len(dataset), 25))
+    order = Windowed.of_job(job, shards_or_blocks(dataset, len(dataset), 200, 8))
     return said_of_classes(job, recipe, order)
 
 
