@@ -106,6 +106,22 @@ def test_ratings_of_movies_are_told_better_than_by_their_mean(tmp_path):
     assert metrics["absolute_error"] < 0.72
 
 
+def test_weather_is_prepared_split_by_time_and_learnt(tmp_path):
+    pytest.importorskip("vega_datasets")
+    finished(python(EXAMPLES / "14_weather/start.py", tmp_path / "data/weather", cwd=tmp_path))
+    sources = json.dumps([str(tmp_path / "data/weather/seattle-weather.csv")])
+    to = tmp_path / "data/weather/shards"
+    process = job(
+        "14_weather",
+        f"prepare.sources={sources}",
+        f"prepare.to={to}",
+        "train.epochs=8",
+        cwd=tmp_path,
+    )
+    metrics = summary_of(process, tmp_path / "runs/weather")["metrics"]
+    assert metrics["accuracy"] > 0.6  # 0.49 of all days are sunny
+
+
 @pytest.mark.slow
 def test_a_small_gpt_learns_and_writes(tmp_path):
     shape = [f"arguments.{each}" for each in TINY_GPT]
