@@ -1,4 +1,4 @@
-"""Which weather a day had, by four measurements: classes out of balance, and days that have times."""
+"""Which weather a day had, by four measurements: classes out of balance, days that have times."""
 
 import torch
 from torch import nn
