@@ -10,6 +10,7 @@ import pytest
 import instep
 from instep import errors
 from instep.data import SOURCES
+from instep.data.raw import FORMATS
 from instep.data.splits import SPLITS
 from instep.events import EVENTS, LEDGER, STEPS
 from instep.launch import LAUNCHERS
@@ -78,6 +79,7 @@ def text_of(*folders_or_files):
         ("strategy", list(STRATEGIES), ["concepts/strategies.md"]),
         ("launcher", list(LAUNCHERS), ["."]),
         ("source", list(SOURCES), ["reference/sources.md"]),
+        ("raw format", list(FORMATS), ["reference/raw-files.md"]),
         ("split", list(SPLITS), ["concepts/splits.md"]),
         ("error", ERRORS, ["reference/errors.md"]),
         ("event", list(EVENTS), ["reference/events.md"]),

@@ -30,7 +30,7 @@ class Columns(msgspec.Struct, frozen=True):
     names: list[str]
     """In the order of the file."""
     types: dict[str, str]
-    """Names of types, as pyarrow has them, in the order that all files of the source give."""
+    """Names of types, of `csv_head.TYPES`, in the order that all files of the source give."""
 
 
 class Records(NamedTuple):
@@ -63,7 +63,7 @@ def parse(body: bytes, names: list[str], types: dict[str, str], delimiter: int) 
         reader.ReadOptions(use_threads=False, block_size=len(body) + 1, column_names=names),
         reader.ParseOptions(delimiter=chr(delimiter), newlines_in_values=b'"' in body),
         reader.ConvertOptions(
-            column_types={name: pa.type_for_alias(alias) for name, alias in types.items()},
+            column_types={name: arrow_type(one) for name, one in types.items()},
             include_columns=list(types) or None,
             null_values=NULLS,
             true_values=("true", "True", "TRUE"),
@@ -72,6 +72,14 @@ def parse(body: bytes, names: list[str], types: dict[str, str], delimiter: int) 
         ),
     )
     return one_batch(table)
+
+
+def arrow_type(name: str) -> pa.DataType:
+    """What pyarrow calls a type of `csv_head.TYPES`."""
+    pa = pyarrow("CSV files")
+    if name == "timestamp":
+        return pa.timestamp("us")
+    return pa.timestamp("us", "UTC") if name == "timestamp_utc" else pa.type_for_alias(name)
 
 
 def one_batch(table: pa.Table) -> pa.RecordBatch:
@@ -139,7 +147,7 @@ class Converter:
         if len(batches) == 1:
             return batches[0]
         types = self._columns.types.items()
-        schema = pa.schema([(name, pa.type_for_alias(alias)) for name, alias in types])
+        schema = pa.schema([(name, arrow_type(one)) for name, one in types])
         return one_batch(pa.Table.from_batches(batches, schema))
 
     def _reason(self, body: bytes, said: str) -> str:

@@ -1,7 +1,8 @@
 """What the heads of CSV files say: names of columns, and types for all files of a source.
 
-Types are int64, float64, bool and string. Dates and times stay text. So do numbers that would not
-come back as they were written: '007', and whole numbers of more digits than a float has.
+Types are int64, float64, bool, timestamp (also of days), timestamp_utc and string. Numbers that
+would not come back as they were written stay text: '007', and whole numbers of more digits than a
+float has. So do times with more digits than microseconds.
 """
 
 from __future__ import annotations
@@ -28,13 +29,17 @@ HEAD = 1 << 20
 _HEADS, _OTHER_HEAD = 16, 1 << 18
 """Files that decide with it at most, and bytes of each."""
 
-TYPES = ("int64", "float64", "bool", "string")
+TYPES = ("int64", "float64", "bool", "timestamp", "timestamp_utc", "string")
 
 _NAMES = {"int64": "int64", "double": "float64", "bool": "bool", "null": ""}
+_NAMES |= {"date32[day]": "timestamp", "timestamp[s]": "timestamp", "timestamp[ns]": "timestamp"}
+_NAMES |= {"timestamp[ns, tz=UTC]": "timestamp_utc"}
 """Of types that pyarrow finds out."""
 
+_FINER = r"\.[0-9]{7}"
 _NOT_KEPT = {"int64": r"^\s*[+-]?0[0-9]", "float64": r"^\s*[+-]?(0[0-9]|[0-9]{17,}\s*$)"}
-"""Numbers that are written in another way than they would be again."""
+_NOT_KEPT |= {"timestamp": _FINER, "timestamp_utc": _FINER}
+"""Values that are written in another way than they would be again."""
 
 _SHORT = 1 << 16
 """Bytes in which most headers end."""
