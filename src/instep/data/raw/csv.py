@@ -121,7 +121,8 @@ def _records_of(piece: Piece) -> Iterator[Records]:
             rest = []
         else:
             rest = [*rest, data] if splitter.begun > len(data) else [data[-splitter.begun :]]
-            if splitter.begun > LONGEST:
+            looks = splitter.begun - len(data) <= LONGEST // 8 < splitter.begun
+            if splitter.begun > LONGEST or (looks and not _ends(piece, place, splitter)):
                 raise _too_long(piece, place - splitter.begun, splitter)
     if splitter.state == QUOTED:
         raise _open(piece.path, place - splitter.opened)
@@ -129,6 +130,19 @@ def _records_of(piece: Piece) -> Iterator[Records]:
         body = b"".join(rest)
         ends = (np.array([number]) for number in (0, len(body), splitter.fields))
         yield Records(place - len(body), body, *ends)
+
+
+def _ends(piece: Piece, place: int, splitter: Splitter) -> bool:
+    """Whether the record that has begun before a place is not too long; none of it is kept."""
+    if blocks.compression_of(piece.path):
+        return True  # as far as is known; it is kept until it is too long
+    ahead = splitter.copy()
+    for data, _ in blocks.bytes_of(replace(piece, start=place)):
+        if len(ahead.split(data)[0]):
+            break
+        if ahead.begun > LONGEST:
+            return False
+    return True
 
 
 def _too_long(piece: Piece, place: int, splitter: Splitter) -> DataError:

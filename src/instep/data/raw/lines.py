@@ -57,9 +57,24 @@ def whole_lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
             if not inside:
                 return
         rest.append(data[last:])
-        held += len(data) - last
+        before, held = held, held + len(data) - last
+        if before <= LONGEST // 8 < held and not _ends(piece, place):
+            raise _too_long(piece, place)
     if held:
         yield place, b"".join(rest)
+
+
+def _ends(piece: Piece, place: int) -> bool:
+    """Whether the line that begins at a place is not too long; none of it is kept in memory."""
+    if not blocks.compression_of(piece.path):
+        piece = replace(piece, start=place)
+    at = blocks.place_of(piece)
+    for data, _ in blocks.bytes_of(piece):
+        found = data.find(b"\n", max(place - at, 0)) + 1
+        at += found or len(data)
+        if found or at - place > LONGEST:
+            break
+    return at - place <= LONGEST
 
 
 def _too_long(piece: Piece, place: int) -> DataError:

@@ -130,6 +130,12 @@ class Splitter:
         self._memory[[1, 3]] -= len(data)
         return starts[:found], stops[:found], fields[:found]
 
+    def copy(self) -> Splitter:
+        """Another one that goes on from here."""
+        other = Splitter(self._delimiter, self.state)
+        other._memory = self._memory.copy()
+        return other
+
     @property
     def state(self) -> int:
         """After all that was given."""
