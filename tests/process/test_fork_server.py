@@ -42,6 +42,8 @@ class Master:
                 if message is not None:
                     peer.frames.largest = LARGEST
                     self.heard.append((peer, message))
+                if isinstance(message, m.Heartbeat):  # else its lease expires, and it connects anew
+                    self.board.hub.send(peer, m.Ack(count=0, heartbeat=message.number))
         raise AssertionError(f"no {kind.__name__} with {fields}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -56,9 +57,8 @@ def connect(address: str, cpus: int, working_dir: str = "") -> tuple[Any, bool]:
         cores = max(cpus, os.cpu_count() or 1)
         own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": STORE_BYTES}
         try:
-            with on_loopback(ray):
-                ray.init("local", num_cpus=cores, **own, **quiet)
-        except (OSError, RuntimeError) as error:
+            _start_here(ray, num_cpus=cores, **own, **quiet)
+        except Exception as error:  # Ray raises this very class where a node takes long
             raise SpecError(
                 f"no Ray cluster could be started here: {last_line(error)}. Its files go to the "
                 "folder RAY_TMPDIR, which needs a short name."
@@ -82,6 +82,27 @@ def connect(address: str, cpus: int, working_dir: str = "") -> tuple[Any, bool]:
             "such as 10.0.0.1:6379; or leave RAY_ADDRESS and --ray-address out, to start one."
         ) from None
     return ray, True
+
+
+def _start_here(ray: Any, **options: Any) -> None:
+    """Start a cluster of this machine. On a busy one Ray gives up its own node after 30 s, a
+    constant of its `node.py`: then it is tried again."""
+    for left in range(STARTS, 0, -1):
+        try:
+            with on_loopback(ray):
+                ray.init("local", **options)
+            return
+        except Exception as error:
+            if _SLOW not in str(error) or left == 1:
+                raise
+            ray.shutdown()
+            print("warning Ray took too long to start its node; retrying.", file=sys.stderr)
+
+
+STARTS = 10
+"""How often a node that Ray gives up is started."""
+
+_SLOW = "timed out during startup"
 
 
 def _check_speaks_grpc(host: str, port: int) -> None:

@@ -301,7 +301,14 @@ def test_callers_that_say_nothing_keep_no_worker_out(forwarders):
             for _ in range(500):
                 address = ("127.0.0.1", each._known_port())
                 strangers.enter_context(socket.create_connection(address, 600))
-        on_ranks(both, total)
+        for _ in range(20):  # on a busy machine a proof comes late; a run makes another group, too
+            with suppress(PeerError):
+                on_ranks(both, total, timeout_s=60.0)
+                return
+            for each in both:
+                each.begin("another group")
+                each.begin("group")
+    pytest.fail("no group was formed")
 
 
 def test_callers_from_machines_without_a_worker_get_a_small_part_of_a_forwarder(

@@ -4,7 +4,8 @@ import random
 import threading
 import time
 from contextlib import closing
-from itertools import chain
+from itertools import chain, count
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -368,7 +369,10 @@ def test_only_a_few_slices_are_asked_for_ahead():
             assert len(asked) <= 5
 
 
-def test_cheap_samples_stay_in_the_process():
+def test_cheap_samples_stay_in_the_process(monkeypatch):
+    ticks = count()
+    clock = SimpleNamespace(perf_counter=lambda: 1e-5 * next(ticks), process_time=lambda: 0.0)
+    monkeypatch.setattr("instep.data.reading.choose.time", clock)
     with closing(Loader(TENSORS, seed=1, shuffle=True)) as loader:
         assert loader.mode in ("inline", "ahead")  # by the time that 32 samples took
         assert loader.pids == []
