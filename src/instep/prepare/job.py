@@ -236,10 +236,11 @@ class Job:
         """The raw files, with a hash of their bytes."""
         tasks, of = list[Task](), list[int]()
         for at, file in enumerate(self._files):
-            for first in range(0, file.bytes, SPAN):
-                stop = min(first + SPAN, file.bytes)
-                tasks.append(Sum(len(tasks), str(file.path), first, stop))
-                of.append(at)
+            for path in FORMATS[file.format]().files(file.path):
+                size = path.stat().st_size
+                for first in range(0, size, SPAN):
+                    tasks.append(Sum(len(tasks), str(path), first, min(first + SPAN, size)))
+                    of.append(at)
         sums = {done.number: done.value for done in self._crew.do(tasks)}
         hashes = [hashlib.sha256() for _ in self._files]
         for number, at in enumerate(of):

@@ -58,10 +58,11 @@ def files_of(asked: Asked) -> list[RawFile]:
     found = []
     for path, name in raw.sources(asked.sources):
         try:
-            about = os.stat(path)
+            about = [os.stat(each) for each in FORMATS[name]().files(path)]
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}.") from None
-        found.append(RawFile(path, name, about.st_size, about.st_mtime_ns))
+        size, modified = sum(a.st_size for a in about), max(a.st_mtime_ns for a in about)
+        found.append(RawFile(path, name, size, modified))
     to = Path(asked.to).resolve()
     for file in found:
         if file.path.resolve().is_relative_to(to):
