@@ -17,7 +17,7 @@ import pyarrow as pa
 from instep.data.raw import FORMATS, Chunk, Piece, RawFormat
 from instep.data.shards.arrow_in import encode_batch
 from instep.data.shards.columns import Column, Misfit
-from instep.data.shards.encode import Encoded, encode
+from instep.data.shards.encode import Encoded, ImageFile, encode
 from instep.data.shards.writer import BATCH_BYTES
 from instep.errors import DataError, InstepError
 from instep.plain_file import replace_plain
@@ -183,6 +183,8 @@ class Mapping:
         trial = notes.records % ONE_IN == 0
         notes.records += len(rows)
         if mapper is None:
+            if piece.format == "images":
+                return [{**row, "image": ImageFile(row["image"])} for row in rows]
             return [row if type(row) is dict else {"text": row} for row in rows]
         if isinstance(mapper, Tokens):
             return mapper.of_file(piece.path, rows, places)

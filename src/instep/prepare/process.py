@@ -6,6 +6,7 @@ Run as `python -m instep.prepare.process DESCRIPTOR`; ends when the other end is
 from __future__ import annotations
 
 import errno
+import gc
 import signal
 import sys
 import threading
@@ -18,6 +19,9 @@ from instep.errors import InstepError, one_line
 from instep.prepare.messages import Beat, Done, Failed, Setup, Task
 from instep.prepare.task import Doer
 from instep.system.processes import die_with_parent, name_process
+
+_GARBAGE = 50_000
+"""New objects after which cycles are looked for."""
 
 BEAT_S = 0.5
 """Seconds between two signs of life."""
@@ -54,6 +58,7 @@ def main() -> int:
     die_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the master decides what follows
     name_process("instep-prepare")
+    gc.set_threshold(_GARBAGE, 20, 100)  # records are many objects, and hardly ever in cycles
     connection = Connection(int(sys.argv[1]))
     speaker = Speaker(connection)
     try:

@@ -14,6 +14,9 @@ from torch.utils.data import DataLoader
 
 from instep.data import SOURCES
 from instep.data.loader import Loader, Slice
+from instep.data.shards.encode import encode
+from instep.data.shards.manifest import Manifest, Shard, write_manifest
+from instep.data.shards.writer import ShardWriter
 from instep.data.sources import cifar10, image_folder, mnist, text
 from instep.errors import DataError
 
@@ -265,6 +268,17 @@ def test_too_little_text_and_no_text_are_errors(tmp_path):
         text(tmp_path, length=0)
 
 
+def write_shards(folder):
+    samples = [{"y": number, "x": np.full(3, number, np.float32)} for number in range(7)]
+    columns, views, _ = encode(samples, None)
+    with ShardWriter(folder / "a.arrow", columns) as writer:
+        writer.write(views)
+        writer.close()
+    shard = Shard("a.arrow", 7, writer.bytes)
+    whole = {"columns": columns, "samples": 7, "bytes": writer.bytes, "sha256": "", "bad": 0}
+    write_manifest(folder, Manifest(**whole, shards=[shard]))
+
+
 def made(name, folder):
     if name == "mnist":
         write_mnist(folder)
@@ -272,6 +286,9 @@ def made(name, folder):
         write_cifar(folder, CIFAR)
     elif name == "image_folder":
         write_pictures(folder, {f"{c}/{i}.png": (4, 4) for c in "ab" for i in range(6)})
+    elif name == "shards":
+        write_shards(folder)
+        return SOURCES[name](folder, transform=lambda sample: (sample["x"], sample["y"]))
     else:
         (folder / "a.py").write_bytes(bytes(range(200)))
     return SOURCES[name](folder, **({"length": 10} if name == "text" else {}))

@@ -164,14 +164,14 @@ def _merged(known: Column | None, found: Column) -> Column:
     return widened(known, found)
 
 
-class _Image(bytes):
-    """An image of pillow's, as PNG."""
+class ImageFile(bytes):
+    """The bytes of an image file, which a dataset decodes: PNG, JPEG and what else pillow reads."""
 
     dtype, shape = np.dtype(np.uint8), ()
 
 
 def _of_array(name: str, kind: type, dtype: np.dtype, shape: tuple[int, ...]) -> Column:
-    if kind is _Image:
+    if kind is ImageFile:
         return Column(name, "image")
     if not shape:
         return Column(name, "number", dtype.name)
@@ -183,7 +183,7 @@ def _of_array(name: str, kind: type, dtype: np.dtype, shape: tuple[int, ...]) ->
 
 def _plain(name: str, value: Any) -> Any:
     """A value as bool, int, float, str, bytes or an array of numbers."""
-    if type(value) in _SIMPLE:
+    if type(value) in _SIMPLE or isinstance(value, ImageFile):
         return value
     if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach"):
         value = _of_tensor(name, value)
@@ -225,10 +225,10 @@ def _of_list(name: str, value: Sequence[Any]) -> Array:
     return found
 
 
-def _of_image(value: Any) -> _Image:
+def _of_image(value: Any) -> ImageFile:
     file = io.BytesIO()
     value.save(file, "PNG")
-    return _Image(file.getvalue())
+    return ImageFile(file.getvalue())
 
 
 def _view(column: Column, values: list[Any]) -> View:

@@ -1,6 +1,7 @@
 """Samples that were written are read again as they were, and what is damaged is named."""
 
 import hashlib
+import io
 import json
 import pickle
 from itertools import pairwise
@@ -11,12 +12,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from instep.data import SOURCES
 from instep.data.shards.columns import Column
 from instep.data.shards.dataset import Shards
 from instep.data.shards.digest import BLOCK, blocks_of, digest_blocks, digest_of
-from instep.data.shards.encode import encode
+from instep.data.shards.encode import ImageFile, encode
 from instep.data.shards.manifest import Manifest, Shard, read_manifest, write_manifest
 from instep.data.shards.verify import damaged
 from instep.data.shards.writer import ShardWriter
@@ -176,6 +178,16 @@ def test_a_manifest_that_is_no_manifest_is_refused(text, wanted, tmp_path):
         (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(DataError, match=wanted):
         read_manifest(tmp_path)
+
+
+def test_an_image_file_is_read_as_its_pixels(tmp_path):
+    pixels = np.random.default_rng(1).integers(0, 255, (5, 4, 3), np.uint8)
+    picture = Image.fromarray(pixels)
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    written(tmp_path, [{"image": ImageFile(file.getvalue())}, {"image": picture}], [])
+    for sample in Shards(tmp_path).__getitems__([0, 1]):
+        assert torch.equal(sample["image"], torch.tensor(pixels).permute(2, 0, 1))
 
 
 MISFITS = {
