@@ -32,6 +32,8 @@ from instep.system.processes import start_with_retries
 MOST_LOST = 3
 """A task that has cost so many workers ends the command."""
 
+_MOST_TIMES = 4
+
 TURN_S = 0.2
 """How long the crew waits for a message."""
 
@@ -46,9 +48,10 @@ class Worker:
     Args:
         setup: its first message.
         log: file for what it prints.
+        times: how many were lost before; each doubles how long one may be silent.
     """
 
-    def __init__(self, setup: Setup, log: Path) -> None:
+    def __init__(self, setup: Setup, log: Path, times: int) -> None:
         ours, theirs = multiprocessing.Pipe()
         self.connection: Connection = ours
         command = [sys.executable, "-m", "instep.prepare.process", str(theirs.fileno())]
@@ -70,7 +73,7 @@ class Worker:
         self.task: Task | None = None
         self.at = Beat()
         self.killed, self.gone = "", False
-        self.lease = Lease(self.process.pid, time.monotonic())
+        self.lease = Lease(self.process.pid, time.monotonic(), times=min(times, _MOST_TIMES))
         self.send(setup)
 
     def send(self, message: msgspec.Struct) -> None:
@@ -190,7 +193,7 @@ class Crew:
                 return
             if worker is None:
                 name = f"worker-{number}.log" if workers is self._workers else "again.log"
-                workers[number] = worker = Worker(self._setup, self._logs / name)
+                workers[number] = worker = Worker(self._setup, self._logs / name, self.lost)
             if worker.task is None and worker.process.poll() is None:
                 worker.give(tasks.popleft())
 

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
@@ -21,6 +21,8 @@ from instep.errors import DataError, RunError
 from instep.plain_file import plain, read_plain
 from instep.prepare.messages import Mapped, Segment
 from instep.store.folder import lock, open_own, unlock
+
+_LOCK = "lock"
 
 
 class Folder:
@@ -41,7 +43,7 @@ class Folder:
         try:
             self.work.mkdir(parents=True, exist_ok=True)
             (self.work / "logs").mkdir(exist_ok=True)
-            file = open_own(self.work / "lock")
+            file = open_own(self.work / _LOCK)
         except OSError as error:
             raise RunError(
                 f"{self.path} cannot be written: {error.strerror}. Choose another --to."
@@ -55,12 +57,29 @@ class Folder:
             try:
                 yield
             finally:
-                if not any(self.work.glob("*.done")):
-                    shutil.rmtree(self.work, ignore_errors=True)
+                if self._is_ours(file) and not any(self.work.glob("*.done")):
+                    self._remove_work()
                     if new:
                         with suppress(OSError):
                             self.path.rmdir()
                 unlock(file)
+
+    def _is_ours(self, file: IO[Any]) -> bool:
+        """Whether the lock is still ours, and not that of a command that came after the end."""
+        with suppress(OSError):
+            return os.path.samestat(os.fstat(file.fileno()), os.stat(self.work / _LOCK))
+        return False
+
+    def _remove_work(self) -> None:
+        """Remove results of tasks; the lock last, for until then no other command can begin."""
+        for path in self.work.glob("*"):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != _LOCK:
+                path.unlink(missing_ok=True)
+        (self.work / _LOCK).unlink(missing_ok=True)
+        with suppress(OSError):  # another command has begun
+            self.work.rmdir()
 
     def _check(self) -> None:
         if self.path.is_file():
@@ -153,7 +172,7 @@ class Folder:
             for path in self.path.glob(pattern):
                 if path.name not in known:
                     path.unlink(missing_ok=True)
-        shutil.rmtree(self.work, ignore_errors=True)
+        self._remove_work()
 
 
 def link(file: Path, to: Path) -> None:

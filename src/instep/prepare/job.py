@@ -51,6 +51,9 @@ SPAN = 64 << 20
 _DIGESTED = 32
 """Tasks that the digest of all samples is made in."""
 
+_TELLING = 4
+"""Results that tell how large all will be."""
+
 _SHOWN = 3
 """Bad records that the command names."""
 
@@ -141,6 +144,7 @@ class Job:
             result = msgspec.convert(done.value, Mapped)
             results[result.key] = result
             progress.step(result.records)
+            self._check_room(groups, results)
         return results
 
     def _head(self, groups: Sequence[Group], results: dict[str, Mapped]) -> list[Column]:
@@ -158,13 +162,14 @@ class Job:
     def _check_room(self, groups: Sequence[Group], results: dict[str, Mapped]) -> None:
         """Refuse what cannot fit, as far as results so far tell."""
         done = [result.bytes for result in results.values()]
-        if done:
+        if len(done) >= _TELLING:
             needed = sum(done) / len(done) * (len(groups) - len(done))
             free = shutil.disk_usage(self._folder.path).free
             if needed > free:
                 raise RunError(
                     f"{self._folder.path} has {readable_bytes(free)} left, and the shards need "
-                    f"about {readable_bytes(needed)} more. Free some, or choose another --to."
+                    f"about {readable_bytes(needed)} more. Free some, and give the same command "
+                    "again: what is done is kept."
                 )
 
     def _nothing(self) -> str:

@@ -6,6 +6,7 @@ Tasks are done here, in this process; `test_prepare_processes.py` has them done 
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from instep.data.shards.dataset import Shards
 from instep.data.shards.manifest import Manifest
 from instep.data.shards.verify import damaged
-from instep.errors import DataError, InstepError, RecipeError, SpecError
+from instep.errors import DataError, InstepError, RecipeError, RunError, SpecError
 from instep.prepare import plan
 from instep.prepare.asked import Asked
 from instep.prepare.folder import Folder
@@ -232,6 +233,33 @@ def test_statistics_do_not_depend_on_the_order_in_which_tasks_are_done(raw):
     ids = Shards("out").column("id")
     assert first.statistics["id"]["mean"] == pytest.approx(ids.mean(), rel=1e-12)
     assert first.statistics["user"]["classes"]["u0"] == Shards("out").column("user").count("u0")
+
+
+def test_a_disk_that_is_too_small_is_refused_before_it_is_full_and_what_is_done_stays(
+    raw, monkeypatch
+):
+    usage = SimpleNamespace(free=3000)
+    monkeypatch.setattr("instep.prepare.job.shutil.disk_usage", lambda path: usage)
+    with pytest.raises(RunError, match=r"has 3\.0 kB left, and the shards need about .* more"):
+        made(ask(map="clean.py:record"))
+    done = len(list(Path("out/.preparing").glob("*.done")))
+    assert done >= 4
+    monkeypatch.undo()
+    monkeypatch.chdir(raw)
+    monkeypatch.setattr(plan, "SMALLEST", 2000)
+    _, job, _ = made(ask(map="clean.py:record"))
+    assert job.done_before == done
+
+
+def test_a_folder_is_prepared_by_one_command_at_a_time_and_the_next_keeps_its_own(raw):
+    folder, other = Folder(raw / "out"), Folder(raw / "out")
+    with folder.held():
+        with pytest.raises(RunError, match="another command prepares"), other.held():
+            pass
+        folder._remove_work()  # as at the end
+        with other.held():
+            (other.work / "a.done").touch()  # the next has begun before the first has ended
+    assert (other.work / "a.done").exists()
 
 
 WRONG = {
