@@ -661,6 +661,10 @@ class PrepareSpec(Section, frozen=True, kw_only=True):
     unreadable: Literal["skip", "stop"] = "skip"
     """Whether a bad record is left out and kept aside, or ends the command."""
 
+    types: dict[str, str] = {}
+    """Types of columns of CSV files, such as `{price = "float64"}`, where the head of the file says
+    another one."""
+
     seed: Natural = 0
     """Of random draws of `map`, and of `shuffle`; the run's own seed changes no shard."""
 

@@ -37,12 +37,20 @@ def prepare(args: argparse.Namespace) -> int:
         tokens=args.tokens,
         length=args.length,
         unreadable=args.unreadable,
+        types=dict(_type(each) for each in args.type),
         seed=args.seed,
     )
     done = all_of(asked, say_aside, workers=args.workers)
     for line in [json.dumps(done.as_table())] if args.json else done.lines():
         say(line)
     return INTERRUPTED if done.manifest is None else 0
+
+
+def _type(typed: str) -> tuple[str, str]:
+    column, is_one, name = typed.rpartition("=")
+    if not is_one or not column:
+        raise SpecError(f"--type {typed!r}: wanted is COLUMN=TYPE, as price=float64.")
+    return column, name
 
 
 def prepare_options(parser: Parser) -> None:
@@ -64,6 +72,8 @@ def prepare_options(parser: Parser) -> None:
     add("--length", type=int, metavar="N", help="most tokens of a sample")
     text = "what a bad record does: it is left out and kept aside, or ends the command"
     add("--unreadable", choices=("skip", "stop"), default="skip", help=text)
+    text = "type of a column of CSV files, where their heads say another one; may be repeated"
+    add("--type", action="append", default=[], metavar="COLUMN=TYPE", help=text)
     text = "of the function's random draws (default: %(default)s)"
     add("--seed", type=int, default=0, metavar="N", help=text)
     text = "number of worker processes (default: one for each processor)"

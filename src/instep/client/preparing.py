@@ -44,6 +44,7 @@ def prepare_data(spec: PrepareSpec, *, quiet: bool) -> None:
         tokens=spec.tokens or None,
         length=spec.length,
         unreadable=spec.unreadable,
+        types=dict(spec.types),
         seed=spec.seed,
     )
     done = prepare(asked, say, workers=spec.workers)

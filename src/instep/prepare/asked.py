@@ -30,6 +30,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """Most tokens of a sample."""
     unreadable: Unreadable = "skip"
     """What a record does that is damaged, or for which the function raises ValueError."""
+    types: dict[str, str] = {}
+    """Types of columns of CSV files, where their heads say another one."""
     seed: int = 0
     """Of the function's random draws, and of `shuffle`."""
     shuffle: bool = False

@@ -113,7 +113,7 @@ class Job:
 
     def _settled(self) -> Iterator[tuple[RawFile, list[Piece]]]:
         """The pieces of each file, scanned where their format needs it."""
-        cut = plan.cut(self._files)
+        cut = plan.cut(self._files, self._asked.types)
         pieces = [piece for _, of in cut for piece in of if piece.scan]
         progress = Progress("scanned", len(pieces), self._say)
         found: dict[int, int] = {}

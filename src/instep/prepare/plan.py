@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,17 +70,25 @@ def files_of(asked: Asked) -> list[RawFile]:
     return found
 
 
-def cut(files: Sequence[RawFile]) -> list[tuple[RawFile, list[Piece]]]:
+def cut(files: Sequence[RawFile], types: Mapping[str, str]) -> list[tuple[RawFile, list[Piece]]]:
     """The pieces of each file; those that are to be scanned have no state yet.
+
+    Args:
+        files: of the sources.
+        types: of columns of CSV files, where their heads say another one.
 
     Raises:
         DataError: a file is damaged, or files do not go together.
+        SpecError: there is no such column or type, or no file is CSV.
     """
+    if types and not any(file.format == "csv" for file in files):
+        raise SpecError("--type is for columns of CSV files, and no source is one.")
     formats: dict[str, RawFormat] = {}
     learned: dict[str, str] = {}
     for name in dict.fromkeys(file.format for file in files):
         formats[name] = FORMATS[name]()
-        learned[name] = formats[name].learn([f.path for f in files if f.format == name])
+        paths = [file.path for file in files if file.format == name]
+        learned[name] = formats[name].learn(paths, types if name == "csv" else None)
     return [
         (file, formats[file.format].cut(file.path, _target(file), learned[file.format]))
         for file in files

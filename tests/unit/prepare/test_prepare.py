@@ -171,6 +171,14 @@ def test_columns_widen_over_tasks_and_what_does_not_fit_is_bad(raw):
     assert Shards("out").column("x").tolist() == wanted
 
 
+def test_the_type_of_a_csv_column_may_be_said(raw):
+    Path("t.csv").write_text("a,b\n1,2\n3,4\n")
+    made(ask(sources=["t.csv"], types={"b": "float64"}))
+    assert [str(column) for column in Shards("out").manifest.columns] == ["int64", "float64"]
+    with pytest.raises(SpecError, match="no source is one"):
+        made(ask(sources=["b.jsonl"], types={"b": "float64"}, to="other"))
+
+
 def test_bad_records_end_the_command_if_asked(raw):
     with pytest.raises(DataError, match=r"a\.jsonl, line 10: a nine\. To leave such records out"):
         made(ask(map="clean.py:record", unreadable="stop"))

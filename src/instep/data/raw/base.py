@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -57,9 +57,9 @@ class RawFormat(Protocol):
     def files(self, path: Path) -> list[Path]:
         """The files that hold what is read from a path, in their order: itself, or a folder's."""
 
-    def learn(self, paths: Sequence[Path]) -> str:
+    def learn(self, paths: Sequence[Path], types: Mapping[str, str] | None = None) -> str:
         """Decide what all files of one source have in common, from their heads: types of columns,
-        classes. Empty where a file says everything itself.
+        classes. Empty where a file says everything itself. `types` are those that the user says.
 
         Raises:
             DataError: the files do not go together.

@@ -6,7 +6,7 @@ Ways in: `Parquet`, `Arrow`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -69,7 +69,7 @@ class _Columns:
         """The file itself."""
         return [path]
 
-    def learn(self, paths: Sequence[Path]) -> str:
+    def learn(self, paths: Sequence[Path], types: Mapping[str, str] | None = None) -> str:
         """Nothing: each file has its schema."""
         return ""
 

@@ -8,7 +8,7 @@ reads such a folder in another way.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ class Images:
         """All images, class by class."""
         return [image for name in classes_of(path) for image in images_of(path, name)]
 
-    def learn(self, paths: Sequence[Path]) -> str:
+    def learn(self, paths: Sequence[Path], types: Mapping[str, str] | None = None) -> str:
         """The classes of all folders; a label is a number in this list."""
         names = {name for path in paths for name in classes_of(path)}
         return msgspec.json.encode(sorted(names)).decode()

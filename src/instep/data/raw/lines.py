@@ -7,7 +7,7 @@ before it; the first piece has the first line too. Ways in: `JsonLines`, `TextLi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,7 @@ class _Lines:
         """The file itself."""
         return [path]
 
-    def learn(self, paths: Sequence[Path]) -> str:
+    def learn(self, paths: Sequence[Path], types: Mapping[str, str] | None = None) -> str:
         """Nothing: each file says everything itself."""
         return ""
 

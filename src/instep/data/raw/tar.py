@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -44,7 +44,7 @@ class Tar:
         """The file itself."""
         return [path]
 
-    def learn(self, paths: Sequence[Path]) -> str:
+    def learn(self, paths: Sequence[Path], types: Mapping[str, str] | None = None) -> str:
         """Nothing: each file says everything itself."""
         return ""
 
