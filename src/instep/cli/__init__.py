@@ -44,7 +44,7 @@ COMMANDS = {
         preparing.prepare_options,
         "prepare 'raw/*.jsonl' --to data/reviews --map clean.py:record",
     ),
-    "data": Command(preparing.data, preparing.data_options, "data data/reviews --sample 17"),
+    "data": Command(preparing.data, preparing.data_options, "data job.toml --sample 17"),
     "predict": Command(
         models.predict, models.predict_options, "predict runs/net --data data.py:test"
     ),

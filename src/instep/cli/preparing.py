@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -81,11 +82,13 @@ def prepare_options(parser: Parser) -> None:
 
 
 def data(args: argparse.Namespace) -> int:
-    """Show what a prepared folder holds: samples, columns, classes, lengths, shards."""
+    """Show what will be trained on: of a job its sides, leaks and parts; or a prepared folder."""
+    if Path(args.of).suffix == ".toml":
+        return _of_job(args)
     from instep.data.shards.manifest import read_manifest
     from instep.report.terminal.dataset import dataset_lines, sample_lines
 
-    folder = Path(args.folder)
+    folder = Path(args.of)
     manifest = read_manifest(folder)
     lines, table = dataset_lines(folder, manifest), msgspec.to_builtins(manifest)
     if args.sample is not None:
@@ -108,6 +111,32 @@ def data(args: argparse.Namespace) -> int:
     return 0
 
 
+def _of_job(args: argparse.Namespace) -> int:
+    from instep.client.preparing import prepare_data
+    from instep.lab.about_data import about_data
+    from instep.report.terminal.dataset import job_lines, sample_lines
+    from instep.spec_file import load
+
+    if args.verify:
+        raise SpecError("--verify is for a prepared folder, and a job file is given.")
+    job = load(Path(args.of), args.set)
+    prepare_data(job.prepare, quiet=False)
+    number = args.sample or 0
+    about = about_data(job, number)
+    lines = job_lines(about.as_table())
+    if args.sample is not None:
+        sample = about.sample
+        named = sample if isinstance(sample, Mapping) else dict(enumerate(_several(sample)))
+        lines += sample_lines(number, {str(name): value for name, value in named.items()})
+    for line in [json.dumps(about.as_table())] if args.json else lines:
+        say(line)
+    return 0
+
+
+def _several(sample: Any) -> Sequence[Any]:
+    return sample if isinstance(sample, (tuple, list)) else (sample,)
+
+
 def _damaged(folder: Path, manifest: Manifest) -> list[str]:
     from instep.data.shards.digest import BLOCK
     from instep.data.shards.verify import damaged
@@ -120,6 +149,14 @@ def _damaged(folder: Path, manifest: Manifest) -> list[str]:
 def data_options(parser: Parser) -> None:
     """Options of `instep data`."""
     add = parser.add_argument
-    add("folder", help="folder that instep prepare has made")
-    add("--sample", type=int, metavar="N", help="show one sample")
-    add("--verify", action="store_true", help="compare every sample with its checksum")
+    add("of", metavar="JOB|FOLDER", help="job file, or folder that instep prepare has made")
+    add(
+        "--sample",
+        type=int,
+        metavar="N",
+        help="show one sample; of a job that of its training side",
+    )
+    text = "compare every sample of a folder with its checksum"
+    add("--verify", action="store_true", help=text)
+    text = "change a value of the job; may be repeated"
+    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=text)

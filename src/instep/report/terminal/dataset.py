@@ -86,3 +86,32 @@ def sample_lines(number: int, sample: Mapping[str, Any]) -> list[str]:
         shape = f" {list(value.shape)}" if getattr(value, "ndim", 0) else ""
         lines.append(f"           {name}{shape}: {text[:200]}{' ...' if len(text) > 200 else ''}")
     return [printable(line) for line in lines]
+
+
+def job_lines(about: Mapping[str, Any]) -> list[str]:
+    """What a job will be trained on; `about` is of `lab.about_data`, for `--json`."""
+    return [printable(line) for line in _job_lines(about)]
+
+
+def _job_lines(about: Mapping[str, Any]) -> Iterator[str]:
+    yield f"train      {plural(about['train'], 'sample')}"
+    if about["validate"]:
+        split = f", by data.split = {about['split']!r}" if about["split"] else ""
+        yield f"validate   {plural(about['validate'], 'sample')}{split}"
+    if about["left_out"]:
+        yield f"left out   {plural(about['left_out'], 'sample')}, on neither side"
+    if about["classes"]:
+        for side, classes in zip(("train", "validate"), about["classes"], strict=True):
+            if classes:
+                yield f"classes    {side}"
+                yield from _classes(classes, sum(classes.values()))
+    if about["compared"]:
+        trained, validated = about["compared"]
+        found = about["on_both_sides"]
+        yield (
+            f"leaks      {found} of {validated:,} samples to validate on are among {trained:,} to "
+            "train on"
+        )
+    for number, part in enumerate(about["parts"]):
+        skew = f", labels {part['skew']:.3f} nats from all" if part["skew"] is not None else ""
+        yield f"part {number:<6}{part['samples']:,} samples ({part['share']:.1%}){skew}"

@@ -1,0 +1,181 @@
+"""What a job will be trained on: both sides of its split, what is on both, and participants' parts.
+
+The recipe is called here, in this process, and its dataset is read as far as that needs. Way in:
+`about_data`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import suppress
+from math import log
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from instep.data.order import Order, key
+from instep.data.samples.contents import content_of
+from instep.data.samples.duplicates import Duplicates, duplicates
+from instep.errors import SpecError
+from instep.recipe.build import call
+from instep.recipe.recipe import Recipe
+from instep.recipe.source_file import load_function
+from instep.spec import JobSpec
+from instep.worker.data_split import SplitData, split_data
+from instep.worker.own_data import divide
+
+MOST_READ = 2000
+"""Samples of each side whose contents are compared."""
+
+MOST_ASKED = 20_000
+"""Samples that a function of labels is called for."""
+
+_OF_LOOK = 63
+
+
+class Part(NamedTuple):
+    """What one participant has."""
+
+    samples: int
+    share: float
+    skew: float | None
+    """Kullback-Leibler divergence of its labels from those of all, in nats; None: no labels."""
+
+
+class AboutData(NamedTuple):
+    """What a job will be trained on."""
+
+    train: int
+    validate: int
+    """Samples of each side; 0 where nothing is validated on."""
+    left_out: int
+    """Samples on neither side, as those of a gap."""
+    split: str
+    classes: tuple[dict[str, int], dict[str, int]] | None
+    """How often each label is on each side; None where nobody says the labels."""
+    twins: Duplicates | None
+    """What is on both sides, of at most `MOST_READ` samples of each."""
+    parts: list[Part]
+    sample: Any
+
+    def as_table(self) -> dict[str, Any]:
+        """For `--json`."""
+        twins = self.twins
+        return {
+            "train": self.train,
+            "validate": self.validate,
+            "left_out": self.left_out,
+            "split": self.split,
+            "classes": list(self.classes) if self.classes else None,
+            "compared": twins.looked_at if twins else None,
+            "on_both_sides": len(twins.twins) if twins else None,
+            "parts": [part._asdict() for part in self.parts],
+        }
+
+
+def about_data(job: JobSpec, sample: int = 0) -> AboutData:
+    """Look at the dataset of a job.
+
+    Args:
+        job: the job; its paths are absolute.
+        sample: which sample of the training side is shown.
+
+    Raises:
+        InstepError: the recipe cannot be called, or its dataset not be divided.
+        SpecError: there is no such sample.
+    """
+    made = call(load_function(job.recipe, places=job.python_path), job.arguments, job.seed)
+    split = split_data(job, made)
+    recipe = split.recipe
+    samples, validated = len(recipe.train), len(recipe.validate or ())
+    if not 0 <= sample < samples:
+        raise SpecError(f"--sample {sample}: the training side has {samples:,} samples.")
+    sides = (recipe.train, recipe.validate) if validated else (recipe.train,)
+    labels = _labels(job, split)
+    return AboutData(
+        train=samples,
+        validate=validated,
+        left_out=split.samples - samples - validated if split.sides is not None else 0,
+        split=job.data.split,
+        classes=_classes(labels, split),
+        twins=duplicates(*(_contents(side, job.seed) for side in sides)) if validated else None,
+        parts=list(_parts(job, recipe, labels, split)),
+        sample=recipe.train[sample],
+    )
+
+
+def _labels(job: JobSpec, split: SplitData) -> Callable[[int], Hashable] | None:
+    """The label of a sample of the whole dataset; None where nobody says it, or not cheaply."""
+    given = job.data.labels or split.recipe.labels
+    dataset = split.recipe.train
+    if split.sides is not None:
+        dataset = dataset.dataset
+    if given is None:
+        return None
+    if callable(given):
+        if split.samples > MOST_ASKED:
+            return None
+        return lambda index: _plain(given(dataset, index))
+    values: Sequence[Any] = dataset.column(given) if isinstance(given, str) else given
+    return lambda index: _plain(values[index])
+
+
+def _plain(label: Any) -> Hashable:
+    found: Hashable = label.item() if hasattr(label, "item") else label
+    return found
+
+
+def _classes(
+    labels: Callable[[int], Hashable] | None, split: SplitData
+) -> tuple[dict[str, int], dict[str, int]] | None:
+    if labels is None:
+        return None
+    trained: Any = range(split.samples) if split.sides is None else split.sides.train.tolist()
+    validated: Any = () if split.sides is None else split.sides.validate.tolist()
+    return _counted(map(labels, trained)), _counted(map(labels, validated))
+
+
+def _counted(labels: Iterator[Hashable]) -> dict[str, int]:
+    return {str(name): count for name, count in sorted(Counter(labels).items(), key=str)}
+
+
+def _contents(side: Any, seed: int) -> Iterator[tuple[int, int]]:
+    """(position, content) of a keyed choice of samples; those without a content are left out."""
+    order = Order(len(side), key(seed, _OF_LOOK))
+    for index in order.indices(0, 0, min(len(side), MOST_READ)).tolist():
+        with suppress(Exception):  # an unreadable one is reported when it is trained on
+            yield index, content_of(side[index])
+
+
+def _parts(
+    job: JobSpec,
+    recipe: Recipe,
+    labels: Callable[[int], Hashable] | None,
+    split: SplitData,
+) -> Iterator[Part]:
+    own = divide(job, recipe)
+    if own is None:
+        return
+    train, sizes = own.train, own.train.sizes.tolist()
+    whole: Counter[Hashable] = Counter()
+    each: list[Counter[Hashable]] = []
+    for number in range(len(sizes)):
+        begin = int(train.offsets[number])
+        found: Counter[Hashable] = Counter()
+        if labels is not None:
+            indices = train.indices(0, begin, begin + sizes[number])
+            if split.sides is not None:
+                indices = split.sides.train[indices]
+            found = Counter(map(labels, np.asarray(indices).tolist()))
+        each.append(found)
+        whole += found
+    for size, found in zip(sizes, each, strict=True):
+        skew = _divergence(found, whole) if labels is not None else None
+        yield Part(size, size / sum(sizes), skew)
+
+
+def _divergence(part: Counter[Hashable], whole: Counter[Hashable]) -> float:
+    """Kullback-Leibler divergence of the labels of a part from those of all, in nats."""
+    count, total = part.total(), whole.total()
+    return sum(n / count * log(n / count * total / whole[label]) for label, n in part.items())

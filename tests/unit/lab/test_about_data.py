@@ -1,0 +1,80 @@
+"""What `instep data JOB` says, against plain counts over the same samples."""
+
+import json
+
+import numpy as np
+import pytest
+
+from instep.cli import main
+from instep.errors import SpecError
+from instep.lab.about_data import about_data
+from instep.spec_file import load
+
+RECIPE = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import instep
+
+inputs = torch.arange(40.0).reshape(40, 1)
+inputs[39] = inputs[0]
+labels = torch.arange(40) % 4
+labels[39] = labels[0]
+
+def recipe():
+    return instep.Recipe(
+        model=nn.Linear(1, 4), train=TensorDataset(inputs, labels), loss=nn.CrossEntropyLoss(),
+        labels=labels.tolist(), optimizer=lambda p: torch.optim.SGD(p, 0.1),
+    )
+"""
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    (tmp_path / "net.py").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path)
+
+    def loaded(text):
+        (tmp_path / "job.toml").write_text(f"recipe = 'net.py:recipe'\n{text}")
+        return load(tmp_path / "job.toml")
+
+    return loaded
+
+
+def test_sides_classes_and_what_is_on_both(job, capsys):
+    made = job("[data]\nsplit = 'blocks'\nvalidation = 0.25\n")
+    about = about_data(made, sample=7)
+    assert (about.train, about.validate, about.left_out) == (30, 10, 0)
+    labels = [*(i % 4 for i in range(39)), 0]
+    for side, found in ((labels[:30], about.classes[0]), (labels[30:], about.classes[1])):
+        assert found == {str(name): side.count(name) for name in range(4)}
+    assert about.twins.looked_at == [30, 10]
+    assert about.twins.twins == [(9, 0)]  # the last sample is the first one, once more
+    assert about.sample[0].item() == 7
+    assert main(["data", "job.toml", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (said["train"], said["on_both_sides"], said["compared"]) == (30, 1, [30, 10])
+    assert main(["data", "job.toml"]) == 0
+    out = capsys.readouterr().out
+    assert "leaks      1 of 10 samples to validate on are among 30 to train on" in out
+
+
+def test_parts_of_participants_and_how_far_their_labels_are_from_all(job):
+    options = "[sync]\nname = 'averaging'\nparticipants = 3\n"
+    options = f"[train]\nglobal_batch = 3\n{options}"
+    made = job(f"{options}[sync.options]\npartition = 'blocks'\n")
+    about = about_data(made)
+    labels = np.array([*(i % 4 for i in range(39)), 0])
+    whole, begin = np.bincount(labels, minlength=4) / 40, 0
+    assert sum(part.samples for part in about.parts) == 40
+    for part in about.parts:
+        own = np.bincount(labels[begin : begin + part.samples], minlength=4) / part.samples
+        wanted = sum(p * np.log(p / q) for p, q in zip(own, whole, strict=True) if p)
+        assert part.skew == pytest.approx(wanted, abs=1e-12)
+        assert part.share == part.samples / 40
+        begin += part.samples
+
+
+def test_a_sample_that_is_not_there_is_refused(job):
+    with pytest.raises(SpecError, match="the training side has 40 samples"):
+        about_data(job(""), sample=40)
