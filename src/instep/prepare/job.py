@@ -211,7 +211,7 @@ class Job:
             bytes=sum(sizes),
             sha256=digest_of(columns, samples, [blocks]),
             bad=len(bad),
-            shards=[Shard(s.name, s.samples, size) for s, size in zip(shards, sizes, strict=True)],
+            shards=self._shards(shards, sizes),
             statistics=figures_of(self._results, columns),
             sources=self._sources(),
             made_by=self._made_by(),
@@ -223,6 +223,19 @@ class Job:
             sync(path / shard.name)
         write_manifest(path, manifest)
         return manifest
+
+    def _shards(self, shards: Sequence[Planned], sizes: Sequence[int]) -> list[Shard]:
+        """The shards with their checksums, by which a copy elsewhere is known."""
+        path = self._folder.path
+        tasks = [
+            Sum(number, str(path / shard.name), 0, size)
+            for number, (shard, size) in enumerate(zip(shards, sizes, strict=True))
+        ]
+        sums = {done.number: done.value for done in self._crew.do(tasks)}
+        return [
+            Shard(shard.name, shard.samples, size, sums[number])
+            for number, (shard, size) in enumerate(zip(shards, sizes, strict=True))
+        ]
 
     def _blocks(self, shards: Sequence[Planned]) -> bytes:
         """The digests of all blocks of samples."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ import numpy as np
 import torch
 
 from instep.data.shards.columns import Column
-from instep.data.shards.manifest import Manifest, read_manifest
+from instep.data.shards.manifest import NAME, Manifest, Shard, read_manifest
+from instep.data.shards.remote import Remote
 from instep.data.shards.views import Array, View
 from instep.data.shards.writer import ShardFile
 from instep.errors import DataError, near_miss
@@ -34,6 +36,7 @@ class Shards(torch.utils.data.Dataset[Any]):
         folder: what `instep prepare --to` was given.
         columns: names of those that samples are to have; all by default.
         transform: called with each sample, a dict; gives what the dataset returns.
+        remote: where the folder is, if it is a URL.
 
     Raises:
         DataError: the folder has no manifest, or no such column.
@@ -44,9 +47,12 @@ class Shards(torch.utils.data.Dataset[Any]):
         folder: str | Path,
         columns: Sequence[str] | None = None,
         transform: Callable[[dict[str, Any]], Any] | None = None,
+        remote: Remote | None = None,
     ) -> None:
-        self.folder, self.transform = Path(folder), transform
-        self.manifest: Manifest = read_manifest(self.folder)
+        self.folder, self.transform = folder if remote else Path(folder), transform
+        self._remote = remote
+        read = partial(remote.small, NAME) if remote else None
+        self.manifest: Manifest = read_manifest(folder, read)
         known = {column.name: column for column in self.manifest.columns}
         for name in columns or ():
             if name not in known:
@@ -127,13 +133,24 @@ class Shards(torch.utils.data.Dataset[Any]):
             self._open.move_to_end(number)
             return self._open[number]
         shard = self.manifest.shards[number]
-        found = ShardFile(self.folder / shard.file, shard.bytes)
+        found = self._opened(shard)
         if found.columns != self.manifest.columns or len(found) != shard.samples:
             raise DataError(f"{found.path} is not of this manifest. Run instep prepare again.")
         self._open[number] = found
         if len(self._open) > MOST_OPEN:
             self._open.popitem(last=False)
         return found
+
+    def _opened(self, shard: Shard) -> ShardFile:
+        if self._remote is None:
+            return ShardFile(Path(self.folder) / shard.file, shard.bytes)
+        while True:
+            path = self._remote.path(shard)
+            try:
+                return ShardFile(path, shard.bytes)
+            except DataError:
+                if path.exists():
+                    raise  # else another process has made room in the meantime
 
     def _places(self, wanted: Array) -> Iterator[tuple[Array, list[View], Array]]:
         """Where samples lie: of each record batch which of `wanted`, its views, and rows in it."""

@@ -6,6 +6,7 @@ no others, whatever was killed. Way in: `read_manifest` and `write_manifest`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ class Shard(msgspec.Struct, frozen=True):
     file: str
     samples: int
     bytes: int
+    crc32: int | None = None
+    """Of all its bytes."""
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -64,17 +67,22 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The function with the hash of its source, options, versions."""
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path | str, read: Callable[[], bytes] | None = None) -> Manifest:
     """The manifest of a folder.
+
+    Args:
+        folder: for messages.
+        read: gives the bytes of its file; by default from `folder`.
 
     Raises:
         DataError: there is none, or it is damaged.
     """
-    path = folder / NAME
+    path = f"{folder}/{NAME}"
     try:
-        found = msgspec.json.decode(read_plain(path), type=Manifest)
+        data = read() if read is not None else read_plain(Path(path))
+        found = msgspec.json.decode(data, type=Manifest)
     except FileNotFoundError:
-        left = folder / ".preparing"
+        left = Path(folder) / ".preparing"
         hint = (
             "its preparation has not ended: give the same instep prepare again"
             if left.is_dir()

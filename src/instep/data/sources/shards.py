@@ -16,22 +16,30 @@ def shards(
     folder: str | Path,
     columns: Sequence[str] | None = None,
     transform: Callable[[dict[str, Any]], Any] | None = None,
+    *,
+    cache: int = 20 * 10**9,
+    **options: Any,
 ) -> Shards:
     """The samples of a prepared folder, in their order.
 
     Args:
-        folder: what `instep prepare --to` was given.
+        folder: what `instep prepare --to` was given; or a URL of it that fsspec reads, as
+            "s3://bucket/reviews".
         columns: names of those that samples are to have; all by default.
         transform: called with each sample, a dict of tensors, text and bytes; gives what the
             dataset returns.
+        cache: bytes of shards of URLs that this host keeps, in `INSTEP_CACHE` or `~/.cache/instep`.
+        options: of fsspec's file system, as `anon=True`.
 
     Raises:
         DataError: the folder has no manifest, or no such column; or pyarrow is not installed.
     """
     try:
         from instep.data.shards.dataset import Shards
+        from instep.data.shards.remote import Remote
     except ModuleNotFoundError as error:
         raise DataError(
             f"shards need the package {error.name}: pip install 'instep[data]'."
         ) from None
-    return Shards(folder, columns, transform)
+    remote = Remote(str(folder), cache, options) if "://" in str(folder) else None
+    return Shards(folder, columns, transform, remote)

@@ -1,0 +1,181 @@
+"""Shards of a file system elsewhere (S3, HTTP and what else fsspec reads), as whole local files.
+
+A file is downloaded once on a host, whichever of its processes wants it first: to another name,
+then compared with the size and CRC-32 of the manifest, then renamed. So nobody reads a half-written
+or a changed one. fsspec moves bytes; its own caches hand out half-written files. The cache has at
+most `limit` bytes, and one file more; what was not used for longest goes first. Way in: `Remote`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from instep.data.shards.manifest import Shard
+from instep.errors import DataError, SpecError, one_line
+
+PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
+"""Pauses before each further attempt at a download."""
+
+CACHE = "INSTEP_CACHE"
+"""The environment variable that names the folder of the cache."""
+
+LIMIT = 20 * 10**9
+
+_CHUNK = 1 << 20
+
+
+class Remote:
+    """Files below a URL.
+
+    Args:
+        url: as "s3://bucket/reviews".
+        limit: bytes that the cache of this host may have.
+        options: of fsspec's file system.
+    """
+
+    def __init__(self, url: str, limit: int = LIMIT, options: dict[str, Any] | None = None) -> None:
+        self.url, self.limit, self._options = url.rstrip("/"), limit, options or {}
+        root = os.environ.get(CACHE) or Path("~/.cache/instep").expanduser()
+        self._root = Path(root) / "shards"
+        self._folder = self._root / hashlib.sha256(self.url.encode()).hexdigest()[:24]
+        self._system: tuple[int, Any] = (0, None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_system": (0, None)}
+
+    def _files(self) -> Any:
+        """The file system, made in this process: its event loop does not survive a fork.
+
+        Raises:
+            SpecError: fsspec, or what it needs for this URL, is not installed.
+        """
+        if self._system[0] != os.getpid():
+            try:
+                import fsspec
+
+                protocol = self.url.partition("://")[0]
+                made = fsspec.filesystem(
+                    protocol, skip_instance_cache=True, use_listings_cache=False, **self._options
+                )
+            except (ImportError, ValueError) as error:
+                raise SpecError(f"{self.url} cannot be read: {one_line(error)}.") from None
+            self._system = os.getpid(), made
+        return self._system[1]
+
+    def small(self, name: str) -> bytes:
+        """The bytes of a small file, which is not kept.
+
+        Raises:
+            FileNotFoundError: it is not there.
+            DataError: it cannot be read.
+        """
+
+        def read() -> bytes:
+            found: bytes = self._files().cat_file(f"{self.url}/{name}")
+            return found
+
+        found: bytes = _tried(read, f"{self.url}/{name}")
+        return found
+
+    def path(self, shard: Shard) -> Path:
+        """A local file with the bytes of a shard.
+
+        Raises:
+            DataError: it cannot be read, or is not what the manifest says.
+        """
+        path = self._folder / f"{shard.bytes}-{shard.crc32 or 0:08x}-{shard.file}"
+        with suppress(OSError):
+            os.utime(path)  # it is in use
+            return path
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataError(
+                f"the cache {self._folder} cannot be written: {error.strerror}. Set {CACHE} to "
+                "another folder."
+            ) from None
+        with _locked(self._folder / f".{shard.file}.lock"):
+            if not path.exists():  # else another process has just downloaded it
+                self._make_room(shard.bytes)
+                _tried(lambda: self._download(shard, path), f"{self.url}/{shard.file}")
+        return path
+
+    def _download(self, shard: Shard, path: Path) -> None:
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        size, crc = 0, 0
+        try:
+            with (
+                self._files().open(f"{self.url}/{shard.file}", "rb", cache_type="none") as source,
+                open(beside, "wb") as file,
+            ):
+                while data := source.read(_CHUNK):
+                    size, crc = size + len(data), zlib.crc32(data, crc)
+                    file.write(data)
+            if size != shard.bytes or (shard.crc32 is not None and crc != shard.crc32):
+                raise _Wrong(
+                    f"it has {size:,} bytes with the checksum {crc:08x}, and the manifest says "
+                    f"{shard.bytes:,} with {shard.crc32 or 0:08x}"
+                )
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+
+    def _make_room(self, size: int) -> None:
+        """Remove what was not used for longest; processes that have mapped it keep it."""
+        with _locked(self._root / ".room.lock"):
+            found = list(_cached(self._root))
+            total = sum(about.st_size for _, about in found)
+            for path, about in sorted(found, key=lambda each: each[1].st_mtime):
+                if total + size <= self.limit:
+                    return
+                path.unlink(missing_ok=True)
+                total -= about.st_size
+
+
+class _Wrong(Exception):
+    """What came is not what was to come."""
+
+
+def _cached(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    for path in root.glob("*/*.arrow"):
+        with suppress(FileNotFoundError):
+            if not path.name.startswith("."):
+                yield path, path.stat()
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Wait for a lock that all processes of this host know."""
+    with open(path, "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _tried(read: Any, what: str) -> Any:
+    """What reading gives, tried again with growing pauses.
+
+    Raises:
+        FileNotFoundError: the file is not there.
+        DataError: no attempt has worked.
+    """
+    for pause_s in (*PAUSES_S, None):
+        try:
+            return read()
+        except (FileNotFoundError, SpecError):
+            raise
+        except Exception as error:  # of whatever kind the file system has
+            if pause_s is None:
+                raise DataError(
+                    f"{what} cannot be read: {one_line(error) or type(error).__name__}. It was "
+                    f"tried {len(PAUSES_S) + 1} times."
+                ) from None
+            time.sleep(pause_s)
+    raise AssertionError("the last attempt returns or raises")

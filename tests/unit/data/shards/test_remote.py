@@ -1,0 +1,144 @@
+"""Shards on a server that fails now and then: every sample is right, each file is loaded once."""
+
+import http.server
+import multiprocessing
+import os
+import threading
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_data_shards import written
+
+from instep.data.shards import remote
+from instep.data.shards.manifest import Shard, write_manifest
+from instep.data.sources import shards
+from instep.errors import DataError, SpecError
+from instep.prepare.task import _crc
+
+pytest.importorskip("aiohttp")
+pytestmark = pytest.mark.process
+
+SAMPLES = 400
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    """Serves files; each request has a number, and `faults` says what happens to some."""
+
+    def do_GET(self):
+        name = Path(self.path).name
+        self.server.asked[name] += 1
+        number = sum(self.server.asked.values())
+        fault = self.server.faults(number) if name.endswith(".arrow") else ""
+        if fault == "503":
+            self.send_error(503)
+            return
+        data = (self.server.folder / name).read_bytes() if self._has(name) else None
+        if data is None:
+            self.send_error(404)
+            return
+        sent = {"cut": data[:-9], "changed": data[:-30] + bytes([data[-30] ^ 1]) + data[-29:]}
+        data, length = sent.get(fault, data), len(data)
+        self.send_response(200)
+        self.send_header("Content-Length", str(length + (fault == "longer")))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _has(self, name):
+        return self.path.startswith("/served/") and (self.server.folder / name).is_file()
+
+    def do_HEAD(self):
+        name = Path(self.path).name
+        self.send_response(200 if self._has(name) else 404)
+        size = (self.server.folder / name).stat().st_size if self._has(name) else 0
+        self.send_header("Content-Length", str(size))
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def serve(tmp_path, monkeypatch):
+    """A folder of eight shards, and a server of it."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+    samples = [{"n": i, "x": np.full(200, i, np.float32)} for i in range(SAMPLES)]
+    manifest = written(folder, samples, [50 * i for i in range(1, 8)])
+    kept = [
+        Shard(s.file, s.samples, s.bytes, _crc(str(folder / s.file), 0, s.bytes))
+        for s in manifest.shards
+    ]
+    write_manifest(folder, type(manifest)(**{**_fields(manifest), "shards": kept}))
+    monkeypatch.setenv(remote.CACHE, str(tmp_path / "cache"))
+    monkeypatch.setattr(remote, "PAUSES_S", (0.0,) * 6)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.folder, server.asked, server.faults = folder, Counter(), lambda _: ""
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def _fields(manifest):
+    return {name: getattr(manifest, name) for name in manifest.__struct_fields__}
+
+
+def url(server):
+    return f"http://127.0.0.1:{server.server_port}/served"
+
+
+def read(where, cache, limit, seed):
+    """How many samples are wrong, of all in a random order; in whatever process."""
+    os.environ[remote.CACHE], remote.PAUSES_S = str(cache), (0.0,) * 6
+    dataset = shards(where, cache=limit)
+    wrong = 0
+    for index in np.random.default_rng(seed).permutation(SAMPLES).tolist():
+        sample = dataset[index]
+        wrong += int(sample["n"]) != index or sample["x"].tolist() != [index] * 200
+    return wrong
+
+
+FAULTS = ("503", "cut", "changed", "longer")
+
+
+def test_processes_that_read_at_once_get_what_was_written_whatever_the_server_does(serve, tmp_path):
+    serve.faults = lambda number: FAULTS[number // 3 % 4] if number % 3 == 0 else ""
+    one = max(path.stat().st_size for path in serve.folder.glob("*.arrow"))
+    forks = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(3, mp_context=forks) as pool:
+        assert sum(pool.map(partial(read, url(serve), tmp_path / "cache", 3 * one), range(3))) == 0
+    kept = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*.arrow"))
+    assert kept <= 4 * one
+
+
+def test_each_file_is_loaded_once_for_all_of_a_host(serve, tmp_path):
+    def loaded():
+        return {name: n for name, n in serve.asked.items() if name.endswith(".arrow")}
+
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("forkserver")) as pool:
+        assert sum(pool.map(partial(read, url(serve), tmp_path / "cache", 10**9), range(2))) == 0
+    of_two = loaded()
+    assert read(url(serve), tmp_path / "cache", 10**9, 7) == 0
+    assert loaded() == of_two
+    serve.asked.clear()
+    assert read(url(serve), tmp_path / "another", 10**9, 7) == 0
+    assert loaded() == of_two  # as many requests as one process alone makes
+
+
+def test_a_file_that_is_another_one_for_good_is_named(serve):
+    serve.faults = lambda _: "changed"
+    with pytest.raises(DataError, match=r"0\.arrow cannot be read: it has .* tried 7 times"):
+        shards(url(serve))[0]
+
+
+def test_what_is_not_there_or_cannot_be_asked_is_one_sentence(serve):
+    with pytest.raises(DataError, match=r"has no manifest\.json"):
+        shards(url(serve).replace("/served", "/other/none"))
+    with pytest.raises(SpecError, match="nosuch://a cannot be read"):
+        shards("nosuch://a")
