@@ -87,12 +87,17 @@ class Function:
         if (torch := sys.modules.get("torch")) is not None:
             torch.manual_seed(number)
 
-    def state(self) -> Any:
-        """What the generators are like."""
+    def state(self) -> list[Any]:
+        """What the generators are like; that of torch last, if it is imported."""
         _, words, *rest = np.random.get_state(legacy=True)
-        torch = sys.modules.get("torch")
-        drawn = torch.get_rng_state().numpy().tobytes() if torch is not None else b""
-        return random.getstate(), np.asarray(words).tobytes(), rest, drawn
+        found = [random.getstate(), np.asarray(words).tobytes(), rest]
+        if (torch := sys.modules.get("torch")) is not None:
+            found.append(torch.get_rng_state().numpy().tobytes())
+        return found
+
+    def has_drawn(self, before: list[Any]) -> bool:
+        """Whether one of the generators that there were has changed since."""
+        return any(one != other for one, other in zip(before, self.state(), strict=False))
 
     def many(self, records: Sequence[Any], given: list[Any]) -> None:
         """Append what the function gives of each record; `Bad` where it raises ValueError.
@@ -104,7 +109,10 @@ class Function:
         while True:
             try:
                 for record in left:
-                    given.append(call(record))
+                    made = call(record)
+                    if type(made) is not dict and made is not None:
+                        made = several(made)  # a generator may raise, and can be read once
+                    given.append(made)
                 return
             except ValueError as error:
                 given.append(Bad(one_line(error) or "ValueError"))

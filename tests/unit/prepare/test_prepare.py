@@ -36,6 +36,12 @@ def record(raw):
 def several(raw):
     return [{"id": raw["id"], "part": part} for part in range(raw["id"] % 3)]
 
+def yielding(raw):
+    for part in range(2):
+        if raw["id"] == 7 and part:
+            raise ValueError("a seven")
+        yield {"id": raw["id"], "part": part}
+
 def drawn(raw):
     return {"id": raw["id"], "x": random.random()}
 
@@ -138,6 +144,15 @@ def test_a_record_may_give_several_samples(raw):
     assert list(found) == wanted
 
 
+def test_a_function_may_yield_samples_and_a_record_counts_as_a_whole(raw):
+    _, job, _ = made(ask(map="clean.py:yielding"))
+    wanted = [(r["id"], p) for r in plain_read("a", "b", "c") if r["id"] != 7 for p in range(2)]
+    dataset = Shards("out")
+    found = zip(dataset.column("id").tolist(), dataset.column("part").tolist(), strict=True)
+    assert list(found) == wanted
+    assert job.first_bad[0] == "a.jsonl, line 8: a seven"
+
+
 def test_draws_depend_on_seed_file_and_record_alone(raw):
     first, _, _ = made(ask(map="clean.py:drawn"))
     values = Shards("out").column("x")
@@ -160,7 +175,7 @@ def test_a_function_that_raises_ends_the_command_with_the_record_and_its_line(ra
         made(ask(sources=["b.jsonl"], map="clean.py:failing"))
     text = str(caught.value)
     assert text.startswith("b.jsonl, line 1: failing raised KeyError: 'nothing' (")
-    assert "clean.py:22 in failing). A function that raises ValueError leaves" in text
+    assert "clean.py:28 in failing). A function that raises ValueError leaves" in text
 
 
 def test_columns_widen_over_tasks_and_what_does_not_fit_is_bad(raw):
