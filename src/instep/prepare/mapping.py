@@ -115,7 +115,15 @@ class Mapping:
             except Draws:
                 seeded = True
             else:
-                return Done(task.number, result, notes.to_try_again())
+                return Done(task.number, result, self._kept(task.key, notes))
+
+    def _kept(self, key: str, notes: _Notes) -> str:
+        """The file with records that another process is to try; empty if there are none."""
+        if not notes.again:
+            return ""
+        path = self._folder / f"{key}.again"
+        path.write_bytes(pickle.dumps(notes.again))
+        return str(path)
 
     def _batches(
         self,
@@ -278,10 +286,10 @@ class Mapping:
                 "--unreadable skip."
             )
 
-    def again(self, records: bytes) -> str:
-        """The first record whose samples differ here, in words; empty if there is none."""
+    def again(self, file: str) -> str:
+        """The first record of a file whose samples differ here, in words; empty without one."""
         assert isinstance(self._mapper, Function), "only a function is tried again"
-        for piece, place, kept, digest, seeded in pickle.loads(records):
+        for piece, place, kept, digest, seeded in pickle.loads(Path(file).read_bytes()):
             self._mapper.seed(piece.path, place if seeded else -1)
             (given,) = self._called(self._mapper, piece, [place], [pickle.loads(kept)], 0)
             if isinstance(given, Bad) or digest_of(given) != digest:
@@ -299,7 +307,7 @@ class _Notes:
     def __init__(self, seeded: bool) -> None:
         self.seeded, self.records = seeded, 0
         self.bad: list[dict[str, Any]] = []
-        self._again: list[tuple[Piece, int, bytes, bytes, bool]] = []
+        self.again: list[tuple[Piece, int, bytes, bytes, bool]] = []
         self._again_bytes = 0
 
     def take_bad(self, piece: Piece, bad: Sequence[tuple[int, str]]) -> None:
@@ -319,7 +327,7 @@ class _Notes:
         """A record that another process is to have too."""
         if self._again_bytes + len(kept) <= _MOST_AGAIN:
             self._again_bytes += len(kept)
-            self._again.append((piece, place, kept, digest, self.seeded))
+            self.again.append((piece, place, kept, digest, self.seeded))
 
     def counts(self, beside: Path) -> tuple[int, int]:
         """How many records there were, and how many were bad; those are written beside samples."""
@@ -328,10 +336,6 @@ class _Notes:
             self.bad.sort(key=lambda bad: (files[bad["file"]], bad["place"]))
             replace_plain(beside, "".join(json.dumps(bad) + "\n" for bad in self.bad))
         return self.records, len(self.bad)
-
-    def to_try_again(self) -> bytes:
-        """For an `Again`; empty if there is nothing."""
-        return pickle.dumps(self._again) if self._again else b""
 
 
 def _next_size(batch: Encoded, size: int) -> int:

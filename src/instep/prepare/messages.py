@@ -55,8 +55,9 @@ class Again(msgspec.Struct, frozen=True, tag=True):
     """A few records once more, in another process: whether the samples are the same ones."""
 
     number: int
-    records: bytes
-    """Pickled: a list of (piece, place, record, digest of its samples, whether it draws)."""
+    file: str
+    """Pickled (piece, place, record, digest of its samples, whether it draws) of each. In a file:
+    whoever sends a large message to a process that is stopped waits for it."""
 
 
 class Sort(msgspec.Struct, frozen=True, tag=True):
@@ -132,8 +133,8 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
     number: int
     value: Any = None
-    again: bytes = b""
-    """Records for an `Again`."""
+    again: str = ""
+    """The file of an `Again`."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

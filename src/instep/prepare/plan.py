@@ -28,6 +28,9 @@ worker has to do again is little of the whole."""
 _BREAKS = 16
 """One small file of so many begins a new task, by its name: so a new file changes few tasks."""
 
+_MOST_FILES = 500
+"""Small files of one task: its message is to be a small one, too."""
+
 VERSION = 1
 """Of what tasks make; other versions do not use its results."""
 
@@ -113,6 +116,7 @@ def _gathered(
     for file, pieces in files:
         small = len(pieces) == 1 and file.bytes < SMALLEST
         fits = held and small and held[-1].format == file.format and size < SMALLEST
+        fits = fits and len(held) < _MOST_FILES
         if held and not (fits and not _breaks(file)):
             yield of, held
             of, held, size = [], [], 0

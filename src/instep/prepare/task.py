@@ -63,8 +63,8 @@ class Doer:
                 return Done(number, self._mapping.head(pieces))
             case Map():
                 return self._mapping.map(task)
-            case Again(number, records):
-                return Done(number, self._mapping.again(records))
+            case Again(number, file):
+                return Done(number, self._mapping.again(file))
             case Sort(number):
                 return Done(number, self._exchange.sort(task))
             case Merge(number):
