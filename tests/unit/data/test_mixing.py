@@ -43,7 +43,8 @@ def test_sorted_classes_are_told_from_shuffled_ones(how, sorted_, poor, each):
     order = Windowed(blocks(SAMPLES, WINDOW), WINDOW, 1)
     found = mixing(order, SAMPLES, 1, WINDOW, lambda i: column[i].tolist(), each=each)
     assert found is not None
-    assert found.poor == poor
+    told = how != "many" or each > 64  # 64 labels of a window are too few to tell 1,000 classes
+    assert found.poor == (poor and told)
     if how == "10":
         assert found.here == pytest.approx(1 if sorted_ else found.shuffled, rel=0.05)
 
