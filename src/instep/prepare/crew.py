@@ -26,6 +26,7 @@ from instep import errors
 from instep.control.endings import signal_name
 from instep.errors import InstepError, WorkerError
 from instep.prepare.messages import Answer, Beat, Done, Failed, Setup, Task
+from instep.system.environment import POOLS
 from instep.system.lease import Lease
 from instep.system.processes import start_with_retries
 
@@ -55,7 +56,7 @@ class Worker:
         ours, theirs = multiprocessing.Pipe()
         self.connection: Connection = ours
         command = [sys.executable, "-m", "instep.prepare.process", str(theirs.fileno())]
-        environment = dict(os.environ)
+        environment = {**os.environ, **dict.fromkeys(POOLS, "1")}  # workers are as many as cores
         package = str(Path(__file__).parents[2])  # also where instep is only on sys.path
         paths = [package, *filter(None, [environment.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)

@@ -14,6 +14,7 @@ import time
 from multiprocessing.connection import Connection
 
 import msgspec
+import pyarrow as pa
 
 from instep.errors import InstepError, one_line
 from instep.prepare.messages import Beat, Done, Failed, Setup, Task
@@ -59,6 +60,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the master decides what follows
     name_process("instep-prepare")
     gc.set_threshold(_GARBAGE, 20, 100)  # records are many objects, and hardly ever in cycles
+    pa.set_cpu_count(1)
     connection = Connection(int(sys.argv[1]))
     speaker = Speaker(connection)
     try:
