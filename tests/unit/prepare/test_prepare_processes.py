@@ -1,5 +1,6 @@
 """Workers of a preparation are processes: killed, stopped or many, they make the same shards."""
 
+import contextlib
 import json
 import os
 import signal
@@ -65,7 +66,13 @@ def until(what) -> None:
 
 
 def workers_of(command: subprocess.Popen) -> list[psutil.Process]:
-    return psutil.Process(command.pid).children()
+    """Those that are themselves: to stop a fork before its exec would stop the command with it."""
+    found = []
+    for child in psutil.Process(command.pid).children():
+        with contextlib.suppress(psutil.Error):
+            if "instep.prepare.process" in child.cmdline():
+                found.append(child)
+    return found
 
 
 def test_workers_that_are_killed_or_stopped_are_replaced(raw):
