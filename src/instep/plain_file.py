@@ -119,8 +119,10 @@ def write_plain(path: Path, text: str) -> None:
         file.write(text)
 
 
-def replace_plain(path: Path, text: str, mode: int = 0o666, *, durable: bool = False) -> None:
-    """Put a file with this text at `path`, all at once: readers see the former one or this one.
+def replace_plain(
+    path: Path, text: str | bytes, mode: int = 0o666, *, durable: bool = False
+) -> None:
+    """Put a file with this text, or bytes, at `path` at once: readers see the former or this one.
 
     A link at `path` is replaced, not followed.
 
@@ -135,8 +137,8 @@ def replace_plain(path: Path, text: str, mode: int = 0o666, *, durable: bool = F
     try:
         beside.unlink(missing_ok=True)  # of a process that was killed, or of somebody else
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        with open(os.open(beside, flags, mode), "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(os.open(beside, flags, mode), "wb") as file:
+            file.write(text.encode() if isinstance(text, str) else text)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())

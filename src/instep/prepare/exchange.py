@@ -9,7 +9,6 @@ the order of the sources. Way in: `Exchange`.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -19,17 +18,15 @@ import numpy as np
 import pyarrow as pa
 
 from instep.data.order import keys
-from instep.data.shards.arrow_in import cast
 from instep.data.shards.columns import Column
 from instep.data.shards.encode import Encoded, encode
-from instep.data.shards.views import Array, View, based, batch_of, views_of
+from instep.data.shards.views import Array, View, based, batch_of, bytes_of, views_of
 from instep.data.shards.writer import BATCH_BYTES, ShardFile, ShardWriter
 from instep.errors import DataError, InstepError
-from instep.plain_file import replace_plain
 from instep.prepare.asked import Asked
 from instep.prepare.function import Bad, reducer_of, several
 from instep.prepare.messages import Merge, Sort
-from instep.prepare.results import write
+from instep.prepare.results import wide_parts, write
 
 MOST_BYTES = 1 << 30
 """Of the samples of one key: they are in memory together."""
@@ -65,11 +62,7 @@ class Exchange:
     def sort(self, task: Sort) -> int:
         """Write the samples of a result sorted by number, and the numbers beside them."""
         columns = task.columns
-        held = [
-            [cast(view, column) for view, column in zip(views, columns, strict=True)]
-            for part in task.parts
-            for views in ShardFile(Path(part.file)).between(part.first, part.first + part.samples)
-        ]
+        held = list(wide_parts(task.parts, columns))
         numbers = self._numbers(task, held)
         order = np.argsort(numbers, kind="stable")
         to = self._folder / f"{task.key}.sorted"
@@ -101,37 +94,31 @@ class Exchange:
             RecipeError: the function raised something else than ValueError.
         """
         files = [self._folder / f"{key}.sorted" for key in task.sorted]
-        held, order = merged(files, task.first, task.stop)
+        held, order, numbers = merged(files, task.first, task.stop)
         if self._reduce is None:
             batches = (
                 Encoded(task.columns, views, []) for views in taken(held, task.columns, order)
             )
-            return write(self._folder, task.key, task.columns, batches, lambda _: (0, 0))
-        samples, bad = self._reduced(task, held, order)
+            return write(self._folder, task.key, task.columns, batches, lambda: (0, []))
+        samples, bad = self._reduced(task, held, order, numbers)
         found = encode(samples, None) if samples else Encoded([], [], [])
         bad += [{"where": "samples of a key", "error": text} for _, text in found.misfits]
         if bad and self._asked.unreadable == "stop":
             raise DataError(
                 f"{bad[0]['where']}: {bad[0]['error']}. To leave such keys out: --unreadable skip."
             )
-
-        def counts(beside: Path) -> tuple[int, int]:
-            if bad:
-                replace_plain(beside, "".join(json.dumps(each) + "\n" for each in bad))
-            return 0, len(bad)
-
         batches = (Encoded(found.columns, views, []) for views in in_batches(found))
-        return write(self._folder, task.key, found.columns, batches, counts)
+        return write(self._folder, task.key, found.columns, batches, lambda: (0, bad))
 
     def _reduced(
-        self, task: Merge, held: list[list[View]], order: Array
+        self, task: Merge, held: list[list[View]], order: Array, numbers: Array
     ) -> tuple[list[Any], list[dict[str, Any]]]:
         """What the function makes of the samples of each key; and keys that are bad."""
         assert self._reduce is not None, "only where samples are put together"
         at = [column.name for column in task.columns].index(str(self._asked.key))
         samples, bad = list[Any](), list[dict[str, Any]]()
-        for views in taken(held, task.columns, order, parts=1):
-            for number, group in groups(views, task.columns, at):
+        for views in taken(held, task.columns, order, whole=True):
+            for number, group in groups(views, task.columns, at, numbers):
                 self._reduce.seed("", number)
                 given, name = list[Any](), group[0][str(self._asked.key)]
                 try:
@@ -148,14 +135,14 @@ class Exchange:
 def in_batches(found: Encoded) -> Iterator[list[View]]:
     """The samples in batches of about `BATCH_BYTES`."""
     rows = found.views[0].rows if found.views else 0
-    size = sum(view.elements.nbytes for view in found.views)
+    size = bytes_of(found.views)
     for first, stop in pairwise(_cuts(rows, size)):
         if stop > first:
             yield [based(view.between(first, stop)) for view in found.views]
 
 
 def taken(
-    held: list[list[View]], columns: Sequence[Column], order: Array, parts: int | None = None
+    held: list[list[View]], columns: Sequence[Column], order: Array, *, whole: bool = False
 ) -> Iterator[list[View]]:
     """Samples of several batches in another order, in batches of about `BATCH_BYTES`.
 
@@ -163,12 +150,12 @@ def taken(
         held: the batches.
         columns: of them.
         order: numbers of samples.
-        parts: how many batches instead.
+        whole: in one batch instead.
     """
     if not held:
         return
     table = pa.Table.from_batches([batch_of(columns, list(map(based, each))) for each in held])
-    cuts = [0, len(order)] if parts == 1 else _cuts(len(order), table.nbytes)
+    cuts = [0, len(order)] if whole else _cuts(len(order), table.nbytes)
     for first, stop in pairwise(cuts):
         for batch in table.take(pa.array(order[first:stop])).combine_chunks().to_batches():
             yield views_of(batch, columns)
@@ -179,15 +166,16 @@ def _cuts(rows: int, size: int) -> list[int]:
     return [rows * at // parts for at in range(parts + 1)]
 
 
-def merged(files: Sequence[Path], first: int, stop: int) -> tuple[list[list[View]], Array]:
-    """The samples of a range of numbers of all sorted files, and their order.
+def merged(files: Sequence[Path], first: int, stop: int) -> tuple[list[list[View]], Array, Array]:
+    """The samples of a range of numbers of all sorted files, their order, and their numbers.
 
     Args:
         files: in the order of sources.
         first, stop: the range of numbers.
 
     Returns:
-        Batches of views, and the order of their samples by number, ties in the order of sources.
+        Batches of views; the order of their samples by number, ties in the order of sources; and
+        the numbers in that order.
 
     Raises:
         DataError: they are more than a process may hold.
@@ -199,7 +187,7 @@ def merged(files: Sequence[Path], first: int, stop: int) -> tuple[list[list[View
         end = int(np.searchsorted(own, np.uint64(stop)))
         if end > begin:
             parts = list(ShardFile(path).between(begin, end))
-            size += sum(view.elements.nbytes for views in parts for view in views)
+            size += sum(map(bytes_of, parts))
             if size > MOST_BYTES:
                 raise DataError(
                     f"the samples of one key, or of few, have more than {MOST_BYTES >> 20} MiB. "
@@ -208,11 +196,12 @@ def merged(files: Sequence[Path], first: int, stop: int) -> tuple[list[list[View
             held += parts
             numbers.append(np.asarray(own[begin:end]))
     whole = np.concatenate(numbers) if numbers else np.empty(0, np.uint64)
-    return held, np.argsort(whole, kind="stable")
+    order = np.argsort(whole, kind="stable")
+    return held, order, whole[order]
 
 
 def groups(
-    views: Sequence[View], columns: Sequence[Column], at: int
+    views: Sequence[View], columns: Sequence[Column], at: int, numbers: Array
 ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     """The samples of each key, and its number.
 
@@ -220,10 +209,11 @@ def groups(
         views: of samples in the order of their numbers.
         columns: of them.
         at: which column is the key.
+        numbers: of the samples.
     """
     held: dict[bytes, list[dict[str, Any]]] = {}  # keys of one number, hardly ever several
     before = -1
-    for row, number in enumerate(hashed(views[at]).tolist()):
+    for row, number in enumerate(numbers.tolist()):
         if number != before:
             for group in held.values():
                 yield before, group

@@ -18,7 +18,7 @@ import msgspec
 
 from instep.data.shards.manifest import Manifest, Shard, read_manifest
 from instep.errors import DataError, RunError
-from instep.plain_file import plain, read_plain
+from instep.plain_file import plain, read_plain, replace_plain
 from instep.prepare.messages import Mapped, Segment
 from instep.store.folder import lock, open_own, unlock
 
@@ -150,12 +150,7 @@ class Folder:
 
     def keep(self, name: str, data: bytes) -> str:
         """Write a file of the manifest; returns its name."""
-        beside = self.path / f".{name}.{os.getpid()}"
-        with open(beside, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(self.path / name)
+        replace_plain(self.path / name, data, durable=True)
         return name
 
     def manifest(self) -> Manifest | None:
@@ -177,15 +172,14 @@ class Folder:
 
 def link(file: Path, to: Path) -> None:
     """Give a file a second name, or a copy where the file system has no links."""
-    with suppress(FileExistsError):
-        try:
-            os.link(file, to)
-        except FileExistsError:
-            raise
-        except OSError:
-            beside = to.with_name(f".{to.name}.{os.getpid()}")
-            shutil.copyfile(file, beside)
-            beside.replace(to)
+    try:
+        os.link(file, to)
+    except FileExistsError:
+        pass
+    except OSError:
+        beside = to.with_name(f".{to.name}.{os.getpid()}")
+        shutil.copyfile(file, beside)
+        beside.replace(to)
 
 
 def sync(path: Path) -> None:

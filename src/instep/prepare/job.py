@@ -42,6 +42,7 @@ from instep.prepare.messages import (
 )
 from instep.prepare.plan import Group, RawFile, groups_of, plan_key
 from instep.prepare.progress import Progress
+from instep.prepare.results import lines_of
 from instep.units import readable_bytes
 from instep.words import plural
 
@@ -116,11 +117,8 @@ class Job:
         cut = plan.cut(self._files, self._asked.types)
         pieces = [piece for _, of in cut for piece in of if piece.scan]
         progress = Progress("scanned", len(pieces), self._say)
-        found: dict[int, int] = {}
-        for done in self._crew.do([Scan(at, piece) for at, piece in enumerate(pieces)]):
-            found[done.number] = done.value
-            progress.step()
-        scans = iter([found[number] for number in range(len(pieces))])
+        tasks = [Scan(number, piece) for number, piece in enumerate(pieces)]
+        scans = iter(self._values(tasks, progress.step))
         for file, of in cut:
             if any(piece.scan for piece in of):
                 of = FORMATS[file.format]().settle(of, [next(scans) for _ in of])
@@ -137,14 +135,16 @@ class Job:
         if not left:
             return results
         columns = self._head(groups, results)
-        self._check_room(groups, results)
+        size = sum(result.bytes for result in results.values())
+        self._check_room(size, len(results), len(left))
         progress = Progress("prepared", len(groups), self._say, len(results))
         tasks = [Map(number, group.key, group.pieces, columns) for number, group in enumerate(left)]
         for done in self._crew.do(tasks, _to_repeat):
             result = msgspec.convert(done.value, Mapped)
             results[result.key] = result
             progress.step(result.records)
-            self._check_room(groups, results)
+            size += result.bytes
+            self._check_room(size, len(results), len(groups) - len(results))
         return results
 
     def _head(self, groups: Sequence[Group], results: dict[str, Mapped]) -> list[Column]:
@@ -159,11 +159,10 @@ class Job:
                 return msgspec.convert(done.value, list[Column])
         return []
 
-    def _check_room(self, groups: Sequence[Group], results: dict[str, Mapped]) -> None:
-        """Refuse what cannot fit, as far as results so far tell."""
-        done = [result.bytes for result in results.values()]
-        if len(done) >= _TELLING:
-            needed = sum(done) / len(done) * (len(groups) - len(done))
+    def _check_room(self, size: int, done: int, left: int) -> None:
+        """Refuse what cannot fit, as far as the bytes of the results so far tell."""
+        if done >= _TELLING:
+            needed = size / done * left
             free = shutil.disk_usage(self._folder.path).free
             if needed > free:
                 raise RunError(
@@ -191,9 +190,15 @@ class Job:
                 link(Path(shard.parts[0].file), to)
             else:
                 tasks.append(Join(number, shard.parts, columns, str(to)))
-        progress = Progress("joined", len(tasks), self._say)
-        for _ in self._crew.do(tasks):
-            progress.step()
+        self._values(tasks, Progress("joined", len(tasks), self._say).step)
+
+    def _values(self, tasks: Sequence[Task], did: Callable[[], None] = lambda: None) -> list[Any]:
+        """What tasks give, by their numbers; `did` is called for each that is done."""
+        found: dict[int, Any] = {}
+        for done in self._crew.do(tasks):
+            found[done.number] = done.value
+            did()
+        return [found[number] for number in sorted(found)]
 
     def _publish(self, shards: Sequence[Planned], columns: list[Column]) -> Manifest:
         """Write the manifest, once all that it names is on the disk."""
@@ -217,7 +222,7 @@ class Job:
             made_by=self._made_by(),
             blocks=self._folder.keep(f"blocks-{name}.sha256", blocks),
             tasks=self._folder.keep(f"tasks-{name}.json", json.dumps(kept).encode()),
-            bad_file=self._folder.keep(f"bad-{name}.jsonl", _lines(bad)) if bad else "",
+            bad_file=self._folder.keep(f"bad-{name}.jsonl", lines_of(bad).encode()) if bad else "",
         )
         for shard in shards:
             sync(path / shard.name)
@@ -231,10 +236,10 @@ class Job:
             Sum(number, str(path / shard.name), 0, size)
             for number, (shard, size) in enumerate(zip(shards, sizes, strict=True))
         ]
-        sums = {done.number: done.value for done in self._crew.do(tasks)}
+        sums = self._values(tasks)
         return [
-            Shard(shard.name, shard.samples, size, sums[number])
-            for number, (shard, size) in enumerate(zip(shards, sizes, strict=True))
+            Shard(shard.name, shard.samples, size, crc32)
+            for shard, size, crc32 in zip(shards, sizes, sums, strict=True)
         ]
 
     def _blocks(self, shards: Sequence[Planned]) -> bytes:
@@ -247,8 +252,7 @@ class Job:
             for number, (first, stop) in enumerate(pairwise(cuts))
             if stop > first
         ]
-        found = {done.number: done.value for done in self._crew.do(tasks)}
-        return b"".join(found[number] for number in sorted(found))
+        return b"".join(self._values(tasks))
 
     def _sources(self) -> list[Source]:
         """The raw files, with a hash of their bytes."""
@@ -259,10 +263,9 @@ class Job:
                 for first in range(0, size, SPAN):
                     tasks.append(Sum(len(tasks), str(path), first, min(first + SPAN, size)))
                     of.append(at)
-        sums = {done.number: done.value for done in self._crew.do(tasks)}
         hashes = [hashlib.sha256() for _ in self._files]
-        for number, at in enumerate(of):
-            hashes[at].update(sums[number].to_bytes(4, "little"))
+        for at, crc32 in zip(of, self._values(tasks), strict=True):
+            hashes[at].update(crc32.to_bytes(4, "little"))
         return [
             Source(str(file.path), file.bytes, file.modified_ns, found.hexdigest())
             for file, found in zip(self._files, hashes, strict=True)
@@ -281,7 +284,3 @@ class Job:
 
 def _to_repeat(done: Done) -> Task | None:
     return Again(done.number, done.again) if done.again else None
-
-
-def _lines(tables: Sequence[dict[str, Any]]) -> bytes:
-    return "".join(json.dumps(table) + "\n" for table in tables).encode()

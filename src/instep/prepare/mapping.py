@@ -6,7 +6,6 @@ another process to try. Nothing here knows processes. Way in: `Mapping`.
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,9 +17,9 @@ from instep.data.raw import FORMATS, Chunk, Piece, RawFormat
 from instep.data.shards.arrow_in import encode_batch
 from instep.data.shards.columns import Column, Misfit
 from instep.data.shards.encode import Encoded, ImageFile, encode
+from instep.data.shards.views import bytes_of
 from instep.data.shards.writer import BATCH_BYTES
 from instep.errors import DataError, InstepError
-from instep.plain_file import replace_plain
 from instep.prepare.asked import Asked
 from instep.prepare.function import (
     ONE_IN,
@@ -109,7 +108,7 @@ class Mapping:
             notes = _Notes(seeded)
             try:
                 batches = self._batches(task.pieces, _FIRST, columns, notes)
-                result = write(self._folder, task.key, columns, batches, notes.counts)
+                result = write(self._folder, task.key, columns, batches, notes.of_task)
             except Wider as wider:
                 columns = wider.columns
             except Draws:
@@ -329,13 +328,11 @@ class _Notes:
             self._again_bytes += len(kept)
             self.again.append((piece, place, kept, digest, self.seeded))
 
-    def counts(self, beside: Path) -> tuple[int, int]:
-        """How many records there were, and how many were bad; those are written beside samples."""
-        if self.bad:
-            files = {bad["file"]: number for number, bad in reversed([*enumerate(self.bad)])}
-            self.bad.sort(key=lambda bad: (files[bad["file"]], bad["place"]))
-            replace_plain(beside, "".join(json.dumps(bad) + "\n" for bad in self.bad))
-        return self.records, len(self.bad)
+    def of_task(self) -> tuple[int, list[dict[str, Any]]]:
+        """How many records there were, and those that were bad, in their order."""
+        files = {bad["file"]: number for number, bad in reversed([*enumerate(self.bad)])}
+        self.bad.sort(key=lambda bad: (files[bad["file"]], bad["place"]))
+        return self.records, self.bad
 
 
 def _next_size(batch: Encoded, size: int) -> int:
@@ -343,5 +340,5 @@ def _next_size(batch: Encoded, size: int) -> int:
     rows = batch.views[0].rows if batch.views else 0
     if not rows:
         return size
-    each = sum(view.elements.nbytes for view in batch.views) / rows
+    each = bytes_of(batch.views) / rows
     return int(min(max(BATCH_BYTES / max(each, 1.0), 1), _MOST_ROWS, 8 * size))

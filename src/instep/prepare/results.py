@@ -5,16 +5,19 @@ The file that says so is written last: a result counts once it is there. Way in:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from instep.data.shards.arrow_in import cast
 from instep.data.shards.columns import Column
 from instep.data.shards.encode import Encoded
 from instep.data.shards.statistics import Figures, take_batch
-from instep.data.shards.writer import ShardWriter
+from instep.data.shards.views import View
+from instep.data.shards.writer import ShardFile, ShardWriter
 from instep.plain_file import replace_plain
 from instep.prepare.messages import Mapped, Segment
 
@@ -27,12 +30,24 @@ class Wider(Exception):
         self.columns = columns
 
 
+def lines_of(tables: Sequence[dict[str, Any]]) -> str:
+    """Tables as lines of JSON."""
+    return "".join(json.dumps(table) + "\n" for table in tables)
+
+
+def wide_parts(parts: Sequence[Segment], columns: Sequence[Column]) -> Iterator[list[View]]:
+    """The samples of parts of files, as columns that hold all of them have them."""
+    for part in parts:
+        for views in ShardFile(Path(part.file)).between(part.first, part.first + part.samples):
+            yield [cast(view, column) for view, column in zip(views, columns, strict=True)]
+
+
 def write(
     folder: Path,
     key: str,
     columns: list[Column],
     batches: Iterable[Encoded],
-    counts: Callable[[Path], tuple[int, int]],
+    notes: Callable[[], tuple[int, list[dict[str, Any]]]],
 ) -> dict[str, Any]:
     """Write the samples of a task, and its result.
 
@@ -41,7 +56,7 @@ def write(
         key: of the task.
         columns: of its samples.
         batches: the samples.
-        counts: called once they are written: gives records and bad ones, which it may write.
+        notes: called once they are written: gives how many records there were, and bad ones.
 
     Returns:
         The result, as plain data.
@@ -60,13 +75,15 @@ def write(
                 writer.write(batch.views)
                 take_batch(figures, columns, batch.views)
         writer.close()
-    records, bad = counts(folder / f"{key}.bad")
+    records, bad = notes()
+    if bad:
+        replace_plain(folder / f"{key}.bad", lines_of(bad))
     result = Mapped(
         key=key,
         samples=writer.samples,
         bytes=writer.bytes,
         records=records,
-        bad=bad,
+        bad=len(bad),
         columns=columns,
         figures=figures,
         parts=[Segment(str(path), 0, writer.samples)],

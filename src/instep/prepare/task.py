@@ -12,10 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from instep.data.shards.arrow_in import cast
 from instep.data.shards.digest import digest_blocks
-from instep.data.shards.views import View, based
-from instep.data.shards.writer import BATCH_BYTES, ShardFile, ShardWriter
+from instep.data.shards.views import View, based, bytes_of
+from instep.data.shards.writer import BATCH_BYTES, ShardWriter
 from instep.plain_file import plain
 from instep.prepare.exchange import Exchange
 from instep.prepare.mapping import Mapping
@@ -33,6 +32,7 @@ from instep.prepare.messages import (
     Sum,
     Task,
 )
+from instep.prepare.results import wide_parts
 
 
 class Doer:
@@ -82,15 +82,12 @@ def _join(task: Join) -> int:
     """A shard of parts of other files; returns its bytes."""
     with ShardWriter(Path(task.to), task.columns) as writer:
         held, size = list[list[View]](), 0
-        for part in task.parts:
-            file = ShardFile(Path(part.file))
-            for views in file.between(part.first, part.first + part.samples):
-                wide = [cast(v, c) for v, c in zip(views, task.columns, strict=True)]
-                held.append(wide)
-                size += sum(view.elements.nbytes for view in wide)
-                if size >= BATCH_BYTES:
-                    writer.write(_concatenated(held))
-                    held, size = [], 0
+        for views in wide_parts(task.parts, task.columns):
+            held.append(views)
+            size += bytes_of(views)
+            if size >= BATCH_BYTES:
+                writer.write(_concatenated(held))
+                held, size = [], 0
         if held:
             writer.write(_concatenated(held))
         writer.close()

@@ -7,7 +7,7 @@ arrays of several), and in no other way. Nothing here knows files.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -54,6 +54,11 @@ class Column(msgspec.Struct, frozen=True):
             return self.dtype
         sizes = ", ".join("n" if size == VARIES else str(size) for size in self.shape)
         return f"{self.dtype}[{sizes}]"
+
+
+def as_plain(columns: Sequence[Column]) -> list[list[Any]]:
+    """Columns as lists of JSON, for a schema and a digest."""
+    return [[c.name, c.kind, c.dtype, list(c.shape)] for c in columns]
 
 
 def widened(known: Column, found: Column) -> Column:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from instep.data.shards.columns import Column
+from instep.data.shards.columns import Column, as_plain
 from instep.data.shards.views import View
 from instep.data.shards.writer import ShardFile
 
@@ -67,8 +67,7 @@ def _digest(parts: list[list[View]]) -> bytes:
 
 def digest_of(columns: Sequence[Column], samples: int, blocks: Iterable[bytes]) -> str:
     """The digest of all samples, as hexadecimal digits."""
-    kept = [[c.name, c.kind, c.dtype, list(c.shape)] for c in columns]
-    found = hashlib.sha256(json.dumps([kept, samples]).encode())
+    found = hashlib.sha256(json.dumps([as_plain(columns), samples]).encode())
     for block in blocks:
         found.update(block)
     return found.hexdigest()

@@ -8,14 +8,14 @@ microsecond. Way in: `views_of`, and `batch_of` for the way back.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from instep.data.shards.columns import Column
+from instep.data.shards.columns import Column, as_plain
 
 Array = np.ndarray[Any, Any]
 
@@ -64,8 +64,7 @@ class View(NamedTuple):
 def schema_of(columns: Sequence[Column]) -> pa.Schema:
     """The Arrow schema of columns; it says what they are, also without a manifest."""
     fields = [pa.field(column.name, _type(column), nullable=False) for column in columns]
-    kept = [[c.name, c.kind, c.dtype, list(c.shape)] for c in columns]
-    return pa.schema(fields, {_METADATA: json.dumps(kept).encode()})
+    return pa.schema(fields, {_METADATA: json.dumps(as_plain(columns)).encode()})
 
 
 def columns_of(schema: pa.Schema) -> list[Column] | None:
@@ -157,6 +156,11 @@ def _numbers(buffer: pa.Buffer | None, dtype: np.dtype, first: int, count: int) 
     if buffer is None or not count:
         return np.empty(0, dtype)
     return np.frombuffer(buffer, dtype, count, first * dtype.itemsize)
+
+
+def bytes_of(views: Iterable[View]) -> int:
+    """Bytes of the elements of some columns."""
+    return sum(view.elements.nbytes for view in views)
 
 
 def based(view: View) -> View:
