@@ -21,14 +21,12 @@ if TYPE_CHECKING:
 
 def prepare(args: argparse.Namespace) -> int:
     """Prepare raw files as shards, the same whatever the number of workers."""
-    try:
-        from instep.prepare.asked import Asked
-        from instep.prepare.prepare import prepare as all_of
-    except ModuleNotFoundError as error:
-        raise SpecError(
-            f"instep prepare needs the package {error.name}: pip install 'instep[data]'."
-        ) from None
-    asked = Asked(
+    from instep.client.preparing import prepared
+
+    done = prepared(
+        "instep prepare",
+        say_aside,
+        args.workers,
         sources=args.sources,
         to=args.to,
         map=args.map,
@@ -41,7 +39,6 @@ def prepare(args: argparse.Namespace) -> int:
         types=dict(_type(each) for each in args.type),
         seed=args.seed,
     )
-    done = all_of(asked, say_aside, workers=args.workers)
     for line in [json.dumps(done.as_table())] if args.json else done.lines():
         say(line)
     return INTERRUPTED if done.manifest is None else 0
