@@ -7,7 +7,7 @@ import pytest
 from instep.data import SOURCES, sources
 from instep.errors import DataError
 
-ARGUMENTS = {"text": {"length": 4}}
+ARGUMENTS = {"text": {"length": 4}, "tokens": {"length": 4}}
 """Arguments without a default, beside the path."""
 
 

@@ -27,6 +27,7 @@ SOURCES = Registry(
         "mnist": "instep.data.sources.images:mnist",
         "shards": "instep.data.sources.shards:shards",
         "text": "instep.data.sources.text:text",
+        "tokens": "instep.data.sources.tokens:tokens",
     },
 )
 """Datasets that can be read from the disk, by name."""

@@ -289,6 +289,9 @@ def made(name, folder):
     elif name == "shards":
         write_shards(folder)
         return SOURCES[name](folder, transform=lambda sample: (sample["x"], sample["y"]))
+    elif name == "tokens":
+        np.arange(200, dtype=np.uint16).tofile(folder / "a.bin")
+        return SOURCES[name](folder / "a.bin", length=10)
     else:
         (folder / "a.py").write_bytes(bytes(range(200)))
     return SOURCES[name](folder, **({"length": 10} if name == "text" else {}))

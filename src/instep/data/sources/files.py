@@ -23,15 +23,14 @@ class BatchDataset:
         raise NotImplementedError
 
     def batch_of(self, indices: Indices) -> list[Tensor]:
-        """[inputs, targets], both with a first axis of [count] indices."""
+        """[inputs, targets, ...], each with a first axis of [count] indices."""
         raise NotImplementedError
 
-    def __getitem__(self, index: int) -> Sample:
-        inputs, targets = self.batch_of(np.asarray([range(len(self))[index]], dtype=np.int64))
-        return inputs[0], targets[0]
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        (sample,) = self.__getitems__([index])
+        return sample
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, ...]]:
         """Samples by index, for torch's own loader."""
         rows = [range(len(self))[index] for index in indices]
-        inputs, targets = self.batch_of(np.asarray(rows, dtype=np.int64))
-        return list(zip(inputs, targets, strict=True))
+        return list(zip(*self.batch_of(np.asarray(rows, dtype=np.int64)), strict=True))
