@@ -114,6 +114,10 @@ class JoinError(InstepError):
     exit_code = 9
 
 
+MOST_NAMES = 40
+"""That a message lists."""
+
+
 def near_miss(given: str, known: Iterable[str]) -> str:
     """The sentence that follows a wrong name: what was probably meant, and the list.
 
@@ -126,7 +130,8 @@ def near_miss(given: str, known: Iterable[str]) -> str:
         return "There are none."
     close = get_close_matches(given, names, n=1, cutoff=0.6)
     guess = f"Did you mean {close[0]!r}? " if close else ""
-    return f"{guess}Known: {', '.join(names)}."
+    more = f", and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return f"{guess}Known: {', '.join(names[:MOST_NAMES])}{more}."
 
 
 def file_beside(path: Path, pattern: str) -> str:
@@ -149,8 +154,9 @@ MOST_OF_A_TEXT = 600
 
 
 def one_line(error: BaseException) -> str:
-    """The text of an exception on one line, shortened; empty if it has none."""
+    """The text of an exception on one line, shortened, without a full stop; maybe empty."""
     text = " ".join(str(error)[: 4 * MOST_OF_A_TEXT].split())
+    text = text if text.endswith("..") else text.removesuffix(".")
     return text if len(text) <= MOST_OF_A_TEXT else text[: MOST_OF_A_TEXT - 3] + "..."
 
 

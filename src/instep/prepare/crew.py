@@ -24,11 +24,12 @@ import msgspec
 
 from instep import errors
 from instep.control.endings import signal_name
-from instep.errors import InstepError, WorkerError
+from instep.errors import MOST_OF_A_TEXT, InstepError, WorkerError
 from instep.prepare.messages import Answer, Beat, Done, Failed, Setup, Task
 from instep.system.environment import POOLS
 from instep.system.lease import Lease
 from instep.system.processes import start_with_retries
+from instep.words import printable
 
 MOST_LOST = 3
 """A task that has cost so many workers ends the command."""
@@ -71,6 +72,7 @@ class Worker:
                 start_new_session=True,
             )
         theirs.close()
+        self.log = log
         self.task: Task | None = None
         self.at = Beat()
         self.killed, self.gone = "", False
@@ -236,13 +238,15 @@ class Crew:
         self.lost += 1
         task, how = worker.task, worker.how
         place = f" in {worker.at.where}" if worker.at.where else ""
+        last = _last_line(worker.log)
+        printed = f" The last one printed: {last}." if last else ""
         worker.close()
         number = task.number if task is not None else -1
         self._lost[number] += 1
         if self._lost[number] >= MOST_LOST:
             raise WorkerError(
-                f"{MOST_LOST} workers were lost{place}, one after another: {how}. What they "
-                f"printed is in {self._logs}."
+                f"{MOST_LOST} workers were lost{place}, one after another: {how}.{printed} "
+                f"All that they printed is in {self._logs}."
             )
         self._say(f"a worker was lost{place}: {how}; another does its part again")
         if task is not None:
@@ -254,3 +258,14 @@ class Crew:
             worker.process.send_signal(signal.SIGKILL)
             worker.close()
             workers[number] = None
+
+
+def _last_line(log: Path) -> str:
+    """The last that a process printed, shortened."""
+    with suppress(OSError):
+        lines = log.read_text(errors="replace").split("\n")
+        return next(
+            (printable(line.strip()[:MOST_OF_A_TEXT]) for line in reversed(lines) if line.strip()),
+            "",
+        )
+    return ""

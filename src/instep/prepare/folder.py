@@ -17,7 +17,7 @@ from typing import IO, Any
 import msgspec
 
 from instep.data.shards.manifest import Manifest, Shard, read_manifest
-from instep.errors import DataError, RunError
+from instep.errors import DataError, RunError, WorkerError
 from instep.plain_file import plain, read_plain, replace_plain
 from instep.prepare.messages import Mapped, Segment
 from instep.store.folder import lock, open_own, unlock
@@ -54,10 +54,14 @@ class Folder:
                     f"another command prepares {self.path} at the moment. Wait for its end, or "
                     "stop it there with Ctrl-C."
                 )
+            told = False  # whether the error says what lies there
             try:
                 yield
+            except WorkerError:
+                told = True
+                raise
             finally:
-                if self._is_ours(file) and not any(self.work.glob("*.done")):
+                if not told and self._is_ours(file) and not any(self.work.glob("*.done")):
                     self._remove_work()
                     if new:
                         with suppress(OSError):

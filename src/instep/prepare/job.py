@@ -44,7 +44,7 @@ from instep.prepare.plan import Group, RawFile, groups_of, plan_key
 from instep.prepare.progress import Progress
 from instep.prepare.results import lines_of
 from instep.units import readable_bytes
-from instep.words import plural
+from instep.words import listed, plural
 
 SPAN = 64 << 20
 """Bytes of a raw file whose checksum is one task."""
@@ -54,6 +54,9 @@ _DIGESTED = 32
 
 _TELLING = 4
 """Results that tell how large all will be."""
+
+_SHOWN = 3
+"""Files that a message names."""
 
 _SHOWN = 3
 """Bad records that the command names."""
@@ -176,8 +179,12 @@ class Job:
         records, bad = (sum(getattr(r, n) for r in results) for n in ("records", "bad"))
         text = f"no sample was made of {plural(records, 'record')}"
         for line in bad_records(results, self._folder):
-            return f"{text}: {bad} are bad, the first is {line['where']}: {line['error']}."
-        return f"{text}: the function gave None for each." if records else f"{text}."
+            are = "is" if bad == 1 else "are"
+            return f"{text}: {bad} {are} bad, the first is {line['where']}: {line['error']}."
+        if records:
+            return f"{text}: the function gave None for each."
+        of = listed([file.path for file in self._files], _SHOWN)
+        return f"{of}: no record, but one or more are wanted. Name files that hold some."
 
     def _write(self, shards: Sequence[Planned], columns: list[Column]) -> None:
         """Have the shards lie in the folder."""

@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from instep.data.raw import FORMATS, Chunk, Piece, RawFormat
+from instep.data.raw.images import undecodable
 from instep.data.shards.arrow_in import encode_batch
 from instep.data.shards.columns import Column, Misfit
 from instep.data.shards.encode import Encoded, ImageFile, encode
@@ -191,7 +192,7 @@ class Mapping:
         notes.records += len(rows)
         if mapper is None:
             if piece.format == "images":
-                return [{**row, "image": ImageFile(row["image"])} for row in rows]
+                return [_image(row) for row in rows]
             return [row if type(row) is dict else {"text": row} for row in rows]
         if isinstance(mapper, Tokens):
             return mapper.of_file(piece.path, rows, places)
@@ -333,6 +334,12 @@ class _Notes:
         files = {bad["file"]: number for number, bad in reversed([*enumerate(self.bad)])}
         self.bad.sort(key=lambda bad: (files[bad["file"]], bad["place"]))
         return self.records, self.bad
+
+
+def _image(row: dict[str, Any]) -> dict[str, Any] | Bad:
+    """The sample of a record with an image, where no function looks at it."""
+    wrong = undecodable(row["image"])
+    return Bad(wrong) if wrong else {**row, "image": ImageFile(row["image"])}
 
 
 def _next_size(batch: Encoded, size: int) -> int:

@@ -131,8 +131,12 @@ def _check(asked: Asked, workers: int) -> None:
         raise SpecError("--key with --shuffle: prepare the result again with --shuffle alone.")
     if asked.map is not None and asked.tokens is not None:
         raise SpecError("--map and --tokens together: have the function give the tokens.")
-    if asked.length is not None and (asked.tokens is None or asked.length < 1):
-        raise SpecError(f"--length {asked.length}: needs --tokens, and at least 1.")
+    if asked.length is not None and asked.length < 1:
+        raise SpecError(
+            f"--length {asked.length}: at least 1 is wanted, the most tokens of a sample."
+        )
+    if asked.length is not None and asked.tokens is None:
+        raise SpecError(f"--length {asked.length} is of tokens: give --tokens, or leave it out.")
     if asked.tokens not in (None, "bytes") and not Path(str(asked.tokens)).is_file():
         raise SpecError(
             f"--tokens {asked.tokens!r}: there is no such file. Wanted: a file that tokenizers "

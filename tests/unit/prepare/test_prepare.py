@@ -291,7 +291,7 @@ WRONG = {
     "another function": ({"map": "clean.py:recrod"}, "has no function 'recrod'"),
     "map and tokens": ({"map": "clean.py:record", "tokens": "bytes"}, "--map and --tokens"),
     "no tokenizer": ({"tokens": "tok.json"}, "there is no such file"),
-    "length alone": ({"length": 5}, "needs --tokens"),
+    "length alone": ({"length": 5}, "give --tokens"),
     "key alone": ({"key": "user"}, "--key and --reduce need each other"),
     "key and shuffle": (
         {"key": "id", "reduce": "clean.py:session", "shuffle": True},

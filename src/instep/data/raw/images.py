@@ -1,12 +1,13 @@
 """A folder of images with a sub-folder for each class, as records of encoded bytes.
 
 Classes are numbered by name, over all folders of one source. Pieces are ranges of the sorted images
-of one class. Nothing is decoded here. Ways in: `Images`; `classes_of` and `images_of` for whoever
-reads such a folder in another way.
+of one class. Records have the bytes of the files; `undecodable` says which of them are no image.
+Ways in: `Images`; `classes_of` and `images_of` for whoever reads such a folder in another way.
 """
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -136,6 +137,21 @@ class Images:
         name = classes_of(path)[place >> _BITS]
         image = images_of(path, name)[place & (1 << _BITS) - 1]
         return image.relative_to(path).as_posix()
+
+
+def undecodable(data: bytes) -> str:
+    """What is wrong with the bytes of an image file; empty if it is one, or Pillow is missing."""
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError:
+        return ""
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            image.load()
+    except (OSError, SyntaxError, ValueError) as error:
+        unknown = isinstance(error, UnidentifiedImageError)
+        return f"the image cannot be decoded: {'no known format' if unknown else one_line(error)}"
+    return ""
 
 
 def _append(chunk: Chunk, record: Any, place: int) -> None:

@@ -43,9 +43,10 @@ def encode(samples: Sequence[Any], expected: Sequence[Column] | None) -> Encoded
 
     Args:
         samples: dicts from names to values.
-        expected: columns of the samples before; None if these are the first. Then the first
-            sample says which there are.
+        expected: columns of the samples before; None or empty if these are the first. Then the
+            first sample says which there are.
     """
+    expected = expected or None
     misfits: list[tuple[int, str]] = []
     good = list(samples)
     names = [column.name for column in expected] if expected is not None else None
@@ -53,7 +54,7 @@ def encode(samples: Sequence[Any], expected: Sequence[Column] | None) -> Encoded
         return Encoded(*_columns(good, names, expected), misfits)
     except Misfit:
         pass
-    good, known = [], list(expected) if expected is not None else None
+    good, known = [], list(expected) if expected else None
     for number, sample in enumerate(samples):
         try:
             found, _ = _columns([sample], [c.name for c in known] if known else None, known)
