@@ -23,6 +23,7 @@ SOURCES = Registry(
     "data source",
     {
         "cifar10": "instep.data.sources.images:cifar10",
+        "hugging_face": "instep.data.sources.hugging_face:hugging_face",
         "image_folder": "instep.data.sources.image_folder:image_folder",
         "mnist": "instep.data.sources.images:mnist",
         "shards": "instep.data.sources.shards:shards",

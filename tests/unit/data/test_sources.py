@@ -10,6 +10,7 @@ import pytest
 import torch
 from datasets import load
 from PIL import Image
+from test_hugging_face import write_folder
 from torch.utils.data import DataLoader
 
 from instep.data import SOURCES
@@ -288,6 +289,9 @@ def made(name, folder):
         write_pictures(folder, {f"{c}/{i}.png": (4, 4) for c in "ab" for i in range(6)})
     elif name == "shards":
         write_shards(folder)
+        return SOURCES[name](folder, transform=lambda sample: (sample["x"], sample["y"]))
+    elif name == "hugging_face":
+        write_folder(folder)
         return SOURCES[name](folder, transform=lambda sample: (sample["x"], sample["y"]))
     elif name == "tokens":
         np.arange(200, dtype=np.uint16).tofile(folder / "a.bin")

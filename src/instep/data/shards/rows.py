@@ -1,0 +1,194 @@
+"""Rows of record batches as a map-style dataset: samples are dicts of tensors, text and bytes.
+
+Samples that are read together are gathered column by column, and each is a view of what was
+gathered: it may be changed. Which files there are is not known here. Way in: `Rows`.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from instep.data.shards.columns import Column
+from instep.data.shards.views import Array, View
+from instep.errors import DataError, near_miss
+
+
+class File(Protocol):
+    """Some rows, in record batches."""
+
+    starts: Array
+    """[batches + 1]: the first row of each batch."""
+
+    def views(self, number: int) -> list[View]:
+        """The columns of one record batch."""
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    """The rows of some files, in their order.
+
+    Args:
+        name: of the whole, for messages.
+        known: the columns of every file.
+        sizes: rows of each file.
+        columns: names of those that samples are to have; None for all.
+        transform: called with each sample, a dict; gives what the dataset returns.
+
+    Raises:
+        DataError: there is no such column.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        known: Sequence[Column],
+        sizes: Sequence[int],
+        columns: Sequence[str] | None,
+        transform: Callable[[dict[str, Any]], Any] | None,
+    ) -> None:
+        self.name, self.transform = name, transform
+        self._known = {column.name: number for number, column in enumerate(known)}
+        self._all = list(known)
+        for each in columns or ():
+            self._number(each)
+        self.columns: list[str] = list(self._known if columns is None else columns)
+        self._starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).astype(np.int64)
+
+    def file(self, number: int) -> File:
+        """One of the files.
+
+        Raises:
+            DataError: it is missing or damaged.
+        """
+        raise NotImplementedError
+
+    def _number(self, name: str) -> int:
+        if name not in self._known:
+            raise DataError(f"{self.name} has no column {name!r}. {near_miss(name, self._known)}")
+        return self._known[name]
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> Any:
+        (sample,) = self.__getitems__([index])
+        return sample
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Several samples at once.
+
+        Raises:
+            IndexError: there is no such sample.
+            DataError: a file is missing or damaged.
+        """
+        wanted, count = np.asarray(indices, np.int64), len(self)
+        wanted = np.where(wanted < 0, wanted + count, wanted)
+        if wanted.size and (wanted.min() < 0 or wanted.max() >= count):
+            bad = next(i for i in indices if not -count <= i < count)
+            raise IndexError(f"sample {bad} of {count}")
+        samples = self._samples(self._rows(wanted))
+        return samples if self.transform is None else [self.transform(s) for s in samples]
+
+    def _rows(self, wanted: Array) -> Array:
+        """The rows of samples."""
+        return wanted
+
+    def _samples(self, rows: Array) -> list[dict[str, Any]]:
+        places = list(self._places(rows))
+        gathered = {
+            name: _gathered(self._all[at], places, at, len(rows))
+            for name, at in self._known.items()
+            if name in set(self.columns)
+        }
+        return [{name: gathered[name][row] for name in self.columns} for row in range(len(rows))]
+
+    def column(self, name: str) -> Array | list[str]:
+        """The values of one column of all samples, without reading the others.
+
+        Returns:
+            [samples] of numbers as they are stored, or [samples, ...] of arrays; a list of text.
+
+        Raises:
+            DataError: there is no such column, or its samples differ in length.
+        """
+        at = self._number(name)
+        column = self._all[at]
+        if column.kind == "text":
+            return [text for part in self._parts(at) for text in _texts(part)]
+        if column.ragged:
+            raise DataError(
+                f"column {name!r} of {self.name} is {column}: samples differ in length."
+            )
+        parts = [part.data for part in self._parts(at)]
+        if not parts:
+            return np.empty((0, *column.row_shape), column.element)
+        return np.concatenate(parts)
+
+    def _parts(self, at: int) -> Iterator[View]:
+        for number in range(len(self._starts) - 1):
+            file = self.file(number)
+            for batch in range(len(file.starts) - 1):
+                yield file.views(batch)[at]
+
+    def _places(self, wanted: Array) -> Iterator[tuple[Array, list[View], Array]]:
+        """Where rows lie: of each record batch which of `wanted`, its views, and rows in it."""
+        files = np.searchsorted(self._starts, wanted, "right") - 1
+        for number in np.unique(files).tolist():
+            file = self.file(number)
+            mine = np.flatnonzero(files == number)
+            rows = wanted[mine] - self._starts[number]
+            batches = np.searchsorted(file.starts, rows, "right") - 1
+            for batch in np.unique(batches).tolist():
+                here = batches == batch
+                yield mine[here], file.views(batch), rows[here] - file.starts[batch]
+
+
+def _gathered(
+    column: Column, places: list[tuple[Array, list[View], Array]], at: int, count: int
+) -> Any:
+    """The values of a column for `count` samples, to be indexed by sample."""
+    if not column.ragged:
+        values = np.empty((count, *column.shape), column.element)
+        for mine, views, rows in places:
+            values[mine] = views[at].data[rows]
+        return _tensor(values)
+    found: list[Any] = [None] * count
+    for mine, views, rows in places:
+        view = views[at]
+        for place, row in zip(mine.tolist(), rows.tolist(), strict=True):
+            found[place] = _value(column, view.row(row))
+    return found
+
+
+def _value(column: Column, value: Array) -> Any:
+    if column.kind == "text":
+        return value.tobytes().decode()
+    if column.kind == "bytes":
+        return value.tobytes()
+    if column.kind == "image":
+        return _image(value.tobytes())
+    return _tensor(value.copy())
+
+
+def _tensor(values: Array) -> torch.Tensor:
+    """A tensor of the values; those of float64 in torch's default type, as a model has them."""
+    found = torch.from_numpy(values)
+    return found.to(torch.get_default_dtype()) if found.dtype == torch.float64 else found
+
+
+def _image(data: bytes) -> torch.Tensor:
+    """[3, height, width] uint8."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(data)) as image:
+        return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).contiguous()
+
+
+def _texts(view: View) -> list[str]:
+    data, bounds = view.data.tobytes(), (view.offsets.tolist() if view.offsets is not None else [])
+    return [data[a:b].decode() for a, b in pairwise(bounds)]
