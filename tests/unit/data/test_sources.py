@@ -10,7 +10,7 @@ import pytest
 import torch
 from datasets import load
 from PIL import Image
-from test_hugging_face import write_folder
+from test_hugging_face_datasets import write_folder
 from torch.utils.data import DataLoader
 
 from instep.data import SOURCES
