@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import instep
+import limits
 from instep import errors
 from instep.data import SOURCES
 from instep.data.raw import FORMATS
@@ -140,3 +141,12 @@ def test_no_two_files_of_tests_have_one_name():
     """They are modules of one name space: pytest collects the first alone."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(names) == sorted(set(names))
+
+
+def test_no_figure_of_the_house_is_above_its_limit():
+    """They may only fall: `limits.toml`."""
+    known, found = limits.limits(), limits.measured()
+    above = [
+        f"{name}: {found[name]} > {most}" for name, most in known.items() if found[name] > most
+    ]
+    assert not above, "; ".join(above)

@@ -28,7 +28,7 @@ from instep.comm.messages import Hello, HostUnneeded, HostWanted, Interrupt, Ove
 from instep.control.endings import signal_name
 from instep.errors import RunError
 from instep.launch.base import Launcher
-from instep.store.folder import gone
+from instep.store.own_files import gone
 from instep.system.causes import as_error
 from instep.system.environment import SCHEDULERS
 from instep.system.lease import Lease

@@ -27,7 +27,8 @@ import msgspec
 from instep.control.state import Event, Member, State
 from instep.errors import RunError
 from instep.plain_file import PRIVATE, check_plain, read_plain
-from instep.store.folder import StartPoint, gone
+from instep.store.folder import StartPoint
+from instep.store.own_files import gone
 
 T = TypeVar("T")
 

@@ -26,8 +26,9 @@ from instep.plain_file import plain, replace_plain
 from instep.spec import JobSpec, as_table
 from instep.state.intact import discard_newer, newest_intact
 from instep.state.manifest import Manifest, read_manifest
-from instep.store.folder import ID, StartPoint, lock, numbered, run_id, unlock
+from instep.store.folder import ID, StartPoint, numbered, run_id
 from instep.store.ledger import check_intact, check_reaches, cut_back
+from instep.store.own_files import lock, unlock
 from instep.store.run_folder import RunFolder
 from instep.units import readable_seconds
 from instep.words import command

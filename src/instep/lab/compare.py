@@ -30,7 +30,8 @@ from instep.plain_file import replace_plain
 from instep.report.figures.outcomes import HEAD, Judged, Outcome, conclusion, judge, outcome_of
 from instep.report.page.markup import Html, section, table, tag
 from instep.report.page.page import write_comparison
-from instep.store.folder import held, lock, numbered, open_own, remove_run_folder, unlock
+from instep.store.folder import held, numbered, remove_run_folder
+from instep.store.own_files import lock, open_own, unlock
 from instep.store.run_folder import RunFolder
 from instep.units import readable_count
 from instep.words import plural

@@ -20,7 +20,7 @@ from instep.data.shards.manifest import Manifest, Shard, read_manifest
 from instep.errors import DataError, RunError, WorkerError
 from instep.plain_file import plain, read_plain, replace_plain
 from instep.prepare.messages import Mapped, Segment
-from instep.store.folder import lock, open_own, unlock
+from instep.store.own_files import lock, open_own, unlock
 
 _LOCK = "lock"
 

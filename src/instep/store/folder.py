@@ -5,9 +5,7 @@ Imported before the processes are started, so it imports next to nothing.
 
 from __future__ import annotations
 
-import errno
 import fcntl
-import os
 import secrets
 import shutil
 import time
@@ -21,8 +19,9 @@ from typing import IO, Any
 from instep import spec_file
 from instep.comm.messages import Figures
 from instep.errors import RunError
-from instep.plain_file import PRIVATE, check_plain, plain, read_plain
+from instep.plain_file import check_plain, plain, read_plain
 from instep.spec import JobSpec
+from instep.store.own_files import NO_LOCKS, lock, open_own, unlock
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,6 @@ _FILES = (
 
 _LOOK_S = 0.1
 """A lock that is held for longer is not that of somebody who looks."""
-
-_NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
 
 
 def run_id(folder: Path) -> str:
@@ -117,23 +114,6 @@ def _check_files(folder: Path) -> None:
                 ) from None
 
 
-def open_own(path: Path, mode: str = "ab", *, buffering: int = -1) -> IO[Any]:
-    """Open a file that only its owner may open: a process that may read it could lock it.
-
-    Raises:
-        OSError: it cannot be opened for writing.
-    """
-    file = open(path, mode, buffering=buffering, opener=_owners)  # noqa: SIM115 closed by the caller
-    with suppress(OSError):  # another user owns it, or the file system has no modes
-        if os.fstat(file.fileno()).st_mode & 0o077:
-            os.fchmod(file.fileno(), PRIVATE)
-    return file
-
-
-def _owners(path: str, flags: int) -> int:
-    return plain(path, flags, PRIVATE)
-
-
 def _locked(file: IO[Any]) -> bool:
     """Lock it, though somebody may look at just this moment whether it is locked."""
     end = time.monotonic() + _LOOK_S
@@ -159,36 +139,10 @@ def _is_locked(folder: Path) -> bool | None:
     except BlockingIOError:
         return True
     except OSError as error:
-        if error.errno in _NO_LOCKS:
+        if error.errno in NO_LOCKS:
             return None
         raise RunError(f"{folder / ID} cannot be tried: {error.strerror}.") from None
     return False
-
-
-def lock(file: IO[Any]) -> bool:
-    """Lock a file that is open for writing; never waits.
-
-    Returns:
-        False if another process has locked it. True also if the file system has no locks.
-
-    Raises:
-        RunError: it cannot be locked for another reason.
-    """
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise RunError(f"{file.name} cannot be locked: {error.strerror}.") from None
-    return True
-
-
-def unlock(file: IO[Any]) -> None:
-    """Unlock a file, even if forks of this process keep it open; a second call does nothing."""
-    if not file.closed:
-        with suppress(OSError):  # the file system has no locks; closing unlocks as well
-            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def resume_hint(folder: Path) -> str:
@@ -197,20 +151,6 @@ def resume_hint(folder: Path) -> str:
 
     saved = any((folder / "checkpoints").glob("step-*"))
     return f"\n  to resume: {RunFolder(folder).to_resume}" if saved else ""
-
-
-def gone(run: Path) -> str:
-    """A sentence if the run folder is no longer at this path; else empty."""
-    try:
-        run.stat()
-    except FileNotFoundError:
-        return (
-            f"the run folder {run} was removed or renamed during the run. If it was renamed, "
-            "it can be resumed under its new name."
-        )
-    except OSError:  # it cannot be known
-        pass
-    return ""
 
 
 def numbered(name: str) -> Iterator[str]:

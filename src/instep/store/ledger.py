@@ -24,7 +24,7 @@ import numpy as np
 from instep.errors import CheckpointError, RunError
 from instep.events import LEDGER, LEDGER_START, check_ledger, ledger_header, read_records
 from instep.plain_file import plain
-from instep.store.folder import gone, lock, open_own, unlock
+from instep.store.own_files import gone, lock, open_own, unlock
 
 TIMEOUT_S = 2.0
 """How long to wait for disk space: a checkpoint that fills the disk is removed by its writer."""

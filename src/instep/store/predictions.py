@@ -22,7 +22,7 @@ import msgspec
 
 from instep.errors import RunError, SpecError
 from instep.plain_file import plain, read_plain, replace_plain
-from instep.store.folder import lock, open_own, unlock
+from instep.store.own_files import lock, open_own, unlock
 from instep.words import plural
 
 FORMATS = (".safetensors", ".npz", ".jsonl")

@@ -19,9 +19,8 @@ from instep.data.order import Indices, key
 from instep.data.partition import COLUMNS as PARTITION_COLUMNS
 from instep.data.reading import generators
 from instep.data.samples.duplicates import Duplicates, duplicates
-from instep.data.splits import COLUMNS, SPLITS, Request
+from instep.data.splits import COLUMNS, SPLITS, Request, Sides
 from instep.data.splits.columns import Column
-from instep.data.splits.sides import Sides
 from instep.errors import DataError, RecipeError, near_miss
 from instep.recipe.recipe import Recipe
 from instep.spec import JobSpec

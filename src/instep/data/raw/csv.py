@@ -18,7 +18,8 @@ from instep.data.raw.base import Chunk, Piece
 from instep.data.raw.csv_columns import BOM, Converter, Records
 from instep.data.raw.csv_head import columns_of, delimiter_of, learn
 from instep.data.raw.line_numbers import line_of
-from instep.data.raw.quotes import QUOTED, RECORD, STATES, Splitter, passed
+from instep.data.raw.quote_states import QUOTED, RECORD, STATES
+from instep.data.raw.quotes import Splitter, passed
 from instep.errors import DataError
 
 LONGEST = 256 << 20

@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit
 
 from instep.comm.compiled import compiled
-from instep.data.raw.quotes import CLOSED, FIELD, PLAIN, QUOTED, RECORD, STATES
+from instep.data.raw.quote_states import CLOSED, FIELD, PLAIN, QUOTED, RECORD, STATES
 
 _QUOTE, _LF, _CR = 34, 10, 13
 _BYTES, _PLACES = "Array(uint8, 1, 'C', readonly=True)", "int64[::1]"

@@ -12,11 +12,7 @@ from typing import Any
 
 import numpy as np
 
-RECORD, FIELD, PLAIN, QUOTED, CLOSED = range(5)
-"""Between records; at the start of a field; in one without quotes; in one with; behind a quote
-there, which ends the field or is the first of two."""
-
-STATES = 5
+from instep.data.raw.quote_states import FIELD, PLAIN, QUOTED, RECORD
 
 _NEVER = -(1 << 60)
 _QUOTE, _LF, _CR = 34, 10, 13

@@ -7,16 +7,8 @@ shuffled dataset.
 from __future__ import annotations
 
 from instep.data.order import Indices
-from instep.data.splits import Request
-from instep.data.splits.sides import (
-    Sides,
-    check_folds,
-    even_ends,
-    permuted,
-    places,
-    share,
-    sides_of,
-)
+from instep.data.splits.base import Request, Sides
+from instep.data.splits.sides import check_folds, even_ends, permuted, places, share, sides_of
 
 
 def blocks(request: Request, order: Indices | None = None) -> Sides:

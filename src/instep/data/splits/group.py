@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from instep.data.order import Indices
-from instep.data.splits import Request
+from instep.data.splits.base import Request, Sides
 from instep.data.splits.columns import Classes
-from instep.data.splits.sides import Mask, Sides, check_folds, permuted, share, sides_of
+from instep.data.splits.sides import Mask, check_folds, permuted, share, sides_of
 
 
 def group(request: Request) -> Sides:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from instep.data.order import key, keys
-from instep.data.splits import Request
+from instep.data.splits.base import Request, Sides
 from instep.data.splits.columns import Classes
-from instep.data.splits.sides import Sides, sides_of
+from instep.data.splits.sides import sides_of
 
 _OF_NAME = 22
 """What a key is drawn for: the side of a group."""

@@ -1,14 +1,14 @@
-"""What several splits need: the two sides, how large they are, and a keyed permutation."""
+"""What several splits need: sides of a mask, how large they are, and a keyed permutation."""
 
 from __future__ import annotations
 
 from math import ceil
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from instep.data.order import Indices, Order, key
-from instep.data.splits import Request
+from instep.data.splits.base import Request, Sides
 from instep.errors import DataError
 from instep.words import plural
 
@@ -16,13 +16,6 @@ _OF_SPLIT = 21
 """What a key is drawn for: which samples are on which side."""
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
-
-
-class Sides(NamedTuple):
-    """The two sides of a split, each [count] int64 in ascending order."""
-
-    train: Indices
-    validate: Indices
 
 
 def sides_of(validated: Mask, trained: Mask | None = None) -> Sides:

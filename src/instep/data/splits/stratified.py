@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from instep.data.order import Indices
-from instep.data.splits import Request
+from instep.data.splits.base import Request, Sides
 from instep.data.splits.columns import Classes, Column
-from instep.data.splits.sides import Sides, permuted, share, sides_of
+from instep.data.splits.sides import permuted, share, sides_of
 from instep.errors import DataError
 from instep.words import plural
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from instep.data.order import Indices
-from instep.data.splits import Request
+from instep.data.splits.base import Request, Sides
 from instep.data.splits.columns import Classes
 from instep.data.splits.group import nearest
-from instep.data.splits.sides import Sides, check_folds, permuted, sides_of
+from instep.data.splits.sides import check_folds, permuted, sides_of
 from instep.data.splits.stratified import check_classes
 
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-8

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from instep.data.order import Indices
-from instep.data.splits import Request
+from instep.data.splits.base import Request, Sides
 from instep.data.splits.columns import Array, Times
-from instep.data.splits.sides import Mask, Sides, even_ends, share, sides_of
+from instep.data.splits.sides import Mask, even_ends, share, sides_of
 from instep.errors import DataError
 from instep.words import plural
 
