@@ -213,7 +213,9 @@ def job(case: Case, folder: Path) -> dict[str, Any]:
         "data": data,
     }
     if case["partition"]:
-        options = {"local_steps": 2, "partition": case["partition"]}
+        options: dict[str, Any] = {"local_steps": 2, "partition": case["partition"]}
+        if case["partition"] == "labels":
+            options["skew"] = 50.0  # so that each participant has some samples
         made["sync"] = {"name": "averaging", "participants": PARTICIPANTS, "options": options}
     return made
 

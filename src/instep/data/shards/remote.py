@@ -2,8 +2,10 @@
 
 A file is downloaded once on a host, whichever of its processes wants it first: to another name,
 then compared with the size and CRC-32 of the manifest, then renamed. So nobody reads a half-written
-or a changed one. fsspec moves bytes; its own caches hand out half-written files. The cache has at
-most `limit` bytes, and one file more; what was not used for longest goes first. Way in: `Remote`.
+or a changed one. fsspec moves bytes; its own caches hand out half-written files, and some of its
+file systems wait for a silent server for minutes or for ever, so a download that stands still is
+given up here. The cache has at most `limit` bytes, and one file more; what was not used for longest
+goes first. Way in: `Remote`.
 """
 
 from __future__ import annotations
@@ -11,10 +13,14 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import secrets
+import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +29,9 @@ from instep.errors import DataError, SpecError, one_line
 
 PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 """Pauses before each further attempt at a download."""
+
+STALL_S = 60.0
+"""A download of which nothing comes for so long is given up, and tried again."""
 
 CACHE = "INSTEP_CACHE"
 """The environment variable that names the folder of the cache."""
@@ -78,7 +87,7 @@ class Remote:
             DataError: it cannot be read.
         """
 
-        def read() -> bytes:
+        def read(_: Callable[[], None]) -> bytes:
             found: bytes = self._files().cat_file(f"{self.url}/{name}")
             return found
 
@@ -104,12 +113,14 @@ class Remote:
             ) from None
         with _locked(self._folder / f".{shard.file}.lock"):
             if not path.exists():  # else another process has just downloaded it
+                for left in path.parent.glob(f".{path.name}.*"):  # of one that was killed
+                    left.unlink(missing_ok=True)
                 self._make_room(shard.bytes)
-                _tried(lambda: self._download(shard, path), f"{self.url}/{shard.file}")
+                _tried(partial(self._download, shard, path), f"{self.url}/{shard.file}")
         return path
 
-    def _download(self, shard: Shard, path: Path) -> None:
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
+    def _download(self, shard: Shard, path: Path, moves: Callable[[], None]) -> None:
+        beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         size, crc = 0, 0
         try:
             with (
@@ -119,6 +130,7 @@ class Remote:
                 while data := source.read(_CHUNK):
                     size, crc = size + len(data), zlib.crc32(data, crc)
                     file.write(data)
+                    moves()
             if size != shard.bytes or (shard.crc32 is not None and crc != shard.crc32):
                 raise _Wrong(
                     f"it has {size:,} bytes with the checksum {crc:08x}, and the manifest says "
@@ -159,8 +171,12 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _tried(read: Any, what: str) -> Any:
+def _tried(read: Callable[[Callable[[], None]], Any], what: str) -> Any:
     """What reading gives, tried again with growing pauses.
+
+    Args:
+        read: calls what it is given whenever something has come.
+        what: the name, for messages.
 
     Raises:
         FileNotFoundError: the file is not there.
@@ -168,7 +184,7 @@ def _tried(read: Any, what: str) -> Any:
     """
     for pause_s in (*PAUSES_S, None):
         try:
-            return read()
+            return _moving(read)
         except (FileNotFoundError, SpecError):
             raise
         except Exception as error:  # of whatever kind the file system has
@@ -179,3 +195,24 @@ def _tried(read: Any, what: str) -> Any:
                 ) from None
             time.sleep(pause_s)
     raise AssertionError("the last attempt returns or raises")
+
+
+def _moving(read: Callable[[Callable[[], None]], Any]) -> Any:
+    """What reading gives, in a thread that is left to itself when nothing comes any more.
+
+    Raises:
+        _Wrong: nothing came for `STALL_S`.
+    """
+    last, found = [time.monotonic()], Future[Any]()
+
+    def work() -> None:
+        try:
+            found.set_result(read(lambda: last.__setitem__(0, time.monotonic())))
+        except BaseException as error:  # raised where it is waited for
+            found.set_exception(error)
+
+    threading.Thread(target=work, name="instep-download", daemon=True).start()
+    while wait([found], timeout=max(last[0] + STALL_S - time.monotonic(), 0)).not_done:
+        if time.monotonic() - last[0] >= STALL_S:
+            raise _Wrong(f"nothing came for {STALL_S:g} s")
+    return found.result()

@@ -33,8 +33,14 @@ class Handler(http.server.SimpleHTTPRequestHandler):
         self.server.asked[name] += 1
         number = sum(self.server.asked.values())
         fault = self.server.faults(number) if name.endswith(".arrow") else ""
+        if any(name.endswith(end) for end in self.server.silent):
+            self.server.silent.clear()
+            fault = "stall"
         if fault == "503":
             self.send_error(503)
+            return
+        if fault == "stall":
+            self.server.ended.wait()
             return
         data = (self.server.folder / name).read_bytes() if self._has(name) else None
         if data is None:
@@ -77,9 +83,11 @@ def serve(tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "PAUSES_S", (0.0,) * 6)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.folder, server.asked, server.faults = folder, Counter(), lambda _: ""
+    server.ended, server.silent = threading.Event(), []
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server
+    server.ended.set()
     server.shutdown()
     thread.join()
     server.server_close()
@@ -129,6 +137,35 @@ def test_each_file_is_loaded_once_for_all_of_a_host(serve, tmp_path):
     serve.asked.clear()
     assert read(url(serve), tmp_path / "another", 10**9, 7) == 0
     assert loaded() == of_two  # as many requests as one process alone makes
+
+
+@pytest.mark.parametrize("name", ["0.arrow", "manifest.json"])
+def test_a_server_that_falls_silent_is_given_up_and_asked_again(serve, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(remote, "STALL_S", 2.0)  # of attempts that are answered, seven are left
+    (tmp_path / "cache" / "shards").mkdir(parents=True)
+    serve.silent = [name]
+    assert read(url(serve), tmp_path / "cache", 10**9, 0) == 0
+    assert serve.silent == []
+
+
+def test_a_server_that_stays_silent_is_named(serve, monkeypatch):
+    monkeypatch.setattr(remote, "STALL_S", 0.05)
+    serve.faults = lambda _: "stall"
+    with pytest.raises(
+        DataError, match=r"0\.arrow cannot be read: nothing came for 0\.05 s.*7 times"
+    ):
+        shards(url(serve))[0]
+
+
+def test_what_a_killed_process_has_left_of_a_download_is_removed(serve, tmp_path):
+    dataset = shards(url(serve))
+    dataset[0]
+    (whole,) = (tmp_path / "cache").rglob("*-*.arrow")
+    left = whole.with_name(f".{whole.name}.1a2b3c4d")
+    left.write_bytes(b"half of it")
+    whole.unlink()
+    assert int(shards(url(serve))[0]["n"]) == 0
+    assert not left.exists()
 
 
 def test_a_file_that_is_another_one_for_good_is_named(serve):
