@@ -46,6 +46,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "`stop.gradient_norm`": ("norm_rule",),
     "`check.corruption`": ("corruption",),
     "`start.learning_rates`": ("learning_rates",),
+    "`data.parts`": ("parts",),
     "a loop of your own": ("own_loop",),
     "`Recipe.turns`": ("turns",),
     "`Recipe.batch_loss`": ("batch_loss",),

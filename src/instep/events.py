@@ -166,7 +166,7 @@ EVENTS = {
     "loaders_started": "worker, pids (of its loader processes; a killed one is replaced)",
     "dataset_known": "dataset (training, validation), samples, contents (index, content), "
     "differed (indices of samples that were different when read again); shards (size, how many) of "
-    "the windowed order",
+    "the windowed order, and parts (at which shards they begin and end)",
     "data_divided": "partition, sizes (samples of each participant), validation_sizes (the same; "
     "empty if it is not divided), digest (of who has which samples)",
     "data_split": "split, samples (of the dataset), train and validation (samples of each side), "

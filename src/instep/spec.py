@@ -528,6 +528,11 @@ class DataSpec(Section, frozen=True, kw_only=True):
     window: Positive = 16384
     """Samples that the windowed order mixes with each other."""
 
+    parts: Natural = 0
+    """Parts that the shards of the training set are cut into, each of which lies on some of the
+    hosts; 0: all have all data. Each micro-batch is drawn from one part, and computed by a worker
+    that has it. Needs `order = "windowed"`."""
+
     unreadable: Literal["stop", "skip"] = "stop"
     """If a sample cannot be read in three attempts: `stop` ends the run, `skip` leaves the sample
     out of its step or validation, and counts it."""
@@ -603,6 +608,11 @@ class DataSpec(Section, frozen=True, kw_only=True):
                     "split, such as split = 'random', or leave it out."
                 )
         self._check_lengths()
+        if self.parts and self.order != "windowed":
+            raise ValueError(
+                f"parts = {self.parts} draws each micro-batch from one part, which the order "
+                f"{self.order!r} does not. Set order = 'windowed', or leave parts out."
+            )
 
     def _check_lengths(self) -> None:
         for key in ("gap", "embargo"):

@@ -16,6 +16,7 @@ from weakref import WeakSet
 
 from instep.comm.messages import Mark
 from instep.data.order import AnyOrder, Indices
+from instep.data.parts.cut import parts_order
 from instep.data.reading.choose import FINGERPRINT, OF_CONTENTS, Handler, choose
 from instep.data.reading.fetch import Augment, Collate, Fetch, Slice, length_of
 from instep.data.reading.readers import Ahead, Inline, Reader
@@ -153,8 +154,11 @@ class Loader:
         train = name == "training"
         if train and order is None and job.data.order == "windowed":
             samples, lanes = length_of(parts.dataset), job.per_commit.micro_batches
-            sizes = shards_or_blocks(parts.dataset, samples, job.data.window, lanes)
-            order = Windowed.of_job(job, sizes)
+            if job.data.parts:
+                order = parts_order(job, parts.dataset)
+            else:
+                sizes = shards_or_blocks(parts.dataset, samples, job.data.window, lanes)
+                order = Windowed.of_job(job, sizes)
         processes = job.data.loaders if processes is None else processes
         if processes == "auto" and parts.loaders is not None:
             processes = parts.loaders

@@ -51,7 +51,7 @@ class Windowed:
         """Samples of each shard."""
         self.samples = int(self.sizes.sum())
         lanes = 1 if window >= self.samples else lanes
-        self._lanes = _Lanes(self.samples, batch, lanes)
+        self._lanes = Lanes(self.samples, batch, lanes)
         self._window, within = -(-window // lanes), key(seed, _OF_WINDOW)
         self._whole = [Order(self._window, within) for _ in range(lanes)]  # each has its cache
         self._last = [Order(size % self._window or 1, within) for size in self._lanes.sizes]
@@ -121,7 +121,7 @@ class Windowed:
         return ends, shifts
 
 
-class _Lanes:
+class Lanes:
     """An epoch's positions, dealt to lanes as micro-batches of steps: `order.micro_batch`."""
 
     def __init__(self, samples: int, batch: int, lanes: int) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from instep.data.order import AnyOrder, Order
+from instep.data.parts.order import PartsOrder
 from instep.data.reading import generators
 from instep.data.reading.fetch import seed_for_sample
 from instep.data.samples.contents import Selection, content_of
@@ -183,6 +184,8 @@ def _order(run: RunFolder, samples: int) -> AnyOrder | None:
     if job.data.order == "windowed":
         known = next(e for e in run.named("dataset_known") if e["dataset"] == "training")
         sizes, counts = np.array(known["shards"], np.int64).reshape(-1, 2).T
+        if job.data.parts:
+            return PartsOrder.of_job(job, np.repeat(sizes, counts), known["parts"])
         return Windowed.of_job(job, np.repeat(sizes, counts))
     return Order(samples, job.seed) if job.data.shuffled else None
 

@@ -104,6 +104,7 @@ SETTINGS = {
     "learning_rates": Setting(
         "start.learning_rates", lambda job, _: bool(job.start.learning_rates)
     ),
+    "parts": Setting("data.parts = {job.data.parts}", lambda job, _: job.data.parts > 0),
     "own_loop": Setting("a loop of your own", lambda job, _: job.recipe.endswith(":__main__")),
     "turns": Setting("Recipe.turns", _turns),
     "batch_loss": Setting("Recipe.batch_loss", _batch_loss),
@@ -114,6 +115,7 @@ AXES = ("shard", "tensor", "stages")
 _OWN_STEPS = "participants take steps of their own, and the workers never have a common gradient"
 _ON_THE_HOST = "servers and workers compute on the CPU"
 _APART = "each micro-batch is computed apart, and nobody waits for those of other workers"
+_TO_ANYBODY = "the server leases micro-batches to whoever is free, wherever their samples lie"
 _SIGNS = "the norm of signs tells only how many there are; a lower learning rate limits a step"
 _ONE_OPTIMIZER = "its strategy agrees on the gradient of one optimizer; all_reduce agrees on each"
 
@@ -205,6 +207,15 @@ CLASHES: dict[tuple[str, str], str] = {
         "batch_norm",
     ): "the same bits need each micro-batch computed apart",  # also in `spec.py`
     ("batch_norm", "turns"): "it runs the whole batch of a worker as the one pass of a step",
+    ("parts", "own_data"): "participants have data of their own, wherever these lie",
+    ("parts", "leased"): _TO_ANYBODY,
+    (
+        "parts",
+        "corruption",
+    ): "it repeats micro-batches of other workers, whose samples lie elsewhere",
+    ("parts", "batch_norm"): "it runs the whole batch of a worker as one pass of neighbours",
+    ("parts", "batch_loss"): "it runs the whole batch of a worker as one pass of neighbours",
+    ("parts", "own_loop"): "only micro-batches of a recipe are dealt by where samples lie",
     ("learning_rates", "turns"): "it makes groups for a single optimizer; give them in "
     "Turn.optimizer",
 } | {
@@ -222,6 +233,7 @@ CLASHES: dict[tuple[str, str], str] = {
         "float16": "the scale of the loss follows from whole gradients",
         "corruption": "it compares states that every worker has",
         "own_loop": "only the model of a recipe is split",
+        "parts": "the processes of a replica share its micro-batches",
         "turns": "the processes of a replica run the passes of one update together",
         "batch_loss": "it computes each batch twice, and the processes of a replica once",
     }.items()

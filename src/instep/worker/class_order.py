@@ -14,6 +14,7 @@ from torch.utils.data import Subset
 
 from instep.data.mixing import mixing
 from instep.data.order import AnyOrder, Indices
+from instep.data.parts.order import PartsOrder
 from instep.data.reading.generators import preserved
 from instep.data.windowed import Windowed
 from instep.recipe.recipe import Recipe
@@ -29,7 +30,7 @@ Classes = Callable[[Indices], Sequence[Hashable]]
 def said_of_classes(job: JobSpec, recipe: Recipe, order: AnyOrder | None) -> str:
     """A sentence on classes that the order of a job does not mix; empty if it does, or if nobody
     knows."""
-    if not isinstance(order, Windowed):
+    if not isinstance(order, Windowed | PartsOrder):
         return ""
     window = job.data.window
     try:

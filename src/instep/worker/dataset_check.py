@@ -7,6 +7,7 @@ resumed, it compares.
 from __future__ import annotations
 
 from instep.data.loader import Loader
+from instep.data.parts.order import PartsOrder
 from instep.data.samples.fingerprint import REMEDY, Fingerprint, confirmed_fingerprint
 from instep.data.windowed import Windowed
 from instep.errors import DataError
@@ -60,7 +61,7 @@ def check_datasets(member: Member, train: Loader, validation: Loader | None) -> 
             member.emit(
                 "warning", text=f"{text} Training continues with the dataset that is there now."
             )
-        runs = loader.order.runs if isinstance(loader.order, Windowed) else []
+        runs = loader.order.runs if isinstance(loader.order, Windowed | PartsOrder) else []
         if runs and shards.get(name, runs) != runs:
             raise DataError(
                 "the training dataset stands in other shards than when the run was started, and "
@@ -79,6 +80,7 @@ def check_datasets(member: Member, train: Loader, validation: Loader | None) -> 
             contents=now.contents,
             differed=now.differed,
             **({"shards": runs} if runs else {}),
+            **({"parts": loader.order.bounds} if isinstance(loader.order, PartsOrder) else {}),
         )
     return differed[0] if differed else None
 

@@ -21,6 +21,7 @@ from instep.data.batches import Batches
 from instep.data.loader import Loader, Read, Skipped, Slice
 from instep.data.order import Position, key
 from instep.data.participants import OwnRounds
+from instep.data.parts.order import PartsOrder
 from instep.data.reading.generators import preserved
 from instep.data.reading.threads import cpu_clock
 from instep.data.samples.contents import Record
@@ -458,7 +459,7 @@ class Training(Loop):
         self._agree_on_trial(comm)
         if self._own_data is not None:
             check_division(comm, self.device, self._own_data.train.digest)
-        if isinstance(self._loader.order, Windowed):
+        if isinstance(self._loader.order, Windowed | PartsOrder):
             check_shards(comm, self.device, self._loader.order.digest)
         if self._reads is not None:
             self._reads.join(comm, self._waiting)

@@ -38,6 +38,7 @@ JOBS = {
     "norm_rule": {"stop": {"gradient_norm": 0.5}},
     "ema": {"train": {"ema": 0.99}},
     "learning_rates": {"start": {"learning_rates": {"a.*": 0.1}}},
+    "parts": {"data": {"order": "windowed", "parts": 4}},
     "own_loop": {"recipe": "a.py:__main__"},
     "turns": {},
     "batch_loss": {},
