@@ -169,6 +169,9 @@ EVENTS = {
     "the windowed order, and parts (at which shards they begin and end)",
     "data_divided": "partition, sizes (samples of each participant), validation_sizes (the same; "
     "empty if it is not divided), digest (of who has which samples)",
+    "parts_placed": "sizes (samples of each part), held (of each worker by number, how many "
+    "samples of each part lie on its host)",
+    "samples_given": "worker, step, samples and bytes (that other workers have got from it so far)",
     "data_split": "split, samples (of the dataset), train and validation (samples of each side), "
     "fold and folds (0 and 0 without), digests (of which samples are on each side), looked_at "
     "(samples of each side whose contents were compared; not when a run is resumed), duplicates "
@@ -215,6 +218,8 @@ _NEEDED = {
     "worker_ready": ("worker", "samples"),
     "dataset_known": ("dataset", "samples", "contents", "differed"),
     "data_divided": ("sizes", "digest"),
+    "parts_placed": ("sizes", "held"),
+    "samples_given": ("worker", "step", "samples", "bytes"),
     "data_split": ("samples", "train", "validation", "fold", "folds", "digests"),
     "sample_skipped": ("generation", "dataset", "epoch", "index", "step"),
     "traffic": ("worker", "sent_bytes", "received_bytes"),

@@ -71,6 +71,11 @@ class ChannelStore(Store):
             return self._forwarder.take(self._prefix, self._known[name])
         return self._known[name]
 
+    @property
+    def found(self) -> dict[str, bytes]:
+        """What answers have brought so far, by the last part of the key."""
+        return {key.rpartition("/")[2]: value for key, value in self._known.items()}
+
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Return once every key has been set. The master decides how long that may take."""
         for key in keys:

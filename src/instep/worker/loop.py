@@ -44,7 +44,7 @@ from instep.worker.callbacks import Callbacks
 from instep.worker.member import Member
 from instep.worker.saving import Saver, lend_model, write_shards
 from instep.worker.step.alike import check_lengths
-from instep.worker.step.assignment import NOTHING_FINISHED, Finished, Lockstep
+from instep.worker.step.assignment import NOTHING_FINISHED, Finished, Lockstep, Near
 from instep.worker.step.committed import Commit, CommittedState
 from instep.worker.step.engine import Agreement, Engine, Weighed, make_comms
 from instep.worker.step.momentum import move_momentum
@@ -185,6 +185,11 @@ class Loop(ABC):
     @property
     def _own_rounds(self) -> OwnRounds | None:
         """What participants take of data of their own; None where they have none."""
+        return None
+
+    @property
+    def _near(self) -> Near | None:
+        """What lies where, of a dataset in parts; None where all have all samples."""
         return None
 
     def _finished(self, comm: Comm) -> Finished:
@@ -344,6 +349,7 @@ class Loop(ABC):
                     mesh=self.job.mesh,
                     unit=self.job.unit,
                     own=self._own_rounds,
+                    near=self._near,
                 ),
                 compare=not given,
             )

@@ -373,6 +373,18 @@ class Member:
         """
         return self._run_store.get(key)
 
+    def told_by_all(self, group: str, own: bytes) -> dict[str, bytes]:
+        """Leave something in a group of keys; what workers have left there so far, by number.
+
+        Raises:
+            Released: the run does not need this worker.
+            PeerError: there is no master any more.
+        """
+        store, key = self._run_store, f"{group}/{self.number}"
+        store.set(key, own)
+        store.get(key)
+        return store.found
+
     @property
     def _run_store(self) -> ChannelStore:
         return ChannelStore(self._connection, "run/", released=Released)

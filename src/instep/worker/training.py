@@ -55,13 +55,14 @@ from instep.worker.member import Member
 from instep.worker.mesh_check import MeshCheck, check_validation
 from instep.worker.observed import Observed, make_observers
 from instep.worker.optimizer_check import OptimizerCheck
+from instep.worker.parted_data import PartedData
 from instep.worker.probe import Probe
 from instep.worker.replica import Replica, check_model
 from instep.worker.round_update import RoundUpdate
 from instep.worker.rounds import Rounds
 from instep.worker.shared_steps import MembersChanged, SharedSteps
 from instep.worker.step.alike import check_division, check_shards
-from instep.worker.step.assignment import Finished
+from instep.worker.step.assignment import Finished, Near
 from instep.worker.step.average import Average
 from instep.worker.step.committed import Commit
 from instep.worker.step.engine import Weighed
@@ -102,6 +103,10 @@ class Training(Loop):
 
     def __init__(self, member: Member, recipe: Recipe, device: torch.device) -> None:
         self.member, self.job, self.device = member, member.job, device
+        self._parted: PartedData | None = None
+        self._lying: Near | None = None
+        if self.job.data.parts:
+            self._parted = PartedData(member, recipe.train, recipe.validate)
         split = data_split.split_data(self.job, recipe)
         self.recipe = recipe = split.recipe
         self.phase, self._validation = "building", None
@@ -463,6 +468,17 @@ class Training(Loop):
             check_shards(comm, self.device, self._loader.order.digest)
         if self._reads is not None:
             self._reads.join(comm, self._waiting)
+        if self._parted is not None:
+            order = self._loader.order
+            assert isinstance(order, PartsOrder), "the order of a set in parts"
+            self._lying = self._parted.meet(comm, order, self.device)
+            if comm.rank == 0:
+                held = self._lying.held
+                self.member.emit(
+                    "parts_placed",
+                    sizes=order.part_sizes.tolist(),
+                    held={str(n): held[rank] for rank, n in enumerate(self._group.members)},
+                )
         self.sized(comm.size)
 
     def _lengths(self) -> dict[str, int]:
@@ -505,6 +521,22 @@ class Training(Loop):
     @property
     def _own_rounds(self) -> OwnRounds | None:
         return self._own_data.rounds if self._own_data is not None else None
+
+    @property
+    def _near(self) -> Near | None:
+        return self._lying
+
+    def _report_epoch(self, where: Position) -> None:
+        super()._report_epoch(where)
+        if self._parted is not None and where.stop == self.samples:
+            samples, size = self._parted.given
+            self.member.emit(
+                "samples_given",
+                worker=self.member.number,
+                step=self.step,
+                samples=samples,
+                bytes=size,
+            )
 
     @property
     def _by_speed(self) -> bool:
@@ -858,8 +890,10 @@ class Training(Loop):
         return found.metrics
 
     def close(self) -> None:
-        """Close loaders and group; a second call does nothing."""
+        """Close loaders, door and group; a second call does nothing."""
         super().close()
+        if self._parted is not None:
+            self._parted.close()
         if self._validation is not None:
             self._validation.close()
         if self._replica is not None:

@@ -10,12 +10,16 @@ from torch import arange
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from instep import spec_file
+from instep.comm.messages import Form
+from instep.data.batches import Batches
 from instep.data.loader import Loader
 from instep.data.order import micro_batch, position, steps_in_epoch
 from instep.data.parts.cut import cut, part_bounds, parts_order
+from instep.data.parts.near import deal_near, holders
 from instep.data.parts.order import PartsOrder
 from instep.data.torch_loader import LoaderParts
 from instep.errors import DataError, SpecError
+from instep.worker.step.assignment import Lockstep, Near
 
 few = settings(max_examples=40, deadline=None)
 SIZES = some.lists(some.integers(0, 40), min_size=1, max_size=12).filter(sum)
@@ -105,7 +109,7 @@ def test_even_shards_are_cut_evenly_and_sides_have_the_parts_of_the_whole():
 
 def test_a_loader_of_a_job_with_parts_takes_their_order():
     dataset = Sharded([10] * 12)
-    parts = LoaderParts.of(dataset) if hasattr(LoaderParts, "of") else LoaderParts(dataset)
+    parts = LoaderParts(dataset)
     loader = Loader.of_job(job(parts=3), parts, "training", processes=0, say=print)
     expected = PartsOrder([10] * 12, [0, 4, 8, 12], 16384, 0, batch=12, lanes=4)
     assert loader.order.digest == expected.digest
@@ -116,7 +120,89 @@ def test_a_loader_of_a_job_with_parts_takes_their_order():
 def test_what_cannot_be_cut_into_parts_is_refused():
     with pytest.raises(DataError, match=r"data.parts = 4.* \(TensorDataset\) does not say which"):
         part_bounds(TensorDataset(arange(9)), 4)
-    with pytest.raises(DataError, match="has 3 shards.* Set data.parts to at most 3"):
+    with pytest.raises(DataError, match=r"has 3 shards.* Set data.parts to at most 3"):
         part_bounds(Sharded([3, 3, 3]), 4)
-    with pytest.raises(SpecError, match="parts = 4 .* Set order = 'windowed'"):
+    with pytest.raises(SpecError, match=r"parts = 4 .* Set order = 'windowed'"):
         spec_file.build({"recipe": "a.py:f", "data": {"parts": 4}}, source="a test")
+
+
+@few
+@given(
+    parts=some.lists(some.integers(0, 3), min_size=1, max_size=12),
+    held=some.lists(
+        some.lists(some.sampled_from([0, 5, 10]), min_size=4, max_size=4), min_size=1, max_size=4
+    ),
+    speeds=some.none() | some.lists(some.sampled_from([0.5, 1.0, 3.0]), min_size=4, max_size=4),
+)
+def test_each_micro_batch_is_dealt_once_and_stays_with_its_part_unless_lending_saves(
+    parts, held, speeds
+):
+    given_speeds = speeds and speeds[: len(held)]
+    dealt = deal_near(parts, held, given_speeds)
+    assert sorted(number for numbers in dealt for number in numbers) == list(range(len(parts)))
+    at_home = deal_near(parts, held)
+    for worker, numbers in enumerate(at_home):
+        assert all(worker in holders(held, parts[number]) for number in numbers)
+    if given_speeds:
+
+        def seconds(each):
+            return max(len(n) / speed for n, speed in zip(each, given_speeds, strict=True))
+
+        assert seconds(dealt) <= seconds(at_home) + 1e-9 or len(set(map(tuple, held))) < len(held)
+
+
+@pytest.mark.parametrize(
+    ("held", "speeds", "counts"),
+    [
+        ([[9, 9, 0, 0], [0, 0, 9, 9]], None, [4, 4]),
+        ([[9, 9, 9, 0], [0, 0, 0, 9]], None, [6, 2]),  # nobody has been measured: nobody lends
+        ([[9, 9, 0, 0], [0, 0, 9, 9]], (1.0, 3.0), [2, 6]),  # a slow holder lends
+        ([[9, 9, 0, 0], [0, 0, 9, 9]], (1.0, 1.2), [4, 4]),  # one less would save too little
+        ([[9, 9, 0, 0], [9, 9, 9, 9]], None, [4, 4]),  # a copy is as good
+        ([[0, 0, 0, 0], [0, 0, 0, 0]], None, [4, 4]),  # all lies elsewhere
+    ],
+)
+def test_how_many_micro_batches_each_worker_gets(held, speeds, counts):
+    dealt = deal_near([0, 0, 1, 1, 2, 2, 3, 3], held, speeds)
+    assert [len(numbers) for numbers in dealt] == counts
+
+
+@pytest.mark.parametrize("speeds", [None, (1.0, 4.0, 1.0)])
+def test_members_in_lockstep_take_each_sample_of_a_step_once_and_the_ledger_says_who(speeds):
+    spec = job(parts=3).train
+    order = PartsOrder([11, 9, 10, 14], [0, 1, 2, 4], 8, 3, batch=12, lanes=4)
+    held = [[0, 9, 0], [11, 0, 0], [0, 0, 24]]
+    batches = Batches(order.samples, 12)
+    members = [
+        Lockstep(
+            Form(generation=2, rank=rank, members=[5, 6, 7]),
+            spec,
+            batches,
+            by_speed=True,
+            near=Near(order, held),
+        )
+        for rank in range(3)
+    ]
+    for member in members:
+        member.dealing.speeds = speeds
+    for step in range(1, 9):
+        where = batches.of(step)
+        taken, recorded = [], []
+        for rank, member in enumerate(members):
+            ((position_, share),) = member.plan(step, step, merge=step % 2 == 0)
+            assert position_ == where
+            for part in share.passes:
+                taken += range(part.samples.first, part.samples.stop)
+            member.prepared(0, step, where)
+            own = [r for r in member.records() if r[4] == 5 + rank]
+            recorded += [n for r in own for n in range(*r[-2:])]
+            if speeds is None:
+                middles = [(p.samples.first + p.samples.stop - 1) // 2 for p in share.passes]
+                parts = order.parts_at(np.array(middles, np.int64)).tolist()
+                assert step % 2 == 0 or all(held[rank][part] for part in parts)
+        assert sorted(taken) == sorted(recorded) == list(range(where.first, where.stop))
+    members[0].dealing.speeds = None
+    for step in (9, 10):  # the first does not count
+        members[0].prepared(0, step, batches.of(step))
+        assert members[0].measured(batches.of(step), [1.0, 1.0, 1.0]) == ""
+    assert sum(members[0].dealt()[0]) == 4

@@ -1,20 +1,26 @@
 """A folder of shards as a map-style dataset.
 
 Files are mapped into memory when a process first reads from them, so a dataset object is small
-wherever it is sent. How samples are made of their rows is in `rows.py`. Way in: `Shards`.
+wherever it is sent. How samples are made of their rows is in `rows.py`. Rows of a file that is not
+here come from another host of the run that has it (`peers.py`), or from a `source`. Way in: `Shards`.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from instep.data.shards import peers
 from instep.data.shards.manifest import NAME, Manifest, Shard, read_manifest
 from instep.data.shards.remote import Remote
 from instep.data.shards.rows import Rows
+from instep.data.shards.views import Array, View
 from instep.data.shards.writer import ShardFile
 from instep.errors import DataError
 
@@ -30,6 +36,7 @@ class Shards(Rows):
         columns: names of those that samples are to have; all by default.
         transform: called with each sample, a dict; gives what the dataset returns.
         remote: where the folder is, if it is a URL.
+        source: where files are that are not in the folder.
 
     Raises:
         DataError: the folder has no manifest, or no such column.
@@ -41,10 +48,13 @@ class Shards(Rows):
         columns: Sequence[str] | None = None,
         transform: Callable[[dict[str, Any]], Any] | None = None,
         remote: Remote | None = None,
+        source: Remote | None = None,
     ) -> None:
         self.folder = folder if remote else Path(folder)
-        self._remote = remote
+        self._remote, self._source = remote, source
         read = partial(remote.small, NAME) if remote else None
+        if source and not (Path(folder) / NAME).exists():
+            read = partial(source.small, NAME)
         self.manifest: Manifest = read_manifest(folder, read)
         counts = [shard.samples for shard in self.manifest.shards]
         super().__init__(str(folder), self.manifest.columns, counts, columns, transform)
@@ -57,6 +67,66 @@ class Shards(Rows):
     def shard_sizes(self) -> list[int]:
         """Samples of each file, in their order."""
         return [shard.samples for shard in self.manifest.shards]
+
+    @property
+    def held(self) -> bytes:
+        """Which files are in the folder: a bit for each, the first one the lowest of the first.
+
+        Raises:
+            DataError: one of them has another size than the manifest says.
+        """
+        found = bytearray(-(-len(self.manifest.shards) // 8))
+        for number, shard in enumerate(self.manifest.shards if self._remote is None else ()):
+            path = Path(self.folder) / shard.file
+            with suppress(FileNotFoundError):
+                if path.stat().st_size != shard.bytes:
+                    self.file(number)  # says what is wrong
+                found[number // 8] |= 1 << number % 8
+        return bytes(found)
+
+    @property
+    def reads_elsewhere(self) -> bool:
+        """Whether another place than the folder has all files."""
+        return self._remote is not None or self._source is not None
+
+    def local_file(self, number: int) -> ShardFile | None:
+        """A file of the folder, for another host; None if it is not here."""
+        if self._remote is not None:
+            return None
+        shard = self.manifest.shards[number]
+        path = Path(self.folder) / shard.file
+        return ShardFile(path, shard.bytes) if path.exists() else None
+
+    def elsewhere(
+        self, number: int, rows: Array | None, columns: Sequence[int]
+    ) -> list[View] | None:
+        """Rows of a file from another host of the run; None if it is in the folder, or has to be
+        read from the source.
+
+        Raises:
+            DataError: no host that answers has it.
+        """
+        shard, run = self.manifest.shards[number], peers.present
+        if run is None or self._remote is not None or number in self._open:
+            return None
+        if (Path(self.folder) / shard.file).exists():
+            return None
+        count = shard.samples if rows is None else len(rows)
+        known, pauses_s = self.manifest.columns, () if self._source else peers.PAUSES_S
+        found = run.rows(self.manifest.sha256, number, rows, known, columns, count, pauses_s)
+        if found is None and self._source is None:
+            why = f" ({run.wrong})" if run.wrong else ""
+            raise DataError(
+                f"{shard.file} is not in {self.folder} of this host, and no host of the run that "
+                f"answers has it{why}. Copy it to one of them; or give shards() a source, so that "
+                "a lost host does not end a run. Then: instep resume"
+            )
+        if found is None:
+            return None
+        views = [View(np.empty(0, np.uint8))] * len(known)
+        for at, view in zip(columns, found, strict=True):
+            views[at] = view
+        return views
 
     def file(self, number: int) -> ShardFile:
         """A shard, mapped into memory."""
@@ -73,10 +143,12 @@ class Shards(Rows):
         return found
 
     def _opened(self, shard: Shard) -> ShardFile:
-        if self._remote is None:
-            return ShardFile(Path(self.folder) / shard.file, shard.bytes)
+        remote = self._remote or self._source
+        local = Path(self.folder) / shard.file
+        if remote is None or (self._remote is None and local.exists()):
+            return ShardFile(local, shard.bytes)
         while True:
-            path = self._remote.path(shard)
+            path = remote.path(shard)
             try:
                 return ShardFile(path, shard.bytes)
             except DataError:

@@ -67,6 +67,19 @@ class Rows(torch.utils.data.Dataset[Any]):
         """
         raise NotImplementedError
 
+    def elsewhere(
+        self, number: int, rows: Array | None, columns: Sequence[int]
+    ) -> list[View] | None:
+        """Rows of a file that is on another host, in views by number of the column; None if it is
+        here.
+
+        Args:
+            number: of the file.
+            rows: [n] int64; None for all.
+            columns: numbers of those that are wanted; other views may hold anything.
+        """
+        return None
+
     def _number(self, name: str) -> int:
         if name not in self._known:
             raise DataError(f"{self.name} has no column {name!r}. {near_miss(name, self._known)}")
@@ -131,6 +144,9 @@ class Rows(torch.utils.data.Dataset[Any]):
 
     def _parts(self, at: int) -> Iterator[View]:
         for number in range(len(self._starts) - 1):
+            if (views := self.elsewhere(number, None, [at])) is not None:
+                yield views[at]
+                continue
             file = self.file(number)
             for batch in range(len(file.starts) - 1):
                 yield file.views(batch)[at]
@@ -138,10 +154,14 @@ class Rows(torch.utils.data.Dataset[Any]):
     def _places(self, wanted: Array) -> Iterator[tuple[Array, list[View], Array]]:
         """Where rows lie: of each record batch which of `wanted`, its views, and rows in it."""
         files = np.searchsorted(self._starts, wanted, "right") - 1
+        chosen = [self._known[name] for name in dict.fromkeys(self.columns)]
         for number in np.unique(files).tolist():
-            file = self.file(number)
             mine = np.flatnonzero(files == number)
             rows = wanted[mine] - self._starts[number]
+            if (views := self.elsewhere(number, rows, chosen)) is not None:
+                yield mine, views, np.arange(len(rows))
+                continue
+            file = self.file(number)
             batches = np.searchsorted(file.starts, rows, "right") - 1
             for batch in np.unique(batches).tolist():
                 here = batches == batch

@@ -17,6 +17,7 @@ def shards(
     columns: Sequence[str] | None = None,
     transform: Callable[[dict[str, Any]], Any] | None = None,
     *,
+    source: str | Path | None = None,
     cache: int = 20 * 10**9,
     **options: Any,
 ) -> Shards:
@@ -28,6 +29,8 @@ def shards(
         columns: names of those that samples are to have; all by default.
         transform: called with each sample, a dict of tensors, text and bytes; gives what the
             dataset returns.
+        source: a URL, or a folder that all hosts see, with the files that are not in `folder`. With
+            `data.parts` it stands in for a lost host.
         cache: bytes of shards of URLs that this host keeps, in `INSTEP_CACHE` or `~/.cache/instep`.
         options: of fsspec's file system, as `anon=True`.
 
@@ -42,4 +45,11 @@ def shards(
             f"shards need the package {error.name}: pip install 'instep[data]'."
         ) from None
     remote = Remote(str(folder), cache, options) if "://" in str(folder) else None
-    return Shards(folder, columns, transform, remote)
+    also = Remote(_url(source), cache, options) if source is not None else None
+    if remote is not None and also is not None:
+        raise DataError(f"{folder} and a source are given: leave the source out, or name a folder.")
+    return Shards(folder, columns, transform, remote, also)
+
+
+def _url(source: str | Path) -> str:
+    return str(source) if "://" in str(source) else Path(source).absolute().as_uri()

@@ -8,14 +8,17 @@ records for a commit.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import NamedTuple
+
+import numpy as np
 
 from instep.comm.messages import Form
 from instep.data.batches import Batches
 from instep.data.dealing import deal
 from instep.data.order import Position
 from instep.data.participants import OwnRounds
+from instep.data.parts.near import Held, deal_near
+from instep.data.parts.order import PartsOrder
 from instep.events import Kind
 from instep.spec import MeshSpec, TrainSpec
 from instep.worker.step.dealing import Dealing, Speeds
@@ -29,6 +32,7 @@ from instep.worker.step.passes import (
     share_of,
     share_of_own,
     share_of_these,
+    stretches,
 )
 
 ONE_RANK = MeshSpec()
@@ -57,6 +61,27 @@ def finished(step: int, held: Sequence[Iterable[int]]) -> Finished:
     return Finished(step, {unit: rank for rank, units in ranks for unit in units})
 
 
+class Near(NamedTuple):
+    """What lies where, of a dataset in parts; the same figures on all members."""
+
+    order: PartsOrder
+    held: Held
+    """By rank."""
+
+    def parts_of(self, where: Position, micro_batches: int) -> list[int]:
+        """The part that each micro-batch of a step draws from: that of its middle."""
+        cuts = [positions_of(where, range(n, n + 1), micro_batches) for n in range(micro_batches)]
+        middles = np.array([(low + high) // 2 for low, high in cuts], np.int64)
+        found: list[int] = self.order.parts_at(np.minimum(middles, where.stop - 1)).tolist()
+        return found
+
+    def units(
+        self, parts: Sequence[int], ranks: Sequence[int], speeds: Speeds | None
+    ) -> list[list[int]]:
+        """The micro-batches of each of some ranks, by the part of each micro-batch."""
+        return deal_near(parts, [self.held[rank] for rank in ranks], speeds)
+
+
 class Lockstep:
     """All members take each step together.
 
@@ -71,6 +96,7 @@ class Lockstep:
         own: what participants take of data of their own; None where they have none.
         unit: how many micro-batches a replica is dealt as one; its `shard` ranks have one each. Or
             one, which all of them share (`JobSpec.unit`).
+        near: of a dataset in parts; None where all members have all samples.
     """
 
     def __init__(
@@ -84,10 +110,11 @@ class Lockstep:
         mesh: MeshSpec = ONE_RANK,
         unit: int | None = None,
         own: OwnRounds | None = None,
+        near: Near | None = None,
     ) -> None:
         self.form = form
         """The generation, as its members see it."""
-        self._train, self._batches, self._own = train, batches, own
+        self._train, self._batches, self._own, self._near = train, batches, own, near
         self.workers = [member for member in form.members if member not in form.servers]
         """By rank; servers have the ranks behind them, and no work."""
         stay = {unit: n for unit, n in finished.holders.items() if self._stays(n)}
@@ -96,7 +123,10 @@ class Lockstep:
         self._mesh, self._unit = mesh, mesh.shard if unit is None else unit
         self._working = [n for n in range(self._ranks) if self._stays(n) and n % mesh.ranks == 0]
         even = bool(form.draining)
-        self.dealing = Dealing(self._ranks // mesh.ranks, by_speed=by_speed and not even)
+        counts_of = None if near is None else self._usual_counts
+        self.dealing = Dealing(
+            self._ranks // mesh.ranks, by_speed=by_speed and not even, counts_of=counts_of
+        )
         """Of replicas: of each worker, where it is one."""
         self._done: tuple[int, int, Position, Speeds | None] | None = None
 
@@ -123,9 +153,10 @@ class Lockstep:
                 continue
             where = self._batches.of(step)
             parts = self._parts(step, where)
-            if step == self._finished.step:
-                units = self._around_finished(parts, speeds)[replica]
-                yield where, share_of_these(where, parts, units)
+            if (dealt := self._scattered(step, where, parts, speeds)) is not None:
+                finishes = step == self._finished.step
+                most = -(-parts // len(self._working)) if merge and not finishes else 1
+                yield where, share_of_these(where, parts, dealt[replica], most)
                 continue
             if replica not in self._working:
                 yield where, Share([], where.stop, where.stop)
@@ -165,6 +196,26 @@ class Lockstep:
             units[rank] = sorted([*units[rank], *(missing[n] for n in part)])
         return units
 
+    def _scattered(
+        self, step: int, where: Position, parts: int, speeds: Speeds | None
+    ) -> list[list[int]] | None:
+        """The units of each rank, where they are no range for each."""
+        if step == self._finished.step:
+            return self._around_finished(parts, speeds)
+        if self._near is None:
+            return None
+        units = self._near.units(self._near.parts_of(where, parts), self._working, speeds)
+        dealt = dict(zip(self._working, units, strict=True))
+        return [dealt.get(rank, []) for rank in range(self._ranks)]
+
+    def _usual_counts(self, parts: int, speeds: Speeds | None) -> list[int]:
+        """How many of so many units each rank is dealt in the first step of an epoch."""
+        assert self._near is not None, "it deals by where parts lie"
+        first = Position(0, 0, min(self._batches.size, self._batches.samples))
+        units = self._near.units(self._near.parts_of(first, parts), self._working, speeds)
+        counts = dict(zip(self._working, map(len, units), strict=True))
+        return [counts.get(rank, 0) for rank in range(self._ranks)]
+
     def _units(self, step: int, parts: int, speeds: Speeds | None) -> list[list[int]]:
         """The units of each rank, where each unit is a participant with data of its own."""
         if step == self._finished.step:
@@ -185,12 +236,10 @@ class Lockstep:
         if self._own is not None:
             return list(self._records_of_own(self._own, *self._done))
         form, parts = self.form, self._parts(step, where)
-        if step == self._finished.step:
+        if (scattered := self._scattered(step, where, parts, speeds)) is not None:
             return [
                 (step, where.epoch, course, form.generation, worker, Kind.RANGE, unit, *range_)
-                for worker, units in zip(
-                    self.workers, self._around_finished(parts, speeds), strict=True
-                )
+                for worker, units in zip(self.workers, scattered, strict=True)
                 for unit, *range_ in _stretches(where, parts, units)
             ]
         dealt = deal_units(parts, len(self._working), speeds, self._unit)
@@ -244,6 +293,10 @@ class Lockstep:
             parts = len(each)
             units = self._units(step, parts, self.dealing.speeds)
             samples = [sum(each[unit] for unit in units[n]) for n in firsts]
+        elif self._near is not None and step != self._finished.step:
+            dealt = self._scattered(step, where, parts, self.dealing.speeds) or []
+            cuts = [[positions_of(where, range(u, u + 1), parts) for u in each] for each in dealt]
+            samples = [sum(high - low for low, high in each) for each in cuts]
         else:
             ranges = self._ranges(where, parts, self.dealing.speeds)
             samples = [ranges[n][1] - ranges[n][0] for n in firsts]
@@ -261,11 +314,7 @@ class Lockstep:
 
 def _stretches(where: Position, parts: int, units: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """First unit and positions of each stretch of units that follow each other; one if empty."""
-    for _, stretch in groupby(enumerate(units), lambda at: at[1] - at[0]):
-        numbers = [number for _, number in stretch]
-        yield (
-            numbers[0],
-            *positions_of(where, range(numbers[0], numbers[-1] + 1), parts),
-        )
+    for stretch in stretches(units):
+        yield (stretch.start, *positions_of(where, stretch, parts))
     if not units:
         yield parts, where.stop, where.stop

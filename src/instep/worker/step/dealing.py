@@ -13,7 +13,7 @@ of the next would have been shorter with it, by enough to matter.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
 from instep.data.dealing import deal
@@ -49,13 +49,22 @@ class Dealing:
     Args:
         workers: of this generation, by rank.
         by_speed: False deals evenly for ever.
+        counts_of: how many of so many micro-batches each worker is dealt at such speeds, where not
+            by `data.dealing.deal`; without speeds this is what counts as even.
     """
 
     speeds: Speeds | None
     """What `data.dealing.deal` is to be given for the next step; None for the even deal."""
 
-    def __init__(self, workers: int, *, by_speed: bool = True) -> None:
+    def __init__(
+        self,
+        workers: int,
+        *,
+        by_speed: bool = True,
+        counts_of: Callable[[int, Speeds | None], list[int]] | None = None,
+    ) -> None:
         self._workers, self._watches = workers, by_speed and workers > 1
+        self._counts_of = counts_of
         self._costs = [math.nan] * workers  # seconds of a micro-batch, as last known
         self._parts = 0  # micro-batches of the largest step so far
         self._trials = [0] * workers
@@ -106,6 +115,8 @@ class Dealing:
 
     def counts(self, speeds: Speeds | None) -> list[int]:
         """How many of the micro-batches of a whole step each rank gets at such speeds."""
+        if self._counts_of is not None:
+            return self._counts_of(self._parts, speeds)
         return [len(share) for share in deal(self._parts, self._workers, speeds)]
 
     # ---- by what was measured

@@ -113,17 +113,36 @@ def part_of(position: Position, micro_batches: int, whole: Pass, shard: int, ran
     return Pass(samples, whole.number, repeats=True)
 
 
-def share_of_these(position: Position, micro_batches: int, numbers: Sequence[int]) -> Share:
-    """The passes of a worker that has just these, each apart; in their order."""
-    cuts = [positions_of(position, range(n, n + 1), micro_batches) for n in numbers]
+def share_of_these(
+    position: Position, micro_batches: int, numbers: Sequence[int], most: int = 1
+) -> Share:
+    """The passes of a worker that has just these, in their order; each apart, or at most so many
+    that follow each other as one."""
+    parts = [
+        stretch[at : at + most]
+        for stretch in stretches(numbers)
+        for at in range(0, len(stretch), most)
+    ]
+    cuts = [positions_of(position, part, micro_batches) for part in parts]
     passes = [
-        Pass(Slice(position.epoch, low, high), number)
-        for number, (low, high) in zip(numbers, cuts, strict=True)
+        Pass(Slice(position.epoch, low, high), part.start, micro_batches=len(part))
+        for part, (low, high) in zip(parts, cuts, strict=True)
         if high > low
     ]
     return Share(
         passes, cuts[0][0] if cuts else position.stop, cuts[-1][1] if cuts else position.stop
     )
+
+
+def stretches(numbers: Sequence[int]) -> list[range]:
+    """Numbers in ascending order, as ranges of those that follow each other."""
+    found: list[range] = []
+    for number in numbers:
+        if found and found[-1].stop == number:
+            found[-1] = range(found[-1].start, number + 1)
+        else:
+            found.append(range(number, number + 1))
+    return found
 
 
 def share_of_own(position: Position, parts: Sequence[Position], numbers: Sequence[int]) -> Share:

@@ -1,0 +1,169 @@
+"""Gives samples that lie here to workers of other hosts, by shard and row.
+
+A caller shows a certificate of the run where connections are encrypted, and the run's token in
+any case; who does not is not answered. A thread serves each caller, so samples are given while the
+worker computes. Way in: `OpenDoor`.
+"""
+
+from __future__ import annotations
+
+import hmac
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import lru_cache, partial
+from typing import Protocol
+
+import numpy as np
+
+from instep.comm import metered
+from instep.comm.callers import NO_MORE_FILES, Unproven
+from instep.comm.certificates import Credentials, is_worker
+from instep.data.shards import sent_rows
+from instep.data.shards.sent_rows import Answer, Ask, Show
+from instep.data.shards.writer import ShardFile
+from instep.errors import InstepError, PeerError
+
+PROOF_S = 5.0
+"""How long a caller may take to prove what it is."""
+
+MOST_UNPROVEN = 64
+"""Callers that have not; the oldest is dropped."""
+
+FULL_S = 0.2
+"""How long nobody is accepted after the process could open no more files."""
+
+
+MOST_FILES = 256
+"""Files that are kept open."""
+
+
+class Files(Protocol):
+    """A dataset of which some files are here."""
+
+    def local_file(self, number: int, /) -> ShardFile | None:
+        """One of them; None if it is not here."""
+
+
+class OpenDoor:
+    """Listens, and serves callers until it is closed.
+
+    Args:
+        host: the address to listen on.
+        datasets: what there is, by the `sha256` of the manifest; more may be added.
+        token: of the run.
+        credentials: of this end; None where connections are not encrypted.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        datasets: Mapping[str, Files],
+        token: str,
+        credentials: Credentials | None = None,
+    ) -> None:
+        self._datasets, self._token, self._credentials = datasets, token, credentials
+        self._listener = socket.create_server((host, 0), backlog=256)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self.samples = self.bytes = 0
+        """What has been given so far."""
+        self._closed = False
+        self._unproven = Unproven[socket.socket](MOST_UNPROVEN)
+        self._counting = threading.Lock()
+        self._files = lru_cache(MOST_FILES)(self._file)
+        _start(self._accept)
+
+    def close(self) -> None:
+        """Let nobody in; a second call does nothing."""
+        self._closed = True
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if error.errno in NO_MORE_FILES:
+                    _hang_up(*self._unproven.clear())
+                if not self._closed:
+                    time.sleep(FULL_S)
+                continue
+            _hang_up(*self._unproven.add(connection))
+            try:
+                _start(partial(self._serve, connection))
+            except RuntimeError:  # no more threads
+                self._unproven.remove(connection)
+                connection.close()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            wire = self._proven(connection)
+            while (ask := sent_rows.receive(wire, Ask)) is not None:
+                self._answer(wire, ask)
+        except (OSError, PeerError):
+            pass  # it is gone, or no worker of this run: it is told nothing
+        finally:
+            self._unproven.remove(connection)
+            metered.close(connection)
+
+    def _proven(self, connection: socket.socket) -> sent_rows.Wire:
+        connection.settimeout(PROOF_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        wire: sent_rows.Wire = connection
+        if self._credentials is not None:
+            from instep.comm.tls import Tls, context
+            from instep.comm.tls_socket import TlsSocket
+
+            tls = Tls(context(self._credentials, server=True), server=True, accepted=is_worker)
+            wire = TlsSocket(connection, tls, time.monotonic() + PROOF_S)
+        shown = sent_rows.receive(wire, Show, sent_rows.MOST_STRANGE)
+        if shown is None or not hmac.compare_digest(shown.token.encode(), self._token.encode()):
+            raise PeerError("it has not shown the token of the run.")
+        if not self._unproven.remove(connection):
+            raise PeerError("it was dropped meanwhile.")
+        connection.settimeout(None)
+        return wire
+
+    def _answer(self, wire: sent_rows.Wire, ask: Ask) -> None:
+        try:
+            file, wanted = self._asked(ask)
+            views = sent_rows.taken(file, wanted, ask.columns)
+        except (InstepError, IndexError, ValueError) as error:
+            sent_rows.send(wire, Answer(sizes=[], wrong=str(error)))
+            return
+        sizes = sent_rows.sizes_of(views)
+        with self._counting:
+            self.samples, self.bytes = self.samples + len(wanted), self.bytes + sum(map(sum, sizes))
+        sent_rows.send(wire, Answer(sizes=sizes), views)
+
+    def _asked(self, ask: Ask) -> tuple[ShardFile, np.ndarray[tuple[int], np.dtype[np.int64]]]:
+        file = self._files(ask.dataset, ask.shard)
+        if ask.rows is None:
+            return file, np.arange(len(file), dtype=np.int64)
+        wanted = np.frombuffer(ask.rows, "<i8").astype(np.int64)
+        if len(wanted) and not 0 <= wanted.min() <= wanted.max() < len(file):
+            raise PeerError("this shard does not have all these rows.")
+        return file, wanted
+
+    def _file(self, dataset: str, number: int) -> ShardFile:
+        known = self._datasets.get(dataset)
+        if known is None:
+            raise PeerError("there is no such dataset here.")
+        file = known.local_file(number)
+        if file is None:
+            raise PeerError("this shard is not here.")
+        return file
+
+
+def _hang_up(*connections: socket.socket) -> None:
+    for each in connections:
+        with suppress(OSError):
+            each.shutdown(socket.SHUT_RDWR)  # its thread closes it
+
+
+def _start(run: Callable[[], None]) -> None:
+    threading.Thread(target=run, name="instep gives samples", daemon=True).start()

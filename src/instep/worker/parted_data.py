@@ -1,0 +1,165 @@
+"""A worker's door to samples that lie on its host, and its way to those of other hosts.
+
+With `data.parts` each worker looks which shards of its datasets lie in their folders, and tells the
+others: before it reads anything, by way of the master, and again when a group forms. So all members
+know who has what. Way in: `PartedData`.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from instep.comm.base import Comm
+from instep.data.parts.order import PartsOrder
+from instep.data.shards import peers
+from instep.data.shards.board import Board, Door, Holding
+from instep.data.shards.dataset import Shards
+from instep.data.shards.door import OpenDoor
+from instep.errors import DataError
+from instep.words import listed, plural
+from instep.worker.member import Member
+from instep.worker.step.assignment import Near
+
+LOOK_S = 0.1
+"""Pauses between two looks who else is there."""
+
+KEYS = "doors"
+
+
+class PartedData:
+    """What lies where.
+
+    Args:
+        member: this worker's membership in the run.
+        datasets: those of its recipe.
+
+    Raises:
+        DataError: some shard is on no host, or other workers have other manifests.
+        Released: the run does not need this worker.
+    """
+
+    def __init__(self, member: Member, *datasets: Any) -> None:
+        self._member = member
+        found = [each for dataset in datasets for each in sets_in(dataset)]
+        self._sets = {each.manifest.sha256: each for each in found}
+        self._train = next(sets_in(datasets[0]), None)
+        token, shown = member.token, member.credentials
+        self._open = OpenDoor(member.outside, self._sets, token, shown)
+        self._board = Board()
+        peers.present = peers.Peers(self._board, token, shown)
+        holdings = [
+            Holding(sha256, str(each.folder), each.held) for sha256, each in self._sets.items()
+        ]
+        own = Door(member.number, platform.node(), *self._open.address, holdings)
+        self._own = msgspec.msgpack.encode(own)
+        if self._train is not None and not any(holdings[0].shards):
+            member.warn(
+                f"worker {member.number} on {own.node} has no shard in {self._train.folder}: all "
+                "that it computes comes over the network."
+            )
+        self._wait()
+
+    def _wait(self) -> None:
+        """Until every shard lies with somebody who is there."""
+        member, before = self._member, self._member.phase
+        member.phase = "meeting"
+        while True:
+            left = member.told_by_all(KEYS, self._own).values()
+            doors = [msgspec.msgpack.decode(each, type=Door) for each in left]
+            self._board.write([door for door in doors if door.worker != member.number])
+            missing = next(self._missing(doors), None)
+            if missing is None:
+                break
+            if len(doors) >= member.job.workers:
+                raise DataError(missing)
+            time.sleep(LOOK_S)
+        member.phase = before
+
+    def _missing(self, doors: list[Door]) -> Iterator[str]:
+        """A sentence for each dataset of which shards lie nowhere."""
+        for sha256, dataset in self._sets.items():
+            shards, elsewhere = dataset.manifest.shards, dataset.reads_elsewhere
+            gone = [n for n in range(len(shards)) if not any(d.has(sha256, n) for d in doors)]
+            if elsewhere or not gone:
+                continue
+            folder = str(dataset.folder)
+            others = [
+                f"worker {door.worker} on {door.node}"
+                for door in doors
+                if any(h.folder == folder and h.dataset != sha256 for h in door.holdings)
+            ]
+            if others:
+                yield (
+                    f"{folder}/manifest.json of worker {self._member.number} is another than that "
+                    f"of {listed(others, 4)}: parts are of one prepared dataset. Copy its manifest "
+                    "to every host, and of the shards those that are to lie there."
+                )
+            names = [shards[number].file for number in gone]
+            yield (
+                f"{plural(len(gone), 'shard')} of {folder} ({listed(names, 4)}) "
+                f"{'lie' if len(gone) > 1 else 'lies'} on none of the hosts of the run. Copy "
+                f"{'them' if len(gone) > 1 else 'it'} to one of them; or name another place that "
+                "has all: shards(folder, source=URL)."
+            )
+
+    @property
+    def given(self) -> tuple[int, int]:
+        """Samples and bytes that other workers have got here so far."""
+        return self._open.samples, self._open.bytes
+
+    def meet(self, comm: Comm, order: PartsOrder, device: torch.device) -> Near:
+        """What lies with the members of a group; all of them call it.
+
+        Args:
+            comm: the group.
+            order: of the training set.
+            device: on which tensors of the group are.
+        """
+        doors = [msgspec.msgpack.decode(each, type=Door) for each in _all(comm, self._own, device)]
+        self._board.write([door for door in doors if door.worker != self._member.number])
+        sizes, name = order.sizes, self._train.manifest.sha256 if self._train is not None else ""
+        held = []
+        for door in doors:
+            has = np.array([door.has(name, number) for number in range(len(sizes))])
+            held.append([int((sizes * has)[a:b].sum()) for a, b in pairwise(order.bounds)])
+        return Near(order, held)
+
+    def close(self) -> None:
+        """Give nothing any more; a second call does nothing."""
+        self._open.close()
+        if peers.present is not None:
+            peers.present.close()
+
+
+def sets_in(dataset: Any) -> Iterator[Shards]:
+    """The prepared folders that a dataset is made of."""
+    while dataset is not None and not isinstance(dataset, Shards):
+        for each in getattr(dataset, "datasets", ()):
+            yield from sets_in(each)
+        dataset = getattr(dataset, "dataset", None)
+    if dataset is not None:
+        yield dataset
+
+
+def _all(comm: Comm, own: bytes, device: torch.device) -> list[bytes]:
+    """What each rank gives, in rank order."""
+    lengths = torch.zeros(comm.size, dtype=torch.int64, device=device)
+    comm.all_gather(lengths, torch.tensor([len(own)], device=device)).wait()
+    each = int(lengths.max())
+    padded = own + bytes(each - len(own))
+    part = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(device)
+    out = torch.empty(comm.size * each, dtype=torch.uint8, device=device)
+    comm.all_gather(out, part).wait()
+    rows: Tensor = out.to("cpu").view(comm.size, each)
+    return [
+        row.numpy().tobytes()[:length] for row, length in zip(rows, lengths.tolist(), strict=True)
+    ]
