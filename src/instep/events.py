@@ -171,7 +171,7 @@ EVENTS = {
     "empty if it is not divided), digest (of who has which samples)",
     "parts_placed": "sizes (samples of each part), held (of each worker by number, how many "
     "samples of each part lie on its host)",
-    "samples_given": "worker, step, samples and bytes (that other workers have got from it so far)",
+    "samples_given": "worker, step, samples, bytes (that other workers have got from it so far)",
     "data_split": "split, samples (of the dataset), train and validation (samples of each side), "
     "fold and folds (0 and 0 without), digests (of which samples are on each side), looked_at "
     "(samples of each side whose contents were compared; not when a run is resumed), duplicates "
