@@ -49,8 +49,7 @@ class TrainSpec(Section, frozen=True, kw_only=True):
     """Samples of one step, over all workers together."""
 
     micro_batches: Positive = 8
-    """Parts that a global batch is cut into; work is distributed in these parts. Fixed for the
-    job."""
+    """Parts of a global batch, in which work is distributed. Fixed for the job."""
 
     merge: Literal["auto", "always", "never"] = "auto"
     """Whether a worker runs its micro-batches as one larger forward pass: `auto` if a trial
@@ -145,8 +144,7 @@ class StopSpec(Section, frozen=True, kw_only=True):
     only warn."""
 
     rise: Annotated[float, Meta(gt=1)] | None = None
-    """Stop if the mean loss of the last `window` steps exceeds this many times the lowest so
-    far."""
+    """Stop if the mean loss of the last `window` steps exceeds the lowest so far so many times."""
 
     window: Positive = 100
     """Steps over which `rise` takes the mean."""
@@ -437,8 +435,7 @@ class MeshSpec(Section, frozen=True, kw_only=True):
     parts, less waiting; smaller parts compute less efficiently."""
 
     cuts: tuple[str, ...] = ()
-    """Names of the modules that begin a stage, without the first stage; empty: the blocks are
-    timed."""
+    """Names of the modules that begin a stage, without the first one; empty: blocks are timed."""
 
     checkpointing: Literal["none", "blocks"] = "none"
     """`blocks`: a block of layers keeps only its inputs, and runs again in the backward pass. Less
@@ -529,9 +526,8 @@ class DataSpec(Section, frozen=True, kw_only=True):
     """Samples that the windowed order mixes with each other."""
 
     parts: Natural = 0
-    """Parts that the shards of the training set are cut into, each of which lies on some of the
-    hosts; 0: all have all data. Each micro-batch is drawn from one part, and computed by a worker
-    that has it. Needs `order = "windowed"`."""
+    """Parts that the shards are cut into, each of which lies on some of the hosts; 0: all have all.
+    A micro-batch is of one part, and computed where that lies. Needs `order = "windowed"`."""
 
     unreadable: Literal["stop", "skip"] = "stop"
     """If a sample cannot be read in three attempts: `stop` ends the run, `skip` leaves the sample
@@ -608,11 +604,6 @@ class DataSpec(Section, frozen=True, kw_only=True):
                     "split, such as split = 'random', or leave it out."
                 )
         self._check_lengths()
-        if self.parts and self.order != "windowed":
-            raise ValueError(
-                f"parts = {self.parts} draws each micro-batch from one part, which the order "
-                f"{self.order!r} does not. Set order = 'windowed', or leave parts out."
-            )
 
     def _check_lengths(self) -> None:
         for key in ("gap", "embargo"):
@@ -696,8 +687,7 @@ class StartSpec(Section, frozen=True, kw_only=True):
     Hugging Face model. Relative to the job file; empty: the model as the recipe builds it."""
 
     partial: bool = False
-    """Load the tensors that match in name and shape, and report the others; false: all must
-    match."""
+    """Load tensors that match in name and shape, and report others; false: all must match."""
 
     freeze: tuple[str, ...] = ()
     """Patterns such as `"encoder.*"`: parameters with such names keep their values, and layers that
@@ -763,8 +753,7 @@ class CheckpointSpec(Section, frozen=True, kw_only=True):
     """When to save during training, and what to keep; a run always saves at its end."""
 
     every: str | Positive = "5m"
-    """Steps between checkpoints, or a time: `"90s"`, `"5m"`, `"1h30m"`; `"never"`: save only at the
-    end."""
+    """Steps between checkpoints, or a time: `"90s"`, `"5m"`, `"1h30m"`; `"never"`: at the end."""
 
     keep_last: Positive = 2
     """Newest checkpoints to keep; older ones are deleted once a newer one is complete."""

@@ -78,8 +78,13 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
 
 
 def _check_split(job: JobSpec) -> None:
-    """Refuse a split that does not exist, and a column that it does not use."""
+    """Refuse parts without their order, a split that does not exist, a column it does not use."""
     data = job.data
+    if data.parts and data.order != "windowed":
+        raise SpecError(
+            f"data.parts = {data.parts} draws each micro-batch from one part, which data.order = "
+            f"{data.order!r} does not. Set data.order = 'windowed', or leave data.parts out."
+        )
     if data.split:
         SPLITS.check(data.split, "data.split")
     for key in ("groups", "times"):  # of labels much else speaks

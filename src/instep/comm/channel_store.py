@@ -73,7 +73,7 @@ class ChannelStore(Store):
 
     @property
     def found(self) -> dict[str, bytes]:
-        """What answers have brought so far, by the last part of the key."""
+        """Values that answers have brought so far, by the last part of the key."""
         return {key.rpartition("/")[2]: value for key, value in self._known.items()}
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:

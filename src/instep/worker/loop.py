@@ -189,7 +189,7 @@ class Loop(ABC):
 
     @property
     def _near(self) -> Near | None:
-        """What lies where, of a dataset in parts; None where all have all samples."""
+        """Tells what lies where, of a dataset in parts; None where all have all samples."""
         return None
 
     def _finished(self, comm: Comm) -> Finished:

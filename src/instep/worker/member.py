@@ -13,7 +13,8 @@ import threading
 import time
 import tomllib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -384,6 +385,13 @@ class Member:
         store.set(key, own)
         store.get(key)
         return store.found
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Be in a phase in this context, before there is a group."""
+        before, self.phase = self.phase, phase
+        yield
+        self.phase = before
 
     @property
     def _run_store(self) -> ChannelStore:

@@ -55,7 +55,6 @@ from instep.worker.member import Member
 from instep.worker.mesh_check import MeshCheck, check_validation
 from instep.worker.observed import Observed, make_observers
 from instep.worker.optimizer_check import OptimizerCheck
-from instep.worker.parted_data import PartedData
 from instep.worker.probe import Probe
 from instep.worker.replica import Replica, check_model
 from instep.worker.round_update import RoundUpdate
@@ -67,6 +66,7 @@ from instep.worker.step.average import Average
 from instep.worker.step.committed import Commit
 from instep.worker.step.engine import Weighed
 from instep.worker.step.leased import LeasedUpdate
+from instep.worker.step.parted_data import PartedData
 from instep.worker.step.passes import OF_PASS, Pass, Share
 from instep.worker.step.served import ServedUpdate
 from instep.worker.step.served_tables import ServedTables, refuse_sparse

@@ -10,11 +10,12 @@ from torch import arange
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from instep import spec_file
+from instep.client.job_checks import check_job
 from instep.comm.messages import Form
 from instep.data.batches import Batches
 from instep.data.loader import Loader
 from instep.data.order import micro_batch, position, steps_in_epoch
-from instep.data.parts.cut import cut, part_bounds, parts_order
+from instep.data.parts.cut import cut, in_parts, parts_order
 from instep.data.parts.near import deal_near, holders
 from instep.data.parts.order import PartsOrder
 from instep.data.torch_loader import LoaderParts
@@ -97,9 +98,9 @@ def test_parts_are_neighbouring_shards_and_as_even_as_these_allow(sizes, parts):
 
 def test_even_shards_are_cut_evenly_and_sides_have_the_parts_of_the_whole():
     dataset = Sharded([10] * 12)
-    assert part_bounds(dataset, 4) == [0, 3, 6, 9, 12]
+    assert in_parts(dataset, 4)[1] == [0, 3, 6, 9, 12]
     side = Subset(dataset, [*range(5), *range(40, 120)])
-    assert part_bounds(side, 4) == [0, 3, 6, 9, 12]
+    assert in_parts(side, 4)[1] == [0, 3, 6, 9, 12]
     order = parts_order(job(parts=4), side)
     assert order.part_sizes.tolist() == [5, 20, 30, 30]
     taken = order.indices(0, 0, 85)
@@ -119,11 +120,11 @@ def test_a_loader_of_a_job_with_parts_takes_their_order():
 
 def test_what_cannot_be_cut_into_parts_is_refused():
     with pytest.raises(DataError, match=r"data.parts = 4.* \(TensorDataset\) does not say which"):
-        part_bounds(TensorDataset(arange(9)), 4)
+        in_parts(TensorDataset(arange(9)), 4)
     with pytest.raises(DataError, match=r"has 3 shards.* Set data.parts to at most 3"):
-        part_bounds(Sharded([3, 3, 3]), 4)
-    with pytest.raises(SpecError, match=r"parts = 4 .* Set order = 'windowed'"):
-        spec_file.build({"recipe": "a.py:f", "data": {"parts": 4}}, source="a test")
+        in_parts(Sharded([3, 3, 3]), 4)
+    with pytest.raises(SpecError, match=r"data.parts = 4 .* Set data.order = 'windowed'"):
+        check_job(spec_file.build({"recipe": "a.py:f", "data": {"parts": 4}}, source="a test"))
 
 
 @few

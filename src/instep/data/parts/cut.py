@@ -1,6 +1,6 @@
 """How shards become parts: neighbours in the manifest, as many samples in each as shards allow.
 
-It depends on the dataset and the number of parts alone. Ways in: `cut`, `part_bounds`,
+It depends on the dataset and the number of parts alone. Ways in: `cut`, `in_parts`,
 `parts_order`.
 """
 
@@ -37,8 +37,9 @@ def cut(sizes: Indices, parts: int) -> list[int]:
     return [*bounds, len(sizes)]
 
 
-def part_bounds(dataset: Any, parts: int) -> list[int]:
-    """The parts of a dataset, as `cut` gives them; those of a side of it are the same shards.
+def in_parts(dataset: Any, parts: int) -> tuple[Indices, list[int]]:
+    """Samples of each shard of a dataset, and its parts, as `cut` gives them; those of a side of it
+    are the same shards.
 
     Raises:
         DataError: it has no shards, or fewer than parts.
@@ -46,8 +47,8 @@ def part_bounds(dataset: Any, parts: int) -> list[int]:
     whole = dataset
     while getattr(whole, "shard_sizes", None) is None and hasattr(whole, "dataset"):
         whole = whole.dataset
-    sizes = shard_sizes(whole)
-    if sizes is None or shard_sizes(dataset) is None:
+    sizes, all_sizes = shard_sizes(dataset), shard_sizes(whole)
+    if sizes is None or all_sizes is None:
         raise DataError(
             f"data.parts = {parts}, and the training set ({type(whole).__name__}) does not say "
             "which shards it stands in: read a prepared folder with instep.data.sources.shards, or "
@@ -58,15 +59,13 @@ def part_bounds(dataset: Any, parts: int) -> list[int]:
             f"data.parts = {parts}, and the training set has {len(sizes)} shards: a part is one or "
             f"more. Set data.parts to at most {len(sizes)}."
         )
-    return cut(sizes, parts)
+    return sizes, cut(all_sizes, parts)
 
 
 def parts_order(job: JobSpec, dataset: Any) -> PartsOrder:
     """The order of a job that has `data.parts`, of its training set.
 
     Raises:
-        DataError: as `part_bounds`.
+        DataError: as `in_parts`.
     """
-    bounds, sizes = part_bounds(dataset, job.data.parts), shard_sizes(dataset)
-    assert sizes is not None, "it has parts"
-    return PartsOrder.of_job(job, sizes, bounds)
+    return PartsOrder.of_job(job, *in_parts(dataset, job.data.parts))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 LEAST = 0.05
-"""What share of a step's time lending one micro-batch must save: it crosses the network."""
+"""The share of a step's time lending one micro-batch must save: it crosses the network."""
 
 Held = Sequence[Sequence[int]]
 """[workers][parts]: how many samples of a part a worker's host has."""

@@ -22,7 +22,7 @@ from instep.data.windowed import Lanes, Windowed
 from instep.spec import JobSpec
 
 _OF_PART = 17
-"""What a key is drawn for: the order within a part."""
+"""The purpose of a key: the order within a part."""
 
 
 class PartsOrder:
@@ -83,7 +83,7 @@ class PartsOrder:
 
     @property
     def digest(self) -> int:
-        """Of shards and parts, 32 bits."""
+        """A checksum of shards and parts, 32 bits."""
         told = np.concatenate([self.bounds, self.sizes]).astype("<i8")
         return zlib.crc32(told.tobytes())
 

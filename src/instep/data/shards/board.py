@@ -21,7 +21,7 @@ _HEAD = struct.Struct("<II")
 _TRIES = 1000
 
 
-class Holding(msgspec.Struct, frozen=True, array_like=True):
+class HeldShards(msgspec.Struct, frozen=True, array_like=True):
     """Which shards of a dataset lie on the disk of a worker's host."""
 
     dataset: str
@@ -36,7 +36,7 @@ class Holding(msgspec.Struct, frozen=True, array_like=True):
         return byte < len(self.shards) and bool(self.shards[byte] >> shard % 8 & 1)
 
 
-class Door(msgspec.Struct, frozen=True, array_like=True):
+class PeerDoor(msgspec.Struct, frozen=True, array_like=True):
     """Where a worker gives samples to others, and which."""
 
     worker: int
@@ -44,7 +44,7 @@ class Door(msgspec.Struct, frozen=True, array_like=True):
     """Name of its machine, for messages."""
     host: str
     port: int
-    holdings: list[Holding]
+    holdings: list[HeldShards]
 
     def has(self, dataset: str, shard: int) -> bool:
         """Whether it has a shard of a dataset."""
@@ -58,19 +58,19 @@ class Board:
         self._memory = mmap.mmap(-1, _SIZE)
         self.write([])
 
-    def write(self, doors: list[Door]) -> None:
+    def write(self, doors: list[PeerDoor]) -> None:
         """Replace the list; one process does so."""
         body = msgspec.msgpack.encode(doors)
         assert len(body) <= _SIZE - _HEAD.size, "a list of doors that fits"
         self._memory[_HEAD.size : _HEAD.size + len(body)] = body
         self._memory[: _HEAD.size] = _HEAD.pack(len(body), zlib.crc32(body))
 
-    def read(self) -> list[Door]:
+    def read(self) -> list[PeerDoor]:
         """The list; whole, also while it is being written."""
         for _ in range(_TRIES):
             length, crc = _HEAD.unpack(self._memory[: _HEAD.size])
             body = self._memory[_HEAD.size : _HEAD.size + length]
             if zlib.crc32(body) == crc:
-                return msgspec.msgpack.decode(body, type=list[Door])
+                return msgspec.msgpack.decode(body, type=list[PeerDoor])
             time.sleep(0.001)
         return []  # its writer has died in the middle

@@ -2,7 +2,7 @@
 
 Files are mapped into memory when a process first reads from them, so a dataset object is small
 wherever it is sent. How samples are made of their rows is in `rows.py`. Rows of a file that is not
-here come from another host of the run that has it (`peers.py`), or from a `source`. Way in: `Shards`.
+here come from another host of the run (`peers.py`), or from a `source`. Way in: `Shards`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from instep.comm import metered
 from instep.comm.callers import NO_MORE_FILES, Unproven
 from instep.comm.certificates import Credentials, is_worker
 from instep.data.shards import sent_rows
-from instep.data.shards.sent_rows import Answer, Ask, Show
+from instep.data.shards.sent_rows import AskRows, RowsAnswer, Show
 from instep.data.shards.writer import ShardFile
 from instep.errors import InstepError, PeerError
 
@@ -68,7 +68,7 @@ class OpenDoor:
         self._listener = socket.create_server((host, 0), backlog=256)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self.samples = self.bytes = 0
-        """What has been given so far."""
+        """Given so far."""
         self._closed = False
         self._unproven = Unproven[socket.socket](MOST_UNPROVEN)
         self._counting = threading.Lock()
@@ -102,7 +102,7 @@ class OpenDoor:
     def _serve(self, connection: socket.socket) -> None:
         try:
             wire = self._proven(connection)
-            while (ask := sent_rows.receive(wire, Ask)) is not None:
+            while (ask := sent_rows.receive(wire, AskRows)) is not None:
                 self._answer(wire, ask)
         except (OSError, PeerError):
             pass  # it is gone, or no worker of this run: it is told nothing
@@ -128,19 +128,19 @@ class OpenDoor:
         connection.settimeout(None)
         return wire
 
-    def _answer(self, wire: sent_rows.Wire, ask: Ask) -> None:
+    def _answer(self, wire: sent_rows.Wire, ask: AskRows) -> None:
         try:
             file, wanted = self._asked(ask)
             views = sent_rows.taken(file, wanted, ask.columns)
         except (InstepError, IndexError, ValueError) as error:
-            sent_rows.send(wire, Answer(sizes=[], wrong=str(error)))
+            sent_rows.send(wire, RowsAnswer(sizes=[], wrong=str(error)))
             return
         sizes = sent_rows.sizes_of(views)
         with self._counting:
             self.samples, self.bytes = self.samples + len(wanted), self.bytes + sum(map(sum, sizes))
-        sent_rows.send(wire, Answer(sizes=sizes), views)
+        sent_rows.send(wire, RowsAnswer(sizes=sizes), views)
 
-    def _asked(self, ask: Ask) -> tuple[ShardFile, np.ndarray[tuple[int], np.dtype[np.int64]]]:
+    def _asked(self, ask: AskRows) -> tuple[ShardFile, np.ndarray[tuple[int], np.dtype[np.int64]]]:
         file = self._files(ask.dataset, ask.shard)
         if ask.rows is None:
             return file, np.arange(len(file), dtype=np.int64)

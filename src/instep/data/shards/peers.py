@@ -18,9 +18,17 @@ from typing import TypeAlias
 import numpy as np
 
 from instep.comm.certificates import Credentials, is_worker
-from instep.data.shards.board import Board, Door
+from instep.data.shards.board import Board, PeerDoor
 from instep.data.shards.columns import Column
-from instep.data.shards.sent_rows import Answer, Ask, Show, Wire, receive, receive_views, send
+from instep.data.shards.sent_rows import (
+    AskRows,
+    RowsAnswer,
+    Show,
+    Wire,
+    receive,
+    receive_views,
+    send,
+)
 from instep.data.shards.views import Array, View
 from instep.errors import PeerError, one_line
 
@@ -39,6 +47,12 @@ present: Peers | None = None
 """Those of the run that this process belongs to."""
 
 
+def use(found: Peers | None) -> None:
+    """Let datasets of this process, and of those that it forks, ask these."""
+    global present
+    present = found
+
+
 class Peers:
     """The other workers, as sources of samples.
 
@@ -51,7 +65,7 @@ class Peers:
     def __init__(self, board: Board, token: str, credentials: Credentials | None = None) -> None:
         self.board, self._token, self._credentials = board, token, credentials
         self.wrong = ""
-        """What the last one said that did not give what it was asked for."""
+        """The answer of the last one that did not give what it was asked for."""
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._lines: _Lines = {}
@@ -81,7 +95,7 @@ class Peers:
             A view for each chosen column; None if nobody has the shard, or no holder answers.
         """
         packed = None if wanted is None else np.ascontiguousarray(wanted, "<i8").tobytes()
-        ask = Ask(dataset, shard, list(chosen), packed)
+        ask = AskRows(dataset, shard, list(chosen), packed)
         kinds = [columns[at] for at in chosen]
         with self._lock:
             for pause_s in (0.0, *pauses_s):
@@ -98,14 +112,16 @@ class Peers:
                 connection.close()
             self._open.clear()
 
-    def _doors(self, dataset: str, shard: int) -> list[Door]:
+    def _doors(self, dataset: str, shard: int) -> list[PeerDoor]:
         """The doors that have a shard; each process begins with another one."""
         found = [door for door in self.board.read() if door.has(dataset, shard)]
         turn = os.getpid() % len(found) if found else 0
         return [*found[turn:], *found[:turn]]
 
-    def _ask(self, door: Door, ask: Ask, kinds: list[Column], count: int) -> list[View] | None:
-        """What a door answers; None if it does not, or does not have it."""
+    def _ask(
+        self, door: PeerDoor, ask: AskRows, kinds: list[Column], count: int
+    ) -> list[View] | None:
+        """Views that a door answers with; None if it does not, or has no such shard."""
         where = door.host, door.port
         for known in (True, False):  # a connection of before may be gone
             if known and where not in self._open:
@@ -113,7 +129,7 @@ class Peers:
             try:
                 wire = self._open[where][1] if known else self._connected(where, door)
                 send(wire, ask)
-                answer = receive(wire, Answer)
+                answer = receive(wire, RowsAnswer)
                 if answer is None:
                     raise PeerError("the connection has ended.")
                 if answer.wrong:
@@ -133,7 +149,7 @@ class Peers:
             self._process, self._lines = os.getpid(), {}
         return self._lines
 
-    def _connected(self, where: tuple[str, int], door: Door) -> Wire:
+    def _connected(self, where: tuple[str, int], door: PeerDoor) -> Wire:
         connection = socket.create_connection(where, CONNECT_S)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -22,7 +22,7 @@ MOST_HEAD = 1 << 26
 """Bytes of the longest head: the numbers of the rows are in it."""
 
 MOST_STRANGE = 1 << 12
-"""The same, of a caller that has not shown the token of the run yet."""
+"""That of a caller who has not shown the token of the run yet."""
 
 _LENGTH = struct.Struct("!I")
 
@@ -35,7 +35,7 @@ class Show(msgspec.Struct, frozen=True, array_like=True):
     token: str
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True):
+class AskRows(msgspec.Struct, frozen=True, array_like=True):
     """Which rows of which shard are wanted."""
 
     dataset: str
@@ -47,8 +47,8 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
     """[n] int64, little-endian; None for all."""
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """What follows: for each column the bytes of its values, and those of its offsets."""
+class RowsAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """Announces what follows: for each column the bytes of its values, and those of its offsets."""
 
     sizes: list[tuple[int, int]]
     wrong: str = ""
@@ -109,7 +109,7 @@ def send(wire: Wire, head: msgspec.Struct, views: Sequence[View] = ()) -> None:
 
 
 def sizes_of(views: Sequence[View]) -> list[tuple[int, int]]:
-    """What an answer says of views."""
+    """Sizes of views, for an answer."""
     return [(v.data.nbytes, 0 if v.offsets is None else v.offsets.nbytes) for v in views]
 
 
@@ -132,7 +132,9 @@ def receive(wire: Wire, kind: type[Head], most: int = MOST_HEAD) -> Head | None:
         raise PeerError(f"something that is no message has come: {error}.") from None
 
 
-def receive_views(wire: Wire, answer: Answer, columns: Sequence[Column], rows: int) -> list[View]:
+def receive_views(
+    wire: Wire, answer: RowsAnswer, columns: Sequence[Column], rows: int
+) -> list[View]:
     """The views that an answer says follow it.
 
     Raises:

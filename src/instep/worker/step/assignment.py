@@ -8,6 +8,7 @@ records for a commit.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -62,7 +63,7 @@ def finished(step: int, held: Sequence[Iterable[int]]) -> Finished:
 
 
 class Near(NamedTuple):
-    """What lies where, of a dataset in parts; the same figures on all members."""
+    """Tells what lies where, of a dataset in parts; the same figures on all members."""
 
     order: PartsOrder
     held: Held
@@ -76,10 +77,20 @@ class Near(NamedTuple):
         return found
 
     def units(
-        self, parts: Sequence[int], ranks: Sequence[int], speeds: Speeds | None
+        self, where: Position, micro_batches: int, working: Sequence[int], speeds: Speeds | None
     ) -> list[list[int]]:
-        """The micro-batches of each of some ranks, by the part of each micro-batch."""
-        return deal_near(parts, [self.held[rank] for rank in ranks], speeds)
+        """The micro-batches of each rank in a step; those that do not work have none."""
+        parts = self.parts_of(where, micro_batches)
+        dealt = deal_near(parts, [self.held[rank] for rank in working], speeds)
+        units = dict(zip(working, dealt, strict=True))
+        return [units.get(rank, []) for rank in range(len(self.held))]
+
+    def usual(
+        self, batch: int, micro_batches: int, speeds: Speeds | None, working: Sequence[int]
+    ) -> list[int]:
+        """How many of so many micro-batches each rank has in the first step of an epoch."""
+        first = Position(0, 0, min(batch, self.order.samples))
+        return [len(units) for units in self.units(first, micro_batches, working, speeds)]
 
 
 class Lockstep:
@@ -114,7 +125,7 @@ class Lockstep:
     ) -> None:
         self.form = form
         """The generation, as its members see it."""
-        self._train, self._batches, self._own, self._near = train, batches, own, near
+        self._train, self._batches, self._own = train, batches, own
         self.workers = [member for member in form.members if member not in form.servers]
         """By rank; servers have the ranks behind them, and no work."""
         stay = {unit: n for unit, n in finished.holders.items() if self._stays(n)}
@@ -123,11 +134,15 @@ class Lockstep:
         self._mesh, self._unit = mesh, mesh.shard if unit is None else unit
         self._working = [n for n in range(self._ranks) if self._stays(n) and n % mesh.ranks == 0]
         even = bool(form.draining)
-        counts_of = None if near is None else self._usual_counts
+        counts_of = None
+        if near is not None:
+            near = near._replace(held=near.held[: self._ranks])
+            counts_of = partial(near.usual, batches.size, working=self._working)
         self.dealing = Dealing(
             self._ranks // mesh.ranks, by_speed=by_speed and not even, counts_of=counts_of
         )
         """Of replicas: of each worker, where it is one."""
+        self._near = near
         self._done: tuple[int, int, Position, Speeds | None] | None = None
 
     def _stays(self, rank: int) -> bool:
@@ -204,17 +219,7 @@ class Lockstep:
             return self._around_finished(parts, speeds)
         if self._near is None:
             return None
-        units = self._near.units(self._near.parts_of(where, parts), self._working, speeds)
-        dealt = dict(zip(self._working, units, strict=True))
-        return [dealt.get(rank, []) for rank in range(self._ranks)]
-
-    def _usual_counts(self, parts: int, speeds: Speeds | None) -> list[int]:
-        """How many of so many units each rank is dealt in the first step of an epoch."""
-        assert self._near is not None, "it deals by where parts lie"
-        first = Position(0, 0, min(self._batches.size, self._batches.samples))
-        units = self._near.units(self._near.parts_of(first, parts), self._working, speeds)
-        counts = dict(zip(self._working, map(len, units), strict=True))
-        return [counts.get(rank, 0) for rank in range(self._ranks)]
+        return self._near.units(where, parts, self._working, speeds)
 
     def _units(self, step: int, parts: int, speeds: Speeds | None) -> list[list[int]]:
         """The units of each rank, where each unit is a participant with data of its own."""

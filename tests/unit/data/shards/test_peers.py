@@ -11,7 +11,7 @@ from test_data_shards import KINDS, assert_same, numbered, written
 
 from instep.comm.certificates import Authority, Identity
 from instep.data.shards import peers
-from instep.data.shards.board import Board, Door, Holding
+from instep.data.shards.board import Board, HeldShards, PeerDoor
 from instep.data.shards.dataset import Shards
 from instep.data.shards.door import OpenDoor
 from instep.data.shards.remote import Remote
@@ -46,8 +46,8 @@ def disks(tmp_path):
 
 def door_of(dataset, token="t", credentials=None):
     door = OpenDoor("127.0.0.1", {dataset.manifest.sha256: dataset}, token, credentials)
-    holding = Holding(dataset.manifest.sha256, str(dataset.folder), dataset.held)
-    return door, Door(1, "node-b", *door.address, [holding])
+    holding = HeldShards(dataset.manifest.sha256, str(dataset.folder), dataset.held)
+    return door, PeerDoor(1, "node-b", *door.address, [holding])
 
 
 def use(*doors, token="t", credentials=None):
@@ -147,7 +147,7 @@ def test_a_file_of_another_size_is_refused_rather_than_read_elsewhere(disks):
 
 
 def test_a_board_is_read_whole():
-    board, doors = Board(), [Door(n, "h", "127.0.0.1", n, []) for n in range(50)]
+    board, doors = Board(), [PeerDoor(n, "h", "127.0.0.1", n, []) for n in range(50)]
     assert board.read() == []
     board.write(doors)
     assert board.read() == doors
@@ -156,6 +156,6 @@ def test_a_board_is_read_whole():
 
 
 def test_numbers_of_a_shard_stand_in_bits():
-    holding = Holding("x", "f", b"\x01\x80")
+    holding = HeldShards("x", "f", b"\x01\x80")
     assert [n for n in range(20) if holding.has(n)] == [0, 15]
     assert len(numbered(3)) == 3

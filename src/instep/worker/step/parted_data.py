@@ -21,7 +21,7 @@ from torch import Tensor
 from instep.comm.base import Comm
 from instep.data.parts.order import PartsOrder
 from instep.data.shards import peers
-from instep.data.shards.board import Board, Door, Holding
+from instep.data.shards.board import Board, HeldShards, PeerDoor
 from instep.data.shards.dataset import Shards
 from instep.data.shards.door import OpenDoor
 from instep.errors import DataError
@@ -36,7 +36,7 @@ KEYS = "doors"
 
 
 class PartedData:
-    """What lies where.
+    """Tells what lies where.
 
     Args:
         member: this worker's membership in the run.
@@ -55,26 +55,27 @@ class PartedData:
         token, shown = member.token, member.credentials
         self._open = OpenDoor(member.outside, self._sets, token, shown)
         self._board = Board()
-        peers.present = peers.Peers(self._board, token, shown)
+        self._peers = peers.Peers(self._board, token, shown)
+        peers.use(self._peers)
         holdings = [
-            Holding(sha256, str(each.folder), each.held) for sha256, each in self._sets.items()
+            HeldShards(sha256, str(each.folder), each.held) for sha256, each in self._sets.items()
         ]
-        own = Door(member.number, platform.node(), *self._open.address, holdings)
+        own = PeerDoor(member.number, platform.node(), *self._open.address, holdings)
         self._own = msgspec.msgpack.encode(own)
         if self._train is not None and not any(holdings[0].shards):
             member.warn(
                 f"worker {member.number} on {own.node} has no shard in {self._train.folder}: all "
                 "that it computes comes over the network."
             )
-        self._wait()
+        with member.during("meeting"):
+            self._wait()
 
     def _wait(self) -> None:
-        """Until every shard lies with somebody who is there."""
-        member, before = self._member, self._member.phase
-        member.phase = "meeting"
+        """Wait until every shard lies with somebody who is there."""
+        member = self._member
         while True:
             left = member.told_by_all(KEYS, self._own).values()
-            doors = [msgspec.msgpack.decode(each, type=Door) for each in left]
+            doors = [msgspec.msgpack.decode(each, type=PeerDoor) for each in left]
             self._board.write([door for door in doors if door.worker != member.number])
             missing = next(self._missing(doors), None)
             if missing is None:
@@ -82,9 +83,8 @@ class PartedData:
             if len(doors) >= member.job.workers:
                 raise DataError(missing)
             time.sleep(LOOK_S)
-        member.phase = before
 
-    def _missing(self, doors: list[Door]) -> Iterator[str]:
+    def _missing(self, doors: list[PeerDoor]) -> Iterator[str]:
         """A sentence for each dataset of which shards lie nowhere."""
         for sha256, dataset in self._sets.items():
             shards, elsewhere = dataset.manifest.shards, dataset.reads_elsewhere
@@ -117,14 +117,16 @@ class PartedData:
         return self._open.samples, self._open.bytes
 
     def meet(self, comm: Comm, order: PartsOrder, device: torch.device) -> Near:
-        """What lies with the members of a group; all of them call it.
+        """Ask what lies with the members of a group; all of them call it.
 
         Args:
             comm: the group.
             order: of the training set.
             device: on which tensors of the group are.
         """
-        doors = [msgspec.msgpack.decode(each, type=Door) for each in _all(comm, self._own, device)]
+        doors = [
+            msgspec.msgpack.decode(each, type=PeerDoor) for each in _all(comm, self._own, device)
+        ]
         self._board.write([door for door in doors if door.worker != self._member.number])
         sizes, name = order.sizes, self._train.manifest.sha256 if self._train is not None else ""
         held = []
@@ -136,8 +138,7 @@ class PartedData:
     def close(self) -> None:
         """Give nothing any more; a second call does nothing."""
         self._open.close()
-        if peers.present is not None:
-            peers.present.close()
+        self._peers.close()
 
 
 def sets_in(dataset: Any) -> Iterator[Shards]:
@@ -151,7 +152,7 @@ def sets_in(dataset: Any) -> Iterator[Shards]:
 
 
 def _all(comm: Comm, own: bytes, device: torch.device) -> list[bytes]:
-    """What each rank gives, in rank order."""
+    """Collect what each rank gives, in rank order."""
     lengths = torch.zeros(comm.size, dtype=torch.int64, device=device)
     comm.all_gather(lengths, torch.tensor([len(own)], device=device)).wait()
     each = int(lengths.max())
