@@ -29,6 +29,7 @@ SOURCES = Registry(
         "shards": "instep.data.sources.shards:shards",
         "text": "instep.data.sources.text:text",
         "tokens": "instep.data.sources.tokens:tokens",
+        "webdataset": "instep.data.sources.webdataset:webdataset",
     },
 )
 """Datasets that can be read from the disk, by name."""

@@ -11,6 +11,7 @@ import torch
 from datasets import load
 from PIL import Image
 from test_hugging_face_datasets import write_folder
+from test_webdataset import write_tar
 from torch.utils.data import DataLoader
 
 from instep.data import SOURCES
@@ -293,6 +294,9 @@ def made(name, folder):
     elif name == "hugging_face":
         write_folder(folder)
         return SOURCES[name](folder, transform=lambda sample: (sample["x"], sample["y"]))
+    elif name == "webdataset":
+        write_tar(folder / "a.tar", [{"npy": np.arange(3), "cls": i} for i in range(5)])
+        return SOURCES[name](folder, transform=lambda sample: (sample["npy"], sample["cls"]))
     elif name == "tokens":
         np.arange(200, dtype=np.uint16).tofile(folder / "a.bin")
         return SOURCES[name](folder / "a.bin", length=10)
@@ -302,7 +306,8 @@ def made(name, folder):
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_a_source_gives_the_same_batches_here_and_in_torchs_own_loader(tmp_path, name):
+def test_a_source_gives_the_same_batches_here_and_in_torchs_own_loader(tmp_path, name, monkeypatch):
+    monkeypatch.setenv("INSTEP_CACHE", str(tmp_path / "cache"))
     dataset = made(name, tmp_path)
     loader = Loader(dataset, seed=1, shuffle=False, processes=0)
     (ours,) = load(loader, [Slice(0, 0, len(dataset))])

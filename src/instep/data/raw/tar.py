@@ -34,6 +34,14 @@ class _Member(NamedTuple):
     about: tarfile.TarInfo
 
 
+class Stored(NamedTuple):
+    """Where the bytes of a member lie in its file."""
+
+    field: str
+    offset: int
+    size: int
+
+
 class Tar:
     """A dict for each key: `__key__` (str), and the bytes of each of its members by its field."""
 
@@ -108,6 +116,28 @@ class Tar:
         """The name of its first member."""
         with _opened(path) as file:
             return f"member {next(_members(path, file, place)).about.name!r}"
+
+
+def records_of(path: Path) -> Iterator[tuple[str, list[Stored]]]:
+    """The key of each record, and where its members lie; only headers are read.
+
+    Raises:
+        DataError: the file cannot be read or is damaged, or a record in it is bad.
+    """
+    seen = set[str]()
+    with _opened(path) as file:
+        for key, group in groupby(_members(path, file, 0), lambda member: member.key):
+            members = list(group)
+            wrong = "its members are in two places" if key in seen else _wrong(members)
+            if not wrong and any(member.about.issparse() for member in members):
+                wrong = "a member is stored with holes"
+            if wrong:
+                raise DataError(f"{path}, record {key!r}: {wrong}. Write the file again.")
+            seen.add(key)
+            yield (
+                key,
+                [Stored(m.field, m.about.offset_data, m.about.size) for m in members],
+            )
 
 
 @contextmanager

@@ -6,7 +6,6 @@ gathered: it may be changed. Which files there are is not known here. Way in: `R
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 
 from instep.data.shards.columns import Column
+from instep.data.shards.values import image_of, tensor_of
 from instep.data.shards.views import Array, View
 from instep.errors import DataError, near_miss
 
@@ -176,7 +176,7 @@ def _gathered(
         values = np.empty((count, *column.shape), column.element)
         for mine, views, rows in places:
             values[mine] = views[at].data[rows]
-        return _tensor(values)
+        return tensor_of(values)
     found: list[Any] = [None] * count
     for mine, views, rows in places:
         view = views[at]
@@ -191,22 +191,8 @@ def _value(column: Column, value: Array) -> Any:
     if column.kind == "bytes":
         return value.tobytes()
     if column.kind == "image":
-        return _image(value.tobytes())
-    return _tensor(value.copy())
-
-
-def _tensor(values: Array) -> torch.Tensor:
-    """A tensor of the values; those of float64 in torch's default type, as a model has them."""
-    found = torch.from_numpy(values)
-    return found.to(torch.get_default_dtype()) if found.dtype == torch.float64 else found
-
-
-def _image(data: bytes) -> torch.Tensor:
-    """[3, height, width] uint8."""
-    from PIL import Image
-
-    with Image.open(io.BytesIO(data)) as image:
-        return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).contiguous()
+        return image_of(value.tobytes())
+    return tensor_of(value.copy())
 
 
 def _texts(view: View) -> list[str]:

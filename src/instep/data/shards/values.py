@@ -1,0 +1,23 @@
+"""Values of samples as recipes get them: tensors of numbers, and of images."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def tensor_of(values: np.ndarray[Any, Any]) -> torch.Tensor:
+    """A tensor of the values; those of float64 in torch's default type, as a model has them."""
+    found = torch.from_numpy(values)
+    return found.to(torch.get_default_dtype()) if found.dtype == torch.float64 else found
+
+
+def image_of(data: bytes) -> torch.Tensor:
+    """[3, height, width] uint8, of the bytes of an image file."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(data)) as image:
+        return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).contiguous()
