@@ -118,13 +118,12 @@ def _of_job(args: argparse.Namespace) -> int:
         raise SpecError("--verify is for a prepared folder, and a job file is given.")
     job = load(Path(args.of), args.set)
     prepare_data(job.prepare, quiet=False)
-    number = args.sample or 0
-    about = about_data(job, number)
+    about = about_data(job, args.sample)
     lines = job_lines(about.as_table())
     if args.sample is not None:
         sample = about.sample
         named = sample if isinstance(sample, Mapping) else dict(enumerate(_several(sample)))
-        lines += sample_lines(number, {str(name): value for name, value in named.items()})
+        lines += sample_lines(args.sample, {str(name): value for name, value in named.items()})
     for line in [json.dumps(about.as_table())] if args.json else lines:
         say(line)
     return 0

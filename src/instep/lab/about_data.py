@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from math import log
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from instep.data.order import Order, key
+from instep.data.parts.cut import parts_order
 from instep.data.samples.contents import content_of
 from instep.data.samples.duplicates import Duplicates, duplicates
 from instep.errors import SpecError
@@ -24,6 +26,7 @@ from instep.recipe.source_file import load_function
 from instep.spec import JobSpec
 from instep.worker.data_split import SplitData, split_data
 from instep.worker.own_data import divide
+from instep.worker.step.parted_data import sets_in
 
 MOST_READ = 2000
 """Samples of each side whose contents are compared."""
@@ -35,12 +38,18 @@ _OF_LOOK = 63
 
 
 class Part(NamedTuple):
-    """What one participant has."""
+    """Samples of one participant, or of one of `data.parts`."""
 
     samples: int
     share: float
     skew: float | None
     """Kullback-Leibler divergence of its labels from those of all, in nats; None: no labels."""
+    shards: int = 0
+    """Files of it, of `data.parts`; and how many of them are on this machine."""
+    here: int = 0
+    first: str = ""
+    last: str = ""
+    """Names of its first and its last file."""
 
 
 class AboutData(NamedTuple):
@@ -74,12 +83,12 @@ class AboutData(NamedTuple):
         }
 
 
-def about_data(job: JobSpec, sample: int = 0) -> AboutData:
+def about_data(job: JobSpec, sample: int | None = None) -> AboutData:
     """Look at the dataset of a job.
 
     Args:
         job: the job; its paths are absolute.
-        sample: which sample of the training side is shown.
+        sample: which sample of the training side is shown; it has to be on this machine.
 
     Raises:
         InstepError: the recipe cannot be called, or its dataset not be divided.
@@ -89,7 +98,7 @@ def about_data(job: JobSpec, sample: int = 0) -> AboutData:
     split = split_data(job, made)
     recipe = split.recipe
     samples, validated = len(recipe.train), len(recipe.validate or ())
-    if not 0 <= sample < samples:
+    if sample is not None and not 0 <= sample < samples:
         raise SpecError(f"--sample {sample}: the training side has {samples:,} samples.")
     sides = (recipe.train, recipe.validate) if validated else (recipe.train,)
     labels = _labels(job, split)
@@ -101,7 +110,7 @@ def about_data(job: JobSpec, sample: int = 0) -> AboutData:
         classes=_classes(labels, split),
         twins=duplicates(*(_contents(side, job.seed) for side in sides)) if validated else None,
         parts=list(_parts(job, recipe, labels, split)),
-        sample=recipe.train[sample],
+        sample=None if sample is None else recipe.train[sample],
     )
 
 
@@ -154,6 +163,8 @@ def _parts(
     labels: Callable[[int], Hashable] | None,
     split: SplitData,
 ) -> Iterator[Part]:
+    if job.data.parts:
+        yield from _on_hosts(job, recipe)
     own = divide(job, recipe)
     if own is None:
         return
@@ -173,6 +184,17 @@ def _parts(
     for size, found in zip(sizes, each, strict=True):
         skew = _divergence(found, whole) if labels is not None else None
         yield Part(size, size / sum(sizes), skew)
+
+
+def _on_hosts(job: JobSpec, recipe: Recipe) -> Iterator[Part]:
+    """The parts of a dataset that lie on hosts, and what of them is here."""
+    order, folder = parts_order(job, recipe.train), next(sets_in(recipe.train), None)
+    held = np.unpackbits(np.frombuffer(folder.held if folder else b"", "u1"), bitorder="little")
+    for size, (first, stop) in zip(order.part_sizes.tolist(), pairwise(order.bounds), strict=True):
+        files = [each.file for each in folder.manifest.shards[first:stop]] if folder else []
+        ends = (files[0], files[-1]) if files else ("", "")
+        here = int(held[first:stop].sum())
+        yield Part(size, size / order.samples, None, stop - first, here, *ends)
 
 
 def _divergence(part: Counter[Hashable], whole: Counter[Hashable]) -> float:

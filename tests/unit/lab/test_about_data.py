@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 
 from instep.cli import main
+from instep.data.shards.encode import encode
+from instep.data.shards.manifest import Manifest, Shard, write_manifest
+from instep.data.shards.writer import ShardWriter
 from instep.errors import SpecError
 from instep.lab.about_data import about_data
 from instep.spec_file import load
@@ -78,3 +81,40 @@ def test_parts_of_participants_and_how_far_their_labels_are_from_all(job):
 def test_a_sample_that_is_not_there_is_refused(job):
     with pytest.raises(SpecError, match="the training side has 40 samples"):
         about_data(job(""), sample=40)
+
+
+IN_PARTS = """
+import torch
+from torch import nn
+import instep
+from instep.data.sources import shards
+
+def recipe():
+    return instep.Recipe(
+        model=nn.Linear(1, 1), train=shards("here"), compute_loss=lambda model, batch: batch["n"],
+        optimizer=lambda p: torch.optim.SGD(p, 0.1),
+    )
+"""
+
+
+def test_the_parts_of_a_set_on_hosts_and_what_of_them_is_here(job, tmp_path, capsys):
+    (tmp_path / "here").mkdir()
+    samples = [{"n": float(number)} for number in range(40)]
+    shards = []
+    for number in range(4):
+        encoded = encode(samples[number * 10 : number * 10 + 10], None)
+        with ShardWriter(tmp_path / "here" / f"{number}.arrow", encoded.columns) as writer:
+            writer.write(encoded.views)
+            writer.close()
+        shards.append(Shard(f"{number}.arrow", 10, writer.bytes))
+    manifest = Manifest(
+        columns=encoded.columns, samples=40, bytes=1, sha256="s", bad=0, shards=shards
+    )
+    write_manifest(tmp_path / "here", manifest)
+    (tmp_path / "here" / "3.arrow").unlink()
+    job("[data]\norder = 'windowed'\nparts = 2\n")
+    (tmp_path / "net.py").write_text(IN_PARTS)
+    assert main(["data", "job.toml"]) == 0
+    out = capsys.readouterr().out
+    assert "part 0     20 samples (50.0%), 2 of 2 shards here: 0.arrow to 1.arrow" in out
+    assert "part 1     20 samples (50.0%), 1 of 2 shards here: 2.arrow to 3.arrow" in out

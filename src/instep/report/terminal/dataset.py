@@ -113,5 +113,12 @@ def _job_lines(about: Mapping[str, Any]) -> Iterator[str]:
             "train on"
         )
     for number, part in enumerate(about["parts"]):
-        skew = f", labels {part['skew']:.3f} nats from all" if part["skew"] is not None else ""
-        yield f"part {number:<6}{part['samples']:,} samples ({part['share']:.1%}){skew}"
+        yield f"part {number:<6}{part['samples']:,} samples ({part['share']:.1%}){_more(part)}"
+
+
+def _more(part: Mapping[str, Any]) -> str:
+    """The skew of a part, or where it lies."""
+    found = f", labels {part['skew']:.3f} nats from all" if part["skew"] is not None else ""
+    if part["shards"]:
+        found += f", {part['here']} of {plural(part['shards'], 'shard')} here"
+    return found + (f": {part['first']} to {part['last']}" if part["first"] else "")
