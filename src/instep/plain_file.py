@@ -119,6 +119,20 @@ def write_plain(path: Path, text: str) -> None:
         file.write(text)
 
 
+_elsewhere = ""
+
+
+def on_host() -> None:
+    """From now on this process shares folders with processes of other machines."""
+    global _elsewhere
+    _elsewhere = f"-{os.urandom(4).hex()}"
+
+
+def beside_of(path: Path) -> Path:
+    """The name that a file has until it is whole: that of no other process's file."""
+    return path.with_name(f".{path.name}.{os.getpid()}{_elsewhere}")
+
+
 def replace_plain(
     path: Path, text: str | bytes, mode: int = 0o666, *, durable: bool = False
 ) -> None:
@@ -133,7 +147,7 @@ def replace_plain(
     Raises:
         OSError: it cannot be written; nothing is left behind.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside = beside_of(path)
     try:
         beside.unlink(missing_ok=True)  # of a process that was killed, or of somebody else
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL

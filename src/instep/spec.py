@@ -670,7 +670,8 @@ class PrepareSpec(Section, frozen=True, kw_only=True):
     """Of random draws of `map`, and of `shuffle`; the run's own seed changes no shard."""
 
     workers: Positive | None = None
-    """Worker processes; by default one for each processor. The shards are the same."""
+    """Worker processes, on the hosts of `[launch]`; by default one for each processor, on a cluster
+    as many as the run has. The shards are the same."""
 
     def __post_init__(self) -> None:
         if bool(self.sources) != bool(self.to):

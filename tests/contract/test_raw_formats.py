@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from instep.data.raw import FORMATS, Piece
+from instep.data.raw import FORMATS, Piece, opened
 from instep.errors import DataError
 
 TABLE = pa.table({"a": range(60), "b": [f"{i}\n" for i in range(60)]})
@@ -75,6 +75,19 @@ def test_records_their_order_and_their_places_are_the_same_at_any_cut(tmp_path, 
         read.append((rows, [form.where(path, place) for place in places]))
     assert len(read[0][0]) == len(set(read[0][1])) == 60
     assert read[0] == read[1] == read[2]
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "images"])
+def test_a_file_that_another_machine_has_is_read_the_same(tmp_path, name, monkeypatch):
+    path, form = tmp_path / "sample", FORMATS[name]()
+    SAMPLES[name](path)
+    pieces = pieces_of(form, path, 200)
+    here = [list(form.read(piece)) for piece in pieces]
+    data = path.read_bytes()
+    path.unlink()
+    there = opened.Elsewhere(len(data), lambda: io.BytesIO(data))
+    monkeypatch.setattr(opened, "_find", lambda _: there)
+    assert [list(form.read(piece)) for piece in pieces] == here
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -21,12 +21,16 @@ if TYPE_CHECKING:
 
 def prepare(args: argparse.Namespace) -> int:
     """Prepare raw files as shards, the same whatever the number of workers."""
-    from instep.client.preparing import prepared
+    from instep.client.preparing import launch_of, prepared
 
+    if args.set and args.on is None:
+        raise SpecError("--set needs --on: it says how hosts are started.")
+    job = launch_of(args.on, args.workers, args.map, args.set) if args.on else None
     done = prepared(
         "instep prepare",
         say_aside,
         args.workers,
+        job,
         sources=args.sources,
         to=args.to,
         map=args.map,
@@ -76,6 +80,10 @@ def prepare_options(parser: Parser) -> None:
     add("--seed", type=int, default=0, metavar="N", help=text)
     text = "number of worker processes (default: one for each processor)"
     add("--workers", type=int, metavar="N", help=text)
+    text = "where they are: local, hosts, slurm or ray (default: local)"
+    add("--on", metavar="LAUNCHER", help=text)
+    text = """how hosts are started, as launch.hosts='["ssh a", "ssh b"]'; may be repeated"""
+    add("--set", action="append", default=[], metavar="launch.KEY=VALUE", help=text)
 
 
 def data(args: argparse.Namespace) -> int:
@@ -117,7 +125,7 @@ def _of_job(args: argparse.Namespace) -> int:
     if args.verify:
         raise SpecError("--verify is for a prepared folder, and a job file is given.")
     job = load(Path(args.of), args.set)
-    prepare_data(job.prepare, quiet=False)
+    prepare_data(job, quiet=False, here=True)
     about = about_data(job, args.sample)
     lines = job_lines(about.as_table())
     if args.sample is not None:

@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.errors import SpecError
-from instep.spec import PrepareSpec
+from instep.spec import JobSpec
 from instep.words import printable
 
 if TYPE_CHECKING:
+    from instep.prepare.hosts import Hosting
     from instep.prepare.prepare import Prepared
 
+HOSTED = ("hosts", "slurm", "ray")
+"""Launchers on whose hosts data are prepared; machines that join by hand have come for the run."""
 
-def prepared(who: str, say: Callable[[str], None], workers: int | None, **asked: Any) -> Prepared:
+
+def prepared(
+    who: str,
+    say: Callable[[str], None],
+    workers: int | None,
+    job: JobSpec | None = None,
+    **asked: Any,
+) -> Prepared:
     """Make shards.
 
     Args:
         who: asks for them, for a message.
         say: prints a line.
         workers: processes; None: one for each processor.
+        job: its `[launch]` says where they are; None: on this machine.
         asked: fields of `prepare.asked.Asked`.
 
     Raises:
@@ -33,22 +46,76 @@ def prepared(who: str, say: Callable[[str], None], workers: int | None, **asked:
         raise SpecError(
             f"{who} needs the package {error.name}: pip install 'instep[data]'."
         ) from None
-    return prepare(Asked(**asked), say, workers=workers)
+    if job is None or job.launch.launcher not in HOSTED:
+        return prepare(Asked(**asked), say, workers=workers)
+    return prepare(Asked(**asked), say, workers=workers, enter=lambda: _hosting(job))
 
 
-def prepare_data(spec: PrepareSpec, *, quiet: bool) -> None:
+@contextmanager
+def _hosting(job: JobSpec) -> Iterator[Hosting]:
+    """A launcher for the hosts of a job, and where they connect; none is left at the end."""
+    from instep.client.job_checks import open_switchboard
+    from instep.client.launching import launching
+    from instep.prepare.hosts import Hosting
+
+    with launching(job) as (settled, launcher):
+        board = open_switchboard(settled)
+        try:
+            yield Hosting(launcher, board, settled.launch)
+        finally:
+            launcher.stop()
+            board.close()
+
+
+def launch_of(on: str, workers: int | None, map: str | None, changes: Sequence[str]) -> JobSpec:
+    """A job that says where a preparation's workers are, and nothing else.
+
+    Args:
+        on: as `launch.on`.
+        workers: all of them.
+        map: the function's reference.
+        changes: `launch.KEY=VALUE` or `network=VALUE`.
+
+    Raises:
+        SpecError: there is no such launcher, or a change is of something else.
+    """
+    from instep import spec_file
+    from instep.overrides import apply_overrides
+
+    for change in changes:
+        if not change.startswith(("launch.", "network=")):
+            raise SpecError(f"--set {change!r}: instep prepare has launch.KEY=VALUE and network.")
+    if on not in ("local", *HOSTED):
+        raise SpecError(f"--on {on!r}: wanted is local, hosts, slurm or ray.")
+    if on in ("slurm", "ray") and workers is None:
+        raise SpecError(f"--on {on} needs --workers N: the cores to ask the cluster for.")
+    table: dict[str, Any] = {
+        "name": "prepare",
+        "recipe": map or "none.py:none",
+        "workers": workers or 1,
+        "launch": {"on": on},
+    }
+    typed = apply_overrides(table, changes)
+    job = spec_file.build(table, source="instep prepare", typed=typed)
+    return spec_file.absolute(job, Path.cwd())
+
+
+def prepare_data(job: JobSpec, *, quiet: bool, here: bool = False) -> None:
     """Make the shards that a job asks for; nothing if it asks for none.
 
     Args:
-        spec: of the job.
+        job: has a `[prepare]`, and a `[launch]`.
         quiet: print nothing.
+        here: on this machine, whatever the job says.
 
     Raises:
         InstepError: they cannot be made.
         KeyboardInterrupt: a signal has come; what was done is kept.
     """
+    spec = job.prepare
     if not spec.sources:
         return
+    cluster = job.launch.launcher in ("slurm", "ray")
 
     def say(text: str) -> None:
         if not quiet:
@@ -57,7 +124,8 @@ def prepare_data(spec: PrepareSpec, *, quiet: bool) -> None:
     done = prepared(
         "[prepare]",
         say,
-        spec.workers,
+        spec.workers or (job.workers if cluster and not here else None),
+        None if here else job,
         sources=list(spec.sources),
         to=spec.to,
         map=spec.map or None,

@@ -175,7 +175,7 @@ def run_job(
     open_standard_streams()
     check_job(job, resumed=start_point.checkpoint is not None)
     job = with_options(job)
-    prepare_data(job.prepare, quiet=quiet)
+    prepare_data(job, quiet=quiet)
     there, view = runs.exists(), {"quiet": quiet, "json": json_output}
     try:
         with launching(job) as (settled, launcher):

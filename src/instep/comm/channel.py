@@ -324,6 +324,10 @@ class Hub:
         name = self._listener.getsockname()
         self.address = Address(name[0], name[1])
 
+    def fileno(self) -> int:
+        """For `select` and its kin: readable when something has arrived."""
+        return self._selector.fileno()
+
     def receive(self, timeout_s: float) -> Iterator[tuple[Peer, AnyMessage | None]]:
         """Whatever arrives within `timeout_s`; None from a peer whose connection is closed."""
         if self._full_until and time.monotonic() > self._full_until:

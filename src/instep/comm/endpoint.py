@@ -30,6 +30,8 @@ class Endpoint:
     """The number of the host that the process is on."""
     credentials: Credentials | None = None
     """What the process shows; None where connections are not encrypted."""
+    program: str = ""
+    """The module that a launcher runs on the host; empty: the fork server."""
 
     @cached_property
     def context(self) -> ssl.SSLContext | None:

@@ -575,6 +575,17 @@ class Predicted(Message, frozen=True):
     batch: int
 
 
+# ---- preparation, whose tasks need no generation
+
+
+class Carry(Message, frozen=True):
+    """Between the master of a preparation and a host: a message of `prepare/messages.py`."""
+
+    worker: int
+    """Whom it is to, or from; -1: the host itself."""
+    body: bytes
+
+
 AnyMessage: TypeAlias = (
     Hello
     | Welcome
@@ -626,6 +637,7 @@ AnyMessage: TypeAlias = (
     | Release
     | Predict
     | Predicted
+    | Carry
 )
 """Everything that may arrive on a channel."""
 

@@ -55,8 +55,9 @@ class LocalLauncher:
         Raises:
             RunError: the command before it is none.
         """
+        program = endpoint.program or "instep.launch.fork_server"
         with open(host_log(logs, endpoint.host), "ab", opener=plain) as log:
-            command = [*self._before, sys.executable, "-P", "-m", "instep.launch.fork_server"]
+            command = [*self._before, sys.executable, "-P", "-m", program]
             try:
                 self._process = start_with_retries(
                     command,

@@ -23,6 +23,7 @@ from instep.data.shards.encode import Encoded, encode
 from instep.data.shards.views import Array, View, based, batch_of, bytes_of, views_of
 from instep.data.shards.writer import BATCH_BYTES, ShardFile, ShardWriter
 from instep.errors import DataError, InstepError
+from instep.plain_file import beside_of
 from instep.prepare.asked import Asked
 from instep.prepare.function import Bad, reducer_of, several
 from instep.prepare.messages import Merge, Sort
@@ -69,8 +70,9 @@ class Exchange:
         with ShardWriter(to, columns) as writer:
             for views in taken(held, columns, order):
                 writer.write(views)
-            beside = to.with_name(f".{to.stem}.npy")
-            np.save(beside, numbers[order])
+            beside = beside_of(to.with_suffix(".npy"))
+            with open(beside, "wb") as file:
+                np.save(file, numbers[order])
             beside.replace(to.with_suffix(".npy"))
             writer.close()
         return writer.bytes

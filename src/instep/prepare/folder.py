@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +24,9 @@ from instep.prepare.messages import Mapped, Segment
 from instep.store.own_files import lock, open_own, unlock
 
 _LOCK = "lock"
+
+MARK = "mark"
+"""A file by which a host knows whether it sees this folder."""
 
 
 class Folder:
@@ -135,6 +139,12 @@ class Folder:
                 return True
             path.unlink()
         return False
+
+    def mark(self) -> str:
+        """Write the mark by which a host knows the folder of results; returns it."""
+        text = secrets.token_hex(16)
+        replace_plain(self.work / MARK, text)
+        return text
 
     def clean(self) -> None:
         """Remove what processes left that were killed."""

@@ -26,6 +26,11 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     asked: Asked
     folder: str
     """Where results of tasks lie."""
+    on_host: bool = False
+    """Whether the worker asks the master for raw files that its machine does not have."""
+    sends: bool = False
+    """Whether it sends the files of its results, as its machine does not have the master's folder.
+    """
 
 
 class Scan(msgspec.Struct, frozen=True, tag=True):
@@ -112,6 +117,9 @@ class Sum(msgspec.Struct, frozen=True, tag=True):
 
 Task = Scan | Head | Map | Again | Sort | Merge | Join | Digest | Sum
 
+NEAR = (Again, Sort, Merge, Join, Digest, Sum)
+"""Tasks that read results of others: only for a machine that has the master's folder."""
+
 
 class Mapped(msgspec.Struct, kw_only=True):
     """The result of a `Map`; the file beside its samples has it too."""
@@ -155,4 +163,89 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     """Records of its present task so far."""
 
 
+# ---- workers on hosts
+
+
+class Look(msgspec.Struct, frozen=True, tag=True):
+    """To the master: what is this raw file like? The reply is `Looked`."""
+
+    path: str
+
+
+class Looked(msgspec.Struct, frozen=True, tag=True):
+    """A raw file: one at the same path that is the same in all of this is the same file."""
+
+    size: int
+    modified_ns: int
+    digest: bytes
+    """Digest of some of its bytes (`files.digest_of`); empty if the master cannot read it."""
+
+
+class Get(msgspec.Struct, frozen=True, tag=True):
+    """To the master: bytes of a raw file. The reply is `Got`."""
+
+    path: str
+    first: int
+    size: int
+
+
+class Got(msgspec.Struct, frozen=True, tag=True):
+    """Bytes of a raw file; none: it ends there, or cannot be read."""
+
+    data: bytes
+
+
+class Part(msgspec.Struct, frozen=True, tag=True):
+    """To the master: the next bytes of a file of a result."""
+
+    data: bytes
+
+
+class Sent(msgspec.Struct, frozen=True, tag=True):
+    """To the master: the parts since the last such message are the whole of a file."""
+
+    name: str
+    bytes: int
+    crc32: int
+
+
+class HostSetup(msgspec.Struct, frozen=True, tag=True):
+    """To a host, the first message."""
+
+    setup: Setup
+    workers: int
+    """How many it is to have; 0: one for each processor."""
+    mark: str
+    """The text of the file `folder.MARK`, by which a host knows whether it sees the folder."""
+    files: dict[str, str]
+    """The files that a host needs, such as that of the user's function, with their hashes."""
+
+
+class HostReady(msgspec.Struct, frozen=True, tag=True):
+    """From a host: it has so many workers."""
+
+    workers: int
+    sees: bool
+    """Whether it sees the folder of results."""
+
+
+ITSELF = -1
+"""In the place of a worker's number: the host."""
+
+
+class Lost(msgspec.Struct, frozen=True, tag=True):
+    """From a host: a worker has ended, and its task is to be given to another."""
+
+    worker: int
+    how: str
+    printed: str = ""
+    """The last line that it printed."""
+
+
 Answer = Done | Failed | Beat
+
+FromWorker = Done | Failed | Beat | Look | Get | Part | Sent
+
+ToWorker = Scan | Head | Map | Again | Sort | Merge | Join | Digest | Sum | Looked | Got
+
+FromHost = HostReady | Lost | Failed

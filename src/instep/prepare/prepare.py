@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from instep.data.shards.manifest import Manifest
 from instep.errors import SpecError
-from instep.prepare.asked import Asked
+from instep.prepare.asked import Asked, hash_of_file
 from instep.prepare.crew import Crew, Interrupted
 from instep.prepare.folder import Folder
+from instep.prepare.hosts import Hosting, Hosts
 from instep.prepare.job import Job
-from instep.prepare.messages import Setup
-from instep.prepare.plan import files_of
+from instep.prepare.messages import HostSetup, Setup
+from instep.prepare.plan import RawFile, files_of
 from instep.system.processes import on_signals
 from instep.units import readable_bytes, readable_seconds
 from instep.words import plural
+
+Enter = Callable[[], AbstractContextManager[Hosting]]
+"""Gives a launcher, and ends what it has started."""
 
 
 class Prepared(NamedTuple):
@@ -78,20 +83,28 @@ class Prepared(NamedTuple):
         }
 
 
-def prepare(asked: Asked, say: Callable[[str], None], *, workers: int | None = None) -> Prepared:
+def prepare(
+    asked: Asked,
+    say: Callable[[str], None],
+    *,
+    workers: int | None = None,
+    enter: Enter | None = None,
+) -> Prepared:
     """Make shards of raw files, or continue with what an earlier command has made of them.
 
     Args:
         asked: sources, function and folder.
         say: prints a line of progress.
-        workers: processes; by default one for each processor of this process.
+        workers: processes; by default one for each processor of this process, or of each host.
+        enter: gives the launcher of hosts on which the workers are; None: they are here.
 
     Raises:
         InstepError: nothing was started, or a task cannot be done; the text says why. What was
             done is kept, and not done again by the same call.
     """
     began = time.monotonic()
-    count = workers if workers is not None else len(os.sched_getaffinity(0))
+    here = len(os.sched_getaffinity(0))
+    count = here if workers is None or (enter is not None and workers > 0) else workers
     _check(asked, count)
     files = files_of(asked)
     folder = Folder(Path(asked.to).absolute())
@@ -99,7 +112,10 @@ def prepare(asked: Asked, say: Callable[[str], None], *, workers: int | None = N
     with folder.held(), on_signals(lambda number, _: signals.append(number)):
         folder.clean()
         setup = Setup(asked, str(folder.work))
-        crew = Crew(setup, count, say, signals, again=asked.map is not None)
+        hosts = None
+        if enter is not None:
+            hosts = Hosts(enter, _for_hosts(setup, folder), _paths(files), workers or 0, say)
+        crew = Crew(setup, count, say, signals, again=asked.map is not None, hosts=hosts)
         job = Job(asked, folder, files, crew, count, say)
         try:
             manifest = job.run()
@@ -114,10 +130,23 @@ def prepare(asked: Asked, say: Callable[[str], None], *, workers: int | None = N
         tasks=job.tasks,
         done_before=job.done_before,
         lost=crew.lost,
-        workers=count,
+        workers=(hosts.most if hosts is not None else 0) or count,
         seconds=time.monotonic() - began,
         bad=job.first_bad,
     )
+
+
+def _for_hosts(setup: Setup, folder: Folder) -> HostSetup:
+    asked = setup.asked
+    functions = [given.rpartition(":")[0] for given in (asked.map, asked.reduce) if given]
+    tokens = [asked.tokens] if asked.tokens and asked.tokens != "bytes" else []
+    files = {path: hash_of_file(path) for path in (*functions, *tokens)}
+    return HostSetup(setup, 0, folder.mark(), files)
+
+
+def _paths(files: Sequence[RawFile]) -> list[str]:
+    """The files of the sources that can be read from elsewhere: all but images in folders."""
+    return [str(file.path) for file in files]
 
 
 def _check(asked: Asked, workers: int) -> None:

@@ -5,19 +5,34 @@ Run as `python -m instep.prepare.process DESCRIPTOR`; ends when the other end is
 
 from __future__ import annotations
 
-import errno
 import gc
 import signal
 import sys
 import threading
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import msgspec
 import pyarrow as pa
 
-from instep.errors import InstepError, one_line
-from instep.prepare.messages import Beat, Done, Failed, Setup, Task
+from instep.data.raw.opened import read_through
+from instep.errors import InstepError
+from instep.plain_file import on_host
+from instep.prepare.failed import failed_by
+from instep.prepare.files import RawFiles, parts_of
+from instep.prepare.messages import (
+    Beat,
+    Done,
+    Failed,
+    Get,
+    Got,
+    Look,
+    Looked,
+    Map,
+    Setup,
+    Task,
+)
 from instep.prepare.task import Doer
 from instep.system.processes import die_with_parent, name_process
 
@@ -63,8 +78,16 @@ def main() -> int:
     pa.set_cpu_count(1)
     connection = Connection(int(sys.argv[1]))
     speaker = Speaker(connection)
+
+    def ask(question: Look | Get) -> Looked | Got:
+        speaker.say(question)
+        return msgspec.msgpack.decode(connection.recv_bytes(), type=Looked | Got)
+
     try:
         setup = msgspec.msgpack.decode(connection.recv_bytes(), type=Setup)
+        if setup.on_host:
+            on_host()
+            read_through(RawFiles(ask).find)
         try:
             doer = Doer(setup, speaker.at)
         except InstepError as error:
@@ -72,7 +95,11 @@ def main() -> int:
             return 0
         while True:
             task = msgspec.msgpack.decode(connection.recv_bytes(), type=Task)
-            speaker.say(_answer(doer, task))
+            answer = _answer(doer, task)
+            if setup.sends and isinstance(task, Map) and isinstance(answer, Done):
+                for part in parts_of(Path(setup.folder), task.key):
+                    speaker.say(part)
+            speaker.say(answer)
     except (EOFError, OSError):
         return 0
 
@@ -83,14 +110,7 @@ def _answer(doer: Doer, task: Task) -> Done | Failed:
     except InstepError as error:
         return Failed(task.number, type(error).__name__, str(error))
     except OSError as error:
-        what = error.filename or "the folder of --to"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            text = (
-                "its disk is full. Free some, and give the same command again: what is done is kept"
-            )
-            return Failed(task.number, "RunError", f"{what} cannot be written: {text}.")
-        text = f"{what} cannot be used: {error.strerror or one_line(error)}."
-        return Failed(task.number, "DataError", text)
+        return failed_by(error, task.number)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gzip
 import itertools
-import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, BinaryIO
 from msgspec.structs import replace
 
 from instep.data.raw.base import Piece
+from instep.data.raw.opened import opened, size_of
 from instep.data.raw.zstd import frames_of
 from instep.errors import DataError, one_line
 
@@ -49,7 +49,7 @@ def whole(path: str | Path) -> Piece:
         DataError: it does not exist, or cannot be looked at.
     """
     try:
-        return Piece(str(path), "", 0, os.stat(path).st_size)
+        return Piece(str(path), "", 0, size_of(path))
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from error
 
@@ -93,8 +93,8 @@ def bytes_of(piece: Piece) -> Iterator[tuple[bytes, bool]]:
         DataError: the file is damaged, or has changed since it was cut.
     """
     try:
-        with open(piece.path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
+        with opened(piece.path) as file:
+            size = size_of(piece.path)
             if size < piece.stop:
                 raise DataError(
                     f"{piece.path} has {size:,} bytes, and had {piece.stop:,} or more when it was "
@@ -129,7 +129,7 @@ def _zstd(file: BinaryIO, piece: Piece) -> Iterator[tuple[bytes, bool]]:
     for data in _decompressed(_zstd_stream(file, piece.start, piece.stop), piece, place, BLOCK):
         place += len(data)
         yield data, True
-    end = os.fstat(file.fileno()).st_size
+    end = size_of(piece.path)
     for data in _decompressed(_zstd_stream(file, piece.stop, end), piece, place, BEYOND):
         place += len(data)
         yield data, False

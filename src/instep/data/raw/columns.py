@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from instep.data.raw.base import Chunk, Piece
 from instep.data.raw.blocks import pyarrow, whole
+from instep.data.raw.opened import is_elsewhere, opened
 from instep.errors import DataError, one_line
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class Parquet(_Columns):
             from pyarrow import parquet
 
             file = parquet.ParquetFile(
-                piece.path, buffer_size=1 << 20, page_checksum_verification=True
+                _source(piece.path), buffer_size=1 << 20, page_checksum_verification=True
             )
             with file:
                 _check(piece, file.metadata.num_row_groups)
@@ -150,7 +151,7 @@ class Arrow(_Columns):
 
     def read(self, piece: Piece) -> Iterator[Chunk]:
         """Map batches into memory, some rows at a time."""
-        with _reading(piece.path, "Arrow") as pa, pa.memory_map(piece.path) as source:
+        with _reading(piece.path, "Arrow") as pa, _mapped(pa, piece.path) as source:
             for number, batch in _batches(pa, source, piece):
                 count = _rows_of(batch.num_rows, batch.nbytes)
                 for row in range(0, batch.num_rows, count):
@@ -164,9 +165,18 @@ class Arrow(_Columns):
         return f"batch {place >> _ROW_BITS}, row {place & (1 << _ROW_BITS) - 1}"
 
 
+def _source(path: str) -> Any:
+    """Choose what pyarrow reads: the path, which it maps or reads ahead from, or an open file."""
+    return opened(path) if is_elsewhere(path) else path
+
+
+def _mapped(pa: Any, path: str) -> Any:
+    return pa.PythonFile(opened(path), "r") if is_elsewhere(path) else pa.memory_map(path)
+
+
 def _is_file(path: str | Path) -> bool:
     """Whether it is in the file format, which has a magic number; else it is a stream."""
-    with open(path, "rb") as file:
+    with opened(path) as file:
         return file.read(6) == b"ARROW1"
 
 

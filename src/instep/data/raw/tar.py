@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from instep.data.raw.base import Chunk, Piece
+from instep.data.raw.opened import opened
 from instep.errors import DataError, one_line
 
 LARGEST = 256 << 20
@@ -143,7 +144,7 @@ def records_of(path: Path) -> Iterator[tuple[str, list[Stored]]]:
 @contextmanager
 def _opened(path: str | Path) -> Iterator[BinaryIO]:
     try:
-        with open(path, "rb") as file:
+        with opened(path) as file:
             yield file
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
@@ -199,8 +200,8 @@ def _wrong(members: list[_Member]) -> str:
 
 def _data(path: str | Path, file: BinaryIO, about: tarfile.TarInfo) -> bytes:
     if about.issparse():
-        with tarfile.open(path, "r:") as archive, archive.extractfile(about) as part:  # type: ignore[union-attr]
-            return part.read()
+        with tarfile.open(fileobj=opened(path), mode="r:") as archive:
+            return archive.extractfile(about).read()  # type: ignore[union-attr]
     file.seek(about.offset_data)
     data = file.read(about.size)
     if len(data) < about.size:

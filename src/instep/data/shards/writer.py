@@ -16,7 +16,7 @@ import pyarrow as pa
 from instep.data.shards.columns import Column
 from instep.data.shards.views import View, batch_of, columns_of, schema_of, views_of
 from instep.errors import DataError
-from instep.plain_file import plain
+from instep.plain_file import beside_of, plain
 
 BATCH_BYTES = 4 << 20
 """About so much has one record batch."""
@@ -35,7 +35,7 @@ class ShardWriter:
 
     def __init__(self, path: Path, columns: Sequence[Column]) -> None:
         self.path, self.columns = path, list(columns)
-        self._beside = path.with_name(f".{path.name}.{os.getpid()}")
+        self._beside = beside_of(path)
         self._file = open(self._beside, "wb")  # noqa: SIM115 closed by close or discard
         self._writer = pa.ipc.new_file(self._file, schema_of(columns))
         self.samples, self.bytes = 0, 0

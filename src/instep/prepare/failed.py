@@ -1,0 +1,36 @@
+"""Words on a file that cannot be used (`failed_by`), and the end of a log (`last_line`)."""
+
+from __future__ import annotations
+
+import errno
+from contextlib import suppress
+from pathlib import Path
+
+from instep.errors import MOST_OF_A_TEXT, one_line
+from instep.plain_file import read_plain
+from instep.prepare.messages import Failed
+from instep.words import printable
+
+
+def failed_by(error: OSError, number: int) -> Failed:
+    """The end of a command by what the system says.
+
+    Args:
+        error: of a file.
+        number: of the task.
+    """
+    what = error.filename or "the folder of --to"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        text = "its disk is full. Free some, and give the same command again: what is done is kept"
+        return Failed(number, "RunError", f"{what} cannot be written: {text}.")
+    text = f"{what} cannot be used: {error.strerror or one_line(error)}."
+    return Failed(number, "DataError", text)
+
+
+def last_line(log: Path) -> str:
+    """The last that a process printed, shortened; empty if there is nothing."""
+    lines = list[str]()
+    with suppress(OSError):
+        lines = read_plain(log).decode(errors="replace").split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return printable(last[:MOST_OF_A_TEXT])
