@@ -13,6 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from started import RECIPES, Start, Started
 
+from instep.data.shards.verify import damaged
+from instep.data.sources import shards
+
 pytestmark = pytest.mark.process
 
 BATCH = 8
@@ -261,6 +264,23 @@ def test_other_files_hold_the_same_numbers(start: Start, tmp_path: Path) -> None
     assert program.end() == 0, program.stderr
     lines = read_lines(program, "tokens.jsonl")
     assert {len(line["tokens"]) for line in lines} == {3, 4}
+
+
+def test_shards_hold_the_same_numbers_as_prepared_ones(start: Start, tmp_path: Path) -> None:
+    skip = ("--set", "data.unreadable=skip", "--out", "all", "--workers", 2)
+    program = start(*command(tmp_path, *skip, recipe="plain", data="unreadable"))
+    assert program.end() == 0, program.stderr
+    dataset, wanted = shards(program.work / "all"), by_hand(tmp_path)
+    left = [n for n in range(101) if n not in (16, 50)]
+    assert dataset.column("sample").tolist() == left
+    rows = torch.stack([sample["outputs"] for sample in dataset])
+    assert torch.allclose(rows, wanted[left], rtol=1e-5, atol=1e-6)
+    manifest = dataset.manifest
+    assert (manifest.samples, manifest.bad) == (99, 2)
+    assert damaged(program.work / "all", manifest) == []
+    bad = read_lines(program, f"all/{manifest.bad_file}")
+    assert [line["where"] for line in bad] == ["sample 16", "sample 50"]
+    assert told(program)["outputs"] == {"outputs": {"dtype": "float32", "shape": [101, 3]}}
 
 
 @pytest.mark.slow

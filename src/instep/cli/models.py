@@ -191,7 +191,7 @@ def predict_options(parser: Parser) -> None:
     add("--data", required=True, metavar="FILE.py:FUNCTION", help=text)
     text = "recipe that builds the model; needed for a model file"
     add("--recipe", metavar="FILE.py:FUNCTION", help=text)
-    text = "file to write: .safetensors, .npz or .jsonl (default: %(default)s)"
+    text = "file to write: .safetensors, .npz, .jsonl; or folder of shards (default: %(default)s)"
     add("--out", default="predictions.safetensors", metavar="FILE", help=text)
     text = "samples of a batch (default: as in a validation of the job)"
     add("--batch", type=int, metavar="N", help=text)

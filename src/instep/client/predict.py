@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from instep.errors import InstepError, RunError, SpecError
 from instep.launch.fork_server import MOST_PAGES
 from instep.spec import JobSpec
 from instep.store.joined import Published, publish
-from instep.store.predictions import FORMATS, Damaged, Plan, Predictions
+from instep.store.predictions import FORMATS, SHARDS, Damaged, Plan, Predictions
 from instep.system.processes import on_signals
 from instep.units import readable_seconds
 from instep.words import plural, ranges
@@ -97,6 +98,7 @@ _OPENED = {
     ".safetensors": "safetensors.torch.load_file({!r})",
     ".npz": "numpy.load({!r})",
     ".jsonl": "pandas.read_json({!r}, lines=True)",
+    SHARDS: "instep.data.sources.shards({!r})",
 }
 
 
@@ -116,7 +118,8 @@ def predict(
     Args:
         of: a run folder, or a safetensors file.
         data: `file.py:function`; the function returns a dataset.
-        out: file to write; its suffix is one of `FORMATS`, and it does not exist.
+        out: file to write; its suffix is one of `FORMATS`, or it has none and is a
+            folder of shards. It does not exist.
         say: prints a line of progress.
         recipe: `file.py:function`, which builds the model; needed for a file.
         workers: processes; by default as many as the job has. They make whole replicas.
@@ -128,8 +131,13 @@ def predict(
             predicted is kept, and taken up by the same call.
     """
     began = time.time()
-    if out.suffix not in FORMATS:
-        raise SpecError(f"--out '{out}': the file's name needs to end in {_or(FORMATS)}.")
+    if out.suffix not in (*FORMATS, SHARDS):
+        raise SpecError(
+            f"--out '{out}': the file's name needs to end in {_or(FORMATS)}; a name without a "
+            "suffix is a folder of shards."
+        )
+    if out.suffix == SHARDS and not find_spec("pyarrow"):
+        raise SpecError(f"--out '{out}': shards need pyarrow: pip install 'instep[data]'.")
     folder = Predictions(out.resolve())
     reference = data_of(data)
     if workers is not None and not 1 <= workers <= MOST_PAGES:

@@ -21,6 +21,9 @@ from instep.words import a_or_an
 ALONE = "outputs"
 """The name of an output that is the only one."""
 
+_OF_NUMPY = (".npz", "")
+"""Suffixes of files whose types are numpy's."""
+
 RESERVED = ("sample", "skipped", "skipped_samples")
 """Names that the file of predictions has for itself."""
 
@@ -126,7 +129,7 @@ def as_rows(found: Mapping[str, Tensor | list[Any]], suffix: str) -> tuple[dict[
 
     Args:
         found: from `columns`.
-        suffix: of the file.
+        suffix: of the file; empty for shards.
 
     Returns:
         Of each column its type, the shape of a row, and where it begins in the bytes.
@@ -135,17 +138,17 @@ def as_rows(found: Mapping[str, Tensor | list[Any]], suffix: str) -> tuple[dict[
         RecipeError: one cannot be written to such a file.
     """
     heads: dict[str, Any] = {}
-    body = bytearray()
+    body, named = bytearray(), suffix or "shard"
     for name, value in found.items():
         if isinstance(value, list):
             raise RecipeError(
-                f"the output {name!r} of predict is a list, which a {suffix} file cannot hold: "
+                f"the output {name!r} of predict is a list, which a {named} file cannot hold: "
                 "give a tensor, padded to one length, or name an --out that ends in .jsonl."
             )
         kind = TYPES.get(value.dtype, "")
-        if not kind or (suffix == ".npz" and kind == "BF16"):
+        if not kind or (suffix in _OF_NUMPY and kind == "BF16"):
             raise RecipeError(
-                f"the output {name!r} of predict has the type {value.dtype}, which a {suffix} file "
+                f"the output {name!r} of predict has the type {value.dtype}, which a {named} file "
                 "cannot hold: convert it, as with .float()."
             )
         heads[name] = [kind, list(value.shape[1:]), len(body)]

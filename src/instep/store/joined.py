@@ -2,7 +2,8 @@
 
 Rows are copied as bytes: no number is computed again, and no tensor has to fit into memory. A
 sample that was skipped keeps its place: NaN (0 for whole numbers) in a tensor, and its cause
-instead of outputs in a `.jsonl`. Nothing here knows models or torch. Way in: `publish`.
+instead of outputs in a `.jsonl`; shards leave it out. Nothing here knows models or torch. Way in:
+`publish`.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import zipfile
 from collections.abc import Iterator
 from typing import IO, Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from instep.errors import DataError, RecipeError, RunError
-from instep.store.predictions import Damaged, Part, Predictions
+from instep.store.predictions import SHARDS, Damaged, Part, Predictions
 from instep.words import plural
 
 
@@ -104,7 +106,13 @@ def publish(folder: Predictions, samples: int, batch: int) -> Published:
     parts = _Parts(folder, samples, batch)
     temporary = folder.path / f".joined.{os.getpid()}"
     try:
-        if suffix == ".jsonl":
+        if suffix == SHARDS:
+            from instep.store.predicted_shards import write_shards  # needs pyarrow
+
+            parts.look()
+            shards = write_shards(folder.path / "shards", parts, parts.outputs(), parts.made_by())
+            shards.replace(folder.out)
+        elif suffix == ".jsonl":
             with temporary.open("wb") as file:
                 for part in parts:
                     file.writelines(_lines(part))
@@ -112,9 +120,10 @@ def publish(folder: Predictions, samples: int, batch: int) -> Published:
             parts.look()
             with temporary.open("wb") as file:
                 (_write_npz if suffix == ".npz" else _write_safetensors)(parts, file)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(folder.out)
+        if suffix != SHARDS:
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            temporary.replace(folder.out)
     except OSError as error:
         raise RunError(
             f"{folder.out} cannot be written: {error.strerror}. The predictions are in "
@@ -136,7 +145,7 @@ class _Parts:
     def __init__(self, folder: Predictions, samples: int, batch: int) -> None:
         self._folder, self.samples, self._batch = folder, samples, batch
         self.columns: dict[str, tuple[str, list[int]]] = {}
-        """Of each output its type and the shape of a row."""
+        """Outputs by name: type, and the shape of a row."""
         self.skipped: list[tuple[int, str]] = []
 
     def __iter__(self) -> Iterator[Part]:
@@ -168,6 +177,18 @@ class _Parts:
                 self.columns = {name: (kind, shape) for name, (kind, shape, _) in found}
             else:
                 check_same(known, part.head)
+
+    def outputs(self) -> dict[str, tuple[np.dtype[Any], list[int]]]:
+        """Outputs by name: the type as numpy has it, and the shape of a row."""
+        return {
+            name: (np.dtype(TYPES[kind].numpy), shape)
+            for name, (kind, shape) in self.columns.items()
+        }
+
+    def made_by(self) -> dict[str, Any]:
+        """Plan of the command, for a manifest."""
+        found: dict[str, Any] = msgspec.to_builtins(self._folder.plan())
+        return {"predict": found}
 
     def rows(self, name: str) -> Iterator[bytes]:
         """The rows of an output, a batch at a time, with those of skipped samples filled."""

@@ -28,6 +28,9 @@ from instep.words import plural
 FORMATS = (".safetensors", ".npz", ".jsonl")
 """What the file of predictions may be, by its suffix."""
 
+SHARDS = ""
+"""The suffix of a folder of shards."""
+
 COPY = "model.safetensors"
 """The copy of a checkpoint's model: a run that continues may delete the checkpoint."""
 

@@ -83,14 +83,14 @@ class HuggingFace(Rows):
         return list(sizes_within(np.asarray(self._sizes, np.int64), rows).tolist())
 
     def file(self, number: int) -> _File:
-        """One of the files."""
+        """Open one of the files."""
         if number not in self._open:
             name, batches = self._files[number]
             self._open[number] = _File(name, batches(), self._stored, self._features)
         return self._open[number]
 
     def column(self, name: str) -> Array | list[str]:
-        """The values of one column of all samples."""
+        """Read one column of all samples."""
         found = super().column(name)
         if self._order is None:
             return found
@@ -124,7 +124,7 @@ class _File:
         self._views: OrderedDict[int, list[View]] = OrderedDict()
 
     def views(self, number: int) -> list[View]:
-        """The columns of one record batch.
+        """Look at the columns of one record batch.
 
         Raises:
             DataError: something is missing in it.
@@ -153,7 +153,7 @@ class _File:
 
 
 def read_stream(path: Path) -> list[pa.RecordBatch]:
-    """The record batches of a file, mapped into memory.
+    """Open the record batches of a file, mapped into memory.
 
     Raises:
         DataError: it cannot be read, or is damaged.
@@ -169,7 +169,7 @@ def read_stream(path: Path) -> list[pa.RecordBatch]:
 
 
 def _features(opened: Sequence[list[pa.RecordBatch]]) -> dict[str, Any]:
-    """What `datasets` says of each column."""
+    """Read what `datasets` says of each column."""
     for batches in opened:
         for batch in batches:
             kept = (batch.schema.metadata or {}).get(b"huggingface", b"{}")
@@ -206,7 +206,7 @@ def _columns(
 
 
 def _as_read(columns: Sequence[Column], features: Mapping[str, Any]) -> list[Column]:
-    """The columns, with images as such."""
+    """Name the columns, with images as such."""
     return [
         Column(column.name, "image") if _type(features, column.name) == "Image" else column
         for column in columns
@@ -221,7 +221,7 @@ def _type(features: Mapping[str, Any], name: str) -> str:
 def _chosen(
     batch: pa.RecordBatch, names: Sequence[str], features: Mapping[str, Any]
 ) -> pa.RecordBatch:
-    """Some columns of a batch, as plain Arrow has them."""
+    """Take some columns of a batch, as plain Arrow has them."""
     arrays = []
     for name in names:
         array, kind = batch.column(batch.schema.get_field_index(name)), _type(features, name)

@@ -26,7 +26,7 @@ class File(Protocol):
     """[batches + 1]: the first row of each batch."""
 
     def views(self, number: int) -> list[View]:
-        """The columns of one record batch."""
+        """Look at the columns of one record batch."""
 
 
 class Rows(torch.utils.data.Dataset[Any]):
@@ -60,7 +60,7 @@ class Rows(torch.utils.data.Dataset[Any]):
         self._starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).astype(np.int64)
 
     def file(self, number: int) -> File:
-        """One of the files.
+        """Open one of the files.
 
         Raises:
             DataError: it is missing or damaged.
@@ -93,7 +93,7 @@ class Rows(torch.utils.data.Dataset[Any]):
         return sample
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Several samples at once.
+        """Read several samples at once.
 
         Raises:
             IndexError: there is no such sample.
@@ -108,7 +108,7 @@ class Rows(torch.utils.data.Dataset[Any]):
         return samples if self.transform is None else [self.transform(s) for s in samples]
 
     def _rows(self, wanted: Array) -> Array:
-        """The rows of samples."""
+        """Find the rows of samples."""
         return wanted
 
     def _samples(self, rows: Array) -> list[dict[str, Any]]:
@@ -121,7 +121,7 @@ class Rows(torch.utils.data.Dataset[Any]):
         return [{name: gathered[name][row] for name in self.columns} for row in range(len(rows))]
 
     def column(self, name: str) -> Array | list[str]:
-        """The values of one column of all samples, without reading the others.
+        """Read one column of all samples, without reading the others.
 
         Returns:
             [samples] of numbers as they are stored, or [samples, ...] of arrays; a list of text.
@@ -152,7 +152,7 @@ class Rows(torch.utils.data.Dataset[Any]):
                 yield file.views(batch)[at]
 
     def _places(self, wanted: Array) -> Iterator[tuple[Array, list[View], Array]]:
-        """Where rows lie: of each record batch which of `wanted`, its views, and rows in it."""
+        """Find where rows lie: per record batch which of `wanted`, its views, rows in it."""
         files = np.searchsorted(self._starts, wanted, "right") - 1
         chosen = [self._known[name] for name in dict.fromkeys(self.columns)]
         for number in np.unique(files).tolist():
@@ -171,7 +171,7 @@ class Rows(torch.utils.data.Dataset[Any]):
 def _gathered(
     column: Column, places: list[tuple[Array, list[View], Array]], at: int, count: int
 ) -> Any:
-    """The values of a column for `count` samples, to be indexed by sample."""
+    """Gather the values of a column for `count` samples, to be indexed by sample."""
     if not column.ragged:
         values = np.empty((count, *column.shape), column.element)
         for mine, views, rows in places:

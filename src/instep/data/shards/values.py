@@ -10,7 +10,7 @@ import torch
 
 
 def tensor_of(values: np.ndarray[Any, Any]) -> torch.Tensor:
-    """A tensor of the values; those of float64 in torch's default type, as a model has them."""
+    """Make a tensor; of float64 one of torch's default type, as a model has it."""
     found = torch.from_numpy(values)
     return found.to(torch.get_default_dtype()) if found.dtype == torch.float64 else found
 

@@ -1,4 +1,4 @@
-"""What the sources share: types, and reading by index."""
+"""Parts that the sources share: types, and reading by index."""
 
 from __future__ import annotations
 

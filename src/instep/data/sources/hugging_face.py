@@ -47,7 +47,7 @@ def hugging_face(
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of a folder that `save_to_disk` made."""
+    """Find the files of a folder that `save_to_disk` made."""
     path = folder / "state.json"
     try:
         state = json.loads(read_plain(path))

@@ -1,4 +1,4 @@
-"""What the bytes of a member of a tar file stand for: its extension says so, as in WebDataset."""
+"""Values of the members of a tar file: its extension says so, as in WebDataset."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _DECODERS: dict[str, Callable[[bytes], Any]] = {
 
 
 def decoded(field: str, data: bytes) -> Any:
-    """The value of a member; its bytes where the extension is not known.
+    """Decode a member; its bytes where the extension is not known.
 
     Args:
         field: the member's name behind its key, as "seg.png": the last extension counts.

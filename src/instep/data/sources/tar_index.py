@@ -1,4 +1,4 @@
-"""Where each record of a tar file lies: found once by reading its headers, and kept by the host.
+"""Index of a tar file: where each record lies, found once and kept by the host.
 
 An index is kept in `INSTEP_CACHE` (default `~/.cache/instep`) under a hash of the file's path,
 size and time of change; one that cannot be written is made again by the next process. Way in:
@@ -53,7 +53,7 @@ class Index(NamedTuple):
 
 
 def index_of(path: Path) -> Index:
-    """The index of a tar file, from the cache of this host if it is there.
+    """Read the index of a tar file, from the cache of this host if it is there.
 
     Raises:
         DataError: the file cannot be read, is damaged or compressed, or a record in it is bad.

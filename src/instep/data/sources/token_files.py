@@ -23,7 +23,7 @@ from instep.plain_file import check_plain
 _MEGATRON = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1)
 _MEGATRON_TYPES = dict(enumerate(("u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"), 1))
 _LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
-"""From (magic, version) to the type of a token."""
+"""Maps (magic, version) to the type of a token."""
 _LLM_C_HEADER = 256 * 4
 
 

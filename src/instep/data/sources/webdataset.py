@@ -41,7 +41,7 @@ class TarSamples(Dataset[Any]):
         return int(self._starts[-1])
 
     def __getitem__(self, index: int) -> Any:
-        """One sample.
+        """Read one sample.
 
         Raises:
             IndexError: there is no such sample.
@@ -75,7 +75,7 @@ class TarSamples(Dataset[Any]):
 
 
 def _read(path: Path, places: Sequence[Sequence[int]]) -> list[bytes]:
-    """The bytes at some (offset, size) of a file."""
+    """Read the bytes at some (offset, size) of a file."""
     try:
         with open(path, "rb", buffering=0) as file:
             found = [os.pread(file.fileno(), size, offset) for offset, size in places]
@@ -113,7 +113,7 @@ def webdataset(
 
 
 def _found(path: Path) -> list[Path]:
-    """The files of a path, a folder, or a pattern."""
+    """Find the files of a path, a folder, or a pattern."""
     if path.is_dir():
         found = sorted(each for each in path.iterdir() if each.suffix == ".tar")
         if not found:

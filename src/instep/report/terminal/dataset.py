@@ -39,7 +39,11 @@ def _lines(folder: Path, manifest: Manifest) -> Iterator[str]:
         of = folder / manifest.bad_file
         yield f"bad        {plural(manifest.bad, 'record')} left out, in {of}"
     size = readable_bytes(sum(source.bytes for source in manifest.sources))
-    yield f"from       {plural(len(manifest.sources), 'source')}, {size}"
+    predicted = manifest.made_by.get("predict", {})
+    if predicted:
+        yield f"from       predictions of {predicted['of']} for {predicted['data']}"
+    else:
+        yield f"from       {plural(len(manifest.sources), 'source')}, {size}"
     asked = manifest.made_by.get("asked", {})
     if asked.get("map"):
         yield f"by         {asked['map']}"
