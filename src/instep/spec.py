@@ -633,8 +633,8 @@ class PrepareSpec(Section, frozen=True, kw_only=True):
     """Raw files to make shards of before the run; only what has changed since is made again."""
 
     sources: tuple[str, ...] = ()
-    """Files, folders of files of one format, or patterns such as `"raw/*.jsonl"`. Relative to the
-    job file; empty: nothing is prepared."""
+    """Files, folders of files of one format, patterns such as `"raw/*.jsonl"`, or URLs. Relative to
+    the job file; empty: nothing is prepared."""
 
     to: str = ""
     """Folder of the shards, which the recipe reads by `instep.data.sources.shards`. Relative to the

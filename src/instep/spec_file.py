@@ -85,8 +85,11 @@ def _prepare_in(prepare: PrepareSpec, folder: Path) -> PrepareSpec:
     tokens = prepare.tokens
     return msgspec.structs.replace(
         prepare,
-        sources=tuple(str(folder.resolve() / Path(each).expanduser()) for each in prepare.sources),
-        to=_absolute(prepare.to, folder),
+        sources=tuple(
+            each if "://" in each else str(folder.resolve() / Path(each).expanduser())
+            for each in prepare.sources
+        ),
+        to=prepare.to if "://" in prepare.to else _absolute(prepare.to, folder),
         tokens=_absolute(tokens, folder) if tokens not in ("", "bytes") else tokens,
         **functions,
     )

@@ -58,7 +58,7 @@ def _type(typed: str) -> tuple[str, str]:
 def prepare_options(parser: Parser) -> None:
     """Options of `instep prepare`."""
     add = parser.add_argument
-    text = "raw files, folders of them, or patterns in quotes: CSV, JSON lines, Parquet and more"
+    text = "raw files, folders, URLs, or patterns in quotes: CSV, JSON lines, Parquet and more"
     add("sources", nargs="+", metavar="SOURCE", help=text)
     add("--to", required=True, metavar="FOLDER", help="folder of the shards")
     text = "function that gives the sample, several, or None of one raw record"

@@ -26,6 +26,7 @@ from instep.prepare.asked import Asked
 from instep.prepare.assemble import Planned, columns_of, figures_of, layout, moved
 from instep.prepare.bad import bad_records
 from instep.prepare.crew import Crew
+from instep.prepare.elsewhere import is_url, shown
 from instep.prepare.exchanged import exchanged
 from instep.prepare.folder import Folder, link, sync
 from instep.prepare.messages import (
@@ -183,7 +184,7 @@ class Job:
             return f"{text}: {bad} {are} bad, the first is {line['where']}: {line['error']}."
         if records:
             return f"{text}: the function gave None for each."
-        of = listed([file.path for file in self._files], _SHOWN)
+        of = listed([file.name for file in self._files], _SHOWN)
         return f"{of}: no record, but one or more are wanted. Name files that hold some."
 
     def _write(self, shards: Sequence[Planned], columns: list[Column]) -> None:
@@ -274,7 +275,7 @@ class Job:
         for at, crc32 in zip(of, self._values(tasks), strict=True):
             hashes[at].update(crc32.to_bytes(4, "little"))
         return [
-            Source(str(file.path), file.bytes, file.modified_ns, found.hexdigest())
+            Source(file.name, file.bytes, file.modified_ns, found.hexdigest(), file.version)
             for file, found in zip(self._files, hashes, strict=True)
         ]
 
@@ -286,6 +287,7 @@ class Job:
             "numpy": version("numpy"),
         }
         asked = msgspec.to_builtins(self._asked)
+        asked["sources"] = [shown(each) if is_url(each) else each for each in asked["sources"]]
         return {"asked": asked, "plan": self._plan, "versions": versions}
 
 

@@ -20,6 +20,7 @@ from instep.data import raw
 from instep.data.raw import FORMATS, Piece, RawFormat
 from instep.errors import DataError, SpecError
 from instep.prepare.asked import Asked
+from instep.prepare.elsewhere import RawCopy, copies_of, is_url
 
 SMALLEST, LARGEST, PIECES = 1 << 20, 64 << 20, 128
 """A file is cut into about so many pieces of at least and at most so many bytes: what a killed
@@ -42,6 +43,15 @@ class RawFile(NamedTuple):
     format: str
     bytes: int
     modified_ns: int
+    url: str = ""
+    """The place of a file of another file system; `path` is a copy."""
+    version: str = ""
+    """The version of the file at that URL."""
+
+    @property
+    def name(self) -> str:
+        """The name in the manifest."""
+        return self.url or str(self.path)
 
 
 class Group(NamedTuple):
@@ -59,7 +69,8 @@ def files_of(asked: Asked) -> list[RawFile]:
         DataError: a file cannot be read.
     """
     found = []
-    for path, name in raw.sources(asked.sources):
+    copies = copies_of([source for source in asked.sources if is_url(source)])
+    for path, name in raw.sources([each for each in asked.sources if not is_url(each)]):
         try:
             about = [os.stat(each) for each in FORMATS[name]().files(path)]
         except OSError as error:
@@ -70,7 +81,12 @@ def files_of(asked: Asked) -> list[RawFile]:
     for file in found:
         if file.path.resolve().is_relative_to(to):
             raise SpecError(f"--to {asked.to} has the source {file.path}. Name another folder.")
-    return found
+    return [*found, *map(_of_copy, copies)]
+
+
+def _of_copy(copy: RawCopy) -> RawFile:
+    size = copy.path.stat().st_size
+    return RawFile(copy.path, raw.format_of(copy.path), size, 0, copy.url, copy.version)
 
 
 def cut(files: Sequence[RawFile], types: Mapping[str, str]) -> list[tuple[RawFile, list[Piece]]]:
@@ -134,12 +150,14 @@ def _breaks(file: RawFile) -> bool:
 
 
 def _key(decides: str, files: list[RawFile], pieces: list[Piece]) -> str:
-    about = [
-        (str(file.path.absolute()), file.format, file.bytes, file.modified_ns) for file in files
-    ]
+    about = [(_whole_name(file), file.format, file.bytes, file.modified_ns) for file in files]
     own = [msgspec.to_builtins(msgspec.structs.replace(piece, path="")) for piece in pieces]
     text = json.dumps([VERSION, decides, about, own])
     return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def _whole_name(file: RawFile) -> str:
+    return f"{file.url} {file.version}" if file.url else str(file.path.absolute())
 
 
 def plan_key(groups: Iterable[Group], asked: Asked) -> str:

@@ -13,6 +13,7 @@ from instep.data.shards.manifest import Manifest
 from instep.errors import SpecError
 from instep.prepare.asked import Asked, hash_of_file
 from instep.prepare.crew import Crew, Interrupted
+from instep.prepare.elsewhere import is_url, shown
 from instep.prepare.folder import Folder
 from instep.prepare.hosts import Hosting, Hosts
 from instep.prepare.job import Job
@@ -152,6 +153,11 @@ def _paths(files: Sequence[RawFile]) -> list[str]:
 def _check(asked: Asked, workers: int) -> None:
     if workers < 1:
         raise SpecError(f"--workers {workers}: needs at least 1.")
+    if is_url(asked.to):
+        raise SpecError(
+            f"--to {shown(asked.to)}: shards are made in a folder of this machine. Name one, and "
+            "copy it when it is done: its manifest last."
+        )
     _check_function("--map", asked.map)
     _check_function("--reduce", asked.reduce)
     if (asked.key is None) != (asked.reduce is None):

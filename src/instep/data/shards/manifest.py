@@ -35,10 +35,13 @@ class Source(msgspec.Struct, frozen=True):
     """One raw file."""
 
     path: str
+    """Path, or URL without a password or a signature."""
     bytes: int
     modified_ns: int
     hash: str
     """SHA-256 over the CRC-32 of each 64 MiB of its bytes, as hexadecimal digits."""
+    version: str = ""
+    """ETag of a file at a URL, or the time of its change."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):

@@ -67,16 +67,7 @@ class Remote:
             SpecError: fsspec, or what it needs for this URL, is not installed.
         """
         if self._system[0] != os.getpid():
-            try:
-                import fsspec
-
-                protocol = self.url.partition("://")[0]
-                made = fsspec.filesystem(
-                    protocol, skip_instance_cache=True, use_listings_cache=False, **self._options
-                )
-            except (ImportError, ValueError) as error:
-                raise SpecError(f"{self.url} cannot be read: {one_line(error)}.") from None
-            self._system = os.getpid(), made
+            self._system = os.getpid(), file_system(self.url, **self._options)
         return self._system[1]
 
     def small(self, name: str) -> bytes:
@@ -91,7 +82,7 @@ class Remote:
             found: bytes = self._files().cat_file(f"{self.url}/{name}")
             return found
 
-        found: bytes = _tried(read, f"{self.url}/{name}")
+        found: bytes = tried(read, f"{self.url}/{name}")
         return found
 
     def path(self, shard: Shard) -> Path:
@@ -111,49 +102,80 @@ class Remote:
                 f"the cache {self._folder} cannot be written: {error.strerror}. Set {CACHE} to "
                 "another folder."
             ) from None
-        with _locked(self._folder / f".{shard.file}.lock"):
+        with locked(self._folder / f".{shard.file}.lock"):
             if not path.exists():  # else another process has just downloaded it
                 for left in path.parent.glob(f".{path.name}.*"):  # of one that was killed
                     left.unlink(missing_ok=True)
-                self._make_room(shard.bytes)
-                _tried(partial(self._download, shard, path), f"{self.url}/{shard.file}")
+                with locked(self._root / ".room.lock"):
+                    self._make_room(shard.bytes)
+                tried(partial(self._download, shard, path), f"{self.url}/{shard.file}")
         return path
 
     def _download(self, shard: Shard, path: Path, moves: Callable[[], None]) -> None:
         beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         size, crc = 0, 0
         try:
-            with (
-                self._files().open(f"{self.url}/{shard.file}", "rb", cache_type="none") as source,
-                open(beside, "wb") as file,
-            ):
-                while data := source.read(_CHUNK):
+            with open(beside, "wb") as file:
+                for data in chunks(self._files(), f"{self.url}/{shard.file}"):
                     size, crc = size + len(data), zlib.crc32(data, crc)
                     file.write(data)
                     moves()
             if size != shard.bytes or (shard.crc32 is not None and crc != shard.crc32):
-                raise _Wrong(
+                raise WrongBytes(
                     f"it has {size:,} bytes with the checksum {crc:08x}, and the manifest says "
                     f"{shard.bytes:,} with {shard.crc32 or 0:08x}"
                 )
-            beside.replace(path)
+            with locked(self._root / ".room.lock"):  # others have downloaded in the meantime
+                self._make_room(shard.bytes)
+                beside.replace(path)
         finally:
             beside.unlink(missing_ok=True)
 
     def _make_room(self, size: int) -> None:
         """Remove what was not used for longest; processes that have mapped it keep it."""
-        with _locked(self._root / ".room.lock"):
-            found = list(_cached(self._root))
-            total = sum(about.st_size for _, about in found)
-            for path, about in sorted(found, key=lambda each: each[1].st_mtime):
-                if total + size <= self.limit:
-                    return
-                path.unlink(missing_ok=True)
-                total -= about.st_size
+        found = list(_cached(self._root))
+        total = sum(about.st_size for _, about in found)
+        for path, about in sorted(found, key=lambda each: each[1].st_mtime):
+            if total + size <= self.limit:
+                return
+            path.unlink(missing_ok=True)
+            total -= about.st_size
 
 
-class _Wrong(Exception):
-    """What came is not what was to come."""
+class WrongBytes(Exception):
+    """Bytes came that are not those of the file."""
+
+
+def file_system(url: str, **options: Any) -> Any:
+    """The file system of a URL, for this process alone, with no memory of what it has listed.
+
+    Raises:
+        SpecError: fsspec, or what it needs for this URL, is not installed.
+    """
+    protocol = url.partition("://")[0]
+    try:
+        import fsspec
+
+        if protocol in ("http", "https"):
+            from aiohttp import ClientTimeout
+
+            # Else a file is given up after five minutes, however well it comes.
+            options.setdefault("client_kwargs", {"timeout": ClientTimeout(total=None)})
+        return fsspec.filesystem(
+            protocol, skip_instance_cache=True, use_listings_cache=False, **options
+        )
+    except (ImportError, ValueError) as error:
+        raise SpecError(f"{url} cannot be read: {one_line(error)}.") from None
+
+
+def chunks(files: Any, url: str) -> Iterator[bytes]:
+    """The bytes of a file; of a web server as one stream, since not every one gives ranges."""
+    how: dict[str, Any] = {"cache_type": "none"}
+    if url.startswith(("http://", "https://")):
+        how = {"block_size": 0}
+    with files.open(url, "rb", **how) as source:
+        while data := source.read(_CHUNK):
+            yield data
 
 
 def _cached(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
@@ -164,14 +186,14 @@ def _cached(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Wait for a lock that all processes of this host know."""
     with open(path, "ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def _tried(read: Callable[[Callable[[], None]], Any], what: str) -> Any:
+def tried(read: Callable[[Callable[[], None]], Any], what: str) -> Any:
     """What reading gives, tried again with growing pauses.
 
     Args:
@@ -185,23 +207,32 @@ def _tried(read: Callable[[Callable[[], None]], Any], what: str) -> Any:
     for pause_s in (*PAUSES_S, None):
         try:
             return _moving(read)
-        except (FileNotFoundError, SpecError):
+        except SpecError:
             raise
         except Exception as error:  # of whatever kind the file system has
+            if isinstance(error, FileNotFoundError) and _says_so(error):
+                raise
             if pause_s is None:
+                said = error.__cause__ or error
                 raise DataError(
-                    f"{what} cannot be read: {one_line(error) or type(error).__name__}. It was "
+                    f"{what} cannot be read: {one_line(said) or type(said).__name__}. It was "
                     f"tried {len(PAUSES_S) + 1} times."
                 ) from None
             time.sleep(pause_s)
     raise AssertionError("the last attempt returns or raises")
 
 
+def _says_so(error: FileNotFoundError) -> bool:
+    """Tell a missing file from other failures of HTTP: fsspec calls them all the same."""
+    cause = error.__cause__
+    return cause is None or getattr(cause, "status", 0) in (404, 410)
+
+
 def _moving(read: Callable[[Callable[[], None]], Any]) -> Any:
     """What reading gives, in a thread that is left to itself when nothing comes any more.
 
     Raises:
-        _Wrong: nothing came for `STALL_S`.
+        WrongBytes: nothing came for `STALL_S`.
     """
     last, found = [time.monotonic()], Future[Any]()
 
@@ -214,5 +245,5 @@ def _moving(read: Callable[[Callable[[], None]], Any]) -> Any:
     threading.Thread(target=work, name="instep-download", daemon=True).start()
     while wait([found], timeout=max(last[0] + STALL_S - time.monotonic(), 0)).not_done:
         if time.monotonic() - last[0] >= STALL_S:
-            raise _Wrong(f"nothing came for {STALL_S:g} s")
+            raise WrongBytes(f"nothing came for {STALL_S:g} s")
     return found.result()
