@@ -1,14 +1,17 @@
 """Shards on a server that fails now and then: every sample is right, each file is loaded once."""
 
 import http.server
+import json
 import multiprocessing
 import os
 import threading
+import zlib
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from test_data_shards import written
@@ -123,6 +126,38 @@ def test_processes_that_read_at_once_get_what_was_written_whatever_the_server_do
         assert sum(pool.map(partial(read, url(serve), tmp_path / "cache", 3 * one), range(3))) == 0
     kept = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*.arrow"))
     assert kept <= 4 * one
+
+
+def read_files(where, cache, limit, seed):
+    """How many whole files are wrong, of 340 that four threads of whatever process read."""
+    os.environ[remote.CACHE], remote.PAUSES_S = str(cache), (0.0,) * 6
+    files = remote.Remote(where, limit)
+    shards = json.loads(files.small("manifest.json"))["shards"]
+
+    def wrong(number):
+        shard = msgspec.convert(shards[number], Shard)
+        while True:
+            path = files.path(shard)
+            try:
+                return zlib.crc32(path.read_bytes()) != shard.crc32
+            except FileNotFoundError:  # another reader has made room
+                continue
+
+    with ThreadPoolExecutor(4) as pool:
+        return sum(pool.map(wrong, np.random.default_rng(seed).integers(0, 8, 340).tolist()))
+
+
+@pytest.mark.tail
+def test_no_file_of_a_thousand_is_wrong_where_processes_and_threads_share_a_small_cache(
+    serve, tmp_path
+):
+    serve.faults = lambda number: FAULTS[number // 20 % 4] if number % 20 == 0 else ""
+    one = max(path.stat().st_size for path in serve.folder.glob("*.arrow"))
+    one_cache = partial(read_files, url(serve), tmp_path / "cache", 4 * one)
+    with ProcessPoolExecutor(3, mp_context=multiprocessing.get_context("forkserver")) as pool:
+        assert sum(pool.map(one_cache, range(3))) == 0
+    kept = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*.arrow"))
+    assert kept <= 5 * one
 
 
 def test_each_file_is_loaded_once_for_all_of_a_host(serve, tmp_path):
