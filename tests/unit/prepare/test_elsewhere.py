@@ -38,7 +38,8 @@ class Handler(http.server.SimpleHTTPRequestHandler):
             return
         data = path.read_bytes()
         self.send_response(200)
-        length = len(data) + (7 if fault == "wrong length" else 0)
+        longer = fault == "wrong length" or (fault == "wrong HEAD" and self.command == "HEAD")
+        length = len(data) + (7 if longer else 0)
         self.send_header("Content-Length", str(length))
         etag = self.server.etags.get(self.name, "1") + ("x" if fault == "new ETag" else "")
         if fault == "always new":
@@ -158,6 +159,7 @@ def test_files_of_another_file_system_are_found_by_a_pattern(serve):
         ("{}/no.csv", "", SpecError, "names no file. Compare its name"),
         ("http://127.0.0.1:1/a.csv", "", DataError, "tried 7 times. See that this machine"),
         ("{}/a.jsonl", "503", DataError, "503.* tried 7 times. See that this machine reaches"),
+        ("{}/a.jsonl", "wrong HEAD", DataError, "bytes came, and it has .* tried 7 times"),
         ("{}/a.jsonl", "always new", DataError, "has changed each time while it was read. Leave"),
         ("nosuch://a/b.csv", "", SpecError, "nosuch://a/b.csv cannot be read: Protocol not known"),
     ],
