@@ -1,11 +1,11 @@
 """Kill processes of `instep prepare` at random moments, again and again: is the result the same?
 
-    python benchmarks/prepare_kills.py --kills 200 --to kills
+    python benchmarks/prepare_kills.py --kills 200 --to kills [--hosts]
 
 One file of JSON lines is prepared once undisturbed. Then, until there were so many kills, commands
 are started, and some process of each (the command itself, a worker, the second process that tries
-records again) is killed or stopped at a random moment; a command that was killed is given again.
-Each
+records again; with --hosts a host or a worker
+of one) is killed or stopped at a random moment; a command that was killed is given again. Each
 folder that is done in the end is compared with the first: SHA-256, count, bad records, and what is
 left behind. The last line is one JSON object.
 """
@@ -53,10 +53,14 @@ def make_raw(folder: Path, records: int) -> None:
             file.write(json.dumps(row) + "\n")
 
 
-def start(folder: Path, to: Path, workers: int) -> subprocess.Popen[bytes]:
+HOSTS = ["--on", "hosts", "--set", 'launch.hosts=["env HOST=1", "env HOST=2"]']
+HOSTS += ["--set", "launch.address=127.0.0.1"]
+
+
+def start(folder: Path, to: Path, workers: int, *more: str) -> subprocess.Popen[bytes]:
     """Start one command."""
     words = ["prepare", "raw.jsonl", "--to", str(to), "--map", "clean.py:record", "--json"]
-    command = [sys.executable, "-m", "instep", *words, "--workers", str(workers)]
+    command = [sys.executable, "-m", "instep", *words, "--workers", str(workers), *more]
     return subprocess.Popen(
         command,
         cwd=folder,
@@ -80,15 +84,18 @@ def disturb(command: subprocess.Popen[bytes], draw: random.Random, did: Counter[
     """Kill, stop or interrupt one process of a command, if it still runs."""
     try:
         master = psutil.Process(command.pid)
-        children = [child for child in master.children() if child.status() != "zombie"]
+        below = master.children(recursive=True)
+        children = [child for child in below if child.status() != "zombie"]
+        hosts = {child.pid for child in children if "instep.prepare.host" in child.cmdline()}
     except psutil.NoSuchProcess:
         return
     target = draw.choice([master, *children, *children])
-    role = "master" if target.pid == command.pid else "worker"
+    role = "host" if target.pid in hosts else "worker"
+    role = "master" if target.pid == command.pid else role
     number = draw.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP, signal.SIGINT])
     if number == signal.SIGSTOP and role == "master":
         number = signal.SIGKILL
-    if number == signal.SIGINT and role == "worker":
+    if number == signal.SIGINT and role != "master":
         number = signal.SIGTERM
     try:
         os.kill(target.pid, number)
@@ -103,6 +110,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--records", type=int, default=200_000)
     parser.add_argument("--to", type=Path, required=True)
+    parser.add_argument("--hosts", action="store_true", help="workers on two hosts")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     folder, draw, did = given.to.resolve(), random.Random(given.seed), Counter[str]()
@@ -114,7 +122,8 @@ def main() -> int:
     while sum(did.values()) < given.kills:
         to, found, before = folder / f"out-{folders}", None, 0
         while found is None:
-            command = start(folder, to, draw.randint(1, 3))
+            more = HOSTS if given.hosts else []
+            command = start(folder, to, draw.randint(1, 3), *more)
             for _ in range(draw.randint(0, 2)):
                 time.sleep(draw.uniform(0.2, took_s * 0.6))
                 disturb(command, draw, did)
