@@ -101,7 +101,7 @@ def about_data(job: JobSpec, sample: int | None = None) -> AboutData:
     if sample is not None and not 0 <= sample < samples:
         raise SpecError(f"--sample {sample}: the training side has {samples:,} samples.")
     sides = (recipe.train, recipe.validate) if validated else (recipe.train,)
-    labels = _labels(job, split)
+    labels = _labels(job, made, split)
     return AboutData(
         train=samples,
         validate=validated,
@@ -114,12 +114,9 @@ def about_data(job: JobSpec, sample: int | None = None) -> AboutData:
     )
 
 
-def _labels(job: JobSpec, split: SplitData) -> Callable[[int], Hashable] | None:
+def _labels(job: JobSpec, recipe: Recipe, split: SplitData) -> Callable[[int], Hashable] | None:
     """The label of a sample of the whole dataset; None where nobody says it, or not cheaply."""
-    given = job.data.labels or split.recipe.labels
-    dataset = split.recipe.train
-    if split.sides is not None:
-        dataset = dataset.dataset
+    given, dataset = job.data.labels or recipe.labels, recipe.train
     if given is None:
         return None
     if callable(given):

@@ -118,8 +118,14 @@ def _slice(parts: Sequence[Segment], first: int, count: int) -> Iterator[Segment
         first -= part.samples
 
 
-def moved(results: Sequence[Mapped], shards: Sequence[Planned]) -> Iterator[Mapped]:
-    """The results with the places that their samples have in shards."""
+def moved(
+    results: Sequence[Mapped], shards: Sequence[Planned], columns: Sequence[Column]
+) -> Iterator[Mapped]:
+    """The results with the places that their samples have in shards.
+
+    Those are left out whose samples have wider columns there: another command may want them as
+    they were.
+    """
     places = iter([Segment(shard.name, 0, shard.samples) for shard in shards])
     left = Segment("", 0, 0)
     for result in results:
@@ -131,4 +137,5 @@ def moved(results: Sequence[Mapped], shards: Sequence[Planned]) -> Iterator[Mapp
             parts.append(Segment(left.file, left.first, count))
             left = Segment(left.file, left.first + count, left.samples - count)
             wanted -= count
-        yield msgspec.structs.replace(result, parts=parts)
+        if not result.samples or result.columns == list(columns):
+            yield msgspec.structs.replace(result, parts=parts)

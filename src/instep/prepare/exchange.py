@@ -41,11 +41,16 @@ BITS = 63
 
 def hashed(view: View) -> Array:
     """The numbers of keys, [rows] uint64: equal where keys are."""
-    found = np.empty(view.rows, np.uint64)
+    found, view = np.empty(view.rows, np.uint64), _as_key(view)
     for row in range(view.rows):
         digest = hashlib.blake2b(view.row(row).tobytes(), digest_size=8).digest()
         found[row] = int.from_bytes(digest, "little") >> 1
     return found
+
+
+def _as_key(view: View) -> View:
+    """Values of which equal ones have equal bytes: there are two zeros of floats."""
+    return View(view.data + 0.0) if view.data.dtype.kind == "f" else view
 
 
 class Exchange:
@@ -59,6 +64,8 @@ class Exchange:
     def __init__(self, asked: Asked, folder: Path) -> None:
         self._asked, self._folder = asked, folder
         self._reduce = reducer_of(asked)
+        if self._reduce is not None:
+            self._reduce.copies = True  # all samples of a range wait for each other
 
     def sort(self, task: Sort) -> int:
         """Write the samples of a result sorted by number, and the numbers beside them."""
@@ -102,9 +109,9 @@ class Exchange:
                 Encoded(task.columns, views, []) for views in taken(held, task.columns, order)
             )
             return write(self._folder, task.key, task.columns, batches, lambda: (0, []))
-        samples, bad = self._reduced(task, held, order, numbers)
-        found = encode(samples, None) if samples else Encoded([], [], [])
-        bad += [{"where": "samples of a key", "error": text} for _, text in found.misfits]
+        samples, of, bad = self._reduced(task, held, order, numbers)
+        found = encode(samples, task.made) if samples else Encoded([], [], [])
+        bad += [{"where": of[number], "error": text} for number, text in found.misfits]
         if bad and self._asked.unreadable == "stop":
             raise DataError(
                 f"{bad[0]['where']}: {bad[0]['error']}. To leave such keys out: --unreadable skip."
@@ -114,14 +121,14 @@ class Exchange:
 
     def _reduced(
         self, task: Merge, held: list[list[View]], order: Array, numbers: Array
-    ) -> tuple[list[Any], list[dict[str, Any]]]:
-        """What the function makes of the samples of each key; and keys that are bad."""
+    ) -> tuple[list[Any], list[str], list[dict[str, Any]]]:
+        """What the function makes of the samples of each key; the keys of it; keys that are bad."""
         assert self._reduce is not None, "only where samples are put together"
         at = [column.name for column in task.columns].index(str(self._asked.key))
-        samples, bad = list[Any](), list[dict[str, Any]]()
+        samples, of, bad = list[Any](), list[str](), list[dict[str, Any]]()
         for views in taken(held, task.columns, order, whole=True):
             for number, group in groups(views, task.columns, at, numbers):
-                self._reduce.seed("", number)
+                self._reduce.seed(0, number)
                 given, name = list[Any](), group[0][str(self._asked.key)]
                 try:
                     self._reduce.many([group], given)
@@ -130,8 +137,10 @@ class Exchange:
                 if isinstance(given[0], Bad):
                     bad.append({"where": f"key {name!r}", "error": given[0].text})
                 else:
-                    samples += several(given[0])
-        return samples, bad
+                    made = several(given[0])
+                    samples += made
+                    of += [f"key {name!r}"] * len(made)
+        return samples, of, bad
 
 
 def in_batches(found: Encoded) -> Iterator[list[View]]:
@@ -214,14 +223,14 @@ def groups(
         numbers: of the samples.
     """
     held: dict[bytes, list[dict[str, Any]]] = {}  # keys of one number, hardly ever several
-    before = -1
+    before, key = -1, _as_key(views[at])
     for row, number in enumerate(numbers.tolist()):
         if number != before:
             for group in held.values():
                 yield before, group
             held, before = {}, number
         sample = {c.name: plain(c, v.row(row)) for c, v in zip(columns, views, strict=True)}
-        held.setdefault(views[at].row(row).tobytes(), []).append(sample)
+        held.setdefault(key.row(row).tobytes(), []).append(sample)
     for group in held.values():
         yield before, group
 

@@ -12,9 +12,10 @@ from itertools import pairwise
 
 import msgspec
 
-from instep.data.shards.columns import Column
+from instep.data.shards.columns import Column, as_plain
 from instep.errors import DataError, near_miss
 from instep.prepare.asked import Asked
+from instep.prepare.assemble import columns_of
 from instep.prepare.crew import Crew
 from instep.prepare.exchange import BITS
 from instep.prepare.folder import Folder
@@ -55,15 +56,32 @@ def exchanged(
     for _ in crew.do(left):
         progress.step()
     merges = list(_merges(sorts, results, columns, asked, about))
+    if asked.reduce is None:
+        return _merged(merges, folder, crew, say)
+    first = list[Mapped]()
+    while merges and not columns_of(first):  # which the function has decided with its first sample
+        first += _merged([merges.pop(0)], folder, crew, say)
+    made = columns_of(first)
+    rest = [
+        msgspec.structs.replace(task, key=_key(task.key, as_plain(made)), made=made)
+        for task in merges
+    ]
+    return first + _merged(rest, folder, crew, say)
+
+
+def _merged(
+    tasks: Sequence[Merge], folder: Folder, crew: Crew, say: Callable[[str], None]
+) -> list[Mapped]:
+    """The results of ranges: those that are there, and what is done now."""
     known = folder.results()
-    found = {task.key: known[task.key] for task in merges if task.key in known}
-    open_ = [task for task in merges if task.key not in found]
+    found = {task.key: known[task.key] for task in tasks if task.key in known}
+    open_ = [task for task in tasks if task.key not in found]
     progress = Progress("merged", len(open_), say)
     for done in crew.do(open_):
         result = msgspec.convert(done.value, Mapped)
         found[result.key] = result
         progress.step()
-    return [found[task.key] for task in merges]
+    return [found[task.key] for task in tasks]
 
 
 def _check(asked: Asked, columns: Sequence[Column]) -> None:

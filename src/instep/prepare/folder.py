@@ -6,6 +6,7 @@ and count once `KEY.done` is there, which is written last. Way in: `Folder`.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
@@ -116,8 +117,15 @@ class Folder:
         with suppress(DataError, OSError, msgspec.MsgspecError, RecursionError):
             manifest = read_manifest(self.path)
             whole = {shard.file for shard in manifest.shards if self._is_whole(shard)}
+            if not self._has(manifest.tasks):
+                return {}
             kept = msgspec.json.decode(read_plain(self.path / manifest.tasks), type=list[Mapped])
-            there = {r.key: r for r in kept if {part.file for part in r.parts} <= whole}
+            knows_bad = not manifest.bad_file or self._has(manifest.bad_file)
+            there = {
+                result.key: result
+                for result in kept
+                if {part.file for part in result.parts} <= whole and (knows_bad or not result.bad)
+            }
             for result in there.values():
                 result.parts = [
                     Segment(str(self.path / part.file), part.first, part.samples)
@@ -127,9 +135,10 @@ class Folder:
         return {}
 
     def whole(self, manifest: Manifest) -> bool:
-        """Whether all shards of a manifest are there."""
+        """Whether all files of a manifest are there."""
         found = [self._is_whole(shard) for shard in manifest.shards]  # each, not up to the first
-        return all(found)
+        kept = filter(None, (manifest.blocks, manifest.tasks, manifest.bad_file))
+        return all(found) and all(map(self._has, kept))
 
     def _is_whole(self, shard: Shard) -> bool:
         """Whether a shard has its size; one that has another is removed, and made again."""
@@ -162,10 +171,17 @@ class Folder:
             return [bad for bad in map(json.loads, lines) if bad["task"] == key]
         return []
 
-    def keep(self, name: str, data: bytes) -> str:
-        """Write a file of the manifest; returns its name."""
+    def keep(self, kind: str, suffix: str, data: bytes) -> str:
+        """Write a file of the manifest; returns its name, which its bytes decide."""
+        name = f"{kind}-{_short(data)}{suffix}"
         replace_plain(self.path / name, data, durable=True)
         return name
+
+    def _has(self, name: str) -> bool:
+        """Whether a file of the manifest has the bytes that it was kept with."""
+        with suppress(OSError):
+            return _short(read_plain(self.path / name)) == Path(name).stem.rpartition("-")[2]
+        return False
 
     def manifest(self) -> Manifest | None:
         """The one that is there."""
@@ -182,6 +198,10 @@ class Folder:
                 if path.name not in known:
                     path.unlink(missing_ok=True)
         self._remove_work()
+
+
+def _short(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def link(file: Path, to: Path) -> None:

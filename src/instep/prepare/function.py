@@ -1,18 +1,19 @@
 """What makes samples of raw records: the user's function, a tokenizer, or nothing.
 
 A function may draw from the global generators of random, numpy and torch: then they are seeded for
-each record, from the job's seed, the file's name and the record's place. Whether it draws is seen
-at one record of `ONE_IN`; there its samples are kept as a digest too, which another process
-compares with its own. Way in: `mapper_of`.
+each record, from the job's seed, the file's name and the record's place. It may give what it gave
+before, changed: then its samples are copied. Of one record of `ONE_IN` the samples are kept as a
+digest too, which another process compares with its own. Way in: `mapper_of`.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,8 @@ ONE_IN = 256
 """One record of so many is tried twice."""
 
 _OF_DRAWS = 61
+
+_PLAIN = frozenset((bool, int, float, str, bytes, type(None)))
 
 
 class Bad(NamedTuple):
@@ -67,6 +70,10 @@ class Draws(Exception):
     """The function draws random numbers, and the generators were not seeded for each record."""
 
 
+class Reuses(Exception):
+    """The function gives an object again that it gave before, and samples were not copied."""
+
+
 class Function:
     """The user's function.
 
@@ -78,10 +85,12 @@ class Function:
 
     def __init__(self, function: Callable[[Any], Any], name: str, seed: int) -> None:
         self._function, self._name, self._seed = function, name, seed
+        self.copies = False
+        """Whether samples are copied as soon as they are given."""
 
-    def seed(self, file: str, place: int) -> None:
-        """Seed the generators for a record of a file."""
-        number = key(self._seed, _OF_DRAWS, _number(file), place)
+    def seed(self, file: int, place: int) -> None:
+        """Seed the generators for a record of the file with this number."""
+        number = key(self._seed, _OF_DRAWS, file, place)
         random.seed(number)
         np.random.seed(number & 0xFFFFFFFF)
         if (torch := sys.modules.get("torch")) is not None:
@@ -96,8 +105,8 @@ class Function:
         return found
 
     def has_drawn(self, before: list[Any]) -> bool:
-        """Whether one of the generators that there were has changed since."""
-        return any(one != other for one, other in zip(before, self.state(), strict=False))
+        """Whether one of the generators has changed since, or torch was imported meanwhile."""
+        return before != self.state()
 
     def many(self, records: Sequence[Any], given: list[Any]) -> None:
         """Append what the function gives of each record; `Bad` where it raises ValueError.
@@ -110,8 +119,8 @@ class Function:
             try:
                 for record in left:
                     made = call(record)
-                    if type(made) is not dict and made is not None:
-                        made = several(made)  # a generator may raise, and can be read once
+                    if made is not None and (self.copies or type(made) is not dict):
+                        made = several(made, self.copies)  # a generator may raise
                     given.append(made)
                 return
             except ValueError as error:
@@ -125,13 +134,28 @@ class Function:
                 ) from None
 
 
-def several(given: Any) -> Sequence[Any]:
+def several(given: Any, copies: bool = False) -> Sequence[Any]:
     """The samples that a function gave of one record."""
     if given is None:
         return ()
     if isinstance(given, Mapping) or not isinstance(given, Iterable) or isinstance(given, str):
-        return (given,)
-    return list(given)
+        given = (given,)
+    return [copy.deepcopy(sample) for sample in given] if copies else list(given)
+
+
+def parts_of(sample: Any) -> Iterator[int]:
+    """What a sample has that a function might change and give again: an id of each."""
+    yield id(sample)
+    for value in sample.values() if isinstance(sample, Mapping) else ():
+        kind = type(value)
+        if kind in _PLAIN or isinstance(value, np.generic):
+            continue
+        if kind is np.ndarray:
+            yield id(value if value.base is None else value.base)
+        elif hasattr(value, "untyped_storage"):
+            yield value.untyped_storage().data_ptr()
+        else:
+            yield id(value)
 
 
 class Tokens:
@@ -162,8 +186,8 @@ class Tokens:
                     "tokenizers saved, as tokenizer.json, or the word bytes."
                 ) from None
 
-    def of_file(self, file: str, records: Sequence[Any], places: Sequence[int]) -> list[Any]:
-        """The samples of each record, or a `Bad`."""
+    def of_file(self, file: int, records: Sequence[Any], places: Sequence[int]) -> list[Any]:
+        """The samples of each record of the file with this number, or a `Bad`."""
         texts = [_text(record) for record in records]
         good = [text for text in texts if not isinstance(text, Bad)]
         if self._tokenizer is None:
@@ -175,7 +199,7 @@ class Tokens:
             ]
         left = iter(encoded)
         return [
-            text if isinstance(text, Bad) else self._cut(next(left), key(_number(file), place))
+            text if isinstance(text, Bad) else self._cut(next(left), key(file, place))
             for text, place in zip(texts, places, strict=True)
         ]
 
@@ -205,9 +229,3 @@ def digest_of(given: Any) -> bytes:
         for view in encoded.views:
             found.update(view.elements.tobytes())
     return found.digest()
-
-
-def _number(file: str) -> int:
-    """A number of a file's name, whose folder may be another tomorrow."""
-    name = os.path.basename(file).encode()
-    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")

@@ -22,7 +22,7 @@ from instep.data.shards.digest import blocks_of, digest_of
 from instep.data.shards.manifest import Manifest, Shard, Source, write_manifest
 from instep.errors import DataError, RunError
 from instep.prepare import plan
-from instep.prepare.asked import Asked
+from instep.prepare.asked import Asked, hash_of_file
 from instep.prepare.assemble import Planned, columns_of, figures_of, layout, moved
 from instep.prepare.bad import bad_records
 from instep.prepare.crew import Crew
@@ -41,7 +41,7 @@ from instep.prepare.messages import (
     Sum,
     Task,
 )
-from instep.prepare.plan import Group, RawFile, groups_of, plan_key
+from instep.prepare.plan import Group, RawFile, groups_of, plan_key, with_columns
 from instep.prepare.progress import Progress
 from instep.prepare.results import lines_of
 from instep.units import readable_bytes
@@ -99,8 +99,7 @@ class Job:
         size = sum(file.bytes for file in self._files)
         of = f"{plural(len(self._files), 'file')}, {readable_bytes(size)}"
         self._say(f"preparing {of}, workers: {self._workers}")
-        results = self._mapped(groups)
-        self._results = [results[group.key] for group in groups]
+        self._results = self._mapped(groups)
         columns = columns_of(self._results)
         if not columns:
             raise DataError(self._nothing())
@@ -128,8 +127,10 @@ class Job:
                 of = FORMATS[file.format]().settle(of, [next(scans) for _ in of])
             yield file, of
 
-    def _mapped(self, groups: Sequence[Group]) -> dict[str, Mapped]:
-        """The results of all tasks, by key."""
+    def _mapped(self, groups: Sequence[Group]) -> list[Mapped]:
+        """The results of all tasks, in their order."""
+        columns = self._head(groups)
+        groups = with_columns(groups, columns)
         known = self._folder.results()
         results = {group.key: known[group.key] for group in groups if group.key in known}
         left = [group for group in groups if group.key not in results]
@@ -137,8 +138,7 @@ class Job:
         if self.done_before:
             self._say(f"{self.done_before} of {plural(len(groups), 'task')} are done already")
         if not left:
-            return results
-        columns = self._head(groups, results)
+            return [results[group.key] for group in groups]
         size = sum(result.bytes for result in results.values())
         self._check_room(size, len(results), len(left))
         progress = Progress("prepared", len(groups), self._say, len(results))
@@ -149,15 +149,11 @@ class Job:
             progress.step(result.records)
             size += result.bytes
             self._check_room(size, len(results), len(groups) - len(results))
-        return results
+        return [results[group.key] for group in groups]
 
-    def _head(self, groups: Sequence[Group], results: dict[str, Mapped]) -> list[Column]:
-        """The columns that the first samples have."""
+    def _head(self, groups: Sequence[Group]) -> list[Column]:
+        """The columns that the first samples have: all samples depend on them."""
         for group in groups:
-            if group.key in results and results[group.key].samples:
-                return results[group.key].columns
-            if group.key in results:
-                continue
             (done,) = self._crew.do([Head(0, group.pieces)])
             if done.value:
                 return msgspec.convert(done.value, list[Column])
@@ -214,10 +210,9 @@ class Job:
         sizes = [(path / shard.name).stat().st_size for shard in shards]
         blocks = self._blocks(shards)
         samples = sum(shard.samples for shard in shards)
-        kept = [msgspec.to_builtins(result) for result in moved(self._results, shards)]
+        kept = [msgspec.to_builtins(result) for result in moved(self._results, shards, columns)]
         bad = list(bad_records([*self._before, *self._results], self._folder))
         self.first_bad = [f"{line['where']}: {line['error']}" for line in bad[:_SHOWN]]
-        name = hashlib.sha256("".join(shard.name for shard in shards).encode()).hexdigest()[:16]
         manifest = Manifest(
             columns=columns,
             samples=samples,
@@ -228,9 +223,9 @@ class Job:
             statistics=figures_of(self._results, columns),
             sources=self._sources(),
             made_by=self._made_by(),
-            blocks=self._folder.keep(f"blocks-{name}.sha256", blocks),
-            tasks=self._folder.keep(f"tasks-{name}.json", json.dumps(kept).encode()),
-            bad_file=self._folder.keep(f"bad-{name}.jsonl", lines_of(bad).encode()) if bad else "",
+            blocks=self._folder.keep("blocks", ".sha256", blocks),
+            tasks=self._folder.keep("tasks", ".json", json.dumps(kept).encode()),
+            bad_file=self._folder.keep("bad", ".jsonl", lines_of(bad).encode()) if bad else "",
         )
         for shard in shards:
             sync(path / shard.name)
@@ -288,7 +283,13 @@ class Job:
         }
         asked = msgspec.to_builtins(self._asked)
         asked["sources"] = [shown(each) if is_url(each) else each for each in asked["sources"]]
-        return {"asked": asked, "plan": self._plan, "versions": versions}
+        functions = {"map": self._asked.map, "reduce": self._asked.reduce}
+        hashes = {
+            name: hash_of_file(given.rpartition(":")[0])
+            for name, given in functions.items()
+            if given
+        }
+        return {"asked": asked, "functions": hashes, "plan": self._plan, "versions": versions}
 
 
 def _to_repeat(done: Done) -> Task | None:

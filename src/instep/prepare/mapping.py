@@ -27,18 +27,20 @@ from instep.prepare.function import (
     Bad,
     Draws,
     Function,
+    Reuses,
     Tokens,
     digest_of,
     mapper_of,
+    parts_of,
     several,
 )
 from instep.prepare.messages import Done, Map
 from instep.prepare.results import Wider, write
 
-_HEAD = 256
+_HEAD = 64
 """Samples that say what the columns are."""
 
-_FIRST = 64
+_FIRST = 16
 """Samples of the first batch of a file; of others as many as make `BATCH_BYTES`."""
 
 _MOST_ROWS = 16384
@@ -57,15 +59,31 @@ Origin = tuple[Piece, int, Any]
 class _Held:
     """Samples that wait for their batch, and what each was made of."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
+        self.size = size
+        """Samples of the next batch."""
         self.samples: list[Any] = []
         self.of: list[Origin] = []
+        self._parts = set[int]()
 
-    def first(self, count: int) -> tuple[list[Any], list[Origin]]:
-        """The first of them, which wait no longer."""
-        samples, self.samples = self.samples[:count], self.samples[count:]
-        of, self.of = self.of[:count], self.of[count:]
+    def first(self) -> tuple[list[Any], list[Origin]]:
+        """The next batch, whose samples wait no longer."""
+        samples, self.samples = self.samples[: self.size], self.samples[self.size :]
+        of, self.of = self.of[: self.size], self.of[self.size :]
+        if self._parts:
+            self._parts = {part for sample in self.samples for part in parts_of(sample)}
         return samples, of
+
+    def check(self, sample: Any) -> None:
+        """Note what a sample consists of.
+
+        Raises:
+            Reuses: one that waits has a part of it.
+        """
+        for part in parts_of(sample):
+            if part in self._parts:
+                raise Reuses
+            self._parts.add(part)
 
 
 class Mapping:
@@ -93,7 +111,7 @@ class Mapping:
 
     def head(self, pieces: Sequence[Piece]) -> list[Column]:
         """The columns of the first samples."""
-        for batch in self._batches(pieces, _HEAD, None, _Notes(seeded=True)):
+        for batch in self._batches(pieces, _HEAD, None, _Notes(seeded=True, copies=True)):
             if batch.columns:
                 return batch.columns
         return []
@@ -104,9 +122,9 @@ class Mapping:
         Raises:
             InstepError: a record ends the command.
         """
-        columns, seeded = task.columns, False
+        columns, seeded, copies = task.columns, False, False
         while True:
-            notes = _Notes(seeded)
+            notes = _Notes(seeded, copies)
             try:
                 batches = self._batches(task.pieces, _FIRST, columns, notes)
                 result = write(self._folder, task.key, columns, batches, notes.of_task)
@@ -114,6 +132,8 @@ class Mapping:
                 columns = wider.columns
             except Draws:
                 seeded = True
+            except Reuses:
+                copies = True
             else:
                 return Done(task.number, result, self._kept(task.key, notes))
 
@@ -133,7 +153,9 @@ class Mapping:
         notes: _Notes,
     ) -> Iterator[Encoded]:
         """The samples of pieces, in batches: the first has `first`, later ones are of even size."""
-        size, held = first, _Held()
+        held = _Held(first)
+        if isinstance(self._mapper, Function):
+            self._mapper.copies = notes.copies
         for piece in pieces:
             for chunk in self.format(piece).read(piece):
                 self._beat(piece.path, notes.records)
@@ -144,11 +166,11 @@ class Mapping:
                     yield batch
                     continue
                 for _ in self._made(piece, chunk, held, notes):
-                    while len(held.samples) >= size:
-                        batch = self._encoded(*held.first(size), columns, notes)
+                    while len(held.samples) >= held.size:
+                        batch = self._encoded(*held.first(), columns, notes)
                         columns = batch.columns or columns
                         yield batch
-                        size = _next_size(batch, size)
+                        held.size = _next_size(batch, held.size)
                 self._stop_at_bad(notes)
         if held.samples:
             yield self._encoded(held.samples, held.of, columns, notes)
@@ -173,11 +195,9 @@ class Mapping:
         """Put the samples of a chunk's records where they wait, some at a time."""
         rows = chunk.rows.to_pylist() if isinstance(chunk.rows, pa.RecordBatch) else chunk.rows
         places = list(chunk.places)
-        if isinstance(self._mapper, Function) and not notes.seeded and not notes.records:
-            self._mapper.seed(piece.path, -1)
         at = 0
         while at < len(rows):
-            stop = at + ONE_IN - notes.records % ONE_IN
+            stop = at + min(ONE_IN - notes.given % ONE_IN, held.size)
             given = self._given(piece, rows[at:stop], places[at:stop], notes)
             self._keep(piece, rows[at:stop], places[at:stop], given, held, notes)
             yield
@@ -188,23 +208,24 @@ class Mapping:
     ) -> Sequence[Any]:
         """What is made of some records: a sample, several, None or a `Bad` of each."""
         mapper = self._mapper
-        trial = notes.records % ONE_IN == 0
+        trial = notes.given % ONE_IN == 0
         notes.records += len(rows)
+        notes.given += len(rows)
         if mapper is None:
             if piece.format == "images":
                 return [_image(row) for row in rows]
             return [row if type(row) is dict else {"text": row} for row in rows]
         if isinstance(mapper, Tokens):
-            return mapper.of_file(piece.path, rows, places)
+            return mapper.of_file(piece.number, rows, places)
+        before = [] if notes.seeded else mapper.state()
+        given = [self._tried(mapper, piece, places[0], rows[0], notes)] if trial else []
         if notes.seeded:
-            return [
-                self._tried(mapper, piece, place, row, notes)
-                if trial and not number
-                else self._seeded(mapper, piece, place, row)
-                for number, (place, row) in enumerate(zip(places, rows, strict=True))
-            ]
-        first = [self._tried(mapper, piece, places[0], rows[0], notes)] if trial else []
-        return first + self._called(mapper, piece, places, rows, len(first))
+            rest = zip(places[len(given) :], rows[len(given) :], strict=True)
+            return given + [self._seeded(mapper, piece, place, row) for place, row in rest]
+        given += self._called(mapper, piece, places, rows, len(given))
+        if mapper.has_drawn(before):
+            raise Draws
+        return given
 
     def _called(
         self, function: Function, piece: Piece, places: list[int], rows: list[Any], first: int
@@ -217,18 +238,15 @@ class Mapping:
         return given
 
     def _seeded(self, function: Function, piece: Piece, place: int, row: Any) -> Any:
-        function.seed(piece.path, place)
+        function.seed(piece.number, place)
         return self._called(function, piece, [place], [row], 0)[0]
 
     def _tried(self, function: Function, piece: Piece, place: int, row: Any, notes: _Notes) -> Any:
         """What is made of a record that another process will try too."""
         kept = pickle.dumps(row)  # as it was before the function
         if notes.seeded:
-            function.seed(piece.path, place)
-        before = function.state()
+            function.seed(piece.number, place)
         (given,) = self._called(function, piece, [place], [row], 0)
-        if not notes.seeded and function.has_drawn(before):
-            raise Draws
         if not isinstance(given, Bad):
             notes.try_again(piece, place, kept, digest_of(given))
         return given
@@ -247,14 +265,19 @@ class Mapping:
     ) -> None:
         """Sort what was made of records into samples and bad records."""
         samples, of = held.samples, held.of
+        watches = isinstance(self._mapper, Function) and not notes.copies
         for row, place, made in zip(rows, places, given, strict=True):
             if type(made) is dict:
+                if watches:
+                    held.check(made)
                 samples.append(made)
                 of.append((piece, place, row))
             elif isinstance(made, Bad):
                 notes.add_bad(piece, place, made.text, row)
             else:
                 for sample in several(made):
+                    if watches:
+                        held.check(sample)
                     samples.append(sample)
                     of.append((piece, place, row))
 
@@ -289,8 +312,10 @@ class Mapping:
     def again(self, file: str) -> str:
         """The first record of a file whose samples differ here, in words; empty without one."""
         assert isinstance(self._mapper, Function), "only a function is tried again"
+        self._mapper.copies = True
         for piece, place, kept, digest, seeded in pickle.loads(Path(file).read_bytes()):
-            self._mapper.seed(piece.path, place if seeded else -1)
+            if seeded:
+                self._mapper.seed(piece.number, place)
             (given,) = self._called(self._mapper, piece, [place], [pickle.loads(kept)], 0)
             if isinstance(given, Bad) or digest_of(given) != digest:
                 return self.where(piece, place)
@@ -302,10 +327,12 @@ class _Notes:
 
     Args:
         seeded: whether the generators are seeded for each record.
+        copies: whether samples are copied as they are given.
     """
 
-    def __init__(self, seeded: bool) -> None:
-        self.seeded, self.records = seeded, 0
+    def __init__(self, seeded: bool, copies: bool) -> None:
+        self.seeded, self.copies = seeded, copies
+        self.records, self.given = 0, 0  # all, and those that could be decoded
         self.bad: list[dict[str, Any]] = []
         self.again: list[tuple[Piece, int, bytes, bytes, bool]] = []
         self._again_bytes = 0

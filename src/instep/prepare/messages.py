@@ -86,6 +86,8 @@ class Merge(msgspec.Struct, frozen=True, tag=True):
     first: int
     stop: int
     columns: list[Column]
+    made: list[Column] = []
+    """Of samples that a function has made of keys before; empty if these are the first."""
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):

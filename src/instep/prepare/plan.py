@@ -10,14 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from instep.data import raw
 from instep.data.raw import FORMATS, Piece, RawFormat
+from instep.data.shards.columns import Column, as_plain
 from instep.errors import DataError, SpecError
 from instep.prepare.asked import Asked
 from instep.prepare.elsewhere import RawCopy, copies_of, is_url
@@ -32,7 +34,7 @@ _BREAKS = 16
 _MOST_FILES = 500
 """Small files of one task: its message is to be a small one, too."""
 
-VERSION = 1
+VERSION = 2
 """Of what tasks make; other versions do not use its results."""
 
 
@@ -43,15 +45,23 @@ class RawFile(NamedTuple):
     format: str
     bytes: int
     modified_ns: int
+    state: str
+    """A digest of all its files: how each is called, its size, and when it was written; or the
+    version of the file at a URL."""
     url: str = ""
     """The place of a file of another file system; `path` is a copy."""
-    version: str = ""
-    """The version of the file at that URL."""
+    number: int = 0
+    """63 bits of its name, and of how many of that name come before it."""
 
     @property
     def name(self) -> str:
         """The name in the manifest."""
         return self.url or str(self.path)
+
+    @property
+    def place(self) -> str:
+        """Where it is, wherever the command was given."""
+        return self.url or str(self.path.absolute())
 
 
 class Group(NamedTuple):
@@ -72,21 +82,34 @@ def files_of(asked: Asked) -> list[RawFile]:
     copies = copies_of([source for source in asked.sources if is_url(source)])
     for path, name in raw.sources([each for each in asked.sources if not is_url(each)]):
         try:
-            about = [os.stat(each) for each in FORMATS[name]().files(path)]
+            about = {each: os.stat(each) for each in FORMATS[name]().files(path)}
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}.") from None
-        size, modified = sum(a.st_size for a in about), max(a.st_mtime_ns for a in about)
-        found.append(RawFile(path, name, size, modified))
+        size = sum(one.st_size for one in about.values())
+        modified = max(one.st_mtime_ns for one in about.values())
+        states = [(os.path.relpath(p, path), a.st_size, a.st_mtime_ns) for p, a in about.items()]
+        found.append(RawFile(path, name, size, modified, _digest(states)))
     to = Path(asked.to).resolve()
     for file in found:
         if file.path.resolve().is_relative_to(to):
             raise SpecError(f"--to {asked.to} has the source {file.path}. Name another folder.")
-    return [*found, *map(_of_copy, copies)]
+    return _numbered([*found, *map(_of_copy, copies)])
+
+
+def _numbered(files: Sequence[RawFile]) -> list[RawFile]:
+    """The same with numbers: that of a copy is that of the file."""
+    numbered, of_name = list[RawFile](), Counter[str]()
+    for file in files:
+        name = os.path.basename(file.name)
+        number = int(_digest([name, of_name[name]]), 16) >> 33
+        of_name[name] += 1
+        numbered.append(file._replace(number=number))
+    return numbered
 
 
 def _of_copy(copy: RawCopy) -> RawFile:
     size = copy.path.stat().st_size
-    return RawFile(copy.path, raw.format_of(copy.path), size, 0, copy.url, copy.version)
+    return RawFile(copy.path, raw.format_of(copy.path), size, 0, copy.version, copy.url)
 
 
 def cut(files: Sequence[RawFile], types: Mapping[str, str]) -> list[tuple[RawFile, list[Piece]]]:
@@ -121,7 +144,16 @@ def _target(file: RawFile) -> int:
 def groups_of(files: Iterable[tuple[RawFile, list[Piece]]], asked: Asked) -> list[Group]:
     """The tasks."""
     decides = json.dumps(asked.decides(), sort_keys=True)
-    return [Group(_key(decides, of, pieces), pieces) for of, pieces in _gathered(files)]
+    numbered = (
+        (file, [msgspec.structs.replace(piece, number=file.number) for piece in pieces])
+        for file, pieces in files
+    )
+    return [Group(_key(decides, of, pieces), pieces) for of, pieces in _gathered(numbered)]
+
+
+def with_columns(groups: Sequence[Group], columns: Sequence[Column]) -> list[Group]:
+    """The tasks with keys that also say which columns their samples are to have at least."""
+    return [Group(_digest([group.key, as_plain(columns)]), group.pieces) for group in groups]
 
 
 def _gathered(
@@ -150,14 +182,13 @@ def _breaks(file: RawFile) -> bool:
 
 
 def _key(decides: str, files: list[RawFile], pieces: list[Piece]) -> str:
-    about = [(_whole_name(file), file.format, file.bytes, file.modified_ns) for file in files]
+    about = [(file.place, file.format, file.bytes, file.state) for file in files]
     own = [msgspec.to_builtins(msgspec.structs.replace(piece, path="")) for piece in pieces]
-    text = json.dumps([VERSION, decides, about, own])
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
+    return _digest([VERSION, decides, about, own])
 
 
-def _whole_name(file: RawFile) -> str:
-    return f"{file.url} {file.version}" if file.url else str(file.path.absolute())
+def _digest(about: Any) -> str:
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:24]
 
 
 def plan_key(groups: Iterable[Group], asked: Asked) -> str:

@@ -13,11 +13,12 @@ from typing import Any
 import msgspec
 
 from instep.data.shards.arrow_in import cast
-from instep.data.shards.columns import Column
+from instep.data.shards.columns import Column, Misfit
 from instep.data.shards.encode import Encoded
 from instep.data.shards.statistics import Figures, take_batch
 from instep.data.shards.views import View
 from instep.data.shards.writer import ShardFile, ShardWriter
+from instep.errors import DataError
 from instep.plain_file import replace_plain
 from instep.prepare.messages import Mapped, Segment
 
@@ -36,10 +37,18 @@ def lines_of(tables: Sequence[dict[str, Any]]) -> str:
 
 
 def wide_parts(parts: Sequence[Segment], columns: Sequence[Column]) -> Iterator[list[View]]:
-    """The samples of parts of files, as columns that hold all of them have them."""
+    """The samples of parts of files, as columns that hold all of them have them.
+
+    Raises:
+        DataError: a column cannot hold one of the numbers.
+    """
     for part in parts:
         for views in ShardFile(Path(part.file)).between(part.first, part.first + part.samples):
-            yield [cast(view, column) for view, column in zip(views, columns, strict=True)]
+            try:
+                wide = [cast(view, column) for view, column in zip(views, columns, strict=True)]
+            except Misfit as error:
+                raise DataError(f"{error}.") from None
+            yield wide
 
 
 def write(

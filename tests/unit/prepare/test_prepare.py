@@ -19,7 +19,7 @@ from instep.prepare import plan
 from instep.prepare.asked import Asked
 from instep.prepare.folder import Folder
 from instep.prepare.job import Job
-from instep.prepare.messages import Done, Setup, Task
+from instep.prepare.messages import Done, Map, Setup, Task
 from instep.prepare.prepare import prepare
 from instep.prepare.task import Doer
 
@@ -97,11 +97,11 @@ def ask(**options) -> Asked:
     return Asked(**{"sources": sources, "to": "out", "shard_bytes": 4000, **options})
 
 
-def made(asked: Asked) -> tuple[Manifest, Job, Here]:
+def made(asked: Asked, crew: type[Here] = Here) -> tuple[Manifest, Job, Here]:
     """Prepare in this process."""
     folder = Folder(Path(asked.to).absolute())
     with folder.held():
-        here = Here(Setup(asked, str(folder.work)))
+        here = crew(Setup(asked, str(folder.work)))
         job = Job(asked, folder, plan.files_of(asked), here, 1, lambda _: None)
         manifest = job.run()
         folder.remove_others(manifest)
@@ -233,9 +233,8 @@ def test_nothing_is_done_again_and_only_what_has_changed(raw):
     with open("c.jsonl", "a") as file:
         file.write('{"id": 5000, "name": "c"}\n')
     then, job, here = made(ask(map="clean.py:record"))
-    assert {piece.path for task in here.tasks for piece in getattr(task, "pieces", [])} == {
-        "c.jsonl"
-    }
+    read = [task for task in here.tasks if isinstance(task, Map)]
+    assert {piece.path for task in read for piece in task.pieces} == {"c.jsonl"}
     assert then.samples == first.samples + 1
     assert not [name for name in Path("out").iterdir() if name.name.startswith(".")]
     Path("clean.py").write_text(FUNCTIONS.replace("% 7 == 3", "% 7 == 4"))

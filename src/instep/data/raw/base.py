@@ -32,6 +32,8 @@ class Piece(msgspec.Struct, frozen=True):
     """What the reader has to know of the whole source, of `RawFormat.learn`."""
     scan: bool = False
     """Whether all pieces of this file have to be scanned and settled before they are read."""
+    number: int = 0
+    """Of the file, for what is keyed by it: from its name, not from the folder that it lies in."""
 
 
 class Chunk(NamedTuple):

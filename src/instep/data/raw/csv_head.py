@@ -38,7 +38,10 @@ _NAMES |= {"timestamp[ns, tz=UTC]": "timestamp_utc"}
 """Of types that pyarrow finds out."""
 
 _FINER = r"\.[0-9]{7}"
-_NOT_KEPT = {"int64": r"^\s*[+-]?0[0-9]", "float64": r"^\s*[+-]?(0[0-9]|[0-9]{17,}\s*$)"}
+_NOT_KEPT = {
+    "int64": r"^\s*([+]|-?0[0-9xX])",
+    "float64": r"^\s*([+]|-?0[0-9xX]|-?[0-9]{17,}\s*$)",
+}
 _NOT_KEPT |= {"timestamp": _FINER, "timestamp_utc": _FINER}
 """Values that are written in another way than they would be again."""
 

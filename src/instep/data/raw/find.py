@@ -45,19 +45,24 @@ def _known() -> str:
 
 
 def sources(patterns: Sequence[str]) -> list[tuple[Path, str]]:
-    """The files that paths, globs and folders name, each once, sorted by path; and their formats.
+    """The files that paths, globs and folders name, sorted by path, and their formats.
+
+    A file counts once, however often and by whatever link it is named.
 
     Raises:
         SpecError: a pattern names nothing, or a folder with files of several formats.
         DataError: the format of a file is not known.
     """
-    found: dict[Path, str] = {}
+    found, real = dict[Path, str](), set[str]()
     for pattern in patterns:
         named = _named(pattern)
         if not named:
             raise SpecError(f"{pattern!r} names no file. {_beside(pattern)}")
         for path in named:
-            found.update(_in_folder(path) if path.is_dir() else [(path, format_of(path))])
+            for file, name in _in_folder(path) if path.is_dir() else [(path, format_of(path))]:
+                if (same := os.path.realpath(file)) not in real:
+                    real.add(same)
+                    found[file] = name
     return sorted(found.items(), key=lambda item: str(item[0]))
 
 

@@ -34,12 +34,13 @@ of a piece's state: the label, above it the number of the class in this folder."
 
 
 def classes_of(root: Path) -> list[str]:
-    """The sub-folders, sorted by name.
+    """The sub-folders, sorted by name; hidden ones do not count.
 
     Raises:
         DataError: there is none, or no such folder.
     """
-    classes = sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+    found = root.iterdir() if root.is_dir() else ()
+    classes = sorted(path.name for path in found if path.is_dir() and path.name[0] != ".")
     if not classes:
         raise DataError(
             f"{root} has no sub-folders: each class needs one, with its images. "

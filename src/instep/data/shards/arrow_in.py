@@ -1,8 +1,9 @@
 """Record batches of other programs, to columns: Parquet, CSV and Arrow files without a function.
 
-Dates and times become microseconds since 1970 (int64), dictionaries their values, decimals float64.
-A missing floating-point number becomes NaN; a row where something else is missing does not fit.
-Nothing here knows files. Way in: `encode_batch`.
+Dates and times become microseconds since 1970 (int64), dictionaries their values, decimals int64 or
+float64. What would be another number then is refused. A missing floating-point number becomes NaN;
+a row where something else is missing does not fit. Nothing here knows files. Way in:
+`encode_batch`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from instep.data.shards.columns import VARIES, Column, Misfit, widened
+from instep.data.shards.columns import VARIES, Column, Misfit, converted, widened
 from instep.data.shards.encode import Encoded
 from instep.data.shards.views import Array, View
 
@@ -28,6 +29,9 @@ def encode_batch(batch: pa.RecordBatch, expected: Sequence[Column] | None) -> En
         Misfit: a column has a type that no sample can have, or another than before.
     """
     names = batch.schema.names
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise Misfit(f"the column {twice!r} is there twice, and columns need names of their own")
     if expected is not None and set(names) != {column.name for column in expected}:
         raise Misfit(
             f"the columns are {', '.join(names)}, and "
@@ -47,12 +51,16 @@ def encode_batch(batch: pa.RecordBatch, expected: Sequence[Column] | None) -> En
 
 
 def cast(view: View, column: Column) -> View:
-    """A view as a wider column has it."""
+    """A view as a wider column has it.
+
+    Raises:
+        Misfit: the column cannot hold one of its numbers.
+    """
     if column.ragged and view.offsets is None:
         rows, length = view.data.shape[:2]
         data = view.data.reshape(rows * length, *view.data.shape[2:])
         view = View(data, np.arange(rows + 1, dtype=np.int64) * length)
-    return View(view.data.astype(column.element, copy=False), view.offsets)
+    return View(converted(column.name, view.data, column.element), view.offsets)
 
 
 def _decoded(name: str, array: pa.Array) -> pa.Array:
@@ -65,13 +73,14 @@ def _decoded(name: str, array: pa.Array) -> pa.Array:
     if pa.types.is_null(kind):
         return array.cast(pa.float64())
     if pa.types.is_date(kind) or pa.types.is_timestamp(kind):
-        return array.cast(_MICROSECONDS, safe=False).view(pa.int64())
+        zoned = pa.timestamp("us", kind.tz) if pa.types.is_timestamp(kind) else _MICROSECONDS
+        return _exactly(name, array, zoned).view(pa.int64())
     if pa.types.is_duration(kind):
-        return array.cast(pa.duration("us"), safe=False).view(pa.int64())
+        return _exactly(name, array, pa.duration("us")).view(pa.int64())
     if pa.types.is_time(kind):
-        return array.cast(pa.time64("us"), safe=False).view(pa.int64())
+        return _exactly(name, array, pa.time64("us")).view(pa.int64())
     if pa.types.is_decimal(kind):
-        return array.cast(pa.float64())
+        return _exactly(name, array, pa.int64() if kind.scale <= 0 else pa.float64())
     if pa.types.is_boolean(kind):
         return array
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):
@@ -88,6 +97,25 @@ def _decoded(name: str, array: pa.Array) -> pa.Array:
         f"column {name!r} is {kind}, which no sample can have; wanted: numbers, text, bytes or "
         "lists of numbers. A --map makes them of it."
     )
+
+
+def _exactly(name: str, array: pa.Array, kind: pa.DataType) -> pa.Array:
+    """An array in another type, and no value another one.
+
+    Raises:
+        Misfit: a value is too fine or too large for the type.
+    """
+    try:
+        found = array.cast(kind)
+        same = not pa.types.is_floating(kind) or found.cast(array.type, safe=False).equals(array)
+    except pa.ArrowInvalid:
+        same = False
+    if not same:
+        raise Misfit(
+            f"column {name!r} is {array.type}, and has a value that {kind} cannot hold. "
+            "A --map makes other numbers or text of it."
+        )
+    return found
 
 
 def _is_list(kind: pa.DataType) -> bool:

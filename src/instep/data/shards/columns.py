@@ -61,6 +61,24 @@ def as_plain(columns: Sequence[Column]) -> list[list[Any]]:
     return [[c.name, c.kind, c.dtype, list(c.shape)] for c in columns]
 
 
+def converted(name: str, data: Any, element: np.dtype) -> Any:
+    """The values of an array in the type of a column.
+
+    Raises:
+        Misfit: one of them is a whole number that no float of that type is.
+    """
+    found = data.astype(element, copy=False)
+    if data.dtype.kind in "iu" and element.kind == "f":
+        with np.errstate(invalid="ignore"):
+            other = np.flatnonzero(found.astype(data.dtype) != data)
+        if len(other):
+            raise Misfit(
+                f"column {name!r} has {data.ravel()[other[0]]}, which {element} cannot hold, and "
+                "fractions elsewhere; wanted: whole numbers alone, or text"
+            )
+    return found
+
+
 def widened(known: Column, found: Column) -> Column:
     """The column that can hold both.
 
@@ -69,6 +87,8 @@ def widened(known: Column, found: Column) -> Column:
     """
     if known == found:
         return known
+    if known.name != found.name:
+        raise Misfit(f"column {found.name!r} stands where {known.name!r} is in the samples before")
     if known.kind == found.kind == "array" and known.shape[1:] == found.shape[1:]:
         same = known.shape == found.shape
         shape = known.shape if same else (VARIES, *known.shape[1:])
@@ -92,9 +112,11 @@ def _wider(known: Column, found: Column) -> str:
 
 
 def widened_all(known: Sequence[Column], found: Sequence[Column]) -> list[Column]:
-    """The same for all columns of samples; the names are equal.
+    """The same for all columns of samples.
 
     Raises:
-        Misfit: as `widened`.
+        Misfit: as `widened`, or there are others.
     """
+    if len(known) != len(found):
+        raise Misfit(f"there are {len(found)} columns, and {len(known)} in the samples before")
     return [widened(one, other) for one, other in zip(known, found, strict=True)]

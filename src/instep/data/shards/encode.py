@@ -13,10 +13,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from instep.data.shards.columns import VARIES, Column, Misfit, widened
+from instep.data.shards.columns import VARIES, Column, Misfit, converted, widened
 from instep.data.shards.views import Array, View
 
 _LIMITS = np.iinfo(np.int64)
+_EXACT = {"float16": 1 << 11, "float32": 1 << 24, "float64": 1 << 53}
+"""Up to here each whole number has a float of its own."""
+
 _SIMPLE: dict[type, tuple[Any, str]] = {
     bool: ("number", "bool"),
     int: ("number", "int64"),
@@ -152,11 +155,6 @@ def _with_empty(name: str, column: Column | None) -> Column:
     return Column(name, "array", column.dtype, (VARIES, *column.shape[1:]))
 
 
-def _are_native(kinds: set[type], values: list[Any]) -> bool:
-    """Whether all are arrays of numbers that Arrow has as numpy does."""
-    return kinds == {np.ndarray} and {v.dtype for v in values} <= _NATIVE
-
-
 def _merged(known: Column | None, found: Column) -> Column:
     if known is None:
         return found
@@ -223,6 +221,10 @@ def _of_list(name: str, value: Sequence[Any]) -> Array:
         raise Misfit(f"column {name!r} is a list of lists of different lengths") from None
     if found.dtype.kind not in "biuf":
         raise Misfit(f"column {name!r} is a list of something else than numbers")
+    if found.ndim == 1 and found.dtype.kind != "b" and bool in set(map(type, value)):
+        raise Misfit(f"column {name!r} is a list of truth values and numbers")
+    if found.dtype.kind == "f":
+        _check_exact(name, np.array(value, object).ravel().tolist(), found.ravel())
     return found
 
 
@@ -243,23 +245,42 @@ def _view(column: Column, values: list[Any]) -> View:
     if not column.ragged:
         rows = np.empty((len(values), *column.shape), column.element)
         for at, value in enumerate(values):
-            rows[at] = value
+            rows[at] = converted(column.name, value, column.element)
         return View(rows)
     offsets = np.zeros(len(values) + 1, np.int64)
     np.cumsum([len(value) for value in values], out=offsets[1:])
     data = np.empty((int(offsets[-1]), *column.row_shape), column.element)
     for at, value in enumerate(values):
         if len(value):
-            data[offsets[at] : offsets[at + 1]] = value
+            data[offsets[at] : offsets[at + 1]] = converted(column.name, value, column.element)
     return View(data, offsets)
 
 
 def _numbers(column: Column, values: list[Any]) -> Array:
     try:
-        return np.array(values, column.element)
+        found = np.array(values, column.element)
     except OverflowError:
         large = next(v for v in values if not _LIMITS.min <= v <= _LIMITS.max)
-        raise Misfit(f"column {column.name!r} is {large}, which has more than 64 bits") from None
+        raise Misfit(f"column {column.name!r} is {large}, and int64 ends at 2^63 - 1") from None
+    if column.element.kind == "f":
+        _check_exact(column.name, values, found)
+    return found
+
+
+def _check_exact(name: str, values: Sequence[Any], floats: Array) -> None:
+    """Refuse a whole number that its float is not.
+
+    Raises:
+        Misfit: names it.
+    """
+    if floats.size and np.nanmax(np.abs(floats), initial=0) >= _EXACT[floats.dtype.name]:
+        for value, made in zip(values, floats.tolist(), strict=True):
+            whole = isinstance(value, int | np.integer)
+            if whole and int(made) != int(value):
+                raise Misfit(
+                    f"column {name!r} is {value}, which has more digits than {floats.dtype} of the "
+                    "samples before; wanted: whole numbers alone, or text"
+                )
 
 
 def _valid(column: Column, values: list[Any]) -> list[Any]:

@@ -1,0 +1,252 @@
+"""What a command makes depends on no command before it, and not on the order of tasks."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from test_prepare import Here, ask, made
+
+from instep.data.shards.dataset import Shards
+from instep.errors import DataError
+from instep.prepare import plan
+
+FUNCTIONS = """
+import random
+import numpy as np
+import torch
+
+BUFFER, TENSOR = np.zeros(2), torch.zeros(2)
+
+def drawn(raw):
+    return {"id": raw["id"], "x": random.random()}
+
+def seldom(raw):
+    return {"id": raw["id"], "x": random.random() if raw["id"] % 7 == 5 else 0.0}
+
+def by_torch(raw):
+    return {"id": raw["id"], "x": float(torch.rand(())) if raw["id"] == 3 else 0.0}
+
+def buffer(raw):
+    BUFFER[:] = raw["id"]
+    return {"x": BUFFER}
+
+def view(raw):
+    BUFFER[:] = raw["id"]
+    return {"x": BUFFER[:1]}
+
+def tensor(raw):
+    TENSOR.fill_(raw["id"])
+    return {"x": TENSOR.view(1, 2)}
+
+def one_dict(raw, sample={}):
+    sample["x"] = [raw["id"]]
+    return sample
+
+def yields_one(raw):
+    sample = {}
+    for part in range(2):
+        sample["x"] = [raw["id"] + part / 2]
+        yield sample
+
+def turned(samples):
+    key = samples[0]["k"]
+    return {"a": key, "b": -key} if key % 2 else {"b": -key, "a": key}
+
+def renamed(samples):
+    key = samples[0]["k"]
+    return {"a": key} if key < 30 else {"c": key}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where commands are given; each file is a task, or several."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plan, "SMALLEST", 50)
+    Path("clean.py").write_text(FUNCTIONS)
+    return tmp_path
+
+
+def write(name, rows):
+    path = Path(name)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(
+        "".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows)
+    )
+
+
+def table(to="out"):
+    """Columns with their types, and all values."""
+    dataset = Shards(to)
+    types = [(column.name, str(column)) for column in dataset.manifest.columns]
+    return types, [repr(dataset[at]) for at in range(len(dataset))]
+
+
+LARGE = (1 << 53) + 1
+
+EDITS = {
+    "columns in another order": (
+        {"b": [{"x": 1, "y": 2}] * 5},
+        {"a": [{"y": 20, "x": 10}] * 5},
+    ),
+    "floats beside that go": (
+        {"a": [{"x": LARGE}] * 5, "b": [{"x": 0.5}] * 5},
+        {"b": None},
+    ),
+    "floats before that go": ({"a": [{"x": 0.5}] * 5, "b": [{"x": 1}] * 5}, {"a": None}),
+    "lists of two lengths": ({"a": [{"x": [1, 2]}] * 5, "b": [{"x": [1, 2, 3]}] * 5}, {"b": None}),
+    "another type, corrected": (
+        {"a": [{"x": 1}] * 5, "b": [{"x": "b"}] * 5},
+        {"a": [{"x": "a"}] * 5},
+    ),
+}
+
+
+def _edit(files):
+    for name, rows in files.items():
+        if rows is None:
+            Path(f"{name}.jsonl").unlink()
+        else:
+            write(f"{name}.jsonl", rows)
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_command_after_an_edit_makes_what_a_fresh_one_makes(name, folder):
+    before, after = EDITS[name]
+    _edit(before)
+    if "floats beside" in name:  # which no column can hold
+        with pytest.raises(DataError, match="'x'"):
+            made(ask(sources=["*.jsonl"]))
+    else:
+        made(ask(sources=["*.jsonl"]))
+    _edit(after)
+    again, _, _ = made(ask(sources=["*.jsonl"]))
+    fresh, _, _ = made(ask(sources=["*.jsonl"], to="fresh"))
+    assert table() == table("fresh")
+    assert (again.sha256, again.bad) == (fresh.sha256, fresh.bad)
+
+
+VALUES = (1, 2.5, "text", [1], [1, 2], [0.5], True)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_after_any_edits_a_command_makes_what_a_fresh_one_makes(seed, folder):
+    draw = random.Random(seed)
+    options = draw.choice([{}, {"shuffle": True}, {"key": "k", "reduce": "clean.py:turned"}])
+    write("m.jsonl", [{"k": 1, "x": 1}])
+    for step in range(6):
+        name = draw.choice("abmz")
+        if step and name != "m" and draw.random() < 0.3:
+            Path(f"{name}.jsonl").unlink(missing_ok=True)
+        else:
+            kinds = draw.sample(VALUES, draw.randint(1, 2))
+            names = draw.choice([("k", "x"), ("x", "k")])
+            rows = [{"k": draw.randrange(50), "x": draw.choice(kinds)} for _ in range(8)]
+            write(f"{name}.jsonl", [{each: row[each] for each in names} for row in rows])
+        again, _, _ = made(ask(sources=["*.jsonl"], **options))
+        fresh, _, _ = made(ask(sources=["*.jsonl"], to=f"fresh{step}", **options))
+        assert (again.sha256, again.bad) == (fresh.sha256, fresh.bad)
+        assert again.statistics == fresh.statistics
+        assert table() == table(f"fresh{step}")
+
+
+class Forwards(Here):
+    """First task first."""
+
+    def do(self, tasks, repeat=lambda _: None):
+        yield from super().do(reversed(list(tasks)), repeat)
+
+
+@pytest.mark.parametrize("function", ["drawn", "seldom", "by_torch"])
+def test_draws_depend_on_seed_file_and_record_wherever_they_are_made(function, folder):
+    """Whatever else a task reads, whatever a process has done before, behind bad records too."""
+    for name in "abc":
+        write(f"{name}.jsonl", ["{broken\n" * (name != "b"), *({"id": n} for n in range(30))])
+    one, _, _ = made(ask(sources=["*.jsonl"], map=f"clean.py:{function}"))
+    other, _, _ = made(ask(sources=["*.jsonl"], map=f"clean.py:{function}", to="other"), Forwards)
+    assert other.sha256 == one.sha256
+    made(ask(sources=["b.jsonl"], map=f"clean.py:{function}", to="alone"))
+    assert Shards("alone").column("x").tolist() == Shards("out").column("x")[30:60].tolist()
+    if function != "by_torch":  # which draws once in each file
+        drawn = [value for value in Shards("out").column("x").tolist() if value]
+        assert len(set(drawn)) == len(drawn) >= 12
+
+
+def test_files_of_one_name_have_draws_and_documents_of_their_own(folder):
+    for name in "ab":
+        write(f"{name}/x.jsonl", [{"id": number, "text": "words"} for number in range(5)])
+    sources = ["a/x.jsonl", "b/x.jsonl"]
+    made(ask(sources=sources, map="clean.py:drawn"))
+    assert len(set(Shards("out").column("x").tolist())) == 10
+    made(ask(sources=sources, tokens="bytes", to="tokens"))
+    assert len(set(Shards("tokens").column("document").tolist())) == 10
+
+
+@pytest.mark.parametrize("function", ["buffer", "view", "tensor", "one_dict", "yields_one"])
+def test_what_a_function_gives_again_and_changes_is_read_when_it_was_given(function, folder):
+    write("a.jsonl", [{"id": number} for number in range(300)])
+    made(ask(sources=["a.jsonl"], map=f"clean.py:{function}"))
+    found = [float(np.ravel(Shards("out")[at]["x"])[0]) for at in range(len(Shards("out")))]
+    each = (0.0, 0.5) if function == "yields_one" else (0.0,)
+    assert found == [number + more for number in range(300) for more in each]
+
+
+def test_samples_of_keys_have_one_order_of_columns_in_all_ranges(folder):
+    write("a.jsonl", [{"k": number} for number in range(60)])
+    made(ask(sources=["a.jsonl"], key="k", reduce="clean.py:turned", shard_bytes=100))
+    dataset = Shards("out")
+    assert len(dataset) == 60
+    assert dataset.column("a").tolist() == (-dataset.column("b")).tolist()
+    assert sorted(dataset.column("a").tolist()) == list(range(60))
+    asked = ask(sources=["a.jsonl"], key="k", reduce="clean.py:renamed", shard_bytes=100, to="two")
+    manifest, job, _ = made(asked)
+    assert (manifest.samples, manifest.bad) == (30, 30)
+    assert "key " in job.first_bad[0]
+
+
+def test_equal_zeros_are_one_key(folder):
+    write("a.jsonl", [{"k": 0.0}, {"k": -0.0}, {"k": 1.0}])
+    manifest, _, _ = made(ask(sources=["a.jsonl"], key="k", reduce="clean.py:turned"))
+    assert manifest.samples == 2
+
+
+def test_images_that_change_places_are_read_again(folder):
+    for label, grey in (("cat", 10), ("dog", 200)):
+        (Path("images") / label).mkdir(parents=True)
+        Image.new("L", (4, 4), grey).save(f"images/{label}/0.bmp")
+    Path("images/.trash").mkdir()
+    Image.new("L", (4, 4)).save("images/.trash/9.bmp")
+    made(ask(sources=["images"]))
+    assert [int(Shards("out")[at]["image"].max()) for at in range(2)] == [10, 200]
+    Path("images/cat/0.bmp").rename("images/0.bmp")
+    Path("images/dog/0.bmp").rename("images/cat/0.bmp")
+    Path("images/0.bmp").rename("images/dog/0.bmp")
+    made(ask(sources=["images"]))
+    assert [int(Shards("out")[at]["image"].max()) for at in range(2)] == [200, 10]
+    assert torch.equal(torch.as_tensor(Shards("out").column("label")), torch.tensor([0, 1]))
+
+
+def test_a_file_that_is_named_twice_is_read_once(folder):
+    write("a.jsonl", [{"id": number} for number in range(5)])
+    Path("link.jsonl").symlink_to("a.jsonl")
+    sources = ["a.jsonl", str(Path("a.jsonl").absolute()), "*.jsonl"]
+    assert made(ask(sources=sources))[0].samples == 5
+
+
+@pytest.mark.parametrize("kind", ["blocks", "tasks", "bad"])
+def test_what_lies_beside_the_shards_is_made_again_when_it_is_damaged(kind, folder):
+    write("a.jsonl", ["{\n", *({"id": number} for number in range(5))])
+    first, _, _ = made(ask(sources=["a.jsonl"]))
+    (path,) = Path("out").glob(f"{kind}-*")
+    path.unlink()
+    again, _, _ = made(ask(sources=["a.jsonl"]))
+    assert again.sha256 == first.sha256
+    assert path.exists()
+    if kind == "blocks":
+        path.write_bytes(bytes(path.stat().st_size))
+        made(ask(sources=["a.jsonl"]))
+        assert any(path.read_bytes())
