@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,11 @@ from instep.data.shards.encode import Encoded, encode
 from instep.data.shards.views import Array, View, based, batch_of, bytes_of, views_of
 from instep.data.shards.writer import BATCH_BYTES, ShardFile, ShardWriter
 from instep.errors import DataError, InstepError
-from instep.plain_file import beside_of
+from instep.plain_file import beside_of, read_plain, replace_plain
 from instep.prepare.asked import Asked
 from instep.prepare.function import Bad, reducer_of, several
 from instep.prepare.messages import Merge, Sort
-from instep.prepare.results import wide_parts, write
+from instep.prepare.results import crc_of, wide_parts, write
 
 MOST_BYTES = 1 << 30
 """Of the samples of one key: they are in memory together."""
@@ -46,6 +47,18 @@ def hashed(view: View) -> Array:
         digest = hashlib.blake2b(view.row(row).tobytes(), digest_size=8).digest()
         found[row] = int.from_bytes(digest, "little") >> 1
     return found
+
+
+def is_sorted(folder: Path, key: str) -> bool:
+    """Whether a result has been sorted, and the files of it are as they were written."""
+    to = folder / f"{key}.sorted"
+    with suppress(OSError):
+        return read_plain(to.with_suffix(".sums")).decode() == _sums(to)
+    return False
+
+
+def _sums(to: Path) -> str:
+    return f"{crc_of(to):08x} {crc_of(to.with_suffix('.npy')):08x}"
 
 
 def _as_key(view: View) -> View:
@@ -82,6 +95,7 @@ class Exchange:
                 np.save(file, numbers[order])
             beside.replace(to.with_suffix(".npy"))
             writer.close()
+        replace_plain(to.with_suffix(".sums"), _sums(to))
         return writer.bytes
 
     def _numbers(self, task: Sort, held: list[list[View]]) -> Array:

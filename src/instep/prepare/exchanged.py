@@ -17,7 +17,7 @@ from instep.errors import DataError, near_miss
 from instep.prepare.asked import Asked
 from instep.prepare.assemble import columns_of
 from instep.prepare.crew import Crew
-from instep.prepare.exchange import BITS
+from instep.prepare.exchange import BITS, is_sorted
 from instep.prepare.folder import Folder
 from instep.prepare.messages import Mapped, Merge, Sort
 from instep.prepare.progress import Progress
@@ -51,7 +51,7 @@ def exchanged(
         for number, result in enumerate(results)
         if result.samples
     ]
-    left = [task for task in sorts if not (folder.work / f"{task.key}.sorted").exists()]
+    left = [task for task in sorts if not is_sorted(folder.work, task.key)]
     progress = Progress("sorted", len(left), say)
     for _ in crew.do(left):
         progress.step()
@@ -73,8 +73,7 @@ def _merged(
     tasks: Sequence[Merge], folder: Folder, crew: Crew, say: Callable[[str], None]
 ) -> list[Mapped]:
     """The results of ranges: those that are there, and what is done now."""
-    known = folder.results()
-    found = {task.key: known[task.key] for task in tasks if task.key in known}
+    found = folder.results(task.key for task in tasks)
     open_ = [task for task in tasks if task.key not in found]
     progress = Progress("merged", len(open_), say)
     for done in crew.do(open_):

@@ -11,8 +11,9 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,6 +23,7 @@ from instep.data.shards.manifest import Manifest, Shard, read_manifest
 from instep.errors import DataError, RunError, WorkerError
 from instep.plain_file import plain, read_plain, replace_plain
 from instep.prepare.messages import Mapped, Segment
+from instep.prepare.results import crc_of
 from instep.store.own_files import lock, open_own, unlock
 
 _LOCK = "lock"
@@ -99,24 +101,35 @@ class Folder:
                 f"--to {self.path} has files that instep did not make. Name a new folder."
             )
 
-    def results(self) -> dict[str, Mapped]:
-        """Of the tasks that are done, by key: of this command's predecessors, and in the shards."""
-        found = self._published()
-        for path in self.work.glob("*.done"):
+    def results(self, wanted: Iterable[str]) -> dict[str, Mapped]:
+        """Those that are done of tasks with these keys: by commands before, or in the shards."""
+        published, found = self._published(), dict[str, Mapped]()
+        for key in wanted:
             with suppress(OSError, msgspec.MsgspecError, RecursionError):
-                result = msgspec.json.decode(read_plain(path), type=Mapped)
-                size = os.stat(self.work / f"{result.key}.arrow").st_size
-                if f"{result.key}.done" == path.name and size == result.bytes:
-                    file = str(self.work / f"{result.key}.arrow")
+                result = msgspec.json.decode(read_plain(self.work / f"{key}.done"), type=Mapped)
+                if result.key == key and self._is_good(result):
+                    file = str(self.work / f"{key}.arrow")
                     result.parts = [Segment(file, 0, result.samples)]
-                    found[result.key] = result
+                    found[key] = result
+            if key not in found and key in published:
+                found[key] = published[key]
         return found
+
+    def _is_good(self, result: Mapped) -> bool:
+        """Whether the files of a result are as they were written, and all were tried again."""
+        path, bad = (self.work / f"{result.key}.{end}" for end in ("arrow", "bad"))
+        return (
+            not (self.work / f"{result.key}.again").exists()
+            and path.stat().st_size == result.bytes
+            and crc_of(path) == result.crc32
+            and (not result.bad or crc_of(bad) == result.crc32_bad)
+        )
 
     def _published(self) -> dict[str, Mapped]:
         """Tasks whose samples are in the shards of the manifest that is there."""
         with suppress(DataError, OSError, msgspec.MsgspecError, RecursionError):
             manifest = read_manifest(self.path)
-            whole = {shard.file for shard in manifest.shards if self._is_whole(shard)}
+            whole = self.good_shards
             if not self._has(manifest.tasks):
                 return {}
             kept = msgspec.json.decode(read_plain(self.path / manifest.tasks), type=list[Mapped])
@@ -133,6 +146,16 @@ class Folder:
                 ]
             return there
         return {}
+
+    @cached_property
+    def good_shards(self) -> set[str]:
+        """The shards of the manifest that was there, by name, that are as it says."""
+        before = self.manifest()
+        return {
+            shard.file
+            for shard in (before.shards if before else [])
+            if self._is_whole(shard) and shard.crc32 in (None, crc_of(self.path / shard.file))
+        }
 
     def whole(self, manifest: Manifest) -> bool:
         """Whether all files of a manifest are there."""
@@ -157,7 +180,8 @@ class Folder:
 
     def clean(self) -> None:
         """Remove what processes left that were killed."""
-        for left in [*self.work.glob(".*"), *self.path.glob(".*-*.*.*")]:
+        kept = self.path.glob(".manifest.json.*")
+        for left in [*self.work.glob(".*"), *self.path.glob(".*-*.*.*"), *kept]:
             with suppress(OSError):
                 left.unlink()
 

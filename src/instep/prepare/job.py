@@ -76,6 +76,7 @@ class Job:
         say: Callable[[str], None],
     ) -> None:
         self._asked, self._folder, self._files = asked, folder, files
+        self._decided = [asked.decides(), asked.exchanges()]
         self._crew, self._workers, self._say = crew, workers, say
         self.tasks, self.done_before = 0, 0
         self.first_bad: list[str] = []
@@ -131,7 +132,7 @@ class Job:
         """The results of all tasks, in their order."""
         columns = self._head(groups)
         groups = with_columns(groups, columns)
-        known = self._folder.results()
+        known = self._folder.results(group.key for group in groups)
         results = {group.key: known[group.key] for group in groups if group.key in known}
         left = [group for group in groups if group.key not in results]
         self.done_before = len(results)
@@ -188,8 +189,9 @@ class Job:
         tasks = []
         for number, shard in enumerate(shards):
             to = self._folder.path / shard.name
-            if to.exists():  # its name says which samples it has, and it is there whole or not
+            if shard.name in self._folder.good_shards:  # its name says which samples it has
                 continue
+            to.unlink(missing_ok=True)
             if shard.whole:
                 link(Path(shard.parts[0].file), to)
             else:
@@ -206,6 +208,7 @@ class Job:
 
     def _publish(self, shards: Sequence[Planned], columns: list[Column]) -> Manifest:
         """Write the manifest, once all that it names is on the disk."""
+        self._check_unchanged()
         path = self._folder.path
         sizes = [(path / shard.name).stat().st_size for shard in shards]
         blocks = self._blocks(shards)
@@ -231,6 +234,25 @@ class Job:
             sync(path / shard.name)
         write_manifest(path, manifest)
         return manifest
+
+    def _check_unchanged(self) -> None:
+        """Refuse what was made of sources, or with functions, that are others by now.
+
+        Raises:
+            DataError: names the file.
+        """
+        now = {file.place: file.state for file in plan.files_of(self._asked)}
+        for file in self._files:
+            if now.get(file.place) != file.state:
+                raise DataError(
+                    f"{file.name} has changed while it was prepared. Give the same command again, "
+                    "and leave it as it is meanwhile."
+                )
+        if [self._asked.decides(), self._asked.exchanges()] != self._decided:
+            raise DataError(
+                "the file of a function has changed while it was used. Give the same command "
+                "again, and leave it as it is meanwhile."
+            )
 
     def _shards(self, shards: Sequence[Planned], sizes: Sequence[int]) -> list[Shard]:
         """The shards with their checksums, by which a copy elsewhere is known."""
@@ -270,7 +292,13 @@ class Job:
         for at, crc32 in zip(of, self._values(tasks), strict=True):
             hashes[at].update(crc32.to_bytes(4, "little"))
         return [
-            Source(file.name, file.bytes, file.modified_ns, found.hexdigest(), file.version)
+            Source(
+                file.name,
+                file.bytes,
+                file.modified_ns,
+                found.hexdigest(),
+                file.state * bool(file.url),
+            )
             for file, found in zip(self._files, hashes, strict=True)
         ]
 

@@ -141,6 +141,4 @@ class LocalWorker:
         code = self.process.wait()
         if self.killed:
             return self.killed
-        return (
-            f"it was killed by {signal_name(-code)}" if code < 0 else f"it ended with code {code}"
-        )
+        return f"it was killed by {signal_name(code)}" if code < 0 else f"it ended with code {code}"

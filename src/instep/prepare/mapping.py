@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from instep.data.shards.encode import Encoded, ImageFile, encode
 from instep.data.shards.views import bytes_of
 from instep.data.shards.writer import BATCH_BYTES
 from instep.errors import DataError, InstepError
+from instep.plain_file import replace_plain
 from instep.prepare.asked import Asked
 from instep.prepare.function import (
     ONE_IN,
@@ -127,7 +129,8 @@ class Mapping:
             notes = _Notes(seeded, copies)
             try:
                 batches = self._batches(task.pieces, _FIRST, columns, notes)
-                result = write(self._folder, task.key, columns, batches, notes.of_task)
+                ends = partial(self._ended, task.key, notes)
+                result = write(self._folder, task.key, columns, batches, ends)
             except Wider as wider:
                 columns = wider.columns
             except Draws:
@@ -135,15 +138,15 @@ class Mapping:
             except Reuses:
                 copies = True
             else:
-                return Done(task.number, result, self._kept(task.key, notes))
+                again = self._folder / f"{task.key}.again"
+                return Done(task.number, result, str(again) if notes.again else "")
 
-    def _kept(self, key: str, notes: _Notes) -> str:
-        """The file with records that another process is to try; empty if there are none."""
-        if not notes.again:
-            return ""
-        path = self._folder / f"{key}.again"
-        path.write_bytes(pickle.dumps(notes.again))
-        return str(path)
+    def _ended(self, key: str, notes: _Notes) -> tuple[int, list[dict[str, Any]]]:
+        """What a task has noticed. Records that another process is to try are kept: until it has
+        done so, the result does not count for another command."""
+        if notes.again:
+            replace_plain(self._folder / f"{key}.again", pickle.dumps(notes.again))
+        return notes.of_task()
 
     def _batches(
         self,
@@ -319,6 +322,7 @@ class Mapping:
             (given,) = self._called(self._mapper, piece, [place], [pickle.loads(kept)], 0)
             if isinstance(given, Bad) or digest_of(given) != digest:
                 return self.where(piece, place)
+        Path(file).unlink()
         return ""
 
 

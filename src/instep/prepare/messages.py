@@ -136,6 +136,10 @@ class Mapped(msgspec.Struct, kw_only=True):
     figures: list[Figures]
     parts: list[Segment]
     """Where the samples are, in their order."""
+    crc32: int
+    """Of the file of samples."""
+    crc32_bad: int = 0
+    """Of `KEY.bad`."""
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):

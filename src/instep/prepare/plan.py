@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -85,6 +86,10 @@ def files_of(asked: Asked) -> list[RawFile]:
             about = {each: os.stat(each) for each in FORMATS[name]().files(path)}
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}.") from None
+        if not str(path).isprintable() and "\udc80" <= max(str(path)) <= "\udcff":
+            raise DataError(f"{str(path)!r}: its name is no UTF-8. Rename it.")
+        if odd := [each for each, one in about.items() if not stat.S_ISREG(one.st_mode)]:
+            raise DataError(f"{odd[0]} is no plain file, but a pipe or a device. Name files.")
         size = sum(one.st_size for one in about.values())
         modified = max(one.st_mtime_ns for one in about.values())
         states = [(os.path.relpath(p, path), a.st_size, a.st_mtime_ns) for p, a in about.items()]

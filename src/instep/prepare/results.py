@@ -6,6 +6,7 @@ The file that says so is written last: a result counts once it is there. Way in:
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from instep.data.shards.statistics import Figures, take_batch
 from instep.data.shards.views import View
 from instep.data.shards.writer import ShardFile, ShardWriter
 from instep.errors import DataError
-from instep.plain_file import replace_plain
+from instep.plain_file import plain, replace_plain
 from instep.prepare.messages import Mapped, Segment
 
 
@@ -29,6 +30,15 @@ class Wider(Exception):
     def __init__(self, columns: list[Column]) -> None:
         super().__init__()
         self.columns = columns
+
+
+def crc_of(path: Path) -> int:
+    """CRC-32 of a file."""
+    found = 0
+    with open(path, "rb", opener=plain) as file:
+        while data := file.read(1 << 20):
+            found = zlib.crc32(data, found)
+    return found
 
 
 def lines_of(tables: Sequence[dict[str, Any]]) -> str:
@@ -85,8 +95,8 @@ def write(
                 take_batch(figures, columns, batch.views)
         writer.close()
     records, bad = notes()
-    if bad:
-        replace_plain(folder / f"{key}.bad", lines_of(bad))
+    if text := lines_of(bad):
+        replace_plain(folder / f"{key}.bad", text)
     result = Mapped(
         key=key,
         samples=writer.samples,
@@ -96,6 +106,8 @@ def write(
         columns=columns,
         figures=figures,
         parts=[Segment(str(path), 0, writer.samples)],
+        crc32=crc_of(path),
+        crc32_bad=zlib.crc32(text.encode()),
     )
     replace_plain(folder / f"{key}.done", msgspec.json.encode(result).decode())
     found: dict[str, Any] = msgspec.to_builtins(result)

@@ -31,13 +31,13 @@ def test_paths_are_relative_to_the_job_file_and_only_what_changed_is_made_again(
     )
     monkeypatch.chdir(Path("/"))
     job = load(tmp_path / "job.toml")
-    prepare_data(job.prepare, quiet=False)
+    prepare_data(job, quiet=False)
     assert shards(tmp_path / "shards").column("x").tolist() == list(range(0, 18, 2))
     assert "9 samples" in capsys.readouterr().err
-    prepare_data(job.prepare, quiet=False)
+    prepare_data(job, quiet=False)
     assert capsys.readouterr().err == ""
     (tmp_path / "clean.py").write_text("def record(raw):\n    return {'x': raw['x'] * 3}\n")
-    prepare_data(job.prepare, quiet=True)
+    prepare_data(job, quiet=True)
     assert shards(tmp_path / "shards").column("x").tolist() == list(range(0, 27, 3))
     assert capsys.readouterr().err == ""
 

@@ -1,6 +1,7 @@
 """What a command makes depends on no command before it, and not on the order of tasks."""
 
 import json
+import os
 import random
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from PIL import Image
 from test_prepare import Here, ask, made
 
 from instep.data.shards.dataset import Shards
-from instep.errors import DataError
+from instep.errors import DataError, RecipeError
 from instep.prepare import plan
+from instep.prepare.crew import Interrupted
+from instep.prepare.job import Job
 
 FUNCTIONS = """
 import random
@@ -250,3 +253,73 @@ def test_what_lies_beside_the_shards_is_made_again_when_it_is_damaged(kind, fold
         path.write_bytes(bytes(path.stat().st_size))
         made(ask(sources=["a.jsonl"]))
         assert any(path.read_bytes())
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}], ids=["plain", "shuffled"])
+def test_a_flipped_bit_in_what_is_kept_is_made_again(options, folder, monkeypatch):
+    """In shards that another command keeps, and in results of a command that was interrupted."""
+    for name in "ab":
+        write(f"{name}.jsonl", [{"id": n, "x": [n] * 20} for n in range(40)])
+    made(ask(sources=["*.jsonl"], to="fresh", **options))
+    monkeypatch.setattr(Job, "_publish", _interrupted)
+    with pytest.raises(Interrupted):
+        made(ask(sources=["*.jsonl"], **options))
+    kept = [*Path("out/.preparing").glob("*.arrow"), *Path("out/.preparing").glob("*.sorted")]
+    for path in [*kept, *Path("out/.preparing").glob("*.npy"), *Path("out").glob("*.arrow")]:
+        flip(path)
+    monkeypatch.undo()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(plan, "SMALLEST", 50)
+    again, _, _ = made(ask(sources=["*.jsonl"], **options))
+    assert again.sha256 == Shards("fresh").manifest.sha256
+    for path in Path("out").glob("*.arrow"):
+        flip(path)
+    write("c.jsonl", [{"id": 99, "x": [1] * 20}])
+    again, _, _ = made(ask(sources=["*.jsonl"], **options))
+    fresh, _, _ = made(ask(sources=["*.jsonl"], to="other", **options))
+    assert again.sha256 == fresh.sha256
+
+
+def _interrupted(*_):
+    raise Interrupted
+
+
+def test_a_function_that_cannot_be_repeated_is_refused_each_time(folder):
+    Path("chance.py").write_text("import os\ndef f(raw):\n    return {'x': os.urandom(4).hex()}\n")
+    write("a.jsonl", [{"id": number} for number in range(9)])
+    for _ in range(2):
+        with pytest.raises(RecipeError, match="not repeatable"):
+            made(ask(sources=["a.jsonl"], map="chance.py:f"))
+
+
+@pytest.mark.parametrize("what", ["source", "function"])
+def test_what_changes_while_it_is_used_is_named(what, folder):
+    write("a.jsonl", [{"id": number} for number in range(9)])
+    path = Path("a.jsonl" if what == "source" else "clean.py")
+
+    class Changes(Here):
+        def do(self, tasks, repeat=lambda _: None):
+            yield from super().do(tasks, repeat)
+            path.write_text(path.read_text() + "\n")
+
+    with pytest.raises(DataError, match=r"has changed while it .*Give the same command again"):
+        made(ask(sources=["a.jsonl"], map="clean.py:drawn"), Changes)
+    assert not Path("out/manifest.json").exists()
+
+
+def test_a_pipe_is_no_source(folder):
+    os.mkfifo("a.jsonl")
+    with pytest.raises(DataError, match="is no plain file"):
+        made(ask(sources=["a.jsonl"]))
+
+
+def test_a_name_that_is_no_text_is_refused(folder):
+    Path(os.fsdecode(b"\xff\xfe.jsonl")).write_text('{"id": 1}\n')
+    with pytest.raises(DataError, match=r"its name is no UTF-8\. Rename it"):
+        made(ask(sources=["*.jsonl"]))
