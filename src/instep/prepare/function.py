@@ -144,7 +144,7 @@ def several(given: Any, copies: bool = False) -> Sequence[Any]:
 
 
 def parts_of(sample: Any) -> Iterator[int]:
-    """What a sample has that a function might change and give again: an id of each."""
+    """Ids of all that a sample has, and that a function might change and give again."""
     yield id(sample)
     for value in sample.values() if isinstance(sample, Mapping) else ():
         kind = type(value)

@@ -142,8 +142,8 @@ class Mapping:
                 return Done(task.number, result, str(again) if notes.again else "")
 
     def _ended(self, key: str, notes: _Notes) -> tuple[int, list[dict[str, Any]]]:
-        """What a task has noticed. Records that another process is to try are kept: until it has
-        done so, the result does not count for another command."""
+        """Keep records for another process to try; until it has done so, the result does not count
+        for another command. Returns what the task has noticed."""
         if notes.again:
             replace_plain(self._folder / f"{key}.again", pickle.dumps(notes.again))
         return notes.of_task()
