@@ -128,7 +128,8 @@ def main() -> int:
                 time.sleep(draw.uniform(0.2, took_s * 0.6))
                 disturb(command, draw, did)
             found = ended(command)
-            done = len(list((to / ".preparing").glob("*.done"))) if found is None else 0
+            results = list((to / ".preparing").glob("*.done")) if found is None else []
+            done = sum(not path.with_suffix(".again").exists() for path in results)
             if found is None and done < before:
                 wrong.append(f"{to.name}: {before - done} results are gone")
             before = done

@@ -1,5 +1,6 @@
 """What a command makes depends on no command before it, and not on the order of tasks."""
 
+import datetime
 import json
 import os
 import random
@@ -12,6 +13,8 @@ from PIL import Image
 from test_prepare import Here, ask, made
 
 from instep.data.shards.dataset import Shards
+from instep.data.splits import SPLITS, Request
+from instep.data.splits.columns import Column
 from instep.errors import DataError, RecipeError
 from instep.prepare import plan
 from instep.prepare.crew import Interrupted
@@ -323,3 +326,23 @@ def test_a_name_that_is_no_text_is_refused(folder):
     Path(os.fsdecode(b"\xff\xfe.jsonl")).write_text('{"id": 1}\n')
     with pytest.raises(DataError, match=r"its name is no UTF-8\. Rename it"):
         made(ask(sources=["*.jsonl"]))
+
+
+def test_dates_of_a_file_are_times_for_a_split(folder):
+    """So that a gap of seven days is seven days."""
+    days = [f"2026-01-{day:02}" for day in range(1, 29)]
+    Path("a.csv").write_text("when,x\n" + "".join(f"{day},1\n" for day in days))
+    made(ask(sources=["a.csv"]))
+    times = Shards("out").column("when")
+    assert times.tolist() == [datetime.datetime.fromisoformat(day) for day in days]
+    request = Request(samples=28, validation=0.25, times=Column("times", times), gap="7d")
+    sides = SPLITS["time"](request)
+    assert (sides.train.tolist(), sides.validate.tolist()) == ([*range(14)], [*range(21, 28)])
+
+
+def test_grey_images_of_16_bits_are_scaled(folder):
+    Path("images/a").mkdir(parents=True)
+    grey = np.array([[0, 1000, 30000, 65535]], np.uint16)
+    Image.fromarray(grey).save("images/a/0.png")
+    made(ask(sources=["images"]))
+    assert Shards("out")[0]["image"][:, 0].tolist() == [[0, 3, 117, 255]] * 3

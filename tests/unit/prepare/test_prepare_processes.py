@@ -65,6 +65,12 @@ def until(what) -> None:
         time.sleep(0.02)
 
 
+def done():
+    """Tasks whose results count: no record of theirs is still to be tried again."""
+    results = Path("out/.preparing").glob("*.done")
+    return sum(not path.with_suffix(".again").exists() for path in results)
+
+
 def workers_of(command: subprocess.Popen) -> list[psutil.Process]:
     """Those that are themselves: to stop a fork before its exec would stop the command with it."""
     found = []
@@ -78,7 +84,7 @@ def workers_of(command: subprocess.Popen) -> list[psutil.Process]:
 def test_workers_that_are_killed_or_stopped_are_replaced(raw):
     Path("gate").touch()  # somebody waits at the record in the middle
     command = start()
-    until(lambda: len(list(Path("out/.preparing").glob("*.done"))) >= 2)
+    until(lambda: done() >= 2)
     for number in (signal.SIGKILL, signal.SIGSTOP):
         until(lambda: workers_of(command))
         before = {child.pid for child in workers_of(command)}
@@ -96,16 +102,16 @@ def test_workers_that_are_killed_or_stopped_are_replaced(raw):
 def test_a_command_that_is_killed_is_continued_by_the_same_command(raw):
     Path("gate").touch()
     command = start()
-    until(lambda: len(list(Path("out/.preparing").glob("*.done"))) >= 2)
+    until(lambda: done() >= 2)
     children = workers_of(command)
     command.kill()
     command.communicate()
     psutil.wait_procs(children)
-    done = len(list(Path("out/.preparing").glob("*.done")))
+    before = done()
     Path("gate").unlink()
     out, _ = start().communicate()
     summary = json.loads(out.splitlines()[-1])
-    assert summary["done_before"] == done
+    assert summary["done_before"] == before
     assert_undisturbed(summary["sha256"])
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -43,6 +44,8 @@ def encode_batch(batch: pa.RecordBatch, expected: Sequence[Column] | None) -> En
     columns, views = [], []
     for at, (name, array) in enumerate(zip(wanted, arrays, strict=True)):
         column, view = _column(name, array)
+        if _is_time(batch.schema.field(name).type):
+            column = msgspec.structs.replace(column, is_time=True)
         if expected is not None:
             column = widened(expected[at], column)
         columns.append(column)
@@ -116,6 +119,12 @@ def _exactly(name: str, array: pa.Array, kind: pa.DataType) -> pa.Array:
             "A --map makes other numbers or text of it."
         )
     return found
+
+
+def _is_time(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        return _is_time(kind.value_type)
+    return bool(pa.types.is_date(kind) or pa.types.is_timestamp(kind))
 
 
 def _is_list(kind: pa.DataType) -> bool:

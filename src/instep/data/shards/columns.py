@@ -31,6 +31,8 @@ class Column(msgspec.Struct, frozen=True):
     """Of a number, or of an array's elements, as numpy calls it: "int64", "float32", "bool"."""
     shape: tuple[int, ...] = ()
     """Of an array; `VARIES` is possible for the first dim."""
+    is_time: bool = False
+    """Whether the numbers are times: microseconds since 1970, of dates in the raw files."""
 
     @property
     def ragged(self) -> bool:
@@ -58,7 +60,7 @@ class Column(msgspec.Struct, frozen=True):
 
 def as_plain(columns: Sequence[Column]) -> list[list[Any]]:
     """Columns as lists of JSON, for a schema and a digest."""
-    return [[c.name, c.kind, c.dtype, list(c.shape)] for c in columns]
+    return [[c.name, c.kind, c.dtype, list(c.shape), *[True] * c.is_time] for c in columns]
 
 
 def converted(name: str, data: Any, element: np.dtype) -> Any:

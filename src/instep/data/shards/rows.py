@@ -125,6 +125,7 @@ class Rows(torch.utils.data.Dataset[Any]):
 
         Returns:
             [samples] of numbers as they are stored, or [samples, ...] of arrays; a list of text.
+            Times are datetime64 in microseconds.
 
         Raises:
             DataError: there is no such column, or its samples differ in length.
@@ -138,9 +139,9 @@ class Rows(torch.utils.data.Dataset[Any]):
                 f"column {name!r} of {self.name} is {column}: samples differ in length."
             )
         parts = [part.data for part in self._parts(at)]
-        if not parts:
-            return np.empty((0, *column.row_shape), column.element)
-        return np.concatenate(parts)
+        empty = np.empty((0, *column.row_shape), column.element)
+        found = np.concatenate(parts) if parts else empty
+        return found.view("datetime64[us]") if column.is_time else found
 
     def _parts(self, at: int) -> Iterator[View]:
         for number in range(len(self._starts) - 1):

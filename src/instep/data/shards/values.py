@@ -20,4 +20,7 @@ def image_of(data: bytes) -> torch.Tensor:
     from PIL import Image
 
     with Image.open(io.BytesIO(data)) as image:
+        if image.mode.startswith("I"):  # grey of 16 bits, which `convert` would cut off at 255
+            grey = (np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)
+            return torch.from_numpy(np.stack([grey] * 3))
         return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).contiguous()

@@ -73,7 +73,8 @@ def columns_of(schema: pa.Schema) -> list[Column] | None:
     if kept is None:
         return None
     return [
-        Column(name, kind, dtype, tuple(shape)) for name, kind, dtype, shape in json.loads(kept)
+        Column(name, kind, dtype, tuple(shape), *is_time)
+        for name, kind, dtype, shape, *is_time in json.loads(kept)
     ]
 
 

@@ -195,7 +195,7 @@ MISFITS = {
     "other names": ({"y": 1}, "no column 'x' and a column 'y' that samples before have not"),
     "nothing": ({"x": None}, "column 'x' is None"),
     "another kind": ({"x": "1"}, "column 'x' is text, and int64 in the samples before"),
-    "too large": ({"x": 2**70}, "more than 64 bits"),
+    "too large": ({"x": 2**70}, "int64 ends at"),
     "ragged": ({"x": [[1], [2, 3]]}, "lists of different lengths"),
     "objects": ({"x": np.array([{}])}, "no number type"),
     "another type": ({"x": {}}, "of type dict"),
