@@ -94,7 +94,8 @@ class Crew:
                 if isinstance(answer, Failed):
                     raise getattr(errors, answer.kind, InstepError)(answer.text)
                 worker.task = None
-                self._lost.pop(-1, None)
+                for number in (-1, answer.number):  # another part may have tasks of these numbers
+                    self._lost.pop(number, None)
                 self._second_result(worker, answer)
                 if worker not in self._second and answer.number not in done:
                     done.add(answer.number)

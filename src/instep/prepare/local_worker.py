@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -130,7 +131,10 @@ class LocalWorker:
         return last_line(self.log)
 
     def close(self) -> None:
-        """Wait until it is gone."""
+        """Wait until it is gone, and all that it has started."""
+        if self.process.returncode is None:  # else its id may be another's
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.wait()
         self.connection.close()

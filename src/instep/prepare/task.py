@@ -6,6 +6,7 @@ A file of results has another name until it is whole, and the same bytes whoever
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +48,7 @@ class Doer:
     """
 
     def __init__(self, setup: Setup, beat: Callable[[str, int], None]) -> None:
+        self._at_start = os.getcwd()  # a function may go elsewhere
         self._mapping = Mapping(setup.asked, Path(setup.folder), beat)
         self._exchange = Exchange(setup.asked, Path(setup.folder))
 
@@ -56,6 +58,7 @@ class Doer:
         Raises:
             InstepError: it cannot be done, and what follows cannot either.
         """
+        os.chdir(self._at_start)
         match task:
             case Scan(number, piece):
                 return Done(number, self._mapping.format(piece).scan(piece))

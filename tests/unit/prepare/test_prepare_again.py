@@ -4,9 +4,11 @@ import datetime
 import json
 import os
 import random
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from PIL import Image
@@ -19,6 +21,7 @@ from instep.errors import DataError, RecipeError
 from instep.prepare import plan
 from instep.prepare.crew import Interrupted
 from instep.prepare.job import Job
+from instep.prepare.prepare import prepare
 
 FUNCTIONS = """
 import random
@@ -346,3 +349,29 @@ def test_grey_images_of_16_bits_are_scaled(folder):
     Image.fromarray(grey).save("images/a/0.png")
     made(ask(sources=["images"]))
     assert Shards("out")[0]["image"][:, 0].tolist() == [[0, 3, 117, 255]] * 3
+
+
+@pytest.mark.process
+def test_a_function_may_go_elsewhere_and_what_it_starts_ends_with_it(folder):
+    Path("goes.py").write_text(
+        "import os, subprocess\n"
+        "def f(raw):\n"
+        "    child = subprocess.Popen(['sleep', '3600'])\n"
+        f"    open({str(folder / 'pids')!r}, 'a').write(f'{{child.pid}}\\n')\n"
+        "    os.chdir('/')\n"
+        "    return raw\n"
+    )
+    for name in "ab":
+        write(f"{name}.jsonl", ["{\n", *({"id": number} for number in range(3))])
+    found = prepare(ask(sources=["*.jsonl"], map="goes.py:f"), lambda _: None, workers=1)
+    assert (found.manifest.samples, found.manifest.bad) == (6, 2)
+    pids = [int(line) for line in Path("pids").read_text().split()]
+    assert len(pids) >= 6
+    assert not any(map(is_there, pids))
+
+
+def is_there(pid):
+    """Whether a process runs; one that has ended may wait for its parent to look."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
