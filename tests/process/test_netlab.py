@@ -227,6 +227,15 @@ def test_processes_in_the_hosts_end_with_the_network():
     network.remove()
 
 
+def test_a_network_that_is_removed_twice_takes_no_other_with_it():
+    """As two processes do that clean up after a third: meanwhile its number may be another's."""
+    with Network(1) as network:
+        number = network.name.split("-")[1]
+        netlab.remove(f"netlab-{number}-99999999-1")  # whose creator has ended
+        links = subprocess.run(["ip", "link"], capture_output=True, text=True, check=True)
+        assert f"netlab{number}@" in links.stdout
+
+
 def test_nothing_is_left_when_building_fails(monkeypatch):
     built: list[Traces] = []
 

@@ -237,7 +237,7 @@ class Network:
             _call("ip", "netns", "add", self._space(host))
         switch = self._space("switch")
         places = [OUTSIDE, *self.hosts]
-        lines = [f"link set {_loose_end(self._number)} netns {switch} name port254"]
+        lines = [f"link set {_loose_end(self._number, os.getpid())} netns {switch} name port254"]
         for host in self.hosts:
             port, own = f"port{self._index(host)}", self._space(host)
             lines.append(f"link add {port} netns {switch} type veth peer name eth0 netns {own}")
@@ -302,9 +302,13 @@ def remove(name: str) -> None:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-    _call("ip", "link", "del", f"netlab{name.split('-')[1]}", may_fail=True)
-    for space in spaces:
-        _call("ip", "netns", "del", space, may_fail=True)
+    number, creator = map(int, name.split("-")[1:3])
+    with _alone():  # else another one who removes it has freed the number, and somebody taken it
+        spaces = [match[0] for match in _namespaces() if match[1] == name]
+        link = f"netlab{number}" if spaces else _loose_end(number, creator)
+        _call("ip", "link", "del", link, may_fail=True)
+        for space in spaces:
+            _call("ip", "netns", "del", space, may_fail=True)
 
 
 def clean(*, living: bool = False) -> list[str]:
@@ -333,7 +337,9 @@ def _take_a_number() -> int:
     for number in range(256):
         link = f"netlab{number}"
         try:
-            _call("ip", "link", "add", link, "type", "veth", "peer", "name", _loose_end(number))
+            loose = _loose_end(number, os.getpid())
+            with _alone():
+                _call("ip", "link", "add", link, "type", "veth", "peer", "name", loose)
         except NetworkError as error:
             if "exists" not in str(error):
                 raise NetworkError(
@@ -346,9 +352,23 @@ def _take_a_number() -> int:
     )
 
 
-def _loose_end(number: int) -> str:
+def _loose_end(number: int, pid: int) -> str:
     """The other end of that link until it is plugged in; the name holds its creator's pid."""
-    return f"nl{number}-{os.getpid()}"
+    return f"nl{number}-{pid}"
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Wait until no other process takes or frees a number, by a socket that nobody can leave."""
+    deadline = time.monotonic() + 30
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as held:
+        while time.monotonic() < deadline:
+            try:
+                held.bind("\0instep-netlab")
+                break
+            except OSError:
+                time.sleep(0.01)
+        yield
 
 
 def _namespaces() -> Iterator[re.Match[str]]:

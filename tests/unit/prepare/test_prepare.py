@@ -101,6 +101,7 @@ def made(asked: Asked, crew: type[Here] = Here) -> tuple[Manifest, Job, Here]:
     """Prepare in this process."""
     folder = Folder(Path(asked.to).absolute())
     with folder.held():
+        folder.clean()
         here = crew(Setup(asked, str(folder.work)))
         job = Job(asked, folder, plan.files_of(asked), here, 1, lambda _: None)
         manifest = job.run()
