@@ -375,3 +375,14 @@ def is_there(pid):
     with suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False
+
+
+def test_a_missing_number_among_fractions_is_not_a_number(folder):
+    """As in the columns of Parquet and CSV."""
+    write("a.jsonl", [{"x": 0.5, "n": 1}, {"x": None, "n": 2}, {"x": 1, "n": None}])
+    manifest, job, _ = made(ask(sources=["a.jsonl"]))
+    assert repr(Shards("out").column("x").tolist()) == "[0.5, nan]"
+    assert (manifest.bad, job.first_bad[0]) == (
+        1,
+        "a.jsonl, line 3: column 'n' is None; wanted: a number, an array of numbers, text or bytes",
+    )

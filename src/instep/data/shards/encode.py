@@ -8,6 +8,7 @@ Way in: `encode`.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -121,6 +122,9 @@ def _other_columns(sample: Mapping[str, Any], wanted: set[str]) -> str:
 def _column(name: str, values: list[Any], known: Column | None) -> tuple[Column, list[Any]]:
     """The column of some values, and the values as numpy or Python has them."""
     kinds = set(map(type, values))
+    if type(None) in kinds and _has_fractions(known, kinds):
+        values = [math.nan if value is None else value for value in values]
+        kinds = set(map(type, values))
     if (
         kinds == {np.ndarray}
         and {v.dtype for v in values} <= _NATIVE
@@ -145,6 +149,13 @@ def _column(name: str, values: list[Any], known: Column | None) -> tuple[Column,
         column = _with_empty(name, column)
     assert column is not None, "no values, and nothing known"
     return column, values
+
+
+def _has_fractions(known: Column | None, kinds: set[type]) -> bool:
+    """Whether a column is of floating-point numbers, in which a missing one is NaN."""
+    if known is None:
+        return kinds == {float, type(None)}
+    return known.kind == "number" and known.element.kind == "f"
 
 
 def _with_empty(name: str, column: Column | None) -> Column:
