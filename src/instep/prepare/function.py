@@ -27,7 +27,7 @@ from instep.recipe.source_file import load_function
 ONE_IN = 256
 """One record of so many is tried twice."""
 
-_OF_DRAWS = 61
+_OF_DRAWS, _OF_TRIALS = 61, 63
 
 _PLAIN = frozenset((bool, int, float, str, bytes, type(None)))
 
@@ -64,6 +64,17 @@ def reducer_of(asked: Asked) -> Function | None:
     file, _, name = asked.reduce.rpartition(":")
     what = "map" if asked.map and asked.map.rpartition(":")[0] == file else "reduce"
     return Function(load_function(f"{os.path.abspath(file)}:{name}", what), name, asked.seed)
+
+
+def next_trial(records: int) -> int:
+    """The next record to try twice, behind so many: the first, then one of each `ONE_IN`.
+
+    Which one is drawn, so that data that repeat do not hide what the function makes of some.
+    """
+    block = records // ONE_IN
+    while (place := block * ONE_IN + key(_OF_TRIALS, block) % ONE_IN) < records:
+        block += 1
+    return place if records else 0
 
 
 class Draws(Exception):
@@ -176,6 +187,8 @@ class Tokens:
                 from tokenizers import Tokenizer
 
                 self._tokenizer = Tokenizer.from_file(path)
+                self._tokenizer.no_truncation()  # which a file may hold: all of a text is wanted,
+                self._tokenizer.no_padding()  # and nothing else
             except ImportError:
                 raise SpecError(
                     "--tokens needs the package tokenizers: pip install 'instep[data]'."

@@ -26,7 +26,6 @@ from instep.errors import DataError, InstepError
 from instep.plain_file import replace_plain
 from instep.prepare.asked import Asked
 from instep.prepare.function import (
-    ONE_IN,
     Bad,
     Draws,
     Function,
@@ -34,6 +33,7 @@ from instep.prepare.function import (
     Tokens,
     digest_of,
     mapper_of,
+    next_trial,
     parts_of,
     several,
 )
@@ -203,7 +203,7 @@ class Mapping:
         places = list(chunk.places)
         at = 0
         while at < len(rows):
-            stop = at + min(ONE_IN - notes.given % ONE_IN, held.size)
+            stop = at + min(next_trial(notes.given + 1) - notes.given, held.size)
             given = self._given(piece, rows[at:stop], places[at:stop], notes)
             self._keep(piece, rows[at:stop], places[at:stop], given, held, notes)
             yield
@@ -214,7 +214,7 @@ class Mapping:
     ) -> Sequence[Any]:
         """What is made of some records: a sample, several, None or a `Bad` of each."""
         mapper = self._mapper
-        trial = notes.given % ONE_IN == 0
+        trial = next_trial(notes.given) == notes.given
         notes.records += len(rows)
         notes.given += len(rows)
         if mapper is None:

@@ -1,6 +1,7 @@
 """What a command makes depends on no command before it, and not on the order of tasks."""
 
 import datetime
+import decimal
 import json
 import os
 import random
@@ -9,10 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
 from test_prepare import Here, ask, made
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from instep.data.shards.dataset import Shards
 from instep.data.splits import SPLITS, Request
@@ -386,3 +390,46 @@ def test_a_missing_number_among_fractions_is_not_a_number(folder):
         1,
         "a.jsonl, line 3: column 'n' is None; wanted: a number, an array of numbers, text or bytes",
     )
+
+
+def test_a_function_that_repeats_itself_for_some_records_only_is_found(folder):
+    """Also where the data repeat, as the records that are tried again do not."""
+    Path("some.py").write_text(
+        "import os\ndef f(raw):\n    return {'x': os.urandom(4).hex() if raw['n'] else '0'}\n"
+    )
+    write("a.jsonl", [{"n": number % 4} for number in range(3000)])
+    with pytest.raises(RecipeError, match="not repeatable"):
+        made(ask(sources=["a.jsonl"], map="some.py:f"))
+
+
+def test_padding_and_truncation_of_a_tokenizer_are_not_in_the_samples(folder):
+    tokenizer = Tokenizer(models.WordLevel({"a": 1, "b": 2, "[UNK]": 0}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=5)
+    tokenizer.save("tok.json")
+    Path("a.txt").write_text("a b a b a b a\n\nb\n")
+    made(ask(sources=["a.txt"], tokens="tok.json", length=4))
+    found = [Shards("out")[at]["tokens"].tolist() for at in range(len(Shards("out")))]
+    assert found == [[1, 2, 1, 2], [1, 2, 1], [2]]
+
+
+def test_decimals_become_the_nearest_float(folder):
+    values = [decimal.Decimal(number) / 100 for number in range(200)]
+    table = pa.table({"x": pa.array(values, pa.decimal128(20, 2))})
+    pq.write_table(table, "a.parquet")
+    made(ask(sources=["a.parquet"]))
+    found = Shards("out").column("x").tolist()
+    assert found == [float(value) for value in values]
+
+
+def test_a_file_that_is_divided_by_semicolons_is_named(folder):
+    Path("a.csv").write_text("a;b\n1;2\n")
+    with pytest.raises(DataError, match=r"divided by commas.* not by ';'"):
+        made(ask(sources=["a.csv"]))
+
+
+def test_times_of_whole_seconds_with_a_zone_are_times(folder):
+    Path("a.csv").write_text("t\n2024-01-01T10:00:00Z\n2024-01-02T10:00:00Z\n")
+    made(ask(sources=["a.csv"]))
+    assert Shards("out").column("t").tolist()[1] == datetime.datetime(2024, 1, 2, 10)

@@ -34,7 +34,7 @@ TYPES = ("int64", "float64", "bool", "timestamp", "timestamp_utc", "string")
 
 _NAMES = {"int64": "int64", "double": "float64", "bool": "bool", "null": ""}
 _NAMES |= {"date32[day]": "timestamp", "timestamp[s]": "timestamp", "timestamp[ns]": "timestamp"}
-_NAMES |= {"timestamp[ns, tz=UTC]": "timestamp_utc"}
+_NAMES |= {"timestamp[ns, tz=UTC]": "timestamp_utc", "timestamp[s, tz=UTC]": "timestamp_utc"}
 """Of types that pyarrow finds out."""
 
 _FINER = r"\.[0-9]{7}"
@@ -87,6 +87,11 @@ def header_of(path: Path) -> list[str]:
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: its header is no UTF-8: {error.reason}.") from None
     names = next(csv.reader(io.StringIO(text, newline=""), delimiter=chr(delimiter_of(path))))
+    if len(names) == 1 and (other := next((c for c in ";\t|" if c in names[0]), "")):
+        raise DataError(
+            f"{path}: its header has one column, {names[0][:40]!r}: fields are divided by commas, "
+            f"or by tabs in .tsv files, not by {other!r}. Write it anew with commas."
+        )
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise DataError(f"{path}: its header has {twice[0]!r} twice, and columns need names.")
