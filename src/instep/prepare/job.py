@@ -241,9 +241,11 @@ class Job:
         Raises:
             DataError: names the file.
         """
-        now = {file.place: file.state for file in plan.files_of(self._asked)}
+        here = [each for each in self._asked.sources if not is_url(each)]  # others are copies
+        asked = msgspec.structs.replace(self._asked, sources=here)
+        now = {file.place: file.state for file in plan.files_of(asked)}
         for file in self._files:
-            if now.get(file.place) != file.state:
+            if not file.url and now.get(file.place) != file.state:
                 raise DataError(
                     f"{file.name} has changed while it was prepared. Give the same command again, "
                     "and leave it as it is meanwhile."
