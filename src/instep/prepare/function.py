@@ -13,7 +13,7 @@ import hashlib
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -154,19 +154,30 @@ def several(given: Any, copies: bool = False) -> Sequence[Any]:
     return [copy.deepcopy(sample) for sample in given] if copies else list(given)
 
 
-def parts_of(sample: Any) -> Iterator[int]:
-    """Ids of all that a sample has, and that a function might change and give again."""
-    yield id(sample)
-    for value in sample.values() if isinstance(sample, Mapping) else ():
+def add_parts(sample: Any, parts: set[int]) -> bool:
+    """Add ids of all that a sample has, and that a function might change and give again.
+
+    Returns:
+        Whether one of them was there already.
+    """
+    before, added = len(parts), 1
+    parts.add(id(sample))
+    is_dict = type(sample) is dict or isinstance(sample, Mapping)
+    for value in sample.values() if is_dict else ():
         kind = type(value)
-        if kind in _PLAIN or isinstance(value, np.generic):
+        if kind in _PLAIN:
             continue
         if kind is np.ndarray:
-            yield id(value if value.base is None else value.base)
+            base = value.base
+            parts.add(id(value) if base is None else id(base))
+        elif isinstance(value, np.generic):
+            continue
         elif hasattr(value, "untyped_storage"):
-            yield value.untyped_storage().data_ptr()
+            parts.add(value.untyped_storage().data_ptr())
         else:
-            yield id(value)
+            parts.add(id(value))
+        added += 1
+    return len(parts) < before + added
 
 
 class Tokens:

@@ -31,10 +31,10 @@ from instep.prepare.function import (
     Function,
     Reuses,
     Tokens,
+    add_parts,
     digest_of,
     mapper_of,
     next_trial,
-    parts_of,
     several,
 )
 from instep.prepare.messages import Done, Map
@@ -74,7 +74,9 @@ class _Held:
         samples, self.samples = self.samples[: self.size], self.samples[self.size :]
         of, self.of = self.of[: self.size], self.of[self.size :]
         if self._parts:
-            self._parts = {part for sample in self.samples for part in parts_of(sample)}
+            self._parts.clear()
+            for sample in self.samples:
+                add_parts(sample, self._parts)
         return samples, of
 
     def check(self, sample: Any) -> None:
@@ -83,10 +85,8 @@ class _Held:
         Raises:
             Reuses: one that waits has a part of it.
         """
-        for part in parts_of(sample):
-            if part in self._parts:
-                raise Reuses
-            self._parts.add(part)
+        if add_parts(sample, self._parts):
+            raise Reuses
 
 
 class Mapping:

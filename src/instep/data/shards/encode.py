@@ -253,17 +253,20 @@ def _view(column: Column, values: list[Any]) -> View:
         return View(np.frombuffer(b"".join(parts), np.uint8), offsets)
     if column.kind == "number":
         return View(_numbers(column, values))
+    element = column.element
+    if element.kind == "f" and not {value.dtype.kind for value in values} <= {"f"}:
+        values = [converted(column.name, value, element) for value in values]
     if not column.ragged:
-        rows = np.empty((len(values), *column.shape), column.element)
+        rows = np.empty((len(values), *column.shape), element)
         for at, value in enumerate(values):
-            rows[at] = converted(column.name, value, column.element)
+            rows[at] = value
         return View(rows)
     offsets = np.zeros(len(values) + 1, np.int64)
     np.cumsum([len(value) for value in values], out=offsets[1:])
-    data = np.empty((int(offsets[-1]), *column.row_shape), column.element)
+    data = np.empty((int(offsets[-1]), *column.row_shape), element)
     for at, value in enumerate(values):
         if len(value):
-            data[offsets[at] : offsets[at + 1]] = converted(column.name, value, column.element)
+            data[offsets[at] : offsets[at + 1]] = value
     return View(data, offsets)
 
 
