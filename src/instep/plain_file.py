@@ -10,10 +10,14 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import zlib
 from pathlib import Path
 
 PRIVATE = 0o600
 """Mode of a file that only its owner may read or write."""
+
+_CHUNK = 1 << 20
+"""Bytes that are read at a time."""
 
 _KINDS = (
     (stat.S_ISDIR, "a directory"),
@@ -84,6 +88,21 @@ def read_plain(path: Path) -> bytes:
     """
     with open(path, "rb", opener=plain) as file:
         return file.read()
+
+
+def crc32_of(path: str | os.PathLike[str], first: int = 0, stop: int | None = None) -> int:
+    """CRC-32 of the bytes [first, stop) of a regular file; of all behind `first` without `stop`.
+
+    Raises:
+        OSError: as `plain`.
+    """
+    found, left = 0, None if stop is None else stop - first
+    with open(path, "rb", opener=plain) as file:
+        file.seek(first)
+        while data := file.read(_CHUNK if left is None else max(min(_CHUNK, left), 0)):
+            found = zlib.crc32(data, found)
+            left = None if left is None else left - len(data)
+    return found
 
 
 def read_believed(path: Path) -> bytes:

@@ -168,6 +168,15 @@ def mesh_in_words(checked: dict[str, Any]) -> str:
     return same + (only if blocks else "")
 
 
+def not_utf8(text: str) -> int | None:
+    """Where it begins to be no UTF-8, as a name of a file may; None if it is."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return None
+
+
 def printable(text: str) -> str:
     """One line without control characters, whatever a user's error text holds."""
     if text.isprintable():

@@ -162,7 +162,7 @@ def _kept(files: Any, url: str, version: _Pinned) -> Path | None:
 
 
 def _root() -> Path:
-    root = Path(os.environ.get(remote.CACHE) or Path("~/.cache/instep").expanduser()) / "sources"
+    root = remote.cache() / "sources"
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:

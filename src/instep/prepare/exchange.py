@@ -24,11 +24,11 @@ from instep.data.shards.encode import Encoded, encode
 from instep.data.shards.views import Array, View, based, batch_of, bytes_of, views_of
 from instep.data.shards.writer import BATCH_BYTES, ShardFile, ShardWriter
 from instep.errors import DataError, InstepError
-from instep.plain_file import beside_of, read_plain, replace_plain
+from instep.plain_file import beside_of, crc32_of, read_plain, replace_plain
 from instep.prepare.asked import Asked
 from instep.prepare.function import Bad, reducer_of, several
 from instep.prepare.messages import Merge, Sort
-from instep.prepare.results import crc_of, wide_parts, write
+from instep.prepare.results import wide_parts, write
 
 MOST_BYTES = 1 << 30
 """Of the samples of one key: they are in memory together."""
@@ -58,7 +58,7 @@ def is_sorted(folder: Path, key: str) -> bool:
 
 
 def _sums(to: Path) -> str:
-    return f"{crc_of(to):08x} {crc_of(to.with_suffix('.npy')):08x}"
+    return f"{crc32_of(to):08x} {crc32_of(to.with_suffix('.npy')):08x}"
 
 
 def _as_key(view: View) -> View:

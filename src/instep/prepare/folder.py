@@ -21,9 +21,8 @@ import msgspec
 
 from instep.data.shards.manifest import Manifest, Shard, read_manifest
 from instep.errors import DataError, RunError, WorkerError
-from instep.plain_file import plain, read_plain, replace_plain
+from instep.plain_file import beside_of, crc32_of, plain, read_plain, replace_plain
 from instep.prepare.messages import Mapped, Segment
-from instep.prepare.results import crc_of
 from instep.store.own_files import lock, open_own, unlock
 
 _LOCK = "lock"
@@ -103,7 +102,7 @@ class Folder:
 
     def results(self, wanted: Iterable[str]) -> dict[str, Mapped]:
         """Those that are done of tasks with these keys: by commands before, or in the shards."""
-        published, found = self._published(), dict[str, Mapped]()
+        found = dict[str, Mapped]()
         for key in wanted:
             with suppress(OSError, msgspec.MsgspecError, RecursionError):
                 result = msgspec.json.decode(read_plain(self.work / f"{key}.done"), type=Mapped)
@@ -111,8 +110,8 @@ class Folder:
                     file = str(self.work / f"{key}.arrow")
                     result.parts = [Segment(file, 0, result.samples)]
                     found[key] = result
-            if key not in found and key in published:
-                found[key] = published[key]
+            if key not in found and key in self._published:
+                found[key] = self._published[key]
         return found
 
     def _is_good(self, result: Mapped) -> bool:
@@ -121,10 +120,11 @@ class Folder:
         return (
             not (self.work / f"{result.key}.again").exists()
             and path.stat().st_size == result.bytes
-            and crc_of(path) == result.crc32
-            and (not result.bad or crc_of(bad) == result.crc32_bad)
+            and crc32_of(path) == result.crc32
+            and (not result.bad or crc32_of(bad) == result.crc32_bad)
         )
 
+    @cached_property
     def _published(self) -> dict[str, Mapped]:
         """Tasks whose samples are in the shards of the manifest that is there."""
         with suppress(DataError, OSError, msgspec.MsgspecError, RecursionError):
@@ -154,7 +154,7 @@ class Folder:
         return {
             shard.file
             for shard in (before.shards if before else [])
-            if self._is_whole(shard) and shard.crc32 in (None, crc_of(self.path / shard.file))
+            if self._is_whole(shard) and shard.crc32 in (None, crc32_of(self.path / shard.file))
         }
 
     def whole(self, manifest: Manifest) -> bool:
@@ -235,7 +235,7 @@ def link(file: Path, to: Path) -> None:
     except FileExistsError:
         pass
     except OSError:
-        beside = to.with_name(f".{to.name}.{os.getpid()}")
+        beside = beside_of(to)
         shutil.copyfile(file, beside)
         beside.replace(to)
 

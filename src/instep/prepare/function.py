@@ -45,9 +45,7 @@ def mapper_of(asked: Asked) -> Function | Tokens | None:
         InstepError: the function or the tokenizer cannot be loaded.
     """
     if asked.map is not None:
-        file, _, name = asked.map.rpartition(":")
-        function = load_function(f"{os.path.abspath(file)}:{name}", "map")
-        return Function(function, name, asked.seed)
+        return _loaded(asked.map, "map", asked.seed)
     if asked.tokens is not None:
         return Tokens(asked.tokens, asked.length)
     return None
@@ -61,9 +59,18 @@ def reducer_of(asked: Asked) -> Function | None:
     """
     if asked.reduce is None:
         return None
-    file, _, name = asked.reduce.rpartition(":")
+    file = asked.reduce.rpartition(":")[0]
     what = "map" if asked.map and asked.map.rpartition(":")[0] == file else "reduce"
-    return Function(load_function(f"{os.path.abspath(file)}:{name}", what), name, asked.seed)
+    return _loaded(asked.reduce, what, asked.seed)
+
+
+def _loaded(reference: str, what: str, seed: int) -> Function:
+    """The function of `file.py:name`, whose file is called `what` as a module."""
+    file, _, name = reference.rpartition(":")
+    here = os.getcwd()
+    function = load_function(f"{os.path.abspath(file)}:{name}", what)
+    os.chdir(here)
+    return Function(function, name, seed)
 
 
 def next_trial(records: int) -> int:
@@ -96,6 +103,7 @@ class Function:
 
     def __init__(self, function: Callable[[Any], Any], name: str, seed: int) -> None:
         self._function, self._name, self._seed = function, name, seed
+        self._here = os.getcwd()
         self.copies = False
         """Whether samples are copied as soon as they are given."""
 
@@ -122,6 +130,8 @@ class Function:
     def many(self, records: Sequence[Any], given: list[Any]) -> None:
         """Append what the function gives of each record; `Bad` where it raises ValueError.
 
+        The function may go to another folder, and does not stay there.
+
         Raises:
             RecipeError: it raised something else, for the record after the last in `given`.
         """
@@ -143,6 +153,8 @@ class Function:
                     f"{self._name} raised {type(error).__name__}: {one_line(error)}{at}. A "
                     "function that raises ValueError leaves the record out."
                 ) from None
+            finally:
+                os.chdir(self._here)
 
 
 def several(given: Any, copies: bool = False) -> Sequence[Any]:

@@ -138,8 +138,6 @@ class Job:
         self.done_before = len(results)
         if self.done_before:
             self._say(f"{self.done_before} of {plural(len(groups), 'task')} are done already")
-        if not left:
-            return [results[group.key] for group in groups]
         size = sum(result.bytes for result in results.values())
         self._check_room(size, len(results), len(left))
         progress = Progress("prepared", len(groups), self._say, len(results))

@@ -6,7 +6,6 @@ another process to try. Nothing here knows processes. Way in: `Mapping`.
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -103,7 +102,6 @@ class Mapping:
 
     def __init__(self, asked: Asked, folder: Path, beat: Callable[[str, int], None]) -> None:
         self._asked, self._folder, self._beat = asked, folder, beat
-        self._at_start = os.getcwd()  # a function may go elsewhere
         self._mapper = mapper_of(asked)
         self._formats: dict[str, RawFormat] = {}
 
@@ -162,7 +160,6 @@ class Mapping:
         if isinstance(self._mapper, Function):
             self._mapper.copies = notes.copies
         for piece in pieces:
-            os.chdir(self._at_start)
             for chunk in self.format(piece).read(piece):
                 self._beat(piece.path, notes.records)
                 notes.take_bad(piece, chunk.bad)
@@ -289,7 +286,6 @@ class Mapping:
 
     def where(self, piece: Piece, place: int) -> str:
         """A record's file, and where it is in it."""
-        os.chdir(self._at_start)
         return f"{piece.path}, {self.format(piece).where(Path(piece.path), place)}"
 
     def _encoded(

@@ -24,6 +24,7 @@ from instep.data.shards.columns import Column, as_plain
 from instep.errors import DataError, SpecError
 from instep.prepare.asked import Asked
 from instep.prepare.elsewhere import RawCopy, copies_of, is_url
+from instep.words import not_utf8
 
 SMALLEST, LARGEST, PIECES = 1 << 20, 64 << 20, 128
 """A file is cut into about so many pieces of at least and at most so many bytes: what a killed
@@ -86,7 +87,7 @@ def files_of(asked: Asked) -> list[RawFile]:
             about = {each: os.stat(each) for each in FORMATS[name]().files(path)}
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}.") from None
-        if not str(path).isprintable() and "\udc80" <= max(str(path)) <= "\udcff":
+        if not_utf8(str(path)) is not None:
             raise DataError(f"{str(path)!r}: its name is no UTF-8. Rename it.")
         if odd := [each for each, one in about.items() if not stat.S_ISREG(one.st_mode)]:
             raise DataError(f"{odd[0]} is no plain file, but a pipe or a device. Name files.")

@@ -20,7 +20,7 @@ from instep.data.shards.statistics import Figures, take_batch
 from instep.data.shards.views import View
 from instep.data.shards.writer import ShardFile, ShardWriter
 from instep.errors import DataError
-from instep.plain_file import plain, replace_plain
+from instep.plain_file import crc32_of, replace_plain
 from instep.prepare.messages import Mapped, Segment
 
 
@@ -30,15 +30,6 @@ class Wider(Exception):
     def __init__(self, columns: list[Column]) -> None:
         super().__init__()
         self.columns = columns
-
-
-def crc_of(path: Path) -> int:
-    """CRC-32 of a file."""
-    found = 0
-    with open(path, "rb", opener=plain) as file:
-        while data := file.read(1 << 20):
-            found = zlib.crc32(data, found)
-    return found
 
 
 def lines_of(tables: Sequence[dict[str, Any]]) -> str:
@@ -106,7 +97,7 @@ def write(
         columns=columns,
         figures=figures,
         parts=[Segment(str(path), 0, writer.samples)],
-        crc32=crc_of(path),
+        crc32=crc32_of(path),
         crc32_bad=zlib.crc32(text.encode()),
     )
     replace_plain(folder / f"{key}.done", msgspec.json.encode(result).decode())

@@ -6,8 +6,6 @@ A file of results has another name until it is whole, and the same bytes whoever
 
 from __future__ import annotations
 
-import os
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +14,7 @@ import numpy as np
 from instep.data.shards.digest import digest_blocks
 from instep.data.shards.views import View, based, bytes_of
 from instep.data.shards.writer import BATCH_BYTES, ShardWriter
-from instep.plain_file import plain
+from instep.plain_file import crc32_of
 from instep.prepare.exchange import Exchange
 from instep.prepare.mapping import Mapping
 from instep.prepare.messages import (
@@ -48,7 +46,6 @@ class Doer:
     """
 
     def __init__(self, setup: Setup, beat: Callable[[str, int], None]) -> None:
-        self._at_start = os.getcwd()  # a function may go elsewhere
         self._mapping = Mapping(setup.asked, Path(setup.folder), beat)
         self._exchange = Exchange(setup.asked, Path(setup.folder))
 
@@ -58,7 +55,6 @@ class Doer:
         Raises:
             InstepError: it cannot be done, and what follows cannot either.
         """
-        os.chdir(self._at_start)
         match task:
             case Scan(number, piece):
                 return Done(number, self._mapping.format(piece).scan(piece))
@@ -78,7 +74,7 @@ class Doer:
                 paths = [(Path(file), samples) for file, samples in files]
                 return Done(number, b"".join(digest_blocks(paths, first, stop)))
             case Sum(number, path, first, stop):
-                return Done(number, _crc(path, first, stop))
+                return Done(number, crc32_of(path, first, stop))
 
 
 def _join(task: Join) -> int:
@@ -109,13 +105,3 @@ def _one(views: list[View]) -> View:
         return View(data)
     lengths = np.concatenate([view.lengths for view in views])
     return View(data, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
-
-
-def _crc(path: str, first: int, stop: int) -> int:
-    found = 0
-    with open(path, "rb", opener=plain) as file:
-        file.seek(first)
-        while first < stop and (data := file.read(min(1 << 20, stop - first))):
-            found = zlib.crc32(data, found)
-            first += len(data)
-    return found

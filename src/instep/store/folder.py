@@ -22,6 +22,7 @@ from instep.errors import RunError
 from instep.plain_file import check_plain, plain, read_plain
 from instep.spec import JobSpec
 from instep.store.own_files import NO_LOCKS, lock, open_own, unlock
+from instep.words import not_utf8
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ def make_run_folder(runs: Path, job: JobSpec, *, named: bool) -> Path:
 
 def _check_path(folder: Path) -> None:
     """Refuse a path that a message to another process cannot hold, before it would wait for it."""
-    if _not_utf8(str(folder)) is not None:
+    if not_utf8(str(folder)) is not None:
         raise RunError(
             f"the run folder {str(folder)!r} has a name that is not UTF-8 text, and its processes "
             "tell each other where it is in UTF-8. Rename it, or choose another --runs."
@@ -206,22 +207,13 @@ def _check_path(folder: Path) -> None:
 
 
 def _check_job(text: str) -> None:
-    at = _not_utf8(text)
+    at = not_utf8(text)
     if at is not None:
         line = text.splitlines()[text[:at].count("\n")]
         raise RunError(
             f"the job cannot be written into its run folder: {line!r} is not UTF-8 text. Rename "
             "what it names."
         )
-
-
-def _not_utf8(text: str) -> int | None:
-    """Where it begins to be no UTF-8, as a name of a file may; None if it is."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return error.start
-    return None
 
 
 def _nothing_came_of(folder: Path) -> bool:

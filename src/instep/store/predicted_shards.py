@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from instep.data.shards.manifest import Manifest, Shard, write_manifest
 from instep.data.shards.statistics import Figures, take_batch
 from instep.data.shards.views import View, bytes_of
 from instep.data.shards.writer import BATCH_BYTES, ShardWriter
+from instep.plain_file import crc32_of
 from instep.store.predictions import Part
 
 SHARD_BYTES = 32 << 20
@@ -138,16 +138,8 @@ def _written(
                 size += bytes_of(views)
                 views = next(rest, None)
             writer.close(durable=True)
-        yield Shard(path.name, writer.samples, writer.bytes, _crc32(path))
+        yield Shard(path.name, writer.samples, writer.bytes, crc32_of(path))
         number += 1
-
-
-def _crc32(path: Path) -> int:
-    found = 0
-    with open(path, "rb") as file:
-        while data := file.read(1 << 20):
-            found = zlib.crc32(data, found)
-    return found
 
 
 def _lines(tables: Sequence[dict[str, Any]]) -> bytes:

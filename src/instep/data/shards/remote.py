@@ -41,6 +41,11 @@ LIMIT = 20 * 10**9
 _CHUNK = 1 << 20
 
 
+def cache() -> Path:
+    """The folder of this host's cache; it may not be there yet."""
+    return Path(os.environ.get(CACHE) or Path("~/.cache/instep").expanduser())
+
+
 class Remote:
     """Files below a URL.
 
@@ -52,8 +57,7 @@ class Remote:
 
     def __init__(self, url: str, limit: int = LIMIT, options: dict[str, Any] | None = None) -> None:
         self.url, self.limit, self._options = url.rstrip("/"), limit, options or {}
-        root = os.environ.get(CACHE) or Path("~/.cache/instep").expanduser()
-        self._root = Path(root) / "shards"
+        self._root = cache() / "shards"
         self._folder = self._root / hashlib.sha256(self.url.encode()).hexdigest()[:24]
         self._system: tuple[int, Any] = (0, None)
 

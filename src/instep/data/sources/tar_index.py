@@ -18,10 +18,10 @@ import numpy as np
 
 from instep.data.order import Indices
 from instep.data.raw.tar import records_of
+from instep.data.shards.remote import cache
 from instep.errors import DataError
-from instep.plain_file import check_plain, read_plain
+from instep.plain_file import check_plain, read_plain, replace_plain
 
-CACHE = "INSTEP_CACHE"
 _FORMAT = 1
 
 
@@ -77,16 +77,13 @@ def index_of(path: Path) -> Index:
     found = _made(path)
     with suppress(OSError):
         kept.parent.mkdir(parents=True, exist_ok=True)
-        beside = kept.with_name(f".{kept.name}.{os.getpid()}")
-        beside.write_bytes(_encoded(found))
-        beside.replace(kept)
+        replace_plain(kept, _encoded(found))
     return found
 
 
 def _kept(path: Path, about: os.stat_result) -> Path:
-    root = Path(os.environ.get(CACHE) or Path("~/.cache/instep").expanduser())
     said = f"{_FORMAT} {path.resolve()} {about.st_size} {about.st_mtime_ns}"
-    return root / "tars" / hashlib.sha256(said.encode(errors="surrogateescape")).hexdigest()[:32]
+    return cache() / "tars" / hashlib.sha256(said.encode(errors="surrogateescape")).hexdigest()[:32]
 
 
 def _made(path: Path) -> Index:

@@ -20,7 +20,7 @@ from instep.data.shards import remote
 from instep.data.shards.manifest import Shard, write_manifest
 from instep.data.sources import shards
 from instep.errors import DataError, SpecError
-from instep.prepare.task import _crc
+from instep.plain_file import crc32_of
 
 pytest.importorskip("aiohttp")
 pytestmark = pytest.mark.process
@@ -77,10 +77,7 @@ def serve(tmp_path, monkeypatch):
     folder.mkdir()
     samples = [{"n": i, "x": np.full(200, i, np.float32)} for i in range(SAMPLES)]
     manifest = written(folder, samples, [50 * i for i in range(1, 8)])
-    kept = [
-        Shard(s.file, s.samples, s.bytes, _crc(str(folder / s.file), 0, s.bytes))
-        for s in manifest.shards
-    ]
+    kept = [Shard(s.file, s.samples, s.bytes, crc32_of(folder / s.file)) for s in manifest.shards]
     write_manifest(folder, type(manifest)(**{**_fields(manifest), "shards": kept}))
     monkeypatch.setenv(remote.CACHE, str(tmp_path / "cache"))
     monkeypatch.setattr(remote, "PAUSES_S", (0.0,) * 6)
