@@ -637,12 +637,10 @@ class PrepareSpec(Section, frozen=True, kw_only=True):
     the job file; empty: nothing is prepared."""
 
     to: str = ""
-    """Folder of the shards, which the recipe reads by `instep.data.sources.shards`. Relative to the
-    job file."""
+    """Folder of the shards, for `instep.data.sources.shards`. Relative to the job file."""
 
     map: str = ""
-    """`file.py:function`: gives the sample, several, or None of one raw record. Relative to the job
-    file; empty: records are samples."""
+    """`file.py:function`, relative to the job file: gives the samples of one record; or empty."""
 
     key: str = ""
     """Column whose equal values have samples put together, by `reduce`."""
@@ -652,6 +650,9 @@ class PrepareSpec(Section, frozen=True, kw_only=True):
 
     shuffle: bool = False
     """Put all samples into a random order, through the disk."""
+
+    keep: bool = True
+    """With `key` or `shuffle`: leave results of tasks beside the shards, for the next run."""
 
     tokens: str = ""
     """Turn text into tokens: a file that the package tokenizers saved, or `"bytes"`."""
@@ -663,8 +664,7 @@ class PrepareSpec(Section, frozen=True, kw_only=True):
     """Whether a bad record is left out and kept aside, or ends the command."""
 
     types: dict[str, str] = {}
-    """Types of columns of CSV files, such as `{price = "float64"}`, where the head of the file says
-    another one."""
+    """Types of columns of CSV files whose heads say another one, such as `{price = "float64"}`."""
 
     seed: Natural = 0
     """Of random draws of `map`, and of `shuffle`; the run's own seed changes no shard."""

@@ -37,6 +37,7 @@ def prepare(args: argparse.Namespace) -> int:
         key=args.key,
         reduce=args.reduce,
         shuffle=args.shuffle,
+        keep=not args.no_keep,
         tokens=args.tokens,
         length=args.length,
         unreadable=args.unreadable,
@@ -69,6 +70,10 @@ def prepare_options(parser: Parser) -> None:
     add("--reduce", metavar="FILE.py:FUNCTION", help=text)
     text = "put all samples into a random order, which only the seed decides"
     add("--shuffle", action="store_true", help=text)
+    text = (
+        "with --key or --shuffle, leave nothing beside the shards by which the next command is fast"
+    )
+    add("--no-keep", action="store_true", help=text)
     text = "turn text into tokens: a file that tokenizers saved, or the word bytes"
     add("--tokens", metavar="TOKENIZER", help=text)
     add("--length", type=int, metavar="N", help="most tokens of a sample")

@@ -132,6 +132,7 @@ def prepare_data(job: JobSpec, *, quiet: bool, here: bool = False) -> None:
         key=spec.key or None,
         reduce=spec.reduce or None,
         shuffle=spec.shuffle,
+        keep=spec.keep,
         tokens=spec.tokens or None,
         length=spec.length,
         unreadable=spec.unreadable,

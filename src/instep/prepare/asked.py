@@ -36,6 +36,9 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """Of the function's random draws, and of `shuffle`."""
     shuffle: bool = False
     """Whether samples are put into a keyed random order."""
+    keep: bool = True
+    """Whether, if samples are put into another order, they also stay as tasks have made them: then
+    the next command makes again only those of what has changed."""
     shard_bytes: int = 32 << 20
     """About so large a shard becomes."""
 

@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +26,9 @@ from instep.prepare.messages import Mapped, Segment
 from instep.store.own_files import lock, open_own, unlock
 
 _LOCK = "lock"
+
+_RESULT = (".done", ".arrow", ".bad")
+"""Files of the result of a task."""
 
 MARK = "mark"
 """A file by which a host knows whether it sees this folder."""
@@ -80,13 +83,16 @@ class Folder:
             return os.path.samestat(os.fstat(file.fileno()), os.stat(self.work / _LOCK))
         return False
 
-    def _remove_work(self) -> None:
-        """Remove results of tasks; the lock last, for until then no other command can begin."""
+    def _remove_work(self, but: Collection[str] = ()) -> None:
+        """Remove results of tasks, but those with certain keys; the lock last, for until then no
+        other command can begin."""
         for path in self.work.glob("*"):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
-            elif path.name != _LOCK:
+            elif path.name != _LOCK and not (path.stem in but and path.suffix in _RESULT):
                 path.unlink(missing_ok=True)
+        if any(self.work.glob("*.done")):
+            return
         (self.work / _LOCK).unlink(missing_ok=True)
         with suppress(OSError):  # another command has begun
             self.work.rmdir()
@@ -113,6 +119,14 @@ class Folder:
             if key not in found and key in self._published:
                 found[key] = self._published[key]
         return found
+
+    def done(self) -> set[str]:
+        """Keys of tasks whose results lie here."""
+        return {path.stem for path in self.work.glob("*.done")}
+
+    def bytes_beside(self) -> int:
+        """The size of the results that lie here."""
+        return sum(path.stat().st_size for path in self.work.glob("*.arrow"))
 
     def _is_good(self, result: Mapped) -> bool:
         """Whether the files of a result are as they were written, and all were tried again."""
@@ -213,15 +227,16 @@ class Folder:
             return read_manifest(self.path)
         return None
 
-    def remove_others(self, manifest: Manifest) -> None:
-        """Remove shards and other files of former manifests, and the results of tasks."""
+    def remove_others(self, manifest: Manifest, kept: Collection[str]) -> None:
+        """Remove shards and other files of former manifests, and results of tasks but those with
+        the keys `kept`."""
         known = {shard.file for shard in manifest.shards}
         known |= {manifest.blocks, manifest.tasks, manifest.bad_file, "manifest.json"}
         for pattern in ("shard-*.arrow", "blocks-*.sha256", "tasks-*.json", "bad-*.jsonl"):
             for path in self.path.glob(pattern):
                 if path.name not in known:
                     path.unlink(missing_ok=True)
-        self._remove_work()
+        self._remove_work(kept)
 
 
 def _short(data: bytes) -> str:

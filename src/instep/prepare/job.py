@@ -57,10 +57,7 @@ _TELLING = 4
 """Results that tell how large all will be."""
 
 _SHOWN = 3
-"""Files that a message names."""
-
-_SHOWN = 3
-"""Bad records that the command names."""
+"""Files that a message names, and bad records that the command does."""
 
 
 class Job:
@@ -115,6 +112,14 @@ class Job:
         shards = layout(self._results, columns, self._asked.shard_bytes)
         self._write(shards, columns)
         return self._publish(shards, columns)
+
+    def kept(self) -> set[str]:
+        """Keys of results that stay in the folder, for the next command."""
+        if not self._asked.keep or self._asked.exchanges() is None:
+            return set()
+        if not self._before:  # the shards were there already
+            return self._folder.done()
+        return {result.key for result in self._before}
 
     def _settled(self) -> Iterator[tuple[RawFile, list[Piece]]]:
         """The pieces of each file, scanned where their format needs it."""

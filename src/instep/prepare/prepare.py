@@ -36,6 +36,8 @@ class Prepared(NamedTuple):
     tasks: int
     done_before: int
     """Tasks that an earlier command had done."""
+    kept_bytes: int
+    """Of results that stay beside the shards, for the next command."""
     lost: int
     """Workers that were lost."""
     workers: int
@@ -62,6 +64,9 @@ class Prepared(NamedTuple):
             lines += [f"           {line}" for line in self.bad]
         if self.done_before:
             lines.append(f"kept       {self.done_before} of {plural(self.tasks, 'task')}")
+        if self.kept_bytes:
+            size = readable_bytes(self.kept_bytes)
+            lines.append(f"beside     {size} for the next command, which --no-keep does not leave")
         lines.append(f"sha256     {made.sha256}")
         return [*lines, f"next       instep data {self.to}"]
 
@@ -77,6 +82,7 @@ class Prepared(NamedTuple):
             "sha256": made.sha256 if made else None,
             "tasks": self.tasks,
             "done_before": self.done_before,
+            "kept_bytes": self.kept_bytes,
             "workers": self.workers,
             "workers_lost": self.lost,
             "interrupted": made is None,
@@ -120,7 +126,7 @@ def prepare(
         job = Job(asked, folder, files, crew, count, say)
         try:
             manifest = job.run()
-            folder.remove_others(manifest)
+            folder.remove_others(manifest, job.kept())
         except Interrupted:
             manifest = None
         finally:
@@ -130,6 +136,7 @@ def prepare(
         manifest=manifest,
         tasks=job.tasks,
         done_before=job.done_before,
+        kept_bytes=folder.bytes_beside(),
         lost=crew.lost,
         workers=(hosts.most if hosts is not None else 0) or count,
         seconds=time.monotonic() - began,

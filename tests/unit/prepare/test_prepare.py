@@ -105,7 +105,7 @@ def made(asked: Asked, crew: type[Here] = Here) -> tuple[Manifest, Job, Here]:
         here = crew(Setup(asked, str(folder.work)))
         job = Job(asked, folder, plan.files_of(asked), here, 1, lambda _: None)
         manifest = job.run()
-        folder.remove_others(manifest)
+        folder.remove_others(manifest, job.kept())
     assert damaged(folder.path, manifest) == []
     return manifest, job, here
 
@@ -241,6 +241,36 @@ def test_nothing_is_done_again_and_only_what_has_changed(raw):
     Path("clean.py").write_text(FUNCTIONS.replace("% 7 == 3", "% 7 == 4"))
     _, job, _ = made(ask(map="clean.py:record"))
     assert job.done_before == 0
+
+
+@pytest.mark.parametrize(
+    "options", [{"shuffle": True}, {"key": "user", "reduce": "reduce.py:session"}]
+)
+def test_only_what_has_changed_is_mapped_again_where_samples_are_put_into_another_order(
+    options, raw
+):
+    Path("reduce.py").write_text(FUNCTIONS)
+    options["map"] = "clean.py:record"
+    made(ask(**options))
+    _, again, here = made(ask(**options))
+    assert again.done_before == again.tasks
+    assert here.tasks == []
+    with open("c.jsonl", "a") as file:
+        file.write('{"id": 5000, "name": "c"}\n')
+    then, _, here = made(ask(**options))
+    assert {p.path for t in here.tasks if isinstance(t, Map) for p in t.pieces} == {"c.jsonl"}
+    assert then.sha256 == made(ask(to="fresh", **options))[0].sha256
+    assert {path.suffix for path in Path("out/.preparing").iterdir()} <= {
+        "",
+        ".done",
+        ".arrow",
+        ".bad",
+    }
+    Path("reduce.py").write_text(FUNCTIONS.replace('"n": len', '"count": len'))
+    _, job, _ = made(ask(**options))
+    assert job.done_before == job.tasks
+    made(ask(keep=False, **options))
+    assert not Path("out/.preparing").exists()
 
 
 def test_a_shard_that_was_cut_short_is_made_again(raw):
