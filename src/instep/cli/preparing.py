@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -96,6 +95,7 @@ def data(args: argparse.Namespace) -> int:
     if Path(args.of).suffix == ".toml":
         return _of_job(args)
     from instep.data.shards.manifest import read_manifest
+    from instep.report.figures.sample import sample_table
     from instep.report.terminal.dataset import dataset_lines, sample_lines
 
     folder = Path(args.of)
@@ -106,7 +106,8 @@ def data(args: argparse.Namespace) -> int:
 
         if not 0 <= args.sample < manifest.samples:
             raise SpecError(f"--sample {args.sample}: the folder has {manifest.samples:,} samples.")
-        lines += sample_lines(args.sample, Shards(folder)[args.sample])
+        table["sample"] = sample_table(args.sample, Shards(folder)[args.sample])
+        lines += sample_lines(table["sample"])
     if args.verify:
         wrong = _damaged(folder, manifest)
         table["damaged"] = wrong
@@ -124,6 +125,7 @@ def data(args: argparse.Namespace) -> int:
 def _of_job(args: argparse.Namespace) -> int:
     from instep.client.preparing import prepare_data
     from instep.lab.about_data import about_data
+    from instep.report.figures.sample import sample_table
     from instep.report.terminal.dataset import job_lines, sample_lines
     from instep.spec_file import load
 
@@ -132,18 +134,14 @@ def _of_job(args: argparse.Namespace) -> int:
     job = load(Path(args.of), args.set)
     prepare_data(job, quiet=False, here=True)
     about = about_data(job, args.sample)
-    lines = job_lines(about.as_table())
+    table = about.as_table()
+    lines = job_lines(table)
     if args.sample is not None:
-        sample = about.sample
-        named = sample if isinstance(sample, Mapping) else dict(enumerate(_several(sample)))
-        lines += sample_lines(args.sample, {str(name): value for name, value in named.items()})
-    for line in [json.dumps(about.as_table())] if args.json else lines:
+        table["sample"] = sample_table(args.sample, about.sample)
+        lines += sample_lines(table["sample"])
+    for line in [json.dumps(table)] if args.json else lines:
         say(line)
     return 0
-
-
-def _several(sample: Any) -> Sequence[Any]:
-    return sample if isinstance(sample, (tuple, list)) else (sample,)
 
 
 def _damaged(folder: Path, manifest: Manifest) -> list[str]:

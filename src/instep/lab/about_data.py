@@ -8,33 +8,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import suppress
 from itertools import pairwise
 from math import log
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from instep.data.order import Order, key
 from instep.data.parts.cut import parts_order
-from instep.data.samples.contents import content_of
 from instep.data.samples.duplicates import Duplicates, duplicates
 from instep.errors import SpecError
+from instep.lab.look import look
 from instep.recipe.build import call
 from instep.recipe.recipe import Recipe
 from instep.recipe.source_file import load_function
+from instep.report.figures.lengths import PartLengths, lengths_of
 from instep.spec import JobSpec
 from instep.worker.data_split import SplitData, split_data
 from instep.worker.own_data import divide
 from instep.worker.step.parted_data import sets_in
 
-MOST_READ = 2000
-"""Samples of each side whose contents are compared."""
+MOST_READ, MOST_MEASURED = 2000, 500
+"""Samples of each side whose contents are compared; that are read for lengths without a split."""
 
 MOST_ASKED = 20_000
 """Samples that a function of labels is called for."""
-
-_OF_LOOK = 63
 
 
 class Part(NamedTuple):
@@ -66,6 +63,10 @@ class AboutData(NamedTuple):
     twins: Duplicates | None
     """What is on both sides, of at most `MOST_READ` samples of each."""
     parts: list[Part]
+    lengths: list[PartLengths]
+    """Sizes of what differs in length, in samples of the training side."""
+    measured: int
+    """How many samples those are."""
     sample: Any
 
     def as_table(self) -> dict[str, Any]:
@@ -80,6 +81,8 @@ class AboutData(NamedTuple):
             "compared": twins.looked_at if twins else None,
             "on_both_sides": len(twins.twins) if twins else None,
             "parts": [part._asdict() for part in self.parts],
+            "lengths": {each.name: each.as_table() for each in self.lengths},
+            "measured": self.measured,
         }
 
 
@@ -100,7 +103,10 @@ def about_data(job: JobSpec, sample: int | None = None) -> AboutData:
     samples, validated = len(recipe.train), len(recipe.validate or ())
     if sample is not None and not 0 <= sample < samples:
         raise SpecError(f"--sample {sample}: the training side has {samples:,} samples.")
-    sides = (recipe.train, recipe.validate) if validated else (recipe.train,)
+    trained = look(recipe.train, job.seed, MOST_READ if validated else MOST_MEASURED)
+    twins = None
+    if validated:
+        twins = duplicates(trained.contents, look(recipe.validate, job.seed, MOST_READ).contents)
     labels = _labels(job, made, split)
     return AboutData(
         train=samples,
@@ -108,8 +114,10 @@ def about_data(job: JobSpec, sample: int | None = None) -> AboutData:
         left_out=split.samples - samples - validated if split.sides is not None else 0,
         split=job.data.split,
         classes=_classes(labels, split),
-        twins=duplicates(*(_contents(side, job.seed) for side in sides)) if validated else None,
+        twins=twins,
         parts=list(_parts(job, recipe, labels, split)),
+        lengths=lengths_of(trained.sizes),
+        measured=len(trained.sizes),
         sample=None if sample is None else recipe.train[sample],
     )
 
@@ -144,14 +152,6 @@ def _classes(
 
 def _counted(labels: Iterator[Hashable]) -> dict[str, int]:
     return {str(name): count for name, count in sorted(Counter(labels).items(), key=str)}
-
-
-def _contents(side: Any, seed: int) -> Iterator[tuple[int, int]]:
-    """(position, content) of a keyed choice of samples; those without a content are left out."""
-    order = Order(len(side), key(seed, _OF_LOOK))
-    for index in order.indices(0, 0, min(len(side), MOST_READ)).tolist():
-        with suppress(Exception):  # an unreadable one is reported when it is trained on
-            yield index, content_of(side[index])
 
 
 def _parts(

@@ -59,7 +59,42 @@ def test_sides_classes_and_what_is_on_both(job, capsys):
     assert (said["train"], said["on_both_sides"], said["compared"]) == (30, 1, [30, 10])
     assert main(["data", "job.toml"]) == 0
     out = capsys.readouterr().out
+    assert "lengths    the same in all of 30 samples that were read" in out
     assert "leaks      1 of 10 samples to validate on are among 30 to train on" in out
+
+
+OF_TEXT = RECIPE.replace(
+    "train=TensorDataset(inputs, labels)",
+    "train=[(torch.zeros(1 + 7 * n % 40, 3), 'x' * 300, n % 4) for n in range(40)]",
+)
+
+
+def test_lengths_of_what_differs_and_a_sample_in_json_that_no_array_makes_long(
+    job, tmp_path, capsys
+):
+    job("")
+    (tmp_path / "net.py").write_text(OF_TEXT)
+    sizes = np.array([1 + 7 * n % 40 for n in range(40)])
+    assert main(["data", "job.toml", "--sample", "3", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert said["measured"] == 40
+    assert said["lengths"]["0"] == pytest.approx(
+        {
+            "samples": 40,
+            "mean": sizes.mean(),
+            "deviation": sizes.std(),
+            "least": 1,
+            "largest": sizes.max(),
+        }
+    )
+    assert list(said["lengths"]) == ["0"]
+    first = {"shape": [22, 3], "dtype": "float32", "first": [0.0] * 8}
+    text = {"text": "x" * 200, "length": 300}
+    assert said["sample"] == {"number": 3, "values": {"0": first, "1": text, "2": 3}}
+    assert main(["data", "job.toml", "--sample", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "lengths    0: 1 to 40, mean 20.5000 (of 40 samples that were read)" in out
+    assert "           0: float32 [22, 3]: 0, 0, 0, 0, 0, 0, 0, 0, ...\n" in out
 
 
 def test_parts_of_participants_and_how_far_their_labels_are_from_all(job):

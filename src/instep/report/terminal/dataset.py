@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.data.shards.manifest import Manifest
+from instep.report.figures.sample import in_words
 from instep.units import readable_bytes, readable_share
 from instep.words import plural, printable, short_number
 
@@ -57,11 +58,13 @@ def _told(told: Mapping[str, Any]) -> str:
         mean, deviation = short_number(told["mean"]), short_number(told["deviation"])
         parts.append(f"{least} to {largest}, mean {mean}, deviation {deviation}")
     if lengths := told.get("lengths"):
-        mean = short_number(lengths["mean"])
-        parts.append(
-            f"length {_number(lengths['least'])} to {_number(lengths['largest'])}, mean {mean}"
-        )
+        parts.append(f"length {_length(lengths)}")
     return f"; {'; '.join(parts)}" if parts else ""
+
+
+def _length(lengths: Mapping[str, Any]) -> str:
+    least, largest = _number(lengths["least"]), _number(lengths["largest"])
+    return f"{least} to {largest}, mean {short_number(lengths['mean'])}"
 
 
 def _number(value: float) -> str:
@@ -82,13 +85,11 @@ def _classes(classes: Mapping[str, int], samples: int) -> Iterator[str]:
         yield f"           and {len(classes) - len(shown):,} more classes"
 
 
-def sample_lines(number: int, sample: Mapping[str, Any]) -> list[str]:
-    """One sample, as the dataset returns it."""
-    lines = [f"sample     {number}"]
-    for name, value in sample.items():
-        text = str(value.tolist() if hasattr(value, "tolist") else value)
-        shape = f" {list(value.shape)}" if getattr(value, "ndim", 0) else ""
-        lines.append(f"           {name}{shape}: {text[:200]}{' ...' if len(text) > 200 else ''}")
+def sample_lines(sample: Mapping[str, Any]) -> list[str]:
+    """One sample, of `figures.sample.sample_table`."""
+    lines = [f"sample     {sample['number']}"]
+    for name, summary in sample["values"].items():
+        lines.append(f"           {name}: {in_words(summary)}")
     return [printable(line) for line in lines]
 
 
@@ -116,6 +117,11 @@ def _job_lines(about: Mapping[str, Any]) -> Iterator[str]:
             f"leaks      {found} of {validated:,} samples to validate on are among {trained:,} to "
             "train on"
         )
+    looked = f"of {plural(about['measured'], 'sample')} that were read"
+    for name, lengths in about["lengths"].items():
+        yield f"lengths    {name}: {_length(lengths)} ({looked})"
+    if about["measured"] and not about["lengths"]:
+        yield f"lengths    the same in all {looked}"
     for number, part in enumerate(about["parts"]):
         yield f"part {number:<6}{part['samples']:,} samples ({part['share']:.1%}){_more(part)}"
 

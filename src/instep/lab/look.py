@@ -1,0 +1,33 @@
+"""A look at a few samples of a dataset, each read once: their contents, and how long they are."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from instep.data.order import Order, key
+from instep.data.samples.contents import content_of
+from instep.report.figures.lengths import sizes_of
+
+_OF_LOOK = 63
+
+
+class FewSamples(NamedTuple):
+    """Contents and sizes of samples."""
+
+    contents: list[tuple[int, int]]
+    """(position, content) of each sample that has a content."""
+    sizes: list[dict[str, int]]
+    """Sizes of each that could be read, by the name of its part."""
+
+
+def look(dataset: Any, seed: int, most: int) -> FewSamples:
+    """Read a keyed choice of samples; unreadable ones are reported when they are trained on."""
+    found = FewSamples([], [])
+    samples = len(dataset)
+    for index in Order(samples, key(seed, _OF_LOOK)).indices(0, 0, min(samples, most)).tolist():
+        with suppress(Exception):
+            sample = dataset[index]
+            found.sizes.append(sizes_of(sample))
+            found.contents.append((index, content_of(sample)))
+    return found
