@@ -1,13 +1,11 @@
 """What a job is: frozen, checked data, without torch, files or clocks.
 
-`JobSpec` and its sections are the job file, key for key: a field here is a
-key there, the string under a field is its documentation, and the checks live
-beside what they check. Because a spec is plain data it can be printed,
-compared, hashed, sent to a worker and stored in a checkpoint.
+`JobSpec` and its sections are the job file, key for key: a field here is a key there, the string
+under a field is its documentation, and the checks live beside what they check. As plain data a
+spec can be printed, compared, hashed, sent to a worker and stored in a checkpoint.
 
-The tables of strategies and codecs check their names and options
-(`client/job_checks.py`). `spec_file.build` checks types and bounds of data that
-comes in; a section checks the rest when it is made.
+The tables of strategies and codecs check their names and options (`client/job_checks.py`),
+`spec_file.build` types and bounds of data that comes in, a section the rest when it is made.
 """
 
 from __future__ import annotations
@@ -330,15 +328,12 @@ class SyncSpec(Section, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.name not in ROUNDS:
             return
+        given = {key: self.options[key] for key in ROUND_OPTIONS if key in self.options}
         try:
-            msgspec.convert(
-                {key: self.options[key] for key in ROUND_OPTIONS if key in self.options}, RoundSpec
-            )
+            msgspec.convert(given, RoundSpec)
         except msgspec.ValidationError as error:
             key = next(key for key in ROUND_OPTIONS if re.search(rf"`\$\.{key}\b", str(error)))
-            raise ValueError(
-                f"options.{key} = {self.options[key]!r}: {ROUND_OPTIONS[key]}."
-            ) from None
+            raise ValueError(f"options.{key} = {given[key]!r}: {ROUND_OPTIONS[key]}.") from None
         if self.rounds is not None:
             self._check_fragments(self.rounds)
 
@@ -552,8 +547,7 @@ class DataSpec(Section, frozen=True, kw_only=True):
     """Parts of a cross-validation: each is validated on once, in a run of its own."""
 
     fold: Natural = 0
-    """Which of the `folds` this run validates on, from 0. `instep run JOB --folds 5` takes all of
-    them in turn."""
+    """Which of the `folds` this run validates on, from 0; `instep run JOB --folds 5` takes all."""
 
     labels: str = ""
     """The column of the dataset with each sample's class; instead of `Recipe.labels`."""
@@ -685,7 +679,10 @@ class StartSpec(Section, frozen=True, kw_only=True):
 
     model: str = ""
     """Safetensors file to load, or the index of several; or the folder of a run, a checkpoint or a
-    Hugging Face model. Relative to the job file; empty: the model as the recipe builds it."""
+    Hugging Face model; or its URL. Relative to the job file; empty: as the recipe builds it."""
+
+    version: str = ""
+    """Of a model at a URL: its version, which a run writes into its `job.toml` when it begins."""
 
     partial: bool = False
     """Load tensors that match in name and shape, and report others; false: all must match."""

@@ -23,6 +23,7 @@ from instep.errors import SpecError, file_beside, near_miss
 from instep.formats import FORMAT, other_format
 from instep.overrides import RENAMED, apply_overrides, blamed
 from instep.spec import JobSpec, PrepareSpec, Section, as_table, documentation
+from instep.words import is_url
 
 MOST_DEPTH = 32
 """Of lists and tables in each other."""
@@ -60,7 +61,7 @@ def absolute(job: JobSpec, folder: Path) -> JobSpec:
     """The same job with absolute paths; relative ones are relative to `folder`."""
     job = with_recipe_in(job, folder)
     start = job.start
-    if start.model:
+    if start.model and not is_url(start.model):
         path = Path(_absolute(start.model, folder))
         if start.model.endswith(".json"):  # an index, which may be a link: its files are beside it
             path = Path(_absolute(str(Path(start.model).parent), folder)) / Path(start.model).name
@@ -86,10 +87,10 @@ def _prepare_in(prepare: PrepareSpec, folder: Path) -> PrepareSpec:
     return msgspec.structs.replace(
         prepare,
         sources=tuple(
-            each if "://" in each else str(folder.resolve() / Path(each).expanduser())
+            each if is_url(each) else str(folder.resolve() / Path(each).expanduser())
             for each in prepare.sources
         ),
-        to=prepare.to if "://" in prepare.to else _absolute(prepare.to, folder),
+        to=prepare.to if is_url(prepare.to) else _absolute(prepare.to, folder),
         tokens=_absolute(tokens, folder) if tokens not in ("", "bytes") else tokens,
         **functions,
     )

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from instep.units import readable_count, readable_seconds
 
@@ -175,6 +176,17 @@ def not_utf8(text: str) -> int | None:
     except UnicodeEncodeError as error:
         return error.start
     return None
+
+
+def is_url(text: str) -> bool:
+    """Whether a text names something on another file system, as `s3://bucket/file`."""
+    return "://" in text
+
+
+def shown_url(url: str) -> str:
+    """A URL without what may be secret: user, password, query."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def printable(text: str) -> str:

@@ -24,12 +24,13 @@ from instep.launch import LAUNCHERS
 from instep.recipe.arguments import check_arguments, members_in, signature_in
 from instep.recipe.given import given
 from instep.recipe.start_file import start_file
+from instep.recipe.start_url import local_copy
 from instep.report.loggers.base import check_loggers
 from instep.spec import OF_AXIS, ROUND_OPTIONS, SHARED, JobSpec, MeshSpec, SyncSpec
 from instep.state.sharded import check_hashes
 from instep.sync import LEASED, ROUNDS, SERVERS, STRATEGIES, clashes, defaults_of
 from instep.system.environment import ASKED, INSIDE
-from instep.words import listed
+from instep.words import is_url, listed
 
 WILDCARDS = ("::", "::0", "[::]", "*")
 """Besides 0.0.0.0, what means every address of a machine."""
@@ -161,19 +162,27 @@ def check_mesh(mesh: MeshSpec) -> None:
 
 
 def with_options(job: JobSpec, before: JobSpec | None = None) -> JobSpec:
-    """The job with `sync.defaults`: all options of its strategy and codec, as they are today.
+    """The job with `sync.defaults`: all options of its strategy and codec, as they are today; and
+    the version of a model at a URL, so that all hosts start from the same.
 
     Args:
         job: of a run that begins, or is resumed.
         before: the job of the run that is resumed; its defaults are those that were, if it has
             written any.
+
+    Raises:
+        SpecError: there is no such model, or another version of it.
+        DataError: it cannot be read.
     """
     kept = (before or job).sync.defaults
     names = [job.sync.name, job.sync.codec] if before is None or kept else []
     found = {name: kept.get(name) or defaults_of(name) for name in names}
     defaults = {name: options for name, options in found.items() if options}
     replace = msgspec.structs.replace
-    return replace(job, sync=replace(job.sync, defaults=defaults))
+    job = replace(job, sync=replace(job.sync, defaults=defaults))
+    if before is not None or not is_url(job.start.model):
+        return job
+    return replace(job, start=replace(job.start, version=local_copy(job.start)[1]))
 
 
 def _check_sync(job: JobSpec, *, resumed: bool) -> None:

@@ -26,7 +26,6 @@ from instep.prepare.asked import Asked, hash_of_file
 from instep.prepare.assemble import Planned, columns_of, figures_of, layout, moved
 from instep.prepare.bad import bad_records
 from instep.prepare.crew import Crew
-from instep.prepare.elsewhere import is_url, shown
 from instep.prepare.exchanged import exchanged
 from instep.prepare.folder import Folder, link, sync
 from instep.prepare.messages import (
@@ -45,7 +44,7 @@ from instep.prepare.plan import Group, RawFile, groups_of, plan_key, with_column
 from instep.prepare.progress import Progress
 from instep.prepare.results import lines_of
 from instep.units import readable_bytes
-from instep.words import listed, plural
+from instep.words import is_url, listed, plural, shown_url
 
 SPAN = 64 << 20
 """Bytes of a raw file whose checksum is one task."""
@@ -315,7 +314,7 @@ class Job:
             "numpy": version("numpy"),
         }
         asked = msgspec.to_builtins(self._asked)
-        asked["sources"] = [shown(each) if is_url(each) else each for each in asked["sources"]]
+        asked["sources"] = [shown_url(each) if is_url(each) else each for each in asked["sources"]]
         functions = {"map": self._asked.map, "reduce": self._asked.reduce}
         hashes = {
             name: hash_of_file(given.rpartition(":")[0])

@@ -21,10 +21,10 @@ import msgspec
 from instep.data import raw
 from instep.data.raw import FORMATS, Piece, RawFormat
 from instep.data.shards.columns import Column, as_plain
+from instep.data.shards.elsewhere import RawCopy, copies_of
 from instep.errors import DataError, SpecError
 from instep.prepare.asked import Asked
-from instep.prepare.elsewhere import RawCopy, copies_of, is_url
-from instep.words import not_utf8
+from instep.words import is_url, not_utf8
 
 SMALLEST, LARGEST, PIECES = 1 << 20, 64 << 20, 128
 """A file is cut into about so many pieces of at least and at most so many bytes: what a killed

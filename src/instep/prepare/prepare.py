@@ -13,7 +13,6 @@ from instep.data.shards.manifest import Manifest
 from instep.errors import SpecError
 from instep.prepare.asked import Asked, hash_of_file
 from instep.prepare.crew import Crew, Interrupted
-from instep.prepare.elsewhere import is_url, shown
 from instep.prepare.folder import Folder
 from instep.prepare.hosts import Hosting, Hosts
 from instep.prepare.job import Job
@@ -21,7 +20,7 @@ from instep.prepare.messages import HostSetup, Setup
 from instep.prepare.plan import RawFile, files_of
 from instep.system.processes import on_signals
 from instep.units import readable_bytes, readable_seconds
-from instep.words import plural
+from instep.words import is_url, plural, shown_url
 
 Enter = Callable[[], AbstractContextManager[Hosting]]
 """Gives a launcher, and ends what it has started."""
@@ -162,8 +161,8 @@ def _check(asked: Asked, workers: int) -> None:
         raise SpecError(f"--workers {workers}: needs at least 1.")
     if is_url(asked.to):
         raise SpecError(
-            f"--to {shown(asked.to)}: shards are made in a folder of this machine. Name one, and "
-            "copy it when it is done: its manifest last."
+            f"--to {shown_url(asked.to)}: shards are made in a folder of this machine. Name one, "
+            "and copy it when it is done: its manifest last."
         )
     _check_function("--map", asked.map)
     _check_function("--reduce", asked.reduce)

@@ -9,11 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from instep.errors import SpecError, near_miss
+from instep.recipe.converting import how_to_convert
+from instep.recipe.start_url import local_copy
 from instep.spec import StartSpec
 from instep.state.manifest import FOLDER, read_manifest
-from instep.state.sharded import INDEX, MODEL, model_in, open_model
+from instep.state.sharded import MODEL, model_in, open_model
 from instep.store.folder import ID
-from instep.words import command
+from instep.words import command, is_url
 
 
 def start_file(start: StartSpec) -> Path | None:
@@ -25,10 +27,11 @@ def start_file(start: StartSpec) -> Path | None:
         SpecError: there is no such file, or the folder has no model in it.
         RunError: the folder is of a run of another format.
         CheckpointError: it is not a valid safetensors file, or of a checkpoint of another format.
+        DataError: it is at a URL, and cannot be read.
     """
     if not start.model:
         return None
-    path = Path(start.model)
+    path = local_copy(start)[0] if is_url(start.model) else Path(start.model)
     if path.is_dir():
         if not (model := model_in(path)).is_file():
             if any(path.glob("part-*.safetensors")):
@@ -40,7 +43,7 @@ def start_file(start: StartSpec) -> Path | None:
                     f"start.model = {start.model!r}: the ranks of a mesh saved this checkpoint in "
                     f"parts. Make one file of its model, and give that: {again}"
                 )
-            if convert := _how_to_convert(path):
+            if convert := how_to_convert(_names_in(path), str(path)):
                 raise SpecError(f"start.model = {start.model!r}: {convert}")
             raise SpecError(
                 f"start.model = {start.model!r}: this folder holds no {MODEL}. "
@@ -61,32 +64,6 @@ def start_file(start: StartSpec) -> Path | None:
         return path
 
 
-def _how_to_convert(folder: Path) -> str:
-    """What to do with the folder of another program; empty where it is not known.
-
-    None of them is read here: their metadata or their tensors are pickles, which may hold code.
-    """
-    if own := sorted(each.name for each in folder.glob(f"*.safetensors{INDEX}")):
-        return f"this folder has its model under a name of its own. Give {own[0]} in it."
-    if (folder / ".metadata").is_file() or any(folder.glob("*.distcp")):
-        return (
-            "this folder is a checkpoint of torch.distributed.checkpoint, whose metadata is a "
-            "pickle, which may hold code. If you trust it, convert it: python -m "
-            f"torch.distributed.checkpoint.format_utils dcp_to_torch {folder} model.pt, then "
-            "safetensors.torch.save_file of the model's state dict in torch.load('model.pt')."
-        )
-    states = ("zero_to_fp32.py", "*_optim_states.pt", "mp_rank_*_model_states.pt")
-    if any(any(folder.glob(each)) for each in states) or any(folder.glob("global_step*/*.pt")):
-        return (
-            "this folder is a checkpoint of DeepSpeed, whose files are pickles, which may hold "
-            "code. If you trust it, convert it with the script that DeepSpeed left in the folder: "
-            "python zero_to_fp32.py . OUTPUT --safe_serialization --max_shard_size 1TB, and give "
-            "OUTPUT."
-        )
-    if any(folder.glob("pytorch_model*.bin")):
-        return (
-            "this folder has its model as files of torch.save, which may hold code. If you trust "
-            "it, load the model with its library and save it again: model.save_pretrained(folder, "
-            "safe_serialization=True, max_shard_size='1TB')."
-        )
-    return ""
+def _names_in(folder: Path) -> list[str]:
+    found = [*folder.iterdir(), *folder.glob("global_step*/*.pt")]
+    return [str(each.relative_to(folder)) for each in found]

@@ -12,9 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from test_prepare import ask, made
 
-from instep.data.shards import remote
+from instep.data.shards import elsewhere, remote
 from instep.errors import DataError, InstepError, SpecError
-from instep.prepare import elsewhere
 from instep.prepare.prepare import prepare
 
 pytest.importorskip("aiohttp")

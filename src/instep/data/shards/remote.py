@@ -26,6 +26,7 @@ from typing import Any
 
 from instep.data.shards.manifest import Shard
 from instep.errors import DataError, SpecError, one_line
+from instep.words import shown_url
 
 PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 """Pauses before each further attempt at a download."""
@@ -165,11 +166,16 @@ def file_system(url: str, **options: Any) -> Any:
 
             # Else a file is given up after five minutes, however well it comes.
             options.setdefault("client_kwargs", {"timeout": ClientTimeout(total=None)})
-        return fsspec.filesystem(
-            protocol, skip_instance_cache=True, use_listings_cache=False, **options
-        )
-    except (ImportError, ValueError) as error:
-        raise SpecError(f"{url} cannot be read: {one_line(error)}.") from None
+        kind = fsspec.get_filesystem_class(protocol)
+        options = kind._get_kwargs_from_urls(url) | options  # such as the host of sftp://
+        return kind(skip_instance_cache=True, use_listings_cache=False, **options)
+    except ImportError as error:
+        name = getattr(error.__cause__, "name", None) or error.name or "fsspec"
+        raise SpecError(
+            f"{shown_url(url)} cannot be read without the package {name}: pip install {name}"
+        ) from None
+    except ValueError as error:
+        raise SpecError(f"{shown_url(url)} cannot be read: {one_line(error)}.") from None
 
 
 def chunks(files: Any, url: str) -> Iterator[bytes]:

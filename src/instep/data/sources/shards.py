@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.errors import DataError
+from instep.words import is_url
 
 if TYPE_CHECKING:
     from instep.data.shards.dataset import Shards
@@ -44,7 +45,7 @@ def shards(
         raise DataError(
             f"shards need the package {error.name}: pip install 'instep[data]'."
         ) from None
-    remote = Remote(str(folder), cache, options) if "://" in str(folder) else None
+    remote = Remote(str(folder), cache, options) if is_url(str(folder)) else None
     also = Remote(_url(source), cache, options) if source is not None else None
     if remote is not None and also is not None:
         raise DataError(f"{folder} and a source are given: leave the source out, or name a folder.")
@@ -52,4 +53,4 @@ def shards(
 
 
 def _url(source: str | Path) -> str:
-    return str(source) if "://" in str(source) else Path(source).absolute().as_uri()
+    return str(source) if is_url(str(source)) else Path(source).absolute().as_uri()

@@ -1,9 +1,10 @@
-"""Raw files that lie on other file systems (S3, HTTP and what else fsspec reads).
+"""Files that lie on other file systems (S3, HTTP and what else fsspec reads), as local copies.
 
-Each is copied once, whole: a preparation reads a file several times, and a byte is to cross the
-network once. A copy is of one version of a file, by its size and ETag (or time of change), and is
-kept for the next command, whichever process made it. The copies that no command uses have at most
-`LIMIT` bytes. Way in: `copies_of`.
+Each is copied once, whole: a preparation reads a raw file several times, each process of a run the
+model that it starts from, and a byte is to cross the network once. A copy is of one version of a
+file, by its size and ETag (or time of change), and is kept for the next command, whichever process
+made it. The copies that no command uses have at most `LIMIT` bytes. Ways in: `copies_of` for raw
+files; `side_by_side` for files that belong together, of a version that other hosts have too.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import urlsplit
@@ -24,6 +27,7 @@ from instep.data.shards import remote
 from instep.data.shards.remote import WrongBytes, chunks, file_system, tried
 from instep.errors import DataError, RunError, SpecError
 from instep.units import readable_bytes
+from instep.words import shown_url
 
 LIMIT = 20 * 10**9
 
@@ -43,6 +47,10 @@ _VERSIONS: tuple[str, ...] = (
 )
 """Names that file systems of fsspec have for the version of a file, the surest first."""
 
+_KEY = re.compile("[0-9a-f]{24}")
+_WHOLE = "whole"
+"""The file that says of a folder that all files are there."""
+
 _held: list[BinaryIO] = []  # locks of copies, which this process reads until it ends
 
 
@@ -59,11 +67,6 @@ class _Pinned(NamedTuple):
     size: int | None
     """Bytes; None if the server does not say it."""
     name: str
-
-
-def is_url(source: str) -> bool:
-    """Whether a source is the URL of another file system."""
-    return "://" in source
 
 
 def copies_of(sources: Sequence[str]) -> list[RawCopy]:
@@ -83,10 +86,54 @@ def copies_of(sources: Sequence[str]) -> list[RawCopy]:
     return copies
 
 
-def shown(url: str) -> str:
-    """A URL without what may be secret: user, password, query."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+def side_by_side(
+    url: str, find: Callable[[Any], Sequence[str]], version: str = ""
+) -> tuple[Path, str]:
+    """Local copies of files at and below a URL, side by side, all of one version.
+
+    Args:
+        url: of a file, or of a folder.
+        find: given the file system, the URLs of all files; called again if they change meanwhile.
+        version: as it was returned, also on another host; empty for the present one.
+
+    Returns:
+        The path of the copy of what is at `url`, and the version. With a version that this host
+        has already, nothing is asked for.
+
+    Raises:
+        SpecError: there is no such file, or another version of it; or a package is not installed.
+        DataError: a file cannot be read, or changes while it is read.
+        RunError: there is no room.
+    """
+    if _KEY.fullmatch(version) and _kept(_root() / version / _WHOLE, lambda: False):
+        return _root() / version / _name(url), version
+    files = file_system(url)
+    for pause_s in (*remote.PAUSES_S, 0.0):
+        versions = {each: _version_at(files, each) for each in find(files)}
+        key = _key(list(versions.items()))
+        if version not in ("", key):
+            raise SpecError(
+                f"{shown_url(url)} has changed since the run began, and all hosts are to have the "
+                "same. Put back what was there, or begin a new run."
+            )
+        if _kept(_root() / key / _WHOLE, partial(_fetch_all, files, versions, _root() / key)):
+            _remove_oldest()
+            return _root() / key / _name(url), key
+        time.sleep(pause_s)
+    raise _always_new(url)
+
+
+def is_there(files: Any, url: str) -> bool:
+    """Whether there is a file at a URL; asks several times.
+
+    Raises:
+        DataError: the file system does not answer.
+    """
+    try:
+        tried(lambda _: files.info(url), shown_url(url))
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _named(source: str) -> list[str]:
@@ -95,7 +142,7 @@ def _named(source: str) -> list[str]:
     files = file_system(source)
     names = _reached(lambda: files.glob(source), source)
     if not names:
-        raise SpecError(f"{shown(source)!r} names no file.")
+        raise SpecError(f"{shown_url(source)!r} names no file.")
     return [files.unstrip_protocol(name) for name in names]
 
 
@@ -107,10 +154,10 @@ def _reached(ask: Callable[[], Any], url: str) -> Any:
         DataError: it does not answer, or refuses.
     """
     try:
-        return tried(lambda _: ask(), shown(url))
+        return tried(lambda _: ask(), shown_url(url))
     except FileNotFoundError:
         raise SpecError(
-            f"{shown(url)!r} names no file. Compare its name with what is there."
+            f"{shown_url(url)!r} names no file. Compare its name with what is there."
         ) from None
     except DataError as error:
         raise DataError(
@@ -121,18 +168,32 @@ def _reached(ask: Callable[[], Any], url: str) -> Any:
 def _copy_of(url: str) -> RawCopy:
     files = file_system(url)
     for pause_s in (*remote.PAUSES_S, 0.0):
-        about = _reached(lambda: files.info(url), url)
-        if about["type"] == "directory":
-            raise SpecError(f"{shown(url)} is a folder. Name its files, as '{shown(url)}/*.csv'.")
-        version = _version(about)
-        path = _kept(files, url, version)
-        if path is not None:
-            return RawCopy(shown(url), version.name, path)
+        version = _version_at(files, url)
+        path = _root() / _key((url, version)) / _name(url)
+        if _kept(path, partial(_fetch, files, url, version, path)):
+            return RawCopy(shown_url(url), version.name, path)
         time.sleep(pause_s)
-    raise DataError(
-        f"{shown(url)} has changed each time while it was read. Leave it as it is meanwhile, or "
-        "name a copy of it that stays."
+    raise _always_new(url)
+
+
+def _always_new(url: str) -> DataError:
+    return DataError(
+        f"{shown_url(url)} has changed each time while it was read. Leave it as it is meanwhile, "
+        "or name a copy of it that stays."
     )
+
+
+def _key(versions: object) -> str:
+    return hashlib.sha256(repr(versions).encode()).hexdigest()[:24]
+
+
+def _version_at(files: Any, url: str) -> _Pinned:
+    about = _reached(lambda: files.info(url), url)
+    if about["type"] == "directory":
+        raise SpecError(
+            f"{shown_url(url)} is a folder. Name its files, as '{shown_url(url)}/*.csv'."
+        )
+    return _version(about)
 
 
 def _version(about: dict[str, Any]) -> _Pinned:
@@ -140,11 +201,14 @@ def _version(about: dict[str, Any]) -> _Pinned:
     return _Pinned(about.get("size"), next(named, ""))
 
 
-def _kept(files: Any, url: str, version: _Pinned) -> Path | None:
-    """The copy of a version, and keep others from removing it; None if the file has changed."""
-    key = hashlib.sha256(repr((url, version)).encode()).hexdigest()[:24]
-    folder = _root() / key
-    path = folder / _name(url)
+def _kept(path: Path, fetch: Callable[[], bool]) -> bool:
+    """Whether a file is in the cache, by now at least, where others are kept from removing it.
+
+    Args:
+        path: the file, in a folder of a version.
+        fetch: puts it there; False if the version is not to be had.
+    """
+    folder = _root() / path.relative_to(_root()).parts[0]
     lock = open(_lock(folder), "ab")  # noqa: SIM115 - until this process ends
     try:
         while True:
@@ -152,10 +216,10 @@ def _kept(files: Any, url: str, version: _Pinned) -> Path | None:
             if path.exists():
                 os.utime(folder)  # it is in use
                 _held.append(lock)
-                return path
+                return True
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.exists() and not _fetch(files, url, version, path):
-                return None
+            if not path.exists() and not fetch():
+                return False
     finally:
         if lock not in _held:
             lock.close()
@@ -179,15 +243,16 @@ def _lock(folder: Path) -> Path:
 
 def _name(url: str) -> Path:
     """Name a copy in its folder so that a message that has its path says where it is from."""
-    parts = urlsplit(shown(url))
+    parts = urlsplit(shown_url(url))
     places = [parts.scheme, parts.netloc.replace(":", "-"), *parts.path.split("/")]
     return Path(*[place for place in places if place not in ("", ".", "..")])
 
 
 def _fetch(files: Any, url: str, version: _Pinned, path: Path) -> bool:
     """Copy a file to a path; False if it has another version once all of it is here."""
-    shutil.rmtree(path.parents[len(_name(url).parts) - 1], ignore_errors=True)  # of a killed one
-    path.parent.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(".*"):  # of a killed one
+        left.unlink(missing_ok=True)
     _check_room(url, version.size or 0, path.parent)
 
     def attempt(moves: Callable[[], None]) -> Path | None:
@@ -213,9 +278,19 @@ def _fetch(files: Any, url: str, version: _Pinned, path: Path) -> bool:
     return beside is not None
 
 
+def _fetch_all(files: Any, versions: Mapping[str, _Pinned], folder: Path) -> bool:
+    """Copy files side by side; one that a killed process has copied is not copied again."""
+    for url, version in versions.items():
+        path = folder / _name(url)
+        if not path.exists() and not _fetch(files, url, version, path):
+            return False
+    (folder / _WHOLE).touch()
+    return True
+
+
 def _reached_file(attempt: Callable[[Callable[[], None]], Path | None], url: str) -> Path | None:
     try:
-        found: Path | None = tried(attempt, shown(url))
+        found: Path | None = tried(attempt, shown_url(url))
         return found
     except FileNotFoundError:
         return None
@@ -225,8 +300,8 @@ def _check_room(url: str, size: int, folder: Path) -> None:
     free = shutil.disk_usage(folder).free
     if size > free:
         raise RunError(
-            f"{shown(url)} has {readable_bytes(size)}, and {_root()}, where it is copied to, has "
-            f"{readable_bytes(free)} left. Free some, or set {remote.CACHE} to another folder."
+            f"{shown_url(url)} has {readable_bytes(size)}, and {_root()}, where it is copied to, "
+            f"has {readable_bytes(free)} left. Free some, or set {remote.CACHE} to another folder."
         )
 
 
