@@ -682,7 +682,7 @@ class StartSpec(Section, frozen=True, kw_only=True):
     Hugging Face model; or its URL. Relative to the job file; empty: as the recipe builds it."""
 
     version: str = ""
-    """Of a model at a URL: its version, which a run writes into its `job.toml` when it begins."""
+    """The version of a model at a URL, which a run writes into its `job.toml` when it begins."""
 
     partial: bool = False
     """Load tensors that match in name and shape, and report others; false: all must match."""
