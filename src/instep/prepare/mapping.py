@@ -21,7 +21,7 @@ from instep.data.shards.columns import Column, Misfit
 from instep.data.shards.encode import Encoded, ImageFile, encode
 from instep.data.shards.views import bytes_of
 from instep.data.shards.writer import BATCH_BYTES
-from instep.errors import DataError, InstepError
+from instep.errors import DataError, InstepError, one_line
 from instep.plain_file import replace_plain
 from instep.prepare.asked import Asked
 from instep.prepare.function import (
@@ -187,7 +187,7 @@ class Mapping:
         try:
             found = encode_batch(chunk.rows, columns)
         except Misfit as error:
-            raise DataError(f"{piece.path}: {error}.") from None
+            raise DataError(f"{piece.path}: {one_line(error)}.") from None
         for row, text in found.misfits:
             record = chunk.rows.slice(row, 1).to_pylist()[0]
             notes.add_bad(piece, chunk.places[row], text, record)

@@ -68,6 +68,17 @@ def arrow_file() -> bytes:
     return sink.getvalue()
 
 
+def nested(rows: list[object], kind: pa.DataType) -> bytes:
+    """An Arrow file with one column of lists in lists."""
+    sink, table = io.BytesIO(), pa.table({"x": pa.array(rows, kind)})
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write(table)
+    return sink.getvalue()
+
+
+PAIRS = pa.list_(pa.list_(pa.list_(pa.int32(), 2), 1))
+
+
 def parquet_file() -> bytes:
     sink = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(ROWS), sink)
@@ -118,6 +129,12 @@ RECORDS: dict[str, tuple[str | bytes, str, dict[str, object], str]] = {
         "a.jsonl",
         {},
         "line 21",
+    ),
+    "nothing in a list of lists": (
+        nested([[[[1, 2]]], [[None]], [None, [[3, 4]]], None, [[[3, None]]]], PAIRS),
+        "a.arrow",
+        {},
+        "row 1: column 'x' has an empty element",
     ),
     "a field less": (CSV + "1,2\n", "a.csv", {}, "line 22: it has 2 fields, and the header 3"),
     "a field more": (CSV + "1,2,a,b\n", "a.csv", {}, "line 22: it has 4 fields, and the header 3"),
@@ -201,6 +218,13 @@ FILES: dict[str, tuple[str | bytes, str, dict[str, object], type[InstepError], s
         r"a.parquet is damaged.*[^.]\. Get it again\.$",
     ),
     "Arrow cut short": (arrow_file()[:-30], "a.arrow", {}, DataError, "a.arrow is damaged.*Get it"),
+    "lists of lists of nothing": (
+        nested([[[]]], pa.list_(pa.list_(pa.int32(), 0))),
+        "a.arrow",
+        {},
+        DataError,
+        "which no sample can have.*A --map makes them",
+    ),
     "gzip cut short": (
         gzip.compress(JSON.encode())[:-12],
         "a.jsonl.gz",

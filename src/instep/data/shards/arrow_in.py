@@ -135,7 +135,7 @@ def _is_list(kind: pa.DataType) -> bool:
 def _innermost(kind: pa.DataType) -> pa.DataType | None:
     """The number type of a list of numbers, or of lists of one length of them."""
     inner = kind.value_type
-    while pa.types.is_fixed_size_list(inner):
+    while pa.types.is_fixed_size_list(inner) and inner.list_size:
         inner = inner.value_type
     number = pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_boolean(inner)
     return inner if number else None
@@ -154,7 +154,7 @@ def _without_nulls(
         empty = array.null_count and np.flatnonzero(np.asarray(array.is_null()))
         for row in empty.tolist() if array.null_count else ():
             missing.setdefault(row, f"column {names[at]!r} is empty")
-        if _is_list(array.type) and _flat(array).null_count:
+        if _is_list(array.type) and _has_nulls(array):
             for row in range(len(array)):
                 if array[row].as_py() is not None and _has_null(array[row].as_py()):
                     missing.setdefault(row, f"column {names[at]!r} has an empty element")
@@ -168,11 +168,13 @@ def _has_null(value: Any) -> bool:
     return any(_has_null(v) if isinstance(v, list) else v is None for v in value)
 
 
-def _flat(array: pa.Array) -> pa.Array:
-    """All elements of an array of lists, those of no row left out."""
+def _has_nulls(array: pa.Array) -> bool:
+    """Whether something within lists is missing; what a missing list holds does not count."""
     while _is_list(array.type):
         array = array.flatten()
-    return array
+        if array.null_count:
+            return True
+    return False
 
 
 def _column(name: str, array: pa.Array) -> tuple[Column, View]:
