@@ -654,8 +654,8 @@ class PrepareSpec(Section, frozen=True, kw_only=True):
     length: Positive | None = None
     """Most tokens of a sample."""
 
-    unreadable: Literal["skip", "stop"] = "skip"
-    """Whether a bad record is left out and kept aside, or ends the command."""
+    unreadable: Literal["some", "skip", "stop"] = "some"
+    """A bad record is left out and kept aside, unless its file has no others; `skip`: always."""
 
     types: dict[str, str] = {}
     """Types of columns of CSV files whose heads say another one, such as `{price = "float64"}`."""

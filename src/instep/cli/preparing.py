@@ -76,8 +76,9 @@ def prepare_options(parser: Parser) -> None:
     text = "turn text into tokens: a file that tokenizers saved, or the word bytes"
     add("--tokens", metavar="TOKENIZER", help=text)
     add("--length", type=int, metavar="N", help="most tokens of a sample")
-    text = "what a bad record does: it is left out and kept aside, or ends the command"
-    add("--unreadable", choices=("skip", "stop"), default="skip", help=text)
+    text = "bad records: some (default) and skip leave them out, skip also where a file has no "
+    text += "others; stop ends the command"
+    add("--unreadable", choices=("some", "skip", "stop"), default="some", help=text)
     text = "type of a column of CSV files, where their heads say another one; may be repeated"
     add("--type", action="append", default=[], metavar="COLUMN=TYPE", help=text)
     text = "of the function's random draws (default: %(default)s)"

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-Unreadable = Literal["skip", "stop"]
+Unreadable = Literal["some", "skip", "stop"]
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,8 +28,9 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """A `tokenizers` file, or "bytes": the text of each record becomes numbers."""
     length: int | None = None
     """Most tokens of a sample."""
-    unreadable: Unreadable = "skip"
-    """What a record does that is damaged, or for which the function raises ValueError."""
+    unreadable: Unreadable = "some"
+    """What a record does that is damaged, or for which the function raises ValueError: "some" and
+    "skip" leave it out, but only "skip" also where a file has no others."""
     types: dict[str, str] = {}
     """Types of columns of CSV files, where their heads say another one."""
     seed: int = 0
@@ -50,7 +51,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
             "tokens": self.tokens_hash(),
             "length": self.length,
             "seed": self.seed,
-            "unreadable": self.unreadable,
+            "stops": self.unreadable == "stop",
         }
 
     def exchanges(self) -> dict[str, Any] | None:

@@ -28,7 +28,7 @@ from instep.plain_file import beside_of, crc32_of, read_plain, replace_plain
 from instep.prepare.asked import Asked
 from instep.prepare.function import Bad, reducer_of, several
 from instep.prepare.messages import Merge, Sort
-from instep.prepare.results import wide_parts, write
+from instep.prepare.results import Noted, wide_parts, write
 
 MOST_BYTES = 1 << 30
 """Of the samples of one key: they are in memory together."""
@@ -122,7 +122,7 @@ class Exchange:
             batches = (
                 Encoded(task.columns, views, []) for views in taken(held, task.columns, order)
             )
-            return write(self._folder, task.key, task.columns, batches, lambda: (0, []))
+            return write(self._folder, task.key, task.columns, batches, lambda: Noted(0, [], {}))
         samples, of, bad = self._reduced(task, held, order, numbers)
         found = encode(samples, task.made) if samples else Encoded([], [], [])
         bad += [{"where": of[number], "error": text} for number, text in found.misfits]
@@ -131,7 +131,7 @@ class Exchange:
                 f"{bad[0]['where']}: {bad[0]['error']}. To leave such keys out: --unreadable skip."
             )
         batches = (Encoded(found.columns, views, []) for views in in_batches(found))
-        return write(self._folder, task.key, found.columns, batches, lambda: (0, bad))
+        return write(self._folder, task.key, found.columns, batches, lambda: Noted(0, bad, {}))
 
     def _reduced(
         self, task: Merge, held: list[list[View]], order: Array, numbers: Array

@@ -24,7 +24,7 @@ from instep.errors import DataError, RunError
 from instep.prepare import plan
 from instep.prepare.asked import Asked, hash_of_file
 from instep.prepare.assemble import Planned, columns_of, figures_of, layout, moved
-from instep.prepare.bad import bad_records
+from instep.prepare.bad import bad_records, check_files
 from instep.prepare.crew import Crew
 from instep.prepare.exchanged import exchanged
 from instep.prepare.folder import Folder, link, sync
@@ -100,6 +100,8 @@ class Job:
         columns = columns_of(self._results)
         if not columns:
             raise DataError(self._nothing())
+        if self._asked.unreadable == "some":
+            check_files(groups, self._results, self._folder)
         if self._asked.exchanges() is not None:
             self._before = self._results
             self._results = exchanged(

@@ -7,11 +7,13 @@ another process to try. Nothing here knows processes. Way in: `Mapping`.
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 
 from instep.data.raw import FORMATS, Chunk, Piece, RawFormat
@@ -37,7 +39,7 @@ from instep.prepare.function import (
     several,
 )
 from instep.prepare.messages import Done, Map
-from instep.prepare.results import Wider, write
+from instep.prepare.results import Noted, Wider, write
 
 _HEAD = 64
 """Samples that say what the columns are."""
@@ -141,7 +143,7 @@ class Mapping:
                 again = self._folder / f"{task.key}.again"
                 return Done(task.number, result, str(again) if notes.again else "")
 
-    def _ended(self, key: str, notes: _Notes) -> tuple[int, list[dict[str, Any]]]:
+    def _ended(self, key: str, notes: _Notes) -> Noted:
         """Keep records for another process to try; until it has done so, the result does not count
         for another command. Returns what the task has noticed."""
         if notes.again:
@@ -161,8 +163,8 @@ class Mapping:
             self._mapper.copies = notes.copies
         for piece in pieces:
             for chunk in self.format(piece).read(piece):
-                self._beat(piece.path, notes.records)
-                notes.take_bad(piece, chunk.bad)
+                self._beat(piece.path, notes.records.total())
+                notes.take_bad(piece, chunk)
                 if self._mapper is None and isinstance(chunk.rows, pa.RecordBatch):
                     batch = self._whole(piece, chunk, columns, notes)
                     columns = batch.columns or columns
@@ -183,7 +185,7 @@ class Mapping:
     ) -> Encoded:
         """The samples of a record batch, as it is."""
         assert isinstance(chunk.rows, pa.RecordBatch)
-        notes.records += chunk.rows.num_rows
+        notes.records[piece.path] += chunk.rows.num_rows
         try:
             found = encode_batch(chunk.rows, columns)
         except Misfit as error:
@@ -212,7 +214,7 @@ class Mapping:
         """What is made of some records: a sample, several, None or a `Bad` of each."""
         mapper = self._mapper
         trial = next_trial(notes.given) == notes.given
-        notes.records += len(rows)
+        notes.records[piece.path] += len(rows)
         notes.given += len(rows)
         if mapper is None:
             if piece.format == "images":
@@ -336,23 +338,25 @@ class _Notes:
 
     def __init__(self, seeded: bool, copies: bool) -> None:
         self.seeded, self.copies = seeded, copies
-        self.records, self.given = 0, 0  # all, and those that could be decoded
+        self.records = Counter[str]()
+        """Records of each file."""
+        self.given = 0
+        """Records that could be decoded."""
         self.bad: list[dict[str, Any]] = []
         self.again: list[tuple[Piece, int, bytes, bytes, bool]] = []
         self._again_bytes = 0
 
-    def take_bad(self, piece: Piece, bad: Sequence[tuple[int, str]]) -> None:
+    def take_bad(self, piece: Piece, chunk: Chunk) -> None:
         """Records that could not be decoded."""
-        for place, text in bad:
-            self.records += 1
-            self.add_bad(piece, place, text, None)
+        texts = chunk.texts or [b""] * len(chunk.bad)
+        for (place, text), raw in zip(chunk.bad, texts, strict=True):
+            self.records[piece.path] += 1
+            self.add_bad(piece, place, text, raw)
 
     def add_bad(self, piece: Piece, place: int, text: str, record: Any) -> None:
         """A record that no sample was made of."""
         bad = {"file": piece.path, "format": piece.format, "place": place, "error": text}
-        if record is not None:
-            bad["record"] = repr(record)[:_MOST_KEPT]
-        self.bad.append(bad)
+        self.bad.append({**bad, **kept_text(record)})
 
     def try_again(self, piece: Piece, place: int, kept: bytes, digest: bytes) -> None:
         """A record that another process is to have too."""
@@ -360,11 +364,25 @@ class _Notes:
             self._again_bytes += len(kept)
             self.again.append((piece, place, kept, digest, self.seeded))
 
-    def of_task(self) -> tuple[int, list[dict[str, Any]]]:
-        """How many records there were, and those that were bad, in their order."""
+    def of_task(self) -> Noted:
+        """Count the records, and sort those that were bad."""
         files = {bad["file"]: number for number, bad in reversed([*enumerate(self.bad)])}
         self.bad.sort(key=lambda bad: (files[bad["file"]], bad["place"]))
-        return self.records, self.bad
+        places = Counter(file for file, _ in {(bad["file"], bad["place"]) for bad in self.bad})
+        only = {file: count for file, count in places.items() if count == self.records[file]}
+        return Noted(self.records.total(), self.bad, only)
+
+
+def kept_text(record: Any) -> dict[str, Any]:
+    """Make text of a bad record, as JSON if it was decoded; it is cut where it is long."""
+    if not isinstance(record, bytes | str):
+        try:
+            record = msgspec.json.encode(record, enc_hook=repr)
+        except (TypeError, ValueError):  # the function has changed it to something else
+            record = repr(record)
+    if isinstance(record, bytes):
+        record = record.decode(errors="replace")
+    return {"record": record[:_MOST_KEPT], "length": len(record)}
 
 
 def _image(row: dict[str, Any]) -> dict[str, Any] | Bad:

@@ -132,6 +132,8 @@ class Mapped(msgspec.Struct, kw_only=True):
     records: int
     bad: int
     """Records without a sample; `KEY.bad` has them."""
+    only_bad: dict[str, int] = {}
+    """Files of which the task has bad records alone, with how many."""
     columns: list[Column]
     figures: list[Figures]
     parts: list[Segment]

@@ -36,7 +36,7 @@ _BREAKS = 16
 _MOST_FILES = 500
 """Small files of one task: its message is to be a small one, too."""
 
-VERSION = 2
+VERSION = 3
 """Of what tasks make; other versions do not use its results."""
 
 
@@ -199,5 +199,7 @@ def _digest(about: Any) -> str:
 
 def plan_key(groups: Iterable[Group], asked: Asked) -> str:
     """A digest of all that decides the shards."""
-    text = json.dumps([[group.key for group in groups], asked.exchanges(), asked.shard_bytes])
+    text = json.dumps(
+        [[group.key for group in groups], asked.exchanges(), asked.shard_bytes, asked.unreadable]
+    )
     return hashlib.sha256(text.encode()).hexdigest()

@@ -9,7 +9,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -30,6 +30,15 @@ class Wider(Exception):
     def __init__(self, columns: list[Column]) -> None:
         super().__init__()
         self.columns = columns
+
+
+class Noted(NamedTuple):
+    """Counts of the records of a task, and those that are bad."""
+
+    records: int
+    bad: list[dict[str, Any]]
+    only_bad: dict[str, int]
+    """Files of which it has bad records alone, with how many."""
 
 
 def lines_of(tables: Sequence[dict[str, Any]]) -> str:
@@ -57,7 +66,7 @@ def write(
     key: str,
     columns: list[Column],
     batches: Iterable[Encoded],
-    notes: Callable[[], tuple[int, list[dict[str, Any]]]],
+    notes: Callable[[], Noted],
 ) -> dict[str, Any]:
     """Write the samples of a task, and its result.
 
@@ -66,7 +75,7 @@ def write(
         key: of the task.
         columns: of its samples.
         batches: the samples.
-        notes: called once they are written: gives how many records there were, and bad ones.
+        notes: called once they are written.
 
     Returns:
         The result, as plain data.
@@ -85,7 +94,7 @@ def write(
                 writer.write(batch.views)
                 take_batch(figures, columns, batch.views)
         writer.close()
-    records, bad = notes()
+    records, bad, only_bad = notes()
     if text := lines_of(bad):
         replace_plain(folder / f"{key}.bad", text)
     result = Mapped(
@@ -94,6 +103,7 @@ def write(
         bytes=writer.bytes,
         records=records,
         bad=len(bad),
+        only_bad=only_bad,
         columns=columns,
         figures=figures,
         parts=[Segment(str(path), 0, writer.samples)],

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -198,6 +199,61 @@ def test_the_type_of_a_csv_column_may_be_said(raw):
 def test_bad_records_end_the_command_if_asked(raw):
     with pytest.raises(DataError, match=r"a\.jsonl, line 10: a nine\. To leave such records out"):
         made(ask(map="clean.py:record", unreadable="stop"))
+
+
+@pytest.mark.parametrize(
+    ("name", "lines", "options", "refused"),
+    [
+        ("other columns", ['{"z": 1}'] * 2, {}, "all 2 records"),
+        ("in several pieces", ['{"z": 1}'] * 900, {}, "all 900 records"),
+        ("no JSON", ["{"] * 3, {}, "all 3 records"),
+        (
+            "by a function",
+            ['{"id": 9}', '{"id": 109}'],
+            {"map": "clean.py:record"},
+            "all 2 records",
+        ),
+        ("left out if asked", ["{"] * 3, {"unreadable": "skip"}, ""),
+        ("a record alone", ["{"], {}, ""),
+        ("in some of its pieces", ['{"id": 5, "name": "d"}'] * 200 + ['{"z": 1}'] * 300, {}, ""),
+        ("None for another", ['{"id": 9}', '{"id": 3}'], {"map": "clean.py:record"}, ""),
+    ],
+)
+def test_a_file_of_bad_records_alone_is_refused(raw, name, lines, options, refused):
+    Path("d.jsonl").write_text("\n".join(lines) + "\n")
+    asked = ask(sources=["*.jsonl"], **options)
+    if refused:
+        with pytest.raises(DataError, match=rf"{refused} of d.jsonl .* d.jsonl, line 1: .*skip;"):
+            made(asked)
+        asked = msgspec.structs.replace(asked, unreadable="skip")
+    manifest, job, _ = made(asked)
+    assert job.done_before == (job.tasks if refused else 0)
+    good = sum("name" in line for line in lines)
+    assert manifest.samples - good == made(ask(to="plain", **options))[0].samples
+
+
+def test_bad_records_are_raw_files_with_their_text(raw):
+    first = '{"id": 0, "name": "a", "more": [0.5, null]}'
+    Path("d.jsonl").write_bytes(
+        f'{first}\n{{"id": \n[1]\n"\xe9"\n{"9" * 70_000}\n'.encode("latin1")
+    )
+    Path("clean.py").write_text("def text(raw):\n    return raw | {'record': raw['record'][:20]}\n")
+    manifest, _, _ = made(ask(sources=["a.jsonl", "d.jsonl"], unreadable="skip"))
+    again, _, _ = made(ask(sources=[f"out/{manifest.bad_file}"], to="bad", map="clean.py:text"))
+    assert (again.samples, again.bad) == (manifest.bad, 0) == (6, 0)
+    bad = Shards("bad")
+    assert bad.column("line").tolist() == [21, 1, 2, 3, 4, 5]
+    assert bad.column("where")[-1] == "d.jsonl, line 5"
+    assert bad.column("length").tolist() == [
+        6,
+        len(first.replace(" ", "")),
+        7,
+        3,
+        3,
+        70_000,
+    ]
+    texts = ['{"id":', '{"id":0,"name":"a","', '{"id": ', "[1]", '"\ufffd"', "9" * 20]
+    assert bad.column("record") == texts
 
 
 def test_samples_of_a_key_are_put_together_in_the_order_of_sources(raw):

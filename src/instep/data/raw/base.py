@@ -45,6 +45,8 @@ class Chunk(NamedTuple):
     """Where each is: something that `where` makes words of. Rises within a file."""
     bad: list[tuple[int, str]]
     """Records that cannot be decoded: place, and what is wrong."""
+    texts: Sequence[bytes] = ()
+    """The bytes of each of `bad`, where the format knows them."""
 
 
 class RawFormat(Protocol):

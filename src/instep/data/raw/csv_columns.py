@@ -113,7 +113,9 @@ class Converter:
         places = records.starts + records.place
         good = np.delete(places, list(bad)) if bad else places
         failed = [(int(places[row]), bad[row]) for row in sorted(bad)]
-        return Chunk(self._joined(batches), good.tolist(), failed)
+        bounds = zip(records.starts.tolist(), records.stops.tolist(), strict=True)
+        texts = [records.data[a:b] for row, (a, b) in enumerate(bounds) if row in bad]
+        return Chunk(self._joined(batches), good.tolist(), failed, texts)
 
     def _convert(
         self, records: Records, rows: Any, batches: list[Any], bad: dict[int, str]

@@ -165,7 +165,7 @@ class JsonLines(_Lines):
         given = self._all(lines, starts, stops)
         if given is not None:
             return Chunk(given, (starts + place).tolist(), [])
-        chunk = Chunk([], list[int](), [])
+        chunk = Chunk([], list[int](), [], list[bytes]())
         for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
             self._add(lines[start:stop], place + start, chunk)
         return chunk
@@ -192,18 +192,20 @@ class JsonLines(_Lines):
     def _add(self, line: bytes, place: int, chunk: Chunk) -> None:
         if not line.strip():
             return
+        assert isinstance(chunk.rows, list)
+        assert isinstance(chunk.places, list)
+        assert isinstance(chunk.texts, list)
+        record, wrong = None, ""
         try:
             record = self._decoder.decode(line)
         except (ValueError, RecursionError) as error:
-            chunk.bad.append((place, sentence(line, error)))
-            return
-        if type(record) is not dict:
-            chunk.bad.append((place, f"the line holds a {type(record).__name__}, not an object"))
-        elif text := beyond_64_bits(record):
-            chunk.bad.append((place, text))
+            wrong = sentence(line, error)
+        if not wrong and type(record) is not dict:
+            wrong = f"the line holds a {type(record).__name__}, not an object"
+        if wrong := wrong or beyond_64_bits(record):
+            chunk.bad.append((place, wrong))
+            chunk.texts.append(line)
         else:
-            assert isinstance(chunk.rows, list)
-            assert isinstance(chunk.places, list)
             chunk.rows.append(record)
             chunk.places.append(place)
 
@@ -223,14 +225,15 @@ class TextLines(_Lines):
                 return Chunk(lines.decode().removesuffix("\n").split("\n"), places, [])
             except UnicodeDecodeError:
                 pass
-        rows, good, bad = list[Any](), list[int](), list[tuple[int, str]]()
+        rows, good, bad, texts = list[Any](), list[int](), list[tuple[int, str]](), list[bytes]()
         for start, stop, at in zip(starts.tolist(), stops.tolist(), places, strict=True):
             try:
                 rows.append(lines[start:stop].decode())
                 good.append(at)
             except UnicodeDecodeError as error:
                 bad.append((at, f"the line is no UTF-8: {error.reason} at its byte {error.start}"))
-        return Chunk(rows, good, bad)
+                texts.append(lines[start:stop])
+        return Chunk(rows, good, bad, texts)
 
 
 def _bounds(lines: bytes) -> tuple[Any, Any]:

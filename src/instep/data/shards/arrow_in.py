@@ -169,7 +169,7 @@ def _has_null(value: Any) -> bool:
 
 
 def _has_nulls(array: pa.Array) -> bool:
-    """Whether something within lists is missing; what a missing list holds does not count."""
+    """Tell whether something within lists is missing; what a missing list holds does not count."""
     while _is_list(array.type):
         array = array.flatten()
         if array.null_count:
