@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -16,6 +16,7 @@ from instep.words import plural
 
 if TYPE_CHECKING:
     from instep.data.shards.manifest import Manifest
+    from instep.report.figures.dataset import DataFigures
 
 
 def prepare(args: argparse.Namespace) -> int:
@@ -93,6 +94,10 @@ def prepare_options(parser: Parser) -> None:
 
 def data(args: argparse.Namespace) -> int:
     """Show what will be trained on: of a job its sides, leaks and parts; or a prepared folder."""
+    if args.html:
+        from instep.state.export import check_page
+
+        check_page(Path(args.html), None, "--html")
     if Path(args.of).suffix == ".toml":
         return _of_job(args)
     from instep.data.shards.manifest import read_manifest
@@ -109,6 +114,11 @@ def data(args: argparse.Namespace) -> int:
             raise SpecError(f"--sample {args.sample}: the folder has {manifest.samples:,} samples.")
         table["sample"] = sample_table(args.sample, Shards(folder)[args.sample])
         lines += sample_lines(table["sample"])
+    if args.html:
+        from instep.data.shards.dataset import Shards
+        from instep.lab.data_page import of_folder
+
+        lines += _drawn(args, table, of_folder(str(folder), Shards(folder), args.sample))
     if args.verify:
         wrong = _damaged(folder, manifest)
         table["damaged"] = wrong
@@ -140,9 +150,24 @@ def _of_job(args: argparse.Namespace) -> int:
     if args.sample is not None:
         table["sample"] = sample_table(args.sample, about.sample)
         lines += sample_lines(table["sample"])
+    if args.html:
+        from instep.lab.data_page import of_job
+
+        lines += _drawn(args, table, of_job(job, about, table.get("sample")))
     for line in [json.dumps(table)] if args.json else lines:
         say(line)
     return 0
+
+
+def _drawn(args: argparse.Namespace, table: dict[str, Any], data: DataFigures) -> list[str]:
+    from instep.report.page.page import write_data
+    from instep.state.export import writing_to
+
+    path = Path(args.html)
+    with writing_to(path, "--html"):
+        write_data(path, Path(args.of).absolute().name, data)
+    table["html"] = str(path)
+    return [f"page       {path}"]
 
 
 def _damaged(folder: Path, manifest: Manifest) -> list[str]:
@@ -164,6 +189,7 @@ def data_options(parser: Parser) -> None:
         metavar="N",
         help="show one sample; of a job that of its training side",
     )
+    add("--html", metavar="FILE", help="draw it, as a page to look at in a browser")
     text = "compare every sample of a folder with its checksum"
     add("--verify", action="store_true", help=text)
     text = "change a value of the job; may be repeated"

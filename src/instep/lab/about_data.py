@@ -16,11 +16,13 @@ import numpy as np
 
 from instep.data.parts.cut import parts_order
 from instep.data.samples.duplicates import Duplicates, duplicates
+from instep.data.shards.dataset import Shards
 from instep.errors import SpecError
 from instep.lab.look import look
 from instep.recipe.build import call
 from instep.recipe.recipe import Recipe
 from instep.recipe.source_file import load_function
+from instep.report.figures.dataset import DataPart
 from instep.report.figures.lengths import PartLengths, lengths_of
 from instep.spec import JobSpec
 from instep.worker.data_split import SplitData, split_data
@@ -32,21 +34,6 @@ MOST_READ, MOST_MEASURED = 2000, 500
 
 MOST_ASKED = 20_000
 """Samples that a function of labels is called for."""
-
-
-class Part(NamedTuple):
-    """Samples of one participant, or of one of `data.parts`."""
-
-    samples: int
-    share: float
-    skew: float | None
-    """Kullback-Leibler divergence of its labels from those of all, in nats; None: no labels."""
-    shards: int = 0
-    """Files of it, of `data.parts`; and how many of them are on this machine."""
-    here: int = 0
-    first: str = ""
-    last: str = ""
-    """Names of its first and its last file."""
 
 
 class AboutData(NamedTuple):
@@ -62,12 +49,17 @@ class AboutData(NamedTuple):
     """How often each label is on each side; None where nobody says the labels."""
     twins: Duplicates | None
     """What is on both sides, of at most `MOST_READ` samples of each."""
-    parts: list[Part]
+    parts: list[DataPart]
     lengths: list[PartLengths]
     """Sizes of what differs in length, in samples of the training side."""
     measured: int
     """How many samples those are."""
     sample: Any
+    folders: list[Shards]
+    """Prepared folders that the training side is made of."""
+    read: list[tuple[int, Any]]
+    """The first sample of the training side that was read, with its position; or none."""
+    why_no_classes: str
 
     def as_table(self) -> dict[str, Any]:
         """For `--json`."""
@@ -80,7 +72,7 @@ class AboutData(NamedTuple):
             "classes": list(self.classes) if self.classes else None,
             "compared": twins.looked_at if twins else None,
             "on_both_sides": len(twins.twins) if twins else None,
-            "parts": [part._asdict() for part in self.parts],
+            "parts": [{k: v for k, v in p._asdict().items() if k != "classes"} for p in self.parts],
             "lengths": {each.name: each.as_table() for each in self.lengths},
             "measured": self.measured,
         }
@@ -119,6 +111,9 @@ def about_data(job: JobSpec, sample: int | None = None) -> AboutData:
         lengths=lengths_of(trained.sizes),
         measured=len(trained.sizes),
         sample=None if sample is None else recipe.train[sample],
+        folders=list(sets_in(recipe.train)),
+        read=trained.first,
+        why_no_classes="" if labels else _why_no_labels(job, made),
     )
 
 
@@ -133,6 +128,15 @@ def _labels(job: JobSpec, recipe: Recipe, split: SplitData) -> Callable[[int], H
         return lambda index: _plain(given(dataset, index))
     values: Sequence[Any] = dataset.column(given) if isinstance(given, str) else given
     return lambda index: _plain(values[index])
+
+
+def _why_no_labels(job: JobSpec, recipe: Recipe) -> str:
+    if (job.data.labels or recipe.labels) is None:
+        return "nobody says the labels. Set data.labels to a column, or give Recipe(labels=...)."
+    return (
+        f"Recipe.labels is a function, which is not called for more than {MOST_ASKED:,} samples. "
+        "Give a value for each sample."
+    )
 
 
 def _plain(label: Any) -> Hashable:
@@ -159,7 +163,7 @@ def _parts(
     recipe: Recipe,
     labels: Callable[[int], Hashable] | None,
     split: SplitData,
-) -> Iterator[Part]:
+) -> Iterator[DataPart]:
     if job.data.parts:
         yield from _on_hosts(job, recipe)
     own = divide(job, recipe)
@@ -180,10 +184,11 @@ def _parts(
         whole += found
     for size, found in zip(sizes, each, strict=True):
         skew = _divergence(found, whole) if labels is not None else None
-        yield Part(size, size / sum(sizes), skew)
+        counts = {str(name): count for name, count in found.items()}
+        yield DataPart(size, size / sum(sizes), skew, classes=counts)
 
 
-def _on_hosts(job: JobSpec, recipe: Recipe) -> Iterator[Part]:
+def _on_hosts(job: JobSpec, recipe: Recipe) -> Iterator[DataPart]:
     """The parts of a dataset that lie on hosts, and what of them is here."""
     order, folder = parts_order(job, recipe.train), next(sets_in(recipe.train), None)
     held = np.unpackbits(np.frombuffer(folder.held if folder else b"", "u1"), bitorder="little")
@@ -191,7 +196,7 @@ def _on_hosts(job: JobSpec, recipe: Recipe) -> Iterator[Part]:
         files = [each.file for each in folder.manifest.shards[first:stop]] if folder else []
         ends = (files[0], files[-1]) if files else ("", "")
         here = int(held[first:stop].sum())
-        yield Part(size, size / order.samples, None, stop - first, here, *ends)
+        yield DataPart(size, size / order.samples, None, stop - first, here, *ends)
 
 
 def _divergence(part: Counter[Hashable], whole: Counter[Hashable]) -> float:

@@ -19,15 +19,19 @@ class FewSamples(NamedTuple):
     """(position, content) of each sample that has a content."""
     sizes: list[dict[str, int]]
     """Sizes of each that could be read, by the name of its part."""
+    first: list[tuple[int, Any]]
+    """(position, sample) of the first one that could be read; or none."""
 
 
 def look(dataset: Any, seed: int, most: int) -> FewSamples:
     """Read a keyed choice of samples; unreadable ones are reported when they are trained on."""
-    found = FewSamples([], [])
+    found = FewSamples([], [], [])
     samples = len(dataset)
     for index in Order(samples, key(seed, _OF_LOOK)).indices(0, 0, min(samples, most)).tolist():
         with suppress(Exception):
             sample = dataset[index]
+            if not found.first:
+                found.first.append((index, sample))
             found.sizes.append(sizes_of(sample))
             found.contents.append((index, content_of(sample)))
     return found

@@ -85,32 +85,38 @@ def check_target(target: Path, run: Path, start: str) -> None:
         )
 
 
-def check_page(target: Path, run: Path) -> None:
+def check_page(target: Path, run: Path | None, option: str = "--to") -> None:
     """Refuse to overwrite anything but a report.
 
     Args:
         target: the file that is to be written; need not exist.
-        run: the run folder; its own reports may be overwritten.
+        run: the run folder; its own reports may be overwritten. None if it is about no run.
+        option: what it was named with.
 
     Raises:
         SpecError: names the target, and says where it may be.
     """
     place = target.resolve()
     folder = _run_around(place, run)
-    own = folder == run.resolve() == place.parent and fnmatchcase(place.name, "report*.html")
+    own = run is not None and folder == run.resolve() == place.parent
+    own = own and fnmatchcase(place.name, "report*.html")
     if folder is not None and not own:
         raise SpecError(
-            f"--to '{target}' lies in the run folder {folder}, which holds only the run's files. "
-            "Name a file elsewhere, or leave --to out."
+            f"{option} '{target}' lies in the run folder {folder}, which holds only the run's "
+            f"files. Name a file elsewhere, or leave {option} out."
         )
     if place.is_file() and not _is_page(place):
-        raise SpecError(f"--to '{target}' exists already, and is no HTML page. Name another file.")
+        raise SpecError(
+            f"{option} '{target}' exists already, and is no HTML page. Name another file."
+        )
 
 
-def _run_around(place: Path, run: Path) -> Path | None:
+def _run_around(place: Path, run: Path | None) -> Path | None:
     """The run folder in which a file lies, if it lies in one."""
     for folder in place.parents:
-        if folder == run.resolve() or any((folder / name).is_file() for name in _OF_A_RUN):
+        if (run and folder == run.resolve()) or any(
+            (folder / name).is_file() for name in _OF_A_RUN
+        ):
             return folder
     return None
 
@@ -168,8 +174,8 @@ def copy_own(source: Path, target: Path) -> None:
 
 
 @contextmanager
-def writing_to(target: Path) -> Iterator[None]:
-    """A context that writes a file named with `--to`; makes its folder.
+def writing_to(target: Path, option: str = "--to") -> Iterator[None]:
+    """A context that writes a file named with `option`; makes its folder.
 
     Raises:
         RunError: it cannot be written.
@@ -179,7 +185,7 @@ def writing_to(target: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise RunError(
-            f"{target} cannot be written: {error.strerror}. Choose another --to."
+            f"{target} cannot be written: {error.strerror}. Choose another {option}."
         ) from None
 
 

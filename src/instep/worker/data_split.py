@@ -60,7 +60,8 @@ def split_data(job: JobSpec, recipe: Recipe) -> SplitData:
     data, parts = job.data, recipe.given["train"]
     dataset, samples = parts.dataset, len(parts.dataset)
     if not data.split:
-        _fit(job, recipe, dataset, np.arange(samples))
+        if recipe.fit is not None:  # the list of all may be of more samples than memory holds
+            _fit(job, recipe, dataset, np.arange(samples))
         return SplitData(recipe, None, samples)
     if recipe.validate is not None:
         raise RecipeError(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from instep.report.figures.lengths import MOST_BINS, PartLengths, lengths_of, sizes_of
+from instep.report.figures.lengths import MOST_BINS, histogram_of, lengths_of, sizes_of
 from instep.report.figures.sample import in_words, sample_table, summary_of
 
 Pair = namedtuple("Pair", "image label")
@@ -79,7 +79,7 @@ def test_sizes_that_differ_are_lengths_and_others_are_not():
 )
 def test_a_histogram_has_each_sample_once_in_few_bins_of_whole_numbers(values):
     values = np.array(values, np.int64)
-    counts, edges = PartLengths("x", values).histogram()
+    counts, edges = histogram_of(values)
     assert counts.sum() == len(values)
     assert len(counts) <= MOST_BINS
     assert (np.diff(edges) > 0).all()

@@ -39,20 +39,24 @@ class PartLengths(NamedTuple):
             "largest": int(values.max()),
         }
 
-    def histogram(self) -> tuple[Sizes, Sizes]:
-        """How many samples are in each bin, and the bins: [bins], [bins + 1].
 
-        Bin k has the sizes from edge k to below edge k + 1. Edges are whole numbers, in equal steps
-        unless the largest size is far above the median: then in about equal ratios.
-        """
-        least, stop = int(self.values.min()), int(self.values.max()) + 1
-        if stop - 1 > _SKEWED * max(1.0, float(np.median(self.values))):
-            ratios = np.geomspace(max(least, 1), stop, MOST_BINS + 1).round().astype(np.int64)
-            edges = np.unique(np.concatenate([[least], ratios[1:-1], [stop]]))
-        else:
-            step = -(-(stop - least) // MOST_BINS)
-            edges = np.arange(least, stop + step, step, dtype=np.int64)
-        return np.histogram(self.values, edges)[0].astype(np.int64), edges
+def histogram_of(values: Sizes) -> tuple[Sizes, Sizes]:
+    """How many values are in each bin, and the bins: [bins], [bins + 1].
+
+    Bin k has the values from edge k to below edge k + 1. Edges are whole numbers, in equal steps
+    unless the largest value is far above the median: then in about equal ratios.
+
+    Args:
+        values: [values], one or more, 0 or above.
+    """
+    least, stop = int(values.min()), int(values.max()) + 1
+    if stop - 1 > _SKEWED * max(1.0, float(np.median(values))):
+        ratios = np.geomspace(max(least, 1), stop, MOST_BINS + 1).round().astype(np.int64)
+        edges = np.unique(np.concatenate([[least], ratios[1:-1], [stop]]))
+    else:
+        step = -(-(stop - least) // MOST_BINS)
+        edges = np.arange(least, stop + step, step, dtype=np.int64)
+    return np.histogram(values, edges)[0].astype(np.int64), edges
 
 
 def sizes_of(sample: Any) -> dict[str, int]:

@@ -1,11 +1,12 @@
-"""The drawn parts of the report page: throughput strips and stacked bars.
+"""The drawn parts of the report page: throughput strips, stacked bars and histograms.
 
-Each is a function from a run to markup that needs no script. At most
+Each is a function to markup that needs no script, of a run or of figures. At most
 `MOST_WORKERS` workers are drawn one by one, to keep the page small.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from instep.report.figures.summary import mean_split, time_split
 from instep.report.page.markup import Html, join, more, section, tag
 from instep.store.run_folder import PARTS, RunFolder
 from instep.units import readable_count, readable_seconds, readable_share
-from instep.words import member
+from instep.words import member, plural
 
 MOST_WORKERS = 48
 """Workers drawn one by one."""
@@ -93,7 +94,7 @@ def time_spent(runs: list[RunFolder], names: list[str]) -> Html:
     note += "Exchange that overlaps the backward pass is inside backward; other is validation and "
     note += "everything between steps." + mean_of
     whole = sum(len(np.unique(folder.steps["worker"])) for folder in runs)
-    bars = _bars(rows, parts, mean_split(runs[0]))
+    bars = stacked_bars(rows, parts, mean_split(runs[0]))
     return section("Where the time went", bars, more(whole, len(rows), "workers"), note=note)
 
 
@@ -105,38 +106,89 @@ def start_up(folder: RunFolder) -> Html:
         return Html("")
     parts = list(dict.fromkeys(phase for _, phases in rows for phase in phases))
     mean = {p: sum(float(row.get(p, 0.0)) for _, row in rows) / len(rows) for p in parts}
-    bars = _bars(rows, parts, mean)
+    bars = stacked_bars(rows, parts, mean)
     note = "From the command until each worker was ready."
     return section("Start-up", bars, more(len(newest), len(rows), "workers"), note=note)
 
 
-def _bars(rows: list[tuple[str, Any]], parts: list[str], mean: dict[str, float]) -> Html:
-    """Rows of one scale, and a legend with the mean of each part."""
+def stacked_bars(
+    rows: Sequence[tuple[str, Mapping[str, float]]],
+    parts: Sequence[str],
+    whole: Mapping[str, float],
+    show: Callable[[float], str] = readable_seconds,
+    beside: Sequence[str] = (),
+) -> Html:
+    """Rows of one scale, and a legend.
+
+    Args:
+        rows: the name of each, and its parts by name; one that is left out is 0.
+        parts: names in the order of their colours.
+        whole: of each part, for the legend; empty for none.
+        show: a figure as text.
+        beside: text at the right of each row; by default the sum of its parts.
+    """
     longest = max((sum(split.values()) for _, split in rows), default=0.0) or 1.0
     drawn = []
-    for label, split in rows:
+    for number, (label, split) in enumerate(rows):
         pieces = [
             tag(
                 "i",
                 class_=f"c{at % 8}",
                 style=f"width:{100 * split.get(part, 0.0) / longest:.3f}%",
-                title=f"{label}: {part} {readable_seconds(split.get(part, 0.0))}",
+                title=f"{label}: {part} {show(split.get(part, 0.0))}",
             )
             for at, part in enumerate(parts)
             if split.get(part, 0.0) > 0
         ]
-        total = readable_seconds(sum(split.values()))
-        drawn += [tag("span", label, class_="who"), tag("div", *pieces, class_="bar")]
-        drawn += [tag("span", total, class_="num")]
-    whole = sum(mean.values())
+        text = beside[number] if beside else show(sum(split.values()))
+        drawn += [tag("span", label, class_="who", title=label)]
+        drawn += [tag("div", *pieces, class_="bar"), tag("span", text, class_="num")]
+    total = sum(whole.values())
     legend = [
         tag(
             "li",
             tag("i", class_=f"c{at % 8}"),
             tag("span", part),
-            tag("b", readable_seconds(mean[part]) if mean[part] else "0"),
-            tag("em", readable_share(mean[part], whole)),
+            tag("b", show(whole[part]) if whole[part] else "0"),
+            tag("em", readable_share(whole[part], total)),
         )
-        for at, part in enumerate(parts)
+        for at, part in enumerate(parts if whole else ())
     ]
-    return join([tag("div", *drawn, class_="bars"), tag("ul", *legend, class_="legend")])
+    below = [tag("ul", *legend, class_="legend")] if legend else []
+    return join([tag("div", *drawn, class_="bars"), *below])
+
+
+def histogram(counts: Sequence[int], edges: Sequence[int], noun: str) -> Html:
+    """Bars of equal width, one for each bin, with the bin and its count when pointed at.
+
+    Args:
+        counts: of each bin.
+        edges: whole numbers, one more; bin k has those from edge k to below edge k + 1.
+        noun: of what is counted, singular.
+    """
+    width, top = 1000 / len(counts), max(counts) or 1
+    drawn = []
+    for number, count in enumerate(counts):
+        first, last = readable_count(edges[number]), readable_count(edges[number + 1] - 1)
+        which = first if first == last else f"{first} to {last}"
+        height = 100 * count / top
+        bar = tag(
+            "rect",
+            x=f"{number * width + width / 20:.1f}",
+            y=f"{100 - height:.2f}",
+            width=f"{0.9 * width:.1f}",
+            height=f"{height:.2f}",
+        )
+        drawn.append(tag("g", tag("title", f"{which}: {plural(count, noun)}"), bar))
+    frame = 'viewBox="0 0 1000 100" preserveAspectRatio="none" class="histogram"'
+    end = len(counts)
+    places = sorted({0, end // 4, end // 2, 3 * end // 4, end})
+    ticks = [
+        tag(
+            "span",
+            readable_count(edges[at] - (at == end)),
+            style=f"left:{100 * at / end:.2f}%",
+        )
+        for at in places
+    ]
+    return join([Html(f"<svg {frame}>{join(drawn)}</svg>"), tag("div", *ticks, class_="ticks")])

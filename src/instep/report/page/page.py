@@ -15,9 +15,11 @@ from typing import Any
 
 from instep.plain_file import replace_plain
 from instep.report.figures.curves import charts
+from instep.report.figures.dataset import DataFigures
 from instep.report.figures.summary import summarise
 from instep.report.page import bars, sections
 from instep.report.page.comparison import comparison, run_names
+from instep.report.page.dataset import as_sections, tiles_of
 from instep.report.page.markup import Html, embedded_json, join, section, tag
 from instep.report.page.participants import participants
 from instep.store.run_folder import RunFolder
@@ -59,6 +61,19 @@ def write_comparison(
     beside = comparison(runs, summaries, names)
     body = [head, *first, _curves(drawn), beside, bars.time_spent(runs, names)]
     replace_plain(path, _page(names, drawn, join(body), title=title))
+
+
+def write_data(path: Path, title: str, data: DataFigures) -> None:
+    """Write a page about some data.
+
+    Args:
+        path: the file to write; replaced if it exists, whole or not at all.
+        title: the heading.
+        data: what is drawn.
+    """
+    head = [tag("p", "instep data", class_="mark"), tag("h1", title)]
+    body = [tag("header", *head), tiles_of(data), *as_sections(data)]
+    replace_plain(path, _page([title], [], join(body), title=title))
 
 
 def _page(names: list[str], drawn: list[dict[str, Any]], body: Html, *, title: str = "") -> str:

@@ -1,0 +1,198 @@
+"""The page of `instep data --html`: what the command prints, drawn, of a job or a prepared folder.
+
+No more of a dataset is read than the command reads, but for the lengths in a few files of a
+prepared folder, which are read without the samples. Ways in: `of_job`, `of_folder`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from instep.data.order import Order, key
+from instep.data.shards.columns import Column
+from instep.data.shards.dataset import Shards
+from instep.errors import DataError
+from instep.lab.about_data import AboutData
+from instep.report.figures.dataset import DataFigures, PreparedFolder, classes_of
+from instep.report.figures.lengths import PartLengths
+from instep.report.figures.sample import sample_table
+from instep.spec import JobSpec
+from instep.units import readable_count
+from instep.words import plural
+
+MOST_LENGTHS, MOST_FILES = 20_000, 64
+"""Samples of a folder whose lengths are drawn, and files in which they are."""
+
+_OF_FILES, _OF_SAMPLES = 65, 66
+"""Keys are drawn for these: which files and samples those are."""
+
+
+def of_job(job: JobSpec, about: AboutData, sample: Mapping[str, Any] | None) -> DataFigures:
+    """Figures of a job.
+
+    Args:
+        job: the job.
+        about: what `about_data` has found.
+        sample: of `sample_table`; None for the first one that was read.
+    """
+    sides = {"train": about.train, "validate": about.validate, "neither": about.left_out}
+    folders = [PreparedFolder(str(each.folder), each.manifest) for each in about.folders]
+    classes: dict[str, dict[str, Mapping[str, int]]] = {}
+    if about.classes:
+        classes["labels"] = dict(zip(("train", "validate"), about.classes, strict=True))
+    else:
+        for folder in folders:
+            for name, counts in classes_of(folder.manifest).items():
+                classes[f"{name} of {folder.path}"] = {"all": counts}
+    if sample is None and about.read:
+        sample = sample_table(*about.read[0])
+    return DataFigures(
+        sides={side: samples for side, samples in sides.items() if samples},
+        split=f"By data.split = {about.split!r}." if about.split else "Given by the recipe.",
+        leaks=_leaks(about),
+        classes=classes,
+        lengths=about.lengths,
+        measured=f"of {plural(about.measured, 'sample')} that were read",
+        parts=about.parts,
+        holders="part" if job.data.parts else "participant",
+        folders=folders,
+        sample=sample,
+        unknown=list(_unknown_of_job(job, about, sample)),
+    )
+
+
+def _leaks(about: AboutData) -> str:
+    twins = about.twins
+    if twins is None:
+        return ""
+    trained, validated = map(readable_count, twins.looked_at)
+    text = (
+        f"{readable_count(len(twins.twins))} of {validated} samples to validate on have the "
+        f"content of one of {trained} to train on."
+    )
+    if twins.twins:
+        validation, train = twins.twins[0]
+        text += f" The first: sample {validation} of the validation side is sample {train} of the "
+        text += "training side, and the validation looks better than it is."
+    return text
+
+
+def _unknown_of_job(
+    job: JobSpec, about: AboutData, sample: Mapping[str, Any] | None
+) -> Iterator[str]:
+    if about.classes is None:
+        yield f"Classes of the sides: {about.why_no_classes}"
+    if not about.validate:
+        yield (
+            "Leaks: nothing is validated on. Set data.split, or give Recipe(validate=...), and the "
+            "two sides are compared."
+        )
+    if about.parts and all(part.skew is None for part in about.parts):
+        yield "How far the labels of each are from all: for that, labels have to be known."
+    if not about.lengths:
+        yield (
+            f"Lengths: {plural(about.measured, 'sample')} were read, and all have one size."
+            if about.measured
+            else "Lengths: no sample could be read."
+        )
+    if not about.folders:
+        yield (
+            "Shards, bad records and sources: the dataset is no folder of instep prepare, or "
+            "does not say so."
+        )
+    if sample is None:
+        yield "A sample: none could be read."
+
+
+def of_folder(path: str, folder: Shards, number: int | None) -> DataFigures:
+    """Figures of a prepared folder.
+
+    Args:
+        path: of the folder, as it was typed.
+        folder: the samples.
+        number: of the sample that is shown; None for the first one, if it is here.
+    """
+    manifest, unknown = folder.manifest, []
+    classes = {name: {"all": counts} for name, counts in classes_of(manifest).items()}
+    if not classes:
+        unknown.append(
+            "Classes: no column of whole numbers or short text has at most 1,000 different values."
+        )
+    lengths, measured = list[PartLengths](), ""
+    try:
+        lengths, measured = lengths_in(folder)
+        if not lengths:
+            unknown.append("Lengths: each column has the same size in all samples.")
+    except DataError as error:
+        unknown.append(f"Lengths: {error}")
+    sample = None
+    try:
+        if manifest.samples:
+            sample = sample_table(number or 0, folder[number or 0])
+    except DataError as error:
+        if number is not None:
+            raise
+        unknown.append(f"A sample: {error}")
+    unknown.append(
+        "Sides, leaks and parts: those are a job's. instep data JOB --html FILE draws them."
+    )
+    return DataFigures(
+        sides={"samples": manifest.samples},
+        classes=classes,
+        lengths=lengths,
+        measured=measured,
+        folders=[PreparedFolder(path, manifest)],
+        sample=sample,
+        unknown=unknown,
+    )
+
+
+def lengths_in(folder: Shards) -> tuple[list[PartLengths], str]:
+    """Lengths of a keyed choice of samples of a folder, and which those are, in words.
+
+    Only where each sample begins and ends is read, in files that are here.
+
+    Raises:
+        DataError: a file is damaged.
+    """
+    here = np.flatnonzero(np.unpackbits(np.frombuffer(folder.held, "u1"), bitorder="little"))
+    ragged = [(at, each) for at, each in enumerate(folder.manifest.columns) if each.ragged]
+    if not ragged or not len(here):
+        return [], ""
+    files = np.sort(
+        here[Order(len(here), key(0, _OF_FILES)).indices(0, 0, min(len(here), MOST_FILES))]
+    )
+    ends = np.cumsum([folder.shard_sizes[file] for file in files.tolist()])
+    count = min(int(ends[-1]), MOST_LENGTHS)
+    chosen = np.sort(Order(int(ends[-1]), key(0, _OF_SAMPLES)).indices(0, 0, count))
+    found: list[list[Any]] = [[] for _ in ragged]
+    begin = 0
+    for file, end in zip(files.tolist(), ends.tolist(), strict=True):
+        rows = chosen[(chosen >= begin) & (chosen < end)] - begin
+        begin = end
+        _measure(folder, file, rows, [at for at, _ in ragged], found)
+    of = f"of {plural(count, 'sample')}"
+    if count < folder.manifest.samples:
+        of += f" of {readable_count(folder.manifest.samples)}, chosen at random"
+    named = zip(ragged, found, strict=True)
+    return [PartLengths(_named(column), np.concatenate(each)) for (_, column), each in named], of
+
+
+def _measure(
+    folder: Shards, file: int, rows: Any, columns: list[int], found: list[list[Any]]
+) -> None:
+    """Take in the lengths of some rows of a file, column by column."""
+    opened = folder.file(file)
+    batches = np.searchsorted(opened.starts, rows, "right") - 1
+    for batch in np.unique(batches).tolist():
+        inside = rows[batches == batch] - opened.starts[batch]
+        views = opened.views(batch)
+        for at, each in zip(columns, found, strict=True):
+            each.append(views[at].lengths[inside])
+
+
+def _named(column: Column) -> str:
+    return f"{column.name} (bytes)" if column.kind != "array" else column.name
