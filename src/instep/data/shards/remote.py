@@ -22,11 +22,13 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from instep.data.shards.manifest import Shard
 from instep.errors import DataError, SpecError, one_line
 from instep.words import shown_url
+
+if TYPE_CHECKING:
+    from instep.data.shards.manifest import Shard
 
 PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 """Pauses before each further attempt at a download."""
