@@ -764,6 +764,9 @@ class CheckpointSpec(Section, frozen=True, kw_only=True):
     """How many of the best to keep too; a validation among the best so far is saved at once,
     whatever `every` says."""
 
+    copy_to: str = ""
+    """Folder or URL, such as `s3://bucket/runs`, that gets copies too while training goes on."""
+
     best_metric: str = "loss"
     """The metric of the validation that decides: `loss`, or one of the recipe."""
 

@@ -70,8 +70,13 @@ def absolute(job: JobSpec, folder: Path) -> JobSpec:
     if cluster.workers:
         certificates = _absolute(cluster.certificates, folder)
         cluster = msgspec.structs.replace(cluster, certificates=certificates)
-    prepare = _prepare_in(job.prepare, folder)
-    return msgspec.structs.replace(job, start=start, cluster=cluster, prepare=prepare)
+    prepare, checkpoint = _prepare_in(job.prepare, folder), job.checkpoint
+    if checkpoint.copy_to and not is_url(checkpoint.copy_to):
+        to = _absolute(checkpoint.copy_to, folder)
+        checkpoint = msgspec.structs.replace(checkpoint, copy_to=to)
+    return msgspec.structs.replace(
+        job, start=start, cluster=cluster, prepare=prepare, checkpoint=checkpoint
+    )
 
 
 def _prepare_in(prepare: PrepareSpec, folder: Path) -> PrepareSpec:

@@ -186,7 +186,9 @@ def is_url(text: str) -> bool:
 def shown_url(url: str) -> str:
     """A URL without what may be secret: user, password, query."""
     parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    user, _, host = parts.netloc.rpartition("@")
+    secret = ":" in user or parts.scheme in ("http", "https", "ftp", "sftp")
+    return f"{parts.scheme}://{host if secret else parts.netloc}{parts.path}"
 
 
 def printable(text: str) -> str:

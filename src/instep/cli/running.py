@@ -152,11 +152,12 @@ def _print_ending(done: Run, args: argparse.Namespace) -> int:
 
 def resume(args: argparse.Namespace) -> int:
     """Continue a stopped or failed run from its newest checkpoint, on any number of workers."""
+    from instep.client.copying import folder_of
     from instep.client.submit import resume_run
     from instep.system.processes import started_at
 
     done = resume_run(
-        Path(args.run),
+        folder_of(args.run, args.to, lambda text: say_aside(f"copies  {text}")),
         overrides_of(args),
         started=started_at(),
         json_output=args.json,
@@ -168,7 +169,8 @@ def resume(args: argparse.Namespace) -> int:
 def resume_options(parser: Parser) -> None:
     """Options of `instep resume`."""
     add = parser.add_argument
-    add("run", help="run folder")
+    add("run", help="run folder; or the URL or folder of the copies of its checkpoints")
+    add("--to", metavar="FOLDER", help="restore copies into this folder (default: runs/NAME)")
     add_changes(parser)
 
 

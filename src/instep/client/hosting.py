@@ -26,7 +26,7 @@ import msgspec
 from instep import spec_file
 from instep.client import meeting as meetings
 from instep.client import refusal
-from instep.client.following import logged
+from instep.client.copying import followed
 from instep.client.job_checks import with_options
 from instep.client.meeting import Meeting
 from instep.client.placement import Placement, host_address, is_loopback
@@ -194,8 +194,10 @@ class Host:
         try:
             if self._to_train:
                 # in this thread: the kernel ends a master with the thread that started it
-                with logged(self.folder, self._job):
-                    self._over = MasterWatchdog(self.folder, board, None, note).serve()
+                with followed(self.folder, self._job, bool(note["quiet"])) as events:
+                    self._over = MasterWatchdog(
+                        self.folder, board, None, note, events=events
+                    ).serve()
             else:
                 job, now = spec_file.dump(self._job), time.time()
                 answer = Welcome(

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 TRAIN = ("workers", "name", "runs", "arguments", "seed", "quiet", "on", "network")
-RESUME = ("workers", "quiet")
+RESUME = ("workers", "quiet", "to")
 """Keywords beside the tables of a job."""
 
 
@@ -239,12 +239,14 @@ def resume(
     *,
     workers: int | None = None,
     quiet: bool = False,
+    to: str | Path | None = None,
     **changes: Any,
 ) -> Run:
     """Resume a run on this machine from its newest checkpoint, and return the result.
 
     Args:
-        run: its folder.
+        run: its folder; or the URL or folder of the copies of its checkpoints.
+        to: the folder that copies are restored into; by default `runs/NAME`.
         workers: processes that compute gradients; by default as many as it had last.
         quiet: print nothing.
         changes: of the job: `train={"epochs": 20}`, `recipe="moved.py:recipe"`. None
@@ -261,7 +263,10 @@ def resume(
     if workers is not None:
         changes["workers"] = workers
     table = _table(quiet)
-    done = resume_run(Path(run), changes=changes, quiet=quiet or table is not None, watch=table)
+    from instep.client.copying import folder_of
+
+    folder = folder_of(run, to, lambda text: None if quiet else print(text, file=sys.stderr))
+    done = resume_run(folder, changes=changes, quiet=quiet or table is not None, watch=table)
     return _told(done, quiet, table)
 
 
@@ -321,7 +326,7 @@ def _follow(
     view: Mapping[str, bool],
     watch: Callable[[Path], None] | None,
 ) -> Over:
-    from instep.client.following import logged
+    from instep.client.copying import followed
     from instep.client.running import published
     from instep.client.watchdog import MasterWatchdog
     from instep.control.journal import Begin, Journal
@@ -329,9 +334,10 @@ def _follow(
     Journal(folder, Begin(began, start_point)).close()
     note = {"about": about(job), "nodes": job.launch.nodes, **view}
     hosts = job.launch.count or 1
-    watchdog = MasterWatchdog(folder, switchboard, launcher, note, watch=watch, hosts=hosts)
-    with published(folder, switchboard.for_client()), logged(folder, job):
-        return watchdog.serve()
+    with published(folder, switchboard.for_client()), followed(folder, job, view["quiet"]) as new:
+        return MasterWatchdog(
+            folder, switchboard, launcher, note, watch=watch, hosts=hosts, events=new
+        ).serve()
 
 
 def _servers(folder: Path) -> Collection[int]:

@@ -17,14 +17,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from instep.client.host_watch import HostWatch, last_line
 from instep.comm.connection import MasterConnection
 from instep.comm.endpoint import Switchboard
-from instep.comm.messages import Hello, HostUnneeded, HostWanted, Interrupt, Over, Refused
+from instep.comm.messages import Emit, Hello, HostUnneeded, HostWanted, Interrupt, Over, Refused
 from instep.control.endings import signal_name
 from instep.errors import RunError
 from instep.launch.base import Launcher
@@ -62,6 +62,7 @@ class MasterWatchdog:
         switchboard: on which its masters listen.
         launcher: has started the hosts; None if there are none.
         hosts: how many.
+        events: gives what the run's log is to have, at every look.
         note: for each master, in addition to what the folder says.
         watch: called with the folder at every look.
     """
@@ -75,8 +76,9 @@ class MasterWatchdog:
         watch: Callable[[Path], None] | None = None,
         *,
         hosts: int = 1,
+        events: Callable[[], Iterable[Emit]] = list,
     ) -> None:
-        self._watch = watch
+        self._watch, self._events = watch, events
         self._run, self._board, self._note = run, switchboard, note
         self._hosts = None
         if launcher is not None:
@@ -153,6 +155,8 @@ class MasterWatchdog:
                     if isinstance(message, HostUnneeded) and self._hosts is not None:
                         self._hosts.give_back(message.number)
                     self._pass_on(connection)
+                    for event in self._events():
+                        connection.send(event)
                     self._look_after(connection)
                     if self._watch is not None:
                         self._watch(self._run)

@@ -470,7 +470,7 @@ class StoreValue(Message, frozen=True):
 
 
 class Emit(Message, frozen=True):
-    """From a worker: an event for the log."""
+    """From a worker, or the client: an event for the log."""
 
     name: str
     fields: dict[str, Any]

@@ -650,6 +650,9 @@ class Master:
                     self._warn(f"{text}{detail}".strip())
             case m.HostsLeave(numbers=numbers):
                 self._hosts.drain(numbers)
+            case m.Emit(name=name, fields=fields, again=earlier):
+                again = earlier or self._connections[peer].resends > 0
+                self._recorder.record_event(name, fields, again=again)
             case m.Scale(workers=workers):
                 refusal = refuse_scale(self._state, self._job, workers)
                 self._hub.send(peer, m.Answer(refusal=refusal))

@@ -31,8 +31,10 @@ _SHOWN = 60
 
 
 def unlogged(job: JobSpec) -> JobSpec:
-    """The job without loggers: what a run of the lab gives is no result."""
-    return msgspec.structs.replace(job, report=msgspec.structs.replace(job.report, loggers=()))
+    """The job without loggers and copies: what a run of the lab gives is no result."""
+    replace = msgspec.structs.replace
+    checkpoint = replace(job.checkpoint, copy_to="")
+    return replace(job, report=replace(job.report, loggers=()), checkpoint=checkpoint)
 
 
 def run_quietly(job: JobSpec, runs: Path, **options: Any) -> RunFolder:

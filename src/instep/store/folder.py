@@ -56,6 +56,11 @@ _FILES = (
 )
 """Files that a run reads or writes in its folder."""
 
+RESUMED_FROM = (
+    *("job.toml", ID, "events.jsonl", "ledger.bin", "steps.crc", "steps.bin", "callbacks.jsonl"),
+)
+"""Files that resuming reads in addition to a checkpoint. A checksum is older than its record."""
+
 _LOOK_S = 0.1
 """A lock that is held for longer is not that of somebody who looks."""
 

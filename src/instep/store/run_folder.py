@@ -499,7 +499,7 @@ def _records(path: Path, dtype: np.dtype[Any]) -> Records:
 _OF_A_STEP = frozenset(
     [
         *("epoch_finished", "sample_skipped", "validated", "participants_validated", "logged"),
-        *("checkpoint_saved", "model_saved", "lag_measured"),
+        *("checkpoint_saved", "checkpoint_copied", "model_saved", "lag_measured"),
     ]
 )
 

@@ -41,20 +41,13 @@ from instep.state.snapshot import (
 )
 from instep.state.staging import SAVING, save_model, write_tensors
 from instep.state.whole import Lent, lend, save_whole
-from instep.store.calls import NAME as CALLBACKS
-from instep.store.folder import run_id
+from instep.store.folder import RESUMED_FROM, run_id
 from instep.worker.member import Member
 from instep.worker.step.capture import STRATEGY
 from instep.worker.step.engine import Engine
 from instep.worker.step.loading import who_sees
 from instep.worker.step.parts import captured_parts, rank_state
 from instep.worker.step.served_tables import ServedTables
-
-RESUMED_FROM = (
-    *("job.toml", "run.id", "events.jsonl", "ledger.bin", "steps.bin", "steps.crc"),
-    CALLBACKS,
-)
-"""Files that resuming reads in addition to the checkpoint; they are synced to disk before it."""
 
 _ROW = 33
 """Size and SHA-256 of a file, in numbers."""

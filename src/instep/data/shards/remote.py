@@ -218,7 +218,7 @@ def tried(read: Callable[[Callable[[], None]], Any], what: str) -> Any:
     """
     for pause_s in (*PAUSES_S, None):
         try:
-            return _moving(read)
+            return moving(read)
         except SpecError:
             raise
         except Exception as error:  # of whatever kind the file system has
@@ -240,12 +240,17 @@ def _says_so(error: FileNotFoundError) -> bool:
     return cause is None or getattr(cause, "status", 0) in (404, 410)
 
 
-def _moving(read: Callable[[Callable[[], None]], Any]) -> Any:
-    """What reading gives, in a thread that is left to itself when nothing comes any more.
+def moving(read: Callable[[Callable[[], None]], Any], stall_s: float | None = None) -> Any:
+    """Call a function that moves bytes in a thread, left to itself once nothing moves any more.
+
+    Args:
+        read: calls what it is given whenever something has come.
+        stall_s: how long nothing may come; `STALL_S` if not given.
 
     Raises:
-        WrongBytes: nothing came for `STALL_S`.
+        WrongBytes: nothing came for so long.
     """
+    stall_s = STALL_S if stall_s is None else stall_s
     last, found = [time.monotonic()], Future[Any]()
 
     def work() -> None:
@@ -255,7 +260,7 @@ def _moving(read: Callable[[Callable[[], None]], Any]) -> Any:
             found.set_exception(error)
 
     threading.Thread(target=work, name="instep-download", daemon=True).start()
-    while wait([found], timeout=max(last[0] + STALL_S - time.monotonic(), 0)).not_done:
-        if time.monotonic() - last[0] >= STALL_S:
-            raise WrongBytes(f"nothing came for {STALL_S:g} s")
+    while wait([found], timeout=max(last[0] + stall_s - time.monotonic(), 0)).not_done:
+        if time.monotonic() - last[0] >= stall_s:
+            raise WrongBytes(f"nothing came for {stall_s:g} s")
     return found.result()

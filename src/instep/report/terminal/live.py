@@ -195,6 +195,11 @@ class PlainLines:
                 f"  {readable_bytes(event['size_bytes'])}"
                 f"  training paused {readable_seconds(event['held_s'])}"
             )
+        if what == "checkpoint_copied":
+            took = f"{readable_bytes(event['size_bytes'])}  in {readable_seconds(event['seconds'])}"
+            return f"copied  step {readable_count(event['step'])}  {event['url']}  {took}"
+        if what == "copies_resumed":
+            return f"copies  {event['url']} again, after {readable_seconds(event['seconds'])}"
         return None
 
     def _ready_line(self, event: dict[str, Any]) -> str | None:
