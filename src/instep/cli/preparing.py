@@ -11,7 +11,7 @@ import msgspec
 
 from instep.cli.parsing import Parser
 from instep.cli.saying import say, say_aside
-from instep.errors import INTERRUPTED, DataError, SpecError
+from instep.errors import INTERRUPTED, DataError, SpecError, file_beside
 from instep.words import plural
 
 if TYPE_CHECKING:
@@ -105,6 +105,8 @@ def data(args: argparse.Namespace) -> int:
     from instep.report.terminal.dataset import dataset_lines, sample_lines
 
     folder = Path(args.of)
+    if not folder.exists():
+        raise SpecError(f"there is no folder {args.of!r}. {file_beside(folder, '*')}")
     manifest = read_manifest(folder)
     lines, table = dataset_lines(folder, manifest), msgspec.to_builtins(manifest)
     if args.sample is not None:

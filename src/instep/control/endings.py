@@ -117,7 +117,7 @@ def of(code: int | None, step: int, place: Whereabouts | None = None) -> Failed:
     hints = {
         "SIGKILL": " A person or a program killed it, or the system ran out of memory.",
         "SIGSEGV": " Native code of a library crashed.",
-        "SIGBUS": " The disk or the shared memory may be full.",
+        "SIGBUS": " A mapped file was cut short, or the disk or the shared memory may be full.",
     }
     cause = f"the process was killed by {name} (signal {-code}){at}.{hints.get(name, '')}"
     return failed("killed", cause, step)

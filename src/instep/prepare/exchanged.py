@@ -13,7 +13,7 @@ from itertools import pairwise
 import msgspec
 
 from instep.data.shards.columns import Column, as_plain
-from instep.errors import DataError, near_miss
+from instep.errors import SpecError, near_miss
 from instep.prepare.asked import Asked
 from instep.prepare.assemble import columns_of
 from instep.prepare.crew import Crew
@@ -42,7 +42,8 @@ def exchanged(
         say: prints a line of progress.
 
     Raises:
-        DataError: no column has that name, or samples of one key are too many.
+        DataError: samples of one key are too many.
+        SpecError: no column has that name.
     """
     _check(asked, columns)
     about = json.dumps([asked.exchanges(), repr(columns)])
@@ -88,11 +89,11 @@ def _check(asked: Asked, columns: Sequence[Column]) -> None:
         return
     names = {column.name: column for column in columns}
     if asked.key not in names:
-        raise DataError(
+        raise SpecError(
             f"--key {asked.key!r}: no column has that name. {near_miss(asked.key, names)}"
         )
     if names[asked.key].kind not in ("number", "text", "bytes"):
-        raise DataError(
+        raise SpecError(
             f"--key {asked.key!r}: the column is {names[asked.key]}; wanted: a number or text."
         )
 

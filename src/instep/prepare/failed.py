@@ -11,6 +11,12 @@ from instep.plain_file import read_plain
 from instep.prepare.messages import Failed
 from instep.words import printable
 
+_FULL = {
+    errno.ENOSPC: "its disk is full. Free some",
+    errno.EDQUOT: "your quota of its disk is used up. Free some",
+    errno.EFBIG: "a file may not be so large there. Raise the limit (ulimit -f)",
+}
+
 
 def failed_by(error: OSError, number: int) -> Failed:
     """The end of a command by what the system says.
@@ -20,9 +26,9 @@ def failed_by(error: OSError, number: int) -> Failed:
         number: of the task.
     """
     what = error.filename or "the folder of --to"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        text = "its disk is full. Free some, and give the same command again: what is done is kept"
-        return Failed(number, "RunError", f"{what} cannot be written: {text}.")
+    if (why := _FULL.get(error.errno or 0)) is not None:
+        text = f"{what} cannot be written: {why}, and give the same command again: what is done is "
+        return Failed(number, "RunError", f"{text}kept.")
     text = f"{what} cannot be used: {error.strerror or one_line(error)}."
     return Failed(number, "DataError", text)
 

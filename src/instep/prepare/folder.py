@@ -6,7 +6,6 @@ and count once `KEY.done` is there, which is written last. Way in: `Folder`.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import secrets
@@ -19,8 +18,8 @@ from typing import IO, Any
 
 import msgspec
 
-from instep.data.shards.manifest import Manifest, Shard, read_manifest
-from instep.errors import DataError, RunError, WorkerError
+from instep.data.shards.manifest import Manifest, Shard, is_kept, kept_name, read_manifest
+from instep.errors import DataError, RunError, SpecError, WorkerError
 from instep.plain_file import beside_of, crc32_of, plain, read_plain, replace_plain
 from instep.prepare.messages import Mapped, Segment
 from instep.store.own_files import lock, open_own, unlock
@@ -45,7 +44,8 @@ class Folder:
         """Make it if it is missing, and lock it.
 
         Raises:
-            RunError: another command prepares it, it has other files, or cannot be written.
+            RunError: another command prepares it, or it cannot be written.
+            SpecError: it is a file, or has others than ours.
         """
         self._check()
         new = not self.path.exists()
@@ -99,10 +99,10 @@ class Folder:
 
     def _check(self) -> None:
         if self.path.is_file():
-            raise RunError(f"--to {self.path} is a file. Name a folder for the shards.")
+            raise SpecError(f"--to {self.path} is a file. Name a folder for the shards.")
         ours = self.work.exists() or (self.path / "manifest.json").exists()
         if self.path.is_dir() and not ours and any(self.path.iterdir()):
-            raise RunError(
+            raise SpecError(
                 f"--to {self.path} has files that instep did not make. Name a new folder."
             )
 
@@ -211,15 +211,13 @@ class Folder:
 
     def keep(self, kind: str, suffix: str, data: bytes) -> str:
         """Write a file of the manifest; returns its name, which its bytes decide."""
-        name = f"{kind}-{_short(data)}{suffix}"
+        name = kept_name(kind, data, suffix)
         replace_plain(self.path / name, data, durable=True)
         return name
 
     def _has(self, name: str) -> bool:
         """Whether a file of the manifest has the bytes that it was kept with."""
-        with suppress(OSError):
-            return _short(read_plain(self.path / name)) == Path(name).stem.rpartition("-")[2]
-        return False
+        return is_kept(self.path / name)
 
     def manifest(self) -> Manifest | None:
         """The one that is there."""
@@ -237,10 +235,6 @@ class Folder:
                 if path.name not in known:
                     path.unlink(missing_ok=True)
         self._remove_work(kept)
-
-
-def _short(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def link(file: Path, to: Path) -> None:

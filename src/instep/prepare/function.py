@@ -45,7 +45,7 @@ def mapper_of(asked: Asked) -> Function | Tokens | None:
         InstepError: the function or the tokenizer cannot be loaded.
     """
     if asked.map is not None:
-        return _loaded(asked.map, "map", asked.seed)
+        return _loaded("--map", asked.map, "map", asked.seed)
     if asked.tokens is not None:
         return Tokens(asked.tokens, asked.length)
     return None
@@ -61,14 +61,24 @@ def reducer_of(asked: Asked) -> Function | None:
         return None
     file = asked.reduce.rpartition(":")[0]
     what = "map" if asked.map and asked.map.rpartition(":")[0] == file else "reduce"
-    return _loaded(asked.reduce, what, asked.seed)
+    return _loaded("--reduce", asked.reduce, what, asked.seed)
 
 
-def _loaded(reference: str, what: str, seed: int) -> Function:
-    """The function of `file.py:name`, whose file is called `what` as a module."""
+def _loaded(option: str, reference: str, what: str, seed: int) -> Function:
+    """The function of `file.py:name`, whose file is called `what` as a module.
+
+    Raises:
+        RecipeError: the file cannot be imported.
+        SpecError: it has no such function.
+    """
     file, _, name = reference.rpartition(":")
-    here = os.getcwd()
-    function = load_function(f"{os.path.abspath(file)}:{name}", what)
+    here, path = os.getcwd(), os.path.abspath(file)
+    try:
+        function = load_function(f"{path}:{name}", what)
+    except RecipeError as error:
+        if getattr(sys.modules.get(f"instep_{what}"), "__file__", None) != path:
+            raise
+        raise SpecError(f"{option} {reference!r}: {error}") from None
     os.chdir(here)
     return Function(function, name, seed)
 

@@ -159,6 +159,8 @@ def _paths(files: Sequence[RawFile]) -> list[str]:
 def _check(asked: Asked, workers: int) -> None:
     if workers < 1:
         raise SpecError(f"--workers {workers}: needs at least 1.")
+    if not 0 <= asked.seed < 1 << 63:
+        raise SpecError(f"--seed {asked.seed}: wanted is a whole number from 0 to 2^63 - 1.")
     if is_url(asked.to):
         raise SpecError(
             f"--to {shown_url(asked.to)}: shards are made in a folder of this machine. Name one, "

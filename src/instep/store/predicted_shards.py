@@ -16,7 +16,7 @@ import numpy as np
 
 from instep.data.shards.columns import Column
 from instep.data.shards.digest import blocks_of, digest_blocks, digest_of
-from instep.data.shards.manifest import Manifest, Shard, write_manifest
+from instep.data.shards.manifest import Manifest, Shard, kept_name, write_manifest
 from instep.data.shards.statistics import Figures, take_batch
 from instep.data.shards.views import View, bytes_of
 from instep.data.shards.writer import BATCH_BYTES, ShardWriter
@@ -71,7 +71,7 @@ def write_shards(
         bad=len(bad),
         shards=shards,
         blocks=_kept(to / f"blocks-{digest[:16]}.sha256", blocks),
-        bad_file=_kept(to / f"bad-{digest[:16]}.jsonl", _lines(bad)) if bad else "",
+        bad_file=_kept(to / kept_name("bad", _lines(bad), ".jsonl"), _lines(bad)) if bad else "",
         statistics={name: table for name, table in tables.items() if table},
         made_by=made_by,
     )

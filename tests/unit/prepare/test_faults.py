@@ -3,6 +3,7 @@
 A fault of one record leaves it out, with its file and place; one of all ends the command.
 """
 
+import errno
 import gzip
 import io
 import json
@@ -17,6 +18,7 @@ from PIL import Image
 from test_prepare import ask, made
 
 from instep.errors import DataError, InstepError, RecipeError, SpecError
+from instep.prepare.failed import failed_by
 from instep.prepare.prepare import prepare
 
 ROWS = [{"x": number, "y": number % 3, "text": f"word {number}"} for number in range(20)]
@@ -242,7 +244,7 @@ FILES: dict[str, tuple[str | bytes, str, dict[str, object], type[InstepError], s
     ),
     "tar cut short": (tar_file()[: 1024 + 900], "a.tar", {}, DataError, "up to byte 1,536|1,024"),
     "no tar": (b"no tar" * 200, "a.tar", {}, DataError, "a.tar is damaged or cut short"),
-    "of no known format": (JSON, "a.odd", {}, DataError, "a.odd: its format is not known.*Known:"),
+    "of no known format": (JSON, "a.odd", {}, SpecError, "a.odd: its format is not known.*Known:"),
     "no file of that name": (JSON, "a.jsonl", {"sources": ["b.jsonl"]}, SpecError, "Did you mean"),
     "function divides by zero": (
         JSON,
@@ -274,12 +276,12 @@ FILES: dict[str, tuple[str | bytes, str, dict[str, object], type[InstepError], s
     ),
     "function refuses all": (JSON, "a.jsonl", {"map": "clean.py:never"}, DataError, "never good"),
     "function gives none": (JSON, "a.jsonl", {"map": "clean.py:none"}, DataError, "None for each"),
-    "no such function": (JSON, "a.jsonl", {"map": "clean.py:fin"}, RecipeError, "Known: .*fine"),
+    "no such function": (JSON, "a.jsonl", {"map": "clean.py:fin"}, SpecError, "Known: .*fine"),
     "no function": (
         JSON,
         "a.jsonl",
         {"map": "clean.py:no_function"},
-        RecipeError,
+        SpecError,
         "is an int, but",
     ),
     "reduce fails": (
@@ -293,7 +295,7 @@ FILES: dict[str, tuple[str | bytes, str, dict[str, object], type[InstepError], s
         JSON,
         "a.jsonl",
         {"key": "z", "reduce": "clean.py:first"},
-        DataError,
+        SpecError,
         "--key 'z': no column has that name. Known: text, x, y",
     ),
     "a tokenizer that is none": (
@@ -353,6 +355,20 @@ def test_what_ends_a_preparation_is_one_sentence_with_place_and_remedy(
     assert "\n" not in said
     assert not re.search(r"[^.]\.\.([^.]|$)", said)
     assert not any(Path("out").glob("*.arrow"))
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.ENOSPC, "its disk is full. Free some, and"),
+        (errno.EDQUOT, "your quota"),
+        (errno.EFBIG, r"a file may not be so large there. Raise the limit \(ulimit -f\), and"),
+    ],
+)
+def test_what_cannot_be_written_is_said_with_its_cause_and_remedy(number: int, said: str) -> None:
+    failed = failed_by(OSError(number, "as the system says"), 3)
+    assert re.search(f"cannot be written: {said}.* what is done is kept.$", failed.text)
+    assert failed.kind == "RunError"
 
 
 @pytest.mark.process

@@ -329,6 +329,18 @@ def test_only_what_has_changed_is_mapped_again_where_samples_are_put_into_anothe
     assert not Path("out/.preparing").exists()
 
 
+def test_each_byte_of_a_folder_is_verified(raw):
+    manifest, _, _ = made(ask(map="clean.py:record"))
+    names = manifest.shards[0].file, manifest.bad_file, manifest.tasks, manifest.blocks
+    for path in [Path("out", name) for name in names]:
+        good = path.read_bytes()
+        for at in {*range(0, len(good), 131), len(good) - 9}:
+            path.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+            assert path.name in "".join(damaged(Path("out"), manifest)), (path.name, at)
+        path.write_bytes(good)
+    assert damaged(Path("out"), manifest) == []
+
+
 def test_a_shard_that_was_cut_short_is_made_again(raw):
     first, _, _ = made(ask(map="clean.py:record"))
     path = Path("out", first.shards[1].file)
@@ -385,6 +397,19 @@ WRONG = {
     ),
     "key of no column": ({"key": "usr", "reduce": "clean.py:session"}, "no column has that name"),
     "no source": ({"sources": ["z*.jsonl"]}, "z*.jsonl"),
+    "key of lists": ({"map": "clean.py:record", "key": "x", "reduce": "clean.py:session"}, "float"),
+    "another reduce": ({"key": "id", "reduce": "clean.py:sesion"}, "has no function 'sesion'"),
+    "no column of CSV": (
+        {"sources": ["d.csv"], "types": {"z": "int64"}},
+        "no column is called 'z'",
+    ),
+    "no type": ({"sources": ["d.csv"], "types": {"x": "int"}}, "there is no type 'int'"),
+    "types of JSON": ({"types": {"x": "int64"}}, "--type is for columns of CSV"),
+    "no format": ({"sources": ["clean.py"]}, "its format is not known"),
+    "one image": ({"sources": ["d.png"]}, "is one image"),
+    "a file": ({"to": "d.csv"}, "is a file"),
+    "a folder of others": ({"to": "full"}, "has files that instep did not make"),
+    "a seed below 0": ({"seed": -1}, "--seed -1"),
     "into the source": ({"sources": ["a.jsonl"], "to": "."}, "Name another folder"),
 }
 
@@ -393,12 +418,16 @@ MADE = ("out", "__pycache__")
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_done_is_one_sentence_and_leaves_nothing(name, raw):
+def test_a_wrong_option_is_one_sentence_with_one_exit_code_and_leaves_nothing(name, raw):
     options, wanted = WRONG[name]
+    Path("d.csv").write_text("x\n1\n")
+    Path("d.png").touch()
+    Path("full").mkdir()
+    Path("full/a.txt").touch()
     before = sorted(raw.iterdir())
     with pytest.raises(InstepError) as caught:
         prepare(ask(**options), lambda _: None, workers=1)
     assert wanted in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert isinstance(caught.value, (SpecError, DataError, RecipeError))
+    assert caught.value.exit_code == SpecError.exit_code == 2
     assert [path for path in sorted(raw.iterdir()) if path.name not in MADE] == before

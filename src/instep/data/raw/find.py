@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from instep.data.raw.base import FORMATS
-from instep.errors import DataError, SpecError, file_beside
+from instep.errors import SpecError, file_beside
 from instep.words import plural
 
 COMPRESSED = (".gz", ".zst")
@@ -24,9 +24,9 @@ def format_of(path: str | Path) -> str:
     """
     name = _format_of(Path(path))
     if name is None:
-        raise DataError(f"{path}: its format is not known by its name. Known: {_known()}.")
+        raise SpecError(f"{path}: its format is not known by its name. Known: {_known()}.")
     if name == "images":
-        raise DataError(f"{path} is one image. {_FOLDERS}")
+        raise SpecError(f"{path} is one image. {_FOLDERS}")
     return name
 
 
@@ -50,8 +50,8 @@ def sources(patterns: Sequence[str]) -> list[tuple[Path, str]]:
     A file counts once, however often and by whatever link it is named.
 
     Raises:
-        SpecError: a pattern names nothing, or a folder with files of several formats.
-        DataError: the format of a file is not known.
+        SpecError: a pattern names nothing, or a folder with files of several formats; or the format
+            of a file is not known.
     """
     found, real = dict[Path, str](), set[str]()
     for pattern in patterns:

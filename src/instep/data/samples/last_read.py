@@ -157,8 +157,9 @@ def is_reading(place: Whereabouts | None) -> TypeGuard[Whereabouts]:
 def describe_read(place: Whereabouts) -> str:
     """`while it read sample 512 (pictures/512.png)`."""
     kind = "validation sample" if place.dataset == "validation" else "sample"
-    many = f", or one of the {place.count - 1} after it in that call," if place.count > 1 else ""
-    ahead, file = " ahead" if place.ahead else "", f" ({place.file})" if place.file else ""
+    many = f", or one of the {place.count - 1} after it in that call" if place.count > 1 else ""
+    file = f" ({place.file})" if place.file else ""
+    ahead = f"{',' * bool(many)} ahead" if place.ahead else ""
     return f"while it read {kind} {place.sample}{file}{many}{ahead}"
 
 

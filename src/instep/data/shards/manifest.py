@@ -6,7 +6,9 @@ no others, whatever was killed. Way in: `read_manifest` and `write_manifest`.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +107,19 @@ def read_manifest(folder: Path | str, read: Callable[[], bytes] | None = None) -
     if sum(shard.samples for shard in found.shards) != found.samples:
         raise DataError(f"{path} is damaged: its shards have another number of samples.")
     return found
+
+
+def kept_name(kind: str, data: bytes, suffix: str) -> str:
+    """Name a file that the manifest names, by its bytes."""
+    return f"{kind}-{hashlib.sha256(data).hexdigest()[:16]}{suffix}"
+
+
+def is_kept(path: Path) -> bool:
+    """Tell whether a file has the bytes that its name was made of."""
+    kind, _, _ = path.stem.rpartition("-")
+    with suppress(OSError):
+        return kept_name(kind, read_plain(path), path.suffix) == path.name
+    return False
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -1,6 +1,6 @@
-"""Whether the samples of a folder are those that were written: every block's digest, once more.
+"""Whether a folder has what was written: every block's digest, then every file's checksum.
 
-Way in: `damaged`.
+Bytes between samples belong to no block, so a file is compared as a whole, too. Way in: `damaged`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
 
+from instep.data.shards.columns import Column
 from instep.data.shards.digest import BLOCK, SIZE, blocks_of, digest_blocks, digest_of
-from instep.data.shards.manifest import Manifest, Shard
+from instep.data.shards.manifest import Manifest, Shard, is_kept
 from instep.data.shards.writer import ShardFile
 from instep.errors import DataError
-from instep.plain_file import read_plain
+from instep.plain_file import crc32_of, read_plain
 
 _AT_ONCE = 16
 """Blocks that one thread hashes before it says so."""
@@ -31,7 +32,7 @@ def damaged(
         manifest: of the folder.
         did: told the samples that were checked, now and then.
     """
-    found = [text for shard in manifest.shards if (text := _wrong(folder, shard))]
+    found = [text for shard in manifest.shards if (text := _wrong(folder, shard, manifest.columns))]
     if found:
         return found
     try:
@@ -40,17 +41,35 @@ def damaged(
         return [f"{folder / manifest.blocks} cannot be read: {error.strerror or error}"]
     if digest_of(manifest.columns, manifest.samples, [known]) != manifest.sha256:
         return [f"{folder / manifest.blocks} is not what was written, or the manifest is not"]
-    return list(_wrong_blocks(folder, manifest, known, did))
+    try:
+        found = list(_wrong_blocks(folder, manifest, known, did))
+    except DataError as error:  # of a record batch
+        return [str(error)]
+    return [*found, *(text for text in _wrong_files(folder, manifest) if not found)]
 
 
-def _wrong(folder: Path, shard: Shard) -> str:
+def _wrong(folder: Path, shard: Shard, columns: list[Column]) -> str:
     try:
         file = ShardFile(folder / shard.file, shard.bytes)
     except DataError as error:
         return str(error)
+    if file.columns != columns:
+        return f"{file.path} has other columns than were written"
     if len(file) != shard.samples:
         return f"{file.path} has {len(file):,} samples, but {shard.samples:,} were written"
     return ""
+
+
+def _wrong_files(folder: Path, manifest: Manifest) -> Iterator[str]:
+    """Find files whose samples are right, and other bytes are not."""
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        sums = pool.map(crc32_of, [folder / shard.file for shard in manifest.shards])
+        for shard, crc32 in zip(manifest.shards, sums, strict=True):
+            if shard.crc32 not in (None, crc32):
+                yield f"{folder / shard.file} has other bytes between its samples than were written"
+    for name in filter(None, (manifest.bad_file, manifest.tasks)):
+        if not is_kept(folder / name):
+            yield f"{folder / name} is missing, or is not what was written"
 
 
 def _wrong_blocks(

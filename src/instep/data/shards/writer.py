@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,7 +16,7 @@ import pyarrow as pa
 
 from instep.data.shards.columns import Column
 from instep.data.shards.views import View, batch_of, columns_of, schema_of, views_of
-from instep.errors import DataError
+from instep.errors import DataError, one_line
 from instep.plain_file import beside_of, plain
 
 BATCH_BYTES = 4 << 20
@@ -96,11 +97,9 @@ class ShardFile:
                 self._memory = pa.memory_map(str(path))
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror or error}.") from None
-        try:
+        with self._whole():
             self._reader = pa.ipc.open_file(self._memory)
             columns = columns_of(self._reader.schema)
-        except (pa.ArrowException, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path} is damaged: {error}. Run instep prepare again.") from None
         if columns is None:
             raise DataError(
                 f"{path} is an Arrow file of another program. Give it to instep prepare."
@@ -114,16 +113,24 @@ class ShardFile:
     def __len__(self) -> int:
         return int(self.starts[-1])
 
-    def _batch(self, number: int) -> Any:
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
         try:
+            yield
+        except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, IndexError) as error:
+            raise DataError(
+                f"{self.path} is damaged: {one_line(error)}. Run instep prepare again."
+            ) from None
+
+    def _batch(self, number: int) -> Any:
+        with self._whole():
             return self._reader.get_batch(number)
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{self.path} is damaged: {error}. Run instep prepare again.") from None
 
     def views(self, number: int) -> list[View]:
         """The columns of one record batch, as views of the mapped file."""
         if number not in self._views:
-            self._views[number] = views_of(self._batch(number), self.columns)
+            with self._whole():
+                self._views[number] = views_of(self._batch(number), self.columns)
         return self._views[number]
 
     def between(self, first: int, stop: int) -> Iterator[list[View]]:
