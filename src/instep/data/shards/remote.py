@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import os
 import secrets
+import shutil
 import threading
 import time
 import zlib
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.errors import DataError, SpecError, one_line
+from instep.plain_file import crc32_of
 from instep.words import shown_url
 
 if TYPE_CHECKING:
@@ -42,6 +44,13 @@ CACHE = "INSTEP_CACHE"
 LIMIT = 20 * 10**9
 
 _CHUNK = 1 << 20
+
+_MARK_NS = 10**18
+"""Time of change of each file in the cache, from its download on: one that somebody has written to
+since has another one, and is compared with its checksum. Times of access say what is in use."""
+
+_LEFT_S = 600.0
+"""A download to which nothing was written for so long is of a process that was killed."""
 
 
 def cache() -> Path:
@@ -99,33 +108,42 @@ class Remote:
             DataError: it cannot be read, or is not what the manifest says.
         """
         path = self._folder / f"{shard.bytes}-{shard.crc32 or 0:08x}-{shard.file}"
-        with suppress(OSError):
-            os.utime(path)  # it is in use
-            return path
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise DataError(
-                f"the cache {self._folder} cannot be written: {error.strerror}. Set {CACHE} to "
-                "another folder."
-            ) from None
-        with locked(self._folder / f".{shard.file}.lock"):
-            if not path.exists():  # else another process has just downloaded it
-                for left in path.parent.glob(f".{path.name}.*"):  # of one that was killed
-                    left.unlink(missing_ok=True)
-                with locked(self._root / ".room.lock"):
-                    self._make_room(shard.bytes)
-                tried(partial(self._download, shard, path), f"{self.url}/{shard.file}")
+        while not _has(path, shard):
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                with locked(self._folder / f".{shard.file}.lock"):
+                    if not _has(path, shard):  # else another process has just downloaded it
+                        for left in path.parent.glob(f".{path.name}.*"):  # of one that was killed
+                            left.unlink(missing_ok=True)
+                        with locked(self._root / ".room.lock"):
+                            self._make_room(shard.bytes)
+                        tried(partial(self._download, shard, path), f"{self.url}/{shard.file}")
+            except FileNotFoundError as error:
+                if error.filename is None:
+                    raise  # else somebody has removed the cache meanwhile
+            except OSError as error:
+                raise self._unwritable(error) from None
         return path
+
+    def _unwritable(self, error: OSError) -> DataError:
+        return DataError(
+            f"the cache {self._folder} cannot be written: {error.strerror}. Free some room, or set "
+            f"{CACHE} to another folder."
+        )
 
     def _download(self, shard: Shard, path: Path, moves: Callable[[], None]) -> None:
         beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         size, crc = 0, 0
         try:
-            with open(beside, "wb") as file:
+            with open(beside, "wb", buffering=0) as file:
                 for data in chunks(self._files(), f"{self.url}/{shard.file}"):
                     size, crc = size + len(data), zlib.crc32(data, crc)
-                    file.write(data)
+                    view = memoryview(data)
+                    try:
+                        while view:
+                            view = view[file.write(view) :]
+                    except OSError as error:  # of this host: another attempt would be no better
+                        raise self._unwritable(error) from None
                     moves()
             if size != shard.bytes or (shard.crc32 is not None and crc != shard.crc32):
                 raise WrongBytes(
@@ -134,19 +152,40 @@ class Remote:
                 )
             with locked(self._root / ".room.lock"):  # others have downloaded in the meantime
                 self._make_room(shard.bytes)
+                os.utime(beside, ns=(time.time_ns(), _MARK_NS))
                 beside.replace(path)
         finally:
             beside.unlink(missing_ok=True)
 
     def _make_room(self, size: int) -> None:
         """Remove what was not used for longest; processes that have mapped it keep it."""
+        for left in self._root.glob("*/.*.arrow.*"):
+            with suppress(OSError):  # else it is of a process that was killed
+                if time.time() - left.stat().st_mtime > _LEFT_S:
+                    left.unlink()
         found = list(_cached(self._root))
         total = sum(about.st_size for _, about in found)
-        for path, about in sorted(found, key=lambda each: each[1].st_mtime):
-            if total + size <= self.limit:
+        room = min(self.limit, total + shutil.disk_usage(self._root).free)
+        for path, about in sorted(found, key=lambda each: each[1].st_atime):
+            if total + size <= room:
                 return
             path.unlink(missing_ok=True)
             total -= about.st_size
+
+
+def _has(path: Path, shard: Shard) -> bool:
+    """Whether a shard is in the cache, as it was downloaded; one that is not is removed."""
+    with suppress(OSError):
+        about = path.stat()
+        good = about.st_size == shard.bytes
+        if good and about.st_mtime_ns != _MARK_NS:
+            good = shard.crc32 in (None, crc32_of(path))
+        if good:
+            with suppress(PermissionError):  # another user's
+                os.utime(path, ns=(time.time_ns(), _MARK_NS))  # it is in use
+            return True
+        path.unlink()
+    return False
 
 
 class WrongBytes(Exception):
@@ -219,7 +258,7 @@ def tried(read: Callable[[Callable[[], None]], Any], what: str) -> Any:
     for pause_s in (*PAUSES_S, None):
         try:
             return moving(read)
-        except SpecError:
+        except (SpecError, DataError):
             raise
         except Exception as error:  # of whatever kind the file system has
             if isinstance(error, FileNotFoundError) and _says_so(error):

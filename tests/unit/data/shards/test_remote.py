@@ -4,6 +4,8 @@ import http.server
 import json
 import multiprocessing
 import os
+import resource
+import shutil
 import threading
 import zlib
 from collections import Counter
@@ -198,6 +200,56 @@ def test_what_a_killed_process_has_left_of_a_download_is_removed(serve, tmp_path
     whole.unlink()
     assert int(shards(url(serve))[0]["n"]) == 0
     assert not left.exists()
+
+
+def test_what_has_happened_to_the_cache_is_seen_and_loaded_again(serve, tmp_path):
+    def flipped(path):
+        good = path.read_bytes()
+        path.write_bytes(good[:900] + bytes([good[900] ^ 1]) + good[901:])
+
+    def cut(path):
+        os.truncate(path, 700)
+
+    def gone(_):
+        shutil.rmtree(tmp_path / "cache")
+
+    def touched(path):
+        os.utime(path)
+
+    dataset = shards(url(serve), columns=["n", "x"])
+    (shard, *_), count = dataset.manifest.shards, Counter()
+    for happens in (touched, flipped, cut, gone, touched):
+        path = dataset._remote.path(shard)
+        asked = serve.asked[shard.file]
+        happens(path)
+        assert read(url(serve), tmp_path / "cache", 10**9, 0) == 0
+        count[happens] += serve.asked[shard.file] - asked
+        assert crc32_of(path) == shard.crc32
+    once = count.pop(gone)
+    assert count == {touched: 0, flipped: once, cut: once}
+    assert once > 0
+
+
+def test_a_cache_that_is_removed_or_too_small_for_one_file_is_of_no_consequence(serve, tmp_path):
+    def removes(_):
+        shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+        return 0
+
+    with ThreadPoolExecutor(4) as pool:
+        reads = pool.map(partial(read, url(serve), tmp_path / "cache", 0), range(3))
+        pool.map(removes, range(30))
+        assert sum(reads) == 0
+
+
+def test_a_cache_that_cannot_be_written_is_named_at_once(serve, tmp_path):
+    dataset, limits = shards(url(serve)), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(DataError, match=r"cache .* File too large\. Free some .*INSTEP_CACHE"):
+            dataset[0]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not [path for path in (tmp_path / "cache").rglob("*.arrow*") if path.stat().st_size]
 
 
 def test_a_file_that_is_another_one_for_good_is_named(serve):
