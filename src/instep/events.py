@@ -166,7 +166,8 @@ EVENTS = {
     "loaders_started": "worker, pids (of its loader processes; a killed one is replaced)",
     "dataset_known": "dataset (training, validation), samples, contents (index, content), "
     "differed (indices of samples that were different when read again); shards (size, how many) of "
-    "the windowed order, and parts (at which shards they begin and end)",
+    "the windowed order, and parts (at which shards they begin and end); prepared (folders that "
+    "the training set is made of, each with its sha256)",
     "data_divided": "partition, sizes (samples of each participant), validation_sizes (the same; "
     "empty if it is not divided), digest (of who has which samples)",
     "parts_placed": "sizes (samples of each part), held (of each worker by number, how many "
@@ -175,7 +176,8 @@ EVENTS = {
     "data_split": "split, samples (of the dataset), train and validation (samples of each side), "
     "fold and folds (0 and 0 without), digests (of which samples are on each side), looked_at "
     "(samples of each side whose contents were compared; not when a run is resumed), duplicates "
-    "(of those to validate on, how many are trained on too), example (one, and its twin)",
+    "(of those to validate on, how many are trained on too), example (one, and its twin), classes "
+    "(how often each label is on each side, where the split needs labels)",
     "sample_skipped": "worker, generation, dataset (training, validation), epoch, index, step, "
     "cause",
     "traffic": "worker, sent_bytes, received_bytes (since the start, counted by the kernel)",
@@ -275,7 +277,9 @@ _OWN_KINDS = {
     ("worker_joined", "pid"): _WHOLE,
     ("worker_joined", "host"): _WHOLE,
     **{("data_split", name): _WHOLE for name in ("train", "validation", "fold", "folds")},
-    ("data_split", "digests"): _LIST,
+    **{("data_split", name): _LIST for name in ("digests", "looked_at", "example", "classes")},
+    ("data_split", "duplicates"): _WHOLE,
+    ("dataset_known", "prepared"): _LIST,
 }
 _FAR = 1 << 63  # we never write larger numbers, and no array can hold them
 

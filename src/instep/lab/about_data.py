@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import pairwise
 from math import log
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from instep.data.parts.cut import parts_order
 from instep.data.samples.duplicates import Duplicates, duplicates
-from instep.data.shards.dataset import Shards
+from instep.data.shards.sets import sets_in
 from instep.errors import SpecError
 from instep.lab.look import look
 from instep.recipe.build import call
@@ -27,7 +27,9 @@ from instep.report.figures.lengths import PartLengths, lengths_of
 from instep.spec import JobSpec
 from instep.worker.data_split import SplitData, split_data
 from instep.worker.own_data import divide
-from instep.worker.step.parted_data import sets_in
+
+if TYPE_CHECKING:
+    from instep.data.shards.dataset import Shards
 
 MOST_READ, MOST_MEASURED = 2000, 500
 """Samples of each side whose contents are compared; that are read for lengths without a split."""

@@ -7,13 +7,12 @@ prepared folder, which are read without the samples. Ways in: `of_job`, `of_fold
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from instep.data.order import Order, key
 from instep.data.shards.columns import Column
-from instep.data.shards.dataset import Shards
 from instep.errors import DataError
 from instep.lab.about_data import AboutData
 from instep.report.figures.dataset import DataFigures, PreparedFolder, classes_of
@@ -22,6 +21,9 @@ from instep.report.figures.sample import sample_table
 from instep.spec import JobSpec
 from instep.units import readable_count
 from instep.words import plural
+
+if TYPE_CHECKING:
+    from instep.data.shards.dataset import Shards
 
 MOST_LENGTHS, MOST_FILES = 20_000, 64
 """Samples of a folder whose lengths are drawn, and files in which they are."""

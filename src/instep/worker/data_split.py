@@ -20,7 +20,7 @@ from instep.data.partition import COLUMNS as PARTITION_COLUMNS
 from instep.data.reading import generators
 from instep.data.samples.duplicates import Duplicates, duplicates
 from instep.data.splits import COLUMNS, SPLITS, Request, Sides
-from instep.data.splits.columns import Column
+from instep.data.splits.columns import Classes, Column
 from instep.errors import DataError, RecipeError, near_miss
 from instep.recipe.recipe import Recipe
 from instep.spec import JobSpec
@@ -30,6 +30,9 @@ from instep.worker.member import Member
 
 _OF_FIT = 24
 """What a key is drawn for: what `Recipe.fit` draws."""
+
+MOST_CLASSES = 1000
+"""More different labels are not counted for the log."""
 
 LOOK_S = 1.0
 """For so long the samples of each side are read, to find those that are on both."""
@@ -43,6 +46,8 @@ class SplitData(NamedTuple):
     """Indices in the dataset that was divided; None where none was."""
     samples: int
     """Of that dataset."""
+    labels: Column | None = None
+    """Labels of that dataset, where the split needs them."""
 
     @property
     def digests(self) -> list[int]:
@@ -89,7 +94,7 @@ def split_data(job: JobSpec, recipe: Recipe) -> SplitData:
     changes = {}
     if (field := PARTITION_COLUMNS.get(job.own_data)) is not None:
         changes[field] = _of_side(job, recipe, field, dataset)
-    return SplitData(recipe.with_data(given, **changes), sides, samples)
+    return SplitData(recipe.with_data(given, **changes), sides, samples, columns.get("labels"))
 
 
 def _fit(job: JobSpec, recipe: Recipe, dataset: Any, indices: Indices) -> None:
@@ -195,6 +200,7 @@ def check(split: SplitData, member: Member, train: Loader, validation: Loader | 
         "fold": data.fold,
         "folds": data.folds or 0,
         "digests": split.digests,
+        **_counted(split.labels, split.sides, split.samples),
     }
     if not resumed:
         found = duplicates(train.contents(LOOK_S), validation.contents(LOOK_S))
@@ -206,6 +212,18 @@ def check(split: SplitData, member: Member, train: Loader, validation: Loader | 
             "example": _example(found, split.sides),
         }
     member.emit("data_split", **event)
+
+
+def _counted(labels: Column | None, sides: Sides, samples: int) -> dict[str, Any]:
+    """How often each label is on each side, if they are few."""
+    if labels is None:
+        return {}
+    known = Classes.of(labels, samples)
+    if len(known.names) > MOST_CLASSES:
+        return {}
+    names = [str(_plain(name)) for name in known.names]
+    counts = [np.bincount(known.codes[side], minlength=len(names)).tolist() for side in sides]
+    return {"classes": [dict(zip(names, side, strict=True)) for side in counts]}
 
 
 def _check_same(split: SplitData, before: dict[str, Any], accepts: bool) -> None:

@@ -6,17 +6,32 @@ resumed, it compares.
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 from instep.data.loader import Loader
 from instep.data.parts.order import PartsOrder
 from instep.data.samples.fingerprint import REMEDY, Fingerprint, confirmed_fingerprint
+from instep.data.shards.sets import sets_in
 from instep.data.windowed import Windowed
 from instep.errors import DataError
 from instep.store.run_folder import RunFolder
 from instep.worker.member import Member
 
+if TYPE_CHECKING:
+    from instep.data.shards.dataset import Shards
 
-def check_datasets(member: Member, train: Loader, validation: Loader | None) -> int | None:
+
+def check_datasets(
+    member: Member, train: Loader, validation: Loader | None, dataset: Any = None
+) -> int | None:
     """Compare the datasets with their fingerprints in the log, and log those of now.
+
+    Args:
+        member: this worker's membership in the run.
+        train: reads the training set.
+        validation: reads the validation set, if there is one.
+        dataset: the training set, to log of which prepared folders it is made.
 
     Returns:
         A training sample that was different when it was read a second time, now or in an
@@ -37,6 +52,7 @@ def check_datasets(member: Member, train: Loader, validation: Loader | None) -> 
     }
     shards = {event["dataset"]: event.get("shards") for event in events}
     differed: list[int] = []
+    folders = [[_absolute(each), each.manifest.sha256] for each in sets_in(dataset)]
     for name, loader in (("training", train), ("validation", validation)):
         if loader is None:
             continue
@@ -79,10 +95,15 @@ def check_datasets(member: Member, train: Loader, validation: Loader | None) -> 
             samples=now.samples,
             contents=now.contents,
             differed=now.differed,
+            **({"prepared": folders} if name == "training" and folders else {}),
             **({"shards": runs} if runs else {}),
             **({"parts": loader.order.bounds} if isinstance(loader.order, PartsOrder) else {}),
         )
     return differed[0] if differed else None
+
+
+def _absolute(folder: Shards) -> str:
+    return folder.name if "://" in folder.name else str(Path(folder.name).absolute())
 
 
 def unrepeatable(sample: int) -> str:

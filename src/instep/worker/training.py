@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +66,6 @@ from instep.worker.step.average import Average
 from instep.worker.step.committed import Commit
 from instep.worker.step.engine import Weighed
 from instep.worker.step.leased import LeasedUpdate
-from instep.worker.step.parted_data import PartedData
 from instep.worker.step.passes import OF_PASS, Pass, Share
 from instep.worker.step.served import ServedUpdate
 from instep.worker.step.served_tables import ServedTables, refuse_sparse
@@ -79,6 +78,9 @@ from instep.worker.trial.sameness import ANOTHER_SAW
 from instep.worker.trial.shapes import Watch
 from instep.worker.trial_result import Trial
 from instep.worker.whole_batch import WholeBatch
+
+if TYPE_CHECKING:
+    from instep.worker.step.parted_data import PartedData
 
 _TRIES = 3
 """Steps with batches of another shape, but of one shape in the step, which are tried."""
@@ -106,6 +108,8 @@ class Training(Loop):
         self._parted: PartedData | None = None
         self._lying: Near | None = None
         if self.job.data.parts:
+            from instep.worker.step.parted_data import PartedData  # which needs pyarrow
+
             self._parted = PartedData(member, recipe.train, recipe.validate)
         split = data_split.split_data(self.job, recipe)
         self.recipe = recipe = split.recipe
@@ -241,7 +245,9 @@ class Training(Loop):
         """A training sample that was different when worker 0 read it again."""
         if not member.others_have_state and member.number == 0:
             data_split.check(split, member, loader, self._validation)
-            self._unrepeatable = dataset_check.check_datasets(member, loader, self._validation)
+            self._unrepeatable = dataset_check.check_datasets(
+                member, loader, self._validation, recipe.train
+            )
             if member.checkpoint is None and (
                 said := said_of_classes(self.job, recipe, loader.order)
             ):

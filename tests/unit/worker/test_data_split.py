@@ -1,5 +1,6 @@
 """A recipe's dataset is divided as the job says, or refused in one sentence."""
 
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -231,10 +232,11 @@ class SimpleColumns(list):
         return np.array(LABELS)
 
 
-def looked(tmp_path, rows, resumed=False, times=None, **data):
+def looked(tmp_path, rows, resumed=False, times=None, labels=None, **data):
     """The last event, and the warnings, of a run whose dataset has these rows."""
     the_job = job(data={"split": "blocks", **data})
-    split = split_data(the_job, recipe(TensorDataset(torch.tensor(rows)), times=times))
+    given = recipe(TensorDataset(torch.tensor(rows)), times=times, labels=labels)
+    split = split_data(the_job, given)
     train, validation = (
         Loader.of_job(the_job, split.recipe.given[key], name, processes=0, say=print)
         for key, name in (("train", "training"), ("validate", "validation"))
@@ -251,6 +253,16 @@ def looked(tmp_path, rows, resumed=False, times=None, **data):
         validation.close()
     folder = RunFolder(tmp_path)
     return folder.last("data_split"), [each["text"] for each in folder.named("warning")]
+
+
+def test_the_log_has_the_classes_of_both_sides_as_counted_by_hand(tmp_path):
+    rows = [[float(n)] for n in range(SAMPLES)]
+    event, _ = looked(tmp_path, rows, labels=LABELS, split="stratified", validation=0.25)
+    divided = split_data(
+        job(data={"split": "stratified", "validation": 0.25}), recipe(Doubled(), labels=LABELS)
+    )
+    for found, side in zip(event["classes"], divided.sides, strict=True):
+        assert found == Counter(str(LABELS[index]) for index in side)
 
 
 @pytest.mark.parametrize(

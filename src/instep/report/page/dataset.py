@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from instep.data.shards.manifest import Shard, Source
+from instep.report.figures.data_of_run import of_run
 from instep.report.figures.dataset import DataFigures, DataPart, PreparedFolder, bad_records
 from instep.report.figures.lengths import PartLengths, histogram_of
 from instep.report.figures.sample import in_words
@@ -31,6 +32,7 @@ from instep.report.page.markup import (
     table,
     tag,
 )
+from instep.store.run_folder import RunFolder
 from instep.units import readable_bytes, readable_count, readable_share
 from instep.words import plural
 
@@ -52,12 +54,17 @@ def as_sections(data: DataFigures) -> Iterator[Html]:
         yield section(each.title, each.body, note=each.note)
 
 
-def as_one_section(data: DataFigures) -> Html:
-    """All of them in one section, each with a heading; nothing if there are none."""
-    drawn = [
-        join([tag("h3", each.title), tag("p", each.note, class_="note"), each.body])
-        for each in pictures(data)
-    ]
+def data_of(folder: RunFolder) -> Html:
+    """The data of a run in one section; nothing where its log has no more than sizes."""
+    data = of_run(folder)
+    drawn = (
+        []
+        if data is None
+        else [
+            join([tag("h3", each.title), tag("p", each.note, class_="note"), each.body])
+            for each in pictures(data)
+        ]
+    )
     return section("Data", *drawn) if drawn else Html("")
 
 
@@ -83,7 +90,8 @@ def pictures(data: DataFigures) -> Iterator[Picture]:
     if len(data.sides) > 1:
         yield _sides(data)
     for what, by_side in data.classes.items():
-        yield _classes(what, by_side)
+        if any(count > 0 for classes in by_side.values() for count in classes.values()):
+            yield _classes(what, by_side)
     for lengths in data.lengths:
         yield _lengths(lengths, data.measured)
     if data.parts:
@@ -99,7 +107,7 @@ def pictures(data: DataFigures) -> Iterator[Picture]:
         yield _sample(data.sample)
     if data.unknown:
         unknown = tag("ul", *(tag("li", text) for text in data.unknown))
-        yield Picture("Not known", "What this page cannot show, and why.", unknown)
+        yield Picture("Not known", "This cannot be shown here.", unknown)
 
 
 def _sides(data: DataFigures) -> Picture:
@@ -112,6 +120,7 @@ def _classes(what: str, by_side: Mapping[str, Mapping[str, int]]) -> Picture:
     whole: Counter[str] = Counter()
     for classes in by_side.values():
         whole.update(classes)
+    whole = +whole  # without those that no side has
     shown = whole.most_common(MOST_CLASSES)
     sides = [side for side, classes in by_side.items() if classes]
     rows = [(name, {side: by_side[side].get(name, 0) for side in sides}) for name, _ in shown]

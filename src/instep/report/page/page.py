@@ -19,7 +19,7 @@ from instep.report.figures.dataset import DataFigures
 from instep.report.figures.summary import summarise
 from instep.report.page import bars, sections
 from instep.report.page.comparison import comparison, run_names
-from instep.report.page.dataset import as_sections, tiles_of
+from instep.report.page.dataset import as_sections, data_of, tiles_of
 from instep.report.page.markup import Html, embedded_json, join, section, tag
 from instep.report.page.participants import participants
 from instep.store.run_folder import RunFolder
@@ -109,6 +109,7 @@ def _details(folder: RunFolder, summary: dict[str, Any]) -> list[Html]:
         bars.start_up(folder),
         sections.who_did_what(folder),
         participants(folder),
+        data_of(folder),
         sections.audit_of_samples(folder),
         sections.skipped_samples(folder),
         sections.changes_and_failures(folder),

@@ -22,8 +22,8 @@ from instep.comm.base import Comm
 from instep.data.parts.order import PartsOrder
 from instep.data.shards import peers
 from instep.data.shards.board import Board, HeldShards, PeerDoor
-from instep.data.shards.dataset import Shards
 from instep.data.shards.door import OpenDoor
+from instep.data.shards.sets import sets_in
 from instep.errors import DataError
 from instep.words import listed, plural
 from instep.worker.member import Member
@@ -139,16 +139,6 @@ class PartedData:
         """Give nothing any more; a second call does nothing."""
         self._open.close()
         self._peers.close()
-
-
-def sets_in(dataset: Any) -> Iterator[Shards]:
-    """The prepared folders that a dataset is made of."""
-    while dataset is not None and not isinstance(dataset, Shards):
-        for each in getattr(dataset, "datasets", ()):
-            yield from sets_in(each)
-        dataset = getattr(dataset, "dataset", None)
-    if dataset is not None:
-        yield dataset
 
 
 def _all(comm: Comm, own: bytes, device: torch.device) -> list[bytes]:
