@@ -35,7 +35,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if fault == "503":
             self.send_error(503)
             return
-        found = store.do(self.command, name, body)
+        found = store.do(self.command, name, body) if fault != "404" else None
         if found is None:
             self.send_error(404)
             return

@@ -93,6 +93,21 @@ def step_in(folder):
     return step
 
 
+def check_none_is_half_there(objects):
+    """What has its last object has all others."""
+    for name in [name for name in objects if name.endswith("copy.json")]:
+        place, records = (
+            name.rpartition("/")[0],
+            json.loads(objects[name].split(b"\n")[0])["records"],
+        )
+        needed = {
+            f"{place}/{file}" for file in json.loads(objects[f"{place}/manifest.json"])["files"]
+        }
+        base = place.rpartition("/")[0]
+        needed |= {f"{base}/records/{each[0]}" for blocks in records.values() for each in blocks}
+        assert needed <= objects.keys(), name
+
+
 def check_records(folder, run):
     names = (*layout.RESUMED_FROM, "contents-0.bin")
     for name in [name for name in names if (run.path / name).exists()]:
@@ -130,6 +145,7 @@ def test_wherever_copying_is_cut_off_one_of_the_two_newest_is_restored_whole(sto
     assert not run.copy()
     store.after, steps = lambda *_: None, []
     for moment in moments:
+        check_none_is_half_there(moment)
         store.objects = moment
         steps.append(step_in(run.restored(tmp_path)))
     assert steps == sorted(steps)
@@ -162,6 +178,14 @@ def test_copies_are_kept_as_checkpoints_are_and_nothing_else_is_left(store, tmp_
     assert {name for name in names if name.startswith("records/")} == {
         f"records/{b}" for b in blocks
     }
+
+
+def test_a_bucket_that_does_not_exist_is_said_and_not_made(store, tmp_path):
+    run = Run(tmp_path, store.loop)
+    run.save(10)
+    store.faults = lambda method, *_: "404" if method == "PUT" else ""
+    assert run.copy()
+    assert [name for name, _ in run.told] == ["warning"]
 
 
 def test_while_a_store_is_away_a_newer_checkpoint_takes_the_place_of_one_that_waits(

@@ -73,10 +73,11 @@ class CopyFollower:
                 began = self._now()
                 copied = self._copies.copy(checkpoint)
                 self._works()
-                if copied is not None:
-                    step, size = copied
-                    fields = {"step": step, "url": self._url, "size_bytes": size}
-                    self._tell("checkpoint_copied", **fields, seconds=self._now() - began)
+                if copied is None:
+                    break  # there is another one at the next look
+                step, size = copied
+                fields = {"step": step, "url": self._url, "size_bytes": size}
+                self._tell("checkpoint_copied", **fields, seconds=self._now() - began)
                 self._copies.remove_old()
             self._copies.remove_old()
             self._works()

@@ -18,7 +18,7 @@ from typing import IO, Any, NamedTuple
 
 from instep.data.shards import remote
 from instep.data.shards.remote import WrongBytes, file_system, moving
-from instep.errors import CheckpointError
+from instep.errors import CheckpointError, one_line
 from instep.plain_file import crc32_of, plain
 from instep.spec import CheckpointSpec
 from instep.state import manifest as page
@@ -180,7 +180,8 @@ class Copies:
         self._known[name] = _known(copy, value)
         self._written.clear()
         self._newest = name
-        return manifest.step, sum(entry.size_bytes for entry in manifest.files.values())
+        size = sum(entry.size_bytes for entry in manifest.files.values())
+        return manifest.step, size + len(data)
 
     # ---- records
 
@@ -291,11 +292,17 @@ class Copies:
         def attempt(moves: Callable[[], None]) -> str:
             try:
                 return write(moves)
-            except FileNotFoundError:  # a file system with folders
+            except FileNotFoundError:  # a file system with folders; or there is no such bucket
+                root = self._files._strip_protocol(url).partition("/")[0] or "/"
+                if not self._files.exists(root):
+                    raise
                 self._files.makedirs(url.rpartition("/")[0], exist_ok=True)
                 return write(moves)
 
-        sent: str = moving(attempt, remote.STALL_S + size / SLOW)
+        try:
+            sent: str = moving(attempt, remote.STALL_S + size / SLOW)
+        except FileNotFoundError as error:  # which is no file of the run
+            raise OSError(one_line(error)) from None
         self.moved_at = time.monotonic()
         return sent
 
