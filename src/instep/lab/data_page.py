@@ -17,6 +17,7 @@ from instep.errors import DataError
 from instep.lab.about_data import AboutData
 from instep.report.figures.dataset import DataFigures, PreparedFolder, classes_of
 from instep.report.figures.lengths import PartLengths
+from instep.report.figures.pixels import pixels_in
 from instep.report.figures.sample import sample_table
 from instep.spec import JobSpec
 from instep.units import readable_count
@@ -62,6 +63,7 @@ def of_job(job: JobSpec, about: AboutData, sample: Mapping[str, Any] | None) -> 
         holders="part" if job.data.parts else "participant",
         folders=folders,
         sample=sample,
+        images=pixels_in(about.read[0][1] if about.sample is None and about.read else about.sample),
         unknown=list(_unknown_of_job(job, about, sample)),
     )
 
@@ -130,10 +132,11 @@ def of_folder(path: str, folder: Shards, number: int | None) -> DataFigures:
             unknown.append("Lengths: each column has the same size in all samples.")
     except DataError as error:
         unknown.append(f"Lengths: {error}")
-    sample = None
+    sample, images = None, {}
     try:
         if manifest.samples:
-            sample = sample_table(number or 0, folder[number or 0])
+            read = folder[number or 0]
+            sample, images = sample_table(number or 0, read), pixels_in(read)
     except DataError as error:
         if number is not None:
             raise
@@ -148,6 +151,7 @@ def of_folder(path: str, folder: Shards, number: int | None) -> DataFigures:
         measured=measured,
         folders=[PreparedFolder(path, manifest)],
         sample=sample,
+        images=images,
         unknown=unknown,
     )
 

@@ -1,12 +1,15 @@
 """The page of `instep data --html`, against counts of numpy and scipy over the same samples."""
 
+import io
 import json
 import re
+import tarfile
 from collections import Counter
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from PIL import Image
 from scipy.stats import entropy
 
 from instep.cli import main
@@ -233,3 +236,63 @@ def test_what_is_not_known_is_said_and_a_huge_dataset_is_not_read(tmp_path, monk
     assert main(["data", "job.toml", "--html", "kept.txt"]) == 2
     assert "--html 'kept.txt' exists already" in capsys.readouterr().err
     assert (tmp_path / "kept.txt").read_text() == "mine"
+
+
+SOURCES = """
+import torch
+from PIL import Image
+from torch import nn
+import instep
+from instep.data import sources
+
+class Pictures(list):
+    pass
+
+def recipe(kind):
+    train = {
+        "images": lambda: sources.image_folder("images"),
+        "text": lambda: sources.text("some.txt", 4),
+        "tokens": lambda: sources.tokens("some.bin", 3),
+        "webdataset": lambda: sources.webdataset("some.tar"),
+        "pictures": lambda: [(Image.new("L", (3 + n, 2)), {"of": [n] * n}) for n in range(9)],
+        "broken": lambda: [None] * 9,
+    }[kind]()
+    return instep.Recipe(
+        model=nn.Linear(1, 1), train=train, compute_loss=lambda model, batch: None,
+        optimizer=lambda p: torch.optim.SGD(p, 0.1),
+    )
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        ("images", ["Lengths: 0, dim 1 ", "Lengths: 0, dim 2 ", "of 4 samples that were read"]),
+        ("text", ["Lengths: 95 samples were read, and all have one size."]),
+        ("tokens", ["all have one size", "int64 [3]: "]),
+        ("webdataset", ["Lengths: txt 1 to 4, mean 2.5, median 2.5", "txt a"]),
+        ("pictures", ["Lengths: 1.of 0 to 8, mean 4, median 4", "<PIL.Image.Image image mode=L"]),
+        ("broken", ["Sample ", "0 null"]),
+    ],
+)
+def test_every_kind_of_source_has_a_page(tmp_path, monkeypatch, kind, wanted):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sources.py").write_text(SOURCES)
+    (tmp_path / "some.txt").write_text("instep" * 64)
+    np.arange(30, dtype=np.uint16).tofile(tmp_path / "some.bin")
+    with tarfile.open(tmp_path / "some.tar", "w") as tar:
+        for number in range(4):
+            entry = tarfile.TarInfo(f"{number}.txt")
+            entry.size = number + 1
+            tar.addfile(entry, io.BytesIO(b"a" * entry.size))
+    for number in range(4):
+        path = tmp_path / "images" / f"class{number % 2}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (5 + number, 9 - number)).save(path)
+    (tmp_path / "job.toml").write_text(
+        f"recipe = 'sources.py:recipe'\n[arguments]\nkind = '{kind}'\n"
+    )
+    assert main(["data", "job.toml", "--html", "page.html"]) == 0
+    text = Page(tmp_path / "page.html").text
+    for words in [*wanted, "Classes of the sides: nobody says the labels"]:
+        assert words in text

@@ -1,6 +1,7 @@
 """What is shown of one sample: little, whatever it holds, and as numpy has it."""
 
 import json
+import re
 from collections import namedtuple
 
 import numpy as np
@@ -8,7 +9,9 @@ import pytest
 import torch
 
 from instep.report.figures.lengths import MOST_BINS, histogram_of, lengths_of, sizes_of
+from instep.report.figures.pixels import pixels_in
 from instep.report.figures.sample import in_words, sample_table, summary_of
+from instep.report.page.bars import image
 
 Pair = namedtuple("Pair", "image label")
 WIDE = np.arange(60).reshape(3, 4, 5)
@@ -85,3 +88,39 @@ def test_a_histogram_has_each_sample_once_in_few_bins_of_whole_numbers(values):
     assert (np.diff(edges) > 0).all()
     for count, first, stop in zip(counts, edges, edges[1:], strict=False):
         assert count == sum(first <= value < stop for value in values)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "drawn"),
+    [
+        ((3, 28, 20), np.uint8, (28, 20)),
+        ((64, 100, 3), np.uint8, (16, 25)),
+        ((1, 32, 32), np.float32, (32, 32)),
+        ((12, 12), np.uint8, (12, 12)),
+        ((12, 12), np.float32, None),
+        ((4, 30, 30), np.uint8, None),
+        ((3, 4, 90), np.uint8, None),
+    ],
+)
+@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
+def test_what_looks_like_a_picture_is_drawn_pixel_by_pixel(shape, dtype, drawn, kind):
+    values = np.random.default_rng(0).integers(0, 256, shape).astype(dtype)
+    found = pixels_in((kind(values), 1))
+    if drawn is None:
+        assert found == {}
+        return
+    step = max(shape) // 25 if max(shape) > 32 else 1
+    whole = (
+        values.reshape(*values.shape[:2], -1)
+        if shape[0] not in (1, 3)
+        else values.transpose(1, 2, 0)
+    )
+    wanted = np.broadcast_to(whole[::step, ::step], (*drawn, 3)).astype(float)
+    if dtype == np.float32:
+        wanted = 255 * (wanted - values.min()) / (values.max() - values.min())
+    np.testing.assert_array_equal(found["0"], wanted.round())
+    svg = image(found["0"])
+    area = [int(w) for w in re.findall(r'width="(\d+)" height="1"', svg)]
+    assert sum(area) == drawn[0] * drawn[1]
+    red, green, blue = found["0"][0, 0]
+    assert f'fill="#{red:02x}{green:02x}{blue:02x}"' in svg.partition("/>")[0]

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from instep.data.shards.manifest import Manifest
 from instep.plain_file import plain
 from instep.report.figures.lengths import PartLengths
+from instep.report.figures.pixels import Pixels
 
 MOST_BAD, _LONGEST = 20, 1 << 20
 """Bad records that are shown; bytes of one that is read."""
@@ -64,6 +65,8 @@ class DataFigures:
     folders: Sequence[PreparedFolder] = ()
     sample: Mapping[str, Any] | None = None
     """One sample, of `figures.sample.sample_table`."""
+    images: Mapping[str, Pixels] = field(default_factory=dict)
+    """Pictures in that sample, [height, width, 3], by the name of the part."""
     unknown: Sequence[str] = ()
     """Sentences on what is not known, and how to have it."""
 

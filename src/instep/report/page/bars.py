@@ -1,4 +1,4 @@
-"""The drawn parts of the report page: throughput strips, stacked bars and histograms.
+"""The drawn parts of the report page: throughput strips, stacked bars, histograms, images.
 
 Each is a function to markup that needs no script, of a run or of figures. At most
 `MOST_WORKERS` workers are drawn one by one, to keep the page small.
@@ -7,11 +7,13 @@ Each is a function to markup that needs no script, of a run or of figures. At mo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
 from instep.report.figures.curves import throughput
+from instep.report.figures.pixels import Pixels
 from instep.report.figures.summary import mean_split, time_split
 from instep.report.page.markup import Html, join, more, section, tag
 from instep.store.run_folder import PARTS, RunFolder
@@ -192,3 +194,18 @@ def histogram(counts: Sequence[int], edges: Sequence[int], noun: str) -> Html:
         for at in places
     ]
     return join([Html(f"<svg {frame}>{join(drawn)}</svg>"), tag("div", *ticks, class_="ticks")])
+
+
+def image(pixels: Pixels) -> Html:
+    """A small picture, [height, width, 3]; equal pixels beside each other are one rectangle."""
+    height, width = pixels.shape[:2]
+    drawn = []
+    for y, row in enumerate(pixels.tolist()):
+        x = 0
+        for (red, green, blue), equal in groupby(row):
+            count = len(list(equal))
+            colour = f"#{red:02x}{green:02x}{blue:02x}"
+            drawn.append(tag("rect", x=x, y=y, width=count, height=1, fill=colour))
+            x += count
+    frame = f'viewBox="0 0 {width} {height}" shape-rendering="crispEdges" class="image"'
+    return Html(f"<svg {frame}>{join(drawn)}</svg>")

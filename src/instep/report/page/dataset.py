@@ -16,9 +16,10 @@ from instep.data.shards.manifest import Shard, Source
 from instep.report.figures.data_of_run import of_run
 from instep.report.figures.dataset import DataFigures, DataPart, PreparedFolder, bad_records
 from instep.report.figures.lengths import PartLengths, histogram_of
+from instep.report.figures.pixels import Pixels
 from instep.report.figures.sample import in_words
 from instep.report.figures.settings import flat
-from instep.report.page.bars import MOST_WORKERS, histogram, stacked_bars
+from instep.report.page.bars import MOST_WORKERS, histogram, image, stacked_bars
 from instep.report.page.markup import (
     MOST_ROWS,
     Html,
@@ -104,7 +105,7 @@ def pictures(data: DataFigures) -> Iterator[Picture]:
             yield _bad(folder, where)
         yield _origin(folder, where)
     if data.sample is not None:
-        yield _sample(data.sample)
+        yield _sample(data.sample, data.images)
     if data.unknown:
         unknown = tag("ul", *(tag("li", text) for text in data.unknown))
         yield Picture("Not known", "This cannot be shown here.", unknown)
@@ -269,7 +270,7 @@ def _origin(folder: PreparedFolder, where: str) -> Picture:
     return Picture(f"Where it came from{where}", note, join(body))
 
 
-def _sample(sample: Mapping[str, Any]) -> Picture:
+def _sample(sample: Mapping[str, Any], images: Mapping[str, Pixels]) -> Picture:
     rows = [
         [shortened(name, 100), tag("code", shortened(in_words(summary), 400))]
         for name, summary in list(sample["values"].items())[:MOST_ROWS]
@@ -277,5 +278,7 @@ def _sample(sample: Mapping[str, Any]) -> Picture:
     return Picture(
         f"Sample {sample['number']}",
         "As the dataset returns it; of an array its first values.",
-        table(["part", "value"], rows, numbers_from=9),
+        join(
+            [*map(image, list(images.values())[:4]), table(["part", "value"], rows, numbers_from=9)]
+        ),
     )
