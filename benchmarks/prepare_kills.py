@@ -1,13 +1,15 @@
 """Kill processes of `instep prepare` at random moments, again and again: is the result the same?
 
-    python benchmarks/prepare_kills.py --kills 200 --to kills [--hosts]
+    python benchmarks/prepare_kills.py --kills 200 --to kills [--hosts | --readers]
 
 One file of JSON lines is prepared once undisturbed. Then, until there were so many kills, commands
 are started, and some process of each (the command itself, a worker, the second process that tries
 records again; with --hosts a host or a worker
 of one) is killed or stopped at a random moment; a command that was killed is given again. Each
 folder that is done in the end is compared with the first: SHA-256, count, bad records, and what is
-left behind. The last line is one JSON object.
+left behind. With --readers the shards are trained on, and the processes that read them, and
+workers, are killed or stopped; the SHA-256 of the parameters is compared. The last line is one
+JSON object.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from typing import Any
 
 import psutil
 
+from instep.lab.run_processes import Processes, send
+
 FUNCTION = """
 import random
 
@@ -37,6 +41,74 @@ def record(raw):
         raise ValueError("seven")
     return {"x": [float(v) for v in raw["v"]], "y": raw["y"], "noise": random.random()}
 """
+
+
+RECIPE = """
+import instep, torch
+from instep.data.sources import shards
+
+def features(sample):
+    x = sample["x"]
+    seen = torch.stack([x.mean().log1p(), x.std(correction=0), sample["noise"]])
+    return seen.float(), sample["y"]
+
+def recipe():
+    return instep.Recipe(
+        model=torch.nn.Linear(3, 5),
+        train=shards("FOLDER", transform=features),
+        loss=torch.nn.CrossEntropyLoss(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+    )
+"""
+
+JOB = """
+recipe = "recipe.py:recipe"
+workers = 2
+[train]
+determinism = "bits"
+global_batch = 64
+steps = 1500
+[data]
+loaders = 2
+"""
+
+
+def train(folder: Path, name: str, draw: random.Random, did: Counter[str]) -> dict[str, Any]:
+    """Train on the shards; processes that read them, and workers, are disturbed if `did` counts."""
+    command = [sys.executable, "-m", "instep", "run", "job.toml", "--json", "--set", f"name={name}"]
+    with open(folder / "err.log", "ab") as log:
+        run = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=log)
+    processes = Processes(folder / "runs" / name)
+    for _ in range(draw.randint(3, 6) if name != "undisturbed" else 0):
+        time.sleep(draw.uniform(1.5, 4.0))
+        processes.update()
+        known = [each for role in ("loader", "loader", "worker") for each in processes.of(role)]
+        number = draw.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
+        if known and run.poll() is None and send(target := draw.choice(known), number):
+            did[f"{target.role} {number.name}"] += 1
+    out, _ = run.communicate()
+    if run.returncode:
+        raise SystemExit(f"a run ended with {run.returncode}: see err.log")
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return found
+
+
+def disturb_readers(folder: Path, kills: int, draw: random.Random) -> int:
+    """Compare runs whose readers are disturbed with one that is not."""
+    (folder / "recipe.py").write_text(RECIPE.replace("FOLDER", str(folder / "first")))
+    (folder / "job.toml").write_text(JOB)
+    did, wrong, number = Counter[str](), list[str](), 0
+    wanted = train(folder, "undisturbed", draw, did)
+    while sum(did.values()) < kills:
+        number += 1
+        found = train(folder, f"run-{number}", draw, did)
+        for name in ("parameters_sha256", "missing_samples", "repeated_samples", "skipped_samples"):
+            if found[name] != wanted[name]:
+                wrong.append(f"run-{number}: {name} is {found[name]}, not {wanted[name]}")
+        print(f"{sum(did.values())} disturbances, {number} runs, {len(wrong)} wrong", flush=True)
+    result = {"disturbances": dict(did), "runs": number, "wrong": wrong}
+    print(json.dumps({**result, "parameters_sha256": wanted["parameters_sha256"]}))
+    return bool(wrong)
 
 
 def make_raw(folder: Path, records: int) -> None:
@@ -112,12 +184,15 @@ def main() -> int:
     parser.add_argument("--to", type=Path, required=True)
     parser.add_argument("--hosts", action="store_true", help="workers on two hosts")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--readers", action="store_true", help="disturb those that read shards")
     given = parser.parse_args()
     folder, draw, did = given.to.resolve(), random.Random(given.seed), Counter[str]()
     make_raw(folder, given.records)
     began = time.monotonic()
     wanted = ended(start(folder, folder / "first", 2))
     assert wanted is not None, "the first command was killed"
+    if given.readers:
+        return disturb_readers(folder, given.kills, draw)
     took_s, wrong, folders, most_redone = time.monotonic() - began, list[str](), 0, 0
     while sum(did.values()) < given.kills:
         to, found, before = folder / f"out-{folders}", None, 0

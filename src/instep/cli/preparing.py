@@ -43,6 +43,7 @@ def prepare(args: argparse.Namespace) -> int:
         unreadable=args.unreadable,
         types=dict(_type(each) for each in args.type),
         seed=args.seed,
+        checksums=args.checksums,
     )
     for line in [json.dumps(done.as_table())] if args.json else done.lines():
         say(line)
@@ -84,6 +85,8 @@ def prepare_options(parser: Parser) -> None:
     add("--type", action="append", default=[], metavar="COLUMN=TYPE", help=text)
     text = "of the function's random draws (default: %(default)s)"
     add("--seed", type=int, default=0, metavar="N", help=text)
+    text = "compare the contents of all sources with what was prepared, whatever their times say"
+    add("--checksums", action="store_true", help=text)
     text = "number of worker processes (default: one for each processor)"
     add("--workers", type=int, metavar="N", help=text)
     text = "where they are: local, hosts, slurm or ray (default: local)"

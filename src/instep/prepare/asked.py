@@ -40,6 +40,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     keep: bool = True
     """Whether, if samples are put into another order, they also stay as tasks have made them: then
     the next command makes again only those of what has changed."""
+    checksums: bool = False
+    """Whether the contents of all sources are compared with those that were prepared before."""
     shard_bytes: int = 32 << 20
     """About so large a shard becomes."""
 

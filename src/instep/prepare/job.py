@@ -43,6 +43,7 @@ from instep.prepare.messages import (
 from instep.prepare.plan import Group, RawFile, groups_of, plan_key, with_columns
 from instep.prepare.progress import Progress
 from instep.prepare.results import lines_of
+from instep.prepare.unchanged import stamped, with_versions
 from instep.units import readable_bytes
 from instep.words import is_url, listed, plural, shown_url
 
@@ -87,12 +88,15 @@ class Job:
             InstepError: a task cannot be done.
             Interrupted: a signal has come.
         """
+        before = self._folder.manifest()
+        self._know_files(before.sources if before else [])
         groups = groups_of(self._settled(), self._asked)
         self.tasks, self._plan = len(groups), plan_key(groups, self._asked)
-        before = self._folder.manifest()
         if before and before.made_by.get("plan") == self._plan and self._folder.whole(before):
             self.done_before = self.tasks
-            return before
+            if (now := stamped(before, self._files)) != before:
+                write_manifest(self._folder.path, now)
+            return now
         size = sum(file.bytes for file in self._files)
         of = f"{plural(len(self._files), 'file')}, {readable_bytes(size)}"
         self._say(f"preparing {of}, workers: {self._workers}")
@@ -285,28 +289,40 @@ class Job:
         ]
         return b"".join(self._values(tasks))
 
+    def _know_files(self, before: Sequence[Source]) -> None:
+        """Give raw files the versions that they had, if they are what they were."""
+        everything = self._asked.checksums
+        self._files = with_versions(self._files, before, self._hashes, all_files=everything)
+
     def _sources(self) -> list[Source]:
         """The raw files, with a hash of their bytes."""
-        tasks, of = list[Task](), list[int]()
-        for at, file in enumerate(self._files):
-            for path in FORMATS[file.format]().files(file.path):
-                size = path.stat().st_size
-                for first in range(0, size, SPAN):
-                    tasks.append(Sum(len(tasks), str(path), first, min(first + SPAN, size)))
-                    of.append(at)
-        hashes = [hashlib.sha256() for _ in self._files]
-        for at, crc32 in zip(of, self._values(tasks), strict=True):
-            hashes[at].update(crc32.to_bytes(4, "little"))
         return [
             Source(
                 file.name,
                 file.bytes,
                 file.modified_ns,
-                found.hexdigest(),
+                found,
                 file.state * bool(file.url),
+                file.state,
+                file.stamp,
+                file.version,
             )
-            for file, found in zip(self._files, hashes, strict=True)
+            for file, found in zip(self._files, self._hashes(self._files), strict=True)
         ]
+
+    def _hashes(self, files: Sequence[RawFile]) -> list[str]:
+        """The hash of the bytes of each file."""
+        tasks, of = list[Task](), list[int]()
+        for at, file in enumerate(files):
+            for path in FORMATS[file.format]().files(file.path):
+                size = path.stat().st_size
+                for first in range(0, size, SPAN):
+                    tasks.append(Sum(len(tasks), str(path), first, min(first + SPAN, size)))
+                    of.append(at)
+        hashes = [hashlib.sha256() for _ in files]
+        for at, crc32 in zip(of, self._values(tasks), strict=True):
+            hashes[at].update(crc32.to_bytes(4, "little"))
+        return [found.hexdigest() for found in hashes]
 
     def _made_by(self) -> dict[str, Any]:
         """What has decided the samples, beside the sources."""

@@ -54,6 +54,15 @@ class RawFile(NamedTuple):
     """The place of a file of another file system; `path` is a copy."""
     number: int = 0
     """63 bits of its name, and of how many of that name come before it."""
+    stamp: str = ""
+    """A digest of the inodes of all its files, and of when these were changed."""
+    known: str = ""
+    """The version that it had for an earlier command, if it is the same."""
+
+    @property
+    def version(self) -> str:
+        """What tells it from a former file of its name."""
+        return self.known or (self.state if self.url else digest_of([self.state, self.stamp]))
 
     @property
     def name(self) -> str:
@@ -94,7 +103,8 @@ def files_of(asked: Asked) -> list[RawFile]:
         size = sum(one.st_size for one in about.values())
         modified = max(one.st_mtime_ns for one in about.values())
         states = [(os.path.relpath(p, path), a.st_size, a.st_mtime_ns) for p, a in about.items()]
-        found.append(RawFile(path, name, size, modified, _digest(states)))
+        stamp = digest_of([(a.st_ino, a.st_ctime_ns) for a in about.values()])
+        found.append(RawFile(path, name, size, modified, digest_of(states), stamp=stamp))
     to = Path(asked.to).resolve()
     for file in found:
         if file.path.resolve().is_relative_to(to):
@@ -107,7 +117,7 @@ def _numbered(files: Sequence[RawFile]) -> list[RawFile]:
     numbered, of_name = list[RawFile](), Counter[str]()
     for file in files:
         name = os.path.basename(file.name)
-        number = int(_digest([name, of_name[name]]), 16) >> 33
+        number = int(digest_of([name, of_name[name]]), 16) >> 33
         of_name[name] += 1
         numbered.append(file._replace(number=number))
     return numbered
@@ -159,7 +169,7 @@ def groups_of(files: Iterable[tuple[RawFile, list[Piece]]], asked: Asked) -> lis
 
 def with_columns(groups: Sequence[Group], columns: Sequence[Column]) -> list[Group]:
     """The tasks with keys that also say which columns their samples are to have at least."""
-    return [Group(_digest([group.key, as_plain(columns)]), group.pieces) for group in groups]
+    return [Group(digest_of([group.key, as_plain(columns)]), group.pieces) for group in groups]
 
 
 def _gathered(
@@ -188,12 +198,13 @@ def _breaks(file: RawFile) -> bool:
 
 
 def _key(decides: str, files: list[RawFile], pieces: list[Piece]) -> str:
-    about = [(file.place, file.format, file.bytes, file.state) for file in files]
+    about = [(file.place, file.format, file.bytes, file.version) for file in files]
     own = [msgspec.to_builtins(msgspec.structs.replace(piece, path="")) for piece in pieces]
-    return _digest([VERSION, decides, about, own])
+    return digest_of([VERSION, decides, about, own])
 
 
-def _digest(about: Any) -> str:
+def digest_of(about: Any) -> str:
+    """Digest what is JSON."""
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:24]
 
 

@@ -5,6 +5,7 @@ import decimal
 import json
 import os
 import random
+import shutil
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,17 +15,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from msgspec.structs import replace
 from PIL import Image
 from test_prepare import Here, ask, made
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from instep.data.shards.dataset import Shards
+from instep.data.shards.manifest import read_manifest, write_manifest
 from instep.data.splits import SPLITS, Request
 from instep.data.splits.columns import Column
 from instep.errors import DataError, RecipeError
 from instep.prepare import plan
 from instep.prepare.crew import Interrupted
 from instep.prepare.job import Job
+from instep.prepare.messages import Map
 from instep.prepare.prepare import prepare
 
 FUNCTIONS = """
@@ -180,6 +184,47 @@ class Forwards(Here):
 
     def do(self, tasks, repeat=lambda _: None):
         yield from super().do(reversed(list(tasks)), repeat)
+
+
+def _rewritten(path):
+    path.write_text(path.read_text().replace("1", "2"))
+
+
+def _moved_over(path):
+    _rewritten(other := Path(shutil.copy2(path, "other")))
+    os.replace(other, path)
+
+
+CHANGES = {
+    "touched": (os.utime, True, set(), {}),
+    "mode": (lambda path: path.chmod(0o600), False, set(), {}),
+    "copied back": (lambda path: os.replace(shutil.copy2(path, "other"), path), False, set(), {}),
+    "rewritten": (_rewritten, False, {"b.jsonl"}, {}),
+    "moved over": (_moved_over, False, {"b.jsonl"}, {}),
+    "no time tells": (_rewritten, None, {"b.jsonl"}, {"checksums": True}),
+}
+"""What is done to a file, whether its time changes, and which files are read again."""
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_file_is_read_again_if_its_contents_differ_and_only_then(name, folder):
+    do, new_time, wanted, options = CHANGES[name]
+    _edit({"a": [{"x": 1}] * 9, "b": [{"x": 1}] * 9})
+    made(ask(sources=["*.jsonl"]))
+    path, before = Path("b.jsonl"), os.stat("b.jsonl")
+    do(path)
+    if not new_time:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    if new_time is None:  # as on a disk that keeps no times
+        manifest, (_, file) = read_manifest("out"), plan.files_of(ask(sources=["*.jsonl"]))
+        sources = [replace(each, stamp=file.stamp) for each in manifest.sources]
+        write_manifest(Path("out"), replace(manifest, sources=sources))
+    again, _, here = made(ask(sources=["*.jsonl"], **options))
+    tasks = [task for task in here.tasks if isinstance(task, Map)]
+    assert {piece.path for task in tasks for piece in task.pieces} == wanted
+    assert again.sha256 == made(ask(sources=["*.jsonl"], to="fresh"))[0].sha256
+    _, _, here = made(ask(sources=["*.jsonl"]))
+    assert here.tasks == []
 
 
 @pytest.mark.parametrize("function", ["drawn", "seldom", "by_torch"])

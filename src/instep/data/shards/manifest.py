@@ -44,6 +44,10 @@ class Source(msgspec.Struct, frozen=True):
     """SHA-256 over the CRC-32 of each 64 MiB of its bytes, as hexadecimal digits."""
     version: str = ""
     """ETag of a file at a URL, or the time of its change."""
+    state: str = ""
+    stamp: str = ""
+    key: str = ""
+    """Digests by which the next command knows it (`prepare/unchanged.py`)."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
