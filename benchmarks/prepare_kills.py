@@ -29,7 +29,7 @@ from typing import Any
 
 import psutil
 
-from instep.lab.run_processes import Processes, send
+from instep.lab.run_processes import Known, Processes, send
 
 FUNCTION = """
 import random
@@ -73,6 +73,10 @@ loaders = 2
 """
 
 
+ROLES = ("loader", "loader", "worker")
+"""Of processes that are disturbed, readers more often."""
+
+
 def train(folder: Path, name: str, draw: random.Random, did: Counter[str]) -> dict[str, Any]:
     """Train on the shards; processes that read them, and workers, are disturbed if `did` counts."""
     command = [sys.executable, "-m", "instep", "run", "job.toml", "--json", "--set", f"name={name}"]
@@ -80,9 +84,12 @@ def train(folder: Path, name: str, draw: random.Random, did: Counter[str]) -> di
         run = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=log)
     processes = Processes(folder / "runs" / name)
     for _ in range(draw.randint(3, 6) if name != "undisturbed" else 0):
-        time.sleep(draw.uniform(1.5, 4.0))
-        processes.update()
-        known = [each for role in ("loader", "loader", "worker") for each in processes.of(role)]
+        known = list[Known]()
+        while run.poll() is None and not known:
+            time.sleep(draw.uniform(0.5, 3.0))
+            processes.update()
+            if processes.of("loader"):
+                known = [each for role in ROLES for each in processes.of(role)]
         number = draw.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
         if known and run.poll() is None and send(target := draw.choice(known), number):
             did[f"{target.role} {number.name}"] += 1
