@@ -111,3 +111,10 @@ def test_a_lost_run_resumes_elsewhere_from_its_copies_with_the_bits_of_an_undist
     assert f"copies  step 42  {url}  to resume from there: instep resume {url}" in again.stderr
     assert store.asked["GET models/model.safetensors"] == 1
     again.check_nothing_is_left()
+
+    for name in [name for name in store.objects if name.endswith("copy.json")]:
+        del store.objects[name]
+    complete = start("-m", "instep", "resume", again.run, environment=environment)
+    assert complete.end() == 2
+    assert "is complete" in complete.error
+    assert max(whole_copies(store)) == 42

@@ -170,6 +170,12 @@ def _copied(run: Path, job: JobSpec, quiet: bool) -> Iterator[Callable[[], list[
         copying.end()
 
 
+def copy_missing(run: Path, job: JobSpec, quiet: bool) -> None:
+    """Copy the newest checkpoint of a run that does not go on, unless it is copied already."""
+    with _copied(run, job, quiet):
+        pass
+
+
 def folder_of(
     run: str | Path, to: str | Path | None, say: Callable[[str], object] = lambda _: None
 ) -> Path:

@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from instep import spec_file
+from instep.client.copying import copy_missing, folder_of, followed
 from instep.client.job_checks import check_job, open_switchboard, with_options
 from instep.client.keywords import tables
 from instep.client.launching import launching
@@ -230,7 +231,11 @@ def resume_run(
     check_job(job, resumed=True)
     folder, view = path.resolve(), {"quiet": quiet, "json": json_output}
     with launching(job) as (settled, launcher), held(folder):
-        start_point = prepare(folder, job, recipe_sha256=recipe_sha256(job))
+        try:
+            start_point = prepare(folder, job, recipe_sha256=recipe_sha256(job))
+        except SpecError:  # as a rule the run is complete
+            copy_missing(folder, job, quiet)
+            raise
         return _conduct(settled, folder, launcher, start_point, started, view, watch)
 
 
@@ -263,8 +268,6 @@ def resume(
     if workers is not None:
         changes["workers"] = workers
     table = _table(quiet)
-    from instep.client.copying import folder_of
-
     folder = folder_of(run, to, lambda text: None if quiet else print(text, file=sys.stderr))
     done = resume_run(folder, changes=changes, quiet=quiet or table is not None, watch=table)
     return _told(done, quiet, table)
@@ -326,18 +329,15 @@ def _follow(
     view: Mapping[str, bool],
     watch: Callable[[Path], None] | None,
 ) -> Over:
-    from instep.client.copying import followed
     from instep.client.running import published
     from instep.client.watchdog import MasterWatchdog
     from instep.control.journal import Begin, Journal
 
     Journal(folder, Begin(began, start_point)).close()
     note = {"about": about(job), "nodes": job.launch.nodes, **view}
-    hosts = job.launch.count or 1
+    more: dict[str, Any] = {"watch": watch, "hosts": job.launch.count or 1}
     with published(folder, switchboard.for_client()), followed(folder, job, view["quiet"]) as new:
-        return MasterWatchdog(
-            folder, switchboard, launcher, note, watch=watch, hosts=hosts, events=new
-        ).serve()
+        return MasterWatchdog(folder, switchboard, launcher, note, events=new, **more).serve()
 
 
 def _servers(folder: Path) -> Collection[int]:
