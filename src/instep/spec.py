@@ -233,7 +233,7 @@ class RoundSpec(Section, frozen=True, kw_only=True):
 
     partition: str = SHARED
     """Whose data are whose: `none`, all participants share them; or `blocks`, `random`, `labels`,
-    `owner`: each has some of its own."""
+    `owner`, `parts` (of `data.parts`): each has some of its own."""
 
     skew: Annotated[float, Meta(gt=0)] = 0.5
     """Of `partition = "labels"`: 100 is near even, 0.1 severe."""
@@ -522,7 +522,7 @@ class DataSpec(Section, frozen=True, kw_only=True):
 
     parts: Natural = 0
     """Parts that the shards are cut into, each of which lies on some of the hosts; 0: all have all.
-    A micro-batch is of one part, and computed where that lies. Needs `order = "windowed"`."""
+    A micro-batch, or participant, is of one and computed there. Needs `order = "windowed"`."""
 
     unreadable: Literal["stop", "skip"] = "stop"
     """If a sample cannot be read in three attempts: `stop` ends the run, `skip` leaves the sample

@@ -146,6 +146,33 @@ def program_trains(program: Started) -> bool:
     return folder.is_dir() and any(folder.iterdir()) and len(program.ledger) > 3
 
 
+@pytest.mark.parametrize("partition", ["parts", "random"])
+def test_participants_are_computed_where_their_data_lie_and_the_bits_are_the_same(
+    partition: str, start: Start, tmp_path: Path, whole: Path
+) -> None:
+    rounds = (
+        "sync.name=averaging",
+        f"sync.participants={PARTS}",
+        "sync.options.local_steps=2",
+        f"sync.options.partition={partition}",
+        f"train.micro_batches={PARTS}",
+        "train.deal=even",
+    )
+    for name, shards in (("all", range(SHARDS)), ("h0", SECOND), ("h1", FIRST)):
+        disk(whole, tmp_path / "disks" / name, shards)
+    alone = begin(start, tmp_path, ("all",), *rounds)
+    assert alone.end() == 0, alone.stderr
+    program = begin(start, tmp_path, ("h0", "h1"), *rounds)
+    assert program.end() == 0, program.stderr
+    check_same(program, alone)
+    (placed,) = program.events("parts_placed")
+    assert np.sum(list(placed["held"].values()), axis=0).tolist() == placed["sizes"]
+    if partition == "parts":
+        assert placed["held"] == {"0": [0, 0, 120, 120], "1": [120, 120, 0, 0]}
+        given = [e["samples"] for e in program.events("samples_given") if e["worker"] == 0]
+        assert len(set(given)) == 1  # what was read before the first step, and no more
+
+
 def test_a_shard_that_lies_nowhere_and_another_manifest_are_said_before_anything_is_read(
     start: Start, tmp_path: Path, whole: Path
 ) -> None:

@@ -51,6 +51,47 @@ def check(start: Start, raw: list[str], folder: Path, on: str, *changes: str, **
     assert found["sha256"] == manifest.sha256
 
 
+RECIPE = """
+import torch
+import instep
+from instep.data.sources import shards
+
+def recipe():
+    return instep.Recipe(
+        model=lambda: torch.nn.Linear(1, 1),
+        loss=torch.nn.MSELoss(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        train=shards(FOLDER, transform=lambda raw: (raw["x"].view(1) / 2e4, raw["draw"].view(1))),
+    )
+"""
+
+
+def test_a_job_prepares_on_its_hosts_and_then_trains_there(
+    start: Start, raw: list[str], tmp_path: Path
+) -> None:
+    """With the result of the same job on this machine."""
+    found = {}
+    for name, launch in (
+        ("here", ""),
+        ("hosts", '[launch]\nhosts = ["env N=0", "env N=1"]\naddress = "127.0.0.1"\n'),
+    ):
+        (folder := tmp_path / name).mkdir()
+        (folder / "net.py").write_text(RECIPE.replace("FOLDER", repr(str(folder / "shards"))))
+        job = folder / "job.toml"
+        job.write_text(
+            f'recipe = "net.py:recipe"\nworkers = {2 if launch else 1}\n'
+            '[train]\nsteps = 20\nthreads = 1\ndeterminism = "bits"\n'
+            f'[prepare]\nsources = ["{raw[0]}"]\nto = "shards"\nmap = "{raw[2]}"\n{launch}'
+        )
+        program = start("-m", "instep", "run", job)
+        assert program.end(300) == 0, program.stderr
+        assert ("on 2 hosts" in program.stderr) == bool(launch)
+        manifest = json.loads((folder / "shards" / "manifest.json").read_text())
+        found[name] = manifest["sha256"], program.summary["parameters_sha256"]
+        assert len({e["host"] for e in program.events("worker_joined")}) == (2 if launch else 1)
+    assert found["here"] == found["hosts"]
+
+
 @pytest.mark.slow
 def test_a_ray_cluster_prepares_the_same(
     start: Start, raw: list[str], tmp_path: Path, short_folder: None, ray_cluster: object

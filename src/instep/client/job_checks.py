@@ -102,6 +102,12 @@ def _check_split(job: JobSpec) -> None:
             f"data.parts = {data.parts} draws each micro-batch from one part, which data.order = "
             f"{data.order!r} does not. Set data.order = 'windowed', or leave data.parts out."
         )
+    if job.own_data == "parts" and data.parts != job.sync.participants:
+        raise SpecError(
+            f"sync.options.partition = 'parts' gives each participant a part, and data.parts = "
+            f"{data.parts} with sync.participants = {job.sync.participants}. Set both to one "
+            "number."
+        )
     if data.split:
         SPLITS.check(data.split, "data.split")
     for key in ("groups", "times"):  # of labels much else speaks

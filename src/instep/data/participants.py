@@ -14,6 +14,7 @@ import numpy as np
 
 from instep.data.order import Indices, Position, keys, steps_in_epoch
 from instep.data.partition.regions import offsets_of
+from instep.data.shard_sizes import Lot
 from instep.spec import JobSpec
 
 OF_SAMPLING = 7
@@ -46,7 +47,7 @@ class Sampling:
         return cls(job.seed, job.sync.participants, job.sync.taking_part)
 
     def of(self, step: int) -> list[int]:
-        """Which participants are in round `step`, from 1, in their order."""
+        """Participants of round `step`, from 1, in their order."""
         if self.count == self.participants:
             return list(range(self.participants))
         number, place = divmod(step - 1, self._rounds)
@@ -87,24 +88,37 @@ class OwnRounds:
         sizes: samples of each participant, 1 or more.
         portion: samples, 1 or more.
         sampling: draws who is in a round.
+        lots: where the samples of each stand, if that is of a meaning (`data.parts`).
     """
 
-    def __init__(self, sizes: Sequence[int] | Indices, portion: int, sampling: Sampling) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int] | Indices,
+        portion: int,
+        sampling: Sampling,
+        lots: Sequence[Lot] = (),
+    ) -> None:
         self.sizes: Indices = np.asarray(sizes, np.int64)
         self.offsets, self.portion = offsets_of(self.sizes), portion
         """Where the region of each begins; what it takes in a round."""
-        self.samples = int(self.offsets[-1])
+        self.samples, self.lots = int(self.offsets[-1]), lots
         self._sampling, self._epoch = sampling, -(-self.sizes // portion)
 
     @classmethod
-    def of_job(cls, job: JobSpec, sizes: Sequence[int] | Indices) -> OwnRounds:
+    def of_job(
+        cls, job: JobSpec, sizes: Sequence[int] | Indices, lots: Sequence[Lot] = ()
+    ) -> OwnRounds:
         """What participants with so many samples take in each round of a job."""
         portion = job.per_commit.global_batch // job.sync.taking_part
-        return cls(sizes, portion, Sampling.of_job(job))
+        return cls(sizes, portion, Sampling.of_job(job), lots)
+
+    def who(self, step: int) -> list[int]:
+        """Participants of round `step`, from 1, in their order."""
+        return self._sampling.of(step)
 
     def of(self, step: int) -> list[Position]:
         """What each participant of round `step`, from 1, takes of its region; in their order."""
-        who = self._sampling.of(step)
+        who = self.who(step)
         epochs, places = np.divmod(self._sampling.rounds(step - 1)[who], self._epoch[who])
         begins = self.offsets[:-1][who]
         first = begins + places * self.portion

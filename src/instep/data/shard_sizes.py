@@ -13,6 +13,9 @@ import numpy as np
 from instep.data.order import Indices
 from instep.errors import DataError
 
+Lot = tuple[Indices, Indices]
+"""Some samples, by where they stand: the numbers of shards, and how many are in each of these."""
+
 MOST_BLOCKS = 1 << 16
 """Blocks that a dataset without shards is cut into, at most."""
 
@@ -49,6 +52,13 @@ def sizes_within(sizes: Indices, chosen: Indices | range) -> Indices:
     else:
         before = np.searchsorted(chosen, ends)
     return np.diff(before, prepend=0).astype(np.int64)
+
+
+def lot_of(sizes: Indices, chosen: Indices | range) -> Lot:
+    """The shards that some samples are in; arguments as in `sizes_within`."""
+    found = sizes_within(sizes, chosen)
+    shards = np.flatnonzero(found)
+    return shards, found[shards]
 
 
 def shards_or_blocks(dataset: Any, samples: int, window: int, lanes: int = 1) -> Indices:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from itertools import pairwise
 from math import log
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +15,7 @@ import numpy as np
 
 from instep.data.parts.cut import parts_order
 from instep.data.samples.duplicates import Duplicates, duplicates
+from instep.data.shard_sizes import Lot
 from instep.data.shards.sets import sets_in
 from instep.errors import SpecError
 from instep.lab.look import look
@@ -166,10 +166,10 @@ def _parts(
     labels: Callable[[int], Hashable] | None,
     split: SplitData,
 ) -> Iterator[DataPart]:
-    if job.data.parts:
-        yield from _on_hosts(job, recipe)
     own = divide(job, recipe)
     if own is None:
+        if job.data.parts:
+            yield from _on_hosts(job, recipe)
         return
     train, sizes = own.train, own.train.sizes.tolist()
     whole: Counter[Hashable] = Counter()
@@ -184,21 +184,28 @@ def _parts(
             found = Counter(map(labels, np.asarray(indices).tolist()))
         each.append(found)
         whole += found
-    for size, found in zip(sizes, each, strict=True):
+    for number, (size, found) in enumerate(zip(sizes, each, strict=True)):
         skew = _divergence(found, whole) if labels is not None else None
         counts = {str(name): count for name, count in found.items()}
-        yield DataPart(size, size / sum(sizes), skew, classes=counts)
+        lying = _files(recipe, own.rounds.lots[number]) if own.rounds.lots else (0, 0, "", "")
+        yield DataPart(size, size / sum(sizes), skew, *lying, classes=counts)
 
 
 def _on_hosts(job: JobSpec, recipe: Recipe) -> Iterator[DataPart]:
     """The parts of a dataset that lie on hosts, and what of them is here."""
-    order, folder = parts_order(job, recipe.train), next(sets_in(recipe.train), None)
-    held = np.unpackbits(np.frombuffer(folder.held if folder else b"", "u1"), bitorder="little")
-    for size, (first, stop) in zip(order.part_sizes.tolist(), pairwise(order.bounds), strict=True):
-        files = [each.file for each in folder.manifest.shards[first:stop]] if folder else []
-        ends = (files[0], files[-1]) if files else ("", "")
-        here = int(held[first:stop].sum())
-        yield DataPart(size, size / order.samples, None, stop - first, here, *ends)
+    order = parts_order(job, recipe.train)
+    for size, lot in zip(order.part_sizes.tolist(), order.lots, strict=True):
+        yield DataPart(size, size / order.samples, None, *_files(recipe, lot))
+
+
+def _files(recipe: Recipe, lot: Lot) -> tuple[int, int, str, str]:
+    """How many files some samples are in, how many of them are here; the first and the last."""
+    folder, shards = next(sets_in(recipe.train), None), lot[0].tolist()
+    if folder is None or not shards:
+        return len(shards), 0, "", ""
+    held = np.unpackbits(np.frombuffer(folder.held, "u1"), bitorder="little")
+    first, last = (folder.manifest.shards[shards[at]].file for at in (0, -1))
+    return len(shards), int(held[shards].sum()), first, last
 
 
 def _divergence(part: Counter[Hashable], whole: Counter[Hashable]) -> float:

@@ -207,7 +207,6 @@ CLASHES: dict[tuple[str, str], str] = {
         "batch_norm",
     ): "the same bits need each micro-batch computed apart",  # also in `spec.py`
     ("batch_norm", "turns"): "it runs the whole batch of a worker as the one pass of a step",
-    ("parts", "own_data"): "participants have data of their own, wherever these lie",
     ("parts", "leased"): _TO_ANYBODY,
     (
         "parts",

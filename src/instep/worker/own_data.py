@@ -14,6 +14,7 @@ from instep.data.order import Indices
 from instep.data.participants import OwnRounds
 from instep.data.partition import COLUMNS, PARTITIONS
 from instep.data.partition.regions import Regions
+from instep.data.parts.cut import in_parts, part_of_each
 from instep.data.shard_sizes import shards_or_blocks, sizes_within
 from instep.data.windowed import Windowed
 from instep.errors import DataError, SpecError
@@ -22,7 +23,7 @@ from instep.spec import JobSpec, RoundSpec
 from instep.store.run_folder import RunFolder
 from instep.words import listed
 from instep.worker.member import Member
-from instep.worker.participant_columns import columns_of
+from instep.worker.participant_columns import Columns, columns_of
 
 
 class OwnData(NamedTuple):
@@ -58,7 +59,7 @@ def divide(job: JobSpec, recipe: Recipe) -> OwnData | None:
             "sync.options.partition each participant has some of its own. Set sync.participants "
             f"to at most {samples}."
         )
-    columns = columns_of(job, rounds.partition, recipe) if rounds.partition in COLUMNS else None
+    columns = _columns(job, rounds.partition, recipe)
     shares = _dealt(job, rounds, samples, columns.train if columns is not None else None)
     if without := [number for number, share in enumerate(shares) if not len(share)]:
         raise SpecError(
@@ -76,7 +77,18 @@ def divide(job: JobSpec, recipe: Recipe) -> OwnData | None:
         column = columns.validate if columns is not None else None
         dealt = _dealt(job, rounds, len(recipe.validate), column)
         validate = Regions(dealt, job.seed, shuffle=False)
-    return OwnData(train, OwnRounds.of_job(job, train.sizes), validate)
+    parts = job.data.parts
+    lots = train.lots(in_parts(recipe.train, parts)[0]) if parts else []
+    return OwnData(train, OwnRounds.of_job(job, train.sizes, lots), validate)
+
+
+def _columns(job: JobSpec, scheme: str, recipe: Recipe) -> Columns | None:
+    """Columns that a partition deals by; None if it needs nothing."""
+    if scheme == "parts":  # those of a validation set are its own, unless it is the other side
+        parts, other = job.data.parts, recipe.validate if job.data.split else None
+        validate = part_of_each(other, parts) if other is not None else None
+        return Columns(part_of_each(recipe.train, parts), validate)
+    return columns_of(job, scheme, recipe) if scheme in COLUMNS else None
 
 
 def _windowed(sizes: Indices, window: int, share: Indices | range, seed: int) -> Windowed:
@@ -87,6 +99,7 @@ def _windowed(sizes: Indices, window: int, share: Indices | range, seed: int) ->
 _MORE = {
     "blocks": "Set fewer sync.participants.",
     "labels": "Set a larger sync.options.skew, fewer sync.participants, or another seed.",
+    "parts": "Set fewer data.parts and sync.participants.",
     "owner": "Have Recipe.owners name each of them, or set fewer sync.participants.",
     "random": "Set fewer sync.participants.",
 }

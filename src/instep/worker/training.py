@@ -475,14 +475,14 @@ class Training(Loop):
         if self._reads is not None:
             self._reads.join(comm, self._waiting)
         if self._parted is not None:
-            order = self._loader.order
-            assert isinstance(order, PartsOrder), "the order of a set in parts"
-            self._lying = self._parted.meet(comm, order, self.device)
+            order = self._own_rounds or self._loader.order
+            assert isinstance(order, PartsOrder | OwnRounds), "the order of a set in parts"
+            held = self._parted.meet(comm, order.lots, self.device)
+            self._lying = Near(order, held)
             if comm.rank == 0:
-                held = self._lying.held
                 self.member.emit(
                     "parts_placed",
-                    sizes=order.part_sizes.tolist(),
+                    sizes=[int(samples.sum()) for _, samples in order.lots],
                     held={str(n): held[rank] for rank, n in enumerate(self._group.members)},
                 )
         self.sized(comm.size)

@@ -15,6 +15,8 @@ from instep.comm.messages import Form
 from instep.data.batches import Batches
 from instep.data.loader import Loader
 from instep.data.order import micro_batch, position, steps_in_epoch
+from instep.data.participants import OwnRounds, Sampling
+from instep.data.partition.regions import Regions
 from instep.data.parts.cut import cut, in_parts, parts_order
 from instep.data.parts.near import deal_near, holders
 from instep.data.parts.order import PartsOrder
@@ -207,3 +209,54 @@ def test_members_in_lockstep_take_each_sample_of_a_step_once_and_the_ledger_says
         members[0].prepared(0, step, batches.of(step))
         assert members[0].measured(batches.of(step), [1.0, 1.0, 1.0]) == ""
     assert sum(members[0].dealt()[0]) == 4
+
+
+def test_participants_are_dealt_to_whoever_has_their_samples():
+    """Those of a round that draws some of them, too; a slow holder lends."""
+    sizes = np.array([10] * 12)
+    owners = np.arange(120) // 5 % 6  # each has samples in two of three shards
+    shares = [np.flatnonzero(owners == number) for number in range(6)]
+    lots = Regions(shares, 0).lots(sizes)
+    for number, (shards, samples) in enumerate(lots):
+        counts = np.bincount(shares[number] // 10, minlength=12)
+        assert dict(zip(shards, samples, strict=True)) == {
+            n: c for n, c in enumerate(counts.tolist()) if c
+        }
+    held = [[20, 20, 0, 0, 0, 0], [0, 0, 20, 20, 20, 0]]
+    own = OwnRounds([20] * 6, 5, Sampling(seed=3, participants=6, count=4))
+    members = [
+        Lockstep(
+            Form(generation=2, rank=rank, members=[5, 6]),
+            job(parts=3).train,
+            Batches(120, 20),
+            by_speed=True,
+            own=own,
+            near=Near(own, held),
+        )
+        for rank in range(2)
+    ]
+    for step in range(1, 12):
+        who, computed = own.who(step), []
+        for rank, member in enumerate(members):
+            ((where, share),) = member.plan(step, step, merge=False)
+            mine = [who[part.number] for part in share.passes]
+            assert all(held[rank][each] or each == 5 for each in mine)
+            computed += mine
+            member.prepared(0, step, where)
+        assert sorted(computed) == who
+        for member in members:  # of all that were dealt, by all
+            assert sorted(r[6] for r in member.records() if r[-1] > r[-2]) == list(range(4))
+    members[0].dealing.speeds = members[1].dealing.speeds = (1.0, 9.0)
+    dealt = [len(next(m.plan(1, 1, merge=False))[1].passes) for m in members]
+    assert sum(dealt) == 4
+    assert dealt[0] < dealt[1]
+
+
+def test_a_participant_for_each_part_is_wanted_where_parts_are_theirs():
+    table = {
+        "recipe": "a.py:f",
+        "data": {"parts": 3, "order": "windowed"},
+        "sync": {"name": "averaging", "participants": 4, "options": {"partition": "parts"}},
+    }
+    with pytest.raises(SpecError, match=r"gives each participant a part.* Set both to one number"):
+        check_job(spec_file.build(table, source="a test"))

@@ -45,6 +45,7 @@ PARTITIONS = Registry(
         "blocks": "instep.data.partition.blocks:blocks",
         "labels": "instep.data.partition.labels:labels",
         "owner": "instep.data.partition.owner:owner",
+        "parts": "instep.data.partition.owner:owner",
         "random": "instep.data.partition.at_random:at_random",
     },
 )

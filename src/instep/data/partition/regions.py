@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from instep.data.order import AnyOrder, Indices, Order, key
+from instep.data.shard_sizes import Lot, lot_of
 
 _OF_OWN_ORDER = 12
 """What a key is drawn for: the order of a participant's samples."""
@@ -62,6 +63,10 @@ class Regions:
         for number in range(len(self._shares) if self._order_of else 0):
             crc = zlib.crc32(repr(getattr(self._order(number), "digest", 0)).encode(), crc)
         return crc
+
+    def lots(self, sizes: Indices) -> list[Lot]:
+        """Where the samples of each participant stand, in shards of these sizes."""
+        return [lot_of(sizes, share) for share in self._shares]
 
     def indices(self, epoch: int, first: int, stop: int) -> Indices:
         """The samples at positions [first, stop), each region in its order of this epoch.

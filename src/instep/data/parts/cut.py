@@ -62,6 +62,16 @@ def in_parts(dataset: Any, parts: int) -> tuple[Indices, list[int]]:
     return sizes, cut(all_sizes, parts)
 
 
+def part_of_each(dataset: Any, parts: int) -> Indices:
+    """The part that each sample of a dataset is in: [samples] int64.
+
+    Raises:
+        DataError: as `in_parts`.
+    """
+    sizes, bounds = in_parts(dataset, parts)
+    return np.repeat(np.repeat(np.arange(parts), np.diff(bounds)), sizes)
+
+
 def parts_order(job: JobSpec, dataset: Any) -> PartsOrder:
     """The order of a job that has `data.parts`, of its training set.
 

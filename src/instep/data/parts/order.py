@@ -18,6 +18,7 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from instep.data.order import Indices, key
+from instep.data.shard_sizes import Lot
 from instep.data.windowed import Lanes, Windowed
 from instep.spec import JobSpec
 
@@ -80,6 +81,12 @@ class PartsOrder:
     def runs(self) -> list[list[int]]:
         """The sizes of the shards as [size, how many follow each other], for a log."""
         return [[size, len([*same])] for size, same in groupby(self.sizes.tolist())]
+
+    @property
+    def lots(self) -> list[Lot]:
+        """Places of the samples of each part."""
+        cuts = pairwise(self.bounds)
+        return [(np.arange(first, stop), self.sizes[first:stop]) for first, stop in cuts]
 
     @property
     def digest(self) -> int:

@@ -65,22 +65,31 @@ def finished(step: int, held: Sequence[Iterable[int]]) -> Finished:
 class Near(NamedTuple):
     """Tells what lies where, of a dataset in parts; the same figures on all members."""
 
-    order: PartsOrder
+    order: PartsOrder | OwnRounds
+    """Participants with data of their own are parts by themselves."""
     held: Held
-    """By rank."""
+    """By rank: samples of each part, or of each participant."""
 
-    def parts_of(self, where: Position, micro_batches: int) -> list[int]:
-        """The part that each micro-batch of a step draws from: that of its middle."""
+    def parts_of(self, step: int, where: Position, micro_batches: int) -> list[int]:
+        """The part that each micro-batch of a step draws from: that of its middle; or the
+        participants of a round."""
+        if isinstance(self.order, OwnRounds):
+            return self.order.who(step)
         cuts = [positions_of(where, range(n, n + 1), micro_batches) for n in range(micro_batches)]
         middles = np.array([(low + high) // 2 for low, high in cuts], np.int64)
         found: list[int] = self.order.parts_at(np.minimum(middles, where.stop - 1)).tolist()
         return found
 
     def units(
-        self, where: Position, micro_batches: int, working: Sequence[int], speeds: Speeds | None
+        self,
+        step: int,
+        where: Position,
+        micro_batches: int,
+        working: Sequence[int],
+        speeds: Speeds | None,
     ) -> list[list[int]]:
         """The micro-batches of each rank in a step; those that do not work have none."""
-        parts = self.parts_of(where, micro_batches)
+        parts = self.parts_of(step, where, micro_batches)
         dealt = deal_near(parts, [self.held[rank] for rank in working], speeds)
         units = dict(zip(working, dealt, strict=True))
         return [units.get(rank, []) for rank in range(len(self.held))]
@@ -90,7 +99,7 @@ class Near(NamedTuple):
     ) -> list[int]:
         """How many of so many micro-batches each rank has in the first step of an epoch."""
         first = Position(0, 0, min(batch, self.order.samples))
-        return [len(units) for units in self.units(first, micro_batches, working, speeds)]
+        return [len(units) for units in self.units(1, first, micro_batches, working, speeds)]
 
 
 class Lockstep:
@@ -219,12 +228,14 @@ class Lockstep:
             return self._around_finished(parts, speeds)
         if self._near is None:
             return None
-        return self._near.units(where, parts, self._working, speeds)
+        return self._near.units(step, where, parts, self._working, speeds)
 
     def _units(self, step: int, parts: int, speeds: Speeds | None) -> list[list[int]]:
         """The units of each rank, where each unit is a participant with data of its own."""
         if step == self._finished.step:
             return self._around_finished(parts, speeds)
+        if self._near is not None:
+            return self._near.units(step, self._batches.of(step), parts, self._working, speeds)
         dealt = dict(zip(self._working, deal(parts, len(self._working), speeds), strict=True))
         return [list(dealt.get(rank, ())) for rank in range(self._ranks)]
 

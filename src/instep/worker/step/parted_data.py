@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -19,7 +18,8 @@ import torch
 from torch import Tensor
 
 from instep.comm.base import Comm
-from instep.data.parts.order import PartsOrder
+from instep.data.parts.near import Held
+from instep.data.shard_sizes import Lot
 from instep.data.shards import peers
 from instep.data.shards.board import Board, HeldShards, PeerDoor
 from instep.data.shards.door import OpenDoor
@@ -27,7 +27,6 @@ from instep.data.shards.sets import sets_in
 from instep.errors import DataError
 from instep.words import listed, plural
 from instep.worker.member import Member
-from instep.worker.step.assignment import Near
 
 LOOK_S = 0.1
 """Pauses between two looks who else is there."""
@@ -116,24 +115,25 @@ class PartedData:
         """Samples and bytes that other workers have got here so far."""
         return self._open.samples, self._open.bytes
 
-    def meet(self, comm: Comm, order: PartsOrder, device: torch.device) -> Near:
+    def meet(self, comm: Comm, lots: Sequence[Lot], device: torch.device) -> Held:
         """Ask what lies with the members of a group; all of them call it.
 
         Args:
             comm: the group.
-            order: of the training set.
+            lots: where the samples of each part of the training set stand, or of each participant.
             device: on which tensors of the group are.
         """
         doors = [
             msgspec.msgpack.decode(each, type=PeerDoor) for each in _all(comm, self._own, device)
         ]
         self._board.write([door for door in doors if door.worker != self._member.number])
-        sizes, name = order.sizes, self._train.manifest.sha256 if self._train is not None else ""
+        name = self._train.manifest.sha256 if self._train is not None else ""
+        shards = len(self._train.manifest.shards) if self._train is not None else 0
         held = []
         for door in doors:
-            has = np.array([door.has(name, number) for number in range(len(sizes))])
-            held.append([int((sizes * has)[a:b].sum()) for a, b in pairwise(order.bounds)])
-        return Near(order, held)
+            has = np.array([door.has(name, number) for number in range(shards)])
+            held.append([int(samples[has[numbers]].sum()) for numbers, samples in lots])
+        return held
 
     def close(self) -> None:
         """Give nothing any more; a second call does nothing."""
