@@ -190,7 +190,7 @@ class Crew:
         if self._lost[number] >= MOST_LOST:
             raise WorkerError(
                 f"{MOST_LOST} workers were lost{place}, one after another: {how}.{printed} "
-                f"All that they printed is in {self._logs}."
+                f"What they printed is in {self._logs}."
             )
         self._say(f"a worker was lost{place}: {how}; another does its part again")
         if task is not None:

@@ -22,6 +22,7 @@ import msgspec
 from instep.control.endings import signal_name
 from instep.prepare.failed import last_line
 from instep.prepare.messages import Beat, Setup, Task
+from instep.prepare.printed import Printed
 from instep.system.environment import POOLS
 from instep.system.lease import Lease
 from instep.system.processes import start_with_retries
@@ -88,7 +89,7 @@ class LocalWorker:
                 start_new_session=True,
             )
         theirs.close()
-        self.log = log
+        self.log, self._printed = log, Printed(log)
         self.task: Task | None = None
         self.at = Beat()
         self.killed, self.gone = "", False
@@ -122,6 +123,7 @@ class LocalWorker:
 
     def turn(self, now: float) -> None:
         """Let time pass; kills it if it hangs."""
+        self._printed.cut()
         if how := "it hung up" if self.gone else self.lease.turn(now):
             self.kill(how)
 

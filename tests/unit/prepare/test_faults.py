@@ -20,6 +20,7 @@ from test_prepare import ask, made
 from instep.errors import DataError, InstepError, RecipeError, SpecError
 from instep.prepare.failed import failed_by
 from instep.prepare.prepare import prepare
+from instep.prepare.printed import MOST, Printed
 
 ROWS = [{"x": number, "y": number % 3, "text": f"word {number}"} for number in range(20)]
 LINES = [json.dumps(row) + "\n" for row in ROWS]
@@ -371,6 +372,24 @@ def test_what_cannot_be_written_is_said_with_its_cause_and_remedy(number: int, s
     assert failed.kind == "RunError"
 
 
+def test_what_a_function_prints_without_end_keeps_its_begin_and_its_end(tmp_path: Path) -> None:
+    log, lines = tmp_path / "log", [f"line {number}\n" for number in range(1_000_000)]
+    printed = Printed(log)
+    with log.open("a") as worker:  # which does not know that its log is cut
+        for first in range(0, len(lines), 100_000):
+            worker.write("".join(lines[first : first + 100_000]))
+            worker.flush()
+            printed.cut()
+            assert log.stat().st_size <= MOST
+    text, whole = log.read_text(), "".join(lines)
+    head, said, tail = re.split(
+        r"\n\[([0-9,]+) bytes that were printed here are left out\]\n", text
+    )
+    assert whole.startswith(head)
+    assert whole.endswith(tail)
+    assert len(head) + len(tail) + int(said.replace(",", "")) == len(whole)
+
+
 @pytest.mark.process
 def test_workers_that_are_lost_are_named_with_what_they_printed_last(
     folder: Path, capsys: pytest.CaptureFixture[str]
@@ -383,7 +402,7 @@ def test_workers_that_are_lost_are_named_with_what_they_printed_last(
         prepare(ask(sources=["a.jsonl"], map="ends.py:ends"), lambda _: None, workers=1)
     said = re.fullmatch(
         r"3 workers were lost.*, one after another: it .*\. The last one printed: not my day\. "
-        r"All that they printed is in (.*)\.",
+        r"What they printed is in (.*)\.",
         str(caught.value),
     )
     assert said, str(caught.value)
