@@ -13,6 +13,7 @@ from PIL import Image
 from scipy.stats import entropy
 
 from instep.cli import main
+from instep.data.order import Order, key
 from instep.data.shards.encode import encode
 from instep.data.shards.manifest import Manifest, Shard, Source, write_manifest
 from instep.data.shards.statistics import Figures, take_batch
@@ -138,6 +139,8 @@ def test_of_a_large_folder_a_part_is_measured_and_of_a_poor_one_what_there_is(
     assert main(["data", "made", "--html", "page.html"]) == 0
     page = Page(tmp_path / "page.html")
     assert "of 100 samples of 600, chosen at random" in page.text
+    chosen = Order(300, key(0, data_page._OF_SAMPLES)).indices(0, 0, 100)  # of the other files
+    check_bins(page.bins[1], [len(folder[300 + index]["x"]) for index in chosen])
     assert "A sample: made/0.arrow cannot be read" in page.text
     (tmp_path / "made" / "1.arrow").write_bytes(b"")
     assert main(["data", "made", "--html", "page.html"]) == 0
