@@ -16,6 +16,7 @@ import pytest
 from started import SOON_S, TIMEOUT_S, Start, Started, newest_pids
 
 from instep.lab.netlab import OUTSIDE, Network
+from instep.launch.ray_private import patient
 
 RAY = Path(sys.executable).with_name("ray")
 STORE_BYTES = 80 << 20
@@ -43,11 +44,15 @@ def cluster(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     store = {"object_store_memory": STORE_BYTES}
     head = {"num_cpus": 0, "include_dashboard": False, **store}
     head["_system_config"] = {"worker_niceness": 0, **getattr(request, "param", {})}
-    made = Cluster(initialize_head=True, head_node_args=head)
+    import ray
+
+    with patient(ray):
+        made = Cluster(initialize_head=True, head_node_args=head)
     try:
-        for _ in range(2):
-            made.add_node(num_cpus=2, **store)
-        made.wait_for_nodes()
+        with patient(ray):
+            for _ in range(2):
+                made.add_node(num_cpus=2, **store)
+        made.wait_for_nodes(TIMEOUT_S)
         monkeypatch.setenv("RAY_ADDRESS", made.address)
         yield made
     finally:

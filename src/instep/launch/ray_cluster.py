@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from instep.errors import SpecError
-from instep.launch.ray_private import draining, on_loopback
+from instep.launch.ray_private import draining, on_loopback, patient
 from instep.words import plural
 
 CONNECT_S = 5.0
@@ -86,17 +89,30 @@ def connect(address: str, cpus: int, working_dir: str = "") -> tuple[Any, bool]:
 
 def _start_here(ray: Any, **options: Any) -> None:
     """Start a cluster of this machine. On a busy one Ray gives up its own node after 30 s, a
-    constant of its `node.py`: then it is tried again."""
+    constant of its `node.py`: then what it has started is ended, and it is tried again."""
     for left in range(STARTS, 0, -1):
+        before = set(psutil.Process().children())
         try:
-            with on_loopback(ray):
+            with on_loopback(ray), patient(ray):
                 ray.init("local", **options)
             return
         except Exception as error:
+            ray.shutdown()
+            _end(set(psutil.Process().children()) - before)
             if _SLOW not in str(error) or left == 1:
                 raise
-            ray.shutdown()
             print("warning Ray took too long to start its node; retrying.", file=sys.stderr)
+
+
+def _end(processes: Iterable[psutil.Process]) -> None:
+    """End what Ray leaves of a node that it has given up, and would work on beside the next."""
+    ended = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            if any("/ray/" in word for word in process.cmdline()):
+                process.kill()
+                ended.append(process)
+    psutil.wait_procs(ended, ANSWER_S)
 
 
 STARTS = 10

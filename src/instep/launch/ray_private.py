@@ -5,10 +5,13 @@ Ray may change these without notice, so each is asked for where it is used, and 
 
 from __future__ import annotations
 
+import importlib
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +71,50 @@ def spilling(strategies: Any, node: str) -> Any:
         return there(node, soft=True, _spill_on_unavailable=True)
     except TypeError:
         return "SPREAD"
+
+
+@contextmanager
+def patient(ray: Any) -> Iterator[None]:
+    """Have nodes that are started wait for their agents however long they take.
+
+    Ray's raylet ends itself if an agent has not told its ports within 15 seconds, a constant
+    (Ray's issue 65983), which on a busy machine is too short for their imports. Here the one port
+    that a run needs is given, and of the others it is told that they are not in use, as an agent
+    does where Ray is installed without its dashboard. Without this it is so.
+    """
+    try:
+        raylet: Any = importlib.import_module("ray._raylet")
+
+        services = ray._private.services
+        begin, tell = services.start_raylet, raylet.persist_port
+        names = [getattr(raylet, f"{name}_PORT_NAME") for name in _UNUSED]
+        known = signature(begin)
+    except (AttributeError, ImportError, ValueError):
+        yield
+        return
+
+    def start(*args: Any, **options: Any) -> Any:
+        given = known.bind(*args, **options).arguments
+        if not options.get("runtime_env_agent_port"):
+            options["runtime_env_agent_port"] = _free_port()
+        for name in names:
+            tell(given["session_dir"], given["node_id"], name, -1)
+        return begin(*args, **options)
+
+    services.start_raylet = start
+    try:
+        yield
+    finally:
+        services.start_raylet = begin
+
+
+_UNUSED = ("DASHBOARD_AGENT_LISTEN", "METRICS_AGENT", "METRICS_EXPORT")
+
+
+def _free_port() -> int:
+    with socket.socket() as made:
+        made.bind(("127.0.0.1", 0))
+        return int(made.getsockname()[1])
 
 
 @contextmanager
