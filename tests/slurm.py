@@ -21,7 +21,7 @@ import psutil
 from instep.lab.netlab import OUTSIDE, Network
 
 _PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "salloc", "scontrol", "squeue")
-_SOON_S = 120.0
+_SOON_S = 600.0
 
 # a job that is queued again waits for cred_expire, which is 120 by default
 _CONFIGURATION = """\

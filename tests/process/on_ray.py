@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from started import SOON_S, TIMEOUT_S, Start, Started, newest_pids
+from started import TIMEOUT_S, Start, Started, newest_pids
 
 from instep.lab.netlab import OUTSIDE, Network
 from instep.launch.ray_private import patient
@@ -100,7 +100,7 @@ def raylet_of(program: Started, host: int) -> int:
 
 def end_of(processes: set[psutil.Process]) -> None:
     """Wait until none of them is left."""
-    _, alive = psutil.wait_procs(list(processes), timeout=SOON_S)
+    _, alive = psutil.wait_procs(list(processes), timeout=TIMEOUT_S)
     assert [process.pid for process in alive] == []
 
 

@@ -30,9 +30,6 @@ RECIPES = Path(__file__).parent / "recipes"
 TIMEOUT_S = 600.0
 """For anything that should happen, however busy the machine: against hangs alone."""
 
-SOON_S = 120.0
-"""For processes to be gone whose master was killed; seconds, on a quiet machine."""
-
 EXECUTE = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
 """After `-c`: become the program of the words that follow."""
 
@@ -165,7 +162,7 @@ class Started:
 
     def check_no_process_is_left(self) -> None:
         """And so no port either: those are the processes'."""
-        _, alive = psutil.wait_procs(self.processes(), timeout=SOON_S)
+        _, alive = psutil.wait_procs(self.processes(), timeout=TIMEOUT_S)
         assert [process.pid for process in alive] == []
         assert self.processes() == []
 
@@ -183,7 +180,7 @@ class Started:
             for process in alive:
                 with contextlib.suppress(psutil.Error):
                     process.send_signal(signal.SIGKILL)
-            psutil.wait_procs(alive, timeout=SOON_S)
+            psutil.wait_procs(alive, timeout=TIMEOUT_S)
         self.process.wait()
 
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from on_ray import cluster as ray_cluster
 from on_ray import nodes_on
-from started import EXECUTE, RECIPES, SOON_S, Start, Started, newest_pids
+from started import EXECUTE, RECIPES, TIMEOUT_S, Start, Started, newest_pids
 from test_partitions import needs_hosts
 from test_ray import short_folder
 from test_recovery import check_same_result, undisturbed
@@ -284,7 +284,7 @@ def test_nothing_is_left_of_a_run_whose_client_is_killed(begin: Begin, name: str
     run.program.until(lambda: run.trains(hosts_of(name)), "training")
     there = [each for number in range(hosts_of(name)) for each in run.processes_of(number)]
     run.program.process.kill()
-    _, alive = psutil.wait_procs(there, timeout=SOON_S)
+    _, alive = psutil.wait_procs(there, timeout=TIMEOUT_S)
     assert [process.pid for process in alive] == []
     run.program.check_no_process_is_left()
     for machine in run.machines:  # they wait for the next run

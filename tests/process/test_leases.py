@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from started import RECIPES, SOON_S, TIMEOUT_S, Start, Started, kill, newest_pids, pid_of
+from started import RECIPES, TIMEOUT_S, Start, Started, kill, newest_pids, pid_of
 from test_joining import slurm_task, summary_of
 from test_recovery import check_as_if_nothing_had_been, undisturbed
 from test_survival import begin, reach
@@ -201,7 +201,7 @@ def test_workers_that_wait_for_a_stopped_one_end_once_no_master_can_come(
     program.process.wait()
     for process in would_end_them:
         process.kill()
-    _, alive = psutil.wait_procs(set(program.processes()) - {stopped}, timeout=SOON_S)
+    _, alive = psutil.wait_procs(set(program.processes()) - {stopped}, timeout=TIMEOUT_S)
     assert [process.pid for process in alive] == []
     stopped.send_signal(signal.SIGCONT)
     program.check_no_process_is_left()
