@@ -513,9 +513,8 @@ class DataSpec(Section, frozen=True, kw_only=True):
     """Loader processes of each worker; 0: read inside the worker; `auto`: measure both."""
 
     order: Literal["global", "windowed", "dataset"] = "global"
-    """In which order each epoch takes the samples: `global`, in another one each time, which
-    follows from the job's seed; `windowed`, the same shard by shard, mixed within a `window`;
-    `dataset`, as they stand there."""
+    """Order of samples in an epoch: `global`, another one each time, from the job's seed;
+    `windowed`, the same shard by shard, mixed within a `window`; `dataset`, as they stand there."""
 
     window: Positive = 16384
     """Samples that the windowed order mixes with each other."""
@@ -525,20 +524,23 @@ class DataSpec(Section, frozen=True, kw_only=True):
     A micro-batch, or participant, is of one and computed there. Needs `order = "windowed"`."""
 
     unreadable: Literal["stop", "skip"] = "stop"
-    """If a sample cannot be read in three attempts: `stop` ends the run, `skip` leaves the sample
-    out of its step or validation, and counts it."""
+    """End the run at a sample that cannot be read in three attempts, or leave it out: `skip`."""
+
+    cache: str = ""
+    """Folder on each host for shards of URLs; by default `INSTEP_CACHE`, or `~/.cache/instep`."""
+
+    cache_gb: Annotated[float, Meta(gt=0)] | None = None
+    """Gigabytes of shards in it at most, if `shards()` is not told; by default 20."""
 
     changed: Literal["refuse", "accept"] = "refuse"
-    """If a run is resumed and the contents of 32 keyed samples (as few as 4 if they take long, and
-    only repeatable ones) or the length of the validation set have changed: `refuse`, or `accept`
-    the data that is there now, with a warning. A training set of another length is always
-    refused: an epoch's order follows from it."""
+    """If a run is resumed and the contents of 32 keyed samples (4 if these take long; repeatable
+    ones) or the length of the validation set have changed: `refuse`, or `accept` the data that is
+    there now, with a warning. A training set of another length is always refused."""
 
     split: str = ""
-    """How `Recipe.train` is divided into samples to train on and samples to validate on: `random`,
-    `stratified` (each class in its proportion), `group` (whole groups), `stratified_group`,
-    `time` (the past and what came after), `hash` (of a group's name: it stays on its side when data
-    are added), or `blocks` (neighbours). Empty: the recipe has its own `validate`, or none."""
+    """How `Recipe.train` is divided: `random`, `stratified` (each class in its proportion), `group`
+    (whole groups), `stratified_group`, `time` (the end is validated on), `hash` (groups stay on
+    their sides when data are added), `blocks` (neighbours); empty: `Recipe.validate`, or none."""
 
     validation: Annotated[float, Meta(gt=0, lt=1)] | None = None
     """Share of the samples to validate on; 0.1 if neither this nor `folds` is given."""
@@ -553,19 +555,17 @@ class DataSpec(Section, frozen=True, kw_only=True):
     """The column of the dataset with each sample's class; instead of `Recipe.labels`."""
 
     owners: str = ""
-    """The column that says to which participant a sample belongs, with `sync.options.partition =
-    "owner"`; instead of `Recipe.owners`."""
+    """The column with each sample's participant (partition `owner`), for `Recipe.owners`."""
 
     groups: str = ""
-    """The column that says which samples belong together, such as a patient's; instead of
-    `Recipe.groups`."""
+    """The column with each sample's group, such as its patient; instead of `Recipe.groups`."""
 
     times: str = ""
     """The column with each sample's time: numbers, or dates; instead of `Recipe.times`."""
 
     gap: str | Annotated[float, Meta(ge=0)] = 0.0
-    """Of `split = "time"`: how much time before the validation side is not trained on. A number in
-    the unit of the times, seconds for dates; or, for dates, such as `"7d"`."""
+    """Of `split = "time"`: time before the validation side that is not trained on. A number in the
+    unit of the times, seconds for dates; or, for dates, such as `"7d"`."""
 
     embargo: str | Annotated[float, Meta(ge=0)] | None = None
     """Of `split = "time"` with `folds`: also train on what is later than the validation side by

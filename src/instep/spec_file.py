@@ -74,8 +74,11 @@ def absolute(job: JobSpec, folder: Path) -> JobSpec:
     if checkpoint.copy_to and not is_url(checkpoint.copy_to):
         to = _absolute(checkpoint.copy_to, folder)
         checkpoint = msgspec.structs.replace(checkpoint, copy_to=to)
+    data = job.data
+    if data.cache and not data.cache.startswith("~"):  # else the home of each host
+        data = msgspec.structs.replace(data, cache=_absolute(data.cache, folder))
     return msgspec.structs.replace(
-        job, start=start, cluster=cluster, prepare=prepare, checkpoint=checkpoint
+        job, start=start, cluster=cluster, prepare=prepare, checkpoint=checkpoint, data=data
     )
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from instep.data.parts.cut import parts_order
 from instep.data.samples.duplicates import Duplicates, duplicates
 from instep.data.shard_sizes import Lot
+from instep.data.shards.remote import use_cache
 from instep.data.shards.sets import sets_in
 from instep.errors import SpecError
 from instep.lab.look import look
@@ -91,6 +92,7 @@ def about_data(job: JobSpec, sample: int | None = None) -> AboutData:
         InstepError: the recipe cannot be called, or its dataset not be divided.
         SpecError: there is no such sample.
     """
+    use_cache(job.data.cache, job.data.cache_gb)
     made = call(load_function(job.recipe, places=job.python_path), job.arguments, job.seed)
     split = split_data(job, made)
     recipe = split.recipe

@@ -20,6 +20,7 @@ from instep.data.reading import generators
 from instep.data.reading.fetch import seed_for_sample
 from instep.data.samples.contents import Selection, content_of
 from instep.data.samples.unreadable import describe_error
+from instep.data.shards.remote import use_cache
 from instep.data.windowed import Windowed
 from instep.errors import RunError
 from instep.events import CONTENTS, read_records
@@ -197,6 +198,7 @@ def _recipe(run: RunFolder) -> Any:
             "call for its dataset."
         )
     job = run.spec
+    use_cache(job.data.cache, job.data.cache_gb)
     made = call(load_function(job.recipe, places=job.python_path), job.arguments, job.seed)
     return split_data(job, made).recipe
 

@@ -23,6 +23,7 @@ from instep.data.loader import Loader, Read, Slice
 from instep.data.order import key
 from instep.data.reading.threads import cpu_clock
 from instep.data.samples.fingerprint import Fingerprint, confirmed_fingerprint
+from instep.data.shards.remote import use_cache
 from instep.data.torch_loader import LoaderParts, columns_in, unpack_loader
 from instep.errors import DataError, PeerError, RecipeError
 from instep.parallel.compiled import compiling
@@ -100,6 +101,7 @@ class Predictor:
         set_kernels(job.train, THREADS)
         device = _device(job, self._local_rank)
         check_device(job, device)
+        use_cache(job.data.cache, job.data.cache_gb)
         recipe = call(load_function(job.recipe, places=job.python_path), job.arguments, job.seed)
         self._phase = "dataset"
         parts = _dataset(plan, job)

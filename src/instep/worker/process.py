@@ -20,6 +20,7 @@ from instep.comm.endpoint import Endpoint
 from instep.comm.messages import PREDICTOR
 from instep.data.reading.choose import cores
 from instep.data.reading.process import own_file_offsets
+from instep.data.shards.remote import use_cache
 from instep.errors import PeerError, RecipeError, WorkerError
 from instep.recipe.build import call
 from instep.recipe.source_file import load_function
@@ -126,6 +127,7 @@ def prepare(member: Member, local_rank: int) -> Training:
     set_kernels(job.train, share(cores(), job.workers, hosts))
     device = choose_device(job, local_rank, per_machine(job.workers, hosts))
     check_encrypted(member, device)
+    use_cache(job.data.cache, job.data.cache_gb)
     recipe = call(load_function(job.recipe, places=job.python_path), job.arguments, job.seed)
     lap("recipe")
     member.phase = "building"

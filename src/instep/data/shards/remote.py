@@ -41,7 +41,8 @@ STALL_S = 60.0
 CACHE = "INSTEP_CACHE"
 """The environment variable that names the folder of the cache."""
 
-LIMIT = 20 * 10**9
+GIGABYTES = "INSTEP_CACHE_GB"
+"""The environment variable with how many it may have."""
 
 _CHUNK = 1 << 20
 
@@ -58,17 +59,41 @@ def cache() -> Path:
     return Path(os.environ.get(CACHE) or Path("~/.cache/instep").expanduser())
 
 
+def use_cache(folder: str, gigabytes: float | None) -> None:
+    """Have this process, and those that it starts, use a cache as a job says."""
+    if folder:
+        os.environ[CACHE] = str(Path(folder).expanduser())
+    if gigabytes is not None:
+        os.environ[GIGABYTES] = str(gigabytes)
+
+
+def limit_of_cache() -> int:
+    """Bytes that the cache of this host may have.
+
+    Raises:
+        SpecError: the environment has no number for it.
+    """
+    said = os.environ.get(GIGABYTES) or "20"
+    try:
+        return int(float(said) * 10**9)
+    except (ValueError, OverflowError):
+        raise SpecError(f"{GIGABYTES} = {said!r}: wanted is a number, such as 20.") from None
+
+
 class Remote:
     """Files below a URL.
 
     Args:
         url: as "s3://bucket/reviews".
-        limit: bytes that the cache of this host may have.
+        limit: bytes that the cache of this host may have; None: as job or environment say.
         options: of fsspec's file system.
     """
 
-    def __init__(self, url: str, limit: int = LIMIT, options: dict[str, Any] | None = None) -> None:
-        self.url, self.limit, self._options = url.rstrip("/"), limit, options or {}
+    def __init__(
+        self, url: str, limit: int | None = None, options: dict[str, Any] | None = None
+    ) -> None:
+        self.url, self._options = url.rstrip("/"), options or {}
+        self.limit = limit_of_cache() if limit is None else limit
         self._root = cache() / "shards"
         self._folder = self._root / hashlib.sha256(self.url.encode()).hexdigest()[:24]
         self._system: tuple[int, Any] = (0, None)

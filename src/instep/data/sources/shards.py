@@ -19,7 +19,7 @@ def shards(
     transform: Callable[[dict[str, Any]], Any] | None = None,
     *,
     source: str | Path | None = None,
-    cache: int = 20 * 10**9,
+    cache: int | None = None,
     **options: Any,
 ) -> Shards:
     """The samples of a prepared folder, in their order.
@@ -32,7 +32,7 @@ def shards(
             dataset returns.
         source: a URL, or a folder that all hosts see, with the files that are not in `folder`. With
             `data.parts` it stands in for a lost host.
-        cache: bytes of shards of URLs that this host keeps, in `INSTEP_CACHE` or `~/.cache/instep`.
+        cache: bytes of shards of URLs that this host keeps; by default what `data.cache_gb` says.
         options: of fsspec's file system, as `anon=True`.
 
     Raises:

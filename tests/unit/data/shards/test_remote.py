@@ -12,6 +12,7 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -23,6 +24,7 @@ from instep.data.shards.manifest import Shard, write_manifest
 from instep.data.sources import shards
 from instep.errors import DataError, SpecError
 from instep.plain_file import crc32_of
+from instep.spec_file import absolute, build
 
 pytest.importorskip("aiohttp")
 pytestmark = pytest.mark.process
@@ -239,6 +241,24 @@ def test_a_cache_that_is_removed_or_too_small_for_one_file_is_of_no_consequence(
         reads = pool.map(partial(read, url(serve), tmp_path / "cache", 0), range(3))
         pool.map(removes, range(30))
         assert sum(reads) == 0
+
+
+def test_a_job_says_where_the_cache_is_and_how_large(serve, tmp_path):
+    job = build(
+        {"name": "a", "recipe": "a.py:b", "data": {"cache": "mine", "cache_gb": 0.5}}, source="job"
+    )
+    job = absolute(job, tmp_path)
+    with mock.patch.dict(os.environ):
+        remote.use_cache(job.data.cache, job.data.cache_gb)
+        dataset = shards(url(serve))
+        assert dataset._remote.limit == 500_000_000
+        assert int(dataset[0]["n"]) == 0
+        remote.use_cache("", None)  # as a job that does not say
+        assert shards(url(serve), cache=7)._remote.limit == 7
+        assert remote.cache() == tmp_path / "mine"
+    assert list((tmp_path / "mine").rglob("*.arrow"))
+    assert shards(url(serve))._remote.limit == 20 * 10**9
+    assert not (tmp_path / "cache").exists()
 
 
 def test_a_cache_that_cannot_be_written_is_named_at_once(serve, tmp_path):
