@@ -60,7 +60,7 @@ def cache() -> Path:
 
 
 def use_cache(folder: str, gigabytes: float | None) -> None:
-    """Have this process, and those that it starts, use a cache as a job says."""
+    """Make this process, and those that it starts, use a cache as a job says."""
     if folder:
         os.environ[CACHE] = str(Path(folder).expanduser())
     if gigabytes is not None:
