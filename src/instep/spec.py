@@ -564,7 +564,7 @@ class DataSpec(Section, frozen=True, kw_only=True):
     """The column with each sample's time: numbers, or dates; instead of `Recipe.times`."""
 
     gap: str | Annotated[float, Meta(ge=0)] = 0.0
-    """Of `split = "time"`: time before the validation side that is not trained on. A number in the
+    """Time before the validation side of `split = "time"` that is not trained on. A number in the
     unit of the times, seconds for dates; or, for dates, such as `"7d"`."""
 
     embargo: str | Annotated[float, Meta(ge=0)] | None = None
