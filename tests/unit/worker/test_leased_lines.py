@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from instep.comm import listener
 from instep.comm.certificates import Authority, Identity
 from instep.comm.channel import Address
 from instep.comm.tls import context
@@ -253,7 +254,7 @@ def test_the_time_for_a_proof_is_counted_while_bytes_drip(doors, connected, monk
 
 @pytest.mark.parametrize("encrypted", [False, True], ids=["", "encrypted"])
 def test_the_oldest_caller_makes_room_for_a_worker(doors, connected, monkeypatch, encrypted):
-    monkeypatch.setattr(line_file, "MOST_UNPROVEN", 4)
+    monkeypatch.setattr(listener, "MOST_UNPROVEN", 4)
     monkeypatch.setattr(line_file, "PROOF_S", 60.0)
     authority = Authority()
     ours, its = (authority.issue(Identity("worker", n)) if encrypted else None for n in (3, 9))

@@ -11,16 +11,15 @@ import hmac
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 
-from instep.comm import metered
-from instep.comm.callers import NO_MORE_FILES, Unproven
 from instep.comm.certificates import Credentials, is_worker
+from instep.comm.listener import Listener
 from instep.data.shards import sent_rows
 from instep.data.shards.sent_rows import AskRows, RowsAnswer, Show
 from instep.data.shards.writer import ShardFile
@@ -28,13 +27,6 @@ from instep.errors import InstepError, PeerError
 
 PROOF_S = 5.0
 """How long a caller may take to prove what it is."""
-
-MOST_UNPROVEN = 64
-"""Callers that have not; the oldest is dropped."""
-
-FULL_S = 0.2
-"""How long nobody is accepted after the process could open no more files."""
-
 
 MOST_FILES = 256
 """Files that are kept open."""
@@ -65,50 +57,24 @@ class OpenDoor:
         credentials: Credentials | None = None,
     ) -> None:
         self._datasets, self._token, self._credentials = datasets, token, credentials
-        self._listener = socket.create_server((host, 0), backlog=256)
-        self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self.samples = self.bytes = 0
         """Given so far."""
-        self._closed = False
-        self._unproven = Unproven[socket.socket](MOST_UNPROVEN)
         self._counting = threading.Lock()
         self._files = lru_cache(MOST_FILES)(self._file)
-        _start(self._accept)
+        self._listener = Listener(host, self._serve, "instep gives samples")
+        self.address: tuple[str, int] = self._listener.address
 
     def close(self) -> None:
         """Let nobody in; a second call does nothing."""
-        self._closed = True
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
-    def _accept(self) -> None:
-        while not self._closed:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError as error:
-                if error.errno in NO_MORE_FILES:
-                    _hang_up(*self._unproven.clear())
-                if not self._closed:
-                    time.sleep(FULL_S)
-                continue
-            _hang_up(*self._unproven.add(connection))
-            try:
-                _start(partial(self._serve, connection))
-            except RuntimeError:  # no more threads
-                self._unproven.remove(connection)
-                connection.close()
-
     def _serve(self, connection: socket.socket) -> None:
-        try:
+        with suppress(
+            OSError, PeerError
+        ):  # it is gone, or no worker of this run: it is told nothing
             wire = self._proven(connection)
             while (ask := sent_rows.receive(wire, AskRows)) is not None:
                 self._answer(wire, ask)
-        except (OSError, PeerError):
-            pass  # it is gone, or no worker of this run: it is told nothing
-        finally:
-            self._unproven.remove(connection)
-            metered.close(connection)
 
     def _proven(self, connection: socket.socket) -> sent_rows.Wire:
         connection.settimeout(PROOF_S)
@@ -123,7 +89,7 @@ class OpenDoor:
         shown = sent_rows.receive(wire, Show, sent_rows.MOST_STRANGE)
         if shown is None or not hmac.compare_digest(shown.token.encode(), self._token.encode()):
             raise PeerError("it has not shown the token of the run.")
-        if not self._unproven.remove(connection):
+        if not self._listener.proved(connection):
             raise PeerError("it was dropped meanwhile.")
         connection.settimeout(None)
         return wire
@@ -157,13 +123,3 @@ class OpenDoor:
         if file is None:
             raise PeerError("this shard is not here.")
         return file
-
-
-def _hang_up(*connections: socket.socket) -> None:
-    for each in connections:
-        with suppress(OSError):
-            each.shutdown(socket.SHUT_RDWR)  # its thread closes it
-
-
-def _start(run: Callable[[], None]) -> None:
-    threading.Thread(target=run, name="instep gives samples", daemon=True).start()

@@ -28,9 +28,9 @@ import msgspec
 from torch import Tensor
 
 from instep.comm import metered
-from instep.comm.callers import NO_MORE_FILES, Unproven
 from instep.comm.certificates import is_worker
 from instep.comm.channel import Address
+from instep.comm.listener import Listener
 from instep.errors import PeerError
 from instep.system.processes import wait_readable
 from instep.worker.leased.coded import Wrapped
@@ -44,9 +44,6 @@ LOOK_S = 0.1
 
 PROOF_S = 2.0
 """How long a caller may take to show the secret, in all."""
-
-MOST_UNPROVEN = 64
-"""Callers that have not; the oldest is dropped. A run that expects more at once allows more."""
 
 MOST_CALL = 1 << 8
 """Bytes of the message with which it shows it."""
@@ -340,14 +337,12 @@ class Door:
         self.nonce = secrets.token_bytes(16)
         self.secret = secret_of(token, self.nonce)
         """What a worker has to show."""
-        self.room, self._closed, self._credentials = room, False, credentials
-        self._listener = socket.create_server((host, 0), backlog=1024)
-        self.address = Address(*self._listener.getsockname()[:2])
+        self.room, self._credentials = room, credentials
         self._arrivals = queue.SimpleQueue[tuple[Guest, Any]]()
-        self._unproven = Unproven[socket.socket](max(MOST_UNPROVEN, most))
         self._late: Callable[[Guest, Any], bool] | None = None
         self._ending = threading.Lock()
-        self._start(self._accept)
+        self._listener = Listener(host, self._admit, "instep serves", most=most)
+        self.address = self._listener.address
 
     def next(self, timeout_s: float) -> tuple[Guest, Any] | None:
         """A question; or None in place of it, from one that is gone. None if nothing arrives."""
@@ -381,49 +376,18 @@ class Door:
 
     def check(self) -> None:
         """Raise PeerError once the door is closed."""
-        if self._closed:
+        if self._listener.closed:
             raise PeerError("the server has ended.")
 
     def close(self) -> None:
         """Let nobody in; connections end. A second call does nothing."""
-        self._closed = True
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
-    def _start(self, run: Callable[[], None]) -> None:
-        threading.Thread(target=run, name="instep serves", daemon=True).start()
-
-    def _accept(self) -> None:
-        while not self._closed:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError as error:
-                if error.errno in NO_MORE_FILES:
-                    self._hang_up(self._unproven.clear())
-                time.sleep(LOOK_S)  # closed, or no more files
-                continue
-            self._hang_up(self._unproven.add(connection))
-            try:
-                self._start(partial(self._admit, connection))
-            except RuntimeError:  # no more threads
-                self._unproven.remove(connection)
-                connection.close()
-
-    def _hang_up(self, connections: Sequence[socket.socket]) -> None:
-        for each in connections:
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)  # its thread closes it
-
     def _admit(self, connection: socket.socket) -> None:
-        try:
+        with suppress(PeerError, OSError):
             guest = self._proven(connection)
-        except (PeerError, OSError):
-            connection.close()
-            return
-        finally:
-            self._unproven.remove(connection)
-        guest._serve()
+            self._listener.proved(connection)
+            guest._serve()
 
     def _proven(self, connection: socket.socket) -> Guest:
         """The worker at the other end.
