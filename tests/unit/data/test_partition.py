@@ -16,7 +16,9 @@ quick = settings(max_examples=50, deadline=None)
 
 def column_of(scheme, samples, participants, seed=0):
     draw = np.random.default_rng(seed)
-    return draw.integers(0, {"labels": 7, "owner": participants}.get(scheme, 1), samples)
+    return draw.integers(
+        0, {"labels": 7, "owner": participants, "parts": participants}.get(scheme, 1), samples
+    )
 
 
 def dealt(scheme, samples=100, participants=5, skew=0.5, seed=0):

@@ -68,7 +68,7 @@ def test_images_that_went_since_they_were_cut_are_refused(tmp_path):
 def test_a_folder_of_images_is_one_source_and_a_single_image_none(tmp_path):
     root = folder_of(tmp_path / "root", {"a": ["1.png"], "b/c": ["2.jpg"]})
     assert sources([str(root)]) == [(root, "images")]
-    with pytest.raises(DataError, match=r"1.png is one image. Name the folder that has a sub-fold"):
+    with pytest.raises(SpecError, match=r"1.png is one image. Name the folder that has a sub-fold"):
         sources([str(root / "a" / "*.png")])
     with pytest.raises(SpecError, match=r"a has images without a class. Name the folder"):
         sources([str(root / "a")])

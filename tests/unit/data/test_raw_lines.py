@@ -176,5 +176,5 @@ def test_sources_are_files_globs_and_folders_of_one_format(tmp_path, monkeypatch
     with pytest.raises(SpecError, match=r"not hold files of one format.*.*2 files of text"):
         sources(["in"])
     Path("what.bin").touch()
-    with pytest.raises(DataError, match=r"what.bin: its format is not known.*\.jsonl"):
+    with pytest.raises(SpecError, match=r"what.bin: its format is not known.*\.jsonl"):
         sources(["what.bin"])

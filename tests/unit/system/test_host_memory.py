@@ -8,6 +8,7 @@ import signal
 import struct
 import zlib
 from pathlib import Path
+from secrets import token_hex
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ from instep.system import host_memory
 from instep.system.host_memory import REGION, HostMemory, NoRoom, Stamp, TensorSpec
 from instep.system.memory_files import OWNER, MemoryFiles
 from instep.system.processes import name_process
+
+SECRET = token_hex()
+"""Of no other run of these tests, which may be under way at the same time."""
 
 LAYOUT = {
     "residual": TensorSpec((5, 7), torch.float32),
@@ -202,7 +206,7 @@ def mappings_alone():
 
 
 def test_what_was_cleared_is_not_found_and_its_pages_go_back_to_the_system():
-    memory_files = MemoryFiles(2, "secret")
+    memory_files = MemoryFiles(2, SECRET)
     file = memory_files.of(7)
     owned(file, 7, 77)
     memory = another(file)
@@ -273,7 +277,7 @@ def test_a_commit_that_is_forgotten_is_not_found_and_its_slot_is_the_next_to_be_
 
 
 def test_each_number_has_a_file_of_its_own_while_there_are_any():
-    memory_files = MemoryFiles(2, "secret")
+    memory_files = MemoryFiles(2, SECRET)
     first, second = memory_files.of(40), memory_files.of(3)
     assert len({first, second}) == 2
     assert [memory_files.of(40), memory_files.of(3), memory_files.of(5)] == [first, second, -1]
@@ -354,7 +358,7 @@ def test_a_kill_at_any_moment_leaves_the_last_commit_whole(file, kills):
 
 def test_a_process_that_ended_takes_no_memory_from_the_one_that_has_its_file_by_now():
     """A new fork server starts workers in the places of dead ones before it sees those end."""
-    memory_files = MemoryFiles(4, "secret")
+    memory_files = MemoryFiles(4, SECRET)
     files = [memory_files.of(number) for number in (1, 0)]
     for pid, (number, file) in enumerate(zip((1, 0), files, strict=True), 1001):
         owned(file, number, pid)
@@ -366,7 +370,7 @@ def test_a_process_that_ended_takes_no_memory_from_the_one_that_has_its_file_by_
 
 
 def test_a_file_is_given_to_nobody_while_its_process_may_write():
-    memory_files = MemoryFiles(2, "secret")
+    memory_files = MemoryFiles(2, SECRET)
     owned(memory_files.of(3), 3, os.getpid())
     assert memory_files.of(3) == -1
     memory_files.keep_only(0, -1)
@@ -417,14 +421,14 @@ def test_a_new_fork_server_has_the_memory_of_workers_that_die_while_it_starts():
     child = os.fork()
     if not child:
         name_process("instep-worker")
-        memory_files = MemoryFiles(2, "secret")
+        memory_files = MemoryFiles(2, SECRET)
         file = memory_files.of(7)
         memory_files.keep_only(7, file)
         keep(another(file), 1, 1)
         os.write(writes, b"1")
         signal.pause()
     os.read(reads, 1)
-    memory_files = MemoryFiles(2, "secret")
+    memory_files = MemoryFiles(2, SECRET)
     memory_files.adopt_all()
     memory_files.adopt(7, child)  # as the master says later
     assert memory_files.of(7) == -1

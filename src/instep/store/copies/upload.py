@@ -39,6 +39,9 @@ from instep.store.copies.layout import (
 SLOW = 1e6
 """Bytes a second that a file system takes at least, also at the end of a file, all at once."""
 
+PAUSES_S = (0.1, 0.4)
+"""Before an object is sent again that failed; then all of it waits, longer each time."""
+
 _CHUNK = 1 << 20
 
 
@@ -299,10 +302,16 @@ class Copies:
                 self._files.makedirs(url.rpartition("/")[0], exist_ok=True)
                 return write(moves)
 
-        try:
-            sent: str = moving(attempt, remote.STALL_S + size / SLOW)
-        except FileNotFoundError as error:  # which is no file of the run
-            raise OSError(one_line(error)) from None
+        for pause_s in (*PAUSES_S, None):  # a busy store says so of an object now and then
+            try:
+                sent: str = moving(attempt, remote.STALL_S + size / SLOW)
+                break
+            except FileNotFoundError as error:  # which is no file of the run
+                raise OSError(one_line(error)) from None
+            except Exception as error:  # of whatever kind the file system has
+                if pause_s is None or isinstance(error, WrongBytes):
+                    raise
+                time.sleep(pause_s)
         self.moved_at = time.monotonic()
         return sent
 
