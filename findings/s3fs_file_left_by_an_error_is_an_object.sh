@@ -2,13 +2,13 @@
 # s3fs 2026.9.0 (fsspec): a file that is left by an exception becomes an object of what was written so far.
 #
 # Guessed: `with files.open(url, "wb")` makes the object when the block ends well, since S3 shows no object
-# before an upload is complete; an exception gives it up, as boto3's upload does.
+# before an upload is complete; an exception gives the upload up.
 # Seen: leaving the block closes the file, and closing completes the upload: a checkpoint that was half written
 # when its process ran into an error is there, with a size and an ETag, and replaces the whole one of that
 # name. Who writes has to call discard() and mark the file as closed.
 set -euo pipefail
 folder=$(mktemp -d)
-trap 'kill "${server:-0}" 2>/dev/null || true; rm -rf "$folder"' EXIT
+trap '[ -z "${server:-}" ] || kill "$server"; rm -rf "$folder"' EXIT
 for part in server client; do python3 -m venv "$folder/$part"; done
 "$folder/server/bin/pip" install --quiet "moto==5.1.15" "flask==3.1.2" "flask-cors==6.0.1"
 "$folder/client/bin/pip" install --quiet "s3fs==2026.9.0"
