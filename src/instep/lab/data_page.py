@@ -15,7 +15,7 @@ from instep.data.order import Order, key
 from instep.data.shards.columns import Column
 from instep.errors import DataError
 from instep.lab.about_data import AboutData
-from instep.report.figures.dataset import DataFigures, PreparedFolder, classes_of
+from instep.report.figures.dataset import DataFigures, PreparedFolder, classes_in, classes_of
 from instep.report.figures.lengths import PartLengths
 from instep.report.figures.pixels import pixels_in
 from instep.report.figures.sample import sample_table
@@ -43,13 +43,11 @@ def of_job(job: JobSpec, about: AboutData, sample: Mapping[str, Any] | None) -> 
     """
     sides = {"train": about.train, "validate": about.validate, "neither": about.left_out}
     folders = [PreparedFolder(str(each.folder), each.manifest) for each in about.folders]
-    classes: dict[str, dict[str, Mapping[str, int]]] = {}
+    classes: dict[str, Mapping[str, Mapping[str, int]]] = {}
     if about.classes:
         classes["labels"] = dict(zip(("train", "validate"), about.classes, strict=True))
     else:
-        for folder in folders:
-            for name, counts in classes_of(folder.manifest).items():
-                classes[f"{name} of {folder.path}"] = {"all": counts}
+        classes = classes_in(folders)
     if sample is None and about.read:
         sample = sample_table(*about.read[0])
     return DataFigures(

@@ -16,6 +16,7 @@ from instep.data.shards.sets import sets_in
 from instep.data.windowed import Windowed
 from instep.errors import DataError
 from instep.store.run_folder import RunFolder
+from instep.words import is_url
 from instep.worker.member import Member
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def check_datasets(
 
 
 def _absolute(folder: Shards) -> str:
-    return folder.name if "://" in folder.name else str(Path(folder.name).absolute())
+    return folder.name if is_url(folder.name) else str(Path(folder.name).absolute())
 
 
 def unrepeatable(sample: int) -> str:

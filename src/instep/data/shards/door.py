@@ -69,9 +69,8 @@ class OpenDoor:
         self._listener.close()
 
     def _serve(self, connection: socket.socket) -> None:
-        with suppress(
-            OSError, PeerError
-        ):  # it is gone, or no worker of this run: it is told nothing
+        # One that is gone, or is no worker of this run, is told nothing.
+        with suppress(OSError, PeerError):
             wire = self._proven(connection)
             while (ask := sent_rows.receive(wire, AskRows)) is not None:
                 self._answer(wire, ask)

@@ -10,9 +10,10 @@ from typing import Any
 
 from instep.data.shards.manifest import read_manifest
 from instep.errors import DataError
-from instep.report.figures.dataset import DataFigures, DataPart, PreparedFolder, classes_of
+from instep.report.figures.dataset import DataFigures, DataPart, PreparedFolder, classes_in
 from instep.store.run_folder import Event, RunFolder
 from instep.units import readable_count
+from instep.words import is_url
 
 _SIDES = ("train", "validate")
 
@@ -26,11 +27,7 @@ def of_run(folder: RunFolder) -> DataFigures | None:
     parts = _parts(divided.get("sizes") or placed.get("sizes") or [])
     if not (split or folders or unknown or parts):
         return None
-    classes = _classes(split)
-    if not classes:
-        for each in folders:
-            for name, counts in classes_of(each.manifest).items():
-                classes[f"{name} of {each.path}"] = {"all": counts}
+    classes = _classes(split) or classes_in(folders)
     if parts:
         unknown.append("Labels of each: instep data JOB --html FILE counts and draws them.")
     fold = f", fold {split['fold'] + 1} of {split['folds']}" if split.get("folds") else ""
@@ -100,7 +97,7 @@ def _folders(prepared: list[Any]) -> tuple[list[PreparedFolder], list[str]]:
         ):
             continue
         path, sha256 = each
-        if "://" in path:
+        if is_url(path):
             unknown.append(f"Shards and columns: {path} is not read for a report.")
             continue
         try:

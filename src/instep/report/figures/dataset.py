@@ -77,6 +77,15 @@ def classes_of(manifest: Manifest) -> dict[str, dict[str, int]]:
     return {name: told["classes"] for name, told in named.items() if told.get("classes")}
 
 
+def classes_in(folders: Sequence[PreparedFolder]) -> dict[str, Mapping[str, Mapping[str, int]]]:
+    """Counts of the values of columns, by column and folder, where no side is known."""
+    return {
+        f"{name} of {folder.path}": {"all": counts}
+        for folder in folders
+        for name, counts in classes_of(folder.manifest).items()
+    }
+
+
 def bad_records(folder: PreparedFolder) -> list[tuple[str, str]]:
     """Where the first bad records are, and what is wrong with each.
 

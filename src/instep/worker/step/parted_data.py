@@ -131,8 +131,8 @@ class PartedData:
         shards = len(self._train.manifest.shards) if self._train is not None else 0
         held = []
         for door in doors:
-            has = np.array([door.has(name, number) for number in range(shards)])
-            held.append([int(samples[has[numbers]].sum()) for numbers, samples in lots])
+            has = [number for number in range(shards) if door.has(name, number)]
+            held.append([int(samples[np.isin(numbers, has)].sum()) for numbers, samples in lots])
         return held
 
     def close(self) -> None:
