@@ -54,7 +54,7 @@ mutants: setup   ## lines of the core, changed on purpose: which does no test no
 
 # No run, and none of the files that take seconds for each test: 91 % of the tests in 41 % of the time.
 SLOWER := control/test_a_silent_worker data/test_loader data/test_unreadable \
-	integrity/test_corruption recipe/test_quick_start worker/test_fence
+	integrity/test_corruption recipe/test_quick_start engine/test_fence
 
 test-fast: setup ## most of the tests, in some four minutes on two cores; before each commit
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not process and not slow and not timed and not long and not parity and not tail" \

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 import msgspec
 from turns import write
 
-from instep import spec_file
 from instep.client.submit import run_job
 from instep.comm.codecs import CODECS
+from instep.job import file as spec_file
+from instep.job.spec import JobSpec
 from instep.lab.emulated import emulated_hosts, on_hosts
 from instep.lab.netlab import Network
-from instep.spec import JobSpec
 
 RECIPE = Path(__file__).resolve().parent / "recipes" / "wide.py"
 WORKERS, FEW, MANY, WIDTH = 4, 3, 13, 1024

@@ -7,7 +7,7 @@ flat piece of memory, so that one `copy_` of that piece into memory that is
 mapped already moves the very bytes that a save moves. Copies and saves take
 turns in one process, each just after a training step, and each save is
 finished before the next begins; a busy machine slows both. `held` is the whole
-time that training stands still: gathering the state (`worker/saving.py`) and
+time that training stands still: gathering the state (`worker/loop/saving.py`) and
 taking it (`state/save.py`). Then the same steps are timed with and without a
 checkpoint being written beside them, in turns. Figures are medians.
 """
@@ -28,10 +28,10 @@ from engine import engine_around
 from torch import Tensor, nn
 
 from instep.data.order import Position
+from instep.engine.engine import Engine
+from instep.engine.update import Update
 from instep.units import readable_bytes, readable_seconds
-from instep.worker.saving import Saver
-from instep.worker.step.engine import Engine
-from instep.worker.step.update import Update
+from instep.worker.loop.saving import Saver
 
 
 class Trained:

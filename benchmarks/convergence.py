@@ -32,6 +32,9 @@ from turns import write
 import instep
 from instep.comm.codecs.top_k import TopK
 from instep.comm.memory import run_ranks
+from instep.engine.gradients import Gradients
+from instep.engine.served.optimizer import ServedUpdate
+from instep.engine.update import Update
 from instep.records import Attempt
 from instep.report.figures.outcomes import Outcome
 from instep.report.figures.ratios import ratio_of
@@ -39,9 +42,6 @@ from instep.store.run_folder import RunFolder
 from instep.sync.all_reduce import AllReduce
 from instep.sync.base import Generation, Servers, make_strategy
 from instep.system.host_memory import HostMemory
-from instep.worker.step.gradients import Gradients
-from instep.worker.step.served import ServedUpdate
-from instep.worker.step.update import Update
 
 WORKERS, BATCH, LENGTH, WIDTH, STEPS, OVER = 4, 8, 48, 64, 200, 40
 LOCAL_STEPS = 20

@@ -37,7 +37,7 @@ import psutil
 import torch
 from rivals.contender import end_tree, tail
 
-from instep.client import meeting
+from instep.client.join import meeting
 from instep.client.running import FILE
 from instep.events import STEPS
 from instep.lab.netlab import OUTSIDE, Network
@@ -100,7 +100,10 @@ class Run:
         total = 0.0
         for process in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if process.name() == FORWARDER or "instep.comm.forwarder" in process.cmdline():
+                if (
+                    process.name() == FORWARDER
+                    or "instep.comm.encryption.forwarder" in process.cmdline()
+                ):
                     times = process.cpu_times()
                     total += times.user + times.system
         return total

@@ -30,9 +30,9 @@ from torch._C._distributed_c10d import FileStore
 from turns import write
 
 if TYPE_CHECKING:
-    from instep.worker.step.assignment import Lockstep
-    from instep.worker.step.engine import Engine
-    from instep.worker.step.update import Update
+    from instep.engine.assignment import Lockstep
+    from instep.engine.engine import Engine
+    from instep.engine.update import Update
 
 CASES = {"alone": (1, False), "alone, vote": (1, True), "two": (2, False), "two, vote": (2, True)}
 SAMPLES = 1 << 40
@@ -59,15 +59,15 @@ def engine_around(
         votes: whether every commit is voted for.
         job: entries of the job file.
     """
-    from instep import spec_file
     from instep.comm.alone import AloneComm
-    from instep.comm.messages import Form
+    from instep.comm.protocol.messages import Form
     from instep.comm.torch_comm import TorchComm
     from instep.data.batches import Batches
+    from instep.engine.assignment import Lockstep
+    from instep.engine.engine import Engine
+    from instep.engine.turns import TurnState
+    from instep.job import file as spec_file
     from instep.sync.base import make_strategy
-    from instep.worker.step.assignment import Lockstep
-    from instep.worker.step.engine import Engine
-    from instep.worker.step.turns import TurnState
 
     member: Any = SimpleNamespace(
         job=spec_file.build(
@@ -100,8 +100,8 @@ def engine_around(
 
 def stepper(case: str, rank: int, folder: Path) -> Callable[[], None]:
     """One step of one worker's engine, around next to nothing."""
-    from instep.worker.step.engine import Weighed
-    from instep.worker.step.update import Update
+    from instep.engine.engine import Weighed
+    from instep.engine.update import Update
 
     size, votes = CASES[case]
     model = torch.nn.Linear(1, 1, bias=False)

@@ -43,17 +43,17 @@ from typing import Any
 import numpy as np
 import psutil
 
-from instep import spec_file
-from instep.comm import messages as m
-from instep.comm.certificates import Authority, Credentials
-from instep.comm.channel import LARGEST, _Frames, frame
-from instep.comm.connection import HEARTBEAT_S
-from instep.comm.endpoint import Endpoint, Switchboard
-from instep.comm.tls import Tls, context
+from instep.comm.encryption.certificates import Authority, Credentials
+from instep.comm.encryption.tls import Tls, context
+from instep.comm.protocol import messages as m
+from instep.comm.protocol.channel import LARGEST, _Frames, frame
+from instep.comm.protocol.connection import HEARTBEAT_S
+from instep.comm.protocol.endpoint import Endpoint, Switchboard
 from instep.control.journal import Begin, Journal
+from instep.engine.member import FLUSH_S, TRAFFIC_S
 from instep.events import STEPS
+from instep.job import file as spec_file
 from instep.store.folder import BEGINNING, make_run_folder
-from instep.worker.member import FLUSH_S, TRAFFIC_S
 
 ON_A_HOST = 8
 AT_ONCE_S = 0.02

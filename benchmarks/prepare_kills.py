@@ -29,7 +29,7 @@ from typing import Any
 
 import psutil
 
-from instep.lab.run_processes import Known, Processes, send
+from instep.lab.chaos.run_processes import Known, Processes, send
 
 FUNCTION = """
 import random
@@ -165,7 +165,9 @@ def disturb(command: subprocess.Popen[bytes], draw: random.Random, did: Counter[
         master = psutil.Process(command.pid)
         below = master.children(recursive=True)
         children = [child for child in below if child.status() != "zombie"]
-        hosts = {child.pid for child in children if "instep.prepare.host" in child.cmdline()}
+        hosts = {
+            child.pid for child in children if "instep.prepare.workers.host" in child.cmdline()
+        }
     except psutil.NoSuchProcess:
         return
     target = draw.choice([master, *children, *children])

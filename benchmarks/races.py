@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from instep import spec_file
 from instep.client.submit import run_job
+from instep.job import file as spec_file
 from instep.lab.alternatives import split
 from instep.lab.emulated import emulated_hosts, on_hosts
 from instep.lab.netlab import Network
 from instep.report.figures.outcomes import Outcome, outcome_of
 from instep.store.run_folder import RunFolder
-from instep.worker.round_checks import updates
+from instep.worker.rounds.round_checks import updates
 
 HERE = Path(__file__).resolve().parent
 OURS = "instep"

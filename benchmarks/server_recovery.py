@@ -33,8 +33,8 @@ from rivals.contender import tail
 
 from instep.data.order import Order
 from instep.events import STEPS, read_events
+from instep.state.files.manifest import published
 from instep.state.load import load
-from instep.state.manifest import published
 from instep.store.run_folder import RunFolder, step_ends
 
 RECIPE = f"{Path(__file__).parent / 'recipes' / 'adds_up.py'}:recipe"

@@ -33,12 +33,12 @@ from turns import write
 
 from instep.comm.codecs import CODECS
 from instep.comm.torch_comm import TorchComm
+from instep.engine.served.optimizer import ServedUpdate
+from instep.engine.update import Update
 from instep.lab.netlab import Network, bits_per_s
 from instep.records import Attempt
 from instep.sync.base import Generation, Servers, make_strategy
 from instep.system.host_memory import HostMemory
-from instep.worker.step.served import ServedUpdate
-from instep.worker.step.update import Update
 
 WORKERS = 4
 

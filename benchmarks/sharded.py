@@ -29,11 +29,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from turns import in_words, write
 
+from instep.job.spec import MeshSpec
 from instep.lab.netlab import Network
 from instep.parallel.blocks import repeated_blocks
 from instep.parallel.replica_group import ReplicaGroup
 from instep.parallel.shard.sharded import shard
-from instep.spec import MeshSpec
 
 WORDS, WIDTH, BLOCKS, LENGTH = 512, 256, 4, 64
 HEADERS = 66

@@ -27,7 +27,7 @@ from torch import nn
 from instep.data.loader import Loader
 from instep.recipe.forward import Forward
 from instep.recipe.recipe import Recipe
-from instep.spec import JobSpec, TrainSpec
+from instep.job.spec import JobSpec, TrainSpec
 from instep.worker.trial.reads import try_recipe
 
 class Residual(nn.Module):
@@ -89,7 +89,7 @@ since = time.process_time()
 trial = try_recipe(forward, loader, job, len(data))
 passes = time.process_time() - since
 try:
-    from instep.worker.trial.kept import try_kept
+    from instep.worker.trial.kept.kept import try_kept
     from instep.recipe.tuning import NOTHING
     from instep.recipe.build import build_optimizer
 except ImportError:  # a build that does not try optimizers

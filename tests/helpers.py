@@ -13,12 +13,12 @@ from torch import nn
 
 from instep.comm.torch_comm import TorchComm
 from instep.data.order import Order, position, steps_in_epoch
+from instep.engine.gradients import Gradients
+from instep.engine.passes import share_of
+from instep.engine.state.buffers import Buffers
 from instep.records import Attempt
 from instep.sync.base import Generation, make_strategy
 from instep.sync.delayed import Delayed
-from instep.worker.step.buffers import Buffers
-from instep.worker.step.gradients import Gradients
-from instep.worker.step.passes import share_of
 
 TIMEOUT_S = 600.0
 

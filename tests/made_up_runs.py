@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from instep.events import LEDGER, STEPS, ledger_header, read_records
-from instep.spec_file import build, dump
+from instep.job.file import build, dump
 
 BEGIN_S = 1_790_000_000.0  # Unix seconds at which every made-up run starts
 START_UP_S = 2.5

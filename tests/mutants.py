@@ -26,13 +26,14 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE = (
-    "checksums.py", "comm/codecs", "comm/connection.py", "comm/buckets.py", "control/decide.py",
-    "control/keys.py", "control/losses.py", "control/watch.py", "data/dealing.py",
+    "checksums.py", "comm/codecs", "comm/protocol/connection.py", "comm/buckets.py",
+    "control/decide.py", "control/keys.py", "control/losses.py", "control/watch.py",
+    "data/dealing.py",
     "data/batches.py", "data/order.py", "data/partition", "data/raw", "data/reading", "data/shards",
     "data/splits", "data/windowed.py", "plain_file.py", "prepare",
     "recipe/forward.py", "recipe/weights.py", "state", "store/audit.py", "store/ledger.py",
     "store/step_log.py", "sync", "system/host_memory.py", "system/memory_files.py",
-    "system/outbox.py", "worker/leased", "worker/own", "worker/step", "worker/trial",
+    "system/outbox.py", "server", "engine", "worker/own", "worker/trial",
 )  # fmt: skip
 """What gives a wrong result if it is wrong; below `src/instep`."""
 

@@ -24,13 +24,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from instep import spec_file
 from instep.comm.memory import MemoryComm, MemoryMessage, _Room
-from instep.comm.messages import Form
+from instep.comm.protocol.messages import Form
 from instep.data.batches import Batches
+from instep.engine.assignment import Lockstep
+from instep.engine.engine import Engine, Weighed
+from instep.engine.served.optimizer import ServedUpdate
+from instep.engine.turns import TurnState
+from instep.engine.update import Update
 from instep.errors import PeerError
 from instep.events import LEDGER, read_records
-from instep.spec import JobSpec, SyncSpec
+from instep.job import file as spec_file
+from instep.job.spec import JobSpec, SyncSpec
 from instep.store.audit import audit
 from instep.store.ledger import cut_back
 from instep.sync.base import make_strategy
@@ -38,15 +43,10 @@ from instep.sync.delayed import Delayed
 from instep.sync.rounds.averaging import Averaging
 from instep.sync.rounds.streaming import Streaming
 from instep.sync.servers.server_sync import ServerSync
-from instep.worker.local_models import LocalModel
-from instep.worker.local_optimizers import LocalOptimizers
-from instep.worker.local_states import MODEL as OWN_MODEL
-from instep.worker.local_states import OPTIMIZER, LocalStates
-from instep.worker.step.assignment import Lockstep
-from instep.worker.step.engine import Engine, Weighed
-from instep.worker.step.served import ServedUpdate
-from instep.worker.step.turns import TurnState
-from instep.worker.step.update import Update
+from instep.worker.rounds.local_models import LocalModel
+from instep.worker.rounds.local_optimizers import LocalOptimizers
+from instep.worker.rounds.local_states import MODEL as OWN_MODEL
+from instep.worker.rounds.local_states import OPTIMIZER, LocalStates
 
 WORKERS, SAMPLES, GLOBAL_BATCH, PARTS, LAST = 3, 16, 6, 3, 4
 """The epoch's last batch is a small one, and training goes on into a second epoch."""

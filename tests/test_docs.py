@@ -15,16 +15,17 @@ from typing import Any
 import pytest
 import torch
 
-from instep import errors, events, spec_file
+from instep import errors, events
 from instep.cli import COMMANDS
 from instep.cli.parsing import make_parser
 from instep.comm.codecs import CODECS
 from instep.comm.memory import run_ranks
 from instep.data import SOURCES
+from instep.engine.gradients import Gradients
+from instep.job import file as spec_file
 from instep.sync import STRATEGIES
 from instep.sync.all_reduce import AllReduce
 from instep.sync.base import Generation
-from instep.worker.step.gradients import Gradients
 
 ROOT = Path(__file__).resolve().parent.parent
 _BUILT = {".venv", "runs", "build", ".pytest_cache", ".hypothesis"}

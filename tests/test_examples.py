@@ -17,8 +17,8 @@ from PIL import Image
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_tensors
 
-from instep import spec_file
 from instep.data.order import Order, position
+from instep.job import file as spec_file
 from lazily import Lazy
 
 peft, transformers = Lazy("peft"), Lazy("transformers")

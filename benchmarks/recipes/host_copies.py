@@ -11,10 +11,10 @@ from typing import Any
 from gpt import recipe as gpt
 
 import instep
+from instep.engine.state.host_copy import HostCopy
+from instep.engine.trial_result import Trial
 from instep.records import Attempt
-from instep.worker.step.host_copy import HostCopy
 from instep.worker.trial.sameness import NOTHING_TO_TRY
-from instep.worker.trial_result import Trial
 
 
 def recipe(until: int = 0, block: int = 1, tried: int = 1, **size: int) -> instep.Recipe:

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 from instep.formats import INSTEP
 
 if TYPE_CHECKING:
-    from instep.client.session import Session, join
+    from instep.client.join.session import Session, join
     from instep.client.submit import Run, resume, train
     from instep.errors import InstepError
+    from instep.job.spec import JobSpec
     from instep.recipe.callbacks import Callback, CallbackContext
+    from instep.recipe.optimizers.rowwise_adagrad import RowwiseAdagrad
     from instep.recipe.recipe import Recipe, Turn
-    from instep.recipe.rowwise_adagrad import RowwiseAdagrad
     from instep.recipe.weights import WeightedLoss
-    from instep.spec import JobSpec
     from instep.state.load import load_model
 
 __version__ = INSTEP
@@ -32,14 +32,14 @@ _HOME = {
     "Callback": "instep.recipe.callbacks",
     "CallbackContext": "instep.recipe.callbacks",
     "InstepError": "instep.errors",
-    "JobSpec": "instep.spec",
+    "JobSpec": "instep.job.spec",
     "Recipe": "instep.recipe.recipe",
-    "RowwiseAdagrad": "instep.recipe.rowwise_adagrad",
+    "RowwiseAdagrad": "instep.recipe.optimizers.rowwise_adagrad",
     "Run": "instep.client.submit",
-    "Session": "instep.client.session",
+    "Session": "instep.client.join.session",
     "Turn": "instep.recipe.recipe",
     "WeightedLoss": "instep.recipe.weights",
-    "join": "instep.client.session",
+    "join": "instep.client.join.session",
     "load_model": "instep.state.load",
     "resume": "instep.client.submit",
     "train": "instep.client.submit",

@@ -1,7 +1,7 @@
 """The format number of a run's files, and which version of instep reads which.
 
 All files share one number, `FORMAT`. It is at the top of `job.toml`, in the ledger's header
-(`events.py`) and in the manifest of a checkpoint (`state/manifest.py`). It increases whenever
+(`events.py`) and in the manifest of a checkpoint (`state/files/manifest.py`). It increases whenever
 one of them changes so that an earlier instep would misread it. A run of another format is
 refused.
 """

@@ -15,19 +15,19 @@ from unittest import mock
 import pytest
 import torch
 
+from instep.engine import engine as engine_module
+from instep.engine.engine import Engine
+from instep.engine.served.optimizer import ServedUpdate
+from instep.engine.state import committed
+from instep.engine.state.buffers import Buffers
+from instep.engine.state.catch_up import Place, beginning
 from instep.errors import PeerError, RecipeError, RunError
 from instep.sync import LEASED, STRATEGIES
 from instep.sync.all_reduce import AllReduce
 from instep.sync.rounds.coded import Coded
 from instep.sync.servers.server_sync import ServerSync
 from instep.sync.sign_vote import SignVote
-from instep.worker.local_states import LocalStates
-from instep.worker.step import committed
-from instep.worker.step import engine as engine_module
-from instep.worker.step.buffers import Buffers
-from instep.worker.step.catch_up import Place, beginning
-from instep.worker.step.engine import Engine
-from instep.worker.step.served import ServedUpdate
+from instep.worker.rounds.local_states import LocalStates
 from marks import slow, tail
 from ranks import COLUMN, WORKERS, Break, Death, Lapse, Point, Script, World
 

@@ -5,17 +5,17 @@ import torch
 from test_codecs_in_training import EVERY, OPTIONS
 from test_strategies import expected_gradients, model_and_parameters, passes_of
 
-from instep import spec_file
 from instep.comm.codecs import CODECS
 from instep.comm.codecs.base import aligned
 from instep.comm.memory import MemoryComm, run_ranks
+from instep.engine.gradients import Gradients
 from instep.errors import SpecError
+from instep.job import file as spec_file
 from instep.records import Attempt
 from instep.sync.base import Generation, make_strategy
 from instep.sync.clashes import check
 from instep.sync.reducers import reducer_of
 from instep.sync.reducers.two_phase import TwoPhase
-from instep.worker.step.gradients import Gradients
 from ranks import Death, Point, Script, World
 
 STEPS, RANKS = 5, 3

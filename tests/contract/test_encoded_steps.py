@@ -9,10 +9,10 @@ from torch.nn import Parameter
 from helpers import run_processes
 from instep.comm.codecs import CODECS
 from instep.comm.memory import run_ranks
+from instep.engine.served.optimizer import ServedUpdate
 from instep.records import Attempt
 from instep.sync.base import Generation, Servers, make_strategy
 from instep.system.host_memory import HostMemory
-from instep.worker.step.served import ServedUpdate
 
 AT_RANDOM = ", at random"
 NAMES = [*(name for name in CODECS if name != "none"), f"int8{AT_RANDOM}", f"int4{AT_RANDOM}"]

@@ -11,12 +11,12 @@ from contextlib import ExitStack
 import psutil
 import pytest
 
-from instep.comm.channel import Address, listen
-from instep.comm.endpoint import Endpoint
+from instep.comm.protocol.channel import Address, listen
+from instep.comm.protocol.endpoint import Endpoint
+from instep.job.file import build
 from instep.launch import LAUNCHERS
 from instep.launch.base import Elastic
-from instep.launch.ray_cluster import connect
-from instep.spec_file import build
+from instep.launch.ray.cluster import connect
 
 pytestmark = pytest.mark.process
 

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from instep.comm.memory import run_ranks
+from instep.engine.gradients import Gradients
+from instep.engine.served.optimizer import ServedUpdate
 from instep.errors import SpecError
+from instep.job.spec import ROUND_OPTIONS
 from instep.records import Attempt
-from instep.spec import ROUND_OPTIONS
 from instep.sync import DEFAULTS, LEASED, SERVERS, STRATEGIES
 from instep.sync.base import Generation, Servers, make_strategy
 from instep.system.host_memory import HostMemory
-from instep.worker.step.gradients import Gradients
-from instep.worker.step.served import ServedUpdate
 
 NAMES = [name for name in STRATEGIES if name not in LEASED]
 """Those that take each step together; the others are tested by `test_leased_commits.py`."""

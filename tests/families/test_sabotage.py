@@ -19,11 +19,11 @@ import instep
 from helpers import run_processes
 from instep.data.loader import Loader
 from instep.errors import RecipeError
-from instep.parallel.batch_norm import make_global
+from instep.job.spec import JobSpec, TrainSpec
+from instep.parallel.global_batch.batch_norm import make_global
 from instep.parallel.two_blocks import TwoBlocks
 from instep.recipe.build import set_generators
 from instep.recipe.forward import Forward
-from instep.spec import JobSpec, TrainSpec
 from instep.worker.trial import moves
 from instep.worker.trial.gate import Gate, whole_passes
 from instep.worker.trial.two_blocks import on_two_blocks

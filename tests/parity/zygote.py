@@ -28,7 +28,7 @@ from pair import GLOBAL_BATCH, SEED, Pair
 from safetensors.torch import load_file
 
 import instep
-import instep.client.session
+import instep.client.join.session
 import instep.worker.training
 from instep.errors import InstepError
 from instep.events import STEPS as STEP_RECORDS

@@ -16,7 +16,7 @@ import pytest
 from started import TIMEOUT_S, Start, Started, newest_pids
 
 from instep.lab.netlab import OUTSIDE, Network
-from instep.launch.ray_private import patient
+from instep.launch.ray.private import patient
 
 RAY = Path(sys.executable).with_name("ray")
 STORE_BYTES = 80 << 20

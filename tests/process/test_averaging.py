@@ -19,7 +19,7 @@ import instep
 from conftest import instep_run
 from instep.comm.codecs import CODECS
 from instep.data.order import Order, key, micro_batch, position
-from instep.state.manifest import published
+from instep.state.files.manifest import published
 from instep.store.run_folder import RunFolder
 from marks import slow
 

@@ -15,8 +15,8 @@ import pytest
 from started import wait_until_it_is_itself
 
 from instep.events import LEDGER, ledger_header
-from instep.lab.breaker import Breaker, Plan
-from instep.lab.injections import Injection
+from instep.lab.chaos.breaker import Breaker, Plan
+from instep.lab.chaos.injections import Injection
 from instep.store.ledger import last_step
 
 pytestmark = pytest.mark.process

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from started import RECIPES, Start
 
-from instep import spec_file
 from instep.cli import main
+from instep.job import file as spec_file
 from instep.lab.determinism import check_determinism
 from marks import slow
 

@@ -14,8 +14,8 @@ from started import RECIPES, Start, Started, kill, kill_with_its_memory, newest_
 import instep
 from instep.client.running import scale
 from instep.data.order import Order, position
+from instep.state.files.manifest import published
 from instep.state.load import load
-from instep.state.manifest import published
 from instep.store.run_folder import RunFolder
 from instep.sync.base import SERVED
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from instep.client.running import scale
 from instep.data.order import Order, position
+from instep.state.files.manifest import published
 from instep.state.load import load
-from instep.state.manifest import published
 from instep.store.run_folder import RunFolder
 
 pytestmark = pytest.mark.process

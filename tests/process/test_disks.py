@@ -14,7 +14,7 @@ import instep
 from disks import Disk, Ext4
 from instep.events import read_events
 from instep.report.figures.summary import summarise
-from instep.state.manifest import published
+from instep.state.files.manifest import published
 from instep.store.run_folder import RunFolder
 
 pytestmark = pytest.mark.process

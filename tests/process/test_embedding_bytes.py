@@ -13,10 +13,10 @@ from torch.multiprocessing import start_processes
 import instep
 from instep.comm.metered import tcp_traffic
 from instep.comm.torch_comm import TorchComm
+from instep.engine.served.tables import ServedTables
+from instep.job.spec import JobSpec
 from instep.recipe.build import build_optimizer
-from instep.spec import JobSpec
 from instep.system.host_memory import HostMemory
-from instep.worker.step.served_tables import ServedTables
 
 pytestmark = pytest.mark.process
 

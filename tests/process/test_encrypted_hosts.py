@@ -230,7 +230,10 @@ def forwarders(program: Started) -> dict[int, psutil.Process]:
     found = {}
     for process in program.processes():
         try:
-            if process.name() == FORWARDER or "instep.comm.forwarder" in process.cmdline():
+            if (
+                process.name() == FORWARDER
+                or "instep.comm.encryption.forwarder" in process.cmdline()
+            ):
                 found[process.ppid()] = process
         except psutil.Error:
             pass

@@ -12,9 +12,9 @@ import psutil
 import pytest
 from started import RECIPES, TIMEOUT_S, Start
 
-from instep.comm import messages as m
-from instep.comm.channel import LARGEST, Peer
-from instep.comm.endpoint import Switchboard
+from instep.comm.protocol import messages as m
+from instep.comm.protocol.channel import LARGEST, Peer
+from instep.comm.protocol.endpoint import Switchboard
 from instep.launch.local import LocalLauncher
 from instep.system.environment import SCHEDULERS
 from marks import slow
@@ -90,8 +90,8 @@ def test_the_spare_of_a_killed_server_signals_its_workers_and_reports_their_exit
 STARTER = """
 import sys, time
 from pathlib import Path
-from instep.comm.channel import Address
-from instep.comm.endpoint import Endpoint
+from instep.comm.protocol.channel import Address
+from instep.comm.protocol.endpoint import Endpoint
 from instep.launch.local import LocalLauncher
 
 launcher = LocalLauncher(lifeline=True)

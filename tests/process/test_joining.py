@@ -16,11 +16,11 @@ from started import EXECUTE, RECIPES, Start, Started, distance
 
 from instep.cli import main
 from instep.client.results import failure
-from instep.comm.messages import Failed
+from instep.comm.protocol.messages import Failed
 from instep.control.resume import prepare
 from instep.errors import SpecError
 from instep.events import read_events
-from instep.spec import StopSpec
+from instep.job.spec import StopSpec
 from instep.store.run_folder import RunFolder
 from made_up_runs import write_events
 from marks import slow

@@ -2,7 +2,7 @@
 
 Gradients of `adds_up.py` are the samples, whatever the parameters are. So what each worker has left
 out follows from the ledger, and the last parameters do, to the bit. What happens at each moment is
-tested on threads, in `unit/worker`.
+tested on threads, in `unit/server`.
 """
 
 import copy

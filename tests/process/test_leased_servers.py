@@ -1,6 +1,6 @@
 """Several servers without lockstep: whoever is killed, no update is lost or made twice.
 
-What happens at each moment of an update is tested on threads, in `unit/worker`.
+What happens at each moment of an update is tested on threads, in `unit/server`.
 """
 
 import random
@@ -29,7 +29,7 @@ import instep
 from instep.data.order import Order
 from instep.errors import WorkerError
 from instep.events import read_events
-from instep.state.manifest import published
+from instep.state.files.manifest import published
 from instep.store.run_folder import RunFolder
 from marks import slow
 

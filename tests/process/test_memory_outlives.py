@@ -13,8 +13,8 @@ import pytest
 from started import RECIPES, TIMEOUT_S
 from test_fork_server import Master
 
-from instep.comm import messages as m
-from instep.comm.channel import Peer
+from instep.comm.protocol import messages as m
+from instep.comm.protocol.channel import Peer
 from instep.launch.local import LocalLauncher
 from instep.system.memory_files import MemoryFiles
 from instep.system.processes import SPARE

@@ -18,7 +18,7 @@ from instep.comm.codecs.int8 import Int8
 from instep.comm.memory import run_ranks
 from instep.data.order import Order, position
 from instep.records import Attempt
-from instep.state.manifest import published
+from instep.state.files.manifest import published
 from instep.state.pieces import Pieces, open_pieces
 from instep.sync.all_reduce import AllReduce
 from instep.sync.base import Generation

@@ -17,8 +17,8 @@ import instep
 from instep.cli import main
 from instep.data.order import Order, key, micro_batch
 from instep.errors import CheckpointError
-from instep.state.export import choose
-from instep.state.own_parts import write_model_of
+from instep.state.export.export import choose
+from instep.state.export.own_parts import write_model_of
 from instep.store.run_folder import RunFolder
 from marks import slow
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from started import wait_until_it_is_itself
 
-from instep.lab.run_processes import Known, Processes, roles_of, send
+from instep.lab.chaos.run_processes import Known, Processes, roles_of, send
 from instep.store.run_folder import RunFolder
 
 pytestmark = pytest.mark.process

@@ -34,12 +34,12 @@ from started import RECIPES, TIMEOUT_S, Start, kill, newest_pids
 import instep
 from instep.client.job_checks import check_job
 from instep.client.launching import launching
-from instep.comm.channel import Address, listen
-from instep.comm.endpoint import Endpoint
+from instep.comm.protocol.channel import Address, listen
+from instep.comm.protocol.endpoint import Endpoint
 from instep.errors import INTERRUPTED, SpecError
-from instep.launch.ray_cluster import connect
-from instep.spec import JobSpec
-from instep.spec_file import build
+from instep.job.file import build
+from instep.job.spec import JobSpec
+from instep.launch.ray.cluster import connect
 from instep.store.run_folder import RunFolder
 from instep.system.addresses import address_towards
 

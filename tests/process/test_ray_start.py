@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from test_ray import short_folder
 
-from instep.launch.ray_cluster import connect
+from instep.launch.ray.cluster import connect
 
 pytestmark = pytest.mark.process
 

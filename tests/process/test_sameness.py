@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from started import RECIPES, Started
 
+from instep.state.files.manifest import read_manifest
 from instep.state.intact import newest_intact
-from instep.state.manifest import read_manifest
 from instep.store.run_folder import RunFolder
 from marks import slow
 

@@ -9,7 +9,7 @@ import pytest
 from started import RECIPES, Start, Started, kill, newest_pids
 
 from instep.cli import main
-from instep.lab.run_processes import roles_of
+from instep.lab.chaos.run_processes import roles_of
 from instep.store.run_folder import RunFolder
 
 pytestmark = pytest.mark.process

@@ -23,8 +23,8 @@ from test_survival import reach, step_of
 import instep
 from instep.events import STEPS as TIMES
 from instep.events import read_records
+from instep.state.files.manifest import published
 from instep.state.load import load
-from instep.state.manifest import published
 from instep.store.run_folder import RunFolder
 from marks import slow
 

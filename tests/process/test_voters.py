@@ -14,8 +14,8 @@ import instep
 from instep.client.running import scale
 from instep.data.order import Order, key, micro_batch, position
 from instep.errors import SpecError
+from instep.state.files.manifest import published
 from instep.state.load import load
-from instep.state.manifest import published
 from marks import slow
 
 pytestmark = pytest.mark.process

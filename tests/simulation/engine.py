@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from instep.comm.callers import Unproven
-from instep.comm.channel import Address
+from instep.comm.protocol.channel import Address
 from instep.errors import PeerError
 
 

@@ -14,8 +14,8 @@ from unittest import mock
 
 from msgspec import structs
 
-from instep.comm.connection import MasterConnection
-from instep.comm.messages import Broken, Done, Formed, Welcome
+from instep.comm.protocol.connection import MasterConnection
+from instep.comm.protocol.messages import Broken, Done, Formed, Welcome
 from instep.control import decide as decisions
 from instep.control import losses
 from instep.control.keys import Keys
@@ -23,8 +23,8 @@ from instep.control.state import IN_A_GROUP, GoBack, Kill, Member, Phase, State
 from instep.control.stop_rules import Rules
 from instep.control.watch import Watch
 from instep.data.dealing import deal
-from instep.worker.step.assignment import NOTHING_FINISHED, Lockstep
-from instep.worker.step.catch_up import Beginning
+from instep.engine.assignment import NOTHING_FINISHED, Lockstep
+from instep.engine.state.catch_up import Beginning
 
 from . import roles, workers
 from .truth import Truth

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from instep.comm.messages import Form
+from instep.comm.protocol.messages import Form
 
 from .groups import End, Wait
 

@@ -17,10 +17,10 @@ from unittest import mock
 import msgspec
 import numpy as np
 
-from instep.comm import connection as connection_module
-from instep.comm import messages as m
-from instep.comm.connection import MasterConnection
-from instep.comm.messages import Form, Hello
+from instep.comm.protocol import connection as connection_module
+from instep.comm.protocol import messages as m
+from instep.comm.protocol.connection import MasterConnection
+from instep.comm.protocol.messages import Form, Hello
 from instep.control import master as master_module
 from instep.control import recorder, stack_requests
 from instep.control.master import Master

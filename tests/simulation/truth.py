@@ -13,11 +13,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from instep.comm.messages import Form
+from instep.comm.protocol.messages import Form
 from instep.control.state import State
 from instep.data.order import position
-from instep.spec import TrainSpec
-from instep.worker.step.passes import Pass, parts_of, positions_of
+from instep.engine.passes import Pass, parts_of, positions_of
+from instep.job.spec import TrainSpec
 
 from .engine import Process, Violation
 from .owning import Things

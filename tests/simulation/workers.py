@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from instep.comm import messages as m
-from instep.comm.connection import HEARTBEAT_S
-from instep.comm.messages import ON_REQUEST
+from instep.comm.protocol import messages as m
+from instep.comm.protocol.connection import HEARTBEAT_S
+from instep.comm.protocol.messages import ON_REQUEST
 from instep.control.watch import WAITING
 from instep.data.batches import Batches
+from instep.engine.assignment import NOTHING_FINISHED, Lockstep, finished
+from instep.engine.member import FLUSH_S
+from instep.engine.state.catch_up import NOWHERE, Place, beginning
 from instep.errors import PeerError
 from instep.events import STEPS
-from instep.worker.member import FLUSH_S
-from instep.worker.step.assignment import NOTHING_FINISHED, Lockstep, finished
-from instep.worker.step.catch_up import NOWHERE, Place, beginning
 
 from .engine import TIME, Death, Process, Violation
 from .groups import End, Wait

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from instep import spec_file
-from instep.comm import messages as m
+from instep.comm.protocol import messages as m
 from instep.control.master import Outcome
 from instep.control.state import Finish
+from instep.job import file as spec_file
 
 from .engine import TIME, Death, Engine, Listener, Process, Violation
 from .groups import End, Wait

@@ -9,9 +9,9 @@ import pytest
 from instep.cli import main
 from instep.errors import RunError, SpecError
 from instep.events import read_events
-from instep.spec_file import MOST_DEPTH, read_table
-from instep.state.hugging_face import kept_config
-from instep.state.model_file import open_tensors
+from instep.job.file import MOST_DEPTH, read_table
+from instep.state.export.hugging_face import kept_config
+from instep.state.files.model_file import open_tensors
 from made_up_runs import failure, make_run, write_events
 
 STRANGE = "\x1b]0;title\x07\x1b[2J\x9b31m\r\u202e\ud800\x7f"
@@ -137,7 +137,7 @@ def test_what_is_too_deep_for_a_library_is_one_sentence_too(tmp_path, monkeypatc
     path = make_run(tmp_path / "run")
     damaged(path, "huggingface/config.json", b"{}")
     damaged(path, "model.safetensors", (2).to_bytes(8, "little") + b"{}")
-    monkeypatch.setattr("instep.spec_file.tomllib.loads", too_deep)
+    monkeypatch.setattr("instep.job.file.tomllib.loads", too_deep)
     with pytest.raises(SpecError, match="deep"):
         read_table(path / "job.toml")
     monkeypatch.setattr("json.loads", too_deep)

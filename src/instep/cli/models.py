@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 def export(args: argparse.Namespace) -> int:
     """Copy the model of a run into a file or a Hugging Face folder, or its LoRA adapter."""
-    from instep.state.export import check_target, choose, writing_to
-    from instep.state.hugging_face import copy_config
+    from instep.state.export.export import check_target, choose, writing_to
+    from instep.state.export.hugging_face import copy_config
     from instep.state.retention import Best
     from instep.store.run_folder import RunFolder
 
@@ -54,7 +54,7 @@ def export(args: argparse.Namespace) -> int:
     with writing_to(target):
         hugging_face = config is not None
         if args.participant is not None:
-            from instep.state.own_parts import write_model_of
+            from instep.state.export.own_parts import write_model_of
 
             assert kept is not None, "as chosen above"
             size = write_model_of(kept, args.participant, target)
@@ -103,7 +103,7 @@ def _config(name: str, run: Path) -> dict[str, Any]:
     Raises:
         SpecError: the run's model has none, or the name is that of a file.
     """
-    from instep.state.hugging_face import kept_config
+    from instep.state.export.hugging_face import kept_config
 
     config = kept_config(run)
     if (
@@ -122,13 +122,13 @@ def _write_model(
     model: Path, target: Path, folder: RunFolder, adapter: bool, hugging_face: bool
 ) -> int:
     """Write a model of a run: copied; or of LoRA, merged or the adapter alone. Returns its size."""
-    from instep.state.export import copy_model, copy_own
+    from instep.state.export.export import copy_model, copy_own
     from instep.system.temporary import temporary_folder
 
     lora, of_checkpoint = folder.spec.lora, model.parent != folder.path
     if lora.modules:
-        from instep.state.adapter import write_adapter, write_merged
-        from instep.state.manifest import AVERAGE, file_name
+        from instep.state.export.adapter import write_adapter, write_merged
+        from instep.state.files.manifest import AVERAGE, file_name
 
         with temporary_folder(".instep-export-", target.parent) as place:
             average = model.with_name(file_name(AVERAGE)).is_file()
@@ -149,7 +149,7 @@ def _write_own(
     model: Path, target: Path, folder: RunFolder, adapter: bool, hugging_face: bool
 ) -> int:
     """The same of a run's end; if it is damaged, name the checkpoint with the same model."""
-    from instep.state.manifest import published
+    from instep.state.files.manifest import published
     from instep.words import command
 
     try:
@@ -166,7 +166,7 @@ def _write_own(
 
 def predict(args: argparse.Namespace) -> int:
     """Predict a dataset with the model of a run or a file, each sample once and in order."""
-    from instep.client.predict import predict as all_of
+    from instep.client.predict.command import predict as all_of
 
     done = all_of(
         Path(args.of),

@@ -98,7 +98,7 @@ def prepare_options(parser: Parser) -> None:
 def data(args: argparse.Namespace) -> int:
     """Show what will be trained on: of a job its sides, leaks and parts; or a prepared folder."""
     if args.html:
-        from instep.state.export import check_page
+        from instep.state.export.export import check_page
 
         check_page(Path(args.html), None, "--html")
     if Path(args.of).suffix == ".toml":
@@ -140,10 +140,10 @@ def data(args: argparse.Namespace) -> int:
 
 def _of_job(args: argparse.Namespace) -> int:
     from instep.client.preparing import prepare_data
+    from instep.job.file import load
     from instep.lab.about_data import about_data
     from instep.report.figures.sample import sample_table
     from instep.report.terminal.dataset import job_lines, sample_lines
-    from instep.spec_file import load
 
     if args.verify:
         raise SpecError("--verify is for a prepared folder, and a job file is given.")
@@ -166,7 +166,7 @@ def _of_job(args: argparse.Namespace) -> int:
 
 def _drawn(args: argparse.Namespace, table: dict[str, Any], data: DataFigures) -> list[str]:
     from instep.report.page.page import write_data
-    from instep.state.export import writing_to
+    from instep.state.export.export import writing_to
 
     path = Path(args.html)
     with writing_to(path, "--html"):

@@ -13,7 +13,7 @@ from instep.cli.saying import say, say_aside
 from instep.errors import RunError, SpecError
 
 if TYPE_CHECKING:
-    from instep.lab.verdict import Verdict
+    from instep.lab.chaos.verdict import Verdict
 
 
 def report(args: argparse.Namespace) -> int:
@@ -21,7 +21,7 @@ def report(args: argparse.Namespace) -> int:
     from instep.report.figures.summary import summarise
     from instep.report.page.page import write_report
     from instep.report.terminal.closing import closing_lines
-    from instep.state.export import check_page, writing_to
+    from instep.state.export.export import check_page, writing_to
     from instep.store.run_folder import RunFolder
 
     folder = RunFolder(Path(args.run))
@@ -197,10 +197,10 @@ def chaos_options(parser: Parser) -> None:
 
 def _broken(args: argparse.Namespace, say: Callable[[str], None]) -> Verdict:
     """Break a job that is run twice, a run that is repeated, or a run that is running."""
-    from instep import spec_file
-    from instep.lab.breaker import Plan
-    from instep.lab.chaos import break_again, break_job, break_running
-    from instep.lab.injections import check_numbers, check_roles
+    from instep.job import file as spec_file
+    from instep.lab.chaos.breaker import Plan
+    from instep.lab.chaos.chaos import break_again, break_job, break_running
+    from instep.lab.chaos.injections import check_numbers, check_roles
     from instep.store.folder import is_running
     from instep.store.run_folder import RunFolder
 

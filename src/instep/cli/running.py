@@ -13,13 +13,13 @@ from instep.errors import RecipeError, SpecError
 
 if TYPE_CHECKING:
     from instep.client.submit import Run
-    from instep.spec import JobSpec
+    from instep.job.spec import JobSpec
 
 
 def run(args: argparse.Namespace) -> int:
     """Train a job on worker processes, and write a report."""
-    from instep import spec_file
     from instep.client.submit import run_job
+    from instep.job import file as spec_file
     from instep.system.processes import started_at
 
     overrides = overrides_of(args)
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.resume:
         raise SpecError("--resume is for --folds. To continue one run: instep resume RUN")
     if Path(args.job).suffix == ".py":
-        from instep.client.script import load_script
+        from instep.client.join.script import load_script
 
         job = load_script(Path(args.job), args.argv, overrides, say_left_out)
     elif args.argv:
@@ -222,7 +222,7 @@ def join_run_options(parser: Parser) -> None:
 
 def host(args: argparse.Namespace) -> int:
     """Let this machine join a run whose job file has [cluster], and work for it."""
-    from instep.comm.channel import Address
+    from instep.comm.protocol.channel import Address
     from instep.launch.joining import Machine
     from instep.units import host_and_port
 

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from instep import spec_file
 from instep.client.job_checks import check_job
 from instep.errors import INTERRUPTED, RunError, SpecError
+from instep.job import file as spec_file
+from instep.job.spec import JobSpec
 from instep.launch.base import check_no_hosts
 from instep.launch.slurm_cluster import ask, nodes_of
-from instep.spec import JobSpec
 from instep.store.folder import numbered
 
 LOOK_S = 2.0

@@ -18,10 +18,10 @@ from shlex import quote
 from typing import Any
 
 from instep.client.following import logged
-from instep.comm.messages import Emit
+from instep.comm.protocol.messages import Emit
 from instep.errors import SpecError
+from instep.job.spec import JobSpec
 from instep.plain_file import plain
-from instep.spec import JobSpec
 from instep.store.copies.restore import is_copies, restore
 from instep.system.processes import is_stopped
 from instep.words import command

@@ -17,8 +17,8 @@ import msgspec
 from instep.client.submit import Run, resume_run, run_job
 from instep.control.resume import check_changes
 from instep.errors import DIVERGED, INTERRUPTED, RunError, SpecError
+from instep.job.spec import JobSpec, as_table
 from instep.report.figures.summary import finite, summarise
-from instep.spec import JobSpec, as_table
 from instep.store.folder import numbered
 from instep.store.run_folder import RunFolder
 from instep.words import listed, short_number

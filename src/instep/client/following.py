@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from instep.job.spec import JobSpec
 from instep.plain_file import plain
-from instep.spec import JobSpec
 from instep.system.processes import is_stopped
 
 LINGER_S = 60.0

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from instep.comm.endpoint import Endpoint
-from instep.comm.messages import HostEnded, HostsLeave
+from instep.comm.protocol.endpoint import Endpoint
+from instep.comm.protocol.messages import HostEnded, HostsLeave
 from instep.launch.base import Elastic, Launcher
 from instep.plain_file import read_plain
 from instep.store.folder import host_log

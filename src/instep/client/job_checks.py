@@ -14,21 +14,21 @@ from pathlib import Path
 
 import msgspec
 
-from instep.comm.certificates import Authority
 from instep.comm.codecs import CODECS
-from instep.comm.endpoint import Switchboard
+from instep.comm.encryption.certificates import Authority
+from instep.comm.protocol.endpoint import Switchboard
 from instep.data.partition import PARTITIONS
 from instep.data.shards.remote import file_system
 from instep.data.splits import COLUMNS, SPLITS
 from instep.errors import RecipeError, SpecError, WorkerError, file_beside
+from instep.job.spec import OF_AXIS, ROUND_OPTIONS, SHARED, JobSpec, MeshSpec, SyncSpec
 from instep.launch import LAUNCHERS
 from instep.recipe.arguments import check_arguments, members_in, signature_in
 from instep.recipe.given import given
-from instep.recipe.start_file import start_file
-from instep.recipe.start_url import local_copy
+from instep.recipe.start.file import start_file
+from instep.recipe.start.url import local_copy
 from instep.report.loggers.base import check_loggers
-from instep.spec import OF_AXIS, ROUND_OPTIONS, SHARED, JobSpec, MeshSpec, SyncSpec
-from instep.state.sharded import check_hashes
+from instep.state.files.sharded import check_hashes
 from instep.sync import LEASED, ROUNDS, SERVERS, STRATEGIES, clashes, defaults_of
 from instep.system.environment import ASKED, INSIDE
 from instep.words import is_url, listed, shown_url

@@ -13,12 +13,12 @@ from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 
-from instep.client import meeting
 from instep.client.host_watch import HostWatch
+from instep.client.join import meeting
 from instep.client.running import ANSWER_S, FILE, call, not_running, silent
-from instep.comm.connection import MasterConnection
-from instep.comm.endpoint import Endpoint
-from instep.comm.messages import (
+from instep.comm.protocol.connection import MasterConnection
+from instep.comm.protocol.endpoint import Endpoint
+from instep.comm.protocol.messages import (
     AddHosts,
     Heartbeat,
     Hello,

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from instep.job.spec import JobSpec
 from instep.launch import LAUNCHERS
 from instep.launch.forked import ForkedLauncher
 from instep.recipe.given import given
-from instep.spec import JobSpec
 
 if TYPE_CHECKING:
     from instep.launch.base import Launcher

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.errors import SpecError
-from instep.spec import JobSpec
+from instep.job.spec import JobSpec
 from instep.words import printable
 
 if TYPE_CHECKING:
-    from instep.prepare.hosts import Hosting
     from instep.prepare.prepare import Prepared
+    from instep.prepare.workers.hosts import Hosting
 
 HOSTED = ("hosts", "slurm", "ray")
 """Launchers on whose hosts data are prepared; machines that join by hand have come for the run."""
@@ -56,7 +56,7 @@ def _hosting(job: JobSpec) -> Iterator[Hosting]:
     """A launcher for the hosts of a job, and where they connect; none is left at the end."""
     from instep.client.job_checks import open_switchboard
     from instep.client.launching import launching
-    from instep.prepare.hosts import Hosting
+    from instep.prepare.workers.hosts import Hosting
 
     with launching(job) as (settled, launcher):
         board = open_switchboard(settled)
@@ -79,8 +79,8 @@ def launch_of(on: str, workers: int | None, map: str | None, changes: Sequence[s
     Raises:
         SpecError: there is no such launcher, or a change is of something else.
     """
-    from instep import spec_file
-    from instep.overrides import apply_overrides
+    from instep.job import file as spec_file
+    from instep.job.overrides import apply_overrides
 
     for change in changes:
         if not change.startswith(("launch.", "network=")):

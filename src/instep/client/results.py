@@ -15,11 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep.comm.messages import Failed
+from instep.comm.protocol.messages import Failed
 from instep.errors import CheckpointError, InstepError, RecipeError, RunError, WorkerError
 from instep.formats import INSTEP
+from instep.job.spec import JobSpec
 from instep.plain_file import write_plain
-from instep.spec import JobSpec
 from instep.store.folder import BEGINNING, StartPoint, resume_hint
 from instep.words import member
 

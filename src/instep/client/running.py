@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from instep.client import meeting
-from instep.comm.channel import Channel
-from instep.comm.endpoint import Endpoint
-from instep.comm.messages import Answer, Hello, Scale, Welcome
+from instep.client.join import meeting
+from instep.comm.protocol.channel import Channel
+from instep.comm.protocol.endpoint import Endpoint
+from instep.comm.protocol.messages import Answer, Hello, Scale, Welcome
 from instep.errors import PeerError, RunError, SpecError
 from instep.store.run_folder import RunFolder
 

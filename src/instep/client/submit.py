@@ -18,7 +18,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from instep import spec_file
 from instep.client.copying import copy_missing, folder_of, followed
 from instep.client.job_checks import check_job, open_switchboard, with_options
 from instep.client.keywords import tables
@@ -26,10 +25,11 @@ from instep.client.launching import launching
 from instep.client.preparing import prepare_data
 from instep.client.references import places_of, reference_to
 from instep.client.results import about, failure, finish, recipe_sha256, refused
-from instep.comm.endpoint import Switchboard
-from instep.comm.messages import Over
+from instep.comm.protocol.endpoint import Switchboard
+from instep.comm.protocol.messages import Over
 from instep.errors import InstepError, RunError, SpecError
-from instep.spec import JobSpec
+from instep.job import file as spec_file
+from instep.job.spec import JobSpec
 from instep.store.folder import (
     BEGINNING,
     StartPoint,

@@ -22,9 +22,17 @@ from pathlib import Path
 from typing import Any
 
 from instep.client.host_watch import HostWatch, last_line
-from instep.comm.connection import MasterConnection
-from instep.comm.endpoint import Switchboard
-from instep.comm.messages import Emit, Hello, HostUnneeded, HostWanted, Interrupt, Over, Refused
+from instep.comm.protocol.connection import MasterConnection
+from instep.comm.protocol.endpoint import Switchboard
+from instep.comm.protocol.messages import (
+    Emit,
+    Hello,
+    HostUnneeded,
+    HostWanted,
+    Interrupt,
+    Over,
+    Refused,
+)
 from instep.control.endings import signal_name
 from instep.errors import RunError
 from instep.launch.base import Launcher

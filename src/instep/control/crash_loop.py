@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import msgspec
 
-from instep.comm.messages import Failed, Mark
+from instep.comm.protocol.messages import Failed, Mark
 from instep.control import endings
 from instep.control.state import Blame, Ended, State
 from instep.data.samples.last_read import describe_read, is_reading

@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from instep.comm.messages import Done, Failed, Form, Regroup, Release
+from instep.comm.protocol.messages import Done, Failed, Form, Regroup, Release
 from instep.control import crash_loop, endings, losses, stops
 from instep.control.state import (
     IN_A_GROUP,
@@ -63,7 +63,7 @@ from instep.control.state import (
 from instep.control.stop_rules import Fired
 from instep.data.samples.last_read import is_reading
 from instep.errors import PeerError
-from instep.spec import JobSpec
+from instep.job.spec import JobSpec
 from instep.units import readable_seconds
 
 BROKEN_S = 0.3

@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 from dataclasses import replace
 
-from instep.comm.messages import ON_REQUEST, Failed, Over, Whereabouts
+from instep.comm.protocol.messages import ON_REQUEST, Failed, Over, Whereabouts
 from instep.control.state import Action, Blame, Finish, KillAll, Log, Phase, State
 from instep.data.samples.last_read import describe_read, is_reading
 from instep.errors import DIVERGED, INTERRUPTED, PeerError, WorkerError

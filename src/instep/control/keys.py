@@ -1,7 +1,7 @@
 """The keys under which the members of a group exchange their addresses.
 
 The group is a generation's, or the one inside a replica. The master's half of
-`comm/channel_store.py`. A member asks for one key after the other; each answer brings what
+`comm/protocol/channel_store.py`. A member asks for one key after the other; each answer brings what
 else is there. So it asks a few times, however many members there are.
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import islice
 
-from instep.comm.channel import LARGEST, Peer
-from instep.comm.messages import StoreGet, StoreValue
+from instep.comm.protocol.channel import LARGEST, Peer
+from instep.comm.protocol.messages import StoreGet, StoreValue
 
 
 class Keys:

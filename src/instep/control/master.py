@@ -19,15 +19,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from instep import spec_file
-from instep.comm import messages as m
-from instep.comm.certificates import Identity
-from instep.comm.channel import MOST_UNTRUSTED, Peer
-from instep.comm.endpoint import Switchboard
+from instep.comm.encryption.certificates import Identity
+from instep.comm.protocol import messages as m
+from instep.comm.protocol.channel import MOST_UNTRUSTED, Peer
+from instep.comm.protocol.endpoint import Switchboard
 from instep.control import crash_loop, endings
 from instep.control import state as s
 from instep.control.decide import decide, refuse_scale
-from instep.control.hosts import (
+from instep.control.hosts.hosts import (
     BACK_S,
     GATHER_S,
     LAST_S,
@@ -36,8 +35,8 @@ from instep.control.hosts import (
     Process,
     RemoteProcess,
 )
-from instep.control.joined_hosts import KEY as JOINED_HOSTS
-from instep.control.joined_hosts import JoinedHosts
+from instep.control.hosts.joined_hosts import KEY as JOINED_HOSTS
+from instep.control.hosts.joined_hosts import JoinedHosts
 from instep.control.journal import Journal
 from instep.control.keys import Keys
 from instep.control.parted import Parted
@@ -47,8 +46,9 @@ from instep.control.stack_requests import StackRequests
 from instep.control.verdicts import Verdicts
 from instep.control.watch import SILENT_S, Watch
 from instep.errors import InstepError, PeerError, SpecError
+from instep.job import file as spec_file
+from instep.job.spec import JobSpec, as_table
 from instep.report.terminal.live import View
-from instep.spec import JobSpec, as_table
 from instep.store.folder import BEGINNING, StartPoint, resume_hint
 from instep.store.run_folder import RunFolder
 from instep.sync import LEASED, servers_of

@@ -20,18 +20,18 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from instep import spec_file
-from instep.comm.certificates import Authority
-from instep.comm.channel import Peer
-from instep.comm.endpoint import Switchboard
-from instep.control.hosts import Process
+from instep.comm.encryption.certificates import Authority
+from instep.comm.protocol.channel import Peer
+from instep.comm.protocol.endpoint import Switchboard
+from instep.control.hosts.hosts import Process
 from instep.control.journal import Journal
 from instep.control.master import Master
 from instep.errors import InstepError
+from instep.job import file as spec_file
+from instep.job.spec import JobSpec
 from instep.plain_file import plain
 from instep.report.figures.summary import committed_losses
 from instep.report.terminal.live import View, make_view
-from instep.spec import JobSpec
 from instep.store.folder import id_of
 from instep.store.run_folder import RunFolder
 from instep.system import causes

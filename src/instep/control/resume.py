@@ -17,15 +17,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from instep import spec_file
 from instep.control.stop_rules import recorded
 from instep.data.batches import Batches
 from instep.errors import CheckpointError, RunError, SpecError
-from instep.overrides import apply_overrides, lay_over
+from instep.job import file as spec_file
+from instep.job.overrides import apply_overrides, lay_over
+from instep.job.spec import JobSpec, as_table
 from instep.plain_file import plain, replace_plain
-from instep.spec import JobSpec, as_table
+from instep.state.files.manifest import Manifest, read_manifest
 from instep.state.intact import discard_newer, newest_intact
-from instep.state.manifest import Manifest, read_manifest
 from instep.store.folder import ID, StartPoint, numbered, run_id
 from instep.store.ledger import check_intact, check_reaches, cut_back
 from instep.store.own_files import lock, unlock

@@ -10,7 +10,7 @@ import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from instep.control.hosts import Process
+from instep.control.hosts.hosts import Process
 from instep.control.state import Hung
 from instep.data.reading.threads import ASK_READER, deepest_line, is_whole
 from instep.system.stacks import (

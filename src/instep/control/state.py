@@ -22,7 +22,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
-from instep.comm.messages import AnyMessage, Done, Failed, Mark, Whereabouts
+from instep.comm.protocol.messages import AnyMessage, Done, Failed, Mark, Whereabouts
 from instep.control.stop_rules import Fired
 
 # ---- events: what can happen

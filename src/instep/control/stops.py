@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from instep.comm.messages import Stop
+from instep.comm.protocol.messages import Stop
 from instep.control import endings
 from instep.control.state import Action, Interrupted, Log, Send, State
 from instep.control.stop_rules import Fired

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from instep.comm.messages import Figures
+from instep.comm.protocol.messages import Figures
 from instep.control.state import RolledBack
 from instep.control.stop_rules import Fired, Judge, recorded
-from instep.spec import JobSpec
+from instep.job.spec import JobSpec
 from instep.store.run_folder import RunFolder
 
 

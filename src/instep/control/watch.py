@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from instep.comm.messages import COMPILING, READING, Heartbeat
+from instep.comm.protocol.messages import COMPILING, READING, Heartbeat
 from instep.system.limits import BUSY, FLOOR_S, LOOK_S, STEPS, UNKNOWN_S
 from instep.units import readable_seconds
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from instep.data.order import Position, position, steps_in_epoch
-from instep.spec import JobSpec
+from instep.job.spec import JobSpec
 
 
 @dataclass(frozen=True)

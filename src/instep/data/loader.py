@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Any, Literal
 from weakref import WeakSet
 
-from instep.comm.messages import Mark
+from instep.comm.protocol.messages import Mark
 from instep.data.order import AnyOrder, Indices
 from instep.data.parts.cut import parts_order
 from instep.data.reading.choose import FINGERPRINT, OF_CONTENTS, Handler, choose
@@ -27,7 +27,7 @@ from instep.data.samples.unreadable import Read, Skipped
 from instep.data.shard_sizes import shards_or_blocks
 from instep.data.torch_loader import LoaderParts
 from instep.data.windowed import Windowed
-from instep.spec import JobSpec
+from instep.job.spec import JobSpec
 
 __all__ = ["Loader", "Read", "Skipped", "Slice"]
 

@@ -15,7 +15,7 @@ import numpy as np
 from instep.data.order import Indices, Position, keys, steps_in_epoch
 from instep.data.partition.regions import offsets_of
 from instep.data.shard_sizes import Lot
-from instep.spec import JobSpec
+from instep.job.spec import JobSpec
 
 OF_SAMPLING = 7
 """What a key is drawn for: which participants are in a round."""

@@ -19,7 +19,7 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from instep.data.order import Indices, Order, key
-from instep.spec import JobSpec
+from instep.job.spec import JobSpec
 
 _OF_SHARDS, _OF_WINDOW = 13, 14
 """What a key is drawn for: the sequence of the shards, the order within a window."""

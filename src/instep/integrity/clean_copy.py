@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from instep.engine.state.committed import Commit, CommittedState
 from instep.state.snapshot import Snapshot, tied_names
-from instep.worker.step.committed import Commit, CommittedState
 
 
 class CleanCopy:

@@ -10,7 +10,7 @@ A worker that is found to be wrong kills itself, and is replaced like a lost wor
 gradients may have been committed since the last successful check, the others go back to a copy
 from before. Checkpoints that were saved since are discarded first, also if the run ends because
 no worker can be replaced. If no worker has a copy, the run restarts from the newest checkpoint
-that is left. `worker/step/observers.py` says when each method is called.
+that is left. `engine/observers.py` says when each method is called.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from instep.comm.base import Comm
 from instep.data.dealing import deal
 from instep.data.loader import Slice
 from instep.data.order import Position, micro_batch
+from instep.engine.dealing import Speeds
+from instep.engine.passes import Pass, Share, parts_of
 from instep.errors import PeerError, Unrepeatable, WorkerError
 from instep.integrity.clean_copy import CleanCopy
 from instep.integrity.repeats import (
@@ -41,9 +43,7 @@ from instep.integrity.repeats import (
     repeats_of,
 )
 from instep.state.digest import MemoryWatch, combined, digests
-from instep.worker.observed import Observed
-from instep.worker.step.dealing import Speeds
-from instep.worker.step.passes import Pass, Share, parts_of
+from instep.worker.loop.observed import Observed
 
 WATCH_SHARE = 0.005
 """Share of the time of a step in which parameters are checked."""

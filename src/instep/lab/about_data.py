@@ -19,15 +19,15 @@ from instep.data.shard_sizes import Lot
 from instep.data.shards.remote import use_cache
 from instep.data.shards.sets import sets_in
 from instep.errors import SpecError
+from instep.job.spec import JobSpec
 from instep.lab.look import look
 from instep.recipe.build import call
 from instep.recipe.recipe import Recipe
 from instep.recipe.source_file import load_function
 from instep.report.figures.dataset import DataPart
 from instep.report.figures.lengths import PartLengths, lengths_of
-from instep.spec import JobSpec
-from instep.worker.data_split import SplitData, split_data
-from instep.worker.own_data import divide
+from instep.worker.reading.data_split import SplitData, split_data
+from instep.worker.rounds.own_data import divide
 
 if TYPE_CHECKING:
     from instep.data.shards.dataset import Shards

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from instep import spec_file
 from instep.client.job_checks import check_job
 from instep.errors import InstepError, SpecError
-from instep.spec import JobSpec
+from instep.job import file as spec_file
+from instep.job.spec import JobSpec
 from instep.store.folder import numbered
 
 UNCHANGED = "unchanged"

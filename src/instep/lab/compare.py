@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from instep import spec_file
 from instep.client.results import recipe_sha256
 from instep.client.submit import run_job
 from instep.errors import INTERRUPTED, InstepError, RunError, SpecError, WorkerError
 from instep.formats import INSTEP
+from instep.job import file as spec_file
 from instep.lab.alternatives import Alternative
 from instep.lab.emulated import check_can_emulate, check_has_no_hosts, emulated_hosts, on_hosts
 from instep.lab.netlab import MOST_HOSTS, Network, bits_per_s

@@ -29,8 +29,8 @@ from instep.recipe.source_file import load_function
 from instep.store.run_folder import Records, RunFolder
 from instep.units import readable_count
 from instep.words import plural
-from instep.worker.data_split import split_data
-from instep.worker.own_data import divide
+from instep.worker.reading.data_split import split_data
+from instep.worker.rounds.own_data import divide
 
 _SHOWN = 5
 

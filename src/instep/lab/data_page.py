@@ -14,12 +14,12 @@ import numpy as np
 from instep.data.order import Order, key
 from instep.data.shards.columns import Column
 from instep.errors import DataError
+from instep.job.spec import JobSpec
 from instep.lab.about_data import AboutData
 from instep.report.figures.dataset import DataFigures, PreparedFolder, classes_in, classes_of
 from instep.report.figures.lengths import PartLengths
 from instep.report.figures.pixels import pixels_in
 from instep.report.figures.sample import sample_table
-from instep.spec import JobSpec
 from instep.units import readable_count
 from instep.words import plural
 

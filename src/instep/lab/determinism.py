@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 
 from instep.errors import RunError, SpecError
+from instep.job.spec import JobSpec, StopSpec
 from instep.lab.temporary_runs import folder_for_runs, run_quietly
-from instep.spec import JobSpec, StopSpec
 from instep.state.compare import checkpoint_of, differences, saved
 from instep.store.run_folder import RunFolder
 from instep.words import plural

@@ -17,17 +17,17 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from instep import spec_file
 from instep.client.results import about, recipe_sha256
 from instep.control.resume import check_own
 from instep.errors import CheckpointError, RunError, SpecError
+from instep.job import file as spec_file
+from instep.job.spec import CheckpointSpec, JobSpec, LaunchSpec, MeshSpec, ReportSpec, StopSpec
 from instep.lab.comparison import Replayed, judge, on_processes
 from instep.lab.temporary_runs import Progress, folder_for_runs, run_quietly
-from instep.spec import CheckpointSpec, JobSpec, LaunchSpec, MeshSpec, ReportSpec, StopSpec
 from instep.state.compare import checkpoint_of
-from instep.state.export import check_target, copy_own, writing_to
+from instep.state.export.export import check_target, copy_own, writing_to
+from instep.state.files.manifest import published
 from instep.state.intact import check
-from instep.state.manifest import published
 from instep.store.folder import StartPoint
 from instep.store.run_folder import RunFolder
 from instep.sync import LEASED

@@ -18,7 +18,7 @@ import msgspec
 from instep.client.submit import run_job
 from instep.errors import INTERRUPTED, InstepError
 from instep.events import LEDGER, read_records
-from instep.spec import JobSpec
+from instep.job.spec import JobSpec
 from instep.store.run_folder import RunFolder
 from instep.system.processes import interrupt, on_signals
 from instep.system.temporary import temporary_folder

@@ -12,7 +12,7 @@ LAUNCHERS = Registry(
         "local": "instep.launch.local:LocalLauncher",
         "by_hand": "instep.launch.by_hand:ByHandLauncher",
         "hosts": "instep.launch.hosts:HostsLauncher",
-        "ray": "instep.launch.ray:RayLauncher",
+        "ray": "instep.launch.ray.launcher:RayLauncher",
         "slurm": "instep.launch.slurm:SlurmLauncher",
     },
 )

@@ -8,9 +8,9 @@ from typing import Protocol, Self, TypeVar, runtime_checkable
 
 import msgspec
 
-from instep.comm.endpoint import Endpoint
+from instep.comm.protocol.endpoint import Endpoint
 from instep.errors import SpecError, near_miss
-from instep.spec import JobSpec, LaunchSpec, Section
+from instep.job.spec import JobSpec, LaunchSpec, Section
 
 OptionsT = TypeVar("OptionsT", bound=Section)
 

@@ -17,14 +17,14 @@ from typing import Any
 
 import msgspec
 
-from instep.comm import messages as m
-from instep.comm.endpoint import Endpoint
+from instep.comm.protocol import messages as m
+from instep.comm.protocol.endpoint import Endpoint
 from instep.errors import SpecError
+from instep.job.spec import ClusterSpec, JobSpec, LaunchSpec
 from instep.launch.gate import Gate
 from instep.launch.join_folder import JoinFolder
 from instep.launch.local import TIMEOUT_S
 from instep.launch.node import Needs
-from instep.spec import ClusterSpec, JobSpec, LaunchSpec
 from instep.store.folder import host_log, id_of
 from instep.units import host_and_port
 from instep.words import plural

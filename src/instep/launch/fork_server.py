@@ -32,9 +32,9 @@ from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
 from instep.comm.codecs import CODECS
-from instep.comm.connection import HEARTBEAT_S, MasterConnection
-from instep.comm.endpoint import Endpoint
-from instep.comm.messages import (
+from instep.comm.protocol.connection import HEARTBEAT_S, MasterConnection
+from instep.comm.protocol.endpoint import Endpoint
+from instep.comm.protocol.messages import (
     Adopt,
     Emit,
     Exited,
@@ -118,7 +118,7 @@ def serve(note: str) -> None:
         sys.exit(f"{error}{_CLOSED if elsewhere else ''}")
     _import_torch()  # while the master gets ready to answer
     if endpoint.credentials is not None:
-        import instep.comm.forwarder  # noqa: F401  each worker has one, which is its fork
+        import instep.comm.encryption.forwarder  # noqa: F401  each worker has one, which is its fork
     preloading = time.time()
     try:
         welcome = connection.welcome()
@@ -189,8 +189,7 @@ def _import_torch() -> None:
 
     spare_dynamo()
     torch.set_num_threads(1)
-    import instep.system.host_memory
-    import instep.worker.process  # noqa: F401  what a worker needs, imported before the fork
+    import instep.process  # noqa: F401  what a worker needs, imported before the fork
 
     gc.freeze()  # nor does any process forked from this one look at all this again
     gc.enable()
@@ -440,8 +439,8 @@ class Server:
             _redirect(Path(order.log))
             use_page(page)
             self._memory_files.keep_only(order.number, memory)
+            from instep.process import main as work
             from instep.system import host_memory
-            from instep.worker.process import main as work
 
             host_memory.give(memory)
             # workers of this host that live have a page each, also of a server before this one

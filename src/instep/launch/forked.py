@@ -17,11 +17,11 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from instep.comm.endpoint import Endpoint
+from instep.comm.protocol.endpoint import Endpoint
 from instep.errors import RecipeError, RunError, SpecError
+from instep.job.spec import JobSpec, LaunchSpec
 from instep.launch.local import TIMEOUT_S
 from instep.plain_file import plain
-from instep.spec import JobSpec, LaunchSpec
 from instep.store.folder import host_log
 from instep.system.environment import END, FORKED, SETTINGS
 from instep.system.processes import cuda_survives_a_fork, end_group, is_stopped, wait_for_child

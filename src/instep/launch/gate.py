@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from instep.comm import messages as m
-from instep.comm.channel import Hub, Peer
-from instep.comm.tls import context
+from instep.comm.encryption.tls import context
+from instep.comm.protocol import messages as m
+from instep.comm.protocol.channel import Hub, Peer
 from instep.errors import JoinError, SpecError
 from instep.launch.join_folder import JoinFolder
 from instep.words import plural

@@ -11,9 +11,9 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from instep.comm.endpoint import Endpoint
+from instep.comm.protocol.endpoint import Endpoint
+from instep.job.spec import JobSpec, LaunchSpec
 from instep.launch.local import LocalLauncher
-from instep.spec import JobSpec, LaunchSpec
 
 
 class HostsLauncher:

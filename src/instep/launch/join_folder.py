@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from instep.comm.certificates import Authority, Credentials, Identity, valid_until
+from instep.comm.encryption.certificates import Authority, Credentials, Identity, valid_until
 from instep.errors import JoinError, SpecError
 from instep.launch.join_token import Token
 from instep.plain_file import PRIVATE, is_private, plain, read_plain, replace_plain

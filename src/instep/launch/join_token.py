@@ -17,9 +17,9 @@ from typing import NamedTuple, Self
 
 import msgspec
 
-from instep.comm import messages as m
-from instep.comm.certificates import Credentials, new_key, public_key, valid_until
-from instep.comm.channel import Address, Channel
+from instep.comm.encryption.certificates import Credentials, new_key, public_key, valid_until
+from instep.comm.protocol import messages as m
+from instep.comm.protocol.channel import Address, Channel
 from instep.errors import JoinError
 from instep.plain_file import PRIVATE, is_private, plain, replace_plain
 
@@ -72,7 +72,7 @@ class _Kept(msgspec.Struct):
 
 
 def _is_certificate(text: str) -> bool:
-    from instep.comm.tls import context
+    from instep.comm.encryption.tls import context
 
     with suppress(ValueError):
         context(Credentials("", text), server=False)
@@ -120,7 +120,7 @@ def _has_key(kept: _Kept) -> bool:
 
 def _check(kept: _Kept, file: Path) -> None:
     """JoinError if what is kept has run out, or is damaged."""
-    from instep.comm.tls import context
+    from instep.comm.encryption.tls import context
 
     try:
         if valid_until(kept.certificate) < time.time():
@@ -134,7 +134,7 @@ def _check(kept: _Kept, file: Path) -> None:
 
 
 def _bought(gate: Address, token: Token, key: str) -> str:
-    from instep.comm.tls import context
+    from instep.comm.encryption.tls import context
 
     channel = Channel.connect(
         gate, ANSWER_S, context(Credentials("", token.authority), server=False)

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import msgspec
 
-from instep.comm import messages as m
-from instep.comm.channel import Address, Channel, why_failed
-from instep.comm.connection import GIVE_UP_S
-from instep.comm.endpoint import Endpoint
-from instep.comm.tls import context
+from instep.comm.encryption.tls import context
+from instep.comm.protocol import messages as m
+from instep.comm.protocol.channel import Address, Channel, why_failed
+from instep.comm.protocol.connection import GIVE_UP_S
+from instep.comm.protocol.endpoint import Endpoint
 from instep.errors import InstepError, JoinError, PeerError, SpecError, StrangerError
 from instep.launch.gate import REFUSED
 from instep.launch.join_token import ANSWER_S, credentials, refusal, stranger

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from instep.comm.endpoint import Endpoint
+from instep.comm.protocol.endpoint import Endpoint
 from instep.errors import RunError
+from instep.job.spec import JobSpec, LaunchSpec
 from instep.plain_file import plain
-from instep.spec import JobSpec, LaunchSpec
 from instep.store.folder import host_log
 from instep.system.environment import END, settings
 from instep.system.processes import end_group, is_stopped, start_with_retries

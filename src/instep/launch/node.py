@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from instep.formats import INSTEP
-from instep.spec import JobSpec
+from instep.job.spec import JobSpec
 from instep.store.folder import id_of
 
 _SHARED = "Put recipe, data and runs into folders that all nodes share."

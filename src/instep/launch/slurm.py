@@ -16,8 +16,9 @@ from pathlib import Path
 
 import msgspec
 
-from instep.comm.endpoint import Endpoint
+from instep.comm.protocol.endpoint import Endpoint
 from instep.errors import SpecError
+from instep.job.spec import JobSpec, LaunchSpec
 from instep.launch.base import check_no_hosts
 from instep.launch.local import TIMEOUT_S, LocalLauncher
 from instep.launch.node import Needs
@@ -29,7 +30,6 @@ from instep.launch.slurm_cluster import (
     check_nodes,
     nodes_of,
 )
-from instep.spec import JobSpec, LaunchSpec
 from instep.words import plural
 
 KILLED = 128

@@ -1,7 +1,8 @@
 """How a model is laid out on the ranks of a replica, where that is not given by their numbers.
 
 A tensor plan is found by trials and cuts of a pipeline by timing, so two processes may find
-different ones. It is found once, and all ranks of all replicas get the same (`worker/layout.py`).
+different ones. It is found once, and all ranks of all replicas get the same
+(`worker/replica/layout.py`).
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from instep.job.spec import MeshSpec
 from instep.parallel.pipeline import find_cuts
 from instep.parallel.pipeline.blocks import Call
 from instep.parallel.pipeline.draws import seed
 from instep.parallel.pipeline.trial import total_of
 from instep.parallel.tensor import Plan, find_plan
-from instep.spec import MeshSpec
 
 
 @dataclass(frozen=True)

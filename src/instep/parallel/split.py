@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from instep.job.spec import MeshSpec
 from instep.parallel.blocks import repeated_blocks
 from instep.parallel.compiled import compile_blocks
 from instep.parallel.layout import Example, Layout
@@ -24,7 +25,6 @@ from instep.parallel.shard.sharded import shard
 from instep.parallel.slots import Slots
 from instep.parallel.tensor import apply_plan
 from instep.parallel.tensor.cut_model import CutModel
-from instep.spec import MeshSpec
 
 
 class SplitModel(Protocol):

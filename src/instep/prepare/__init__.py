@@ -2,7 +2,7 @@
 
 The files and the function fix the tasks (`plan.py`), so what is made never depends on how many
 workers make it, or on what was killed. A task's result is a file that is there whole or not at all
-(`folder.py`), so a command that was stopped continues. `crew.py` has the processes, `process.py`
-is one of them, `hosts.py` has those of other machines, `task.py` says what each does, `assemble.py`
-puts the results together. Nothing here imports torch. Way in: `prepare.prepare`.
+(`folder.py`), so a command that was stopped continues. `workers/` has the processes, here and on
+other machines, `task.py` says what each does, `assemble.py` puts the results together. Nothing here
+imports torch. Way in: `prepare.prepare`.
 """

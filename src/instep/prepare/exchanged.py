@@ -16,11 +16,11 @@ from instep.data.shards.columns import Column, as_plain
 from instep.errors import SpecError, near_miss
 from instep.prepare.asked import Asked
 from instep.prepare.assemble import columns_of
-from instep.prepare.crew import Crew
 from instep.prepare.exchange import BITS, is_sorted
 from instep.prepare.folder import Folder
 from instep.prepare.messages import Mapped, Merge, Sort
 from instep.prepare.progress import Progress
+from instep.prepare.workers.crew import Crew
 
 
 def exchanged(

@@ -25,7 +25,6 @@ from instep.prepare import plan
 from instep.prepare.asked import Asked, hash_of_file
 from instep.prepare.assemble import Planned, columns_of, figures_of, layout, moved
 from instep.prepare.bad import bad_records, check_files
-from instep.prepare.crew import Crew
 from instep.prepare.exchanged import exchanged
 from instep.prepare.folder import Folder, link, sync
 from instep.prepare.messages import (
@@ -44,6 +43,7 @@ from instep.prepare.plan import Group, RawFile, groups_of, plan_key, with_column
 from instep.prepare.progress import Progress
 from instep.prepare.results import lines_of
 from instep.prepare.unchanged import stamped, with_versions
+from instep.prepare.workers.crew import Crew
 from instep.units import readable_bytes
 from instep.words import is_url, listed, plural, shown_url
 

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 from instep.data.shards.manifest import Manifest
 from instep.errors import SpecError
 from instep.prepare.asked import Asked, hash_of_file
-from instep.prepare.crew import Crew, Interrupted
 from instep.prepare.folder import Folder
-from instep.prepare.hosts import Hosting, Hosts
 from instep.prepare.job import Job
 from instep.prepare.messages import HostSetup, Setup
 from instep.prepare.plan import RawFile, files_of
+from instep.prepare.workers.crew import Crew, Interrupted
+from instep.prepare.workers.hosts import Hosting, Hosts
 from instep.system.processes import on_signals
 from instep.units import readable_bytes, readable_seconds
 from instep.words import is_url, plural, shown_url

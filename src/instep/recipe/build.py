@@ -22,14 +22,15 @@ from torch.optim import Optimizer
 
 from instep.data.reading import generators
 from instep.errors import InstepError, RecipeError, SpecError
-from instep.recipe import tuning, two_points
+from instep.job.spec import LoraSpec, StartSpec
+from instep.recipe import tuning
 from instep.recipe.arguments import check_arguments
-from instep.recipe.combined import CombinedOptimizer
 from instep.recipe.large import Building, build_in_files, build_large
 from instep.recipe.lora import Adapted
-from instep.recipe.plateau import Plateau
+from instep.recipe.optimizers import two_points
+from instep.recipe.optimizers.combined import CombinedOptimizer
+from instep.recipe.optimizers.plateau import Plateau
 from instep.recipe.recipe import Recipe, Turn
-from instep.spec import LoraSpec, StartSpec
 from instep.words import a_or_an, listed
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.errors import RecipeError
-from instep.parallel.cached import CachedGradients, of_one_pass, probe
+from instep.parallel.global_batch.cached import CachedGradients, of_one_pass, probe
 from instep.parallel.nested import on_tensors
 from instep.recipe.metrics import is_whole, number
 from instep.recipe.outputs import predictor

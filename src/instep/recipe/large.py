@@ -16,10 +16,10 @@ from typing import NamedTuple
 from torch import nn
 
 from instep.errors import InstepError, RecipeError, SpecError
+from instep.job.spec import JobSpec, MeshSpec
 from instep.parallel.embeddings import is_sparse
 from instep.parallel.meta_start import drawn, in_files, without_memory
 from instep.recipe.recipe import Recipe
-from instep.spec import JobSpec, MeshSpec
 from instep.system.kernels import per_machine
 from instep.system.malloc import return_freed_memory
 from instep.system.memory import room

@@ -7,7 +7,7 @@ without adapters, and its layer its type. Each factor is laid out as the weight 
 Linear layer has A [rank, inputs] and B [outputs, rank]; a Conv1D layer of transformers, whose
 weight is [inputs, outputs], has A [inputs, rank] and B [rank, outputs].
 
-Files, processes and steps are not known here; `state/adapter.py` exports what was trained.
+Files, processes and steps are not known here; `state/export/adapter.py` exports what was trained.
 Way in: `add`.
 """
 
@@ -30,8 +30,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from instep.data.order import key
 from instep.errors import SpecError
+from instep.job.spec import LoraSpec
 from instep.recipe.patterns import matched_by, names_of
-from instep.spec import LoraSpec
 from instep.units import readable_count
 from instep.words import listed, plural
 

@@ -18,13 +18,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from instep.errors import RecipeError, SpecError
+from instep.job.spec import LoraSpec, StartSpec
 from instep.recipe import lora
 from instep.recipe.patterns import Names, matched_by, matches, matches_nothing, names_of
-from instep.recipe.start_file import start_file
-from instep.spec import LoraSpec, StartSpec
-from instep.state.adapter import adapted_layers
+from instep.recipe.start.file import start_file
+from instep.state.export.adapter import adapted_layers
+from instep.state.files.sharded import files_of
 from instep.state.load import Fit, fit_model
-from instep.state.sharded import files_of
 
 
 @dataclass(frozen=True)

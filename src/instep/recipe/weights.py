@@ -2,7 +2,7 @@
 
 A loss is a mean over something: samples, tokens, class weights. The gradient of a global batch is
 the mean of the gradients of its micro-batches, weighted by how much of that each has. This file
-finds the weights; the engine multiplies (`worker/step/engine.py`), and the trial tests whether
+finds the weights; the engine multiplies (`engine/engine.py`), and the trial tests whether
 the weights are right (`worker/trial/sameness.py`).
 """
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from instep.plain_file import write_plain
-from instep.state.room import check_room
+from instep.state.files.room import check_room
 from instep.store.run_folder import PARTS, Records, RunFolder
 from instep.words import member
 

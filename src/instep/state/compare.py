@@ -16,7 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, deserialize
 
 from instep.errors import CheckpointError
-from instep.state.manifest import SUFFIX, folder_name, is_meshed, read_manifest
+from instep.state.files.manifest import SUFFIX, folder_name, is_meshed, read_manifest
 
 
 def checkpoint_of(run: Path, step: int) -> Path:

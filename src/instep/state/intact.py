@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from instep.errors import CheckpointError
-from instep.state.manifest import (
+from instep.state.files.manifest import (
     DELETING,
     Manifest,
     check_file,

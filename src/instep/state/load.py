@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from instep.errors import CheckpointError
 from instep.state.boxes import Box, box_of, local, whole
+from instep.state.files.manifest import SUFFIX, is_table
+from instep.state.files.model_file import HASH_KEY
+from instep.state.files.scaled import REMEDY, Scale, block_beside, refuse_undecoded, scales_of
+from instep.state.files.sharded import check_hashes, model_in, open_model
 from instep.state.intact import check
-from instep.state.manifest import SUFFIX, is_table
-from instep.state.model_file import HASH_KEY
-from instep.state.scaled import REMEDY, Scale, block_beside, refuse_undecoded, scales_of
-from instep.state.sharded import check_hashes, model_in, open_model
 from instep.state.sized import sized, take_shapes
 from instep.state.snapshot import TYPES, Snapshot, model_tensors, model_ties, raw_bytes
 

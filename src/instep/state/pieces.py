@@ -23,8 +23,8 @@ from torch import Tensor
 
 from instep.errors import CheckpointError
 from instep.state.boxes import Box, Cut, elements, extent, gap, inside, meet, read_cut, whole
-from instep.state.manifest import SUFFIX, FileEntry, check_file, read_manifest
-from instep.state.model_file import open_tensors
+from instep.state.files.manifest import SUFFIX, FileEntry, check_file, read_manifest
+from instep.state.files.model_file import open_tensors
 from instep.state.packing import unpack_state
 from instep.state.snapshot import COPIES, PART, TYPES, Snapshot, tied_names
 

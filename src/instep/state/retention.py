@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from instep.errors import CheckpointError, SpecError, near_miss
-from instep.spec import CheckpointSpec
-from instep.state.manifest import published, read_manifest
+from instep.job.spec import CheckpointSpec
+from instep.state.files.manifest import published, read_manifest
 
 METRICS = "metrics"
 """The fact that holds the metrics of a validation, those that are not finite left out."""

@@ -32,12 +32,12 @@ from torch import Tensor
 
 from instep.errors import CheckpointError
 from instep.formats import INSTEP
-from instep.state import manifest as page
+from instep.state.files import manifest as page
+from instep.state.files.room import RESERVE_BYTES, check_room
+from instep.state.files.staging import SAVING, StagedFile, sync, sync_path
 from instep.state.packing import Skeleton
 from instep.state.retention import Best, facts_of, metric_values, to_delete
-from instep.state.room import RESERVE_BYTES, check_room
 from instep.state.snapshot import Snapshot
-from instep.state.staging import SAVING, StagedFile, sync, sync_path
 
 
 class Saved(NamedTuple):

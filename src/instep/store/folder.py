@@ -16,11 +16,11 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
-from instep import spec_file
-from instep.comm.messages import Figures
+from instep.comm.protocol.messages import Figures
 from instep.errors import RunError
+from instep.job import file as spec_file
+from instep.job.spec import JobSpec
 from instep.plain_file import check_plain, plain, read_plain
-from instep.spec import JobSpec
 from instep.store.own_files import NO_LOCKS, lock, open_own, unlock
 from instep.words import not_utf8
 

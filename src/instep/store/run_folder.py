@@ -23,8 +23,8 @@ from instep.data.participants import OwnRounds
 from instep.errors import CheckpointError, RunError, SpecError, near_miss
 from instep.events import LEDGER, STEPS, read_events, read_records, wrong_in
 from instep.formats import FORMAT, other_format
-from instep.spec_file import build, read_table
-from instep.state.manifest import FOLDER, published, read_manifest
+from instep.job.file import build, read_table
+from instep.state.files.manifest import FOLDER, published, read_manifest
 from instep.store.audit import Audit, audit, audit_own, skipped_in
 from instep.store.ledger import is_intact
 from instep.store.step_log import CHECKSUMS_FILE, check_unchanged

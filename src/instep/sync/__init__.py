@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from instep.comm.codecs import DEFAULTS as OF_CODECS
+from instep.job.spec import ROUNDS, SyncSpec
 from instep.registry import Registry
-from instep.spec import ROUNDS, SyncSpec
 
 __all__ = ["DEFAULTS", "LEASED", "ROUNDS", "SERVERS", "STRATEGIES", "defaults_of", "servers_of"]
 

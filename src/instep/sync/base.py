@@ -22,8 +22,8 @@ from torch.nn import Parameter
 from instep.comm.base import Comm
 from instep.comm.codecs import CODECS, OWN
 from instep.errors import SpecError
+from instep.job.spec import OF_FRAGMENTS, ROUND_OPTIONS, SyncSpec
 from instep.records import BEGINNING, Attempt, Law
-from instep.spec import OF_FRAGMENTS, ROUND_OPTIONS, SyncSpec
 from instep.sync import ROUNDS, STRATEGIES
 
 Result = TypeVar("Result")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 from instep.errors import SpecError
-from instep.spec import JobSpec
+from instep.job.spec import JobSpec
 from instep.sync import LEASED, ROUNDS, SERVERS
 
 

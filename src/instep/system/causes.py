@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from instep.comm.messages import Failed, Refused
+from instep.comm.protocol.messages import Failed, Refused
 from instep.errors import (
     MOST_OF_A_TEXT,
     InstepError,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.comm.base import Comm
-from instep.comm.messages import COMPILING, Heartbeat
+from instep.comm.protocol.messages import COMPILING, Heartbeat
 from instep.data.batches import Batches
 from instep.data.loader import Loader, Read, Skipped, Slice
 from instep.data.order import Position, key
@@ -26,9 +26,23 @@ from instep.data.reading.generators import preserved
 from instep.data.reading.threads import cpu_clock
 from instep.data.samples.contents import Record
 from instep.data.windowed import Windowed
+from instep.engine.alike import check_division, check_shards
+from instep.engine.assignment import Finished, Near
+from instep.engine.engine import Weighed
+from instep.engine.member import Member
+from instep.engine.passes import OF_PASS, Pass, Share
+from instep.engine.served.leased_optimizer import LeasedUpdate
+from instep.engine.served.optimizer import ServedUpdate
+from instep.engine.served.tables import ServedTables, refuse_sparse
+from instep.engine.state.average import Average
+from instep.engine.state.committed import Commit
+from instep.engine.trial_result import Trial
+from instep.engine.turns import key_of_pass, make_turns
+from instep.engine.update import Update
 from instep.errors import PeerError, RecipeError, SpecError
-from instep.parallel.batch_norm import make_global
+from instep.job.spec import JobSpec
 from instep.parallel.compiled import compiling
+from instep.parallel.global_batch.batch_norm import make_global
 from instep.parallel.host_state import keep_on_host
 from instep.parallel.nested import on_tensors
 from instep.recipe.build import Built, build_model, build_optimizer, set_generators
@@ -37,50 +51,37 @@ from instep.recipe.large import measured
 from instep.recipe.recipe import Recipe
 from instep.recipe.rehearsal import called_backward, try_validation
 from instep.recipe.tuning import NOTHING, Begun
-from instep.spec import JobSpec
 from instep.state.intact import discard_after
 from instep.state.retention import Best, best_rule
 from instep.sync import LEASED, SERVERS, clashes
 from instep.sync.servers.server_sync import ServerSync
 from instep.system.malloc import return_unused_memory
 from instep.words import listed
-from instep.worker import data_split, dataset_check, own_data, round_checks
-from instep.worker.class_order import said_of_classes
-from instep.worker.early_reads import EarlyReads
-from instep.worker.evaluate import evaluate
-from instep.worker.layout import example_of, found_layout
-from instep.worker.loader_watch import LoaderWatch
-from instep.worker.loop import CALLBACKS, Loop, Passed, Step
-from instep.worker.member import Member
-from instep.worker.mesh_check import MeshCheck, check_validation
-from instep.worker.observed import Observed, make_observers
-from instep.worker.optimizer_check import OptimizerCheck
-from instep.worker.probe import Probe
-from instep.worker.replica import Replica, check_model
-from instep.worker.round_update import RoundUpdate
-from instep.worker.rounds import Rounds
-from instep.worker.shared_steps import MembersChanged, SharedSteps
-from instep.worker.step.alike import check_division, check_shards
-from instep.worker.step.assignment import Finished, Near
-from instep.worker.step.average import Average
-from instep.worker.step.committed import Commit
-from instep.worker.step.engine import Weighed
-from instep.worker.step.leased import LeasedUpdate
-from instep.worker.step.passes import OF_PASS, Pass, Share
-from instep.worker.step.served import ServedUpdate
-from instep.worker.step.served_tables import ServedTables, refuse_sparse
-from instep.worker.step.turns import key_of_pass, make_turns
-from instep.worker.step.update import Update
-from instep.worker.stopping import check_rules
-from instep.worker.trial.kept import try_kept
+from instep.worker.loop.loop import CALLBACKS, Loop, Passed, Step
+from instep.worker.loop.observed import Observed, make_observers
+from instep.worker.loop.stopping import check_rules
+from instep.worker.mesh_trial.gradients import MeshCheck, check_validation
+from instep.worker.mesh_trial.optimizers import OptimizerCheck
+from instep.worker.passes.evaluate import evaluate
+from instep.worker.passes.shared_steps import MembersChanged, SharedSteps
+from instep.worker.passes.whole_batch import WholeBatch
+from instep.worker.reading import data_split, dataset_check
+from instep.worker.reading.class_order import said_of_classes
+from instep.worker.reading.early_reads import EarlyReads
+from instep.worker.reading.loader_watch import LoaderWatch
+from instep.worker.replica.layout import example_of, found_layout
+from instep.worker.replica.replica import Replica, check_model
+from instep.worker.rounds import own_data, round_checks
+from instep.worker.rounds.probe import Probe
+from instep.worker.rounds.round_update import RoundUpdate
+from instep.worker.rounds.rounds import Rounds
+from instep.worker.trial.kept.kept import try_kept
 from instep.worker.trial.reads import shapes_in, try_blocks, try_recipe, try_step
 from instep.worker.trial.sameness import ANOTHER_SAW
 from instep.worker.trial.shapes import Watch
-from instep.worker.trial_result import Trial
-from instep.worker.whole_batch import WholeBatch
 
 if TYPE_CHECKING:
-    from instep.worker.step.parted_data import PartedData
+    from instep.worker.reading.parted_data import PartedData
 
 _TRIES = 3
 """Steps with batches of another shape, but of one shape in the step, which are tried."""
@@ -108,7 +109,7 @@ class Training(Loop):
         self._parted: PartedData | None = None
         self._lying: Near | None = None
         if self.job.data.parts:
-            from instep.worker.step.parted_data import PartedData  # which needs pyarrow
+            from instep.worker.reading.parted_data import PartedData  # which needs pyarrow
 
             self._parted = PartedData(member, recipe.train, recipe.validate)
         split = data_split.split_data(self.job, recipe)

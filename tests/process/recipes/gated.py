@@ -10,10 +10,11 @@ from torch.nn import functional
 
 from instep.comm.alone import AloneComm
 from instep.data.order import key
+from instep.parallel.global_batch.reads import Reads
 from instep.parallel.pipeline.pipeline import Pipeline
-from instep.parallel.reads import Reads
 from instep.parallel.tensor.links import GroupLinks
-from instep.worker import mesh_check, whole_batch
+from instep.worker.mesh_trial import gradients as mesh_check
+from instep.worker.passes import whole_batch
 from instep.worker.trial import moves
 
 TOGETHER = 2

@@ -5,7 +5,7 @@ from typing import Any
 from slow_tiny import recipe as slow_tiny
 
 import instep
-from instep.worker.member import Member
+from instep.engine.member import Member
 
 wait_for_group = Member.wait_for_group
 

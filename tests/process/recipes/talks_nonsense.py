@@ -8,8 +8,8 @@ from first_come import first
 from torch import Tensor, nn
 
 import instep
-from instep.comm.messages import Records
-from instep.worker.member import Member
+from instep.comm.protocol.messages import Records
+from instep.engine.member import Member
 
 AFTER = 20
 

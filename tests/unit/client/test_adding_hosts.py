@@ -4,14 +4,14 @@ import threading
 
 import pytest
 
-from instep import spec_file
 from instep.client import join_run, running
 from instep.client.join_run import _add
-from instep.comm.certificates import Authority
-from instep.comm.channel import LARGEST
-from instep.comm.endpoint import Switchboard
-from instep.comm.messages import Hello, Welcome
+from instep.comm.encryption.certificates import Authority
+from instep.comm.protocol.channel import LARGEST
+from instep.comm.protocol.endpoint import Switchboard
+from instep.comm.protocol.messages import Hello, Welcome
 from instep.errors import RunError
+from instep.job import file as spec_file
 
 
 @pytest.mark.parametrize("authority", [None, Authority()], ids=["plain", "encrypted"])

@@ -6,7 +6,7 @@ import pytest
 
 from instep.client.batch import check_size, sbatch_options, script
 from instep.errors import SpecError
-from instep.spec_file import build
+from instep.job.file import build
 
 
 def job_with(**launch):

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from instep.client.batches import IN_HAND, MOST_KILLED, MOST_OWN, START, Batches
-from instep.comm.messages import Whereabouts
+from instep.client.predict.batches import IN_HAND, MOST_KILLED, MOST_OWN, START, Batches
+from instep.comm.protocol.messages import Whereabouts
 
 
 def batches(samples=101, size=8, done=(), skip=False):

@@ -1,7 +1,7 @@
 """Samples that kill who reads them are skipped, if that is wanted and they are known to do it."""
 
-from instep.client.deadly_samples import DeadlySamples
-from instep.comm.messages import Whereabouts
+from instep.client.predict.deadly_samples import DeadlySamples
+from instep.comm.protocol.messages import Whereabouts
 
 
 def at(sample, count=1):

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from instep import spec_file
 from instep.client import folds
 from instep.client.submit import Run
 from instep.errors import DIVERGED, INTERRUPTED, RunError, SpecError, WorkerError
 from instep.events import read_events
+from instep.job import file as spec_file
 from instep.report.figures.summary import summarise
 from instep.store.run_folder import RunFolder
 from made_up_runs import make_run, write_events

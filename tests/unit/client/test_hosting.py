@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from instep.client.hosting import is_complete
-from instep.spec import JobSpec, TrainSpec
+from instep.client.join.hosting import is_complete
+from instep.job.spec import JobSpec, TrainSpec
 
 
 @pytest.mark.parametrize(

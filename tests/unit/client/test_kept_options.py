@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 import instep
-from instep import spec, spec_file
 from instep.client.job_checks import with_options
 from instep.control.resume import changed, check_changes
 from instep.errors import SpecError
-from instep.spec import JobSpec, RoundSpec, SyncSpec
+from instep.job import file as spec_file
+from instep.job import spec
+from instep.job.spec import JobSpec, RoundSpec, SyncSpec
 from instep.store.folder import make_run_folder
 from instep.store.run_folder import RunFolder
 from instep.sync import DEFAULTS

@@ -8,14 +8,15 @@ import time
 
 import pytest
 
-from instep.client import hosting, meeting, running
-from instep.client.meeting import ENDPOINT as NAME
-from instep.client.meeting import MeetingFile, find, write
-from instep.comm import connection
-from instep.comm.channel import Address
-from instep.comm.endpoint import Endpoint
+from instep.client import running
+from instep.client.join import hosting, meeting
+from instep.client.join.meeting import ENDPOINT as NAME
+from instep.client.join.meeting import MeetingFile, find, write
+from instep.comm.protocol import connection
+from instep.comm.protocol.channel import Address
+from instep.comm.protocol.endpoint import Endpoint
 from instep.errors import PeerError, RunError
-from instep.spec import JobSpec
+from instep.job.spec import JobSpec
 from instep.store import folder
 
 ENDPOINT = Endpoint(Address("127.0.0.1", 4567), "a token")

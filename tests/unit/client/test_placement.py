@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from instep.client.meeting import meeting_file
-from instep.client.placement import host_address, placement
+from instep.client.join.meeting import meeting_file
+from instep.client.join.placement import host_address, placement
 from instep.errors import SpecError
 from instep.system.addresses import address_towards
 

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 
 from instep.cli import main
 from instep.client.job_checks import check_job
-from instep.client.predict_plan import Source, source_of
+from instep.client.predict.plan import Source, source_of
 from instep.errors import SpecError
-from instep.spec_file import build
+from instep.job.file import build
 
 
 def of_file(folder: Path, *overrides: str, workers: int | None = None) -> Source:

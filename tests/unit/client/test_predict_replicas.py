@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from instep.client.batches import START, Batches
-from instep.client.predict_pace import FIRST_S, Pace
-from instep.client.predict_replicas import Process, Replica
-from instep.comm.channel import Peer
-from instep.comm.messages import READING
-from instep.spec import MeshSpec
+from instep.client.predict.batches import START, Batches
+from instep.client.predict.pace import FIRST_S, Pace
+from instep.client.predict.replicas import Process, Replica
+from instep.comm.protocol.channel import Peer
+from instep.comm.protocol.messages import READING
+from instep.job.spec import MeshSpec
 from instep.system.lease import Lease
 from instep.system.limits import UNKNOWN_S
 from instep.system.processes import Watched

@@ -10,9 +10,9 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
-from instep.client.prepared import Prepared
+from instep.client.join.prepared import Prepared
 from instep.errors import SpecError
-from instep.spec import TrainSpec
+from instep.job.spec import TrainSpec
 
 DATA = TensorDataset(torch.zeros(24, 4))
 TRAIN = TrainSpec(global_batch=8, micro_batches=4)

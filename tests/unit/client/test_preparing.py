@@ -8,7 +8,7 @@ import pytest
 from instep.client.preparing import prepare_data
 from instep.data.sources import shards
 from instep.errors import SpecError
-from instep.spec_file import load
+from instep.job.file import load
 
 JOB = """
 recipe = "net.py:recipe"

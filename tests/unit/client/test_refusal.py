@@ -4,13 +4,13 @@ import threading
 
 import pytest
 
-from instep.client.meeting import MeetingFile
-from instep.client.refusal import answer_all
-from instep.comm.channel import MOST_UNTRUSTED, Channel
-from instep.comm.endpoint import Switchboard
-from instep.comm.messages import Hello, Refused, Welcome
+from instep.client.join.meeting import MeetingFile
+from instep.client.join.refusal import answer_all
+from instep.comm.protocol.channel import MOST_UNTRUSTED, Channel
+from instep.comm.protocol.endpoint import Switchboard
+from instep.comm.protocol.messages import Hello, Refused, Welcome
+from instep.engine.member import Member
 from instep.errors import CheckpointError, PeerError, WorkerError
-from instep.worker.member import Member
 
 REFUSED = Refused(kind="CheckpointError", text="it is damaged.", exit_code=7)
 

@@ -10,16 +10,17 @@ import time
 import pytest
 from cryptography import x509
 
-from instep.client import hosting, refusal, rendezvous
-from instep.client.meeting import ENDPOINT, MeetingFile, find, read, write
-from instep.client.placement import Placement
-from instep.client.refusal import announced, notes
-from instep.client.rendezvous import Rendezvous, meeting_at
-from instep.comm import channel, tls
-from instep.comm import messages as m
-from instep.comm.certificates import Authority, Identity
-from instep.comm.channel import Address, Channel
-from instep.comm.endpoint import Endpoint
+from instep.client.join import hosting, refusal, rendezvous
+from instep.client.join.meeting import ENDPOINT, MeetingFile, find, read, write
+from instep.client.join.placement import Placement
+from instep.client.join.refusal import announced, notes
+from instep.client.join.rendezvous import Rendezvous, meeting_at
+from instep.comm.encryption import tls
+from instep.comm.encryption.certificates import Authority, Identity
+from instep.comm.protocol import channel
+from instep.comm.protocol import messages as m
+from instep.comm.protocol.channel import Address, Channel
+from instep.comm.protocol.endpoint import Endpoint
 from instep.errors import InstepError, JoinError, PeerError, RunError, SpecError
 
 MASTER = Endpoint(Address("127.0.0.1", 4567), "the token of a run")

@@ -6,7 +6,7 @@ import pytest
 
 from instep.cli import main
 from instep.client.results import failure, finish
-from instep.comm.messages import Failed
+from instep.comm.protocol.messages import Failed
 from instep.errors import RunError
 from instep.events import LEDGER, read_records
 from made_up_runs import make_run, write_ledger

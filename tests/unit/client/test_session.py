@@ -4,9 +4,9 @@ import pytest
 from msgspec.structs import replace
 
 import instep
-from instep.client.session import check_same
+from instep.client.join.session import check_same
 from instep.errors import SpecError
-from instep.spec import JobSpec, TrainSpec
+from instep.job.spec import JobSpec, TrainSpec
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,16 @@ import torch
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as torch_save_file
 
-from instep import spec_file
 from instep.client.job_checks import check_job, open_switchboard
 from instep.client.keywords import tables
 from instep.client.references import reference_to
 from instep.client.results import about, failure
 from instep.client.submit import resume, train
-from instep.comm.messages import Failed
+from instep.comm.protocol.messages import Failed
 from instep.errors import CheckpointError, RecipeError, RunError, SpecError
+from instep.job import file as spec_file
+from instep.job.spec import JobSpec
 from instep.recipe.recipe import Recipe
-from instep.spec import JobSpec
 from instep.store.folder import make_run_folder
 from instep.system.addresses import address_towards
 
@@ -268,7 +268,7 @@ def test_a_codec_that_sums_by_itself_goes_with_all_reduce(tmp_path):
 
 def test_processes_are_started_before_anything_large_is_imported():
     code = (
-        "import sys, instep.cli, instep.spec_file, instep.client.submit, instep.launch.local\n"
+        "import sys, instep.cli, instep.job.file, instep.client.submit, instep.launch.local\n"
         "assert not {'torch', 'numpy', 'psutil'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

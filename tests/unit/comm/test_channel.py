@@ -9,8 +9,16 @@ import threading
 import pytest
 
 from helpers import random_bytes
-from instep.comm.channel import LARGEST, MOST_UNTRUSTED, Address, Channel, Hub, _Frames, frame
-from instep.comm.messages import Done, Emit, Release, Stop, StoreSet
+from instep.comm.protocol.channel import (
+    LARGEST,
+    MOST_UNTRUSTED,
+    Address,
+    Channel,
+    Hub,
+    _Frames,
+    frame,
+)
+from instep.comm.protocol.messages import Done, Emit, Release, Stop, StoreSet
 from instep.errors import PeerError
 
 NONSENSE = 1000
@@ -253,8 +261,8 @@ def test_new_connections_replace_unauthenticated_ones_and_never_trusted_ones():
 
 FULL = """
 import resource, socket, sys, time
-from instep.comm.channel import Channel, Hub
-from instep.comm.messages import Release
+from instep.comm.protocol.channel import Channel, Hub
+from instep.comm.protocol.messages import Release
 hub = Hub()
 known = Channel.connect(hub.address)
 known.send(Release())

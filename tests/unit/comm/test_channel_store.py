@@ -8,12 +8,11 @@ import pytest
 import torch
 from test_connection import TIMEOUT_S, Masters, until
 
-from instep import spec_file
-from instep.comm.channel import Hub
-from instep.comm.channel_store import ChannelStore
-from instep.comm.connection import MasterConnection
-from instep.comm.endpoint import Endpoint, Switchboard
-from instep.comm.messages import (
+from instep.comm.protocol.channel import Hub
+from instep.comm.protocol.channel_store import ChannelStore
+from instep.comm.protocol.connection import MasterConnection
+from instep.comm.protocol.endpoint import Endpoint, Switchboard
+from instep.comm.protocol.messages import (
     Ack,
     Form,
     Hello,
@@ -25,8 +24,9 @@ from instep.comm.messages import (
 )
 from instep.comm.torch_comm import TorchComm
 from instep.control.master import Master
+from instep.engine.member import Member, Released, ReplicaBroken
 from instep.errors import PeerError
-from instep.worker.member import Member, Released, ReplicaBroken
+from instep.job import file as spec_file
 
 HELLO = Hello(token="", role="worker", number=0, pid=1)
 

@@ -8,12 +8,12 @@ import time
 import msgspec
 import pytest
 
-from instep.comm import tls
-from instep.comm.certificates import Authority, Identity
-from instep.comm.channel import Address, Hub, listen
-from instep.comm.connection import HEARTBEAT_S, MasterConnection
-from instep.comm.endpoint import Switchboard
-from instep.comm.messages import (
+from instep.comm.encryption import tls
+from instep.comm.encryption.certificates import Authority, Identity
+from instep.comm.protocol.channel import Address, Hub, listen
+from instep.comm.protocol.connection import HEARTBEAT_S, MasterConnection
+from instep.comm.protocol.endpoint import Switchboard
+from instep.comm.protocol.messages import (
     Ack,
     Built,
     Emit,
@@ -411,7 +411,7 @@ def test_a_process_that_is_refused_when_it_reconnects_learns_so_and_its_lease_st
 @pytest.fixture
 def briefly(monkeypatch):
     for name in ("GIVE_UP_S", "ANSWER_S"):
-        monkeypatch.setattr(f"instep.comm.connection.{name}", 1.0)
+        monkeypatch.setattr(f"instep.comm.protocol.connection.{name}", 1.0)
 
 
 def test_a_master_that_accepts_connections_and_never_answers_is_given_up(
@@ -419,7 +419,7 @@ def test_a_master_that_accepts_connections_and_never_answers_is_given_up(
 ):
     """The system still accepts for a master that is stopped, and another program may have its
     port."""
-    monkeypatch.setattr("instep.comm.connection.RECONNECT_S", 0.2)
+    monkeypatch.setattr("instep.comm.protocol.connection.RECONNECT_S", 0.2)
     connection.keep(0.1)
     connection.listen(Heartbeat, lambda _: None)
     with pytest.raises(PeerError, match="it does not answer"):
@@ -465,7 +465,7 @@ def test_who_is_closed_without_an_answer_does_not_call_again_and_again_without_a
 @pytest.mark.parametrize("has_lease", [False, True])
 def test_a_master_of_another_run_is_not_called_without_end(has_lease, monkeypatch):
     """It has the port of a master that is gone; or its clock is days ahead."""
-    monkeypatch.setattr("instep.comm.connection.RECONNECT_S", 0.1)
+    monkeypatch.setattr("instep.comm.protocol.connection.RECONNECT_S", 0.1)
     board, over = Switchboard(authority=Authority()), threading.Event()
 
     def serve():

@@ -21,9 +21,9 @@ import torch
 from test_tls import WRONG, answer_to, copy, showing
 from torch._C._distributed_c10d import HashStore, Store
 
-from instep.comm import forwarder, tls
-from instep.comm.certificates import Authority, Credentials, Identity
-from instep.comm.forwarder import Forwarder, inside
+from instep.comm.encryption import forwarder, tls
+from instep.comm.encryption.certificates import Authority, Credentials, Identity
+from instep.comm.encryption.forwarder import Forwarder, inside
 from instep.comm.torch_comm import TorchComm
 from instep.errors import PeerError
 

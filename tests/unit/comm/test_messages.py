@@ -5,9 +5,9 @@ from typing import get_args
 import msgspec
 import pytest
 
-from instep.comm import messages
-from instep.comm.certificates import Credentials
-from instep.comm.messages import AnyMessage, Message, decode, encode
+from instep.comm.encryption.certificates import Credentials
+from instep.comm.protocol import messages
+from instep.comm.protocol.messages import AnyMessage, Message, decode, encode
 
 EXAMPLES = {
     str: "text é",

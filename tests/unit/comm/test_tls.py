@@ -15,14 +15,14 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
 from helpers import random_bytes
-from instep.comm import tls
-from instep.comm.certificates import Authority, Credentials, Identity
-from instep.comm.channel import MOST_HANDSHAKES, MOST_UNTRUSTED, Channel, frame
-from instep.comm.endpoint import Endpoint, Switchboard
-from instep.comm.messages import Emit, Release, Stop, StoreSet
+from instep.comm.encryption import tls
+from instep.comm.encryption.certificates import Authority, Credentials, Identity
+from instep.comm.protocol.channel import MOST_HANDSHAKES, MOST_UNTRUSTED, Channel, frame
+from instep.comm.protocol.endpoint import Endpoint, Switchboard
+from instep.comm.protocol.messages import Emit, Release, Stop, StoreSet
 from instep.errors import PeerError
 
-UNWANTED = ["cryptography", "instep.comm.tls", "instep.comm.forwarder"]
+UNWANTED = ["cryptography", "instep.comm.encryption.tls", "instep.comm.encryption.forwarder"]
 WORKER, RECORDS = Identity("worker", 3, 1), 200
 
 AT_ONCE = 20

@@ -10,16 +10,16 @@ from unittest.mock import patch
 
 import pytest
 
-from instep import spec_file
-from instep.comm import messages as m
-from instep.comm.channel import Channel
-from instep.comm.endpoint import Switchboard
+from instep.comm.protocol import messages as m
+from instep.comm.protocol.channel import Channel
+from instep.comm.protocol.endpoint import Switchboard
 from instep.control import endings, master, watch
 from instep.control.master import Master
+from instep.engine.member import Member
 from instep.errors import PeerError
+from instep.job import file as spec_file
 from instep.system.limits import FLOOR_S
 from instep.system.processes import machine
-from instep.worker.member import Member
 
 TIMEOUT_S = 600.0
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from instep import spec_file
-from instep.comm.messages import Done, Form, Regroup, Release, Stop
+from instep.comm.protocol.messages import Done, Form, Regroup, Release, Stop
 from instep.control.crash_loop import MOST_APART, MOST_HANGS
 from instep.control.decide import BUILDING_S, decide, refuse_scale
 from instep.control.state import (
@@ -34,6 +33,7 @@ from instep.control.state import (
     first_members,
 )
 from instep.errors import PeerError
+from instep.job import file as spec_file
 
 
 class Story:

@@ -6,16 +6,16 @@ import time
 
 import pytest
 
-from instep import spec_file
-from instep.comm import messages as m
-from instep.comm import tls
-from instep.comm.certificates import Authority, Identity
-from instep.comm.channel import Channel
-from instep.comm.endpoint import Switchboard
-from instep.control.hosts import Hosts
+from instep.comm.encryption import tls
+from instep.comm.encryption.certificates import Authority, Identity
+from instep.comm.protocol import messages as m
+from instep.comm.protocol.channel import Channel
+from instep.comm.protocol.endpoint import Switchboard
+from instep.control.hosts.hosts import Hosts
 from instep.control.master import Master
 from instep.errors import PeerError
-from instep.spec import MeshSpec
+from instep.job import file as spec_file
+from instep.job.spec import MeshSpec
 
 
 @pytest.fixture(scope="module")

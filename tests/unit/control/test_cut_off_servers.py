@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from instep.comm.messages import Heartbeat
+from instep.comm.protocol.messages import Heartbeat
 from instep.control import state as s
-from instep.control.hosts import LAST_S
+from instep.control.hosts.hosts import LAST_S
 from instep.control.master import Master
 
 WORKERS, SERVER = (0, 1), 2

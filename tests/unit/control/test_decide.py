@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from instep.comm.messages import (
+from instep.comm.protocol.messages import (
     ON_REQUEST,
     Done,
     Failed,

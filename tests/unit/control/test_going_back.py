@@ -12,12 +12,12 @@ import msgspec
 import pytest
 import torch
 
-from instep import spec_file
 from instep.control import resume
 from instep.control.resume import go_back, prepare
 from instep.errors import CheckpointError, RunError, SpecError
 from instep.events import LEDGER, LEDGER_START, EventLog, read_records
-from instep.state.manifest import published
+from instep.job import file as spec_file
+from instep.state.files.manifest import published
 from instep.state.save import CheckpointWriter
 from instep.state.snapshot import Snapshot
 from instep.store.folder import held, make_run_folder, run_id

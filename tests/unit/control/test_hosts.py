@@ -5,8 +5,8 @@ from functools import cache
 
 import pytest
 
-from instep.comm import messages as m
-from instep.control.hosts import (
+from instep.comm.protocol import messages as m
+from instep.control.hosts.hosts import (
     BACK_S,
     BALANCE_S,
     FIRST_HEARTBEAT_S,
@@ -14,7 +14,7 @@ from instep.control.hosts import (
     Hosts,
     RemoteProcess,
 )
-from instep.spec import MeshSpec
+from instep.job.spec import MeshSpec
 from instep.system.limits import FLOOR_S
 
 

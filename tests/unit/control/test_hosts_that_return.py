@@ -3,10 +3,10 @@
 import pytest
 from test_a_replica_restarts import a_master
 
-from instep import spec_file
-from instep.comm import messages as m
-from instep.comm.channel import Channel
+from instep.comm.protocol import messages as m
+from instep.comm.protocol.channel import Channel
 from instep.control.journal import Begin
+from instep.job import file as spec_file
 from instep.store.folder import BEGINNING
 
 LAUNCH = {"hosts": ["env A=1", "env A=2"], "address": "127.0.0.1"}

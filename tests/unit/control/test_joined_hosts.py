@@ -3,12 +3,12 @@
 import pytest
 from test_changes import Story
 
-from instep.comm import messages as m
-from instep.control.hosts import GATHER_S, Hosts
-from instep.control.joined_hosts import LEAVE_S, LOST_S, JoinedHosts
+from instep.comm.protocol import messages as m
+from instep.control.hosts.hosts import GATHER_S, Hosts
+from instep.control.hosts.joined_hosts import LEAVE_S, LOST_S, JoinedHosts
 from instep.control.state import HostJoined, Noticed, Scaled, Start
-from instep.spec import MeshSpec
-from instep.spec_file import build
+from instep.job.file import build
+from instep.job.spec import MeshSpec
 
 JOB = build({"recipe": "a.py:f", "workers": 2, "train": {"micro_batches": 4}}, source="a test")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from instep.comm.messages import Done, Failed
+from instep.comm.protocol.messages import Done, Failed
 from instep.control import journal as journal_file
 from instep.control.decide import decide
 from instep.control.journal import FILE, Begin, Journal, _sealed

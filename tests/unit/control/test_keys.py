@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from instep.comm.messages import StoreGet, StoreValue
+from instep.comm.protocol.messages import StoreGet, StoreValue
 from instep.control import keys as of_keys
 from instep.control.keys import Keys
 

@@ -5,12 +5,12 @@ import time
 
 import msgspec
 
-from instep import spec_file
-from instep.comm import messages as m
-from instep.comm.channel import MOST_UNTRUSTED, Channel
-from instep.comm.endpoint import Switchboard
+from instep.comm.protocol import messages as m
+from instep.comm.protocol.channel import MOST_UNTRUSTED, Channel
+from instep.comm.protocol.endpoint import Switchboard
 from instep.control.master import TICK_S, Master
 from instep.control.state import Phase, State, first_members
+from instep.job import file as spec_file
 
 WORKERS = 2 * MOST_UNTRUSTED
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from instep import spec_file
-from instep.comm.messages import Done, Failed, Form, Regroup, Release
+from instep.comm.protocol.messages import Done, Failed, Form, Regroup, Release
 from instep.control.crash_loop import MOST_LOSSES
 from instep.control.decide import BROKEN_S, BUILDING_S, WAITING_S, decide, refuse_scale
 from instep.control.endings import BETTER_CAUSE_S, UNSEEN
@@ -33,6 +32,7 @@ from instep.control.state import (
     WentBack,
     first_members,
 )
+from instep.job import file as spec_file
 
 ECHO = Failed(
     kind="PeerError", cause="a fellow went", where="", line="", step=4, phase="", exit_code=5

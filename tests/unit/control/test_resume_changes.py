@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import instep
-from instep import spec_file
 from instep.control.resume import changed
 from instep.errors import RecipeError, SpecError
+from instep.job import file as spec_file
 from instep.store.run_folder import RunFolder
 
 

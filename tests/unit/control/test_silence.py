@@ -2,7 +2,7 @@
 
 import pytest
 
-from instep.comm.messages import Heartbeat
+from instep.comm.protocol.messages import Heartbeat
 from instep.control.watch import ALL_SILENT_S, SILENT_S, Silent, Watch
 from instep.system.limits import FLOOR_S
 

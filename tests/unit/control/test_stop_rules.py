@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from instep.comm.messages import Figures
+from instep.comm.protocol.messages import Figures
 from instep.control.stop_rules import Fired, Judge, Rules, recorded
 from instep.events import STEPS
-from instep.spec import StopSpec
+from instep.job.spec import StopSpec
 
 NAN, INF = math.nan, math.inf
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.comm.messages import Heartbeat
+from instep.comm.protocol.messages import Heartbeat
 from instep.control.watch import OF_A_STEP, SILENT_S, WAITING, Watch
 from instep.system.limits import FLOOR_S, STEPS, UNKNOWN_S
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from datasets import KillsItself, Plain, load, same
 
-from instep.comm.messages import Mark, Whereabouts
+from instep.comm.protocol.messages import Mark, Whereabouts
 from instep.data.loader import Loader, Slice
 from instep.data.reading import wire
 from instep.data.reading.pool import Pool

@@ -9,9 +9,8 @@ from hypothesis import strategies as some
 from torch import arange
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from instep import spec_file
 from instep.client.job_checks import check_job
-from instep.comm.messages import Form
+from instep.comm.protocol.messages import Form
 from instep.data.batches import Batches
 from instep.data.loader import Loader
 from instep.data.order import micro_batch, position, steps_in_epoch
@@ -21,8 +20,9 @@ from instep.data.parts.cut import cut, in_parts, parts_order
 from instep.data.parts.near import deal_near, holders
 from instep.data.parts.order import PartsOrder
 from instep.data.torch_loader import LoaderParts
+from instep.engine.assignment import Lockstep, Near
 from instep.errors import DataError, SpecError
-from instep.worker.step.assignment import Lockstep, Near
+from instep.job import file as spec_file
 
 few = settings(max_examples=40, deadline=None)
 SIZES = some.lists(some.integers(0, 40), min_size=1, max_size=12).filter(sum)

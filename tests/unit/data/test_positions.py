@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from instep.data.batches import Batches
 from instep.errors import SpecError
-from instep.spec import JobSpec, SyncSpec, TrainSpec
-from instep.worker.round_checks import check_length, updates
+from instep.job.spec import JobSpec, SyncSpec, TrainSpec
+from instep.worker.rounds.round_checks import check_length, updates
 
 
 def walked(batches, commits):

@@ -26,10 +26,10 @@ from instep.data.shard_sizes import (
 )
 from instep.data.torch_loader import LoaderParts
 from instep.data.windowed import Windowed
+from instep.engine.passes import positions_of
 from instep.errors import DataError
-from instep.spec import DataSpec, JobSpec
-from instep.worker.own_data import _windowed
-from instep.worker.step.passes import positions_of
+from instep.job.spec import DataSpec, JobSpec
+from instep.worker.rounds.own_data import _windowed
 
 few = settings(max_examples=40, deadline=None)
 SIZES = some.lists(some.integers(0, 40), min_size=1, max_size=12).filter(sum)

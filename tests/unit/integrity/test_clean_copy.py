@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
+from instep.engine.state.capture import Progress
+from instep.engine.state.committed import Commit, CommittedState
+from instep.engine.turns import TurnState
+from instep.engine.update import Update
 from instep.integrity.clean_copy import CleanCopy
 from instep.sync.base import make_strategy
-from instep.worker.step.capture import Progress
-from instep.worker.step.committed import Commit, CommittedState
-from instep.worker.step.turns import TurnState
-from instep.worker.step.update import Update
 
 
 class Tied(nn.Module):

@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch import nn
 
-from instep import spec_file
 from instep.comm.memory import run_ranks
 from instep.data.order import position
+from instep.engine.gradients import Gradients
+from instep.engine.passes import parts_of, share_of
+from instep.engine.update import Update
 from instep.errors import PeerError, Unrepeatable, WorkerError
 from instep.integrity.corruption import MOST_IN_DOUBT, CorruptionCheck
+from instep.job import file as spec_file
 from instep.sync.all_reduce import AllReduce
 from instep.sync.base import Generation
-from instep.worker.observed import Observed
-from instep.worker.step.gradients import Gradients
-from instep.worker.step.passes import parts_of, share_of
-from instep.worker.step.update import Update
+from instep.worker.loop.observed import Observed
 from marks import tail
 
 PARTS, BATCH, SAMPLES = 24, 24, 120

@@ -10,8 +10,8 @@ from instep.data.shards.encode import encode
 from instep.data.shards.manifest import Manifest, Shard, write_manifest
 from instep.data.shards.writer import ShardWriter
 from instep.errors import SpecError
+from instep.job.file import load
 from instep.lab.about_data import about_data
-from instep.spec_file import load
 
 RECIPE = """
 import torch

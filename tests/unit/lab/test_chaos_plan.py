@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from instep import spec_file
 from instep.errors import RunError, SpecError
-from instep.lab.breaker import Plan
-from instep.lab.chaos import break_again, check_can_be_repeated, check_own
-from instep.spec import as_table
+from instep.job import file as spec_file
+from instep.job.spec import as_table
+from instep.lab.chaos.breaker import Plan
+from instep.lab.chaos.chaos import break_again, check_can_be_repeated, check_own
 from instep.store.folder import is_running
 from instep.store.run_folder import RunFolder
 

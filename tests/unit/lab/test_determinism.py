@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from instep import spec_file
 from instep.errors import RunError, SpecError
+from instep.job import file as spec_file
 from instep.lab.determinism import check_determinism, check_length
 from instep.store.run_folder import RunFolder
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instep.errors import SpecError
-from instep.lab.injections import (
+from instep.lab.chaos.injections import (
     HOLD_S,
     LAST,
     NETWORK,

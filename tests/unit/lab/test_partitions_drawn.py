@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep import spec_file
 from instep.errors import SpecError
-from instep.lab.partitions import check_can_partition, chosen
+from instep.job import file as spec_file
+from instep.lab.chaos.partitions import check_can_partition, chosen
 
 
 @given(st.floats(0, 1), st.integers(2, 200))

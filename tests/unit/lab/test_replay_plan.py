@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from instep import spec_file
 from instep.client.results import about
 from instep.errors import RunError, SpecError
+from instep.job import file as spec_file
+from instep.job.spec import as_table
 from instep.lab.replay import changes_since, check_step, replay, stretches
-from instep.spec import as_table
 from instep.store.run_folder import RunFolder
 
 

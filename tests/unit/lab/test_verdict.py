@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from instep.events import LEDGER, STEPS, ledger_header, read_records
-from instep.lab.verdict import Fall, Injected, judge
+from instep.lab.chaos.verdict import Fall, Injected, judge
 from instep.store.run_folder import RunFolder
 from made_up_runs import BEGIN_S, START_UP_S, make_run, with_servers
 

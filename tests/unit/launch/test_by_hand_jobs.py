@@ -8,14 +8,14 @@ import msgspec
 import pytest
 
 from instep.client.job_checks import check_job
-from instep.comm import messages as m
-from instep.comm.channel import Address
-from instep.comm.endpoint import Endpoint
+from instep.comm.protocol import messages as m
+from instep.comm.protocol.channel import Address
+from instep.comm.protocol.endpoint import Endpoint
 from instep.errors import SpecError
+from instep.job.file import absolute, build, dump, load
 from instep.launch.by_hand import ByHandLauncher
 from instep.launch.joining import Machine, _start
 from instep.launch.local import LocalLauncher
-from instep.spec_file import absolute, build, dump, load
 from instep.store.folder import host_log
 
 CLUSTER = {"master": "127.0.0.1:2220", "workers": ["a:1", "b:1"]}

@@ -9,11 +9,11 @@ import warnings
 import msgspec
 import pytest
 
-from instep.client import meeting
-from instep.comm.certificates import Authority, Identity, new_key, public_key
-from instep.comm.channel import Address
-from instep.comm.endpoint import Endpoint
-from instep.comm.tls import context
+from instep.client.join import meeting
+from instep.comm.encryption.certificates import Authority, Identity, new_key, public_key
+from instep.comm.encryption.tls import context
+from instep.comm.protocol.channel import Address
+from instep.comm.protocol.endpoint import Endpoint
 from instep.errors import InstepError, PeerError
 from instep.launch.join_folder import JoinFolder
 from instep.launch.join_token import Token, credentials

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from instep import spec_file
 from instep.errors import RecipeError, SpecError
+from instep.job import file as spec_file
 from instep.launch.forked import ForkedLauncher
 
 

@@ -10,11 +10,17 @@ from datetime import timedelta
 
 import pytest
 
-from instep.comm import messages as m
-from instep.comm import tls
-from instep.comm.certificates import Authority, Credentials, Identity, new_key, public_key
-from instep.comm.channel import MOST_UNTRUSTED, Address, Channel, frame
-from instep.comm.endpoint import Switchboard
+from instep.comm.encryption import tls
+from instep.comm.encryption.certificates import (
+    Authority,
+    Credentials,
+    Identity,
+    new_key,
+    public_key,
+)
+from instep.comm.protocol import messages as m
+from instep.comm.protocol.channel import MOST_UNTRUSTED, Address, Channel, frame
+from instep.comm.protocol.endpoint import Switchboard
 from instep.errors import JoinError, PeerError, StrangerError
 from instep.launch.gate import REFUSED, Gate
 from instep.launch.join_folder import LASTS_S, JoinFolder

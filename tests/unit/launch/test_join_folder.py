@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from instep.cli import main
-from instep.comm.certificates import new_key, public_key
+from instep.comm.encryption.certificates import new_key, public_key
 from instep.errors import JoinError, SpecError
 from instep.launch import join_folder
 from instep.launch.join_folder import LASTS_S, JoinFolder

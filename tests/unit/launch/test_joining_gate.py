@@ -6,10 +6,10 @@ from contextlib import suppress
 
 import pytest
 
-from instep.comm import messages as m
-from instep.comm import tls
-from instep.comm.certificates import Credentials, new_key, public_key
-from instep.comm.channel import Address, Channel
+from instep.comm.encryption import tls
+from instep.comm.encryption.certificates import Credentials, new_key, public_key
+from instep.comm.protocol import messages as m
+from instep.comm.protocol.channel import Address, Channel
 from instep.errors import PeerError, SpecError
 from instep.launch import gate
 from instep.launch.gate import Gate

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from instep.comm.endpoint import Switchboard
+from instep.comm.protocol.endpoint import Switchboard
 from instep.launch import local
 
 

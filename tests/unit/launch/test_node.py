@@ -4,8 +4,8 @@ import os
 
 import pytest
 
+from instep.job.file import build
 from instep.launch.node import Needs, enter
-from instep.spec_file import build
 from instep.system.environment import RECIPE, recipe_here
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from instep.launch.ray_events import Events
+from instep.launch.ray.events import Events
 
 EVENTS = [
     {"event": "run_started", "time": 10.5, "job": {"name": "run"}},

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from instep.events import STEPS
-from instep.launch.ray_metrics import LATELY_S, NEWEST, _newest, figures
+from instep.launch.ray.metrics import LATELY_S, NEWEST, _newest, figures
 
 
 def steps(*rows):

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 
 import pytest
 
-from instep.comm.channel import Address
-from instep.comm.endpoint import Endpoint
-from instep.comm.messages import Adopt, Emit, Exited, StartWorker, Whereabouts
+from instep import process
+from instep.comm.protocol.channel import Address
+from instep.comm.protocol.endpoint import Endpoint
+from instep.comm.protocol.messages import Adopt, Emit, Exited, StartWorker, Whereabouts
 from instep.data.samples import last_read
 from instep.launch import fork_server
 from instep.launch.fork_server import Server
 from instep.system.processes import wait_readable
-from instep.worker import process
 
 SEAT = Endpoint(Address("127.0.0.1", 1), "token", 0)
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from instep.comm.alone import AloneComm
 from instep.comm.memory import run_ranks
 from instep.errors import PeerError, RecipeError
-from instep.parallel.batch_norm import make_global, use_running_statistics
+from instep.parallel.global_batch.batch_norm import make_global, use_running_statistics
 from instep.recipe.weights import class_weights
 
 SHARES = [(5, 2, 0), (7,), (0, 3), (1, 1, 1), (2, 0, 0, 6)]

@@ -13,8 +13,8 @@ from instep.comm.alone import AloneComm
 from instep.comm.memory import run_ranks
 from instep.data.dealing import deal
 from instep.errors import PeerError, RecipeError
-from instep.parallel.batch_norm import make_global
-from instep.parallel.cached import CachedGradients, of_one_pass, probe
+from instep.parallel.global_batch.batch_norm import make_global
+from instep.parallel.global_batch.cached import CachedGradients, of_one_pass, probe
 
 SIZES = (3, 2, 3, 2)
 """Samples of each micro-batch."""

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from helpers import run_processes
 from instep.data.order import key
 from instep.errors import RecipeError
-from instep.parallel.batch_norm import make_global
 from instep.parallel.draws import ByMicroBatch
+from instep.parallel.global_batch.batch_norm import make_global
 
 SIZES = (4, 3, 5)
 KEYS = [key(7, 1, 20, number) for number in range(3)]

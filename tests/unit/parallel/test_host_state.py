@@ -10,10 +10,10 @@ from torch.multiprocessing import start_processes
 
 from instep.comm.dtensors import is_split, local_part, split_like
 from instep.errors import RecipeError
+from instep.job.spec import MeshSpec
 from instep.parallel.host_state import HOST, keep_on_host, placed
 from instep.parallel.replica_group import ReplicaGroup
 from instep.parallel.shard.sharded import shard
-from instep.spec import MeshSpec
 
 OTHER = torch.device("cpu:0")
 """For torch another device than `cpu`: what is moved there is copied to memory of its own."""

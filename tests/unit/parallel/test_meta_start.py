@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor, distributed, nn
 from torch.multiprocessing import start_processes
 
+from instep.job.spec import MeshSpec
 from instep.parallel.meta_start import without_memory
 from instep.parallel.recompute import checkpoint_blocks
 from instep.parallel.replica_group import ReplicaGroup
 from instep.parallel.shard.sharded import shard
-from instep.spec import MeshSpec
 from instep.state.load import load_model
 
 M_MMAP_THRESHOLD = -3

@@ -12,10 +12,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from instep.data.order import key
+from instep.engine.passes import OF_PASS
 from instep.errors import RecipeError, SpecError
 from instep.parallel.pipeline import Pipeline, find_cuts
 from instep.parallel.pipeline.absent import Absent, NeedsValues, absent
-from instep.worker.step.passes import OF_PASS
 
 
 def in_stages(model, samples, *, stages=2, call=None, batch=None, parts=3, cuts=()):

@@ -11,8 +11,8 @@ from torch import distributed
 from torch.multiprocessing import start_processes
 
 from instep.errors import RecipeError
+from instep.job.spec import MeshSpec
 from instep.parallel.replica_group import ReplicaGroup
-from instep.spec import MeshSpec
 
 pytestmark = pytest.mark.process
 

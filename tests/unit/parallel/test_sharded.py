@@ -13,9 +13,9 @@ from torch.multiprocessing import start_processes
 
 from instep.comm.dtensors import split_like
 from instep.errors import RecipeError
+from instep.job.spec import MeshSpec
 from instep.parallel.replica_group import ReplicaGroup
 from instep.parallel.shard.sharded import Sharded, shard
-from instep.spec import MeshSpec
 from instep.state.boxes import MeshRank, primary
 
 pytestmark = pytest.mark.process

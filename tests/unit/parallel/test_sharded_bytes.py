@@ -10,9 +10,9 @@ from torch import Tensor, distributed, nn
 from torch.multiprocessing import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
+from instep.job.spec import MeshSpec
 from instep.parallel.replica_group import ReplicaGroup
 from instep.parallel.shard.sharded import shard
-from instep.spec import MeshSpec
 
 WORDS, WIDTH, RANKS = 64, 64, 4
 MOST = {2: 1.05, 3: 1.55}

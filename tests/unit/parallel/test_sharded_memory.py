@@ -11,11 +11,11 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.multiprocessing import start_processes
 
 from instep.errors import RecipeError
+from instep.job.spec import MeshSpec
 from instep.parallel.pipeline import Pipeline
 from instep.parallel.recompute import checkpoint_blocks
 from instep.parallel.replica_group import ReplicaGroup
 from instep.parallel.shard.sharded import shard
-from instep.spec import MeshSpec
 
 WIDTH = 128
 

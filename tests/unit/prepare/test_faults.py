@@ -18,9 +18,9 @@ from PIL import Image
 from test_prepare import ask, made
 
 from instep.errors import DataError, InstepError, RecipeError, SpecError
-from instep.prepare.failed import failed_by
 from instep.prepare.prepare import prepare
-from instep.prepare.printed import MOST, Printed
+from instep.prepare.workers.failed import failed_by
+from instep.prepare.workers.printed import MOST, Printed
 
 ROWS = [{"x": number, "y": number % 3, "text": f"word {number}"} for number in range(20)]
 LINES = [json.dumps(row) + "\n" for row in ROWS]

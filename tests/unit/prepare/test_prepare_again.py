@@ -26,10 +26,10 @@ from instep.data.splits import SPLITS, Request
 from instep.data.splits.columns import Column
 from instep.errors import DataError, RecipeError
 from instep.prepare import plan
-from instep.prepare.crew import Interrupted
 from instep.prepare.job import Job
 from instep.prepare.messages import Map
 from instep.prepare.prepare import prepare
+from instep.prepare.workers.crew import Interrupted
 
 FUNCTIONS = """
 import random

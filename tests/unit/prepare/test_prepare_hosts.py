@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from instep.errors import PeerError
-from instep.prepare.files import PART, Arrivals, RawFiles, Shelf, parts_of
 from instep.prepare.messages import Done, Get, Got, Look, Part, Sent
+from instep.prepare.workers.files import PART, Arrivals, RawFiles, Shelf, parts_of
 from unit.prepare.test_prepare_processes import FUNCTIONS, SLOW, assert_undisturbed, until
 
 KEY = "0" * 24
@@ -58,7 +58,10 @@ def hosts_of(command: subprocess.Popen) -> list[psutil.Process]:
     found = []
     for child in psutil.Process(command.pid).children(recursive=True):
         try:
-            if "instep.prepare.host" in child.cmdline() and child.name() == "instep-prep-hos":
+            if (
+                "instep.prepare.workers.host" in child.cmdline()
+                and child.name() == "instep-prep-hos"
+            ):
                 found.append(child)
         except psutil.Error:
             pass

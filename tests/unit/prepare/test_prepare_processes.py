@@ -76,7 +76,7 @@ def workers_of(command: subprocess.Popen) -> list[psutil.Process]:
     found = []
     for child in psutil.Process(command.pid).children():
         with contextlib.suppress(psutil.Error):
-            if "instep.prepare.process" in child.cmdline():
+            if "instep.prepare.workers.process" in child.cmdline():
                 found.append(child)
     return found
 

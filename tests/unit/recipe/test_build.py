@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from instep import spec_file
 from instep.errors import RecipeError
+from instep.job import file as spec_file
 from instep.recipe.build import build, call, set_generators
 from instep.recipe.recipe import Recipe
 from instep.recipe.source_file import load_function

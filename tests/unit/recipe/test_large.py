@@ -11,11 +11,11 @@ from torch import nn
 
 import instep
 from instep.errors import RecipeError, SpecError
+from instep.job.spec import MeshSpec, StartSpec
 from instep.parallel import meta_start
 from instep.recipe.build import build_model
 from instep.recipe.large import TRIAL, Building
-from instep.spec import MeshSpec, StartSpec
-from instep.state.staging import save_model
+from instep.state.files.staging import save_model
 
 CPU = torch.device("cpu")
 

@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from instep.errors import SpecError
+from instep.job.spec import LoraSpec, StartSpec
 from instep.recipe.build import build
 from instep.recipe.lora import add
 from instep.recipe.recipe import Recipe
-from instep.spec import LoraSpec, StartSpec
 
 
 class Net(nn.Module):

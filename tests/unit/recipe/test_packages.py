@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from instep import spec_file
 from instep.errors import RecipeError
+from instep.job import file as spec_file
 from instep.recipe.source_file import load_function, package_of
 
 FILES = {

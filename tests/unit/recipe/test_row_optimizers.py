@@ -9,7 +9,7 @@ from torch import nn
 import instep
 from instep.errors import RecipeError
 from instep.recipe.build import build
-from instep.recipe.combined import CombinedOptimizer, parts_of
+from instep.recipe.optimizers.combined import CombinedOptimizer, parts_of
 
 STEPS = 4
 

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from instep import spec_file
 from instep.data.loader import Loader
 from instep.errors import RecipeError, SpecError
+from instep.job import file as spec_file
 from instep.recipe.build import build
 from instep.recipe.forward import Forward
 from instep.recipe.recipe import Recipe, Turn

@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from instep import spec_file
 from instep.client.job_checks import with_options
 from instep.data.shards import elsewhere, remote
 from instep.errors import DataError, InstepError, SpecError
-from instep.recipe.start_file import start_file
-from instep.spec import JobSpec, StartSpec
-from instep.state.sharded import files_of
+from instep.job import file as spec_file
+from instep.job.spec import JobSpec, StartSpec
+from instep.recipe.start.file import start_file
+from instep.state.files.sharded import files_of
 from loopback_store import Store, installed
 
 pytest.importorskip("aiohttp")

@@ -11,13 +11,13 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from instep.comm.memory import run_ranks
+from instep.engine.alike import check_parameters
 from instep.errors import CheckpointError, RecipeError, SpecError
+from instep.job.spec import StartSpec
 from instep.recipe.build import build
 from instep.recipe.patterns import matched_by
 from instep.recipe.recipe import Recipe
 from instep.recipe.tuning import rated_by
-from instep.spec import StartSpec
-from instep.worker.step.alike import check_parameters
 
 CPU = torch.device("cpu")
 NAMES = ["body.0.weight", "body.0.bias", "body.1.weight", "head.weight", "head.bias"]

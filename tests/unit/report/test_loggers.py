@@ -9,9 +9,9 @@ import sys
 import numpy as np
 import pytest
 
-from instep import spec_file
 from instep.errors import SpecError
 from instep.events import STEPS
+from instep.job import file as spec_file
 from instep.report.loggers import LOGGERS
 from instep.report.loggers.base import check_loggers
 from instep.report.loggers.follow import STATE, Follower, follow

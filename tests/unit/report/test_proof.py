@@ -17,7 +17,7 @@ from instep.errors import RunError
 from instep.events import LEDGER, ledger_header, read_events, read_records
 from instep.report.figures.proof import prove, untiled
 from instep.report.figures.summary import summarise
-from instep.state.manifest import Manifest, encode
+from instep.state.files.manifest import Manifest, encode
 from instep.store.audit import Stretch, audit
 from instep.store.run_folder import RunFolder
 from made_up_runs import make_ledger, make_run, write_events, write_ledger

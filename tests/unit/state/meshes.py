@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.multiprocessing import start_processes
 
-from instep.spec import MeshSpec
+from instep.engine.state.capture import Progress, capture, read_checkpoint, restore
+from instep.engine.update import Update
+from instep.job.spec import MeshSpec
 from instep.state.boxes import MeshRank
-from instep.state.manifest import FileEntry
-from instep.worker.step.capture import Progress, capture, read_checkpoint, restore
-from instep.worker.step.update import Update
+from instep.state.files.manifest import FileEntry
 
 PLAIN = MeshSpec()
 MESHES = [

@@ -15,11 +15,11 @@ from test_pieces import watched
 from torch import nn
 
 from instep.errors import CheckpointError, SpecError
+from instep.job.spec import LoraSpec
 from instep.recipe.lora import add
-from instep.spec import LoraSpec
-from instep.state.adapter import adapted_layers, write_adapter, write_merged
-from instep.state.model_file import check_hash
-from instep.state.staging import save_model
+from instep.state.export.adapter import adapted_layers, write_adapter, write_merged
+from instep.state.files.model_file import check_hash
+from instep.state.files.staging import save_model
 from lazily import Lazy
 
 peft = Lazy("peft")

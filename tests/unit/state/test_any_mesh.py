@@ -9,11 +9,11 @@ import torch.distributed as dist
 from meshes import PLAIN, Layout, device_mesh_of, drawn_tensors, held, on_ranks, seeded, split
 
 from instep.comm.torch_comm import TorchComm
-from instep.spec import CheckpointSpec
+from instep.job.spec import CheckpointSpec
+from instep.state.files.staging import save_model
 from instep.state.save import CheckpointWriter
 from instep.state.snapshot import COPIES, PART, parameters_sha256
-from instep.state.staging import save_model
-from instep.worker.saving import Saver, lend_model, write_shards
+from instep.worker.loop.saving import Saver, lend_model, write_shards
 
 
 def save(comm, folder, own, mesh, step=3, run=None, left=None):

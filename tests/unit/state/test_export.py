@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from instep.errors import CheckpointError, SpecError
-from instep.state.export import check_target, choose, copy_model
+from instep.state.export.export import check_target, choose, copy_model
 from instep.state.retention import Best, facts_of
 from instep.state.save import CheckpointWriter
 from instep.state.snapshot import Snapshot, model_tensors

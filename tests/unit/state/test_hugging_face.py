@@ -6,16 +6,16 @@ import torch
 from meshes import turn_of
 from torch import nn
 
-from instep import spec_file
 from instep.cli import main
+from instep.engine.state.capture import Progress, capture
+from instep.job import file as spec_file
 from instep.state.boxes import Cut
-from instep.state.hugging_face import keep_config
+from instep.state.export.hugging_face import keep_config
+from instep.state.files.staging import SAVING, save_model, write_tensors
 from instep.state.pieces import CUTS
 from instep.state.save import CheckpointWriter, Shard
 from instep.state.snapshot import Snapshot, model_tensors
-from instep.state.staging import SAVING, save_model, write_tensors
 from instep.store.folder import make_run_folder
-from instep.worker.step.capture import Progress, capture
 
 
 def llama():

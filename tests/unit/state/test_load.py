@@ -15,14 +15,14 @@ import torch
 from torch import nn
 
 from instep.errors import CheckpointError
+from instep.state.files.manifest import seal
+from instep.state.files.staging import save_model
 from instep.state.intact import newest_intact
 from instep.state.load import LoadReport, load, load_model
-from instep.state.manifest import seal
 from instep.state.packing import pack_state
 from instep.state.restore import restore
 from instep.state.save import CheckpointWriter
 from instep.state.snapshot import Snapshot, model_tensors, parameters_sha256
-from instep.state.staging import save_model
 
 
 @pytest.fixture

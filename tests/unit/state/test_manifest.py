@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from instep.errors import CheckpointError
-from instep.state.manifest import (
+from instep.state.files.manifest import (
     FileEntry,
     Manifest,
     check_file,

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from instep.errors import CheckpointError
-from instep.state.export import copy_own
+from instep.state.export.export import copy_own
+from instep.state.files.model_file import check_hash, open_tensors
+from instep.state.files.staging import save_model
 from instep.state.load import load_model
-from instep.state.model_file import check_hash, open_tensors
 from instep.state.save import CheckpointWriter
 from instep.state.snapshot import Snapshot, model_tensors
-from instep.state.staging import save_model
 
 FACTS = {"step": "3", "job": "net", "parameters_sha256": "0" * 64}
 

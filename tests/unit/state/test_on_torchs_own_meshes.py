@@ -22,17 +22,17 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from instep.comm.torch_comm import TorchComm
+from instep.engine.state.capture import Progress, capture
 from instep.errors import CheckpointError, PeerError
-from instep.spec import MeshSpec
+from instep.job.spec import MeshSpec
 from instep.state.boxes import Cut, MeshRank, cut_of, local, primary
 from instep.state.broadcast import broadcast_snapshot
+from instep.state.files.staging import save_model
 from instep.state.intact import newest_intact
 from instep.state.load import load_model
 from instep.state.save import CheckpointWriter
 from instep.state.snapshot import COPIES, PART
-from instep.state.staging import save_model
-from instep.worker import saving
-from instep.worker.step.capture import Progress, capture
+from instep.worker.loop import saving
 
 
 class Net(nn.Module):

@@ -15,20 +15,20 @@ import torch
 from meshes import turn_of
 from torch import nn
 
+from instep.engine.state.capture import Progress, capture, read_checkpoint, restore
 from instep.errors import CheckpointError, SpecError
-from instep.recipe.start_file import start_file
-from instep.spec import StartSpec
+from instep.job.spec import StartSpec
+from instep.recipe.start.file import start_file
 from instep.state.boxes import Cut
 from instep.state.compare import differences, saved
-from instep.state.export import copy_model
+from instep.state.export.export import copy_model
+from instep.state.export.whole import extract
+from instep.state.files.staging import SAVING, write_tensors
 from instep.state.intact import newest_intact
 from instep.state.load import load_model
 from instep.state.pieces import CUTS, open_pieces
 from instep.state.save import CheckpointWriter, Shard
 from instep.state.snapshot import parameters_sha256
-from instep.state.staging import SAVING, write_tensors
-from instep.state.whole import extract
-from instep.worker.step.capture import Progress, capture, read_checkpoint, restore
 
 NAMES = ("0.weight", "0.bias", "1.weight")
 

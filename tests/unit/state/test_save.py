@@ -22,13 +22,13 @@ from torch import nn
 
 from disks import Ext4
 from instep.errors import CheckpointError
+from instep.state.files.manifest import published
+from instep.state.files.model_file import check_hash
+from instep.state.files.staging import save_model
 from instep.state.intact import newest_intact
 from instep.state.load import load
-from instep.state.manifest import published
-from instep.state.model_file import check_hash
 from instep.state.save import CheckpointWriter, Saved
 from instep.state.snapshot import Snapshot
-from instep.state.staging import save_model
 from instep.system.processes import wait_readable
 
 

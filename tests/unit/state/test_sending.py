@@ -5,14 +5,15 @@ import torch
 
 from instep.comm.memory import run_ranks
 from instep.errors import CheckpointError
-from instep.state import lent, sending
+from instep.state import lent
 from instep.state.boxes import elements
 from instep.state.broadcast import broadcast_snapshot
+from instep.state.files import sending
+from instep.state.files.staging import write_tensors
 from instep.state.packing import pack_state
 from instep.state.pieces import open_pieces
 from instep.state.save import CheckpointWriter
 from instep.state.snapshot import Snapshot
-from instep.state.staging import write_tensors
 
 CPU = torch.device("cpu")
 

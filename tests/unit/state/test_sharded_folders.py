@@ -10,11 +10,11 @@ from torch import nn
 
 import instep
 from instep.errors import CheckpointError
-from instep.recipe.start_file import start_file
+from instep.job.file import absolute
+from instep.job.spec import LoraSpec, StartSpec
+from instep.recipe.start.file import start_file
 from instep.recipe.tuning import begin
-from instep.spec import LoraSpec, StartSpec
-from instep.spec_file import absolute
-from instep.state.sharded import check_hashes, files_of
+from instep.state.files.sharded import check_hashes, files_of
 
 
 def net():

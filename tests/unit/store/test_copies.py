@@ -8,11 +8,11 @@ import zlib
 import pytest
 import torch
 
-from instep import spec_file
 from instep.data.shards import remote
 from instep.errors import CheckpointError, DataError, RunError, SpecError
+from instep.job import file as spec_file
+from instep.state.files.manifest import published
 from instep.state.intact import check
-from instep.state.manifest import published
 from instep.state.retention import METRICS, Best
 from instep.state.save import CheckpointWriter
 from instep.state.snapshot import Snapshot

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from instep.errors import RunError
-from instep.spec import JobSpec
+from instep.job.spec import JobSpec
 from instep.store.folder import ID, held, make_run_folder
 from instep.store.ledger import Ledger
 

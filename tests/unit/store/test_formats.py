@@ -13,9 +13,9 @@ from instep.cli import main
 from instep.errors import CheckpointError, RunError
 from instep.events import read_events
 from instep.formats import FORMAT, INSTEP
-from instep.recipe.start_file import start_file
-from instep.spec import StartSpec
-from instep.state.manifest import Manifest, encode
+from instep.job.spec import StartSpec
+from instep.recipe.start.file import start_file
+from instep.state.files.manifest import Manifest, encode
 from instep.store.folder import ID
 from instep.store.run_folder import RunFolder
 from made_up_runs import make_run, write_events

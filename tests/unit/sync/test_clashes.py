@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from instep import spec_file
 from instep.errors import SpecError
+from instep.job import file as spec_file
 from instep.sync.clashes import CLASHES, SETTINGS, check
 
 JOBS = {

@@ -2,9 +2,9 @@
 
 import pytest
 
-from instep import spec_file
 from instep.comm.codecs import CODECS
 from instep.errors import SpecError
+from instep.job import file as spec_file
 from instep.sync import ROUNDS, STRATEGIES
 from instep.sync.base import make_strategy
 from instep.sync.clashes import check

@@ -31,15 +31,15 @@ from instep.comm.codecs import CODECS
 from instep.comm.codecs.base import draw_key
 from instep.comm.codecs.none import Identity
 from instep.comm.memory import MemoryComm, run_ranks
+from instep.engine.gradients import Gradients
+from instep.engine.served.optimizer import ServedUpdate, put_together
+from instep.engine.update import Update
 from instep.errors import SpecError
 from instep.records import Attempt
 from instep.sync.base import SERVED, Generation, Servers, make_strategy
 from instep.sync.servers.cuts import cut
 from instep.sync.servers.server_sync import ServerSync
 from instep.system.host_memory import HostMemory
-from instep.worker.step.gradients import Gradients
-from instep.worker.step.served import ServedUpdate, put_together
-from instep.worker.step.update import Update
 
 INT8 = ("int8", {"block": 256})
 EVERY = [

@@ -10,12 +10,12 @@ from torch.nn import Parameter
 from instep.comm.codecs.dgc import DGC
 from instep.comm.codecs.top_k import TopK
 from instep.comm.memory import run_ranks
+from instep.engine.gradients import Gradients
 from instep.errors import RecipeError, SpecError
 from instep.records import Attempt
 from instep.sync.all_reduce import AllReduce
 from instep.sync.base import Generation, make_strategy
-from instep.worker.step.gradients import Gradients
-from instep.worker.step.momentum import move_momentum
+from instep.worker.loop.momentum import move_momentum
 
 COUNT = 9000
 """Three chunks."""

@@ -7,18 +7,18 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from instep import spec_file
 from instep.comm.codecs.int8 import Int8
 from instep.comm.memory import run_ranks
+from instep.engine.engine import Engine
+from instep.engine.state.capture import Progress
+from instep.engine.turns import TurnState
+from instep.engine.update import Update
 from instep.errors import PeerError, SpecError
+from instep.job import file as spec_file
 from instep.records import Attempt
 from instep.sync.all_reduce import AllReduce
 from instep.sync.base import Generation, InMesh, make_strategy
 from instep.system.host_memory import HostMemory
-from instep.worker.step.capture import Progress
-from instep.worker.step.engine import Engine
-from instep.worker.step.turns import TurnState
-from instep.worker.step.update import Update
 from ranks import FakeMember
 
 SHAPES = [(40, 7), (5,), (300,)]

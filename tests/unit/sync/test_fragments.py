@@ -7,14 +7,14 @@ from torch import nn
 from instep.comm.codecs import CODECS
 from instep.comm.memory import run_ranks
 from instep.errors import SpecError
+from instep.job.spec import SyncSpec
 from instep.records import Attempt
-from instep.spec import SyncSpec
 from instep.sync.base import Generation, make_strategy
 from instep.sync.rounds.outer import Momentum, Outer
 from instep.sync.rounds.segments import Segments
 from instep.sync.rounds.streaming import Streaming
-from instep.worker.local_models import LocalModel
-from instep.worker.local_states import MODEL, LocalStates
+from instep.worker.rounds.local_models import LocalModel
+from instep.worker.rounds.local_states import MODEL, LocalStates
 
 SHAPES = [(90, 100), (7,), (3, 4000), (5,)]
 PARTICIPANTS, WEIGHTS = 3, [0.2, 0.3, 0.5]

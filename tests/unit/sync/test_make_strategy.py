@@ -10,12 +10,12 @@ from torch.utils.checkpoint import checkpoint
 
 from instep.comm.alone import AloneComm
 from instep.comm.memory import run_ranks
+from instep.engine.gradients import Gradients
 from instep.errors import SpecError, WorkerError
-from instep.spec import OF_FRAGMENTS
+from instep.job.spec import OF_FRAGMENTS
 from instep.sync import ROUNDS, defaults_of
 from instep.sync.all_reduce import AllReduce
 from instep.sync.base import Generation, Price, make_strategy
-from instep.worker.step.gradients import Gradients
 
 
 @pytest.mark.parametrize(

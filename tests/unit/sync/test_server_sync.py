@@ -14,14 +14,14 @@ from torch import nn
 
 from instep.comm.buckets import lay_out
 from instep.comm.memory import run_ranks
+from instep.engine.gradients import Gradients
+from instep.engine.served.optimizer import ServedUpdate, put_together
+from instep.engine.update import Update
 from instep.errors import RecipeError, SpecError, WorkerError
 from instep.records import Attempt
 from instep.sync.base import Generation, Piece, Servers, make_strategy
 from instep.sync.servers.cuts import CUT, Packed, cut
 from instep.system.host_memory import HostMemory
-from instep.worker.step.gradients import Gradients
-from instep.worker.step.served import ServedUpdate, put_together
-from instep.worker.step.update import Update
 
 PARTS, STEPS = 6, 4
 FIRST = Attempt(0, 0, 1)

@@ -12,17 +12,17 @@ from torch import nn
 from torch.nn import functional
 
 import instep
-from instep import spec_file
 from instep.comm.memory import run_ranks
+from instep.engine.gradients import Gradients
+from instep.engine.served.optimizer import ServedUpdate
+from instep.engine.served.tables import ServedTables, refuse_sparse
 from instep.errors import CheckpointError, RecipeError, SpecError
+from instep.job import file as spec_file
+from instep.job.spec import JobSpec
 from instep.recipe.build import build_model, build_optimizer
 from instep.records import Attempt
-from instep.spec import JobSpec
 from instep.sync.base import Generation, Servers, make_strategy
 from instep.system.host_memory import HostMemory
-from instep.worker.step.gradients import Gradients
-from instep.worker.step.served import ServedUpdate
-from instep.worker.step.served_tables import ServedTables, refuse_sparse
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch's optimizers
 

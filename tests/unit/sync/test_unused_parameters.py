@@ -14,7 +14,7 @@ from instep.records import Attempt
 from instep.sync.all_reduce import AllReduce
 from instep.sync.base import Generation, make_strategy
 from instep.sync.rounds.coded import Coded
-from instep.worker.step.momentum import move_momentum
+from instep.worker.loop.momentum import move_momentum
 
 SHAPES = [(12, 19), (5,), (40,), (3, 3), (11, 13)]
 STEPS, NEVER, RARE = 8, 2, (1, 4)

@@ -5,7 +5,7 @@ import linecache
 import torch
 from torch import nn
 
-from instep.comm.messages import Refused
+from instep.comm.protocol.messages import Refused
 from instep.errors import DataError, PeerError, WorkerError, own_line
 from instep.system.causes import as_error, failed, sentence
 

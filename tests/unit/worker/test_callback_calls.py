@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from instep.data.order import Position
-from instep.worker.callbacks import Callbacks
+from instep.worker.loop.callbacks import Callbacks
 
 
 class Watches:

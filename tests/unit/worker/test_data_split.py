@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorDataset
 
-from instep import spec_file
 from instep.client.job_checks import check_job
 from instep.data.loader import Loader, Slice
 from instep.data.partition import PARTITIONS
@@ -17,10 +16,11 @@ from instep.data.splits import SPLITS, Request
 from instep.data.splits.columns import Column
 from instep.errors import DataError, RecipeError, SpecError
 from instep.events import EventLog
+from instep.job import file as spec_file
 from instep.recipe.recipe import Recipe
 from instep.store.run_folder import RunFolder
-from instep.worker import own_data
-from instep.worker.data_split import check, split_data
+from instep.worker.reading.data_split import check, split_data
+from instep.worker.rounds import own_data
 
 SAMPLES = 24
 LABELS = [0, 0, 1] * 8

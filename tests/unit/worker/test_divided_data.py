@@ -10,8 +10,8 @@ import torch
 
 from instep.client.job_checks import check_job
 from instep.errors import RecipeError, SpecError
-from instep.spec import DataSpec, JobSpec, SyncSpec, TrainSpec
-from instep.worker.own_data import divide
+from instep.job.spec import DataSpec, JobSpec, SyncSpec, TrainSpec
+from instep.worker.rounds.own_data import divide
 
 
 def job(partition, participants=4, global_batch=20, **options):

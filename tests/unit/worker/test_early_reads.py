@@ -6,10 +6,10 @@ import time
 import pytest
 import torch
 
-from instep.comm.messages import READING
+from instep.comm.protocol.messages import READING
 from instep.data.loader import Loader
-from instep.worker.early_reads import EarlyReads
-from instep.worker.loader_watch import LoaderWatch
+from instep.worker.reading.early_reads import EarlyReads
+from instep.worker.reading.loader_watch import LoaderWatch
 
 pytestmark = pytest.mark.process
 

@@ -12,7 +12,7 @@ from instep.comm.memory import run_ranks
 from instep.data.loader import Loader
 from instep.recipe.forward import Forward
 from instep.recipe.recipe import Recipe
-from instep.worker.evaluate import evaluate
+from instep.worker.passes.evaluate import evaluate
 
 SIZES = [3, 0, 20, 14]
 """Samples of participants, of which one has none."""

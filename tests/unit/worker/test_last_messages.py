@@ -5,11 +5,11 @@ import subprocess
 
 import pytest
 
-from instep import spec_file
-from instep.comm import messages as m
-from instep.comm.channel import Channel
-from instep.comm.endpoint import Switchboard
+from instep.comm.protocol import messages as m
+from instep.comm.protocol.channel import Channel
+from instep.comm.protocol.endpoint import Switchboard
 from instep.control.master import Master
+from instep.job import file as spec_file
 
 
 @pytest.fixture

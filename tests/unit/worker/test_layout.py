@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional
 
 from instep.errors import RunError
+from instep.job.spec import MeshSpec
 from instep.parallel.layout import Example
-from instep.spec import MeshSpec
-from instep.worker.layout import agreed_layout
+from instep.worker.replica.layout import agreed_layout
 
 MESH = MeshSpec(tensor=2)
 

@@ -10,7 +10,7 @@ import pytest
 
 from instep.data.loader import Read
 from instep.system.limits import FLOOR_S, STEPS, UNKNOWN_S
-from instep.worker.loader_watch import ENOUGH_S, LoaderWatch, Seen, end, seen
+from instep.worker.reading.loader_watch import ENOUGH_S, LoaderWatch, Seen, end, seen
 from instep.worker.training import Training
 
 BEAT_S = 0.2

@@ -13,9 +13,9 @@ from instep.records import Attempt
 from instep.sync.base import Generation, make_strategy
 from instep.sync.rounds.averaging import Averaging
 from instep.system.host_memory import HostMemory
-from instep.worker.local_optimizers import LocalOptimizers
-from instep.worker.local_states import OPTIMIZER, LocalStates
-from instep.worker.round_update import RoundUpdate
+from instep.worker.rounds.local_optimizers import LocalOptimizers
+from instep.worker.rounds.local_states import OPTIMIZER, LocalStates
+from instep.worker.rounds.round_update import RoundUpdate
 from ranks import averaging
 
 PARTICIPANTS = 5

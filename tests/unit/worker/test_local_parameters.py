@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from instep.errors import SpecError
-from instep.worker.local_parameters import LocalParameters
+from instep.worker.rounds.local_parameters import LocalParameters
 
 
 class Model(nn.Module):

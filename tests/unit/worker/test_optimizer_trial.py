@@ -11,16 +11,16 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import instep
+from instep.engine.trial_result import Trial
 from instep.errors import RecipeError
+from instep.job.spec import JobSpec, TrainSpec
 from instep.recipe.build import build_optimizer
 from instep.recipe.forward import Forward
 from instep.recipe.tuning import NOTHING
-from instep.spec import JobSpec, TrainSpec
-from instep.worker.trial.kept import try_kept
-from instep.worker.trial.persistence import try_batch_loss, try_optimizer
-from instep.worker.trial.rounding import amplifying, try_rounding
-from instep.worker.trial.stand_in import Maker
-from instep.worker.trial_result import Trial
+from instep.worker.trial.kept.kept import try_kept
+from instep.worker.trial.kept.persistence import try_batch_loss, try_optimizer
+from instep.worker.trial.kept.rounding import amplifying, try_rounding
+from instep.worker.trial.kept.stand_in import Maker
 
 YES = Trial(True, "a trial showed no difference", "yes")
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from instep.comm.memory import run_ranks
 from instep.errors import SpecError
-from instep.spec import JobSpec, LoraSpec, TrainSpec
+from instep.job.spec import JobSpec, LoraSpec, TrainSpec
 from instep.worker.own.checks import Guard, refuse
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from instep.data.torch_loader import Unused
 from instep.errors import RecipeError, SpecError
-from instep.spec import CheckpointSpec, CheckSpec, JobSpec, SyncSpec, TrainSpec
+from instep.job.spec import CheckpointSpec, CheckSpec, JobSpec, SyncSpec, TrainSpec
 from instep.worker.own.checks import verdict_of
 from instep.worker.own.loop import OwnLoop
 

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from instep.data.loader import Slice
+from instep.engine.passes import Pass
 from instep.errors import PeerError, SpecError
-from instep.spec import JobSpec, SyncSpec, TrainSpec
-from instep.worker.participant import Participant
-from instep.worker.round_checks import check_length
-from instep.worker.round_update import RoundUpdate
-from instep.worker.step.passes import Pass
+from instep.job.spec import JobSpec, SyncSpec, TrainSpec
+from instep.worker.rounds.participant import Participant
+from instep.worker.rounds.round_checks import check_length
+from instep.worker.rounds.round_update import RoundUpdate
 from ranks import averaging
 
 PART = Pass(Slice(0, 0, 4), 0)

@@ -9,7 +9,7 @@ import torch
 from instep.comm.memory import run_ranks
 from instep.data.loader import Loader, Slice
 from instep.errors import DataError
-from instep.worker.same_batch import FIRST, ONE_IN, SameBatch
+from instep.worker.replica.same_batch import FIRST, ONE_IN, SameBatch
 
 SLICES = [Slice(0, first, first + 10) for first in range(0, 100, 10)]
 BAD = {0: {3, 40, 42}, 1: {41, 42}, 2: set()}

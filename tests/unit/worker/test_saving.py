@@ -12,19 +12,19 @@ import pytest
 import torch
 from torch import nn
 
-from instep import spec_file
 from instep.data.order import Position
+from instep.engine.clock import Clock
+from instep.engine.state.committed import CommittedState
+from instep.engine.turns import TurnState
+from instep.engine.update import Update
 from instep.errors import CheckpointError, RunError
 from instep.events import LEDGER
-from instep.state.manifest import published, read_manifest
+from instep.job import file as spec_file
+from instep.state.files.manifest import published, read_manifest
 from instep.state.retention import Best
 from instep.store.folder import make_run_folder, run_id
 from instep.sync.base import make_strategy
-from instep.worker.saving import Saver
-from instep.worker.step.clock import Clock
-from instep.worker.step.committed import CommittedState
-from instep.worker.step.turns import TurnState
-from instep.worker.step.update import Update
+from instep.worker.loop.saving import Saver
 
 WHERE = Position(0, 0, 64)
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from instep import spec_file
 from instep.comm.memory import run_ranks
 from instep.data.loader import Loader
 from instep.data.windowed import Windowed
+from instep.engine.alike import check_shards
 from instep.errors import DataError, RecipeError
-from instep.worker.dataset_check import check_datasets
-from instep.worker.step.alike import check_shards
+from instep.job import file as spec_file
+from instep.worker.reading.dataset_check import check_datasets
 
 DATA = TensorDataset(torch.arange(10))
 

@@ -11,19 +11,19 @@ import pytest
 import torch
 from torch import nn
 
-from instep import spec_file
 from instep.comm.alone import AloneComm
-from instep.comm.channel import Hub
-from instep.comm.endpoint import Endpoint, Switchboard
 from instep.comm.memory import run_ranks
-from instep.comm.messages import ON_REQUEST, Figures, Stop, Verdict, Welcome
+from instep.comm.protocol.channel import Hub
+from instep.comm.protocol.endpoint import Endpoint, Switchboard
+from instep.comm.protocol.messages import ON_REQUEST, Figures, Stop, Verdict, Welcome
 from instep.control.master import Master
+from instep.engine.member import Member
 from instep.errors import SpecError
 from instep.events import STEPS as STEPS_OF
+from instep.job import file as spec_file
+from instep.job.spec import StopSpec
 from instep.recipe.recipe import Recipe
-from instep.spec import StopSpec
-from instep.worker.member import Member
-from instep.worker.stopping import Stopping, check_rules
+from instep.worker.loop.stopping import Stopping, check_rules
 from instep.worker.training import Training
 
 CPU = torch.device("cpu")

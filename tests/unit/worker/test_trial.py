@@ -8,10 +8,10 @@ from torch.nn import functional
 from instep.data.loader import Loader
 from instep.data.order import position
 from instep.errors import RecipeError
-from instep.parallel.batch_norm import make_global
+from instep.job.spec import JobSpec, TrainSpec
+from instep.parallel.global_batch.batch_norm import make_global
 from instep.recipe.forward import Forward
 from instep.recipe.recipe import Recipe
-from instep.spec import JobSpec, TrainSpec
 from instep.worker.trial.places import Places
 from instep.worker.trial.reads import shapes_in, try_recipe, try_step
 from instep.worker.trial.shapes import Watch

@@ -8,10 +8,10 @@ import torch
 
 from instep.data.loader import Slice
 from instep.data.order import Position
-from instep.parallel.reads import Reads
-from instep.worker.step.clock import Clock
-from instep.worker.step.passes import Pass
-from instep.worker.whole_batch import WholeBatch, _Work
+from instep.engine.clock import Clock
+from instep.engine.passes import Pass
+from instep.parallel.global_batch.reads import Reads
+from instep.worker.passes.whole_batch import WholeBatch, _Work
 
 COMPUTES, WAITS = {"forward": 2.0, "backward": 3.0}, {"forward": 50.0, "backward": 7.0}
 

@@ -14,8 +14,8 @@ from instep.errors import RecipeError
 from instep.recipe.forward import Forward
 from instep.recipe.metrics import WholeMetrics, is_whole, number
 from instep.recipe.recipe import Recipe
-from instep.worker.evaluate import evaluate
-from instep.worker.in_order import decoded, encoded
+from instep.worker.passes.evaluate import evaluate
+from instep.worker.passes.in_order import decoded, encoded
 from lazily import Lazy
 
 torchmetrics = Lazy("torchmetrics")

@@ -14,7 +14,7 @@ from instep.data.order import Indices
 from instep.data.parts.order import PartsOrder
 from instep.data.shard_sizes import shard_sizes
 from instep.errors import DataError
-from instep.spec import JobSpec
+from instep.job.spec import JobSpec
 
 
 def cut(sizes: Indices, parts: int) -> list[int]:

@@ -20,7 +20,7 @@ import numpy as np
 from instep.data.order import Indices, key
 from instep.data.shard_sizes import Lot
 from instep.data.windowed import Lanes, Windowed
-from instep.spec import JobSpec
+from instep.job.spec import JobSpec
 
 _OF_PART = 17
 """The purpose of a key: the order within a part."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from instep.comm.messages import Mark
+from instep.comm.protocol.messages import Mark
 from instep.data.order import AnyOrder, Indices, Order, key
 from instep.data.reading import generators
 from instep.data.reading.batched import (

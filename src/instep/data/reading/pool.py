@@ -30,7 +30,7 @@ from typing import Any
 
 import msgspec
 
-from instep.comm.messages import Whereabouts
+from instep.comm.protocol.messages import Whereabouts
 from instep.data.reading import wire
 from instep.data.reading.fetch import Fetch, Slice
 from instep.data.reading.fresh import Packed

@@ -26,7 +26,7 @@ import msgspec
 import torch
 from torch.utils.data._utils import worker as torch_worker
 
-from instep.comm.messages import Mark
+from instep.comm.protocol.messages import Mark
 from instep.data.reading import generators, wire
 from instep.data.reading.fetch import Fetch, Slice
 from instep.data.reading.threads import ASK_READER

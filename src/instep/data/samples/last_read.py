@@ -14,7 +14,7 @@ import os
 import tempfile
 from typing import TypeGuard
 
-from instep.comm.messages import Whereabouts
+from instep.comm.protocol.messages import Whereabouts
 
 DATASETS = ("training", "validation")
 """Each has its own part of a page: two threads may read at once."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from instep.data.shards import peers
+from instep.data.shards.hosts import peers
 from instep.data.shards.manifest import NAME, Manifest, Shard, read_manifest
 from instep.data.shards.remote import Remote
 from instep.data.shards.rows import Rows

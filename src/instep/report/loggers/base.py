@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple, Protocol
 
 from instep.errors import SpecError
+from instep.job.spec import JobSpec
 from instep.report.loggers import LOGGERS
-from instep.spec import JobSpec
 
 
 class Point(NamedTuple):

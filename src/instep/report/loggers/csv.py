@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
+from instep.job.spec import JobSpec
 from instep.plain_file import plain
 from instep.report.loggers.base import Point
-from instep.spec import JobSpec
 
 _READ = 4096
 """Bytes that are looked through at a time."""

@@ -21,14 +21,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from instep import spec_file
 from instep.checksums import table_of
 from instep.events import STEPS
+from instep.job import file as spec_file
+from instep.job.spec import JobSpec
 from instep.plain_file import plain, replace_plain
 from instep.report.loggers import LOGGERS
 from instep.report.loggers.base import Logger, Point
 from instep.report.loggers.points import Points
-from instep.spec import JobSpec
 from instep.store.run_folder import Records
 
 LOOK_S, FLUSH_S = 0.5, 2.0

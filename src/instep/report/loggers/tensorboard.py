@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from instep.job.spec import JobSpec
 from instep.report.loggers.base import Point
-from instep.spec import JobSpec
 
 
 class TensorBoardLogger:

@@ -11,9 +11,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import ClassVar
 
+from instep.job.spec import JobSpec, as_table
 from instep.report.figures.settings import flat
 from instep.report.loggers.base import Point
-from instep.spec import JobSpec, as_table
 from instep.store.folder import run_id
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from instep.job.spec import JobSpec
 from instep.report.figures.progress import Progress
 from instep.report.terminal.screen import (
     eta,
@@ -27,7 +28,6 @@ from instep.report.terminal.screen import (
     progress_words,
     screen,
 )
-from instep.spec import JobSpec
 from instep.store.run_folder import Records, RunFolder
 from instep.units import readable_bytes, readable_count, readable_seconds
 from instep.words import (

@@ -22,8 +22,8 @@ from pathlib import Path
 from select import select
 from typing import Any
 
-from instep import spec_file
 from instep.errors import CheckpointError, one_line
+from instep.job import file as spec_file
 from instep.store.copies.layout import base_of
 from instep.store.copies.upload import Copies
 from instep.words import shown_url

@@ -24,7 +24,7 @@ import msgspec
 
 from instep.errors import CheckpointError
 from instep.formats import FORMAT, INSTEP, other_format
-from instep.spec import JobSpec
+from instep.job.spec import JobSpec
 from instep.store.folder import RESUMED_FROM, run_id
 from instep.words import is_url
 

@@ -20,7 +20,7 @@ from typing import Any
 from instep.data.shards.remote import WrongBytes, chunks, file_system, tried
 from instep.errors import CheckpointError, DataError, RunError, SpecError
 from instep.plain_file import crc32_of
-from instep.state import manifest as page
+from instep.state.files import manifest as page
 from instep.state.intact import check
 from instep.store.copies.layout import COPY, RECORDS, RecordBlock, decode, name_of, step_of
 from instep.store.folder import ID

@@ -19,9 +19,9 @@ from typing import IO, Any, NamedTuple
 from instep.data.shards import remote
 from instep.data.shards.remote import WrongBytes, file_system, moving
 from instep.errors import CheckpointError, one_line
+from instep.job.spec import CheckpointSpec
 from instep.plain_file import crc32_of, plain
-from instep.spec import CheckpointSpec
-from instep.state import manifest as page
+from instep.state.files import manifest as page
 from instep.state.retention import Best, to_delete
 from instep.store.copies.layout import (
     BLOCK,

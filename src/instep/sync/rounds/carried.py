@@ -4,7 +4,7 @@ A rank holds what it was the last to compute, in memory that outlives the proces
 a participant next, or owns these elements, is given a copy. The number of the commit tells a copy
 of an older round. A rank that leaves gives its copies away first. What the numbers mean, the
 others know: what a codec left out (`coded.py`), and what participants remember, as bits
-(`worker/local_states.py`).
+(`worker/rounds/local_states.py`).
 
 Way in: `Carried`.
 """

@@ -1,8 +1,9 @@
 """Averaging whose participants are drawn back to where the round began.
 
 Li et al. 2020 (arXiv:1812.06127): a participant trains on its loss and `mu / 2` times the squared
-distance of its parameters from those of the round, so that it does not go far from the others.
-The gradient of that is added in each local step (`worker/round_update.py`); the rest is averaging.
+distance of its parameters from those of the round, so that it does not go far from the others. The
+gradient of that is added in each local step (`worker/rounds/round_update.py`); the rest is
+averaging.
 """
 
 from __future__ import annotations

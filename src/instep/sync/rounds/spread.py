@@ -2,7 +2,7 @@
 
 Every rank measures its own participants against what all have agreed on; one small message adds
 that up. Nothing that is trained depends on it. What a participant predicts on samples that stay the
-same is given as probabilities; how it came to them, `worker/probe.py` knows.
+same is given as probabilities; how it came to them, `worker/rounds/probe.py` knows.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ before, and what is under way when a rank is lost begins again. In the job's las
 fragments agree, at its end.
 
 What participants have of their own lies in what `Carried` keeps; the ranks' parameters are the
-shared ones. How a participant takes up a fragment, the worker knows (`worker/local_models.py`).
+shared ones. How a participant takes up a fragment, the worker knows
+(`worker/rounds/local_models.py`).
 """
 
 from __future__ import annotations

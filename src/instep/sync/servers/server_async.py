@@ -1,13 +1,13 @@
 """A server updates the parameters with each gradient as it arrives; nobody waits for anybody.
 
 As in DistBelief (Dean et al. 2012), but over leased micro-batches: one gradient of one micro-batch
-is one update (`leases.py` says who computes which; `worker/leased/` runs it). A gradient may have
+is one update (`leases.py` says who computes which; `server/` runs it). A gradient may have
 been computed with parameters that other updates have moved meanwhile; its *lag* is how many. Two
 options answer to that: smaller steps for late gradients (Zhang et al. 2016, arXiv:1511.05950), and
 delay compensation (Zheng et al. 2017, arXiv:1609.08326).
 
 With a codec gradients are encoded, and what goes back is by how much a worker's parameters differ
-from those of the server (`worker/leased/coded.py`).
+from those of the server (`server/coding.py`).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The loop that the user writes, by the conventions of Accelerate.
 
 Way in: `loop.OwnLoop`, behind `instep.session`. Steps and commits are those of every run
-(`step/`); here is what stands between them and the user's code.
+(`engine/`); here is what stands between them and the user's code.
 """

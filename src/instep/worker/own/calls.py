@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 
 from instep.comm.base import Comm
+from instep.engine.sections import Sections
 from instep.errors import SpecError
 from instep.state.broadcast import broadcast_snapshot
 from instep.state.packing import pack_state, unpack_state
 from instep.state.snapshot import Snapshot
 from instep.worker.own.evaluation import Piece, exchange
-from instep.worker.step.sections import Sections
 
 EVALUATION = "the loop over an evaluation loader"
 """The call with which an evaluation begins; its result is how many parts it has."""

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from instep.comm.base import Comm
 from instep.data.torch_loader import Unused
 from instep.errors import SpecError
-from instep.spec import JobSpec, StartSpec, TrainSpec
+from instep.job.spec import JobSpec, StartSpec, TrainSpec
 from instep.state.digest import digests
 
 _APART = 0.01

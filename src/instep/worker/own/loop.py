@@ -28,18 +28,23 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from instep.comm.base import Comm
-from instep.comm.messages import ON_REQUEST, Heartbeat
+from instep.comm.protocol.messages import ON_REQUEST, Heartbeat
 from instep.data.loader import Loader, Read, Skipped
 from instep.data.order import Position, key, steps_in_epoch
 from instep.data.reading.threads import cpu_clock
 from instep.data.torch_loader import Unused
+from instep.engine.engine import Agreement, Weighed
+from instep.engine.member import Member
+from instep.engine.passes import OF_PASS, Pass, Share, parts_of, share_of
+from instep.engine.sections import after, of_epoch
+from instep.engine.state.committed import Commit
+from instep.engine.update import OF_UPDATE, Update
 from instep.errors import PeerError, SpecError
+from instep.job.spec import JobSpec
 from instep.recipe.build import check_optimizer, check_scheduler, set_generators
 from instep.recipe.weights import WeightedLoss, as_weight
-from instep.spec import JobSpec
 from instep.state.retention import best_rule
-from instep.worker.loop import Loop, Passed, Step
-from instep.worker.member import Member
+from instep.worker.loop.loop import Loop, Passed, Step
 from instep.worker.own import evaluation
 from instep.worker.own.as_loader import AsLoader
 from instep.worker.own.calls import EVALUATION, Call, Calls, Waits
@@ -47,11 +52,6 @@ from instep.worker.own.checks import Guard, refuse, verdict_of
 from instep.worker.own.evaluation import NONE, Piece, Round
 from instep.worker.own.strangers import Strangers
 from instep.worker.own.taken_over import take_over
-from instep.worker.step.committed import Commit
-from instep.worker.step.engine import Agreement, Weighed
-from instep.worker.step.passes import OF_PASS, Pass, Share, parts_of, share_of
-from instep.worker.step.sections import after, of_epoch
-from instep.worker.step.update import OF_UPDATE, Update
 
 _PLATEAU = "the step() of ReduceLROnPlateau"
 

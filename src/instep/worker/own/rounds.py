@@ -5,7 +5,7 @@ by the gradient of this process alone. The last one of a round also ends it: the
 average how far they came, and commit. Where a worker is lost, another takes over its participant
 until a new worker is there: that process's loop then sees the batches of both, one
 participant after the other, each from the beginning of the round. What a participant is, and
-how it is averaged, is in `worker/participant.py` and `worker/rounds.py`.
+how it is averaged, is in `worker/rounds/participant.py` and `worker/rounds/rounds.py`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from torch import Tensor
 
 from instep.data.loader import Read, Slice
 from instep.data.order import Position, key
+from instep.engine.passes import OF_PASS, Pass, Share, parts_of, share_of
+from instep.engine.update import Update
 from instep.errors import PeerError, SpecError
+from instep.job.spec import JobSpec
 from instep.recipe.build import set_generators
-from instep.spec import JobSpec
-from instep.worker.loop import Passed
+from instep.worker.loop.loop import Passed
 from instep.worker.own.loop import Batch, Iteration, OwnLoop
-from instep.worker.participant import Participant, local_steps_of
-from instep.worker.round_checks import check_length, verdict
-from instep.worker.round_update import RoundUpdate
-from instep.worker.rounds import equip, give
-from instep.worker.step.passes import OF_PASS, Pass, Share, parts_of, share_of
-from instep.worker.step.update import Update
+from instep.worker.rounds.participant import Participant, local_steps_of
+from instep.worker.rounds.round_checks import check_length, verdict
+from instep.worker.rounds.round_update import RoundUpdate
+from instep.worker.rounds.rounds import equip, give
 
 
 class _LocalStep(NamedTuple):

@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from instep.data.loader import Read
+from instep.engine.state.kept_buffers import KeptBuffers
+from instep.engine.trial_result import Trial
 from instep.errors import one_line
-from instep.parallel.batch_norm import use_running_statistics
 from instep.parallel.copies import computed_anew
+from instep.parallel.global_batch.batch_norm import use_running_statistics
 from instep.parallel.nested import on_tensors
 from instep.recipe.build import set_generators
 from instep.recipe.forward import Forward, Losses
 from instep.recipe.isolated import closed_over, isolated
-from instep.worker.step.kept_buffers import KeptBuffers
 from instep.worker.trial.named_globals import unchanged_globals
 from instep.worker.trial.sameness import NOTHING_TO_TRY
-from instep.worker.trial_result import Trial
 
 _NEAR, _NEAR_IN_SHORT = 1e-4, 1e-2
 

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from instep.comm.base import Comm
 from instep.data.loader import Loader, Skipped, Slice
 from instep.data.order import micro_batch, position
+from instep.engine.passes import parts_of, share_of
+from instep.engine.turns import key_of_pass
+from instep.job.spec import JobSpec
 from instep.parallel.draws import ByMicroBatch
 from instep.parallel.gate import Box, Piece, Verdict, check
 from instep.recipe.build import set_generators
 from instep.recipe.forward import Forward
-from instep.spec import JobSpec
-from instep.worker.step.passes import parts_of, share_of
-from instep.worker.step.turns import key_of_pass
 from instep.worker.trial.model import Copied, TrialModel
 from instep.worker.trial.moves import Moves
 

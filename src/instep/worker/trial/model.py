@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from instep.parallel.batch_norm import use_running_statistics
+from instep.engine.state.buffers import written
+from instep.engine.state.kept_buffers import KeptBuffers
 from instep.parallel.copies import copied
+from instep.parallel.global_batch.batch_norm import use_running_statistics
 from instep.parallel.nested import on_tensors
 from instep.recipe.build import set_generators
 from instep.recipe.forward import Forward, Losses, is_narrow, to_device, widened
 from instep.recipe.rehearsal import called_backward
 from instep.recipe.weights import derive
-from instep.worker.step.buffers import written
-from instep.worker.step.kept_buffers import KeptBuffers
 from instep.worker.trial.casts import WideCasts
 from instep.worker.trial.moves import Moves
 

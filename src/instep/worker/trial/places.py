@@ -17,8 +17,8 @@ from typing import NamedTuple
 from instep.data.batches import Batches
 from instep.data.loader import Slice
 from instep.data.order import Position, position, steps_in_epoch
-from instep.spec import JobSpec
-from instep.worker.step.passes import parts_of, share_of
+from instep.engine.passes import parts_of, share_of
+from instep.job.spec import JobSpec
 
 MOST, LEAST = 8, 2
 """Places that are tried at most, and in any case."""

@@ -12,12 +12,13 @@ from torch import nn
 
 from instep.data.loader import Loader, Read, Slice
 from instep.data.order import Position, key
+from instep.engine.passes import OF_PASS
+from instep.engine.trial_result import Trial
+from instep.job.spec import JobSpec
 from instep.parallel.nested import tensors_in
 from instep.parallel.two_blocks import TwoBlocks
 from instep.recipe.forward import Forward
-from instep.spec import JobSpec
 from instep.system.kernels import per_machine
-from instep.worker.step.passes import OF_PASS
 from instep.worker.trial.again import run_again
 from instep.worker.trial.places import Place, Places
 from instep.worker.trial.sameness import (
@@ -31,7 +32,6 @@ from instep.worker.trial.sameness import (
 )
 from instep.worker.trial.shapes import Shape, shapes_of
 from instep.worker.trial.two_blocks import on_two_blocks
-from instep.worker.trial_result import Trial
 
 _LOOKED_AT = 512
 """Samples of which the shapes are looked at, where code of the user's makes batches."""

@@ -28,13 +28,14 @@ from torch.optim import Optimizer
 
 from instep.data.loader import Read
 from instep.data.reading.generators import DrawDetector
+from instep.engine.state.buffers import unequal
+from instep.engine.trial_result import Trial
 from instep.errors import InstepError, RecipeError
 from instep.parallel.draws import ByMicroBatch
 from instep.parallel.nested import tensors_in
 from instep.recipe.forward import Forward
 from instep.recipe.weights import Weighing, is_sum
 from instep.words import listed
-from instep.worker.step.buffers import unequal
 from instep.worker.trial.constant_draws import LEVELS, ConstantDraws
 from instep.worker.trial.counts import Counts, kept_by
 from instep.worker.trial.global_layers import calls_of, first_that_sees_parts
@@ -47,7 +48,6 @@ from instep.worker.trial.layers import (
 )
 from instep.worker.trial.model import PassResult, TrialModel, trial_model
 from instep.worker.trial.shapes import Watch, differ
-from instep.worker.trial_result import Trial
 
 _NEAR = {torch.float64: (2e-5, 1e-6), torch.float32: (2e-3, 2e-5)}
 _NEAR_IN_SHORT = (1e-1, 1e-2)

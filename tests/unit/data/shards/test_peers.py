@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_data_shards import KINDS, assert_same, numbered, written
 
-from instep.comm.certificates import Authority, Identity
-from instep.data.shards import peers
-from instep.data.shards.board import Board, HeldShards, PeerDoor
+from instep.comm.encryption.certificates import Authority, Identity
 from instep.data.shards.dataset import Shards
-from instep.data.shards.door import OpenDoor
+from instep.data.shards.hosts import peers
+from instep.data.shards.hosts.board import Board, HeldShards, PeerDoor
+from instep.data.shards.hosts.door import OpenDoor
 from instep.data.shards.remote import Remote
 from instep.errors import DataError
 

@@ -23,8 +23,8 @@ from instep.data.shards import remote
 from instep.data.shards.manifest import Shard, write_manifest
 from instep.data.sources import shards
 from instep.errors import DataError, SpecError
+from instep.job.file import absolute, build
 from instep.plain_file import crc32_of
-from instep.spec_file import absolute, build
 
 pytest.importorskip("aiohttp")
 pytestmark = pytest.mark.process

@@ -1,0 +1,1 @@
+"""Training inside processes that somebody else has started. Way in: `session.join`."""

@@ -1,0 +1,1 @@
+"""Predicts a whole dataset on worker processes. Way in: `command.predict`."""

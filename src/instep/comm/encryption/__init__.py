@@ -1,0 +1,1 @@
+"""TLS between the processes of a run: its authority, certificates, and encrypted links."""

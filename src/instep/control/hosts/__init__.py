@@ -1,0 +1,1 @@
+"""The hosts of a run, as its master sees them."""

@@ -1,0 +1,1 @@
+"""Shards that lie on one host of a run, for workers of the others."""

@@ -1,0 +1,580 @@
+"""A worker's membership in its run: messages to and from the master.
+
+Step records are collected and sent a few times a second, so that the master has no work in each
+step; looking for messages costs a step a microsecond. Models and training are not known here.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+import threading
+import time
+import tomllib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import msgspec
+import numpy as np
+
+from instep.comm.metered import tcp_traffic
+from instep.comm.protocol.channel_store import ChannelStore
+from instep.comm.protocol.connection import MasterConnection
+from instep.comm.protocol.endpoint import Endpoint
+from instep.comm.protocol.messages import (
+    KNOWN,
+    PREDICTOR,
+    AnyMessage,
+    Broken,
+    Built,
+    Done,
+    Emit,
+    Failed,
+    Figures,
+    Form,
+    Formed,
+    Heartbeat,
+    Hello,
+    Mark,
+    Notice,
+    Predict,
+    Predicted,
+    Records,
+    Refused,
+    Regroup,
+    Release,
+    Stop,
+    StoreSet,
+    StoreValue,
+    Verdict,
+    keys_of_generation,
+    keys_of_replica,
+)
+from instep.errors import PeerError
+from instep.events import STEPS
+from instep.job import file as spec_file
+from instep.store.folder import id_of
+from instep.system import causes
+from instep.system.addresses import address_towards
+from instep.system.environment import places_here, recipe_here
+from instep.system.host_memory import given
+from instep.system.limits import FLOOR_S
+from instep.system.outbox import ROOM, Outbox
+from instep.system.processes import FORWARDER, Fork, is_stopped, machine
+from instep.words import plural
+
+if TYPE_CHECKING:
+    from instep.comm.encryption.forwarder import Forwarder
+
+FLUSH_S = 0.25
+"""How often records leave for the master."""
+
+TRAFFIC_S = 1.0
+"""How often the kernel is asked for the bytes sent and received."""
+
+LAST_WORD_S = 20.0
+"""How long a worker that has failed waits for a master to report to: one that hangs is replaced in
+less."""
+
+
+KILL_S = 2.0
+"""How long a worker whose replica came apart waits for the master to kill it."""
+
+
+class Released(Exception):
+    """The run does not need this worker any more; no error."""
+
+
+class ReplicaBroken(Exception):
+    """The group inside this worker's replica came apart, which lives as long as its processes."""
+
+
+class Member:
+    """One worker's membership in a run.
+
+    Args:
+        endpoint: where the master is.
+        number: this worker's, for as long as it lives.
+        phases: seconds that parts of the start took, so far.
+
+    Raises:
+        PeerError: no master answers there.
+        InstepError: the run cannot be started or resumed; process 0 says why.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, number: int, phases: Mapping[str, float] | None = None
+    ) -> None:
+        self.number, self.token = number, endpoint.token
+        self.address = self.outside = address_towards(endpoint.address.host)
+        """The local address on which groups listen."""
+        self.credentials = endpoint.credentials
+        """What this process shows on connections of its own, to `outside`; None where these are not
+        encrypted."""
+        hello = Hello(
+            token=endpoint.token,
+            role="worker",
+            number=number,
+            pid=os.getpid(),
+            host=endpoint.host,
+            machine=machine(),
+            node=platform.node(),
+        )
+        self._connection = MasterConnection(endpoint.address, hello, endpoint.context)
+        self._connection.lasting = phases is not None  # forked: another master may answer
+        welcome = self._connection.welcome()
+        if isinstance(welcome, Refused):
+            self._connection.close()
+            raise causes.as_error(welcome)
+        self.forwarder: Forwarder | None = None
+        """Encrypts what this worker sends to others; None if nothing does."""
+        if endpoint.credentials is not None:
+            from instep.comm.encryption.forwarder import Forwarder
+
+            alone = phases is not None and threading.active_count() == 1
+            self.forwarder = Forwarder(
+                number,
+                self.address,
+                endpoint.credentials,
+                machine(),
+                fork=partial(Fork, name=FORWARDER) if alone else None,
+            )
+            self.address = self.forwarder.inside
+        job = spec_file.build(tomllib.loads(welcome.job), source="the master")
+        self.job = msgspec.structs.replace(
+            job,
+            recipe=recipe_here(job.recipe),
+            python_path=places_here(job.recipe, job.python_path),
+        )
+        self.run = Path(welcome.run)
+        """Its folder; only processes that see it touch it."""
+        self.sees_run = not welcome.run_id or id_of(self.run) == welcome.run_id
+        """Whether that folder is here, and not only on the machine of the master."""
+        self.scratch = self.run if self.sees_run else Path(tempfile.gettempdir())
+        """A folder here for files that are gone when they are closed."""
+        self.last_step = welcome.last_step
+        """Of a run that is complete."""
+        self.started, self.role = welcome.started, welcome.role
+        self.checkpoint = Path(welcome.checkpoint) if welcome.checkpoint else None
+        self.phases = dict(phases or {})
+        self.recovers, self.complete = welcome.recovers, welcome.complete
+        self.together = False
+        """Whether the group ends with any of its members."""
+        self.holds = False
+        """Whether this process holds the state of the run before its first generation."""
+        self.others_have_state = welcome.others_have_state
+        """Whether other workers have the state of the run."""
+        self.restarts = welcome.restarts
+        """How often the replica of this worker was started again."""
+        self.known = welcome.known
+        """What `remember` of an earlier process was given; empty if there was none."""
+        self._connection.lasting = not welcome.complete  # a lost master will be replaced
+        if self._connection.lasting and self.role != PREDICTOR and given() >= 0:
+            outbox = Outbox(given())
+            self._connection.keep_in(outbox)
+            if outbox.lost:
+                self.warn(
+                    f"{plural(outbox.lost, 'message')} of worker {number} to the log of the run "
+                    "(what was logged, and records of its steps) were lost with its last process: "
+                    f"more than {ROOM >> 20} MiB of them waited for a master. No step was lost."
+                )
+        self.marks: Sequence[Mark] = welcome.marks
+        """Samples at which processes have ended; the same for all members of a generation."""
+        self.form: Form | None = None
+        self.phase = "recipe"
+        """What this worker is doing while it gets ready."""
+        self.at: Callable[[], Heartbeat] | None = None
+        """What this worker is doing while it trains; called for each heartbeat."""
+        self.interrupt: Callable[[], None] = lambda: None
+        """Aborts the present exchange; called by another thread."""
+        self.hold: Callable[[], None] = lambda: None
+        """Stops all writing for the present generation; called by another thread."""
+        self._fenced = -1  # the generation in which nothing more may be committed
+        self._next: Form | None = None
+        self._stop: Stop | None = None
+        self._regroup = -1  # the generation that is to be left at the next commit
+        self._leaving = False
+        self._verdicts: deque[Verdict] = deque()
+        self._asked = self._answered = 0
+        self._ledger = bytearray()
+        self._steps: list[tuple[Any, ...]] = []
+        self._flushed = self._metered = self._forwarder_ran_at = time.monotonic()
+
+    def show_itself(self) -> None:
+        """Send heartbeats from now on, though this worker is not ready yet.
+
+        Their thread exists while loader processes are forked; it holds no lock that they use.
+        """
+        if not self.complete:
+            self._connection.listen(self._heartbeat, self._arrived, self._lapsed)
+
+    def _heartbeat(self) -> Heartbeat:
+        self._end_stopped_forwarder()
+        return self.at() if self.at is not None else Heartbeat(phase=self.phase)
+
+    def _end_stopped_forwarder(self) -> None:
+        """In the listening thread: end it, for another to be started with the next group."""
+        now, forwarder = time.monotonic(), self.forwarder
+        if forwarder is None or not is_stopped(forwarder.pid):
+            self._forwarder_ran_at = now
+        elif now - self._forwarder_ran_at > FLOOR_S:
+            forwarder.kill()
+
+    def wait_for_group(self) -> Form:
+        """Wait for the next generation, and return its members.
+
+        Raises:
+            Released: this worker is in no further generation.
+        """
+        if self.form is None:
+            built = Built(recovers=self.recovers, together=self.together, holds=self.holds)
+            self._connection.send(built)
+            if self.at is not None:
+                if self.recovers and self.job.launch.count:
+                    self._connection.keep()
+                if not self._connection.listens:
+                    self.show_itself()
+        present = self.form.generation if self.form else -1
+        while not self._next or self._next.generation <= present:
+            answer = self._connection.wait_for(Form, Release)
+            if isinstance(answer, Release):
+                raise Released
+            self._next = answer
+        self._connection.wait_for_lease()
+        self.form, self._next = self._next, None
+        self.marks = self.form.marks
+        return self.form
+
+    def _arrived(self, message: AnyMessage) -> None:
+        """In the listening thread: abort an exchange that cannot end any more."""
+        if not isinstance(message, Form):
+            return
+        # before this thread connects to another master, which would send the form again
+        self._connection.hello = msgspec.structs.replace(
+            self._connection.hello, generation=message.generation
+        )
+        if self.form is not None and message.generation > self.form.generation:
+            self.interrupt()
+
+    def _lapsed(self) -> None:
+        """In the listening thread: the lease is over, and the others may continue without us."""
+        self.fence()
+        self.hold()
+        self.interrupt()
+
+    def fence(self) -> None:
+        """Commit nothing more in the present generation."""
+        if self.form is not None:
+            self._fenced = self.form.generation
+
+    @property
+    def fenced(self) -> bool:
+        """Whether nothing more may be committed in the present generation.
+
+        Between hosts this is so once the master has not answered for a lease, and until the
+        next generation.
+        """
+        if self._connection.lapsed:
+            self.fence()
+        return self.form is not None and self._fenced == self.form.generation
+
+    def check_lease(self) -> None:
+        """Raise PeerError if nothing more may be committed in the present generation."""
+        if self.fenced:
+            raise PeerError("the master did not answer for too long: the others may continue.")
+
+    def waits_for_writer(self) -> bool:
+        """Whether to wait for another process that still has the ledger locked.
+
+        Raises:
+            PeerError: the present generation is over.
+        """
+        if self.superseded:
+            raise PeerError("the members have changed while the ledger was in use.")
+        return self.job.launch.count > 0
+
+    def leave_soon(self) -> None:
+        """This worker's machine will be taken away; may be called from a signal handler."""
+        self._leaving = True
+
+    @property
+    def superseded(self) -> bool:
+        """Whether another generation begins, so that the present one can commit nothing more."""
+        self._listen()
+        return self._next is not None or self.fenced
+
+    @property
+    def regroups(self) -> bool:
+        """Whether the master wants this generation to end with the step under way."""
+        self._listen()
+        return self.form is not None and self._regroup == self.form.generation
+
+    def formed(self) -> None:
+        """Report that this worker is in the group, and has the state of the run."""
+        assert self.form is not None, "no generation yet"
+        self._connection.send(Formed(generation=self.form.generation))
+
+    def broken(self, error: PeerError | None = None, *, holds: bool = False) -> None:
+        """Report that this worker has left the group, and waits for the next.
+
+        Args:
+            error: why the group came apart; None if only its members change.
+            holds: whether this worker holds the state of the run.
+        """
+        assert self.form is not None, "no generation yet"
+        self.flush()
+        cause, mine = (str(error), error.mine) if error is not None else ("", False)
+        generation = self.form.generation
+        self._connection.send(Broken(generation=generation, cause=cause, mine=mine, holds=holds))
+
+    def store(self, group: str = "") -> ChannelStore:
+        """The store by which the members of the present generation connect, or a group of them."""
+        assert self.form is not None, "no generation yet"
+        keys = keys_of_generation(self.form.generation)
+        if self.forwarder is not None:
+            self.forwarder.begin(keys)
+        return ChannelStore(self._connection, keys + group, forwarder=self.forwarder)
+
+    def replica_store(self, group: str = "") -> ChannelStore:
+        """The store by which the processes of this worker's replica connect, or make a group of
+        their own, before the first generation. None of an earlier start of it is met there.
+
+        Set `phase` to `meeting` around it: a worker in that phase waits, and does not hang. A wait
+        in the store raises Released once the run does not need this worker, and PeerError if there
+        is no master any more.
+        """
+        replica = self.job.mesh.coordinate(self.number).replica
+        return ChannelStore(
+            self._connection,
+            keys_of_replica(replica, self.restarts) + group,
+            released=Released,
+            forwarder=self.forwarder,
+        )
+
+    def remember(self, what: bytes) -> None:
+        """Have it known to processes that are started from now on."""
+        self.known = what
+        self._connection.send(StoreSet(key=KNOWN, value=what))
+
+    def tell_all(self, key: str, value: bytes) -> None:
+        """Leave something for workers that do not see the run's folder; `told` returns it there."""
+        self._run_store.set(key, value)
+
+    def told(self, key: str) -> bytes:
+        """What another worker has left; waits for it. Set `phase` as for `replica_store`.
+
+        Raises:
+            Released: the run does not need this worker.
+            PeerError: there is no master any more.
+        """
+        return self._run_store.get(key)
+
+    def told_by_all(self, group: str, own: bytes) -> dict[str, bytes]:
+        """Leave something in a group of keys; what workers have left there so far, by number.
+
+        Raises:
+            Released: the run does not need this worker.
+            PeerError: there is no master any more.
+        """
+        store, key = self._run_store, f"{group}/{self.number}"
+        store.set(key, own)
+        store.get(key)
+        return store.found
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Be in a phase in this context, before there is a group."""
+        before, self.phase = self.phase, phase
+        yield
+        self.phase = before
+
+    @property
+    def _run_store(self) -> ChannelStore:
+        return ChannelStore(self._connection, "run/", released=Released)
+
+    def wait_to_be_killed(self, timeout_s: float = KILL_S) -> NoReturn:
+        """The group inside this worker's replica came apart: usually another process was lost.
+
+        Then the master kills this one as well, and starts the replica again. If it does not, or if
+        it tells this worker to form another group, this process has to end by itself.
+
+        Raises:
+            ReplicaBroken: end now, with the exit code of PeerError and no last message.
+            Released: the run does not need this worker.
+        """
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and self._next is None:
+            message = self._connection.poll()
+            if isinstance(message, Release):
+                raise Released
+            if isinstance(message, Form):
+                break
+            if message is None:
+                time.sleep(0.01)
+        raise ReplicaBroken
+
+    def stop_rule(self, step: int) -> str | None:
+        """The rule by which the run is to stop with this step, if it is; does not wait."""
+        self._listen()
+        stop = self._stop
+        return stop.rule if stop and (stop.after is None or step > stop.after) else None
+
+    def forget_stop(self, step: int) -> None:
+        """Forget a stop that came from a step after this one, to which the worker went back.
+
+        The master repeats the stop to the next generation if it still holds.
+        """
+        if self._stop is not None and self._stop.after is not None and self._stop.after >= step:
+            self._stop = None
+
+    def _listen(self) -> None:
+        if self._leaving:
+            self._leaving = False
+            self._connection.send(Notice())
+        while (message := self._connection.poll()) is not None:
+            match message:
+                case Stop():
+                    self._stop = message
+                case Verdict():
+                    self._verdicts.append(message)
+                case Form():
+                    self._next = message
+                case Regroup(generation=generation):
+                    self._regroup = generation
+                case StoreValue():
+                    pass  # of a group that did not form
+                case _:
+                    self._connection.put_back(message)
+                    return
+
+    def tell(self, figures: Figures) -> None:
+        """Send figures to the master; `verdict` returns the answer."""
+        self._asked += 1
+        self._connection.send(msgspec.structs.replace(figures, number=self._asked))
+
+    def verdict(self) -> Verdict:
+        """Wait for the answer to the oldest figures without one."""
+        while True:
+            waiting = self._verdicts
+            answer = waiting.popleft() if waiting else self._connection.wait_for(Verdict)
+            if answer.number > self._answered:  # else a second master has answered too
+                self._answered = answer.number
+                return answer
+
+    def emit(self, name: str, **fields: Any) -> None:
+        """Send an event for the run's log, after everything recorded before it."""
+        self.flush()
+        self._connection.send(Emit(name=name, fields=fields))
+
+    def warn(self, text: str) -> None:
+        """Send a warning for the run's log at once, from any thread."""
+        self._connection.send(Emit(name="warning", fields={"text": text}))
+
+    def record(self, ledger: bytes, steps: tuple[Any, ...]) -> None:
+        """Record one committed step.
+
+        Args:
+            ledger: its records, on the worker that has written them; elsewhere empty.
+            steps: how long it took, values in the order of `STEPS`'s fields.
+        """
+        self._ledger += ledger
+        self._steps.append(steps)
+        if time.monotonic() - self._flushed > FLUSH_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send the records, and about once a second the traffic."""
+        now = time.monotonic()
+        self._flushed = now
+        if self._steps:
+            ledger, steps = bytes(self._ledger), np.array(self._steps, STEPS).tobytes()
+            self._ledger.clear()
+            self._steps.clear()
+            self._connection.send(Records(ledger=ledger, steps=steps))
+        if now - self._metered > TRAFFIC_S:
+            self.meter()
+
+    def meter(self) -> None:
+        """Report the bytes sent and received so far."""
+        self._metered = time.monotonic()
+        fields = {"worker": self.number, **tcp_traffic()._asdict()}
+        self._connection.send(Emit(name="traffic", fields=fields))
+
+    def failed(self, word: Failed) -> None:
+        """Send the last message of a failed worker; if the master is lost, wait for the next.
+
+        Raises:
+            PeerError: the run is over; the text says why, if a master has said so.
+        """
+        self.flush()
+        self._connection.send(word)
+        self._connection.wait_until_acknowledged(LAST_WORD_S)
+        if self._connection.refusal is not None:
+            raise self._connection.refusal
+
+    def done(self, step: int, rule: str, *, finite: bool = True) -> bool:
+        """Report the end of training, and wait for the others, who may still read from us.
+
+        Args:
+            step: the last one.
+            rule: why it was the last.
+            finite: whether its loss was finite.
+
+        Returns:
+            False if another generation begins instead: a member was lost before the end.
+        """
+        self.flush()
+        self.meter()
+        generation = self.form.generation if self.form else 0
+        self._connection.send(Done(generation=generation, step=step, rule=rule, finite=finite))
+        if self._next is None:
+            answer = self._connection.wait_for(Release, Form)
+            if isinstance(answer, Release):
+                return True
+            self._next = answer
+        return False
+
+    # ---- of a worker that predicts
+
+    def built(self) -> None:
+        """Report that this worker can predict."""
+        self._connection.send(Built(recovers=True))
+
+    def turns(self, *, wait: bool) -> list[list[int]]:
+        """Turns to predict that have arrived.
+
+        Args:
+            wait: wait for some; without it the list may be empty.
+
+        Raises:
+            Released: it was waited for, and there are no more.
+        """
+        found: list[list[int]] = []
+        while True:
+            waits = wait and not found
+            message = self._connection.receive() if waits else self._connection.poll()
+            match message:
+                case None:
+                    return found
+                case Predict(batches=batches):
+                    found.append(batches)
+                case Release() if waits:
+                    raise Released
+                case Release():
+                    self._connection.put_back(message)
+                    return found
+
+    def predicted(self, batch: int) -> None:
+        """Report that the part of a batch is in its place."""
+        self._connection.send(Predicted(batch=batch))
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+        if self.forwarder is not None:
+            self.forwarder.close()

@@ -1,0 +1,180 @@
+"""How a worker runs the micro-batches it was dealt: apart, or as one larger forward pass.
+
+One larger pass is faster, and the same to rounding unless something in the
+model sees the other samples of its batch (BatchNorm), draws random numbers
+(dropout), or weighs samples unevenly in the loss. `sameness.py` finds out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from instep.data.dealing import deal
+from instep.data.loader import Slice
+from instep.data.order import Position, micro_batch
+from instep.job.spec import TrainSpec
+
+OF_PASS = 1
+"""What a key is drawn for, beside the draws of the data layer: one forward pass."""
+
+
+class Pass(NamedTuple):
+    """One forward and backward pass of a worker in a step."""
+
+    samples: Slice
+    number: int
+    """Of its first micro-batch."""
+    repeats: bool = False
+    """Whether it is another worker's, computed a second time: then it counts nothing."""
+    micro_batches: int = 1
+    """In it."""
+
+    @property
+    def size(self) -> int:
+        """Samples in it."""
+        return self.samples.stop - self.samples.first
+
+
+class Share(NamedTuple):
+    """What one worker does in one step."""
+
+    passes: list[Pass]
+    first: int
+    stop: int
+    """Positions [first, stop) of the epoch's order, between which all of them are."""
+
+
+def parts_of(position: Position, train: TrainSpec, whole: int = 0) -> int:
+    """Micro-batches of the step at `position`, where a whole one has `train.global_batch` samples,
+    or so many.
+
+    A smaller last batch is cut into fewer, of about the same size: one of a
+    single sample would be too little for a layer that looks at its batch.
+    """
+    whole = whole or train.global_batch
+    return -(-(position.stop - position.first) * train.micro_batches // whole)
+
+
+def share_of(
+    position: Position,
+    micro_batches: int,
+    workers: int,
+    rank: int,
+    *,
+    merge: bool,
+    speeds: Sequence[float] | None = None,
+    whole: bool = False,
+    shard: int = 1,
+) -> Share:
+    """The passes of one worker in the step at `position`, cut into `micro_batches`.
+
+    Micro-batches without samples are left out; a worker may have no pass at all.
+    Merged ones are one pass, or several where a worker is dealt more than an even
+    share: none is larger than that, as memory may not hold it. Unless `whole`: then all are one.
+
+    Where a replica is a mesh whose ranks split the samples, `workers` are replicas, and what is
+    dealt are units of `shard` micro-batches that its ranks compute at once. The share is that of
+    the replica, as if it were one worker; `part_of` says what each of its ranks has of a pass.
+    """
+    dealt = deal_units(micro_batches, workers, speeds, shard)[rank]
+    units = [dealt[n : n + shard] for n in range(0, len(dealt), shard)]
+    if whole:
+        parts = [dealt] if dealt else []
+    elif merge and dealt:
+        largest = -(-micro_batches // (shard * workers))
+        merged = deal(len(units), -(-len(units) // largest))
+        parts = [dealt[part.start * shard : part.stop * shard] for part in merged]
+    else:
+        parts = units
+    first, stop = positions_of(position, dealt, micro_batches)
+    cuts = [positions_of(position, part, micro_batches) for part in parts]
+    passes = [
+        Pass(Slice(position.epoch, low, high), part.start, micro_batches=len(part))
+        for part, (low, high) in zip(parts, cuts, strict=True)
+        if high > low
+    ]
+    return Share(passes, first, stop)
+
+
+def part_of(position: Position, micro_batches: int, whole: Pass, shard: int, rank: int) -> Pass:
+    """What one of the `shard` ranks that split a replica's samples has of a pass.
+
+    All run their part at the same time. One that has no samples runs the pass's first sample, and
+    counts nothing.
+    """
+    mine = deal(whole.micro_batches, shard)[rank]
+    part = range(whole.number + mine.start, whole.number + mine.stop)
+    low, high = positions_of(position, part, micro_batches)
+    if low < high:
+        return Pass(whole.samples._replace(first=low, stop=high), part.start, False, len(part))
+    first = whole.samples.first
+    samples = whole.samples._replace(first=first, stop=first + 1)
+    return Pass(samples, whole.number, repeats=True)
+
+
+def share_of_these(
+    position: Position, micro_batches: int, numbers: Sequence[int], most: int = 1
+) -> Share:
+    """The passes of a worker that has just these, in their order; each apart, or at most so many
+    that follow each other as one."""
+    parts = [
+        stretch[at : at + most]
+        for stretch in stretches(numbers)
+        for at in range(0, len(stretch), most)
+    ]
+    cuts = [positions_of(position, part, micro_batches) for part in parts]
+    passes = [
+        Pass(Slice(position.epoch, low, high), part.start, micro_batches=len(part))
+        for part, (low, high) in zip(parts, cuts, strict=True)
+        if high > low
+    ]
+    return Share(
+        passes, cuts[0][0] if cuts else position.stop, cuts[-1][1] if cuts else position.stop
+    )
+
+
+def stretches(numbers: Sequence[int]) -> list[range]:
+    """Numbers in ascending order, as ranges of those that follow each other."""
+    found: list[range] = []
+    for number in numbers:
+        if found and found[-1].stop == number:
+            found[-1] = range(found[-1].start, number + 1)
+        else:
+            found.append(range(number, number + 1))
+    return found
+
+
+def share_of_own(position: Position, parts: Sequence[Position], numbers: Sequence[int]) -> Share:
+    """The passes of a worker that has these participants, each with data of its own."""
+    passes = [Pass(Slice(*parts[number]), number) for number in numbers]
+    return Share(passes, position.first, position.stop)
+
+
+def deal_units(
+    micro_batches: int, workers: int, speeds: Sequence[float] | None = None, shard: int = 1
+) -> list[range]:
+    """The micro-batches of each worker, where `shard` are dealt as one; the last may be fewer."""
+    dealt = deal(-(-micro_batches // shard), workers, speeds)
+    every = range(micro_batches)
+    return [every[part.start * shard : part.stop * shard] for part in dealt]
+
+
+def ranges_of(
+    position: Position,
+    micro_batches: int,
+    workers: int,
+    speeds: Sequence[float] | None = None,
+    shard: int = 1,
+) -> list[tuple[int, int]]:
+    """Positions [first, stop) of each worker in the step at `position`; some may be empty."""
+    dealt = deal_units(micro_batches, workers, speeds, shard)
+    return [positions_of(position, part, micro_batches) for part in dealt]
+
+
+def positions_of(position: Position, part: range, micro_batches: int) -> tuple[int, int]:
+    """Where the micro-batches of `part` stand: from the begin of its first to that of the next."""
+    _, first, stop = position
+    begin, _ = micro_batch(first, stop, part.start, micro_batches)
+    end, _ = micro_batch(first, stop, part.stop, micro_batches)
+    return begin, end

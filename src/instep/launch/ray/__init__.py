@@ -1,0 +1,1 @@
+"""Ray as a launcher. Way in: `launcher.Ray`."""

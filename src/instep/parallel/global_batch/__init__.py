@@ -1,0 +1,1 @@
+"""Layers and losses that see the global batch whole."""

@@ -1,0 +1,1 @@
+"""Optimizers and schedulers with conventions of their own."""

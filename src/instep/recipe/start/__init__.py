@@ -1,0 +1,1 @@
+"""The file, folder or URL that a run starts from."""

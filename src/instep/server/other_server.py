@@ -1,0 +1,128 @@
+"""A server without leases, as a process of a run: it answers until the first server ends it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import msgspec
+
+from instep.comm.alone import AloneComm
+from instep.comm.protocol.messages import Heartbeat
+from instep.engine.trial_result import Trial
+from instep.errors import PeerError
+from instep.server.connect import tell
+from instep.server.messages import End, Question
+from instep.server.server import Server
+from instep.server.shard_service import Further
+from instep.server.tensor_channel import LOOK_S, Door
+from instep.worker.loop.loop import Step
+
+FLUSH_S = 1.0
+"""How often the bytes that this process has sent and received are told."""
+
+_NOWHERE = -1, -1
+
+
+class Following(Server):
+    """One of the servers after the first; as `Server`."""
+
+    _door: Door | None = None
+    _further: Further | None = None
+
+    def _try(self, *_: object, **__: object) -> Trial:
+        return Trial(merge=False, reason="a server runs no pass", verdict="yes")
+
+    def join(self) -> None:
+        """Begin to answer, with what the process before this one has left, if it has."""
+        self.member.holds = bool(self._copy.held())
+        super().join()
+
+    def _form(self) -> None:
+        member, form = self.member, self.member.form
+        assert form is not None, "no generation yet"
+        if form.checkpoint is not None:
+            self._copy.clear()
+            self.engine.begin(AloneComm(), AloneComm())
+            self._open()
+        elif self._further is None:
+            self._open()
+        self.state.inside(form.generation)
+        self.sized(len(form.members))
+        member.formed()
+
+    def _open(self) -> None:
+        member, progress = self.member, self.state.progress
+        assert member.form is not None, "no generation yet"
+        at = progress.course, self._portions.before(progress.step)
+        if self._copy.held() or (member.form.checkpoint is None and member.checkpoint is not None):
+            at = _NOWHERE  # the first server says where
+        if self._door is not None:
+            self._door.close()
+        holding = self._made_holding()
+        self._further = Further(
+            holding,
+            self._copy,
+            place=self._place,
+            first=member.number - self._place,
+            names=self._names,
+            at=at,
+        )
+        given = member.outside, holding.room, member.credentials
+        self._door = Door(
+            *given,
+            token=member.token,
+            most=2 * member.job.workers,  # all may come at once
+            asks=Question,
+            sums=holding.coded,
+        )
+        tell(member, self._place, self._door)
+
+    def _report_ready(self) -> None:
+        self._announce(validation_samples=self._validation_samples)
+
+    # ---- until the end
+
+    def steps(self) -> Iterator[Step]:
+        """Answer to the end of the run; yields nothing."""
+        yield from ()
+        while True:
+            end = self._until_the_end()
+            if self.member.done(end.step, end.rule, finite=end.finite):
+                break
+            self._regroup()
+        self.close()
+
+    def _until_the_end(self) -> End:
+        assert self._further is not None, "join() comes first"
+        self._waits()
+        flushed = time.monotonic()
+        assert self._door is not None, "it is opened with the rest"
+        self._further.go_on()
+        self._door.go_on()
+        while self._further.ended is None:
+            try:
+                self._keep_up()
+            except PeerError as error:  # another process may have this one's place
+                self.member.broken(error, holds=True)
+                self._regroup()
+                self._waits()
+            self._further.generation = self.state.generation
+            if (arrived := self._door.next(LOOK_S)) is not None:
+                self._further.take_in(*arrived)
+            if time.monotonic() - flushed > FLUSH_S:
+                self.member.flush()
+                flushed = time.monotonic()
+        self._door.end(self._further.late)
+        return self._further.ended
+
+    def _heartbeat(self) -> Heartbeat:
+        found = super()._heartbeat()
+        done = self._further.at[1] if self._further is not None else 0
+        return msgspec.structs.replace(found, progress=found.progress + max(0, done))
+
+    def close(self) -> None:
+        """Close all connections too."""
+        super().close()
+        if self._door is not None:
+            self._door.close()

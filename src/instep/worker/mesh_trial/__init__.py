@@ -1,0 +1,1 @@
+"""Before a mesh trains: does it compute the gradients and updates of one process?"""

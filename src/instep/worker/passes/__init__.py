@@ -1,0 +1,1 @@
+"""Passes that processes compute together, or over a whole dataset."""

@@ -1,0 +1,1 @@
+"""A worker that predicts. Way in: `predictor.Predictor`."""

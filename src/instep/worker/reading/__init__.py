@@ -1,0 +1,1 @@
+"""A worker's data: divided, checked, and read by processes that are watched."""

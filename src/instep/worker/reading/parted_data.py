@@ -1,0 +1,156 @@
+"""A worker's door to samples that lie on its host, and its way to those of other hosts.
+
+With `data.parts` each worker looks which shards of its datasets lie in their folders, and tells the
+others: before it reads anything, by way of the master, and again when a group forms. So all members
+know who has what. Way in: `PartedData`.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from instep.comm.base import Comm
+from instep.data.parts.near import Held
+from instep.data.shard_sizes import Lot
+from instep.data.shards.hosts import peers
+from instep.data.shards.hosts.board import Board, HeldShards, PeerDoor
+from instep.data.shards.hosts.door import OpenDoor
+from instep.data.shards.sets import sets_in
+from instep.engine.member import Member
+from instep.errors import DataError
+from instep.words import listed, plural
+
+LOOK_S = 0.1
+"""Pauses between two looks who else is there."""
+
+KEYS = "doors"
+
+
+class PartedData:
+    """Tells what lies where.
+
+    Args:
+        member: this worker's membership in the run.
+        datasets: those of its recipe.
+
+    Raises:
+        DataError: some shard is on no host, or other workers have other manifests.
+        Released: the run does not need this worker.
+    """
+
+    def __init__(self, member: Member, *datasets: Any) -> None:
+        self._member = member
+        found = [each for dataset in datasets for each in sets_in(dataset)]
+        self._sets = {each.manifest.sha256: each for each in found}
+        self._train = next(sets_in(datasets[0]), None)
+        token, shown = member.token, member.credentials
+        self._open = OpenDoor(member.outside, self._sets, token, shown)
+        self._board = Board()
+        self._peers = peers.Peers(self._board, token, shown)
+        peers.use(self._peers)
+        holdings = [
+            HeldShards(sha256, str(each.folder), each.held) for sha256, each in self._sets.items()
+        ]
+        own = PeerDoor(member.number, platform.node(), *self._open.address, holdings)
+        self._own = msgspec.msgpack.encode(own)
+        if self._train is not None and not any(holdings[0].shards):
+            member.warn(
+                f"worker {member.number} on {own.node} has no shard in {self._train.folder}: all "
+                "that it computes comes over the network."
+            )
+        with member.during("meeting"):
+            self._wait()
+
+    def _wait(self) -> None:
+        """Wait until every shard lies with somebody who is there."""
+        member = self._member
+        while True:
+            left = member.told_by_all(KEYS, self._own).values()
+            doors = [msgspec.msgpack.decode(each, type=PeerDoor) for each in left]
+            self._board.write([door for door in doors if door.worker != member.number])
+            missing = next(self._missing(doors), None)
+            if missing is None:
+                break
+            if len(doors) >= member.job.workers:
+                raise DataError(missing)
+            time.sleep(LOOK_S)
+
+    def _missing(self, doors: list[PeerDoor]) -> Iterator[str]:
+        """A sentence for each dataset of which shards lie nowhere."""
+        for sha256, dataset in self._sets.items():
+            shards, elsewhere = dataset.manifest.shards, dataset.reads_elsewhere
+            gone = [n for n in range(len(shards)) if not any(d.has(sha256, n) for d in doors)]
+            if elsewhere or not gone:
+                continue
+            folder = str(dataset.folder)
+            others = [
+                f"worker {door.worker} on {door.node}"
+                for door in doors
+                if any(h.folder == folder and h.dataset != sha256 for h in door.holdings)
+            ]
+            if others:
+                yield (
+                    f"{folder}/manifest.json of worker {self._member.number} is another than that "
+                    f"of {listed(others, 4)}: parts are of one prepared dataset. Copy its manifest "
+                    "to every host, and of the shards those that are to lie there."
+                )
+            names = [shards[number].file for number in gone]
+            yield (
+                f"{plural(len(gone), 'shard')} of {folder} ({listed(names, 4)}) "
+                f"{'lie' if len(gone) > 1 else 'lies'} on none of the hosts of the run. Copy "
+                f"{'them' if len(gone) > 1 else 'it'} to one of them; or name another place that "
+                "has all: shards(folder, source=URL)."
+            )
+
+    @property
+    def given(self) -> tuple[int, int]:
+        """Samples and bytes that other workers have got here so far."""
+        return self._open.samples, self._open.bytes
+
+    def meet(self, comm: Comm, lots: Sequence[Lot], device: torch.device) -> Held:
+        """Ask what lies with the members of a group; all of them call it.
+
+        Args:
+            comm: the group.
+            lots: where the samples of each part of the training set stand, or of each participant.
+            device: on which tensors of the group are.
+        """
+        doors = [
+            msgspec.msgpack.decode(each, type=PeerDoor) for each in _all(comm, self._own, device)
+        ]
+        self._board.write([door for door in doors if door.worker != self._member.number])
+        name = self._train.manifest.sha256 if self._train is not None else ""
+        shards = len(self._train.manifest.shards) if self._train is not None else 0
+        held = []
+        for door in doors:
+            has = [number for number in range(shards) if door.has(name, number)]
+            held.append([int(samples[np.isin(numbers, has)].sum()) for numbers, samples in lots])
+        return held
+
+    def close(self) -> None:
+        """Give nothing any more; a second call does nothing."""
+        self._open.close()
+        self._peers.close()
+
+
+def _all(comm: Comm, own: bytes, device: torch.device) -> list[bytes]:
+    """Collect what each rank gives, in rank order."""
+    lengths = torch.zeros(comm.size, dtype=torch.int64, device=device)
+    comm.all_gather(lengths, torch.tensor([len(own)], device=device)).wait()
+    each = int(lengths.max())
+    padded = own + bytes(each - len(own))
+    part = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(device)
+    out = torch.empty(comm.size * each, dtype=torch.uint8, device=device)
+    comm.all_gather(out, part).wait()
+    rows: Tensor = out.to("cpu").view(comm.size, each)
+    return [
+        row.numpy().tobytes()[:length] for row, length in zip(rows, lengths.tolist(), strict=True)
+    ]

@@ -1,0 +1,1 @@
+"""A replica that is a mesh of processes, and what its processes agree on."""

@@ -1,0 +1,1 @@
+"""Rounds of averaging: participants take local steps, and give how far they came."""

@@ -1,0 +1,1 @@
+"""Do optimizers and losses keep what no checkpoint has, or amplify rounding?"""

@@ -1,0 +1,60 @@
+"""What the optimizer and the loss of a recipe are tried for, beside the passes (`reads.py`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from instep.data.order import key
+from instep.engine.passes import OF_PASS
+from instep.engine.trial_result import Trial
+from instep.job.spec import JobSpec
+from instep.parallel.nested import on_tensors
+from instep.recipe.build import Built
+from instep.recipe.forward import Forward
+from instep.recipe.tuning import Begun
+from instep.worker.trial.kept.persistence import try_batch_loss, try_optimizer
+from instep.worker.trial.kept.rounding import try_rounding
+from instep.worker.trial.kept.stand_in import Maker, known
+
+
+def try_kept(
+    forward: Forward,
+    job: JobSpec,
+    steps: int,
+    trial: Trial,
+    begun: Begun,
+    built: Built | None = None,
+) -> Trial:
+    """The result of a trial, or what the optimizer or the loss adds to it.
+
+    Args:
+        forward: of the worker.
+        job: of the run.
+        steps: of the optimizer in the whole run.
+        trial: of the passes.
+        begun: what the model was loaded from and has adapters of.
+        built: the optimizer, if it is made already: nothing is tried if all of it is of torch.
+
+    Raises:
+        RecipeError: as `persistence.try_optimizer`.
+    """
+    seed, recipe = key(job.seed, OF_PASS, 0), forward.recipe
+    if recipe.batch_loss is not None and forward.embedded:
+        (embedded,) = forward.embedded
+        given = _as(embedded, next(forward.model.parameters()))
+        trial = try_batch_loss(recipe.batch_loss, forward.model, given, seed, trial)
+        forward.embedded.clear()
+    if built is not None and known(built):
+        return trial
+    maker = Maker(recipe, forward.model, job.seed, steps, job.start, begun)
+    trial = try_optimizer(maker, trial, job.sync.name)
+    return trial if job.train.determinism == "bits" else try_rounding(maker, trial)
+
+
+def _as(embedded: Any, like: Tensor) -> Any:
+    """In the type of the model: the trial computes in a wider one."""
+    return on_tensors(
+        embedded, lambda tensor: tensor.to(like.dtype) if tensor.is_floating_point() else tensor
+    )
