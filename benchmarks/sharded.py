@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from turns import in_words, write
 
-from instep.job.spec import MeshSpec
+from instep.job.mesh import MeshSpec
 from instep.lab.netlab import Network
 from instep.parallel.blocks import repeated_blocks
 from instep.parallel.replica_group import ReplicaGroup

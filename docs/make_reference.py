@@ -1,4 +1,4 @@
-"""Write `docs/reference/job-file.md` from the fields of `instep.job.spec`.
+"""Write `docs/reference/job-file.md` from the fields of `instep.job`.
 
     python docs/make_reference.py            write the page
     python docs/make_reference.py --check    exit 1 if the page is not what would be written
@@ -17,7 +17,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import msgspec
 
-from instep.job.spec import JobSpec, Section, documentation
+from instep.job.base import Section
+from instep.job.spec import JobSpec, documentation
 
 PAGE = Path(__file__).resolve().parent / "reference" / "job-file.md"
 
@@ -46,7 +47,7 @@ valid ones. A renamed key is refused with its new name. Paths of the recipe and 
 start from are relative to the job file. `job.toml` in the run folder has the job as run, with every
 key. [Strategies](../concepts/strategies.md) explains `[sync]`.
 
-`docs/make_reference.py` writes this page from `src/instep/job/spec.py`; change the texts there.
+`docs/make_reference.py` writes this page from `src/instep/job/`; change the texts there.
 """
 
 _WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
@@ -147,7 +148,7 @@ def main(arguments: list[str]) -> int:
     if arguments == ["--check"]:
         if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == wanted:
             return 0
-        print(f"{PAGE} is not what src/instep/job/spec.py says: run python {sys.argv[0]}.")
+        print(f"{PAGE} is not what src/instep/job says: run python {sys.argv[0]}.")
         return 1
     if arguments:
         print(__doc__)

@@ -24,7 +24,7 @@ LIMITS = ROOT / "tests" / "limits.toml"
 LONG_FILE, LARGE_CLASS, LONG_FUNCTION = 350, 25, 60
 """Lines, methods, lines: of what is counted as too large."""
 
-ROOMS_OF_A_STEP = ("instep.worker", "instep.engine", "instep.server")
+ROOMS_OF_A_STEP = ("instep.worker", "instep.engine", "instep.server", "instep.process")
 """Where a step is computed and committed."""
 
 VAGUE = ("Of ", "What ", "Whose ", "As ", "The same", "Have ")

@@ -35,7 +35,8 @@ from instep.engine.update import Update
 from instep.errors import PeerError
 from instep.events import LEDGER, read_records
 from instep.job import file as spec_file
-from instep.job.spec import JobSpec, SyncSpec
+from instep.job.spec import JobSpec
+from instep.job.sync import SyncSpec
 from instep.store.audit import audit
 from instep.store.ledger import cut_back
 from instep.sync.base import make_strategy

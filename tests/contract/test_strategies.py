@@ -11,7 +11,7 @@ from instep.comm.memory import run_ranks
 from instep.engine.gradients import Gradients
 from instep.engine.served.optimizer import ServedUpdate
 from instep.errors import SpecError
-from instep.job.spec import ROUND_OPTIONS
+from instep.job.sync import ROUND_OPTIONS
 from instep.records import Attempt
 from instep.sync import DEFAULTS, LEASED, SERVERS, STRATEGIES
 from instep.sync.base import Generation, Servers, make_strategy

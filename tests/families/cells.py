@@ -11,7 +11,7 @@ from judge import Distance, Outcome, complaints, distance
 from loops import Loops
 from pair import Pair
 
-from instep.job.spec import MeshSpec
+from instep.job.mesh import MeshSpec
 
 OTHER_DRAWS = "no: with mesh.stages each block draws its own random numbers"
 """What a run in stages says; it is held against a plain loop whose blocks draw so."""

@@ -19,7 +19,8 @@ import instep
 from helpers import run_processes
 from instep.data.loader import Loader
 from instep.errors import RecipeError
-from instep.job.spec import JobSpec, TrainSpec
+from instep.job.spec import JobSpec
+from instep.job.train import TrainSpec
 from instep.parallel.global_batch.batch_norm import make_global
 from instep.parallel.two_blocks import TwoBlocks
 from instep.recipe.build import set_generators

@@ -21,7 +21,7 @@ import instep
 from instep.cli import main
 from instep.data.order import Order, position
 from instep.errors import SpecError, WorkerError
-from instep.job.spec import LoraSpec
+from instep.job.start import LoraSpec
 from instep.recipe.lora import initial
 from instep.report.figures.proof import prove
 from instep.report.terminal.closing import closing_lines

@@ -20,7 +20,7 @@ from instep.comm.protocol.messages import Failed
 from instep.control.resume import prepare
 from instep.errors import SpecError
 from instep.events import read_events
-from instep.job.spec import StopSpec
+from instep.job.train import StopSpec
 from instep.store.run_folder import RunFolder
 from made_up_runs import write_events
 from marks import slow

@@ -17,7 +17,7 @@ from instep.comm.protocol.messages import Form
 from instep.control.state import State
 from instep.data.order import position
 from instep.engine.passes import Pass, parts_of, positions_of
-from instep.job.spec import TrainSpec
+from instep.job.train import TrainSpec
 
 from .engine import Process, Violation
 from .owning import Things

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from instep.cli import main
 from instep.errors import RecipeError, RunError
 from instep.job.file import build
-from instep.job.spec import TrainSpec
+from instep.job.train import TrainSpec
 from instep.recipe.build import build_model
 from instep.recipe.recipe import Recipe
 from instep.store.folder import ID, held, make_run_folder

@@ -1,6 +1,6 @@
 """Refuses a job before any process is started: parts that do not exist, or do not go together.
 
-What one section can check by itself is checked in `spec.py`. Ways in: `check_job`, `check_mesh` for
+What one section can check by itself is checked in `job/`. Ways in: `check_job`, `check_mesh` for
 processes that predict, `with_options` for what a run is to keep, and `open_switchboard` for the
 address that it listens on.
 """
@@ -21,7 +21,9 @@ from instep.data.partition import PARTITIONS
 from instep.data.shards.remote import file_system
 from instep.data.splits import COLUMNS, SPLITS
 from instep.errors import RecipeError, SpecError, WorkerError, file_beside
-from instep.job.spec import OF_AXIS, ROUND_OPTIONS, SHARED, JobSpec, MeshSpec, SyncSpec
+from instep.job.mesh import OF_AXIS, MeshSpec
+from instep.job.spec import JobSpec
+from instep.job.sync import ROUND_OPTIONS, SHARED, SyncSpec
 from instep.launch import LAUNCHERS
 from instep.recipe.arguments import check_arguments, members_in, signature_in
 from instep.recipe.given import given

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from instep.comm.protocol.messages import Figures
-from instep.job.spec import StopSpec
+from instep.job.train import StopSpec
 
 _ROUNDING = 1e-6
 """Relative: a metric so near its target has reached it. In float32, 57/60 is 0.949999988."""

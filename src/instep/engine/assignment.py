@@ -34,7 +34,8 @@ from instep.engine.passes import (
     stretches,
 )
 from instep.events import Kind
-from instep.job.spec import MeshSpec, TrainSpec
+from instep.job.mesh import MeshSpec
+from instep.job.train import TrainSpec
 
 ONE_RANK = MeshSpec()
 """A replica in one process."""

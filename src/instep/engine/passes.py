@@ -13,7 +13,7 @@ from typing import NamedTuple
 from instep.data.dealing import deal
 from instep.data.loader import Slice
 from instep.data.order import Position, micro_batch
-from instep.job.spec import TrainSpec
+from instep.job.train import TrainSpec
 
 OF_PASS = 1
 """What a key is drawn for, beside the draws of the data layer: one forward pass."""

@@ -1,7 +1,7 @@
 """A job file (TOML) to a `JobSpec` and back, with errors that name file and key.
 
 It knows the form of a job file and nothing of what its values mean: the
-checks are those of `spec.py`; each becomes one sentence here.
+checks are those of its sections; each becomes one sentence here.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ import msgspec
 
 from instep.errors import SpecError, file_beside, near_miss
 from instep.formats import FORMAT, other_format
+from instep.job.base import Section
+from instep.job.data import PrepareSpec
 from instep.job.overrides import RENAMED, apply_overrides, blamed
-from instep.job.spec import JobSpec, PrepareSpec, Section, as_table, documentation
+from instep.job.spec import JobSpec, as_table, documentation
 from instep.words import is_url
 
 MOST_DEPTH = 32
@@ -320,7 +322,7 @@ def _sentence(failure: str, table: Mapping[str, Any]) -> str:
         return f"{section} has no key {found[1]!r}. {_meant_key(found[1], path)}"
     if found := re.fullmatch(r"Object missing required field `(.*)`", what):
         return f"the key {found[1]!r} is missing. {_describe([found[1]])}"
-    if not what.startswith(("Expected", "Invalid")):  # one of the checks in `spec.py`
+    if not what.startswith(("Expected", "Invalid")):  # one of the checks of a section
         return f"[{'.'.join(path)}] {what}" if path else what
     given = _as_typed(reduce(lambda outer, key: outer[key], path, table))
     wanted = ("each value in it " if inner else "") + _wanted(what, path, inner)

@@ -16,7 +16,8 @@ from contextlib import suppress
 from typing import Any
 
 from instep.errors import SpecError
-from instep.job.spec import OF_AXIS, OF_FRAGMENTS, ROUND_OPTIONS, ROUNDS, MeshSpec, SyncSpec
+from instep.job.mesh import OF_AXIS, MeshSpec
+from instep.job.sync import OF_FRAGMENTS, ROUND_OPTIONS, ROUNDS, SyncSpec
 
 Say = Callable[[str], object]
 """Told, in a sentence each, which settings went away."""

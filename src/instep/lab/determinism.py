@@ -16,7 +16,8 @@ import msgspec
 import numpy as np
 
 from instep.errors import RunError, SpecError
-from instep.job.spec import JobSpec, StopSpec
+from instep.job.spec import JobSpec
+from instep.job.train import StopSpec
 from instep.lab.temporary_runs import folder_for_runs, run_quietly
 from instep.state.compare import checkpoint_of, differences, saved
 from instep.store.run_folder import RunFolder

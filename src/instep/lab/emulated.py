@@ -13,7 +13,8 @@ from contextlib import contextmanager
 import msgspec
 
 from instep.errors import SpecError
-from instep.job.spec import JobSpec, LaunchSpec
+from instep.job.launch import LaunchSpec
+from instep.job.spec import JobSpec
 from instep.lab import netlab
 from instep.system.processes import interrupt, on_signals
 

@@ -21,7 +21,11 @@ from instep.client.results import about, recipe_sha256
 from instep.control.resume import check_own
 from instep.errors import CheckpointError, RunError, SpecError
 from instep.job import file as spec_file
-from instep.job.spec import CheckpointSpec, JobSpec, LaunchSpec, MeshSpec, ReportSpec, StopSpec
+from instep.job.checkpoint import CheckpointSpec
+from instep.job.launch import LaunchSpec
+from instep.job.mesh import MeshSpec
+from instep.job.spec import JobSpec, ReportSpec
+from instep.job.train import StopSpec
 from instep.lab.comparison import Replayed, judge, on_processes
 from instep.lab.temporary_runs import Progress, folder_for_runs, run_quietly
 from instep.state.compare import checkpoint_of

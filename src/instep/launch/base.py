@@ -10,7 +10,9 @@ import msgspec
 
 from instep.comm.protocol.endpoint import Endpoint
 from instep.errors import SpecError, near_miss
-from instep.job.spec import JobSpec, LaunchSpec, Section
+from instep.job.base import Section
+from instep.job.launch import LaunchSpec
+from instep.job.spec import JobSpec
 
 OptionsT = TypeVar("OptionsT", bound=Section)
 

@@ -20,7 +20,8 @@ import msgspec
 from instep.comm.protocol import messages as m
 from instep.comm.protocol.endpoint import Endpoint
 from instep.errors import SpecError
-from instep.job.spec import ClusterSpec, JobSpec, LaunchSpec
+from instep.job.launch import ClusterSpec, LaunchSpec
+from instep.job.spec import JobSpec
 from instep.launch.gate import Gate
 from instep.launch.join_folder import JoinFolder
 from instep.launch.local import TIMEOUT_S

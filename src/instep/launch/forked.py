@@ -19,7 +19,8 @@ from typing import NoReturn
 
 from instep.comm.protocol.endpoint import Endpoint
 from instep.errors import RecipeError, RunError, SpecError
-from instep.job.spec import JobSpec, LaunchSpec
+from instep.job.launch import LaunchSpec
+from instep.job.spec import JobSpec
 from instep.launch.local import TIMEOUT_S
 from instep.plain_file import plain
 from instep.store.folder import host_log

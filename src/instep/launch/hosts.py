@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from instep.comm.protocol.endpoint import Endpoint
-from instep.job.spec import JobSpec, LaunchSpec
+from instep.job.launch import LaunchSpec
+from instep.job.spec import JobSpec
 from instep.launch.local import LocalLauncher
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from instep.comm.protocol.endpoint import Endpoint
 from instep.errors import RunError
-from instep.job.spec import JobSpec, LaunchSpec
+from instep.job.launch import LaunchSpec
+from instep.job.spec import JobSpec
 from instep.plain_file import plain
 from instep.store.folder import host_log
 from instep.system.environment import END, settings

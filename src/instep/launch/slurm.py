@@ -18,7 +18,8 @@ import msgspec
 
 from instep.comm.protocol.endpoint import Endpoint
 from instep.errors import SpecError
-from instep.job.spec import JobSpec, LaunchSpec
+from instep.job.launch import LaunchSpec
+from instep.job.spec import JobSpec
 from instep.launch.base import check_no_hosts
 from instep.launch.local import TIMEOUT_S, LocalLauncher
 from instep.launch.node import Needs

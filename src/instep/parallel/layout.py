@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from instep.job.spec import MeshSpec
+from instep.job.mesh import MeshSpec
 from instep.parallel.pipeline import find_cuts
 from instep.parallel.pipeline.blocks import Call
 from instep.parallel.pipeline.draws import seed

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from instep.comm.torch_comm import LAST_S, NO_TIMEOUT, gloo_group
 from instep.errors import PeerError, RecipeError
-from instep.job.spec import MeshSpec
+from instep.job.mesh import MeshSpec
 
 BACKEND = "instep_gloo"
 """Name of gloo in torch's list of backends, listening on an address of our choice."""

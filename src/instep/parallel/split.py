@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from instep.job.spec import MeshSpec
+from instep.job.mesh import MeshSpec
 from instep.parallel.blocks import repeated_blocks
 from instep.parallel.compiled import compile_blocks
 from instep.parallel.layout import Example, Layout

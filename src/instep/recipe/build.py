@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from instep.data.reading import generators
 from instep.errors import InstepError, RecipeError, SpecError
-from instep.job.spec import LoraSpec, StartSpec
+from instep.job.start import LoraSpec, StartSpec
 from instep.recipe import tuning
 from instep.recipe.arguments import check_arguments
 from instep.recipe.large import Building, build_in_files, build_large

@@ -16,7 +16,8 @@ from typing import NamedTuple
 from torch import nn
 
 from instep.errors import InstepError, RecipeError, SpecError
-from instep.job.spec import JobSpec, MeshSpec
+from instep.job.mesh import MeshSpec
+from instep.job.spec import JobSpec
 from instep.parallel.embeddings import is_sparse
 from instep.parallel.meta_start import drawn, in_files, without_memory
 from instep.recipe.recipe import Recipe

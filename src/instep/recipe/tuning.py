@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from instep.errors import RecipeError, SpecError
-from instep.job.spec import LoraSpec, StartSpec
+from instep.job.start import LoraSpec, StartSpec
 from instep.recipe import lora
 from instep.recipe.patterns import Names, matched_by, matches, matches_nothing, names_of
 from instep.recipe.start.file import start_file

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from instep.data.order import Position, position, steps_in_epoch
 from instep.engine.passes import parts_of, positions_of
-from instep.job.spec import TrainSpec
+from instep.job.train import TrainSpec
 from instep.sync.base import Piece
 from instep.sync.servers.cuts import Packed, shares
 from instep.sync.servers.leases import Unit

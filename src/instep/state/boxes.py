@@ -17,7 +17,7 @@ from torch import Tensor
 
 from instep.comm.dtensors import is_split
 from instep.errors import CheckpointError
-from instep.job.spec import MeshSpec
+from instep.job.mesh import MeshSpec
 
 if TYPE_CHECKING:  # imported where there is one: it takes a second
     from torch.distributed.tensor.placement_types import Placement

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.errors import CheckpointError, SpecError, near_miss
-from instep.job.spec import CheckpointSpec
+from instep.job.checkpoint import CheckpointSpec
 from instep.state.files.manifest import published, read_manifest
 
 METRICS = "metrics"

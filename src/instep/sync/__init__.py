@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from instep.comm.codecs import DEFAULTS as OF_CODECS
-from instep.job.spec import ROUNDS, SyncSpec
+from instep.job.sync import ROUNDS, SyncSpec
 from instep.registry import Registry
 
 __all__ = ["DEFAULTS", "LEASED", "ROUNDS", "SERVERS", "STRATEGIES", "defaults_of", "servers_of"]

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from instep.comm.base import Comm
 from instep.comm.codecs import CODECS, OWN
 from instep.errors import SpecError
-from instep.job.spec import OF_FRAGMENTS, ROUND_OPTIONS, SyncSpec
+from instep.job.sync import OF_FRAGMENTS, ROUND_OPTIONS, SyncSpec
 from instep.records import BEGINNING, Attempt, Law
 from instep.sync import ROUNDS, STRATEGIES
 

@@ -205,7 +205,7 @@ CLASHES: dict[tuple[str, str], str] = {
     (
         "bits",
         "batch_norm",
-    ): "the same bits need each micro-batch computed apart",  # also in `spec.py`
+    ): "the same bits need each micro-batch computed apart",  # also in `job/spec.py`
     ("batch_norm", "turns"): "it runs the whole batch of a worker as the one pass of a step",
     ("parts", "leased"): _TO_ANYBODY,
     (

@@ -13,7 +13,7 @@ import os
 import torch
 from torch.utils import deterministic
 
-from instep.job.spec import TrainSpec
+from instep.job.train import TrainSpec
 from instep.system.environment import FORKED, THREADS
 
 

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from instep.client.join.hosting import is_complete
-from instep.job.spec import JobSpec, TrainSpec
+from instep.job.spec import JobSpec
+from instep.job.train import TrainSpec
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ from instep.client.job_checks import with_options
 from instep.control.resume import changed, check_changes
 from instep.errors import SpecError
 from instep.job import file as spec_file
-from instep.job import spec
-from instep.job.spec import JobSpec, RoundSpec, SyncSpec
+from instep.job import sync as sync_of_job
+from instep.job.spec import JobSpec
+from instep.job.sync import RoundSpec, SyncSpec
 from instep.store.folder import make_run_folder
 from instep.store.run_folder import RunFolder
 from instep.sync import DEFAULTS
@@ -43,8 +44,8 @@ def another_version(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once that run has begun, defaults are others."""
     monkeypatch.setitem(DEFAULTS, "int4", {"block": 32, "rounding": "nearest"})
     monkeypatch.setitem(DEFAULTS, "diloco", {"outer_lr": 0.1})
-    monkeypatch.setattr(spec, "ROUNDS", {"diloco": RoundSpec(local_steps=3)})
-    monkeypatch.setattr("instep.sync.ROUNDS", spec.ROUNDS)
+    monkeypatch.setattr(sync_of_job, "ROUNDS", {"diloco": RoundSpec(local_steps=3)})
+    monkeypatch.setattr("instep.sync.ROUNDS", sync_of_job.ROUNDS)
 
 
 def resumed(run: RunFolder, *overrides: str) -> SyncSpec:

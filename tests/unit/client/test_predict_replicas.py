@@ -13,7 +13,7 @@ from instep.client.predict.pace import FIRST_S, Pace
 from instep.client.predict.replicas import Process, Replica
 from instep.comm.protocol.channel import Peer
 from instep.comm.protocol.messages import READING
-from instep.job.spec import MeshSpec
+from instep.job.mesh import MeshSpec
 from instep.system.lease import Lease
 from instep.system.limits import UNKNOWN_S
 from instep.system.processes import Watched

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 
 from instep.client.join.prepared import Prepared
 from instep.errors import SpecError
-from instep.job.spec import TrainSpec
+from instep.job.train import TrainSpec
 
 DATA = TensorDataset(torch.zeros(24, 4))
 TRAIN = TrainSpec(global_batch=8, micro_batches=4)

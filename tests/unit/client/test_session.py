@@ -6,7 +6,8 @@ from msgspec.structs import replace
 import instep
 from instep.client.join.session import check_same
 from instep.errors import SpecError
-from instep.job.spec import JobSpec, TrainSpec
+from instep.job.spec import JobSpec
+from instep.job.train import TrainSpec
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch.multiprocessing import start_processes
 
 from instep.comm.direct import SumOfParts, all_gather, wait
 from instep.errors import PeerError
-from instep.job.spec import MeshSpec
+from instep.job.mesh import MeshSpec
 from instep.parallel.replica_group import ReplicaGroup
 
 RANKS = 3

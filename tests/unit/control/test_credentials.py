@@ -15,7 +15,7 @@ from instep.control.hosts.hosts import Hosts
 from instep.control.master import Master
 from instep.errors import PeerError
 from instep.job import file as spec_file
-from instep.job.spec import MeshSpec
+from instep.job.mesh import MeshSpec
 
 
 @pytest.fixture(scope="module")

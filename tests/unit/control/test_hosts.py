@@ -14,7 +14,7 @@ from instep.control.hosts.hosts import (
     Hosts,
     RemoteProcess,
 )
-from instep.job.spec import MeshSpec
+from instep.job.mesh import MeshSpec
 from instep.system.limits import FLOOR_S
 
 

@@ -8,7 +8,7 @@ from instep.control.hosts.hosts import GATHER_S, Hosts
 from instep.control.hosts.joined_hosts import LEAVE_S, LOST_S, JoinedHosts
 from instep.control.state import HostJoined, Noticed, Scaled, Start
 from instep.job.file import build
-from instep.job.spec import MeshSpec
+from instep.job.mesh import MeshSpec
 
 JOB = build({"recipe": "a.py:f", "workers": 2, "train": {"micro_batches": 4}}, source="a test")
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from instep.comm.protocol.messages import Figures
 from instep.control.stop_rules import Fired, Judge, Rules, recorded
 from instep.events import STEPS
-from instep.job.spec import StopSpec
+from instep.job.train import StopSpec
 
 NAN, INF = math.nan, math.inf
 

@@ -20,7 +20,8 @@ from instep.data.reading.generators import DrawDetector
 from instep.data.sources.text import text
 from instep.data.torch_loader import LoaderParts
 from instep.errors import DataError
-from instep.job.spec import DataSpec, JobSpec
+from instep.job.data import DataSpec
+from instep.job.spec import JobSpec
 
 TENSORS = TensorDataset(torch.randn(100, 5), torch.arange(100))
 SLICES = [Slice(0, 0, 7), Slice(0, 7, 7), Slice(0, 7, 40), Slice(3, 99, 100), Slice(1, 0, 64)]

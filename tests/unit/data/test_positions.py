@@ -6,7 +6,9 @@ from hypothesis import strategies as st
 
 from instep.data.batches import Batches
 from instep.errors import SpecError
-from instep.job.spec import JobSpec, SyncSpec, TrainSpec
+from instep.job.spec import JobSpec
+from instep.job.sync import SyncSpec
+from instep.job.train import TrainSpec
 from instep.worker.rounds.round_checks import check_length, updates
 
 

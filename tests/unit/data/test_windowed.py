@@ -28,7 +28,8 @@ from instep.data.torch_loader import LoaderParts
 from instep.data.windowed import Windowed
 from instep.engine.passes import positions_of
 from instep.errors import DataError
-from instep.job.spec import DataSpec, JobSpec
+from instep.job.data import DataSpec
+from instep.job.spec import JobSpec
 from instep.worker.rounds.own_data import _windowed
 
 few = settings(max_examples=40, deadline=None)

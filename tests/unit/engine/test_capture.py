@@ -14,7 +14,7 @@ from instep.engine.state.capture import Progress, capture, restore
 from instep.engine.state.committed import Commit, CommittedState
 from instep.engine.update import Update
 from instep.errors import CheckpointError
-from instep.job.spec import MeshSpec
+from instep.job.mesh import MeshSpec
 from instep.recipe.optimizers.two_points import TwoPoints
 from instep.state.boxes import MeshRank
 from instep.worker.own.taken_over import take_over

@@ -9,7 +9,8 @@ from instep.data.batches import Batches
 from instep.data.order import Position
 from instep.engine.assignment import Finished, Lockstep
 from instep.engine.passes import parts_of, ranges_of, share_of
-from instep.job.spec import MeshSpec, TrainSpec
+from instep.job.mesh import MeshSpec
+from instep.job.train import TrainSpec
 
 SPEEDS = st.lists(st.sampled_from([0.01, 0.2, 1.0, 1.1, 3.0]), min_size=9, max_size=9)
 

@@ -9,7 +9,7 @@ from instep.comm.codecs import CODECS
 from instep.errors import SpecError
 from instep.job.file import build, load
 from instep.job.overrides import CODEC_OPTIONS, OPTIONS, apply_overrides, lay_over
-from instep.job.spec import OF_FRAGMENTS, ROUND_OPTIONS, ROUNDS
+from instep.job.sync import OF_FRAGMENTS, ROUND_OPTIONS, ROUNDS
 from instep.sync import STRATEGIES
 
 PARTED = {"partition": "labels", "skew": 0.2, "local_steps": 5}

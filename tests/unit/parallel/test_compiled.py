@@ -13,7 +13,7 @@ from torch import Tensor, distributed, nn
 from torch.multiprocessing import start_processes
 
 from instep.errors import RecipeError
-from instep.job.spec import MeshSpec
+from instep.job.mesh import MeshSpec
 from instep.parallel.compiled import compile_blocks, compiling
 from instep.parallel.recompute import checkpoint_blocks
 from instep.parallel.replica_group import ReplicaGroup

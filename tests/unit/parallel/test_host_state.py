@@ -10,7 +10,7 @@ from torch.multiprocessing import start_processes
 
 from instep.comm.dtensors import is_split, local_part, split_like
 from instep.errors import RecipeError
-from instep.job.spec import MeshSpec
+from instep.job.mesh import MeshSpec
 from instep.parallel.host_state import HOST, keep_on_host, placed
 from instep.parallel.replica_group import ReplicaGroup
 from instep.parallel.shard.sharded import shard

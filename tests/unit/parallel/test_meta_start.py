@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, distributed, nn
 from torch.multiprocessing import start_processes
 
-from instep.job.spec import MeshSpec
+from instep.job.mesh import MeshSpec
 from instep.parallel.meta_start import without_memory
 from instep.parallel.recompute import checkpoint_blocks
 from instep.parallel.replica_group import ReplicaGroup

@@ -11,7 +11,7 @@ from torch import distributed
 from torch.multiprocessing import start_processes
 
 from instep.errors import RecipeError
-from instep.job.spec import MeshSpec
+from instep.job.mesh import MeshSpec
 from instep.parallel.replica_group import ReplicaGroup
 
 pytestmark = pytest.mark.process

@@ -13,7 +13,7 @@ from torch.multiprocessing import start_processes
 
 from instep.comm.dtensors import split_like
 from instep.errors import RecipeError
-from instep.job.spec import MeshSpec
+from instep.job.mesh import MeshSpec
 from instep.parallel.replica_group import ReplicaGroup
 from instep.parallel.shard.sharded import Sharded, shard
 from instep.state.boxes import MeshRank, primary

@@ -10,7 +10,7 @@ from torch import Tensor, distributed, nn
 from torch.multiprocessing import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
-from instep.job.spec import MeshSpec
+from instep.job.mesh import MeshSpec
 from instep.parallel.replica_group import ReplicaGroup
 from instep.parallel.shard.sharded import shard
 

@@ -11,7 +11,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.multiprocessing import start_processes
 
 from instep.errors import RecipeError
-from instep.job.spec import MeshSpec
+from instep.job.mesh import MeshSpec
 from instep.parallel.pipeline import Pipeline
 from instep.parallel.recompute import checkpoint_blocks
 from instep.parallel.replica_group import ReplicaGroup

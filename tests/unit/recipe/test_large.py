@@ -11,7 +11,8 @@ from torch import nn
 
 import instep
 from instep.errors import RecipeError, SpecError
-from instep.job.spec import MeshSpec, StartSpec
+from instep.job.mesh import MeshSpec
+from instep.job.start import StartSpec
 from instep.parallel import meta_start
 from instep.recipe.build import build_model
 from instep.recipe.large import TRIAL, Building

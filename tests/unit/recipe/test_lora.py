@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from instep.errors import SpecError
-from instep.job.spec import LoraSpec, StartSpec
+from instep.job.start import LoraSpec, StartSpec
 from instep.recipe.build import build
 from instep.recipe.lora import add
 from instep.recipe.recipe import Recipe

@@ -14,7 +14,8 @@ from instep.client.job_checks import with_options
 from instep.data.shards import elsewhere, remote
 from instep.errors import DataError, InstepError, SpecError
 from instep.job import file as spec_file
-from instep.job.spec import JobSpec, StartSpec
+from instep.job.spec import JobSpec
+from instep.job.start import StartSpec
 from instep.recipe.start.file import start_file
 from instep.state.files.sharded import files_of
 from loopback_store import Store, installed

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from instep.comm.memory import run_ranks
 from instep.engine.alike import check_parameters
 from instep.errors import CheckpointError, RecipeError, SpecError
-from instep.job.spec import StartSpec
+from instep.job.start import StartSpec
 from instep.recipe.build import build
 from instep.recipe.patterns import matched_by
 from instep.recipe.recipe import Recipe

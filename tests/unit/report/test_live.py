@@ -11,7 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instep.events import LEDGER, STEPS
-from instep.job.spec import JobSpec, MeshSpec, SyncSpec, TrainSpec
+from instep.job.mesh import MeshSpec
+from instep.job.spec import JobSpec
+from instep.job.sync import SyncSpec
+from instep.job.train import TrainSpec
 from instep.report.figures.progress import Progress
 from instep.report.terminal.live import LiveTable, PlainLines, make_view
 from instep.report.terminal.screen import heading, notice, screen

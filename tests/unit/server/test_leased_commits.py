@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from instep.engine.served.leased_optimizer import LeasedUpdate
-from instep.job.spec import TrainSpec
+from instep.job.train import TrainSpec
 from instep.server.commits import Commits, Push
 from instep.server.micro_batches import Parcel, Portions, buffers_of, changes, whole_pieces
 from instep.server.peer_servers import Others

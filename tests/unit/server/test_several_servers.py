@@ -20,7 +20,7 @@ from instep.engine.served.leased_optimizer import LeasedUpdate
 from instep.engine.served.optimizer import put_together
 from instep.engine.state.host_copy import HostCopy
 from instep.errors import PeerError, WorkerError
-from instep.job.spec import TrainSpec
+from instep.job.train import TrainSpec
 from instep.server.coding import Coding, Held, Pushes
 from instep.server.commits import Commits, Push
 from instep.server.first_server import Serving

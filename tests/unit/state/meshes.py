@@ -19,7 +19,7 @@ from torch.multiprocessing import start_processes
 
 from instep.engine.state.capture import Progress, capture, read_checkpoint, restore
 from instep.engine.update import Update
-from instep.job.spec import MeshSpec
+from instep.job.mesh import MeshSpec
 from instep.state.boxes import MeshRank
 from instep.state.files.manifest import FileEntry
 

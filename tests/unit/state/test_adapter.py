@@ -15,7 +15,7 @@ from test_pieces import watched
 from torch import nn
 
 from instep.errors import CheckpointError, SpecError
-from instep.job.spec import LoraSpec
+from instep.job.start import LoraSpec
 from instep.recipe.lora import add
 from instep.state.export.adapter import adapted_layers, write_adapter, write_merged
 from instep.state.files.model_file import check_hash

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from meshes import PLAIN, Layout, device_mesh_of, drawn_tensors, held, on_ranks, seeded, split
 
 from instep.comm.torch_comm import TorchComm
-from instep.job.spec import CheckpointSpec
+from instep.job.checkpoint import CheckpointSpec
 from instep.state.files.staging import save_model
 from instep.state.save import CheckpointWriter
 from instep.state.snapshot import COPIES, PART, parameters_sha256

@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from instep.comm.torch_comm import TorchComm
 from instep.engine.state.capture import Progress, capture
 from instep.errors import CheckpointError, PeerError
-from instep.job.spec import MeshSpec
+from instep.job.mesh import MeshSpec
 from instep.state.boxes import Cut, MeshRank, cut_of, local, primary
 from instep.state.broadcast import broadcast_snapshot
 from instep.state.files.staging import save_model

@@ -17,7 +17,7 @@ from torch import nn
 
 from instep.engine.state.capture import Progress, capture, read_checkpoint, restore
 from instep.errors import CheckpointError, SpecError
-from instep.job.spec import StartSpec
+from instep.job.start import StartSpec
 from instep.recipe.start.file import start_file
 from instep.state.boxes import Cut
 from instep.state.compare import differences, saved

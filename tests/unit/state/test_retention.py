@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instep.errors import SpecError
-from instep.job.spec import CheckpointSpec
+from instep.job.checkpoint import CheckpointSpec
 from instep.state.files.manifest import published
 from instep.state.retention import Best, best_rule, facts_of, metric_values, to_delete
 from instep.state.save import CheckpointWriter

@@ -11,7 +11,7 @@ from torch import nn
 import instep
 from instep.errors import CheckpointError
 from instep.job.file import absolute
-from instep.job.spec import LoraSpec, StartSpec
+from instep.job.start import LoraSpec, StartSpec
 from instep.recipe.start.file import start_file
 from instep.recipe.tuning import begin
 from instep.state.files.sharded import check_hashes, files_of

@@ -13,7 +13,7 @@ from instep.cli import main
 from instep.errors import CheckpointError, RunError
 from instep.events import read_events
 from instep.formats import FORMAT, INSTEP
-from instep.job.spec import StartSpec
+from instep.job.start import StartSpec
 from instep.recipe.start.file import start_file
 from instep.state.files.manifest import Manifest, encode
 from instep.store.folder import ID

@@ -59,7 +59,7 @@ NEEDS = {
 STRATEGIES = {"averaging", "server_sync", "leased", "delayed", "sign_vote"}
 """A job has one, or an option of all_reduce."""
 ALONE = [{"merge", "bits"}, {"merge", "corruption"}]
-"""Pairs that `spec.py` refuses."""
+"""Pairs that `job/spec.py` refuses."""
 
 
 def options_of(section):

@@ -7,7 +7,7 @@ from torch import nn
 from instep.comm.codecs import CODECS
 from instep.comm.memory import run_ranks
 from instep.errors import SpecError
-from instep.job.spec import SyncSpec
+from instep.job.sync import SyncSpec
 from instep.records import Attempt
 from instep.sync.base import Generation, make_strategy
 from instep.sync.rounds.outer import Momentum, Outer

@@ -12,7 +12,7 @@ from instep.comm.alone import AloneComm
 from instep.comm.memory import run_ranks
 from instep.engine.gradients import Gradients
 from instep.errors import SpecError, WorkerError
-from instep.job.spec import OF_FRAGMENTS
+from instep.job.sync import OF_FRAGMENTS
 from instep.sync import ROUNDS, defaults_of
 from instep.sync.all_reduce import AllReduce
 from instep.sync.base import Generation, Price, make_strategy

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from instep.job.spec import TrainSpec
+from instep.job.train import TrainSpec
 from instep.system.kernels import set_threads, share
 
 

@@ -8,7 +8,8 @@ from torch.utils.data import Dataset, Subset
 import instep
 from instep.data.shard_sizes import shards_or_blocks
 from instep.data.windowed import Windowed
-from instep.job.spec import DataSpec, JobSpec
+from instep.job.data import DataSpec
+from instep.job.spec import JobSpec
 from instep.worker.reading.class_order import said_of_classes
 
 CLASSES = torch.arange(4_000) // 400

@@ -10,7 +10,10 @@ import torch
 
 from instep.client.job_checks import check_job
 from instep.errors import RecipeError, SpecError
-from instep.job.spec import DataSpec, JobSpec, SyncSpec, TrainSpec
+from instep.job.data import DataSpec
+from instep.job.spec import JobSpec
+from instep.job.sync import SyncSpec
+from instep.job.train import TrainSpec
 from instep.worker.rounds.own_data import divide
 
 

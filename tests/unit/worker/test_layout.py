@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from instep.errors import RunError
-from instep.job.spec import MeshSpec
+from instep.job.mesh import MeshSpec
 from instep.parallel.layout import Example
 from instep.worker.replica.layout import agreed_layout
 

@@ -13,7 +13,8 @@ from torch.optim import lr_scheduler
 import instep
 from instep.engine.trial_result import Trial
 from instep.errors import RecipeError
-from instep.job.spec import JobSpec, TrainSpec
+from instep.job.spec import JobSpec
+from instep.job.train import TrainSpec
 from instep.recipe.build import build_optimizer
 from instep.recipe.forward import Forward
 from instep.recipe.tuning import NOTHING

@@ -6,7 +6,9 @@ from torch import nn
 
 from instep.comm.memory import run_ranks
 from instep.errors import SpecError
-from instep.job.spec import JobSpec, LoraSpec, TrainSpec
+from instep.job.spec import JobSpec
+from instep.job.start import LoraSpec
+from instep.job.train import TrainSpec
 from instep.worker.own.checks import Guard, refuse
 
 

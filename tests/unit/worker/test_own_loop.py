@@ -10,7 +10,10 @@ from torch import nn
 
 from instep.data.torch_loader import Unused
 from instep.errors import RecipeError, SpecError
-from instep.job.spec import CheckpointSpec, CheckSpec, JobSpec, SyncSpec, TrainSpec
+from instep.job.checkpoint import CheckpointSpec
+from instep.job.spec import CheckSpec, JobSpec
+from instep.job.sync import SyncSpec
+from instep.job.train import TrainSpec
 from instep.worker.own.checks import verdict_of
 from instep.worker.own.loop import OwnLoop
 

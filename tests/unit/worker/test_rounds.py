@@ -9,7 +9,9 @@ from torch import nn
 from instep.data.loader import Slice
 from instep.engine.passes import Pass
 from instep.errors import PeerError, SpecError
-from instep.job.spec import JobSpec, SyncSpec, TrainSpec
+from instep.job.spec import JobSpec
+from instep.job.sync import SyncSpec
+from instep.job.train import TrainSpec
 from instep.worker.rounds.participant import Participant
 from instep.worker.rounds.round_checks import check_length
 from instep.worker.rounds.round_update import RoundUpdate

@@ -7,7 +7,7 @@ import torch
 
 from instep.comm.memory import run_ranks
 from instep.errors import CheckpointError
-from instep.job.spec import MeshSpec
+from instep.job.mesh import MeshSpec
 from instep.state.files.manifest import published
 from instep.state.load import load
 from instep.state.save import CheckpointWriter, Saved

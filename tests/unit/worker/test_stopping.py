@@ -21,7 +21,7 @@ from instep.engine.member import Member
 from instep.errors import SpecError
 from instep.events import STEPS as STEPS_OF
 from instep.job import file as spec_file
-from instep.job.spec import StopSpec
+from instep.job.train import StopSpec
 from instep.recipe.recipe import Recipe
 from instep.worker.loop.stopping import Stopping, check_rules
 from instep.worker.training import Training

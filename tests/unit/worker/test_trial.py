@@ -8,7 +8,8 @@ from torch.nn import functional
 from instep.data.loader import Loader
 from instep.data.order import position
 from instep.errors import RecipeError
-from instep.job.spec import JobSpec, TrainSpec
+from instep.job.spec import JobSpec
+from instep.job.train import TrainSpec
 from instep.parallel.global_batch.batch_norm import make_global
 from instep.recipe.forward import Forward
 from instep.recipe.recipe import Recipe

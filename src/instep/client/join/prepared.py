@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 
 from instep.data.torch_loader import LoaderParts, Unused, columns_in, unpack_loader
 from instep.errors import SpecError
-from instep.job.spec import TrainSpec
+from instep.job.train import TrainSpec
 from instep.words import a_or_an
 
 _WANTED = (

@@ -19,8 +19,12 @@ from instep.control.resume import check_own
 from instep.errors import CheckpointError, RunError, SpecError, file_beside
 from instep.formats import INSTEP
 from instep.job import file as spec_file
+from instep.job.launch import LaunchSpec
 from instep.job.overrides import apply_overrides
-from instep.job.spec import JobSpec, LaunchSpec, StartSpec, SyncSpec, TrainSpec, as_table
+from instep.job.spec import JobSpec, as_table
+from instep.job.start import StartSpec
+from instep.job.sync import SyncSpec
+from instep.job.train import TrainSpec
 from instep.launch.fork_server import MOST_PAGES
 from instep.state.export.export import copy_model
 from instep.state.files.manifest import published, read_manifest

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from instep.client.predict.batches import START
 from instep.comm.protocol.channel import Peer
 from instep.comm.protocol.messages import READING
-from instep.job.spec import MeshSpec
+from instep.job.mesh import MeshSpec
 from instep.system.lease import Lease
 from instep.system.processes import Watched
 

@@ -19,7 +19,7 @@ from instep.comm.protocol import messages as m
 from instep.comm.protocol.channel import Peer
 from instep.control.state import Role
 from instep.control.watch import away_s
-from instep.job.spec import MeshSpec
+from instep.job.mesh import MeshSpec
 from instep.system.limits import FLOOR_S
 from instep.system.processes import Watched
 

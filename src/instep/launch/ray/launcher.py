@@ -20,7 +20,9 @@ from msgspec import Meta, field
 
 from instep.comm.protocol.endpoint import Endpoint
 from instep.errors import SpecError
-from instep.job.spec import JobSpec, LaunchSpec, Natural, Section
+from instep.job.base import Natural, Section
+from instep.job.launch import LaunchSpec
+from instep.job.spec import JobSpec
 from instep.launch.base import check_no_hosts, options_of
 from instep.launch.local import TIMEOUT_S
 from instep.launch.node import Needs

@@ -24,7 +24,7 @@ from instep.comm.protocol import messages as m
 from instep.comm.protocol.channel import Peer
 from instep.comm.protocol.endpoint import Switchboard
 from instep.errors import InstepError, PeerError, RunError
-from instep.job.spec import LaunchSpec
+from instep.job.launch import LaunchSpec
 from instep.launch.base import Launcher
 from instep.prepare.messages import (
     ITSELF,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from instep.errors import SpecError, near_miss
-from instep.job.spec import StartSpec
+from instep.job.start import StartSpec
 from instep.recipe.start.converting import how_to_convert
 from instep.recipe.start.url import local_copy
 from instep.state.files.manifest import FOLDER, read_manifest

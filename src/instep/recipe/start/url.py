@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from instep.data.shards.elsewhere import is_there, side_by_side
 from instep.data.shards.remote import chunks, tried
 from instep.errors import CheckpointError, DataError, RunError, SpecError
-from instep.job.spec import StartSpec
+from instep.job.start import StartSpec
 from instep.recipe.start.converting import how_to_convert
 from instep.state.files.manifest import MANIFEST
 from instep.state.files.sharded import INDEX, MODEL

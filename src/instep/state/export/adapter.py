@@ -19,7 +19,7 @@ from types import MappingProxyType
 from torch import Tensor
 
 from instep.errors import SpecError
-from instep.job.spec import LoraSpec
+from instep.job.start import LoraSpec
 from instep.state.export.whole import save_whole
 from instep.state.files.model_file import check_hash
 from instep.state.files.sharded import open_model

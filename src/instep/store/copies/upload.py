@@ -19,7 +19,7 @@ from typing import IO, Any, NamedTuple
 from instep.data.shards import remote
 from instep.data.shards.remote import WrongBytes, file_system, moving
 from instep.errors import CheckpointError, one_line
-from instep.job.spec import CheckpointSpec
+from instep.job.checkpoint import CheckpointSpec
 from instep.plain_file import crc32_of, plain
 from instep.state.files import manifest as page
 from instep.state.retention import Best, to_delete

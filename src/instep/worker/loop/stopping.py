@@ -20,7 +20,7 @@ from instep.comm.base import Comm
 from instep.comm.protocol.messages import NOT_FINITE, Figures
 from instep.engine.member import Member
 from instep.errors import SpecError, near_miss
-from instep.job.spec import StopSpec
+from instep.job.train import StopSpec
 from instep.recipe.recipe import Recipe
 from instep.sync.rounds.spread import Spread
 

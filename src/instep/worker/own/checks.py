@@ -15,7 +15,9 @@ from torch.optim import Optimizer
 from instep.comm.base import Comm
 from instep.data.torch_loader import Unused
 from instep.errors import SpecError
-from instep.job.spec import JobSpec, StartSpec, TrainSpec
+from instep.job.spec import JobSpec
+from instep.job.start import StartSpec
+from instep.job.train import TrainSpec
 from instep.state.digest import digests
 
 _APART = 0.01

@@ -24,7 +24,8 @@ from instep.data.reading.generators import preserved
 from instep.engine.member import Member
 from instep.engine.passes import parts_of
 from instep.errors import DataError, RecipeError, RunError
-from instep.job.spec import JobSpec, MeshSpec
+from instep.job.mesh import MeshSpec
+from instep.job.spec import JobSpec
 from instep.parallel.nested import on_tensors
 from instep.plain_file import read_plain
 from instep.recipe.forward import Forward, Found

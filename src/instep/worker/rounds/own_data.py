@@ -19,7 +19,8 @@ from instep.data.shard_sizes import shards_or_blocks, sizes_within
 from instep.data.windowed import Windowed
 from instep.engine.member import Member
 from instep.errors import DataError, SpecError
-from instep.job.spec import JobSpec, RoundSpec
+from instep.job.spec import JobSpec
+from instep.job.sync import RoundSpec
 from instep.recipe.recipe import Recipe
 from instep.store.run_folder import RunFolder
 from instep.words import listed

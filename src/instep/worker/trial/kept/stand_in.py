@@ -21,7 +21,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 from instep.data.order import key
 from instep.data.reading.generators import preserved
-from instep.job.spec import StartSpec
+from instep.job.start import StartSpec
 from instep.recipe.build import Built, build_optimizer, set_generators
 from instep.recipe.isolated import isolated
 from instep.recipe.optimizers.combined import parts_of
