@@ -18,7 +18,7 @@ from instep.comm.codecs import CODECS
 from instep.comm.encryption.certificates import Authority
 from instep.comm.protocol.endpoint import Switchboard
 from instep.data.partition import PARTITIONS
-from instep.data.shards.remote import file_system
+from instep.data.shards.download import file_system
 from instep.data.splits import COLUMNS, SPLITS
 from instep.errors import RecipeError, SpecError, WorkerError, file_beside
 from instep.job.mesh import OF_AXIS, MeshSpec

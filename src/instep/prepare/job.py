@@ -19,7 +19,7 @@ import msgspec
 from instep.data.raw import FORMATS, Piece
 from instep.data.shards.columns import Column
 from instep.data.shards.digest import blocks_of, digest_of
-from instep.data.shards.manifest import Manifest, Shard, Source, write_manifest
+from instep.data.shards.manifest import Manifest, Shard, Source, lines_of, write_manifest
 from instep.errors import DataError, RunError
 from instep.prepare import plan
 from instep.prepare.asked import Asked, hash_of_file
@@ -41,7 +41,6 @@ from instep.prepare.messages import (
 )
 from instep.prepare.plan import Group, RawFile, groups_of, plan_key, with_columns
 from instep.prepare.progress import Progress
-from instep.prepare.results import lines_of
 from instep.prepare.unchanged import stamped, with_versions
 from instep.prepare.workers.crew import Crew
 from instep.units import readable_bytes
@@ -236,7 +235,7 @@ class Job:
             made_by=self._made_by(),
             blocks=self._folder.keep("blocks", ".sha256", blocks),
             tasks=self._folder.keep("tasks", ".json", json.dumps(kept).encode()),
-            bad_file=self._folder.keep("bad", ".jsonl", lines_of(bad).encode()) if bad else "",
+            bad_file=self._folder.keep("bad", ".jsonl", lines_of(bad)) if bad else "",
         )
         for shard in shards:
             sync(path / shard.name)

@@ -5,7 +5,6 @@ The file that says so is written last: a result counts once it is there. Way in:
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import msgspec
 from instep.data.shards.arrow_in import cast
 from instep.data.shards.columns import Column, Misfit
 from instep.data.shards.encode import Encoded
+from instep.data.shards.manifest import lines_of
 from instep.data.shards.statistics import Figures, take_batch
 from instep.data.shards.views import View
 from instep.data.shards.writer import ShardFile, ShardWriter
@@ -39,11 +39,6 @@ class Noted(NamedTuple):
     bad: list[dict[str, Any]]
     only_bad: dict[str, int]
     """Files of which it has bad records alone, with how many."""
-
-
-def lines_of(tables: Sequence[dict[str, Any]]) -> str:
-    """Tables as lines of JSON."""
-    return "".join(json.dumps(table) + "\n" for table in tables)
 
 
 def wide_parts(parts: Sequence[Segment], columns: Sequence[Column]) -> Iterator[list[View]]:
@@ -95,8 +90,8 @@ def write(
                 take_batch(figures, columns, batch.views)
         writer.close()
     records, bad, only_bad = notes()
-    if text := lines_of(bad):
-        replace_plain(folder / f"{key}.bad", text)
+    if lines := lines_of(bad):
+        replace_plain(folder / f"{key}.bad", lines)
     result = Mapped(
         key=key,
         samples=writer.samples,
@@ -108,7 +103,7 @@ def write(
         figures=figures,
         parts=[Segment(str(path), 0, writer.samples)],
         crc32=crc32_of(path),
-        crc32_bad=zlib.crc32(text.encode()),
+        crc32_bad=zlib.crc32(lines),
     )
     replace_plain(folder / f"{key}.done", msgspec.json.encode(result).decode())
     found: dict[str, Any] = msgspec.to_builtins(result)

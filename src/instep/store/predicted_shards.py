@@ -6,7 +6,6 @@ dataset a row is of. Nothing here knows models or torch. Way in: `write_shards`.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 
 from instep.data.shards.columns import Column
 from instep.data.shards.digest import blocks_of, digest_blocks, digest_of
-from instep.data.shards.manifest import Manifest, Shard, kept_name, write_manifest
+from instep.data.shards.manifest import Manifest, Shard, kept_name, lines_of, write_manifest
 from instep.data.shards.statistics import Figures, take_batch
 from instep.data.shards.views import View, bytes_of
 from instep.data.shards.writer import BATCH_BYTES, ShardWriter
@@ -63,6 +62,7 @@ def write_shards(
     blocks = b"".join(digest_blocks(files, 0, blocks_of(samples)))
     digest = digest_of(columns, samples, [blocks])
     tables = {c.name: own.as_table(c) for c, own in zip(columns, figures, strict=True)}
+    lines = lines_of(bad)
     manifest = Manifest(
         columns=columns,
         samples=samples,
@@ -71,7 +71,7 @@ def write_shards(
         bad=len(bad),
         shards=shards,
         blocks=_kept(to / f"blocks-{digest[:16]}.sha256", blocks),
-        bad_file=_kept(to / kept_name("bad", _lines(bad), ".jsonl"), _lines(bad)) if bad else "",
+        bad_file=_kept(to / kept_name("bad", lines, ".jsonl"), lines) if lines else "",
         statistics={name: table for name, table in tables.items() if table},
         made_by=made_by,
     )
@@ -140,10 +140,6 @@ def _written(
             writer.close(durable=True)
         yield Shard(path.name, writer.samples, writer.bytes, crc32_of(path))
         number += 1
-
-
-def _lines(tables: Sequence[dict[str, Any]]) -> bytes:
-    return "".join(json.dumps(table) + "\n" for table in tables).encode()
 
 
 def _kept(path: Path, data: bytes) -> str:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from test_prepare import ask, made
 
-from instep.data.shards import elsewhere, remote
+from instep.data.shards import download, elsewhere, remote
 from instep.errors import DataError, InstepError, SpecError
 from instep.prepare.prepare import prepare
 
@@ -63,7 +63,7 @@ def serve(tmp_path, monkeypatch):
     """A server of the folder `served`, on this machine."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(remote.CACHE, str(tmp_path / "cache"))
-    monkeypatch.setattr(remote, "PAUSES_S", (0.0,) * 6)
+    monkeypatch.setattr(download, "PAUSES_S", (0.0,) * 6)
     Path("served").mkdir()
     Path("served/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     Path("served/b.csv").write_text("x,text\n" + "".join(f"{r['x']},{r['text']}\n" for r in ROWS))
@@ -94,7 +94,9 @@ def of_files():
 @pytest.mark.parametrize("fault", ["", "503", "stall", "cut", "wrong length", "new ETag"])
 def test_samples_of_urls_are_those_of_the_files_whatever_the_server_does(serve, monkeypatch, fault):
     if fault == "stall":
-        monkeypatch.setattr(remote, "STALL_S", 2.0)  # of attempts that are answered, many are left
+        monkeypatch.setattr(
+            download, "STALL_S", 2.0
+        )  # of attempts that are answered, many are left
     serve.faults = lambda _, number: fault if number in (2, 4, 9) else ""
     assert sha256_of(*(f"{serve.url}/{name}" for name in NAMES)) == of_files()
     assert not list(Path("cache").rglob(".[!.]*[!k]"))  # but locks

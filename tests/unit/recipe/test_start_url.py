@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from instep.client.job_checks import with_options
-from instep.data.shards import elsewhere, remote
+from instep.data.shards import download, elsewhere, remote
 from instep.errors import DataError, InstepError, SpecError
 from instep.job import file as spec_file
 from instep.job.spec import JobSpec
@@ -27,7 +27,7 @@ pytest.importorskip("aiohttp")
 def store(tmp_path, monkeypatch):
     """A store with the folder of a model in one file, and of one in two."""
     monkeypatch.setenv(remote.CACHE, str(tmp_path / "cache"))
-    monkeypatch.setattr(remote, "PAUSES_S", (0.0,) * 6)
+    monkeypatch.setattr(download, "PAUSES_S", (0.0,) * 6)
     installed(tmp_path)
     whole, parts = tmp_path / "here/whole", tmp_path / "here/parts"
     whole.mkdir(parents=True)
@@ -64,7 +64,7 @@ def test_a_model_at_a_url_is_the_local_one_and_is_asked_for_once(
     store, tmp_path, monkeypatch, protocol, named, fault
 ):
     if fault == "stall":
-        monkeypatch.setattr(remote, "STALL_S", 1.0)
+        monkeypatch.setattr(download, "STALL_S", 1.0)
     store.faults = lambda _, __, number: fault if number in (2, 5, 8) else ""
     url = f"{getattr(store, protocol)}/bucket/{named}"
     job = with_options(JobSpec(recipe="a.py:recipe", start=StartSpec(model=url)))

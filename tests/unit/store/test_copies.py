@@ -8,7 +8,7 @@ import zlib
 import pytest
 import torch
 
-from instep.data.shards import remote
+from instep.data.shards import download
 from instep.errors import CheckpointError, DataError, RunError, SpecError
 from instep.job import file as spec_file
 from instep.state.files.manifest import published
@@ -26,7 +26,7 @@ from loopback_store import Store, installed
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):
-    monkeypatch.setattr(remote, "PAUSES_S", (0.0,) * 6)
+    monkeypatch.setattr(download, "PAUSES_S", (0.0,) * 6)
     monkeypatch.setattr(layout, "BLOCK", 1000)
     monkeypatch.setattr(upload, "BLOCK", 1000)
     installed(tmp_path)
@@ -120,7 +120,7 @@ def test_whatever_the_store_does_the_newest_checkpoint_is_copied_in_the_end(
     store, tmp_path, monkeypatch, fault
 ):
     if fault == "stall":
-        monkeypatch.setattr(remote, "STALL_S", 0.5)
+        monkeypatch.setattr(download, "STALL_S", 0.5)
     run = Run(tmp_path, store.loop)
     store.faults = lambda _, __, number: fault if number % 9 == 4 else ""
     for step in (10, 20, 30):

@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import urlsplit
 
-from instep.data.shards import remote
-from instep.data.shards.remote import WrongBytes, chunks, file_system, tried
+from instep.data.shards import download
+from instep.data.shards.download import WrongBytes, copied, file_system, tried
+from instep.data.shards.remote import CACHE, cache
 from instep.errors import DataError, RunError, SpecError
 from instep.units import readable_bytes
 from instep.words import shown_url
@@ -108,7 +109,7 @@ def side_by_side(
     if _KEY.fullmatch(version) and _kept(_root() / version / _WHOLE, lambda: False):
         return _root() / version / _name(url), version
     files = file_system(url)
-    for pause_s in (*remote.PAUSES_S, 0.0):
+    for pause_s in (*download.PAUSES_S, 0.0):
         versions = {each: _version_at(files, each) for each in find(files)}
         key = _key(list(versions.items()))
         if version not in ("", key):
@@ -167,7 +168,7 @@ def _reached(ask: Callable[[], Any], url: str) -> Any:
 
 def _copy_of(url: str) -> RawCopy:
     files = file_system(url)
-    for pause_s in (*remote.PAUSES_S, 0.0):
+    for pause_s in (*download.PAUSES_S, 0.0):
         version = _version_at(files, url)
         path = _root() / _key((url, version)) / _name(url)
         if _kept(path, partial(_fetch, files, url, version, path)):
@@ -226,13 +227,12 @@ def _kept(path: Path, fetch: Callable[[], bool]) -> bool:
 
 
 def _root() -> Path:
-    root = remote.cache() / "sources"
+    root = cache() / "sources"
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunError(
-            f"the cache {root} cannot be written: {error.strerror}. Set {remote.CACHE} to another "
-            "folder."
+            f"the cache {root} cannot be written: {error.strerror}. Set {CACHE} to another folder."
         ) from None
     return root
 
@@ -256,13 +256,8 @@ def _fetch(files: Any, url: str, version: _Pinned, path: Path) -> bool:
     _check_room(url, version.size or 0, path.parent)
 
     def attempt(moves: Callable[[], None]) -> Path | None:
-        beside, size = path.with_name(f".{secrets.token_hex(4)}"), 0
-        with open(beside, "wb") as file:
-            for data in chunks(files, url):
-                size += file.write(data)
-                moves()
-            file.flush()
-            os.fsync(file.fileno())
+        beside = path.with_name(f".{secrets.token_hex(4)}")
+        size = copied(files, url, beside, moves)
         if _version(files.info(url)) != version:
             return None
         if version.size not in (None, size):
@@ -301,7 +296,7 @@ def _check_room(url: str, size: int, folder: Path) -> None:
     if size > free:
         raise RunError(
             f"{shown_url(url)} has {readable_bytes(size)}, and {_root()}, where it is copied to, "
-            f"has {readable_bytes(free)} left. Free some, or set {remote.CACHE} to another folder."
+            f"has {readable_bytes(free)} left. Free some, or set {CACHE} to another folder."
         )
 
 

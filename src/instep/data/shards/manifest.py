@@ -7,7 +7,8 @@ no others, whatever was killed. Way in: `read_manifest` and `write_manifest`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,11 @@ def read_manifest(folder: Path | str, read: Callable[[], bytes] | None = None) -
     if sum(shard.samples for shard in found.shards) != found.samples:
         raise DataError(f"{path} is damaged: its shards have another number of samples.")
     return found
+
+
+def lines_of(tables: Sequence[dict[str, Any]]) -> bytes:
+    """The tables as lines of JSON, for the file of bad records."""
+    return "".join(json.dumps(table) + "\n" for table in tables).encode()
 
 
 def kept_name(kind: str, data: bytes, suffix: str) -> str:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from instep.data.shards.download import chunks, tried
 from instep.data.shards.elsewhere import is_there, side_by_side
-from instep.data.shards.remote import chunks, tried
 from instep.errors import CheckpointError, DataError, RunError, SpecError
 from instep.job.start import StartSpec
 from instep.recipe.start.converting import how_to_convert

@@ -12,12 +12,12 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from instep.data.shards.remote import WrongBytes, chunks, file_system, tried
+from instep.data.shards.download import WrongBytes, copied, file_system, tried
 from instep.errors import CheckpointError, DataError, RunError, SpecError
 from instep.plain_file import crc32_of
 from instep.state.files import manifest as page
@@ -131,7 +131,10 @@ def _restore(files: Any, url: str, folder: Path) -> int:
         _fetch(files, f"{url}/{name}", want, checkpoint / name)
     for name, blocks in copy.records.items():
         _fetch_record(files, f"{url.rpartition('/')[0]}/{RECORDS}", blocks, folder / name)
-    _write(checkpoint / page.MANIFEST, [data])
+    with open(checkpoint / page.MANIFEST, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
     check(checkpoint)
     _check_ledger(folder, manifest)
     return manifest.step
@@ -173,19 +176,10 @@ def _fetch(files: Any, url: str, want: RecordBlock, path: Path) -> None:
 
     def attempt(moves: Callable[[], None]) -> None:
         nonlocal wrong
-        wrong, digest, size = None, hashlib.sha256(), 0
-
-        def bytes_of() -> Iterator[bytes]:
-            nonlocal size
-            for data in chunks(files, url):
-                moves()
-                digest.update(data)
-                size += len(data)
-                yield data
-
+        wrong, digest = None, hashlib.sha256()
         beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
-            _write(beside, bytes_of())
+            size = copied(files, url, beside, moves, digest.update)
             if (size, digest.hexdigest()) != (want.size, want.sha256):
                 wrong = WrongBytes(f"{url.rpartition('/')[2]} has other bytes than were copied.")
                 raise wrong
@@ -199,11 +193,3 @@ def _fetch(files: Any, url: str, want: RecordBlock, path: Path) -> None:
         if wrong is not None:
             raise wrong from None
         raise
-
-
-def _write(path: Path, pieces: Iterable[bytes]) -> None:
-    with open(path, "wb") as file:
-        for data in pieces:
-            file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

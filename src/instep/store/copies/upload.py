@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from instep.data.shards import remote
-from instep.data.shards.remote import WrongBytes, file_system, moving
+from instep.data.shards import download
+from instep.data.shards.download import WrongBytes, file_system, moving
 from instep.errors import CheckpointError, one_line
 from instep.job.checkpoint import CheckpointSpec
 from instep.plain_file import crc32_of, plain
@@ -304,7 +304,7 @@ class Copies:
 
         for pause_s in (*PAUSES_S, None):  # a busy store says so of an object now and then
             try:
-                sent: str = moving(attempt, remote.STALL_S + size / SLOW)
+                sent: str = moving(attempt, download.STALL_S + size / SLOW)
                 break
             except FileNotFoundError as error:  # which is no file of the run
                 raise OSError(one_line(error)) from None

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from test_data_shards import written
 
-from instep.data.shards import remote
+from instep.data.shards import download, remote
 from instep.data.shards.manifest import Shard, write_manifest
 from instep.data.sources import shards
 from instep.errors import DataError, SpecError
@@ -84,7 +84,7 @@ def serve(tmp_path, monkeypatch):
     kept = [Shard(s.file, s.samples, s.bytes, crc32_of(folder / s.file)) for s in manifest.shards]
     write_manifest(folder, type(manifest)(**{**_fields(manifest), "shards": kept}))
     monkeypatch.setenv(remote.CACHE, str(tmp_path / "cache"))
-    monkeypatch.setattr(remote, "PAUSES_S", (0.0,) * 6)
+    monkeypatch.setattr(download, "PAUSES_S", (0.0,) * 6)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.folder, server.asked, server.faults = folder, Counter(), lambda _: ""
     server.ended, server.silent = threading.Event(), []
@@ -107,7 +107,7 @@ def url(server):
 
 def read(where, cache, limit, seed):
     """How many samples are wrong, of all in a random order; in whatever process."""
-    os.environ[remote.CACHE], remote.PAUSES_S = str(cache), (0.0,) * 6
+    os.environ[remote.CACHE], download.PAUSES_S = str(cache), (0.0,) * 6
     dataset = shards(where, cache=limit)
     wrong = 0
     for index in np.random.default_rng(seed).permutation(SAMPLES).tolist():
@@ -131,7 +131,7 @@ def test_processes_that_read_at_once_get_what_was_written_whatever_the_server_do
 
 def read_files(where, cache, limit, seed):
     """How many whole files are wrong, of 340 that four threads of whatever process read."""
-    os.environ[remote.CACHE], remote.PAUSES_S = str(cache), (0.0,) * 6
+    os.environ[remote.CACHE], download.PAUSES_S = str(cache), (0.0,) * 6
     files = remote.Remote(where, limit)
     shards = json.loads(files.small("manifest.json"))["shards"]
 
@@ -177,7 +177,7 @@ def test_each_file_is_loaded_once_for_all_of_a_host(serve, tmp_path):
 
 @pytest.mark.parametrize("name", ["0.arrow", "manifest.json"])
 def test_a_server_that_falls_silent_is_given_up_and_asked_again(serve, tmp_path, monkeypatch, name):
-    monkeypatch.setattr(remote, "STALL_S", 2.0)  # of attempts that are answered, seven are left
+    monkeypatch.setattr(download, "STALL_S", 2.0)  # of attempts that are answered, seven are left
     (tmp_path / "cache" / "shards").mkdir(parents=True)
     serve.silent = [name]
     assert read(url(serve), tmp_path / "cache", 10**9, 0) == 0
@@ -185,7 +185,7 @@ def test_a_server_that_falls_silent_is_given_up_and_asked_again(serve, tmp_path,
 
 
 def test_a_server_that_stays_silent_is_named(serve, monkeypatch):
-    monkeypatch.setattr(remote, "STALL_S", 0.05)
+    monkeypatch.setattr(download, "STALL_S", 0.05)
     serve.faults = lambda _: "stall"
     with pytest.raises(
         DataError, match=r"0\.arrow cannot be read: nothing came for 0\.05 s.*7 times"
