@@ -1,7 +1,7 @@
 """Client, host and master of a story. The master's code is the real one: decisions, watch, shell.
 
 The client brings the master up again as `watchdog.py` does; the host starts,
-adopts and ends workers, and has a spare, as `launch/fork_server.py`. Both
+adopts and ends workers, and has a spare, as `launch/forking.py`. Both
 speak by the real `MasterConnection`. What a worker does is in `workers.py`.
 """
 

@@ -25,11 +25,7 @@ def export(args: argparse.Namespace) -> int:
     from instep.store.run_folder import RunFolder
 
     folder, to = RunFolder(Path(args.run)), Path(args.to)
-    if (args.adapter or args.merged) and not folder.spec.lora.modules:
-        raise SpecError(
-            f"{'--adapter' if args.adapter else '--merged'}: {args.run} was trained without LoRA. "
-            "Leave it out to export the model."
-        )
+    _check_lora(args, folder)
     a_file = args.adapter or args.to.endswith(".safetensors")
     config = None if a_file else _config(args.to, folder.path)
     target = to if config is None else to / "model.safetensors"
@@ -79,6 +75,14 @@ def export(args: argparse.Namespace) -> int:
     else:
         say(f"next   transformers.{config['architectures'][0]}.from_pretrained({str(to)!r})")
     return 0
+
+
+def _check_lora(args: argparse.Namespace, folder: RunFolder) -> None:
+    if (args.adapter or args.merged) and not folder.spec.lora.modules:
+        raise SpecError(
+            f"{'--adapter' if args.adapter else '--merged'}: {args.run} was trained without LoRA. "
+            "Leave it out to export the model."
+        )
 
 
 def export_options(parser: Parser) -> None:

@@ -100,28 +100,15 @@ class LoaderParts(NamedTuple):
                 f"{of} has batch_size = {batches.batch_size}, which is not used: "
                 f"train.global_batch = {batch} says how many samples a step takes"
             )
-        once = self._every_sample_once(sampler)
-        if once and type(batches) is BatchSampler:
-            if type(sampler) is SequentialSampler and shuffled:
-                yield Unused(
-                    f"{of} has shuffle = False, which is not used: the order of each epoch follows "
-                    "from the job's seed. Set data.order = 'dataset' for the order of the dataset"
-                )
-            elif type(sampler) is not SequentialSampler and shuffled is False:
-                random = type(sampler) is RandomSampler
-                yield Unused(
-                    f"{of} has {'shuffle = True' if random else 'a SubsetRandomSampler'}, which "
-                    "is not used to shuffle: data.order = 'dataset' takes the samples in the "
-                    "order of the dataset. Leave that out for another order in each epoch"
-                )
-        if not once:
+        if not self._every_sample_once(sampler):
+            divides = type(sampler) is DistributedSampler  # only, between processes
             yield Unused(
                 f"{of} has a sampler ({type(sampler).__name__}), which is not used: every sample "
                 "comes once in an epoch",
-                ""
-                if type(sampler) is DistributedSampler
-                else _HOW_OFTEN,  # it only divides the samples between processes
+                "" if divides else _HOW_OFTEN,
             )
+        elif type(batches) is BatchSampler:
+            yield from _unused_order(of, sampler, shuffled)
         if type(batches) is BatchSampler and batches.drop_last:
             yield Unused(
                 f"{of} has drop_last = True, which is not used: the last batch may be smaller"
@@ -151,6 +138,21 @@ class LoaderParts(NamedTuple):
         else:
             once = type(sampler) is SequentialSampler
         return once and len(sampler) == len((self.whole or self).dataset)
+
+
+def _unused_order(of: str, sampler: Any, shuffled: bool | None) -> Iterator[Unused]:
+    if type(sampler) is SequentialSampler and shuffled:
+        yield Unused(
+            f"{of} has shuffle = False, which is not used: the order of each epoch follows "
+            "from the job's seed. Set data.order = 'dataset' for the order of the dataset"
+        )
+    elif type(sampler) is not SequentialSampler and shuffled is False:
+        random = type(sampler) is RandomSampler
+        yield Unused(
+            f"{of} has {'shuffle = True' if random else 'a SubsetRandomSampler'}, which "
+            "is not used to shuffle: data.order = 'dataset' takes the samples in the "
+            "order of the dataset. Leave that out for another order in each epoch"
+        )
 
 
 def _sampler(loader: Any) -> Any:

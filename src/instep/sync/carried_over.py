@@ -75,9 +75,7 @@ class CarriedOver:
         count = layout.room(comm.rank) if layout is not None else 0
         empty = torch.zeros(count, dtype=torch.float32, device=device)
         slots = empty, empty.clone()
-        carried = self._carried
-        if draining:
-            carried = self._handed_over(comm, draining, idle, like)
+        carried = self._handed_over(comm, draining, idle, like) if draining else self._carried
         if memory is not None:
             there = torch.tensor(place)
             memory.lay_out(
@@ -90,13 +88,10 @@ class CarriedOver:
             carried.fill(slots[0], layout, comm)
         if memory is not None:
             memory.staged(*at)
-        everyone.all_reduce(
-            torch.zeros(1, dtype=torch.float32, device=device)
-        ).wait()  # all have laid out theirs
+        nothing = torch.zeros(1, dtype=torch.float32, device=device)
+        everyone.all_reduce(nothing).wait()  # all have laid out theirs
         self._next = at.generation, carried
-        everyone.all_reduce(
-            torch.zeros(1, dtype=torch.float32, device=device)
-        ).wait()  # all know it
+        everyone.all_reduce(nothing).wait()  # all know it
         if memory is not None:
             slot = memory.stage(*at._replace(number=at.number + 1))
             slot["place"].copy_(there)

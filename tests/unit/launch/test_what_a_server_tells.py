@@ -12,8 +12,8 @@ from instep.comm.protocol.channel import Address
 from instep.comm.protocol.endpoint import Endpoint
 from instep.comm.protocol.messages import Adopt, Emit, Exited, StartWorker, Whereabouts
 from instep.data.samples import last_read
-from instep.launch import fork_server
-from instep.launch.fork_server import Server
+from instep.launch import forking, spare
+from instep.launch.forking import Server
 from instep.system.processes import wait_readable
 
 SEAT = Endpoint(Address("127.0.0.1", 1), "token", 0)
@@ -40,9 +40,9 @@ def served():
     """A server that has a spare, as far as it knows: what it tells that one can be read."""
     connection = MasterConnection()
     server = Server(connection, SEAT, {})
-    connection.pipe, server._life = os.pipe()
+    connection.pipe, server._spare._life = os.pipe()
     yield server, connection
-    for end in (connection.pipe, server._life, server._wake_read, server._wake_write):
+    for end in (connection.pipe, server._spare._life, server._wake_read, server._wake_write):
         os.close(end)
     server._memory_files.keep_only(0, -1)
 
@@ -83,17 +83,17 @@ def test_the_master_hears_of_an_end_before_the_spare_forgets_the_worker(served, 
         server._watch_adopted() if adopted else server._reap()
     code = None if adopted else -signal.SIGKILL
     assert connection.said == [(Exited(number=3, pid=pid, code=code), False)]
-    assert os.read(connection.pipe, 4096) == fork_server._WORKER.pack(pid, fork_server._GONE)
+    assert os.read(connection.pipe, 4096) == spare._WORKER.pack(pid, spare._GONE)
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="handles of Linux")
 def test_a_spare_has_handles_of_the_workers_as_soon_as_its_server_has_ended():
     with child() as pid, child() as gone:
         read, write = os.pipe()  # after the forks, which would keep it open
-        for told in ((gone, 2), (pid, 3), (gone, fork_server._GONE)):
-            os.write(write, fork_server._WORKER.pack(*told))
+        for told in ((gone, 2), (pid, 3), (gone, spare._GONE)):
+            os.write(write, spare._WORKER.pack(*told))
         os.close(write)
-        left = fork_server._wait_for_end(read, pid)
+        left = spare._wait_for_end(read, pid)
         os.close(read)
         [(number, process)] = left.values()
         assert (list(left), number, process.ended) == ([pid], 3, False)
@@ -107,7 +107,7 @@ def test_a_spare_has_handles_of_the_workers_as_soon_as_its_server_has_ended():
 def test_a_server_that_cannot_fork_forgets_the_spare_that_it_had(served, monkeypatch):
     server, connection = served
     with child() as pid:
-        server._spare = pid
+        server._spare.pid = pid
 
         def full():
             raise BlockingIOError
@@ -115,7 +115,7 @@ def test_a_server_that_cannot_fork_forgets_the_spare_that_it_had(served, monkeyp
         ended(pid)
         monkeypatch.setattr(os, "fork", full)
         server._reap()
-        assert server._spare == 0
+        assert server._spare.pid == 0
         server._kill_all()
     assert connection.said == []
 
@@ -136,12 +136,12 @@ class Full:
         return self.now
 
 
-@pytest.mark.parametrize("times", [3, len(fork_server.PAUSES_S) + 1])
+@pytest.mark.parametrize("times", [3, len(forking.PAUSES_S) + 1])
 def test_a_fork_that_fails_is_tried_again_with_growing_pauses_and_said(served, monkeypatch, times):
     server, connection = served
     full = Full(times)
     monkeypatch.setattr(os, "fork", full)
-    monkeypatch.setattr(fork_server.time, "monotonic", full.monotonic)
+    monkeypatch.setattr(forking.time, "monotonic", full.monotonic)
     connection.orders.append(StartWorker(number=3, log="log"))
     server._receive()
     pauses = []
@@ -152,7 +152,7 @@ def test_a_fork_that_fails_is_tried_again_with_growing_pauses_and_said(served, m
         pauses.append(server._retries[3].due - full.now)
         full.now += pauses[-1]
         server._retry_forks()
-    assert pauses == pytest.approx(fork_server.PAUSES_S[: len(pauses)])
+    assert pauses == pytest.approx(forking.PAUSES_S[: len(pauses)])
     words = [message for message, _ in connection.said if isinstance(message, Emit)]
     assert len(words) == len(pauses)
     assert "worker 3 could not be forked (Resource temporarily unavailable)" in str(words[0])

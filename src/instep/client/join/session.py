@@ -364,30 +364,33 @@ class Session:
             ]
             for reader in self._readers:
                 reader.begin()
-            kind = OwnRounds if self.job.sync.rounds is not None else OwnLoop
-            self._loop = kind(
-                self._member,
-                given.model.to(self.device),
-                given.optimizer,
-                given.scheduler,
-                self._readers[0],
-                self._readers[0].samples,
-                given.scaler,
-                given.lost,
-                advances=scheduler is not None,
-            )
-            self._loop.join()
+            self._loop = loop = self._own_loop(given, advances=scheduler is not None)
+            loop.join()
         except BaseException as error:
             self._close_readers()
             self.fail(error)
             raise
         self._formed()
-        loaders: list[Any] = [OwnLoader(self._loop, given.data[0].given.info_dataset)]
+        loaders: list[Any] = [OwnLoader(loop, given.data[0].given.info_dataset)]
         for data, reader in zip(given.data[1:], self._readers[1:], strict=True):
             batch = data.batch or self.job.train.global_batch
             own = data.given.info_dataset
-            loaders.append(EvaluationLoader(self._loop, reader, reader.samples, batch, own))
+            loaders.append(EvaluationLoader(loop, reader, reader.samples, batch, own))
         return given.handed_back(loaders)
+
+    def _own_loop(self, given: Prepared, *, advances: bool) -> OwnLoop:
+        kind = OwnRounds if self.job.sync.rounds is not None else OwnLoop
+        return kind(
+            self._member,
+            given.model.to(self.device),
+            given.optimizer,
+            given.scheduler,
+            self._readers[0],
+            self._readers[0].samples,
+            given.scaler,
+            given.lost,
+            advances=advances,
+        )
 
     def _reader(self, given: Prepared, number: int, collate: Any, augment: Any) -> Loader:
         parts = given.data[number].given

@@ -20,7 +20,7 @@ from instep.client.predict.master import Ended, PredictMaster
 from instep.client.predict.plan import begin, data_of, source_of
 from instep.errors import InstepError, RunError, SpecError
 from instep.job.spec import JobSpec
-from instep.launch.fork_server import MOST_PAGES
+from instep.launch.forking import MOST_PAGES
 from instep.store.joined import Published, publish
 from instep.store.predictions import FORMATS, SHARDS, Damaged, Plan, Predictions
 from instep.system.processes import on_signals
@@ -131,15 +131,8 @@ def predict(
             predicted is kept, and taken up by the same call.
     """
     began = time.time()
-    if out.suffix not in (*FORMATS, SHARDS):
-        raise SpecError(
-            f"--out '{out}': the file's name needs to end in {_or(FORMATS)}; a name without a "
-            "suffix is a folder of shards."
-        )
-    if out.suffix == SHARDS and not find_spec("pyarrow"):
-        raise SpecError(f"--out '{out}': shards need pyarrow: pip install 'instep[data]'.")
-    folder = Predictions(out.resolve())
-    reference = data_of(data)
+    _check_format(out)
+    folder, reference = Predictions(out.resolve()), data_of(data)
     if workers is not None and not 1 <= workers <= MOST_PAGES:
         raise SpecError(f"--workers {workers}: needs a number from 1 to {MOST_PAGES}.")
     source = source_of(of, recipe, list(overrides), workers)
@@ -169,6 +162,16 @@ def predict(
         seconds=time.time() - began,
         published=published,
     )
+
+
+def _check_format(out: Path) -> None:
+    if out.suffix not in (*FORMATS, SHARDS):
+        raise SpecError(
+            f"--out '{out}': the file's name needs to end in {_or(FORMATS)}; a name without a "
+            "suffix is a folder of shards."
+        )
+    if out.suffix == SHARDS and not find_spec("pyarrow"):
+        raise SpecError(f"--out '{out}': shards need pyarrow: pip install 'instep[data]'.")
 
 
 def _published(

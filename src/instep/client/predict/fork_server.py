@@ -1,6 +1,6 @@
 """The fork server of a master that lives in the client: started, watched, replaced.
 
-The server's spare takes its place if it ends (`launch/fork_server.py`); if both are gone,
+The server's spare takes its place if it ends (`launch/spare.py`); if both are gone,
 another one is started here. What it is asked for is not decided here.
 """
 

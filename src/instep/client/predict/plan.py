@@ -25,7 +25,7 @@ from instep.job.spec import JobSpec, as_table
 from instep.job.start import StartSpec
 from instep.job.sync import SyncSpec
 from instep.job.train import TrainSpec
-from instep.launch.fork_server import MOST_PAGES
+from instep.launch.forking import MOST_PAGES
 from instep.state.export.export import copy_model
 from instep.state.files.manifest import published, read_manifest
 from instep.state.files.model_file import check_hash
@@ -175,18 +175,7 @@ def begin(
             f"--out '{folder.out}' lies in the run folder {of}, which holds only the run's files. "
             "Name a file elsewhere."
         )
-    before, model, step = folder.begun(), source.path, source.step
-    if source.checkpoint is not None:
-        model = folder.path / COPY
-        if before is not None and before.model == str(model) and model.is_file():
-            step = before.step  # the run may have saved others since
-        else:
-            try:
-                copy_model(source.checkpoint, model)
-            except OSError as error:
-                raise RunError(f"{model} cannot be written: {error.strerror}.") from None
-    elif before is not None and before.model == str(folder.path / COPY):
-        model, step = folder.path / COPY, before.step  # the run has ended since
+    model, step = _model_of(folder, source)
     table = as_table(job)
     numbers = {key: table["train"][key] for key in _TRAIN}
     plan = Plan(
@@ -216,6 +205,22 @@ def begin(
     )
     folder.begin(plan)
     return plan
+
+
+def _model_of(folder: Predictions, source: Source) -> tuple[Path, int | None]:
+    """The file that predicts, and its step; copied out of a checkpoint, which may be deleted."""
+    before, copy = folder.begun(), folder.path / COPY
+    if before is not None and before.model != str(copy):
+        before = None
+    if source.checkpoint is None:  # or the run has ended since
+        return (source.path, source.step) if before is None else (copy, before.step)
+    if before is not None and copy.is_file():
+        return copy, before.step  # the run may have saved others since
+    try:
+        copy_model(source.checkpoint, copy)
+    except OSError as error:
+        raise RunError(f"{copy} cannot be written: {error.strerror}.") from None
+    return copy, source.step
 
 
 def data_of(given: str) -> tuple[Path, str]:

@@ -87,26 +87,15 @@ def choose(
     names = list(runner.chain.blocks)
     if stages == 1:
         return Cuts([0], [])
-    trial, *trials = [
-        Trial(model, runner, partial(call, *part)) for part in [(batch, samples), *others]
-    ]
+    parts = [(batch, samples), *others]
+    trial, *trials = [Trial(model, runner, partial(call, *part)) for part in parts]
     if cuts:
-        if len(set(cuts)) < len(cuts):
-            raise SpecError(f"mesh.cuts = {list(cuts)}: each module may be named once.")
-        places = [names.index(name) for name in cuts]
-        if 0 in places:
-            raise SpecError(
-                f"mesh.cuts = {list(cuts)}: {names[0]!r} is the first block, and belongs to the "
-                "first stage with what comes before it. Name only modules that are called later."
-            )
-        if places != sorted(places):
-            raise SpecError(f"mesh.cuts = {list(cuts)}: the blocks are called in another order.")
+        places = _places(names, cuts)
         if (idle := _idle(model, runner, [0, *places], ranks)) is not None:
             raise _nothing_to_train(idle, ranks, cuts)
         return Cuts([0, *places], _tried(trial, trials, places))
-    times = [1.0] * len(names)
-    if timed:
-        times = measure(model, runner.chain, call, batch, samples)
+    even = [1.0] * len(names)
+    times = measure(model, runner.chain, call, batch, samples) if timed else even
     banned: set[int] = set()
     refusal: RecipeError | None = None
     while (chosen := best_cuts(times, stages, banned)) is not None:
@@ -123,6 +112,21 @@ def choose(
         f"mesh.stages = {ranks} needs {stages} stages, and the model has "
         f"{plural(len(names), 'block')}: {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}."
     )
+
+
+def _places(names: list[str], cuts: Sequence[str]) -> list[int]:
+    """The numbers of the blocks that begin a stage, without the first."""
+    if len(set(cuts)) < len(cuts):
+        raise SpecError(f"mesh.cuts = {list(cuts)}: each module may be named once.")
+    places = [names.index(name) for name in cuts]
+    if 0 in places:
+        raise SpecError(
+            f"mesh.cuts = {list(cuts)}: {names[0]!r} is the first block, and belongs to the "
+            "first stage with what comes before it. Name only modules that are called later."
+        )
+    if places != sorted(places):
+        raise SpecError(f"mesh.cuts = {list(cuts)}: the blocks are called in another order.")
+    return places
 
 
 def _idle(model: nn.Module, runner: Runner, first: Sequence[int], ranks: int) -> int | None:

@@ -77,11 +77,7 @@ class Sharded:
     stay whole in `finish_pass`."""
 
     def __init__(self, model: nn.Module, device_mesh: DeviceMesh, zero: int) -> None:
-        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-            raise RecipeError(
-                f"[mesh] shard needs torch 2.13 or later, and this is torch {torch.__version__}: "
-                "update torch, or leave [mesh] out."
-            )
+        _check_torch()
         self.model, self._group = model, device_mesh.get_group()
         blocks = repeated_blocks(model)
         owners = owners_of(model, blocks)
@@ -123,14 +119,7 @@ class Sharded:
         self._trained: list[list[nn.Parameter]] = []
         for name, module in modules.items():
             trained = [n for n in held[name] if self._by_name[n].requires_grad]
-            units[name].used = [False] * len(trained)
-            module.register_forward_pre_hook(_Notes(units[name], model, trained))
-            if name:
-                module.register_forward_hook(units[name].leave, always_call=True)
-                _run_methods(module, units[name])
-            self._trained.append([self._by_name[n] for n in trained])
-            for place, parameter in enumerate(self._trained[-1]):
-                parameter.register_post_accumulate_grad_hook(self._summed(units[name], place))
+            self._trained.append(self._watched(module, units[name], trained, block=bool(name)))
         self._whole_unit = Unit(len(self._units), "(parameters kept whole)", len(self._whole))
         self._units.append(self._whole_unit)
         self._trained.append(self._whole)
@@ -142,14 +131,21 @@ class Sharded:
             torch.device(device_mesh.device_type),
         )
         for name, module in modules.items():
-            assert isinstance(module, FSDPModule)
-            gather: Any = Gather(self._lockstep, units[name], asked=bool(name))
-            scatter: Any = ReduceScatter(self._lockstep, units[name])
-            module.set_custom_all_gather(gather)
-            module.set_custom_reduce_scatter(scatter)
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_reduce_scatter_unused_params(True, recurse=False)
+            _communicate(module, self._lockstep, units[name], asked=bool(name))
+
+    def _watched(
+        self, module: nn.Module, unit: Unit, trained: list[str], *, block: bool
+    ) -> list[nn.Parameter]:
+        """The parameters of a unit that are trained, with hooks that note how it is used."""
+        unit.used = [False] * len(trained)
+        module.register_forward_pre_hook(_Notes(unit, self.model, trained))
+        if block:
+            module.register_forward_hook(unit.leave, always_call=True)
+            _run_methods(module, unit)
+        parameters = [self._by_name[name] for name in trained]
+        for place, parameter in enumerate(parameters):
+            parameter.register_post_accumulate_grad_hook(self._summed(unit, place))
+        return parameters
 
     def set_counts(self, counts: bool) -> None:
         """Whether the gradients of this rank's next passes count. Where they do not, they may be
@@ -217,6 +213,26 @@ class Sharded:
         assert isinstance(parameter, nn.Parameter)
         gradient, parameter.grad = parameter.grad, None
         self.slots.tell(parameter, gradient if used else None)
+
+
+def _check_torch() -> None:
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise RecipeError(
+            f"[mesh] shard needs torch 2.13 or later, and this is torch {torch.__version__}: "
+            "update torch, or leave [mesh] out."
+        )
+
+
+def _communicate(module: nn.Module, lockstep: Lockstep, unit: Unit, *, asked: bool) -> None:
+    """Make a module gather its parameters, and sum its gradients, in lockstep."""
+    assert isinstance(module, FSDPModule)
+    gather: Any = Gather(lockstep, unit, asked=asked)
+    scatter: Any = ReduceScatter(lockstep, unit)
+    module.set_custom_all_gather(gather)
+    module.set_custom_reduce_scatter(scatter)
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+    module.set_reduce_scatter_unused_params(True, recurse=False)
 
 
 class _Pass(nn.Module):

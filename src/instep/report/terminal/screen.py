@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from instep.report.figures.progress import Progress, Row
@@ -58,25 +58,11 @@ def notice(
         servers: numbers of the parameter servers.
     """
     what, who = event["event"], member(event.get("worker"), servers)
-    if what == "warning":
-        return f"warning: {event['text']}"
+    if (text := _TEXTS.get(what)) is not None:
+        return text(event)
     if what == "worker_failed":
         during = f" ({event['phase']})" if event["phase"] else ""
         return f"{who} failed at step {event['step']}{during}"
-    if what == "data_split":
-        return f"split {split_in_words(event)}"
-    if what == "same_as_one_machine":
-        return f"same as one machine: {event['verdict']}"
-    if what == "corruption_found":
-        return f"corruption: {corruption_in_words(event)}"
-    if what == "stop_requested" and event["by"] in ("master", "workers"):
-        return f"stopping: {stop_words(event)}"
-    if what == "stop_requested":
-        if event.get("why", "").endswith(AGAIN):
-            return f"stopping now, as {asked_by(event['by'])} asked again: {LOST}"
-        if not event.get("step", 1):
-            return f"stopping before the first step, as {asked_by(event['by'])} asked"
-        return f"stopping after the current step, as {asked_by(event['by'])} asked"
     if what == "worker_hung":
         where = f" ({event['where']})" if event["where"] else ""
         return f"{who} {event['how']} in {event['phase']}{where}"
@@ -86,31 +72,48 @@ def notice(
         there = some_members(event["workers"], servers)
         lack = some_members(event["missing"], servers)
         return f"replica {event['replica']} waits for {lack} (it has {there})"
-    if what == "hosts_added":
-        return f"another job has {plural(len(event['hosts']), 'host')} for this run"
-    if what == "hosts_leaving":
-        return f"another job takes {plural(len(event['hosts']), 'host')} away: {event['why']}"
-    if what == "scaled":
-        before, after = event["before"], event["workers"]
-        return f"changing from {before} to {after} workers at one of the next steps"
     if what == "master_started" and event["again"]:
         why = f" ({event['why']})" if event.get("why") else ""
         return f"the master was lost{why}; another one has replaced it"
-    if what == "taken_from_host":
-        step = readable_count(event["step"])
-        return (
-            f"replica {event['replica']} continues from memory of its host, which had step {step}"
-        )
-    if what == "went_back":
-        return f"no worker was left: back to the checkpoint of step {event['resumed_step']}"
-    if what == "model_loaded":
-        return f"started from {start_in_words(event)}"
-    if what == "lora_added":
-        return f"LoRA: {event['text']}"
     if what == "generation_started" and generations > 1:
         named = some_members(event["members"], servers)
         return f"continuing with {named} ({event['reason']})"
     return None
+
+
+def _stopping(event: dict[str, Any]) -> str:
+    if event["by"] in ("master", "workers"):
+        return f"stopping: {stop_words(event)}"
+    if event.get("why", "").endswith(AGAIN):
+        return f"stopping now, as {asked_by(event['by'])} asked again: {LOST}"
+    if not event.get("step", 1):
+        return f"stopping before the first step, as {asked_by(event['by'])} asked"
+    return f"stopping after the current step, as {asked_by(event['by'])} asked"
+
+
+_TEXTS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "warning": lambda e: f"warning: {e['text']}",
+    "data_split": lambda e: f"split {split_in_words(e)}",
+    "same_as_one_machine": lambda e: f"same as one machine: {e['verdict']}",
+    "corruption_found": lambda e: f"corruption: {corruption_in_words(e)}",
+    "stop_requested": _stopping,
+    "hosts_added": lambda e: f"another job has {plural(len(e['hosts']), 'host')} for this run",
+    "hosts_leaving": lambda e: (
+        f"another job takes {plural(len(e['hosts']), 'host')} away: {e['why']}"
+    ),
+    "scaled": lambda e: (
+        f"changing from {e['before']} to {e['workers']} workers at one of the next steps"
+    ),
+    "taken_from_host": lambda e: (
+        f"replica {e['replica']} continues from memory of its host, which had step "
+        f"{readable_count(e['step'])}"
+    ),
+    "went_back": lambda e: (
+        f"no worker was left: back to the checkpoint of step {e['resumed_step']}"
+    ),
+    "model_loaded": lambda e: f"started from {start_in_words(e)}",
+    "lora_added": lambda e: f"LoRA: {e['text']}",
+}
 
 
 def screen(progress: Progress, width: int, height: int, bar: str = "━─") -> list[Line]:

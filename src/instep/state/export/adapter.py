@@ -9,17 +9,18 @@ after the other: a process never holds the whole model. Way in: `write_merged`, 
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from torch import Tensor
 
 from instep.errors import SpecError
 from instep.job.start import LoraSpec
+from instep.plain_file import replace_plain
 from instep.state.export.whole import save_whole
 from instep.state.files.model_file import check_hash
 from instep.state.files.sharded import open_model
@@ -108,13 +109,7 @@ def write_adapter(source: Path, folder: Path, lora: LoraSpec, base: str) -> int:
     layers = adapted_layers(source)
     check_hash(source)
     with OpenFile(source, facts=FACTS) as file:
-        ties = file.tied
-        if shared := [(kept, alias) for alias, kept in ties.items() if kept.endswith(FACTORS)]:
-            one, other = (name.rpartition(".")[0] for name in shared[0])
-            raise SpecError(
-                f"{one!r} and {other!r} are one layer, and peft would give an adapter to the first "
-                "alone. Export the whole model, with --merged."
-            )
+        _check_shared(ties := file.tied)
         firsts = {name: name for name in file.names} | ties
         likes = {name: file.like(first) for name, first in firsts.items()}
         own = [name for name in likes if not name.endswith(FACTORS)]
@@ -139,15 +134,7 @@ def write_adapter(source: Path, folder: Path, lora: LoraSpec, base: str) -> int:
             gather=lambda name: as_peft(name, file.tensor(sources[name])),
             metadata={},
         )
-    config = {
-        "peft_type": "LORA",
-        "task_type": None,
-        "base_model_name_or_path": base
-        if base and (Path(base) / "config.json").is_file()
-        else None,
-        "r": lora.rank,
-        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
-        "lora_dropout": lora.dropout,
+    config = _config(lora, base) | {
         "target_modules": _targets(layers, own),
         "modules_to_save": kept or None,
         "fan_in_fan_out": bool(turned),
@@ -156,13 +143,36 @@ def write_adapter(source: Path, folder: Path, lora: LoraSpec, base: str) -> int:
     }
     if any(_within(kept, alias) for alias in ties):
         config["ensure_weight_tying"] = True
-    temporary = folder / f"{CONFIG}.{os.getpid()}.part"
-    try:
-        temporary.write_text(json.dumps(config, indent=2) + "\n")
-        temporary.replace(folder / CONFIG)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_plain(folder / CONFIG, json.dumps(config, indent=2) + "\n")
     return size
+
+
+def _check_shared(ties: Mapping[str, str]) -> None:
+    """Refuse a layer that has two names.
+
+    Raises:
+        SpecError: names both.
+    """
+    for alias, kept in ties.items():
+        if kept.endswith(FACTORS):
+            one, other = (name.rpartition(".")[0] for name in (kept, alias))
+            raise SpecError(
+                f"{one!r} and {other!r} are one layer, and peft would give an adapter to the first "
+                "alone. Export the whole model, with --merged."
+            )
+
+
+def _config(lora: LoraSpec, base: str) -> dict[str, Any]:
+    """The configuration of peft, as far as the job says it."""
+    known = base and (Path(base) / "config.json").is_file()
+    return {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": base if known else None,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        "lora_dropout": lora.dropout,
+    }
 
 
 def check_folder(folder: Path) -> None:

@@ -164,17 +164,8 @@ class ServerSync(Gathering):
         self._residuals = self._laid_out(self._buckets, parameters)
         self._servers, self._mover = list(servers.ranks), servers.mover
         self._mine = self._servers.index(comm.rank) if comm.rank in self._servers else -1
-        if self._copy and len(self._servers) < 2:
-            raise SpecError(
-                "sync.options.copy = true: another server keeps the copy, so there must be two. "
-                "Set sync.servers = 2 or more, or leave it out."
-            )
+        self._check_copy()
         if self.tables is not None:
-            if self._copy:
-                raise SpecError(
-                    "sync.options.copy = true keeps no copies of embeddings (sparse=True). Leave "
-                    "one of the two out."
-                )
             if self._left is not None:
                 self.tables.load_left(rows_of(self._left))
             self.tables.start(comm, self._servers, memory, by_unit=parts > 0)
@@ -211,6 +202,18 @@ class ServerSync(Gathering):
         self._guess = Guess()
         mover = self._mover
         self._moves_early = self._overlap and mover.by_element and not mover.clips
+
+    def _check_copy(self) -> None:
+        if self._copy and len(self._servers) < 2:
+            raise SpecError(
+                "sync.options.copy = true: another server keeps the copy, so there must be two. "
+                "Set sync.servers = 2 or more, or leave it out."
+            )
+        if self._copy and self.tables is not None:
+            raise SpecError(
+                "sync.options.copy = true keeps no copies of embeddings (sparse=True). Leave "
+                "one of the two out."
+            )
 
     def _carry_over(self, generation: Generation) -> tuple[Tensor, Tensor]:
         """A worker begins with what it has left out before; all ranks know when all have got so
