@@ -21,6 +21,7 @@ OPTIONS = {
     "plain": {},
     "shuffled": {"shuffle": True},
     "by key": {"key": "k", "reduce": "clean.py:one"},
+    "nothing kept": {"shuffle": True, "keep": False},
 }
 
 DIED = 9
@@ -77,17 +78,18 @@ def of(folder):
 
 
 @pytest.mark.parametrize(
-    ("name", "every"),
+    ("name", "every", "signs"),
     [
-        ("plain", 25),
-        tail("shuffled", 25),
-        tail("by key", 25),
-        slow("plain", 1),
-        slow("shuffled", 1),
-        slow("by key", 1),
+        ("plain", 25, (1, -1)),
+        tail("shuffled", 25, (1, -1)),
+        tail("by key", 25, (1, -1)),
+        *(slow(name, 1, (sign,)) for name in OPTIONS for sign in (1, -1)),
     ],
 )
-def test_whatever_call_a_preparation_dies_at_the_next_one_makes_the_same(tmp_path, name, every):
+def test_whatever_call_a_preparation_dies_at_the_next_one_makes_the_same(
+    tmp_path, name, every, signs
+):
+    """Before the call where the sign is 1, after it where it is -1."""
     (tmp_path / "clean.py").write_text(FUNCTIONS)
     for file in "ab":
         rows = [json.dumps({"k": number % 5, "x": number}) + "\n" for number in range(30)]
@@ -100,7 +102,7 @@ def test_whatever_call_a_preparation_dies_at_the_next_one_makes_the_same(tmp_pat
         again.mkdir()
         for path in [*tmp_path.glob("*.jsonl"), tmp_path / "clean.py"]:
             os.link(path, again / path.name)
-        sign = 1 if number % 2 else -1
+        sign = signs[number % len(signs)]
         if ends(again, OPTIONS[name], sign * number) == 0:
             break
         deaths += 1

@@ -28,6 +28,21 @@ def record(raw):
     return {"id": raw["id"], "x": raw["id"] / 3}
 """
 
+COUNTING = """
+import os, signal, time
+
+def record(raw):
+    with open("mapped", "ab") as file:
+        file.write(b"x")
+        late = file.tell() >= LATE and not os.path.exists("killed")
+    while late and not os.path.exists("alive"):
+        time.sleep(0.01)
+    if late:
+        os.kill(int(open("alive").read()), signal.SIGKILL)
+        os.close(os.open("killed", os.O_CREAT))
+    return {"id": raw["id"]}
+"""
+
 
 @pytest.fixture
 def raw(tmp_path, monkeypatch):
@@ -135,3 +150,25 @@ def assert_undisturbed(sha256: str) -> None:
     asked = ask(sources=["a.jsonl"], map="slow.py:record", to="plain", shard_bytes=32 << 20)
     assert prepare(asked, lambda _: None, workers=1).manifest.sha256 == sha256
     assert not [path for path in Path("out").iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.tail
+def test_after_a_kill_at_nine_tenths_at_most_a_twentieth_is_done_again(tmp_path, monkeypatch):
+    """Each worker has one task, and there are as many as there are megabytes, up to 128."""
+    monkeypatch.chdir(tmp_path)
+    count, size = 5_000, 10_000  # 50 MB
+    Path("slow.py").write_text(COUNTING.replace("LATE", str(count * 9 // 10)))
+    with open("a.jsonl", "w") as file:
+        file.writelines(json.dumps({"id": i, "name": "x" * size}) + "\n" for i in range(count))
+    command = start()
+    Path("alive.new").write_text(str(command.pid))
+    os.replace("alive.new", "alive")
+    command.communicate()
+    assert command.returncode == -signal.SIGKILL
+    command = start()
+    command.communicate()
+    assert command.returncode == 0
+    tried = 2 * (count // 256 + count * size // (1 << 20) + 2)  # twice, and once more for some
+    again = os.path.getsize("mapped") - count - tried
+    assert again <= count / 20
+    assert read_manifest(Path("out")).samples == count
