@@ -1,11 +1,12 @@
 """`instep prepare` beside Hugging Face datasets' map, and beside cp: seconds, ratios, peak memory.
 
-    python benchmarks/preparing.py --megabytes 500 --to FOLDER
+    python benchmarks/preparing.py --megabytes 500 --to FOLDER [--kinds json parquet] [--alone]
 
 One raw file of each kind is made, and read once, so that it lies in the page cache. Then all
 alternatives take turns: JSON lines and CSV to arrays and text to tokens with one worker, with two,
 and `datasets.map(num_proc=2)` of the same function; Parquet to Arrow with one and two, and `cp` of
-the Arrow files that came of it. Needs the package datasets. The last line is one JSON object.
+the Arrow files that came of it. Needs the package datasets, but with --alone, where nothing takes
+turns with it. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -145,10 +146,10 @@ def copied(folder: Path) -> float:
     return took(["cp", "-r", "ours", "copy"], folder)
 
 
-def measured(folder: Path, turns: int) -> dict[str, Any]:
+def measured(folder: Path, turns: int, kinds: list[str], alone: bool) -> dict[str, Any]:
     """Medians and ratios of each kind."""
     found: dict[str, Any] = {}
-    for kind in ("json", "csv", "tokens", "parquet"):
+    for kind in kinds:
         peak: list[float] = []
         runs: dict[str, Callable[[], float]] = {
             "one": lambda kind=kind, peak=peak: ours(kind, 1, folder, peak),  # type: ignore[misc]
@@ -156,7 +157,7 @@ def measured(folder: Path, turns: int) -> dict[str, Any]:
         }
         if kind == "parquet":
             runs["cp"] = lambda: copied(folder)
-        else:
+        elif not alone:
             runs["datasets"] = lambda kind=kind: theirs(kind, folder)  # type: ignore[misc]
         times: dict[str, list[float]] = {name: [] for name in runs}
         for _ in range(turns):
@@ -165,8 +166,8 @@ def measured(folder: Path, turns: int) -> dict[str, Any]:
                 print(f"{kind} {name} {times[name][-1]:.1f} s", flush=True)
         found[kind] = {name: median(each) for name, each in times.items()}
         found[kind]["one_over_two"] = found[kind]["one"] / found[kind]["two"]
-        rival = "cp" if kind == "parquet" else "datasets"
-        found[kind][f"{rival}_over_two"] = found[kind][rival] / found[kind]["two"]
+        for rival in set(runs) - {"one", "two"}:
+            found[kind][f"{rival}_over_two"] = found[kind][rival] / found[kind]["two"]
         found[kind]["peak_mb"] = max(peak)
     return found
 
@@ -177,6 +178,9 @@ def main() -> int:
     parser.add_argument("--megabytes", type=int, default=500)
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--to", type=Path, required=True)
+    kinds = ["json", "csv", "tokens", "parquet"]
+    parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds)
+    parser.add_argument("--alone", action="store_true", help="without datasets")
     given = parser.parse_args()
     folder = given.to.resolve()
     make_raw(folder, given.megabytes)
@@ -185,7 +189,7 @@ def main() -> int:
     link.symlink_to("raw.json")
     for raw in folder.glob("raw.*"):
         raw.read_bytes()
-    found = measured(folder, given.turns)
+    found = measured(folder, given.turns, given.kinds, given.alone)
     print(json.dumps({"megabytes": given.megabytes, **found}))
     return 0
 
