@@ -20,13 +20,16 @@ from instep.launch.ray.cluster import connect
 
 pytestmark = pytest.mark.process
 
-LAUNCH = {"hosts": {"hosts": ["env"]}, "ray": {"nodes": 1}}
+TIMEOUT_S = 600.0
+"""Against hangs alone, however busy the machine."""
+
+LAUNCH = {
+    "hosts": {"hosts": ["env"]},
+    "ray": {"nodes": 1, "options": {"wait_s": TIMEOUT_S}},
+}
 """What a launcher needs in `[launch]`, for one host."""
 
 EACH = [n if n != "slurm" else pytest.param(n, marks=pytest.mark.slow) for n in LAUNCHERS]
-
-TIMEOUT_S = 600.0
-"""Against hangs alone, however busy the machine."""
 
 
 @pytest.fixture(scope="module")

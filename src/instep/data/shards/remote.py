@@ -165,7 +165,8 @@ class Remote:
                 )
             with locked(self._root / ".room.lock"):  # others have downloaded in the meantime
                 self._make_room(shard.bytes)
-                os.utime(beside, ns=(time.time_ns(), _MARK_NS))
+                with open(beside, "rb") as file:  # `os.utime` names no file that is gone
+                    os.utime(file.fileno(), ns=(time.time_ns(), _MARK_NS))
                 beside.replace(path)
         finally:
             beside.unlink(missing_ok=True)

@@ -44,8 +44,9 @@ class Options(Section, frozen=True, kw_only=True):
     resources: dict[str, float] = field(default_factory=dict)
     """Custom resources that a host asks for."""
 
-    wait_s: Annotated[float, Meta(gt=0)] = 10.0
-    """How long to wait until the cluster has room for all hosts, or for `at_least`."""
+    wait_s: Annotated[float, Meta(gt=0)] = 60.0
+    """How long to wait until all hosts, or `at_least`, are there: until the cluster has room for
+    them, and has started Python there, which takes a busy node many seconds."""
 
     at_least: Natural = 0
     """With how many hosts to begin; the others join when the cluster has room. 0: with all."""

@@ -243,6 +243,23 @@ def test_a_cache_that_is_removed_or_too_small_for_one_file_is_of_no_consequence(
         assert sum(reads) == 0
 
 
+def test_a_cache_that_is_removed_at_the_end_of_a_download_is_filled_again(
+    serve, tmp_path, monkeypatch
+):
+    calls, make_room = [], remote.Remote._make_room
+
+    def removes(self, size):
+        calls.append(size)
+        if len(calls) == 2:  # the first is before the download
+            shutil.rmtree(tmp_path / "cache")
+        else:
+            make_room(self, size)
+
+    monkeypatch.setattr(remote.Remote, "_make_room", removes)
+    assert read(url(serve), tmp_path / "cache", 0, 0) == 0
+    assert len(calls) > 4
+
+
 def test_a_job_says_where_the_cache_is_and_how_large(serve, tmp_path):
     job = build(
         {"name": "a", "recipe": "a.py:b", "data": {"cache": "mine", "cache_gb": 0.5}}, source="job"
