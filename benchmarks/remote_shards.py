@@ -78,11 +78,11 @@ def main() -> int:
         here = shards("shards")
         there = shards(f"http://127.0.0.1:{server.server_address[1]}")
         rng = np.random.default_rng(2)
-        draw = functools.partial(rng.integers, 0, SAMPLES, (BATCHES, given.batch))
-        cold = seconds(there, draw()[:1].tolist())
+        size = (BATCHES, given.batch)
+        cold = seconds(there, rng.integers(0, SAMPLES, size)[:1].tolist())
         times: dict[str, list[float]] = {"here": [], "there": []}
         for _ in range(given.turns):
-            batches = draw().tolist()
+            batches: list[list[int]] = rng.integers(0, SAMPLES, size).tolist()
             times["here"].append(seconds(here, batches))
             times["there"].append(seconds(there, batches))
         server.shutdown()

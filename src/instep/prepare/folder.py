@@ -120,6 +120,11 @@ class Folder:
                 found[key] = self._published[key]
         return found
 
+    def untried(self, keys: Iterable[str]) -> list[Path]:
+        """Records of results that lie here which another process has yet to try."""
+        files = (self.work / f"{key}.again" for key in keys)
+        return [file for file in files if file.exists()]
+
     def done(self) -> set[str]:
         """Keys of tasks whose results lie here."""
         return {path.stem for path in self.work.glob("*.done")}
@@ -129,11 +134,10 @@ class Folder:
         return sum(path.stat().st_size for path in self.work.glob("*.arrow"))
 
     def _is_good(self, result: Mapped) -> bool:
-        """Whether the files of a result are as they were written, and all were tried again."""
+        """Whether the files of a result are as they were written."""
         path, bad = (self.work / f"{result.key}.{end}" for end in ("arrow", "bad"))
         return (
-            not (self.work / f"{result.key}.again").exists()
-            and path.stat().st_size == result.bytes
+            path.stat().st_size == result.bytes
             and crc32_of(path) == result.crc32
             and (not result.bad or crc32_of(bad) == result.crc32_bad)
         )

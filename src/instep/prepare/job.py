@@ -151,7 +151,9 @@ class Job:
         self._check_room(size, len(results), len(left))
         progress = Progress("prepared", len(groups), self._say, len(results))
         tasks = [Map(number, group.key, group.pieces, columns) for number, group in enumerate(left)]
-        for done in self._crew.do(tasks, _to_repeat):
+        open_ = enumerate(self._folder.untried(known), len(tasks))
+        again = [Again(number, str(file)) for number, file in open_]
+        for done in self._crew.do(tasks, _to_repeat, again):
             result = msgspec.convert(done.value, Mapped)
             results[result.key] = result
             progress.step(result.records)

@@ -144,8 +144,8 @@ class Mapping:
                 return Done(task.number, result, str(again) if notes.again else "")
 
     def _ended(self, key: str, notes: _Notes) -> Noted:
-        """Keep records for another process to try; until it has done so, the result does not count
-        for another command. Returns what the task has noticed."""
+        """Keep records for another process to try, of this command or of a later one. Returns what
+        the task has noticed."""
         if notes.again:
             replace_plain(self._folder / f"{key}.again", pickle.dumps(notes.again))
         return notes.of_task()
@@ -318,7 +318,7 @@ class Mapping:
         """The first record of a file whose samples differ here, in words; empty without one."""
         assert isinstance(self._mapper, Function), "only a function is tried again"
         self._mapper.copies = True
-        for piece, place, kept, digest, seeded in pickle.loads(Path(file).read_bytes()):
+        for piece, place, kept, digest, seeded in _kept_records(Path(file)):
             if seeded:
                 self._mapper.seed(piece.number, place)
             (given,) = self._called(self._mapper, piece, [place], [pickle.loads(kept)], 0)
@@ -326,6 +326,21 @@ class Mapping:
                 return self.where(piece, place)
         Path(file).unlink()
         return ""
+
+
+def _kept_records(file: Path) -> list[tuple[Piece, int, bytes, bytes, bool]]:
+    """The records of a result that are to be tried again.
+
+    Raises:
+        DataError: they are damaged; the result is removed with them.
+    """
+    try:
+        found: list[tuple[Piece, int, bytes, bytes, bool]] = pickle.loads(file.read_bytes())
+    except Exception:
+        file.with_suffix(".done").unlink(missing_ok=True)
+        file.unlink(missing_ok=True)
+        raise DataError(f"{file} is damaged. Give the same command again.") from None
+    return found
 
 
 class _Notes:

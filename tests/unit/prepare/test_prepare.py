@@ -68,14 +68,20 @@ class Here:
         self._doers = [Doer(setup, lambda *_: None) for _ in range(2)]
         self.tasks: list[Task] = []
 
-    def do(self, tasks: Iterable[Task], repeat=lambda _: None) -> Iterator[Done]:
+    def do(self, tasks: Iterable[Task], repeat=lambda _: None, again=()) -> Iterator[Done]:
         """As `Crew.do`, last task first: order is of no meaning."""
+        for task in again:
+            self._try(task)
         for task in reversed(list(tasks)):
             self.tasks.append(task)
             done = self._doers[0].do(task)
-            if (again := repeat(done)) is not None and (text := self._doers[1].do(again).value):
-                raise RecipeError(f"not repeatable: {text}")
+            if (task := repeat(done)) is not None:
+                self._try(task)
             yield done
+
+    def _try(self, task: Task) -> None:
+        if text := self._doers[1].do(task).value:
+            raise RecipeError(f"not repeatable: {text}")
 
 
 @pytest.fixture

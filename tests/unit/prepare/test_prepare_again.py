@@ -183,8 +183,8 @@ def outcome(asked):
 class Forwards(Here):
     """First task first."""
 
-    def do(self, tasks, repeat=lambda _: None):
-        yield from super().do(reversed(list(tasks)), repeat)
+    def do(self, tasks, *args):
+        yield from super().do(reversed(list(tasks)), *args)
 
 
 def _rewritten(path):
@@ -368,13 +368,36 @@ def test_what_changes_while_it_is_used_is_named(what, folder):
     path = Path("a.jsonl" if what == "source" else "clean.py")
 
     class Changes(Here):
-        def do(self, tasks, repeat=lambda _: None):
-            yield from super().do(tasks, repeat)
+        def do(self, tasks, *args):
+            yield from super().do(tasks, *args)
             path.write_text(path.read_text() + "\n")
 
     with pytest.raises(DataError, match=r"has changed while it .*Give the same command again"):
         made(ask(sources=["a.jsonl"], map="clean.py:drawn"), Changes)
     assert not Path("out/manifest.json").exists()
+
+
+def test_records_that_no_process_has_tried_again_yet_are_tried_by_the_next_command(folder):
+    """Their results are kept; and where the records are damaged, made again."""
+
+    class Dies(Here):
+        def _try(self, task):
+            raise KeyboardInterrupt
+
+    write("a.jsonl", [{"id": number} for number in range(9)])
+    asked = ask(sources=["a.jsonl"], map="clean.py:drawn")
+    with pytest.raises(KeyboardInterrupt):
+        made(asked, Dies)
+    (again,) = Path("out/.preparing").glob("*.again")
+    again.write_bytes(again.read_bytes()[:-9])
+    with pytest.raises(DataError, match=r"again is damaged\. Give the same command again"):
+        made(asked)
+    with pytest.raises(KeyboardInterrupt):
+        made(asked, Dies)
+    manifest, job, _ = made(asked)
+    assert job.done_before == 1
+    fresh, *_ = made(ask(sources=["a.jsonl"], map="clean.py:drawn", to="fresh"))
+    assert manifest.sha256 == fresh.sha256
 
 
 def test_a_pipe_is_no_source(folder):

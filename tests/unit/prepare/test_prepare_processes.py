@@ -38,8 +38,8 @@ def record(raw):
     while late and not os.path.exists("alive"):
         time.sleep(0.01)
     if late:
-        os.kill(int(open("alive").read()), signal.SIGKILL)
         os.close(os.open("killed", os.O_CREAT))
+        os.kill(int(open("alive").read()), signal.SIGKILL)
     return {"id": raw["id"]}
 """
 

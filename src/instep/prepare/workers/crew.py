@@ -67,19 +67,23 @@ class Crew:
         """Workers that were lost."""
 
     def do(
-        self, tasks: Iterable[Task], repeat: Callable[[Done], Task | None] = lambda _: None
+        self,
+        tasks: Iterable[Task],
+        repeat: Callable[[Done], Task | None] = lambda _: None,
+        again: Iterable[Task] = (),
     ) -> Iterator[Done]:
         """Do all tasks; results come in the order in which they are there.
 
         Args:
             tasks: numbers differ.
             repeat: what the second process is to try of a result.
+            again: what it is to try of results that are there.
 
         Raises:
             InstepError: a task cannot be done.
             Interrupted: a signal has come.
         """
-        left, open_again = deque(tasks), deque[Task]()
+        left, open_again = deque(tasks), deque(again)
         numbers = {task.number for task in left}
         done = set[int]()
         while len(done) < len(numbers) or open_again or self._busy(self._second):
