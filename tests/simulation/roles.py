@@ -22,8 +22,9 @@ from instep.comm.protocol import messages as m
 from instep.comm.protocol.connection import MasterConnection
 from instep.comm.protocol.messages import Form, Hello
 from instep.control import master as master_module
-from instep.control import recorder, stack_requests
+from instep.control import pacing, recorder
 from instep.control.master import Master
+from instep.control.processes import inbox, reception, roster, stack_requests
 from instep.control.state import State
 from instep.errors import PeerError
 from instep.events import STEPS
@@ -34,7 +35,7 @@ from .engine import TIME, Channel, Death, Hub, Listener, Peer, Process, Suspend,
 if TYPE_CHECKING:
     from .world import World
 
-TICK_S = master_module.TICK_S
+TICK_S = pacing.TICK_S
 
 
 class At:
@@ -221,15 +222,16 @@ def staged(world: World) -> Generator[None, None, None]:
     """The product's modules see this world instead of clock, sockets, files and processes."""
     for each in (_Log, _Steps, _Folder, _LocalProcess):
         each.world = world
-    spec_file = SimpleNamespace(dump=lambda job: "")
     of_the_master = {
         "time": TIME,
         "RunFolder": _Folder,
-        "LocalProcess": _LocalProcess,
         "as_table": lambda job: {},
-        "spec_file": spec_file,
-        "has_ended": lambda pid: not world.processes[pid].alive,
         "go_back": lambda run, job: world.goes_back(),
+    }
+    of_the_reception = {
+        "time": TIME,
+        "spec_file": SimpleNamespace(dump=lambda job: ""),
+        "has_ended": lambda pid: not world.processes[pid].alive,
     }
     of_the_recorder = {
         "EventLog": _Log,
@@ -243,6 +245,9 @@ def staged(world: World) -> Generator[None, None, None]:
     }
     with (
         mock.patch.multiple(master_module, **of_the_master),
+        mock.patch.multiple(reception, **of_the_reception),
+        mock.patch.multiple(inbox, RunFolder=_Folder),
+        mock.patch.multiple(roster, LocalProcess=_LocalProcess),
         mock.patch.multiple(recorder, **of_the_recorder),
         mock.patch.multiple(stack_requests, **of_the_stack_requests),
         mock.patch.multiple(connection_module, time=TIME, Channel=Channel),
@@ -290,7 +295,7 @@ class MasterProcess(Process):
 
     def watched(self) -> set[int]:
         """Numbers of the processes that it knows to be workers."""
-        return {process.pid for process in self.shell._processes.values()}
+        return {process.pid for process in self.shell._roster.processes().values()}
 
     def wake_up(self) -> None:
         """Something has arrived."""

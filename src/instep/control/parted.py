@@ -18,8 +18,11 @@ class Parted:
     def __init__(self) -> None:
         self._committed, self._broken = -1, 0
         self._told = False
-        self.cause = ""
-        """What a worker has said last."""
+        self._cause = ""  # what a worker has said last
+
+    def note(self, cause: str) -> None:
+        """A worker says why its group came apart; empty if it does not know."""
+        self._cause = cause or self._cause
 
     def look(self, committed: int, broken: int) -> str:
         """What to tell the user; empty if nothing, or it is told already.
@@ -34,7 +37,7 @@ class Parted:
         if self._told or times < MOST_APART or committed < 1:
             return ""
         self._told = True
-        cause = f" ({self.cause.rstrip('.')})" if self.cause else ""
+        cause = f" ({self._cause.rstrip('.')})" if self._cause else ""
         return (
             f"the group of the workers has come apart {plural(times, 'time')} since the last step"
             f"{cause}, though each reaches the master. Look whether they reach each other: all "

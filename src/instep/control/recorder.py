@@ -137,6 +137,11 @@ class Recorder:
         event = self._log.emit(name, **fields)
         self.show(lambda view: view.event(event))
 
+    def warn(self, *texts: str) -> None:
+        """Write warnings."""
+        for text in texts:
+            self.emit("warning", {"text": text})
+
     def record_event(self, name: str, fields: Mapping[str, Any], *, again: bool) -> bool:
         """Write a worker's event, unless it is there already; whether it was new.
 
@@ -164,7 +169,7 @@ class Recorder:
                 f"on host {before}: if it had logged values after step {self._logged}, they "
                 "are lost. No step was lost."
             )
-            self.emit("warning", {"text": text})
+            self.warn(text)
 
     # ---- views
 
@@ -180,8 +185,7 @@ class Recorder:
                 what(view)
             except Exception as error:
                 self._views.remove(view)
-                text = f"a view of the run failed and was closed: {error!r}."
-                self.emit("warning", {"text": text})
+                self.warn(f"a view of the run failed and was closed: {error!r}.")
 
     def close(self) -> None:
         """Close the files."""

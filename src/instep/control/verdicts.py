@@ -25,9 +25,13 @@ class Verdicts:
     """
 
     def __init__(self, job: JobSpec, earlier: Iterable[Figures]) -> None:
-        self._job, self._judge = job, Judge(job.stop, earlier)
+        self._job, self._evaluates = job, job.stop.by_step or job.stop.by_metric
+        self.begin(earlier)
+
+    def begin(self, earlier: Iterable[Figures]) -> None:
+        """Know only these figures, from the beginning of the run or of a checkpoint."""
+        self._judge = Judge(self._job.stop, earlier)
         self._void = (-1, 0)  # generation in which results after a step were found wrong; the step
-        self._evaluates = job.stop.by_step or job.stop.by_metric
 
     def of(self, figures: Figures, generation: int, *, again: bool) -> Fired | None:
         """Evaluate figures of a committed step; `again` if another master may have done so."""

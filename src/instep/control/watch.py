@@ -202,6 +202,10 @@ class Watch:
     _passed_s: float = 0.0
     """How long the watchdog has seen them since the look before."""
 
+    def take_up(self, step_s: float, load_s: float) -> None:
+        """Know how long the last steps took under another master."""
+        self.step_s, self.load_s = step_s, load_s
+
     def turn(self, now: float) -> None:
         """Let time pass; where the watchdog itself did not run for long, no worker is blamed."""
         away = away_s(self._now, now)

@@ -13,8 +13,9 @@ import pytest
 from instep.comm.protocol import messages as m
 from instep.comm.protocol.channel import Channel
 from instep.comm.protocol.endpoint import Switchboard
-from instep.control import endings, master, watch
+from instep.control import endings, watch
 from instep.control.master import Master
+from instep.control.processes import liveness
 from instep.engine.member import Member
 from instep.errors import PeerError
 from instep.job import file as spec_file
@@ -161,7 +162,7 @@ def test_a_single_worker_may_be_silent_without_limit(tmp_path, sleeper):
 
 def test_the_end_of_a_worker_counts_at_once_where_its_own_host_is_lost(tmp_path):
     """Another host, which is there, would never report it."""
-    never = patch.object(master, "REPORT_S", 10 * TIMEOUT_S)
+    never = patch.object(liveness, "REPORT_S", 10 * TIMEOUT_S)
     with never, Run(tmp_path, hosted=True, hosts=["a", "b"]) as run:
         hosts = [introduce(run, number, os.getpid(), "host") for number in (0, 1)]
         process = subprocess.Popen(["sleep", "1000"])

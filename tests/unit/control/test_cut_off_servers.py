@@ -6,47 +6,63 @@ import pytest
 
 from instep.comm.protocol.messages import Heartbeat
 from instep.control import state as s
-from instep.control.hosts.hosts import LAST_S
-from instep.control.master import Master
+from instep.control.hosts.hosts import LAST_S, RemoteProcess
+from instep.control.processes.liveness import Liveness
+from instep.control.processes.observations import Exit
+from instep.control.processes.roster import WorkerRecord
 
 WORKERS, SERVER = (0, 1), 2
 
 
-def given_up(worker, silent_s, options):
+class Hosts(SimpleNamespace):
+    """Hosts of which one is quiet."""
+
+    several, now, can_do_without = False, 0.0, True
+
+    def is_quiet(self, host):
+        return host == 1
+
+
+def given_up(worker, silent_s, copied):
     """Whether the master gives up a process of a host that is quiet; all others can be reached."""
-    everybody, found = frozenset([*WORKERS, SERVER]), []
-    master = Master.__new__(Master)
-    master._state = SimpleNamespace(
+    everybody, now = frozenset([*WORKERS, SERVER]), 1000.0
+    state = SimpleNamespace(
         ready=everybody,
         holders=everybody,
         servers=frozenset([SERVER]),
         fellows=lambda number: frozenset([number]),
         whole=lambda numbers: numbers,
     )
-    master._job = SimpleNamespace(sync=SimpleNamespace(options=options))
-    master._hosts = SimpleNamespace(is_quiet=lambda host: host == 1, can_do_without=True)
-    now = 1000.0
-    master._last_heartbeat = dict.fromkeys(everybody, (now, Heartbeat()))
-    master._last_heartbeat[worker] = now - silent_s, Heartbeat()
-    master._peers, master._reached = dict.fromkeys(everybody), (None, 0.0, frozenset())
-    master._observe = found.append
-    process = SimpleNamespace(
-        host=1, killed_at=None, signal=lambda number: None, is_lost=lambda *_: False
+    workers = {n: WorkerRecord(peer=object(), heard=now, heartbeat=Heartbeat()) for n in everybody}
+    workers[worker].beats(Heartbeat(), now - silent_s)
+    hosts = Hosts(
+        turn=lambda now: [],
+        has_become_ready=lambda now: False,
+        signal=lambda *_: None,
+        abandon=lambda *_: None,
     )
-    master._watch_remote(worker, process, now)
+    process = RemoteProcess(hosts, 1, 77)
+    roster = SimpleNamespace(
+        hosts=hosts,
+        connections={},
+        worker=workers.__getitem__,
+        processes=lambda: {worker: process},
+    )
+    parts = dict.fromkeys(["places", "watch", "stack_requests", "recorder"])
+    liveness = Liveness(roster=roster, state=lambda: state, hosted=True, copied=copied, **parts)
+    (*found,) = (each for each in liveness.hosts(now) if not isinstance(each, Exit))
     assert all(isinstance(each, s.Hung) and each.worker == worker for each in found)
     return bool(found)
 
 
 @pytest.mark.parametrize(
-    ("worker", "silent_s", "options", "lost"),
+    ("worker", "silent_s", "copied", "lost"),
     [
-        (0, 1.5, {}, True),
-        (SERVER, 1.5, {}, False),
-        (SERVER, 1.5, {"copy": False}, False),
-        (SERVER, 1.5, {"copy": True}, True),
-        (SERVER, LAST_S + 1.0, {}, True),
+        (0, 1.5, False, True),
+        (SERVER, 1.5, False, False),
+        (SERVER, 1.5, True, True),
+        (SERVER, LAST_S + 1.0, False, True),
     ],
 )
-def test_who_alone_has_a_part_is_given_up_late(worker, silent_s, options, lost):
-    assert given_up(worker, silent_s, options) is lost
+def test_who_alone_has_a_part_is_given_up_late(worker, silent_s, copied, lost):
+    assert given_up(worker, silent_s, copied) is lost

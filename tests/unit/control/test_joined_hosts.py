@@ -30,17 +30,12 @@ class Run(Story):
             self.hosts,
             JOB,
             send=self.send,
-            observe=self.observe,
             emit=lambda name, fields: self.logs.append((name, fields)),
             keep=self.kept.__setitem__,
         )
 
     def send(self, peer, message):
         self.said.append((peer, message))
-
-    def observe(self, event):
-        self.seen.append(event)
-        self.happens(event)
 
     def connect(self, number):
         self.hosts.joins(f"host {number}", number, 100 + number, self.now)
@@ -51,7 +46,9 @@ class Run(Story):
         for client in heard:
             self.joined.heartbeat(client, f"client {client}", self.now)
         self.seen.clear()
-        self.joined.turn(lambda: self.state, self.placed, self.now)
+        for event in self.joined.turn(lambda: self.state, self.placed, self.now):
+            self.seen.append(event)
+            self.happens(event)
         return self.seen
 
     def add(self, count, workers):

@@ -8,7 +8,8 @@ import msgspec
 from instep.comm.protocol import messages as m
 from instep.comm.protocol.channel import MOST_UNTRUSTED, Channel
 from instep.comm.protocol.endpoint import Switchboard
-from instep.control.master import TICK_S, Master
+from instep.control.master import Master
+from instep.control.pacing import TICK_S
 from instep.control.state import Phase, State, first_members
 from instep.job import file as spec_file
 
@@ -23,15 +24,15 @@ def test_all_workers_may_connect_at_once_and_every_other_heartbeat_is_acknowledg
     board = Switchboard()
     master = Master(job, tmp_path, board, views=[], hosted=False, started=time.time(), about={})
     looks = []
-    look = master._watch_hosts
-    monkeypatch.setattr(master, "_watch_hosts", lambda: looks.append(look()))
+    look = master._look
+    monkeypatch.setattr(master, "_look", lambda: looks.append(look()))
     channels = [Channel.connect(board.endpoint.address) for _ in range(WORKERS)]
     while len(master._hub.untrusted) < WORKERS:
         master._turn()
     for number, channel in enumerate(channels):
         hello = m.Hello(token=board.endpoint.token, role="worker", number=number, pid=os.getpid())
         channel.send(hello)
-    while len(master._peers) < WORKERS:
+    while len(master._roster.connections) < WORKERS:
         master._turn()
     for channel in channels:
         channel.wait_for(m.Welcome)
@@ -41,7 +42,7 @@ def test_all_workers_may_connect_at_once_and_every_other_heartbeat_is_acknowledg
         for channel in channels:
             channel.send(m.Heartbeat(phase="recipe", progress=round_, number=round_))
             master._turn()
-    while any(c.heartbeat < 4 for c in master._connections.values()):
+    while any(c.heartbeat < 4 for c in master._roster.connections.values()):
         master._turn()
     assert len(looks) <= (time.monotonic() - began) / TICK_S + 1
     for channel in channels:

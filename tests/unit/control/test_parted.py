@@ -6,7 +6,7 @@ from instep.control.parted import MOST_APART, Parted
 def test_the_user_is_told_once_that_groups_do_not_last_and_again_after_a_commit():
     parted, said = Parted(), []
     for committed in (3, 7):
-        parted.cause = f"no way from {committed}."
+        parted.note(f"no way from {committed}.")
         said.append([parted.look(committed, committed + n) for n in range(2 * MOST_APART)])
     for texts, committed in zip(said, (3, 7), strict=True):
         assert [bool(text) for text in texts] == [n == MOST_APART for n in range(2 * MOST_APART)]

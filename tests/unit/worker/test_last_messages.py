@@ -9,6 +9,7 @@ from instep.comm.protocol import messages as m
 from instep.comm.protocol.channel import Channel
 from instep.comm.protocol.endpoint import Switchboard
 from instep.control.master import Master
+from instep.control.processes.observations import Exit
 from instep.job import file as spec_file
 
 
@@ -30,13 +31,13 @@ def test_a_last_message_that_cannot_be_used_is_said_and_those_after_it_are_heard
     try:
         own = {"role": "worker", "number": 0, "pid": process.pid}
         channel.send(m.Hello(token=board.endpoint.token, **own))
-        while 0 not in master._peers:
+        while master._roster.worker(0).peer is None:
             master._turn()
         channel.send(m.Records(ledger=b"", steps=b"no record"))
         channel.send(m.Emit(name="warning", fields={"text": "its very last word"}))
         process.kill()
         process.wait()
-        master._exited(0, process.pid, -9)
+        master._observe(Exit(0, process.pid, -9))
     finally:
         channel.close()
         master._close()

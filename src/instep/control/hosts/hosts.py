@@ -136,7 +136,7 @@ class Hosts:
         self._given_back: set[int] = set()
         self._missing_since: dict[int, float] = {}
         self._first: float | None = None
-        self._ready = False
+        self._ready = self._said_ready = False
         self._now = 0.0
 
     @property
@@ -279,6 +279,11 @@ class Hosts:
         late = self._first is not None and now - self._first > self._gather_s
         self._ready |= late or (self._first is not None and not (self.several and self.missing))
         return self._ready
+
+    def has_become_ready(self, now: float) -> bool:
+        """Whether workers may be started, and this was not said before."""
+        before, self._said_ready = self._said_ready, self.ready(now)
+        return self._said_ready and not before
 
     def may_start(self, worker: int) -> bool:
         """Whether hosts are ready to start a worker, and none has been asked to."""

@@ -7,7 +7,7 @@ placed is not known here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 
 import msgspec
@@ -54,7 +54,6 @@ class JoinedHosts:
         hosts: all hosts of the run.
         job: as run.
         send: sends a message to a client or a host.
-        observe: has the master decide on an event.
         emit: writes an event to the log.
         keep: keeps a value for another master.
     """
@@ -65,12 +64,11 @@ class JoinedHosts:
         job: JobSpec,
         *,
         send: Callable[[Peer, m.AnyMessage], None],
-        observe: Callable[[s.Event], None],
         emit: Callable[[str, Mapping[str, object]], None],
         keep: Callable[[str, bytes], None],
     ) -> None:
         self._hosts, self._job = hosts, job
-        self._send, self._observe, self._emit, self._keep = send, observe, emit, keep
+        self._send, self._emit, self._keep = send, emit, keep
         self._groups: list[Group] = []
         # by client
         self._peers: dict[int, Peer] = {}
@@ -139,7 +137,9 @@ class JoinedHosts:
 
     # ---- time passes
 
-    def turn(self, state: Callable[[], s.State], placed: Mapping[int, int], now: float) -> None:
+    def turn(
+        self, state: Callable[[], s.State], placed: Mapping[int, int], now: float
+    ) -> Iterator[s.Event]:
         """Have more workers once hosts are there, and fewer before they go.
 
         Args:
@@ -154,17 +154,17 @@ class JoinedHosts:
             if not group.leaving and now - self._last_heartbeat[client] > LOST_S:
                 self.leave(client, now, f"their client was silent for {LOST_S:g} s")
             if group.leaving:
-                self._clear(group, state, placed, now)
+                yield from self._clear(group, state, placed, now)
             elif not group.counted and state().course:
-                self._gather(group, state, now)
+                yield from self._gather(group, state, now)
 
-    def _gather(self, group: Group, state: Callable[[], s.State], now: float) -> None:
+    def _gather(self, group: Group, state: Callable[[], s.State], now: float) -> Iterator[s.Event]:
         """Have more workers once all hosts are there, or some are and the others late."""
         client = group.client
         missing = sorted(set(group.numbers).intersection(self._hosts.missing))
         late = now - self._since[client] > GATHER_S
         if not missing or (late and len(missing) < len(group.numbers)):
-            self._count(group, state)
+            yield from self._count(group, state)
         elif not late or client in self._told:
             return
         if client in self._peers:
@@ -174,14 +174,14 @@ class JoinedHosts:
 
     def _count(
         self, group: Group, state: Callable[[], s.State], leaving: Collection[int] = ()
-    ) -> None:
+    ) -> Iterator[s.Event]:
         """Have more workers, or fewer again: first of all without those that are `leaving`."""
         workers = len(state().wanted - state().servers)
         workers += -group.workers if group.counted else group.workers
         if refuse_scale(state(), self._job, workers):
             group.workers = 0  # then nor do any leave
         else:
-            self._observe(s.Scaled(workers, tuple(group.numbers), frozenset(leaving)))
+            yield s.Scaled(workers, tuple(group.numbers), frozenset(leaving))
         group.counted = not group.counted
         self._save()
 
@@ -196,18 +196,17 @@ class JoinedHosts:
 
     def _clear(
         self, group: Group, state: Callable[[], s.State], placed: Mapping[int, int], now: float
-    ) -> None:
+    ) -> Iterator[s.Event]:
         """Have the workers leave; then the hosts may go."""
         here = {worker for worker, host in placed.items() if host in group.numbers}
         if group.counted:
-            self._count(group, state, here)
-        for worker in sorted(here):
-            self._observe(s.Noticed(worker))
+            yield from self._count(group, state, here)
+        yield from map(s.Noticed, sorted(here))
         late = now - self._since[group.client] > LEAVE_S
         if late or (not here and self._hosts.are_idle(group.numbers)):
-            self._remove(group)
+            yield from self._remove(group)
 
-    def _remove(self, group: Group) -> None:
+    def _remove(self, group: Group) -> Iterator[s.Event]:
         group.left = True
         self._save()
         text = "the run goes on without this host."
@@ -215,4 +214,4 @@ class JoinedHosts:
             self._send(peer, m.Refused(kind="Unwanted", text=text, exit_code=0))
         if group.client in self._peers:
             self._send(self._peers[group.client], m.Leave())
-        self._observe(s.HostJoined())  # another host starts what these were to start
+        yield s.HostJoined()  # another host starts what these were to start

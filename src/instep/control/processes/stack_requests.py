@@ -35,7 +35,7 @@ class _Asked:
     process: Process
     until: float
     since_bytes: int
-    """Of its log, when it was."""
+    """Length of its log when it was asked."""
     answered_bytes: int = 0
     """Length of its answer when the thread that reads was asked too; 0 before that."""
 
@@ -58,7 +58,7 @@ class StackRequests:
         return worker in self._asked
 
     def ask(self, hung: Hung, process: Process, now: float) -> None:
-        """Have a worker's process write its stack; if it was stopped, it is woken.
+        """Ask a worker's process for its stack; if it was stopped, wake it.
 
         Args:
             hung: the worker, and how it hangs.
