@@ -11,12 +11,17 @@ import http.server
 import io
 import json
 import threading
+import time
 from collections import Counter
+from concurrent.futures import wait
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import quote, unquote
 
 import fsspec
 from fsspec.spec import AbstractFileSystem
+
+from instep.data.shards import download
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -57,7 +62,7 @@ class Store:
     """A server of objects; `faults(method, name, number)` says what goes wrong, if anything."""
 
     def __init__(self):
-        self.objects, self.asked = {}, Counter()
+        self.objects, self.asked, self.stalls = {}, Counter(), 0
         self.faults, self.ended = lambda *_: "", threading.Event()
         self.after = lambda method, name: None
         self._lock = threading.Lock()
@@ -77,7 +82,9 @@ class Store:
     def next_fault(self, method, name):
         with self._lock:
             self.asked[f"{method} {name}"] += 1
-            return self.faults(method, name, sum(self.asked.values()))
+            fault = self.faults(method, name, sum(self.asked.values()))
+            self.stalls += fault == "stall"
+            return fault
 
     def do(self, method, name, body):
         with self._lock:
@@ -103,6 +110,30 @@ class Store:
         self.server.shutdown()
         self._thread.join()
         self.server.server_close()
+
+
+class LeapingClock:
+    """Let downloads see time leap when a store falls silent: what is answered is never too late.
+
+    Args:
+        store: whose stalls are seen.
+        monkeypatch: of the test.
+    """
+
+    def __init__(self, store, monkeypatch):
+        self._store = store
+        clock = SimpleNamespace(monotonic=self.monotonic, sleep=time.sleep)
+        monkeypatch.setattr(download, "time", clock)
+        monkeypatch.setattr(download, "wait", self._wait)
+
+    def monotonic(self):
+        return time.monotonic() + 1e6 * self._store.stalls
+
+    def _wait(self, futures, timeout):
+        until = self.monotonic() + timeout
+        while (found := wait(futures, 0.01)).not_done and self.monotonic() < until:
+            pass
+        return found
 
 
 class LoopbackFiles(AbstractFileSystem):

@@ -18,7 +18,6 @@ from instep.comm.codecs import CODECS
 from instep.comm.encryption.certificates import Authority
 from instep.comm.protocol.endpoint import Switchboard
 from instep.data.partition import PARTITIONS
-from instep.data.shards.download import file_system
 from instep.data.splits import COLUMNS, SPLITS
 from instep.errors import RecipeError, SpecError, WorkerError, file_beside
 from instep.job.mesh import OF_AXIS, MeshSpec
@@ -31,9 +30,10 @@ from instep.recipe.start.file import start_file
 from instep.recipe.start.url import local_copy
 from instep.report.loggers.base import check_loggers
 from instep.state.files.sharded import check_hashes
+from instep.store.copies.objects import check_url
 from instep.sync import LEASED, ROUNDS, SERVERS, STRATEGIES, clashes, defaults_of
 from instep.system.environment import ASKED, INSIDE
-from instep.words import is_url, listed, shown_url
+from instep.words import is_url, listed
 
 WILDCARDS = ("::", "::0", "[::]", "*")
 """Besides 0.0.0.0, what means every address of a machine."""
@@ -65,7 +65,7 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
     LAUNCHERS.check(job.launch.launcher, "launch.launcher")
     CODECS.check(job.sync.codec, "sync.codec")
     check_loggers(job.report.loggers)
-    _check_copies(job.checkpoint.copy_to)
+    check_url(job.checkpoint.copy_to)
     _check_split(job)
     _check_sync(job, resumed=resumed)
     clashes.check(job)
@@ -80,20 +80,6 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
     model = None if resumed else start_file(job.start)
     if model is not None:
         check_hashes(model)
-
-
-def _check_copies(to: str) -> None:
-    """Refuse a URL where nothing can be written, before there is something to write."""
-    if to.startswith(("http://", "https://")):
-        raise SpecError(
-            f"checkpoint.copy_to = {shown_url(to)!r}: a web server gives files, and takes none. "
-            "Give a URL such as s3://bucket/runs, or a folder."
-        )
-    if is_url(to):
-        try:
-            file_system(to)
-        except SpecError as error:
-            raise SpecError(f"checkpoint.copy_to: {error}") from None
 
 
 def _check_split(job: JobSpec) -> None:

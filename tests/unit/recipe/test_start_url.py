@@ -18,7 +18,7 @@ from instep.job.spec import JobSpec
 from instep.job.start import StartSpec
 from instep.recipe.start.file import start_file
 from instep.state.files.sharded import files_of
-from loopback_store import Store, installed
+from loopback_store import LeapingClock, Store, installed
 
 pytest.importorskip("aiohttp")
 
@@ -64,7 +64,7 @@ def test_a_model_at_a_url_is_the_local_one_and_is_asked_for_once(
     store, tmp_path, monkeypatch, protocol, named, fault
 ):
     if fault == "stall":
-        monkeypatch.setattr(download, "STALL_S", 1.0)
+        LeapingClock(store, monkeypatch)
     store.faults = lambda _, __, number: fault if number in (2, 5, 8) else ""
     url = f"{getattr(store, protocol)}/bucket/{named}"
     job = with_options(JobSpec(recipe="a.py:recipe", start=StartSpec(model=url)))

@@ -1,5 +1,6 @@
 """Copies of checkpoints: what is restored is whole and the newest, wherever copying was cut off."""
 
+import hashlib
 import json
 import shutil
 import time
@@ -16,19 +17,19 @@ from instep.state.intact import check
 from instep.state.retention import METRICS, Best
 from instep.state.save import CheckpointWriter
 from instep.state.snapshot import Snapshot
-from instep.store.copies import layout, upload
+from instep.store.copies import layout, records
 from instep.store.copies.follow import END_S, CopyFollower
 from instep.store.copies.restore import restore
 from instep.store.copies.upload import Copies
 from instep.store.folder import make_run_folder
-from loopback_store import Store, installed
+from loopback_store import LeapingClock, Store, installed
 
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):
     monkeypatch.setattr(download, "PAUSES_S", (0.0,) * 6)
     monkeypatch.setattr(layout, "BLOCK", 1000)
-    monkeypatch.setattr(upload, "BLOCK", 1000)
+    monkeypatch.setattr(records, "BLOCK", 1000)
     installed(tmp_path)
     store = Store()
     yield store
@@ -48,9 +49,11 @@ class Run:
 
     def follow_anew(self, now=time.monotonic):
         copies = Copies(self.path, self.url, self.spec)
-        self.follower = CopyFollower(
-            copies, self.url, lambda name, **fields: self.told.append((name, fields)), now
-        )
+        self.follower = CopyFollower(copies, self.url, self._tell, now)
+
+    def _tell(self, name, **fields):
+        if name != "copying":
+            self.told.append((name, fields))
 
     def save(self, step, value=0.0):
         """Saves a checkpoint as a worker does, when the records have grown."""
@@ -120,7 +123,7 @@ def test_whatever_the_store_does_the_newest_checkpoint_is_copied_in_the_end(
     store, tmp_path, monkeypatch, fault
 ):
     if fault == "stall":
-        monkeypatch.setattr(download, "STALL_S", 0.5)
+        LeapingClock(store, monkeypatch)
     run = Run(tmp_path, store.loop)
     store.faults = lambda _, __, number: fault if number % 9 == 4 else ""
     for step in (10, 20, 30):
@@ -221,14 +224,197 @@ def test_after_a_run_copying_ends_when_nothing_has_moved_for_a_minute(store, tmp
     assert (name, fields["text"][:31]) == ("failed", "the newest checkpoint is not at")
 
 
-def test_copies_of_steps_that_a_run_went_back_from_are_removed(store, tmp_path):
+def lost(checkpoint):
+    shutil.rmtree(checkpoint)
+
+
+def damaged(checkpoint):
+    file = checkpoint / "manifest.json"
+    file.write_bytes(file.read_bytes().replace(b"0", b"1"))
+
+
+def unreadable(checkpoint):
+    (checkpoint / "manifest.json").unlink()
+    (checkpoint / "manifest.json").mkdir()
+
+
+@pytest.mark.parametrize("anew", [False, True])
+@pytest.mark.parametrize("harm", [lost, damaged, unreadable])
+def test_a_newest_checkpoint_that_is_lost_here_is_kept_elsewhere_until_another_is_copied(
+    store, tmp_path, harm, anew
+):
     run = Run(tmp_path, store.loop)
     for step in (10, 20):
         run.save(step)
         run.copy()
-    shutil.rmtree(run.newest)
+    harm(run.newest)
+    if anew:
+        run.follow_anew()
+    assert run.copy() == (harm is not lost)
+    assert step_in(run.restored(tmp_path)) == 20
+    if harm is not lost:
+        run.copy()
+        assert [name for name, _ in run.told].count("warning") == 1
+        shutil.rmtree(run.newest)  # as resuming does
+    run.save(15)
     assert not run.copy()
+    assert step_in(run.restored(tmp_path)) == 15
+    assert not [name for name in store.objects if "step-00000020" in name]
+
+
+def test_when_a_run_goes_back_there_is_a_whole_copy_at_each_moment(store, tmp_path):
+    run, moments = Run(tmp_path, store.loop, keep_last=1), []
+    for step in (10, 20):
+        run.save(step)
+        run.copy()
+    shutil.rmtree(run.newest)
+    store.after = lambda method, _: moments.append(dict(store.objects)) if method != "GET" else 0
+    run.save(15)
+    assert not run.copy()
+    store.after, steps = lambda *_: None, set()
+    for moment in moments:
+        store.objects = moment
+        steps.add(step_in(run.restored(tmp_path)))
+    assert steps == {20, 15}
+
+
+def test_the_best_of_steps_that_a_run_went_back_from_do_not_count(store, tmp_path):
+    run = Run(tmp_path, store.loop, keep_last=1, keep_best=1)
+    for step, value in ((10, 2.0), (20, 1.0)):
+        run.save(step, value)
+        assert not run.copy()
+    shutil.rmtree(run.newest)
+    for step, value in ((12, 3.0), (14, 4.0)):
+        run.save(step, value)
+        assert not run.copy()
+    copied = {layout.step_of(name.split("/")[1]) for name in store.objects} - {None}
+    assert copied == {14, 12}
+
+
+def steps_with_objects(store):
+    return {layout.step_of(name.split("/")[1]) for name in store.objects} - {None}
+
+
+def test_of_copies_that_did_not_come_to_their_end_nothing_is_left(store, tmp_path):
+    run = Run(tmp_path, store.loop, keep_last=1)
+    store.faults = lambda method, name, _: "503" if name.endswith("copy.json") else ""
+    run.save(10)
+    assert run.copy()
+    assert steps_with_objects(store) == {10}
+    store.faults = lambda *_: ""
+    run.save(20)
+    assert not run.copy()
+    assert steps_with_objects(store) == {20}
+    for name in [name for name in store.objects if name.endswith("copy.json")]:
+        del store.objects[name]  # the machine was lost before it was written
+    run.save(30)
+    run.follow_anew()
+    assert not run.copy()
+    assert steps_with_objects(store) == {30}
+
+
+def test_a_copy_whose_end_could_not_be_seen_counts_and_is_not_written_with_other_bytes(
+    store, tmp_path
+):
+    run, pages = Run(tmp_path, store.loop, keep_last=2), set()
+    run.save(10)
+
+    def kept(method, name):
+        if method == "PUT" and name.endswith("copy.json"):
+            pages.add(store.objects[name])
+
+    store.after = kept
+    store.faults = lambda method, name, _: (
+        "503" if method == "HEAD" and name.endswith("copy.json") else ""
+    )
+    assert run.copy()
+    with open(run.path / "events.jsonl", "ab") as file:
+        file.write(b"grown\n")
+    assert run.copy()
+    store.faults = lambda *_: ""
+    with open(run.path / "events.jsonl", "ab") as file:
+        file.write(b"grown again\n")
+    assert not run.copy()
+    assert len(pages) == 1
     assert step_in(run.restored(tmp_path)) == 10
+
+
+def test_what_a_copy_of_another_format_needs_is_left(store, tmp_path):
+    run = Run(tmp_path, store.loop, keep_last=1)
+    run.save(10)
+    assert not run.copy()
+    (name,) = [name for name in store.objects if name.endswith("copy.json")]
+    table = json.loads(store.objects[name].split(b"\n")[0]) | {"format": 999}
+    line = json.dumps(table).encode() + b"\n"
+    store.objects[name] = line + hashlib.sha256(line).hexdigest().encode() + b"\n"
+    before = set(store.objects)
+    run.follow_anew()
+    for step in (20, 30):
+        run.save(step)
+        (run.path / "run.id").write_text((run.path / "run.id").read_text() + " ")
+        assert not run.copy()
+    assert before <= set(store.objects)
+
+
+def test_at_the_end_a_newest_checkpoint_without_a_copy_is_said(store, tmp_path):
+    def told_at_the_end(harm):
+        run = Run(tmp_path / harm.__name__, store.loop)
+        run.save(10)
+        harm(run)
+        run.follower.run_is_over()
+        assert not run.copy()
+        assert run.follower.gives_up()
+        return [(name, fields.get("text", "")) for name, fields in run.told][-1]
+
+    def nothing(_):
+        pass
+
+    def a_file_is_gone(run):
+        (run.newest / "model.safetensors").unlink()
+
+    def another_ledger(run):
+        (run.path / "ledger.bin").write_bytes(b"x" * (run.path / "ledger.bin").stat().st_size)
+
+    assert told_at_the_end(nothing)[0] == "finished"
+    name, text = told_at_the_end(a_file_is_gone)
+    assert (name, text[:31]) == ("failed", "the newest checkpoint is not at")
+    assert text.endswith("model.safetensors is missing")
+    name, text = told_at_the_end(another_ledger)
+    assert name == "failed"
+    assert "ledger" in text
+
+
+def test_checkpoints_that_cannot_be_listed_are_said_once_and_are_a_failure_at_the_end(
+    store, tmp_path
+):
+    run, later_s = Run(tmp_path, store.loop), [0.0]
+    run.follow_anew(lambda: time.monotonic() + later_s[0])
+    (run.path / "checkpoints").write_text("a file")
+    for pause_s in (1, 2, 4):
+        assert run.copy()
+        assert run.follower.pause_s == pause_s
+    assert [name for name, _ in run.told] == ["warning"]
+    assert "cannot be listed" in run.told[0][1]["text"]
+    run.follower.run_is_over()
+    later_s[0] = 2 * END_S
+    assert run.follower.gives_up()
+    assert run.told[-1][0] == "failed"
+
+
+def test_after_the_run_an_attempt_is_made_for_a_minute_however_long_the_store_was_away(
+    store, tmp_path
+):
+    run, later_s = Run(tmp_path, store.loop), [0.0]
+    run.follow_anew(lambda: time.monotonic() + later_s[0])
+    run.save(10)
+    store.faults = lambda *_: "503"
+    assert run.copy()
+    later_s[0] = 100 * END_S
+    run.follower.run_is_over()
+    assert run.copy()
+    assert not run.follower.gives_up()
+    later_s[0] += 2 * END_S
+    assert run.follower.gives_up()
 
 
 def test_a_copy_of_which_any_object_is_damaged_is_left_aside_for_the_one_before(store, tmp_path):
@@ -260,6 +446,7 @@ def test_a_checkpoint_that_is_damaged_here_is_not_copied_and_is_said_once(store,
     for _ in range(3):
         assert not run.copy()
     assert [f["text"].count("is damaged") for n, f in run.told if n == "warning"] == [1]
+    assert steps_with_objects(store) == {10}
     assert step_in(run.restored(tmp_path)) == 10
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from instep.client.copying import followed
+from instep.client.copying import check_not_elsewhere, followed
 from instep.client.job_checks import with_options
 from instep.client.join import meeting as meetings
 from instep.client.join import refusal
@@ -163,6 +163,8 @@ class Host:
         """Lock a run folder; returns where training starts, None if the run is complete."""
         job = self._job
         if not (resume and (runs / job.name / "job.toml").is_file()):
+            if resume:
+                check_not_elsewhere(job, runs)
             job = self._job = with_options(job)
             self.folder = make_run_folder(runs, job, named=False)
             self._hold.enter_context(held(self.folder))

@@ -3,7 +3,7 @@
 fsspec moves bytes; its own caches hand out half-written files, and some of its file systems wait
 for a silent server for minutes or for ever, so a download that stands still is given up here, and
 tried again. Where files are kept, and what they are compared with, is not known. Ways in:
-`file_system`, `tried`, `copied`.
+`file_system`, `reached`, `tried`, `copied`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from instep.errors import DataError, SpecError, one_line
+from instep.errors import DataError, RunError, SpecError, one_line
 from instep.words import shown_url
 
 PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
@@ -37,6 +38,7 @@ def file_system(url: str, **options: Any) -> Any:
 
     Raises:
         SpecError: fsspec, or what it needs for this URL, is not installed.
+        Exception: it connects at once (SFTP, FTP), and cannot; `reached` tries again.
     """
     protocol = url.partition("://")[0]
     try:
@@ -59,6 +61,19 @@ def file_system(url: str, **options: Any) -> Any:
         raise SpecError(f"{shown_url(url)} cannot be read: {one_line(error)}.") from None
 
 
+def reached(url: str) -> Any:
+    """The file system of a URL, several times tried.
+
+    Raises:
+        SpecError: fsspec, or what it needs for this URL, is not installed.
+        DataError: it does not answer.
+    """
+    try:
+        return tried(lambda _: file_system(url), shown_url(url))
+    except FileNotFoundError as error:
+        raise DataError(f"{shown_url(url)} cannot be read: {one_line(error)}.") from None
+
+
 def chunks(files: Any, url: str) -> Iterator[bytes]:
     """The bytes of a file; of a web server as one stream, since not every one gives ranges."""
     how: dict[str, Any] = {"cache_type": "none"}
@@ -74,26 +89,45 @@ def copied(
     url: str,
     path: Path,
     moves: Callable[[], None],
+    unwritable: Callable[[OSError], Exception],
     take: Callable[[bytes], object] = lambda _: None,
 ) -> int:
     """Write the bytes of a file to a path, durably; returns how many.
+
+    The errors of the file system are raised as they come.
 
     Args:
         files: the file system.
         url: of the file.
         path: here.
         moves: called whenever something has come.
+        unwritable: makes the error that is raised where this host is at fault, for which another
+            attempt would be no better.
         take: given all bytes in their order, as for a checksum.
     """
     size = 0
-    with open(path, "wb") as file:
+    with ExitStack() as stack:
+        with _of_this_host(unwritable):
+            file = stack.enter_context(open(path, "wb", buffering=0))
         for data in chunks(files, url):
             moves()
             take(data)
-            size += file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+            view = memoryview(data)
+            with _of_this_host(unwritable):
+                while view:
+                    view = view[file.write(view) :]
+            size += len(data)
+        with _of_this_host(unwritable):
+            os.fsync(file.fileno())
     return size
+
+
+@contextmanager
+def _of_this_host(unwritable: Callable[[OSError], Exception]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(error) from None
 
 
 def tried(read: Callable[[Callable[[], None]], Any], what: str) -> Any:
@@ -110,7 +144,7 @@ def tried(read: Callable[[Callable[[], None]], Any], what: str) -> Any:
     for pause_s in (*PAUSES_S, None):
         try:
             return moving(read)
-        except (SpecError, DataError):
+        except (SpecError, DataError, RunError):
             raise
         except Exception as error:  # of whatever kind the file system has
             if isinstance(error, FileNotFoundError) and _says_so(error):
@@ -131,27 +165,34 @@ def _says_so(error: FileNotFoundError) -> bool:
     return cause is None or getattr(cause, "status", 0) in (404, 410)
 
 
-def moving(read: Callable[[Callable[[], None]], Any], stall_s: float | None = None) -> Any:
+def moving(read: Callable[[Callable[..., None]], Any], stall_s: float | None = None) -> Any:
     """Call a function that moves bytes in a thread, left to itself once nothing moves any more.
 
     Args:
-        read: calls what it is given whenever something has come.
-        stall_s: how long nothing may come; `STALL_S` if not given.
+        read: calls what it is given whenever something has moved; with seconds, if the next may
+            take so much longer.
+        stall_s: how long nothing may move; `STALL_S` if not given.
 
     Raises:
-        WrongBytes: nothing came for so long.
+        WrongBytes: nothing moved for so long.
     """
     stall_s = STALL_S if stall_s is None else stall_s
-    last, found = [time.monotonic()], Future[Any]()
+    last, found = [(time.monotonic(), stall_s)], Future[Any]()
+
+    def moves(more_s: float = 0.0) -> None:
+        last[0] = time.monotonic(), stall_s + more_s
 
     def work() -> None:
         try:
-            found.set_result(read(lambda: last.__setitem__(0, time.monotonic())))
+            found.set_result(read(moves))
         except BaseException as error:  # raised where it is waited for
             found.set_exception(error)
 
     threading.Thread(target=work, name="instep-download", daemon=True).start()
-    while wait([found], timeout=max(last[0] + stall_s - time.monotonic(), 0)).not_done:
-        if time.monotonic() - last[0] >= stall_s:
-            raise WrongBytes(f"nothing came for {stall_s:g} s")
-    return found.result()
+    while True:
+        moved_at, most_s = last[0]
+        left_s = moved_at + most_s - time.monotonic()
+        if not wait([found], timeout=max(left_s, 0)).not_done:
+            return found.result()
+        if left_s <= 0:
+            raise WrongBytes(f"nothing came for {most_s:g} s")

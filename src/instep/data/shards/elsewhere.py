@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import urlsplit
 
 from instep.data.shards import download
-from instep.data.shards.download import WrongBytes, copied, file_system, tried
+from instep.data.shards.download import WrongBytes, copied, reached, tried
 from instep.data.shards.remote import CACHE, cache
 from instep.errors import DataError, RunError, SpecError
 from instep.units import readable_bytes
@@ -108,7 +108,7 @@ def side_by_side(
     """
     if _KEY.fullmatch(version) and _kept(_root() / version / _WHOLE, lambda: False):
         return _root() / version / _name(url), version
-    files = file_system(url)
+    files = reached(url)
     for pause_s in (*download.PAUSES_S, 0.0):
         versions = {each: _version_at(files, each) for each in find(files)}
         key = _key(list(versions.items()))
@@ -140,7 +140,7 @@ def is_there(files: Any, url: str) -> bool:
 def _named(source: str) -> list[str]:
     if "*" not in source:
         return [source]
-    files = file_system(source)
+    files = reached(source)
     names = _reached(lambda: files.glob(source), source)
     if not names:
         raise SpecError(f"{shown_url(source)!r} names no file.")
@@ -167,7 +167,7 @@ def _reached(ask: Callable[[], Any], url: str) -> Any:
 
 
 def _copy_of(url: str) -> RawCopy:
-    files = file_system(url)
+    files = reached(url)
     for pause_s in (*download.PAUSES_S, 0.0):
         version = _version_at(files, url)
         path = _root() / _key((url, version)) / _name(url)
@@ -231,10 +231,15 @@ def _root() -> Path:
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RunError(
-            f"the cache {root} cannot be written: {error.strerror}. Set {CACHE} to another folder."
-        ) from None
+        raise _unwritable(error) from None
     return root
+
+
+def _unwritable(error: OSError) -> RunError:
+    return RunError(
+        f"the cache {cache() / 'sources'} cannot be written: {error.strerror}. Free some room, or "
+        f"set {CACHE} to another folder."
+    )
 
 
 def _lock(folder: Path) -> Path:
@@ -257,19 +262,21 @@ def _fetch(files: Any, url: str, version: _Pinned, path: Path) -> bool:
 
     def attempt(moves: Callable[[], None]) -> Path | None:
         beside = path.with_name(f".{secrets.token_hex(4)}")
-        size = copied(files, url, beside, moves)
+        size = copied(files, url, beside, moves, _unwritable)
         if _version(files.info(url)) != version:
             return None
         if version.size not in (None, size):
             raise WrongBytes(f"{size:,} bytes came, and it has {version.size:,}")
         return beside
 
-    # An attempt that was given up renames nothing, should it end after all.
-    beside = _reached_file(attempt, url)
-    if beside is not None:
-        beside.replace(path)
-    for left in path.parent.glob(".*"):
-        left.unlink(missing_ok=True)
+    try:
+        # An attempt that was given up renames nothing, should it end after all.
+        beside = _reached_file(attempt, url)
+        if beside is not None:
+            beside.replace(path)
+    finally:
+        for left in path.parent.glob(".*"):
+            left.unlink(missing_ok=True)
     return beside is not None
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from select import select
 from typing import Any
 
-from instep.errors import CheckpointError, one_line
+from instep.errors import CheckpointError, InstepError, one_line
 from instep.job import file as spec_file
 from instep.store.copies.layout import base_of
 from instep.store.copies.upload import Copies
@@ -35,10 +35,13 @@ LONGEST_PAUSE_S = 60.0
 """Before an attempt; the first pause is `LOOK_S`, and each is twice the one before."""
 
 END_S = 60.0
-"""After the run, copying ends when nothing was copied for so long."""
+"""After the run, copying ends when nothing has moved for so long, and no attempt is in flight."""
 
 Tell = Callable[..., None]
-"""Takes the name of an event, and its fields; `failed` and `finished` are no events."""
+"""Takes the name of an event, and its fields; those of `NOTES` are none."""
+
+NOTES = ("copying", "failed", "finished")
+"""For the client alone: what is being done, and at the end, how it ended."""
 
 
 class CopyFollower:
@@ -56,6 +59,7 @@ class CopyFollower:
     ) -> None:
         self._copies, self._url, self._tell, self._now = copies, shown_url(url), tell, now
         self._failing: float | None = None  # since when
+        self._over_at: float | None = None  # when the run was found to be over
         self._why = ""
         self.pause_s = LOOK_S
         """Seconds until the next look."""
@@ -70,21 +74,30 @@ class CopyFollower:
         try:
             self._copies.look()
             while (checkpoint := self._copies.missing()) is not None:
-                began = self._now()
-                copied = self._copies.copy(checkpoint)
-                self._works()
-                if copied is None:
-                    break  # there is another one at the next look
-                step, size = copied
-                fields = {"step": step, "url": self._url, "size_bytes": size}
-                self._tell("checkpoint_copied", **fields, seconds=self._now() - began)
+                if not self._copy(checkpoint):
+                    break
                 self._copies.remove_old()
             self._copies.remove_old()
             self._works()
-        except CheckpointError as error:
-            self._tell("warning", text=str(error))
         except Exception as error:  # of whatever kind the file system has
             self._fails(error)
+
+    def _copy(self, checkpoint: Path) -> bool:
+        """Copy a checkpoint, or say why it is refused; False if it is gone."""
+        began = self._now()
+        self._tell("copying", text=f"{checkpoint.name} is being copied to {self._url}")
+        try:
+            copied = self._copies.copy(checkpoint)
+        except CheckpointError as error:
+            self._tell("warning", text=str(error))
+            return True
+        self._works()
+        if copied is None:
+            return False  # there is another one at the next look
+        step, size = copied
+        fields = {"step": step, "url": self._url, "size_bytes": size}
+        self._tell("checkpoint_copied", **fields, seconds=self._now() - began)
+        return True
 
     def _works(self) -> None:
         if self._failing is not None:
@@ -92,25 +105,37 @@ class CopyFollower:
         self._failing, self.pause_s = None, LOOK_S
 
     def _fails(self, error: Exception) -> None:
-        self._why = one_line(error.__cause__ or error) or type(error).__name__
+        said = error if isinstance(error, InstepError) else error.__cause__ or error
+        self._why = one_line(said) or type(said).__name__
         if self._failing is None:
             traceback.print_exception(error)
             self._failing = self._now()
-            self._tell(
-                "warning",
-                text=f"checkpoints cannot be copied to {self._url}: {self._why}. Training goes "
-                "on, and it is tried again.",
-            )
+            what = f"checkpoints cannot be copied to {self._url}: {self._why.rstrip('.')}."
+            then = "Training goes on, and it is tried again."
+            if self._over_at is not None:
+                then = f"It is tried again for {END_S:g} s."
+            self._tell("warning", text=f"{what} {then}")
+        waits = f"the newest checkpoint is not at {self._url} yet: {self._why.rstrip('.')}"
+        self._tell("copying", text=waits)
         self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
 
+    def run_is_over(self) -> None:
+        """From now on an end is wanted, though not before the newest checkpoint is copied."""
+        self._over_at = self._now()
+
     def gives_up(self) -> bool:
-        """Whether nothing was copied for too long, now that the run is over; says so."""
-        if not self.failing:
-            return True
-        if self._now() - self._copies.moved_at < END_S:
-            self.pause_s = min(self.pause_s, END_S / 10)
-            return False
-        self._tell("failed", text=f"the newest checkpoint is not at {self._url}: {self._why}")
+        """Whether all is copied, or nothing was for too long since the run was over; says which."""
+        if self.failing:
+            since = max(self._copies.moved_at, self._over_at or 0.0)
+            if self._now() - since < END_S:
+                self.pause_s = min(self.pause_s, END_S / 10)
+                return False
+        if why := self._why if self.failing else self._copies.lacks:
+            self._tell(
+                "failed", text=f"the newest checkpoint is not at {self._url}: {why.rstrip('.')}"
+            )
+        else:
+            self._tell("finished", url=self._url)
         return True
 
 
@@ -125,18 +150,13 @@ def follow(run: Path, tell: Tell, closed: Callable[[float], bool]) -> None:
     job = spec_file.load(run / "job.toml")
     url = base_of(job, run)
     follower = CopyFollower(Copies(run, url, job.checkpoint), url, tell)
-    over = False
-    while True:
-        over = over or closed(0.0)
+    while not closed(follower.pause_s):
         follower.look()
-        if over and follower.gives_up():
-            break
-        if over:
-            time.sleep(follower.pause_s)
-        else:
-            over = closed(follower.pause_s)
-    if not follower.failing:
-        tell("finished", url=shown_url(url))
+    follower.run_is_over()
+    follower.look()
+    while not follower.gives_up():
+        time.sleep(follower.pause_s)
+        follower.look()
 
 
 def _closed(seconds: float) -> bool:

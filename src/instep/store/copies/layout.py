@@ -62,9 +62,12 @@ class Copy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 def base_of(job: JobSpec, run: Path) -> str:
     """The URL of a run's copies."""
-    to = job.checkpoint.copy_to.rstrip("/")
-    place = to if is_url(to) else f"file://{Path(to or '/').expanduser().absolute()}"
-    return f"{place}/{job.name}-{run_id(run)[:8]}"
+    return f"{url_of(job.checkpoint.copy_to)}/{job.name}-{run_id(run)[:8]}"
+
+
+def url_of(place: str) -> str:
+    """The URL of a place, which may be a folder of this machine."""
+    return place.rstrip("/") if is_url(place) else f"file://{Path(place).expanduser().absolute()}"
 
 
 def name_of(step: int, manifest: bytes) -> str:
@@ -84,17 +87,22 @@ def encode(copy: Copy) -> bytes:
     return line + hashlib.sha256(line).hexdigest().encode() + b"\n"
 
 
+def is_intact(data: bytes) -> bool:
+    """Whether these are the bytes of a `copy.json`, of whatever format, to their end."""
+    line, _, digest = data.partition(b"\n")
+    return digest.strip() == hashlib.sha256(line + b"\n").hexdigest().encode()
+
+
 def decode(data: bytes, source: str) -> Copy:
     """Read the bytes of `copy.json`.
 
     Raises:
         CheckpointError: damaged, cut short, or of another format.
     """
-    line, _, digest = data.partition(b"\n")
-    if digest.strip() != hashlib.sha256(line + b"\n").hexdigest().encode():
+    if not is_intact(data):
         raise CheckpointError(f"{source} is damaged: its checksum does not fit its text.")
     try:
-        table = json.loads(line)
+        table = json.loads(data.partition(b"\n")[0])
         found = table.get("format") if isinstance(table, dict) else None
         if type(found) is int and found != FORMAT:
             raise CheckpointError(other_format(source, found, table.get("instep")))
