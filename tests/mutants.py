@@ -27,7 +27,9 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 CORE = (
     "checksums.py", "comm/codecs", "comm/protocol/connection.py", "comm/buckets.py",
-    "control/decide.py", "control/keys.py", "control/losses.py", "control/watch.py",
+    "control/decisions/decide.py", "control/decisions/generations.py",
+    "control/decisions/losses.py", "control/decisions/membership.py",
+    "control/decisions/replacing.py", "control/keys.py", "control/watch.py",
     "data/dealing.py",
     "data/batches.py", "data/order.py", "data/partition", "data/raw", "data/reading", "data/shards",
     "data/splits", "data/windowed.py", "plain_file.py", "prepare",

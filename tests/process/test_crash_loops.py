@@ -9,7 +9,7 @@ import pytest
 from deadly import BATCH, FIRST, KNOWN_BY, MARKED, SAMPLES, SEED
 from started import TIMEOUT_S, Start, Started
 
-from instep.control.crash_loop import MOST_APART
+from instep.control.decisions.crash_loop import MOST_APART
 from instep.store.run_folder import RunFolder
 from instep.system.limits import UNKNOWN_S
 from marks import long, slow

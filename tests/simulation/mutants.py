@@ -16,10 +16,12 @@ from msgspec import structs
 
 from instep.comm.protocol.connection import MasterConnection
 from instep.comm.protocol.messages import Broken, Done, Formed, Welcome
-from instep.control import decide as decisions
-from instep.control import losses
+from instep.control.decisions import decide as decisions
+from instep.control.decisions import generations, losses, membership, replacing
+from instep.control.decisions.actions import GoBack, Kill
+from instep.control.decisions.phases import IN_A_GROUP, Member, Phase
+from instep.control.decisions.state import State
 from instep.control.keys import Keys
-from instep.control.state import IN_A_GROUP, GoBack, Kill, Member, Phase, State
 from instep.control.stop_rules import Rules
 from instep.control.watch import Watch
 from instep.data.dealing import deal
@@ -221,7 +223,7 @@ def _owes_nothing(real: Callable[..., Any]) -> Callable[..., Any]:
 def _restarted_as_if_told(real: Callable[..., Any]) -> Callable[..., Any]:
     def mutant(state: State, now: float) -> Any:
         if state.phase == "gathering":
-            return state, decisions._starts(state)
+            return state, generations.starts(state)
         return real(state, now)
 
     return mutant
@@ -240,10 +242,10 @@ MUTANTS: dict[str, tuple[Any, str, Change]] = {
         "ready",
         lambda real: property(lambda state: state.living),
     ),
-    "the last word of an earlier generation counts": (decisions, "_last_message", _any_generation),
-    "the run never goes back": (decisions, "_advance", _without(GoBack)),
+    "the last word of an earlier generation counts": (replacing, "last_message", _any_generation),
+    "the run never goes back": (generations, "advance", _without(GoBack)),
     "a group that broke is not formed again": (decisions, "_broke", _ignored),
-    "a worker that hangs is not killed": (decisions, "_hung", _without(Kill)),
+    "a worker that hangs is not killed": (replacing, "hung", _without(Kill)),
     "a worker that reconnects is told nothing": (
         decisions,
         "_reminders",
@@ -265,13 +267,13 @@ MUTANTS: dict[str, tuple[Any, str, Change]] = {
     "Broken is not sent again": (MasterConnection, "_connect_to_next", _forgets(Broken)),
     # found by these stories
     "a member that may have committed is not asked": (
-        decisions,
-        "_next_generation",
+        generations,
+        "next_generation",
         _given(members=_with_members(_not_in_a_group)),
     ),
     "a worker that leaves goes before the others hold the state": (
-        decisions,
-        "_next_generation",
+        generations,
+        "next_generation",
         _given(members=_with_members(_holds_only_if_wanted)),
     ),
     "a lost worker cannot have committed anything": (
@@ -308,14 +310,14 @@ MUTANTS: dict[str, tuple[Any, str, Change]] = {
     ),
     # against draining
     "a worker that leaves does not drain": (
-        decisions,
-        "_next_generation",
+        generations,
+        "next_generation",
         _given(drains=lambda state: False),
     ),
-    "a draining worker gets work": (decisions, "_form", _form_without("draining")),
+    "a draining worker gets work": (generations, "form", _form_without("draining")),
     "a group that broke has drained": (
-        decisions,
-        "_next_generation",
+        generations,
+        "next_generation",
         _any_has_drained,
     ),
     "a worker that is lost while it leaves owes nothing": (losses, "lose", _owes_nothing),
@@ -397,10 +399,10 @@ MUTANTS: dict[str, tuple[Any, str, Change]] = {
         "keep",
         _nothing,
     ),
-    "a worker that leaves goes without its fellows": (decisions, "_noticed", _alone),
+    "a worker that leaves goes without its fellows": (membership, "noticed", _alone),
     # against servers
-    "a lost server is not replaced": (decisions, "_replace", _server_dropped),
-    "a server is a worker": (decisions, "_form", _form_without("servers")),
+    "a lost server is not replaced": (replacing, "_replace", _server_dropped),
+    "a server is a worker": (generations, "form", _form_without("servers")),
 }
 """Module or class, the name in it, and what is made of what it names."""
 

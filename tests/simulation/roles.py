@@ -23,9 +23,9 @@ from instep.comm.protocol.connection import MasterConnection
 from instep.comm.protocol.messages import Form, Hello
 from instep.control import master as master_module
 from instep.control import pacing, recorder
+from instep.control.decisions.state import State
 from instep.control.master import Master
 from instep.control.processes import inbox, reception, roster, stack_requests
-from instep.control.state import State
 from instep.errors import PeerError
 from instep.events import STEPS
 from instep.store.folder import StartPoint

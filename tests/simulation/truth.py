@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from instep.comm.protocol.messages import Form
-from instep.control.state import State
+from instep.control.decisions.state import State
 from instep.data.order import position
 from instep.engine.passes import Pass, parts_of, positions_of
 from instep.job.train import TrainSpec

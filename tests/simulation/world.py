@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from instep.comm.protocol import messages as m
+from instep.control.decisions.actions import Finish
 from instep.control.master import Outcome
-from instep.control.state import Finish
 from instep.job import file as spec_file
 
 from .engine import TIME, Death, Engine, Listener, Process, Violation

@@ -33,7 +33,7 @@ from instep.comm.protocol.messages import (
     Over,
     Refused,
 )
-from instep.control.endings import signal_name
+from instep.control.decisions.endings import signal_name
 from instep.errors import RunError
 from instep.launch.base import Launcher
 from instep.store.own_files import gone

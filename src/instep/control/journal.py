@@ -24,7 +24,9 @@ from typing import TypeVar
 
 import msgspec
 
-from instep.control.state import Event, Member, State
+from instep.control.decisions.events import Event
+from instep.control.decisions.phases import Member
+from instep.control.decisions.state import State
 from instep.errors import RunError
 from instep.plain_file import PRIVATE, check_plain, read_plain
 from instep.store.folder import StartPoint

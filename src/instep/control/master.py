@@ -21,9 +21,22 @@ from typing import Any
 from instep.comm.protocol import messages as m
 from instep.comm.protocol.channel import MOST_UNTRUSTED, Peer
 from instep.comm.protocol.endpoint import Switchboard
-from instep.control import endings
-from instep.control import state as s
-from instep.control.decide import decide
+from instep.control.decisions import endings
+from instep.control.decisions.actions import (
+    Action,
+    Finish,
+    Forget,
+    GoBack,
+    Kill,
+    KillAll,
+    Log,
+    Send,
+    Start,
+)
+from instep.control.decisions.decide import decide
+from instep.control.decisions.events import Event, Interrupted, Restarted, Tick, WentBack
+from instep.control.decisions.phases import TransitionError
+from instep.control.decisions.state import Blame, State, TimeLimit, first_members
 from instep.control.hosts.hosts import BACK_S, GATHER_S, Hosts, Process
 from instep.control.hosts.joined_hosts import KEY as JOINED_HOSTS
 from instep.control.hosts.joined_hosts import JoinedHosts
@@ -60,7 +73,7 @@ _HELLO_EACH_S = 0.01
 class Outcome(Exception):
     """How a run ended; raised inside the shell to leave its loop, returned by `serve`."""
 
-    def __init__(self, finish: s.Finish, blame: s.Blame | None) -> None:
+    def __init__(self, finish: Finish, blame: Blame | None) -> None:
         super().__init__(finish.outcome)
         self.finish, self.blame = finish, blame
 
@@ -107,7 +120,7 @@ class Master:
         self._encrypted = switchboard.authority is not None
         self._ignored: set[str] = set()
         self._interrupts: list[str] = []
-        self._state, self._pacing = s.State(), Pacing()
+        self._state, self._pacing = State(), Pacing()
         self._recorder, self._verdicts = Recorder(run, views), Verdicts(job, start_point.figures)
         self._keys, self._stack_requests = Keys(), StackRequests(run)
         self._watch, self._parted = Watch(ranks=job.mesh.ranks), Parted()
@@ -136,7 +149,7 @@ class Master:
         job, run, roster = self._job, self._run, self._roster
         recorder, watch = self._recorder, self._watch
 
-        def state() -> s.State:
+        def state() -> State:
             return self._state
 
         self._places = WorkerPlaces(
@@ -182,8 +195,8 @@ class Master:
     def _begin(self, about: Mapping[str, Any], start_point: StartPoint) -> None:
         now, limit_s = time.monotonic(), self._job.stop.time_limit_s
         servers = servers_of(self._job.sync)
-        self._state = s.State(
-            members=s.first_members(self._job.workers, servers),
+        self._state = State(
+            members=first_members(self._job.workers, servers),
             ranks=self._job.mesh.ranks,
             drains=self._job.sync.own_state and self._job.sync.name not in LEASED,
             recovers=self._hosted,
@@ -192,7 +205,7 @@ class Master:
             since=now,
             generation=start_point.generations,
             checkpoint=str(start_point.checkpoint or ""),
-            time_limit=s.TimeLimit(limit_s, now, start_point.spent_s) if limit_s else None,
+            time_limit=TimeLimit(limit_s, now, start_point.spent_s) if limit_s else None,
         )
         more: dict[str, Any] = {}
         if start_point.generations:
@@ -205,7 +218,7 @@ class Master:
         self._recorder.warn(*start_point.warnings)
         self._recorder.show_ledger()
 
-    def _take_over(self, known: s.State, began_at: int) -> None:
+    def _take_over(self, known: State, began_at: int) -> None:
         """Continue where a master was lost; the processes are about to connect again."""
         assert self._journal is not None
         self._state, now = known, time.monotonic()
@@ -230,7 +243,7 @@ class Master:
             self._watch.begins(worker, now)
         for missed in self._verdicts.take_over(folder, began_at):
             self._observe(missed)
-        self._observe(s.Restarted())
+        self._observe(Restarted())
 
     @property
     def stale(self) -> Process | None:
@@ -257,7 +270,7 @@ class Master:
             while followed and self._roster.client is None and time.monotonic() < deadline:
                 self._turn()  # it may be about to connect again
             if followed:
-                self._act(s.KillAll())  # processes that have come since
+                self._act(KillAll())  # processes that have come since
             # before `Over`, at which the client ends this process, and prints itself
             self._recorder.show(lambda view: view.close())
             over = endings.over(finish, outcome.blame)
@@ -275,7 +288,7 @@ class Master:
         self._read()
         while self._interrupts:
             by = self._interrupts.pop(0)
-            self._observe(s.Interrupted(by, self._recorder.committed))
+            self._observe(Interrupted(by, self._recorder.committed))
         if self._pacing.is_due(time.monotonic()):
             self._look()
 
@@ -287,7 +300,7 @@ class Master:
         self._follow(self._liveness.progress(time.monotonic()))
         for peer in self._hub.late(_HELLO_S + _HELLO_EACH_S * len(self._state.wanted)):
             self._hub.drop(peer)
-        self._observe(s.Tick(self._recorder.committed))
+        self._observe(Tick(self._recorder.committed))
         if self._hosts.several:
             told = self._parted.look(self._recorder.committed, self._state.broken)
             self._recorder.warn(*[told] if told else [])
@@ -356,16 +369,16 @@ class Master:
             case _:
                 try:
                     self._decide(found)
-                except s.TransitionError as error:
+                except TransitionError as error:
                     self._report(found, error)
 
-    def _report(self, event: s.Event, error: s.TransitionError) -> None:
+    def _report(self, event: Event, error: TransitionError) -> None:
         text = f"{type(event).__name__} was ignored: {error}. This is an error of instep."
         if text not in self._ignored:
             self._ignored.add(text)
             self._recorder.warn(text)
 
-    def _decide(self, event: s.Event) -> None:
+    def _decide(self, event: Event) -> None:
         """Decide on an event, keep the decision, act on it.
 
         Raises:
@@ -380,26 +393,26 @@ class Master:
         for action in actions:
             self._act(action)
 
-    def _act(self, action: s.Action) -> None:
+    def _act(self, action: Action) -> None:
         match action:
-            case s.Send(worker, message):
+            case Send(worker, message):
                 self._send(worker, message)
-            case s.Log(name, fields):
+            case Log(name, fields):
                 if name == "generation_started":  # the keys of the one before are not needed
                     self._forget(m.keys_of_generation())
                 self._recorder.emit(name, fields)
-            case s.Kill(worker):
+            case Kill(worker):
                 if (process := self._roster.worker(worker).process) is not None:
                     process.signal(signal.SIGKILL)
-            case s.Forget(replica):
+            case Forget(replica):
                 self._forget(m.keys_of_replica(replica))
-            case s.KillAll():
+            case KillAll():
                 self._kill_all()
-            case s.GoBack():
+            case GoBack():
                 self._go_back()
-            case s.Start(worker):
+            case Start(worker):
                 self._places.start(worker)
-            case s.Finish():
+            case Finish():
                 raise Outcome(action, self._state.blame)
 
     def _keep(self, key: str, value: bytes) -> None:
@@ -443,7 +456,7 @@ class Master:
         path = str(start_point.checkpoint or "")
         self._recorder.emit("went_back", {"resumed_step": start_point.step, "path": path})
         self._recorder.warn(*start_point.warnings)
-        self._observe(s.WentBack(path, start_point.step))
+        self._observe(WentBack(path, start_point.step))
 
     def _close(self) -> None:
         self._recorder.close()

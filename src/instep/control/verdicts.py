@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from instep.comm.protocol.messages import Figures
-from instep.control.state import RolledBack
+from instep.control.decisions.events import RolledBack
 from instep.control.stop_rules import Fired, Judge, recorded
 from instep.job.spec import JobSpec
 from instep.store.run_folder import RunFolder

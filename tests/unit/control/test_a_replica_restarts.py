@@ -11,7 +11,7 @@ import pytest
 from instep.comm.protocol import messages as m
 from instep.comm.protocol.channel import Channel
 from instep.comm.protocol.endpoint import Switchboard
-from instep.control import endings
+from instep.control.decisions import endings
 from instep.control.journal import Begin, Journal
 from instep.control.master import Master
 from instep.job import file as spec_file

@@ -13,7 +13,8 @@ import pytest
 from instep.comm.protocol import messages as m
 from instep.comm.protocol.channel import Channel
 from instep.comm.protocol.endpoint import Switchboard
-from instep.control import endings, watch
+from instep.control import watch
+from instep.control.decisions import endings
 from instep.control.master import Master
 from instep.control.processes import liveness
 from instep.engine.member import Member

@@ -3,35 +3,31 @@
 import pytest
 
 from instep.comm.protocol.messages import Done, Form, Regroup, Release, Stop
-from instep.control.crash_loop import MOST_APART, MOST_HANGS
-from instep.control.decide import BUILDING_S, decide, refuse_scale
-from instep.control.state import (
+from instep.control.decisions.actions import GoBack, Kill, KillAll, Log, Send, Start
+from instep.control.decisions.crash_loop import MOST_APART, MOST_HANGS
+from instep.control.decisions.decide import decide
+from instep.control.decisions.events import (
     Broke,
     Built,
     Ended,
     Formed,
-    GoBack,
     HostJoined,
     Hung,
     Interrupted,
     Joined,
-    Kill,
-    KillAll,
     LastMessage,
-    Log,
     Noticed,
     Reconnected,
     Restarted,
     Scaled,
-    Send,
-    Start,
-    State,
     Stuck,
     Tick,
-    TransitionError,
     WentBack,
-    first_members,
 )
+from instep.control.decisions.generations import BUILDING_S
+from instep.control.decisions.membership import refuse_scale
+from instep.control.decisions.phases import TransitionError
+from instep.control.decisions.state import State, first_members
 from instep.errors import PeerError
 from instep.job import file as spec_file
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from instep.comm.protocol.messages import Heartbeat
-from instep.control import state as s
+from instep.control.decisions.events import Hung
 from instep.control.hosts.hosts import LAST_S, RemoteProcess
 from instep.control.processes.liveness import Liveness
 from instep.control.processes.observations import Exit
@@ -51,7 +51,7 @@ def given_up(worker, silent_s, copied):
     parts = dict.fromkeys(["places", "watch", "stack_requests", "recorder"])
     liveness = Liveness(roster=roster, state=lambda: state, hosted=True, copied=copied, **parts)
     (*found,) = (each for each in liveness.hosts(now) if not isinstance(each, Exit))
-    assert all(isinstance(each, s.Hung) and each.worker == worker for each in found)
+    assert all(isinstance(each, Hung) and each.worker == worker for each in found)
     return bool(found)
 
 

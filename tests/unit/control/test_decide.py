@@ -18,8 +18,9 @@ from instep.comm.protocol.messages import (
     Stop,
     Whereabouts,
 )
-from instep.control import endings
-from instep.control.crash_loop import (
+from instep.control.decisions import endings
+from instep.control.decisions.actions import Finish, GoBack, Kill, KillAll, Log, Send, Start
+from instep.control.decisions.crash_loop import (
     MAX_CRASHES,
     MOST_APART,
     MOST_LOOPS,
@@ -27,37 +28,28 @@ from instep.control.crash_loop import (
     MOST_UNFORMED,
     OUT_OF_SYSTEM,
 )
-from instep.control.decide import BROKEN_S, BUILDING_S, FIRST_MEETING_S, MEETING_S, decide
-from instep.control.endings import BETTER_CAUSE_S, EXIT_S, UNSEEN
-from instep.control.state import (
+from instep.control.decisions.decide import BROKEN_S, decide
+from instep.control.decisions.endings import BETTER_CAUSE_S, EXIT_S, UNSEEN
+from instep.control.decisions.events import (
     Broke,
     Built,
     Ended,
-    Finish,
     Formed,
-    GoBack,
     HostLost,
     Hung,
     Interrupted,
     Joined,
-    Kill,
-    KillAll,
     LastMessage,
-    Log,
-    Phase,
     Restarted,
     RolledBack,
     Scaled,
-    Send,
     Silent,
-    Start,
-    State,
     Tick,
-    TimeLimit,
-    TransitionError,
     WentBack,
-    first_members,
 )
+from instep.control.decisions.generations import BUILDING_S, FIRST_MEETING_S, MEETING_S
+from instep.control.decisions.phases import Phase, TransitionError
+from instep.control.decisions.state import State, TimeLimit, first_members
 from instep.control.stop_rules import Fired
 from instep.errors import INTERRUPTED, PeerError
 

@@ -4,9 +4,10 @@ import pytest
 from test_changes import Story
 
 from instep.comm.protocol import messages as m
+from instep.control.decisions.actions import Start
+from instep.control.decisions.events import HostJoined, Noticed, Scaled
 from instep.control.hosts.hosts import GATHER_S, Hosts
 from instep.control.hosts.joined_hosts import LEAVE_S, LOST_S, JoinedHosts
-from instep.control.state import HostJoined, Noticed, Scaled, Start
 from instep.job.file import build
 from instep.job.mesh import MeshSpec
 

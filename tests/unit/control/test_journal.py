@@ -12,22 +12,11 @@ import pytest
 
 from instep.comm.protocol.messages import Done, Failed
 from instep.control import journal as journal_file
-from instep.control.decide import decide
+from instep.control.decisions.decide import decide
+from instep.control.decisions.events import Built, Ended, Formed, Joined, Tick
+from instep.control.decisions.phases import NEXT, Member, Phase
+from instep.control.decisions.state import Blame, State, TimeLimit, first_members
 from instep.control.journal import FILE, Begin, Journal, _sealed
-from instep.control.state import (
-    NEXT,
-    Blame,
-    Built,
-    Ended,
-    Formed,
-    Joined,
-    Member,
-    Phase,
-    State,
-    Tick,
-    TimeLimit,
-    first_members,
-)
 from instep.errors import RunError
 from instep.store.folder import BEGINNING, StartPoint
 

@@ -8,9 +8,10 @@ import msgspec
 from instep.comm.protocol import messages as m
 from instep.comm.protocol.channel import MOST_UNTRUSTED, Channel
 from instep.comm.protocol.endpoint import Switchboard
+from instep.control.decisions.phases import Phase
+from instep.control.decisions.state import State, first_members
 from instep.control.master import Master
 from instep.control.pacing import TICK_S
-from instep.control.state import Phase, State, first_members
 from instep.job import file as spec_file
 
 WORKERS = 2 * MOST_UNTRUSTED

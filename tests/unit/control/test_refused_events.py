@@ -10,8 +10,8 @@ import pytest
 from instep.comm.protocol import messages as m
 from instep.comm.protocol.channel import Channel
 from instep.comm.protocol.endpoint import Switchboard
+from instep.control.decisions.events import Joined
 from instep.control.master import Master
-from instep.control.state import Joined
 from instep.errors import PeerError
 from instep.job import file as spec_file
 

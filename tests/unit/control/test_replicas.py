@@ -3,35 +3,30 @@
 import pytest
 
 from instep.comm.protocol.messages import Done, Failed, Form, Regroup, Release
-from instep.control.crash_loop import MOST_LOSSES
-from instep.control.decide import BROKEN_S, BUILDING_S, WAITING_S, decide, refuse_scale
-from instep.control.endings import BETTER_CAUSE_S, UNSEEN
-from instep.control.state import (
+from instep.control.decisions.actions import Finish, Forget, GoBack, Kill, Log, Send, Start
+from instep.control.decisions.crash_loop import MOST_LOSSES
+from instep.control.decisions.decide import BROKEN_S, WAITING_S, decide
+from instep.control.decisions.endings import BETTER_CAUSE_S, UNSEEN
+from instep.control.decisions.events import (
     Broke,
     Built,
     Ended,
-    Finish,
-    Forget,
     Formed,
-    GoBack,
     HostJoined,
     Hung,
     Joined,
-    Kill,
     LastMessage,
-    Log,
     Noticed,
-    Phase,
     Reconnected,
     Restarted,
     Scaled,
-    Send,
-    Start,
-    State,
     Tick,
     WentBack,
-    first_members,
 )
+from instep.control.decisions.generations import BUILDING_S
+from instep.control.decisions.membership import refuse_scale
+from instep.control.decisions.phases import Phase
+from instep.control.decisions.state import State, first_members
 from instep.job import file as spec_file
 
 ECHO = Failed(

@@ -14,16 +14,18 @@ import pytest
 from instep.comm.protocol import messages as m
 from instep.comm.protocol.channel import Channel
 from instep.comm.protocol.endpoint import Switchboard
-from instep.control import endings
-from instep.control import state as s
+from instep.control.decisions import endings
+from instep.control.decisions.events import Restarted
+from instep.control.decisions.phases import Member, Phase
+from instep.control.decisions.state import State
 from instep.control.journal import Begin, Journal
 from instep.control.master import Master
 from instep.events import STEPS, EventLog
 from instep.job import file as spec_file
 from instep.store.folder import BEGINNING
 
-MEMBER = s.Member(wanted=True, phase=s.Phase.INSIDE, formed=1)
-TRAINING = s.State(
+MEMBER = Member(wanted=True, phase=Phase.INSIDE, formed=1)
+TRAINING = State(
     members={0: MEMBER, 1: MEMBER}, phase="training", generation=1, group=(0, 1), course=1
 )
 
@@ -55,7 +57,7 @@ class Next:
 
         def serve():
             journal = Journal(folder, Begin(1.0, BEGINNING))
-            journal.write(s.Restarted(), replace(TRAINING, stop=stop, **more))
+            journal.write(Restarted(), replace(TRAINING, stop=stop, **more))
             about = {"hosted": False, "started": 1.0, "about": {}, "journal": journal}
             self.master = Master(job, folder, self._board, views=[], **about)
             there.set()
@@ -184,7 +186,7 @@ def test_the_last_step_is_not_judged_by_the_next_master_either(tmp_path, train, 
 
 def test_figures_of_a_worker_that_was_lost_before_the_master_are_evaluated(tmp_path):
     """Its successor tells those of the last step again, and no others."""
-    members = {0: MEMBER, 1: s.Member(wanted=True)}
+    members = {0: MEMBER, 1: Member(wanted=True)}
     steps = [(1.0, math.nan)] * 4
     validated = {1: 1.0, 2: 2.0, 3: 2.0, 4: 2.0}
     with Next(tmp_path, {"patience": 4}, steps, validated, lagging=2, members=members) as run:

@@ -27,7 +27,7 @@ from instep.client.results import failure
 from instep.comm.protocol import messages as m
 from instep.comm.protocol.channel import Peer
 from instep.comm.protocol.endpoint import Switchboard
-from instep.control.endings import signal_name
+from instep.control.decisions.endings import signal_name
 from instep.control.keys import Keys
 from instep.control.watch import away_s
 from instep.errors import RecipeError, WorkerError

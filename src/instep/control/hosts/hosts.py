@@ -17,7 +17,7 @@ from typing import Protocol
 from instep.comm.encryption.certificates import Credentials, Identity
 from instep.comm.protocol import messages as m
 from instep.comm.protocol.channel import Peer
-from instep.control.state import Role
+from instep.control.decisions.phases import Role
 from instep.control.watch import away_s
 from instep.job.mesh import MeshSpec
 from instep.system.limits import FLOOR_S

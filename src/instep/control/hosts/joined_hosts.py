@@ -14,8 +14,9 @@ import msgspec
 
 from instep.comm.protocol import messages as m
 from instep.comm.protocol.channel import Peer
-from instep.control import state as s
-from instep.control.decide import refuse_scale
+from instep.control.decisions.events import Event, HostJoined, Noticed, Scaled
+from instep.control.decisions.membership import refuse_scale
+from instep.control.decisions.state import State
 from instep.control.hosts.hosts import GATHER_S, Hosts
 from instep.job.spec import JobSpec
 
@@ -92,7 +93,7 @@ class JoinedHosts:
 
     # ---- clients
 
-    def add(self, state: s.State, count: int, workers: int, now: float) -> Group | str:
+    def add(self, state: State, count: int, workers: int, now: float) -> Group | str:
         """Have so many hosts, once they connect; or why not."""
         wanted = len(state.wanted - state.servers) + workers
         if not self._hosts.several:
@@ -138,8 +139,8 @@ class JoinedHosts:
     # ---- time passes
 
     def turn(
-        self, state: Callable[[], s.State], placed: Mapping[int, int], now: float
-    ) -> Iterator[s.Event]:
+        self, state: Callable[[], State], placed: Mapping[int, int], now: float
+    ) -> Iterator[Event]:
         """Have more workers once hosts are there, and fewer before they go.
 
         Args:
@@ -158,7 +159,7 @@ class JoinedHosts:
             elif not group.counted and state().course:
                 yield from self._gather(group, state, now)
 
-    def _gather(self, group: Group, state: Callable[[], s.State], now: float) -> Iterator[s.Event]:
+    def _gather(self, group: Group, state: Callable[[], State], now: float) -> Iterator[Event]:
         """Have more workers once all hosts are there, or some are and the others late."""
         client = group.client
         missing = sorted(set(group.numbers).intersection(self._hosts.missing))
@@ -173,15 +174,15 @@ class JoinedHosts:
             self._send(self._peers[client], m.HostsJoined(workers=workers, missing=missing))
 
     def _count(
-        self, group: Group, state: Callable[[], s.State], leaving: Collection[int] = ()
-    ) -> Iterator[s.Event]:
+        self, group: Group, state: Callable[[], State], leaving: Collection[int] = ()
+    ) -> Iterator[Event]:
         """Have more workers, or fewer again: first of all without those that are `leaving`."""
         workers = len(state().wanted - state().servers)
         workers += -group.workers if group.counted else group.workers
         if refuse_scale(state(), self._job, workers):
             group.workers = 0  # then nor do any leave
         else:
-            yield s.Scaled(workers, tuple(group.numbers), frozenset(leaving))
+            yield Scaled(workers, tuple(group.numbers), frozenset(leaving))
         group.counted = not group.counted
         self._save()
 
@@ -195,18 +196,18 @@ class JoinedHosts:
                 self._save()
 
     def _clear(
-        self, group: Group, state: Callable[[], s.State], placed: Mapping[int, int], now: float
-    ) -> Iterator[s.Event]:
+        self, group: Group, state: Callable[[], State], placed: Mapping[int, int], now: float
+    ) -> Iterator[Event]:
         """Have the workers leave; then the hosts may go."""
         here = {worker for worker, host in placed.items() if host in group.numbers}
         if group.counted:
             yield from self._count(group, state, here)
-        yield from map(s.Noticed, sorted(here))
+        yield from map(Noticed, sorted(here))
         late = now - self._since[group.client] > LEAVE_S
         if late or (not here and self._hosts.are_idle(group.numbers)):
             yield from self._remove(group)
 
-    def _remove(self, group: Group) -> Iterator[s.Event]:
+    def _remove(self, group: Group) -> Iterator[Event]:
         group.left = True
         self._save()
         text = "the run goes on without this host."
@@ -214,4 +215,4 @@ class JoinedHosts:
             self._send(peer, m.Refused(kind="Unwanted", text=text, exit_code=0))
         if group.client in self._peers:
             self._send(self._peers[group.client], m.Leave())
-        yield s.HostJoined()  # another host starts what these were to start
+        yield HostJoined()  # another host starts what these were to start

@@ -16,16 +16,8 @@ from typing import Any
 from instep.comm.encryption.certificates import Credentials, Identity
 from instep.comm.protocol import messages as m
 from instep.comm.protocol.channel import Peer
-from instep.control import endings
-from instep.control.decide import refuse_scale
-from instep.control.hosts.joined_hosts import KEY as JOINED_HOSTS
-from instep.control.keys import Keys
-from instep.control.pacing import MANY
-from instep.control.parted import Parted
-from instep.control.processes.observations import Exit, HangUp, Observations
-from instep.control.processes.roster import Connection, Roster
-from instep.control.recorder import Recorder
-from instep.control.state import (
+from instep.control.decisions import endings
+from instep.control.decisions.events import (
     Broke,
     Built,
     Event,
@@ -37,8 +29,16 @@ from instep.control.state import (
     Noticed,
     Scaled,
     StartFailed,
-    State,
 )
+from instep.control.decisions.membership import refuse_scale
+from instep.control.decisions.state import State
+from instep.control.hosts.joined_hosts import KEY as JOINED_HOSTS
+from instep.control.keys import Keys
+from instep.control.pacing import MANY
+from instep.control.parted import Parted
+from instep.control.processes.observations import Exit, HangUp, Observations
+from instep.control.processes.roster import Connection, Roster
+from instep.control.recorder import Recorder
 from instep.control.verdicts import Verdicts
 from instep.control.watch import Watch
 from instep.job.spec import JobSpec

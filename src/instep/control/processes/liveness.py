@@ -12,14 +12,15 @@ import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from instep.control import endings
+from instep.control.decisions import endings
+from instep.control.decisions.events import Ended, Event, HostJoined, Hung, Silent, Stuck
+from instep.control.decisions.state import State
 from instep.control.hosts.hosts import LAST_S, Process, RemoteProcess
 from instep.control.processes.observations import Exit, HangUp, LastWord, Observations
 from instep.control.processes.placement import WorkerPlaces
 from instep.control.processes.roster import Roster
 from instep.control.processes.stack_requests import StackRequests
 from instep.control.recorder import Recorder
-from instep.control.state import Ended, Event, HostJoined, Hung, Silent, State, Stuck
 from instep.control.watch import SILENT_S, Hang, Watch
 from instep.system.limits import FLOOR_S, UNKNOWN_S
 from instep.system.processes import Watched

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from instep.comm.protocol.channel import Peer
 from instep.comm.protocol.messages import AnyMessage, Whereabouts
-from instep.control.state import Event
+from instep.control.decisions.events import Event
 
 
 @dataclass(frozen=True)

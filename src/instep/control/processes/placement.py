@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from instep.comm.protocol.messages import HostUnneeded
+from instep.control.decisions.events import Noticed
+from instep.control.decisions.phases import KILLED
+from instep.control.decisions.state import State
 from instep.control.processes.roster import Roster
 from instep.control.recorder import Recorder
-from instep.control.state import KILLED, Noticed, State
 
 
 @dataclass(frozen=True, kw_only=True)

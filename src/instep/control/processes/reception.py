@@ -14,12 +14,14 @@ from pathlib import Path
 
 from instep.comm.protocol import messages as m
 from instep.comm.protocol.channel import Peer
-from instep.control import crash_loop
+from instep.control.decisions import crash_loop
+from instep.control.decisions.events import HostJoined, Joined, Reconnected
+from instep.control.decisions.phases import Phase
+from instep.control.decisions.state import State
 from instep.control.keys import Keys
 from instep.control.processes.observations import Observations
 from instep.control.processes.roster import Connection, Roster
 from instep.control.recorder import Recorder
-from instep.control.state import HostJoined, Joined, Phase, Reconnected, State
 from instep.control.watch import Watch
 from instep.errors import PeerError, SpecError
 from instep.job import file as spec_file

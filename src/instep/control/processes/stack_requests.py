@@ -10,8 +10,8 @@ import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from instep.control.decisions.events import Hung
 from instep.control.hosts.hosts import Process
-from instep.control.state import Hung
 from instep.data.reading.threads import ASK_READER, deepest_line, is_whole
 from instep.system.stacks import (
     ASK,

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import msgspec
 
-from instep.control.endings import signal_name
+from instep.control.decisions.endings import signal_name
 from instep.prepare.messages import Beat, Setup, Task
 from instep.prepare.workers.failed import last_line
 from instep.prepare.workers.printed import Printed

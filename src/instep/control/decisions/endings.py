@@ -11,7 +11,9 @@ import signal
 from dataclasses import replace
 
 from instep.comm.protocol.messages import ON_REQUEST, Failed, Over, Whereabouts
-from instep.control.state import Action, Blame, Finish, KillAll, Log, Phase, State
+from instep.control.decisions.actions import Action, Finish, KillAll, Log
+from instep.control.decisions.phases import Phase
+from instep.control.decisions.state import Blame, State
 from instep.data.samples.last_read import describe_read, is_reading
 from instep.errors import DIVERGED, INTERRUPTED, PeerError, WorkerError
 

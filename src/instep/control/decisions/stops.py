@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from instep.comm.protocol.messages import Stop
-from instep.control import endings
-from instep.control.state import Action, Interrupted, Log, Send, State
+from instep.control.decisions import endings
+from instep.control.decisions.actions import Action, Log, Send
+from instep.control.decisions.events import Interrupted
+from instep.control.decisions.state import State
 from instep.control.stop_rules import Fired
 from instep.units import readable_seconds
 from instep.words import AGAIN, asked_by

@@ -14,8 +14,9 @@ from dataclasses import replace
 import msgspec
 
 from instep.comm.protocol.messages import Failed, Mark
-from instep.control import endings
-from instep.control.state import Blame, Ended, State
+from instep.control.decisions import endings
+from instep.control.decisions.events import Ended
+from instep.control.decisions.state import Blame, State
 from instep.data.samples.last_read import describe_read, is_reading
 from instep.data.samples.unreadable import MAX_CRASHES, SKIP_HINT
 from instep.errors import DataError

@@ -2,24 +2,16 @@
 
 Processes that share a replica live and die together, and on GPUs all of a group do. A part of the
 decisions in `decide.py`, and as pure: who is to blame is in `crash_loop.py`, and when the next
-generation begins in `decide.py`.
+generation begins in `generations.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from instep.control.state import (
-    IN_A_GROUP,
-    KILLED,
-    LIVING,
-    Action,
-    Forget,
-    Kill,
-    Phase,
-    Start,
-    State,
-)
+from instep.control.decisions.actions import Action, Forget, Kill, Start
+from instep.control.decisions.phases import IN_A_GROUP, KILLED, LIVING, Phase
+from instep.control.decisions.state import State
 
 
 def lose(state: State, worker: int) -> State:

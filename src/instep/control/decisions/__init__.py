@@ -1,0 +1,1 @@
+"""The decisions of the master: pure functions of the run's state and an event."""
