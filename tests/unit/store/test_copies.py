@@ -6,6 +6,7 @@ import shutil
 import time
 import zlib
 
+import msgspec
 import pytest
 import torch
 
@@ -279,16 +280,30 @@ def test_when_a_run_goes_back_there_is_a_whole_copy_at_each_moment(store, tmp_pa
 
 
 def test_the_best_of_steps_that_a_run_went_back_from_do_not_count(store, tmp_path):
-    run = Run(tmp_path, store.loop, keep_last=1, keep_best=1)
-    for step, value in ((10, 2.0), (20, 1.0)):
+    run = Run(tmp_path, store.loop, keep_last=3, keep_best=1)
+    for step, value in ((10, 3.0), (20, 2.0), (30, 1.0)):
         run.save(step, value)
         assert not run.copy()
-    shutil.rmtree(run.newest)
-    for step, value in ((12, 3.0), (14, 4.0)):
-        run.save(step, value)
-        assert not run.copy()
-    copied = {layout.step_of(name.split("/")[1]) for name in store.objects} - {None}
-    assert copied == {14, 12}
+    for _ in (30, 20):
+        shutil.rmtree(run.newest)
+    run.spec = msgspec.structs.replace(run.spec, keep_last=1)
+    run.follow_anew()
+    store.asked.clear()
+    run.save(15, 4.0)
+    assert not run.copy()
+    assert steps_with_objects(store) == {10, 15}
+    assert not [asked for asked in store.asked if asked.startswith("PUT") and "00000010-" in asked]
+
+
+def test_what_is_kept_for_good_is_copied_though_the_newest_cannot_be_read(store, tmp_path):
+    run = Run(tmp_path, store.loop, keep_every=20)
+    for step in (20, 30):
+        run.save(step)
+    damaged(run.newest)
+    assert run.copy()
+    assert "manifest.json" in run.told[-1][1]["text"]
+    assert steps_with_objects(store) == {20}
+    assert step_in(run.restored(tmp_path)) == 20
 
 
 def steps_with_objects(store):
