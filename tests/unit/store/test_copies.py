@@ -492,3 +492,17 @@ def test_what_cannot_be_restored_is_one_sentence(store, tmp_path):
     with pytest.raises(CheckpointError, match=r"no copy of a checkpoint is whole. .* other bytes"):
         run.restored(tmp_path)
     assert not [each for each in tmp_path.iterdir() if each.name.startswith(".")]
+
+
+def test_a_store_that_takes_nothing_is_given_up_however_often_bytes_are_handed_to_it(
+    store, tmp_path
+):
+    run = Run(tmp_path, store.loop)
+    copies = Copies(run.path, run.url, run.spec)
+    copies.look()
+    run.save(10)
+    store.faults = lambda method, *_: "503" if method == "PUT" else ""
+    moved_at = copies.moved_at
+    with pytest.raises(OSError, match="503"):
+        copies.copy(run.newest)
+    assert copies.moved_at == moved_at

@@ -126,7 +126,7 @@ class CopyFollower:
     def gives_up(self) -> bool:
         """Whether all is copied, or nothing was for too long since the run was over; says which."""
         if self.failing:
-            since = max(self._copies.moved_at, self._over_at or 0.0)
+            since = max(self._copies.moved_at, self._over_at or 0.0, self._failing or 0.0)
             if self._now() - since < END_S:
                 self.pause_s = min(self.pause_s, END_S / 10)
                 return False

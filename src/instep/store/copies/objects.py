@@ -36,7 +36,7 @@ class Objects:
     """Objects below a URL; errors of the file system are raised as they come."""
 
     moved_at: float
-    """When something was last written there, or an answer came; of `time.monotonic`."""
+    """When an object was last written there, or an answer came; of `time.monotonic`."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -153,7 +153,6 @@ class Objects:
                 digest.update(data)
                 target.write(data)
                 moves(block / SLOW)
-                self.moved_at = time.monotonic()
             moves(size / SLOW)
             target.close()
         except BaseException:
