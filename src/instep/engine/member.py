@@ -62,10 +62,11 @@ from instep.store.folder import id_of
 from instep.system import causes
 from instep.system.addresses import address_towards
 from instep.system.environment import places_here, recipe_here
+from instep.system.forks import Fork
 from instep.system.host_memory import given
 from instep.system.limits import FLOOR_S
 from instep.system.outbox import ROOM, Outbox
-from instep.system.processes import FORWARDER, Fork, is_stopped, machine
+from instep.system.processes import FORWARDER, is_stopped, machine
 from instep.words import plural
 
 if TYPE_CHECKING:

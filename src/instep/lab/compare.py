@@ -305,10 +305,10 @@ class _Series:
         names = [each.name for each in self.alternatives]
         return judge(names, turns, [self._failed(each) for each in self.alternatives])
 
-    def shown(self) -> list[tuple[str, RunFolder]]:
+    def shown(self) -> dict[str, RunFolder]:
         """The runs of the first turn, by what they are called."""
         first = [each for each in self.alternatives if not self._failed(each)]
-        return [(each.name, RunFolder(self.folder / f"{each.folder}-1")) for each in first]
+        return {each.name: RunFolder(self.folder / f"{each.folder}-1") for each in first}
 
     def _outcome(self, each: Alternative, turn: int) -> Outcome | None:
         name = f"{each.folder}-{turn}"
@@ -346,6 +346,5 @@ def _write_page(result: Compared, series: _Series) -> None:
     )
     first: list[Html] = [section("Which pays", best, *found, table(HEAD, rows), note=note)]
     title = f"{series.alternatives[0].job.name}: compared"
-    runs, names = [run for _, run in shown], [name for name, _ in shown]
     first.append(tag("p", "The rest is about the first turn.", class_="alone"))
-    write_comparison(result.page, title, runs, names, first)
+    write_comparison(result.page, title, [*shown.values()], [*shown], first)

@@ -77,39 +77,28 @@ class Replayed:
     step: int
     bits: bool
     """Whether the run promises the same bits; otherwise figures agree to `TOLERANCE`."""
-
     checkpoint: Path | None
     """The checkpoint it began with; None if that was the beginning."""
-
     after: int
     """The first step computed is the one after this."""
-
     processes: int = 1
     """How many computed the last step: those of a replica."""
-
     shares: tuple[Share, ...]
     figures: tuple[Figures, ...]
     """Loss and gradient norm, as far as they were recorded."""
-
     parameters_sha256: str
     """Of the model after the step, as computed."""
-
     recorded_sha256: str | None
     """The same as recorded, if the run saved its model after that step."""
-
     kept: Path | None
     """The run's own checkpoint of the step, if there is an intact one."""
-
     kept_tensors: int
     kept_differs: tuple[str, ...]
     """A sentence for each of its tensors that is not the same."""
-
     metrics: tuple[dict[str, Any], dict[str, Any]] | None
     """Of the validation after the step, recorded and computed; None if none is compared."""
-
     model: Path | None = None
     """Where the model after the step was written."""
-
     warnings: tuple[str, ...] = ()
     """What may cause other bits: samples that can be read only now, checkpoints that are
     damaged."""

@@ -38,14 +38,12 @@ from instep.launch.forking import MOST_PAGES, Server, call
 from instep.recipe.given import given
 from instep.system.causes import Unwanted, as_error
 from instep.system.environment import END, SCHEDULERS, places_here, recipe_here, settings
+from instep.system.forks import cuda_survives_a_fork, native_threads, threads_after_a_fork
 from instep.system.malloc import return_freed_memory
 from instep.system.memory_files import MemoryFiles
 from instep.system.processes import (
-    cuda_survives_a_fork,
     die_with_parent,
     die_with_pipe,
-    native_threads,
-    threads_after_a_fork,
 )
 
 _CLOSED = (

@@ -25,7 +25,8 @@ from instep.launch.local import TIMEOUT_S
 from instep.plain_file import plain
 from instep.store.folder import host_log
 from instep.system.environment import END, FORKED, SETTINGS
-from instep.system.processes import cuda_survives_a_fork, end_group, is_stopped, wait_for_child
+from instep.system.forks import cuda_survives_a_fork
+from instep.system.processes import end_group, is_stopped, wait_for_child
 
 
 class ForkedLauncher:

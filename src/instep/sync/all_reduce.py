@@ -33,7 +33,7 @@ from instep.records import BEGINNING, Attempt, Law
 from instep.sync.base import Generation, Price, Result
 from instep.sync.carried_over import CarriedOver
 from instep.sync.gathering import Gathering, sparse_of
-from instep.sync.reducers import Layout, Place, Reducer, reducer_of
+from instep.sync.reducers import Layout, Place, Reducer, Room, reducer_of
 from instep.sync.sparse_rows import with_rows
 from instep.sync.sums import Exact, Plain, Sums, Wide, sums_of
 
@@ -101,12 +101,11 @@ class AllReduce(Gathering):
         """Whether a reducer sums buckets."""
         return self.codec is not None
 
-    def _make_reducer(self, layout: Layout, room: tuple[Tensor, Tensor] | None) -> Reducer:
+    def _make_reducer(self, layout: Layout, slots: tuple[Tensor, Tensor] | None) -> Reducer:
         assert self.codec is not None, "no other buckets are reduced"
-        staged = self._carry.stamp if room is not None else None
-        device = self._buckets[0].flat.device
-        make = reducer_of(self.codec)
-        return make(self.codec, self._comm, layout, room, device=device, staged=staged)
+        staged = self._carry.stamp if slots is not None else None
+        room = Room(self._buckets[0].flat.device, slots, staged)
+        return reducer_of(self.codec)(self.codec, self._comm, layout, room)
 
     def _make_layout(
         self, places: Sequence[Sequence[Place]], size: int, idle: Sequence[int]

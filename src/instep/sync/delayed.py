@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -25,9 +26,9 @@ from instep.records import Attempt, Law
 from instep.sync.all_reduce import AllReduce
 from instep.sync.base import Result
 from instep.sync.gathering import check_switch
-from instep.sync.reducers import Layout, Place, Reducer
+from instep.sync.reducers import Layout, Place, Reducer, Room
 from instep.sync.reducers.late import KIND, Late, Waiting
-from instep.sync.sums import Exact, InTurns, Plain, Sums
+from instep.sync.sums import Exact, Plain, Sums
 
 _ROWS = "late-rows/"
 """Begins the names of the rows of what waits; the number of the parameter follows."""
@@ -64,10 +65,10 @@ class Delayed(AllReduce):
     def _is_encoded(self, parameter: Tensor) -> bool:
         return True
 
-    def _make_reducer(self, layout: Layout, room: tuple[Tensor, Tensor] | None) -> Reducer:
+    def _make_reducer(self, layout: Layout, slots: tuple[Tensor, Tensor] | None) -> Reducer:
         assert isinstance(layout, Waiting), "as made below"
-        device = self._buckets[0].flat.device
-        self._late = Late(self._comm, layout, room, device=device, staged=self._carry.stamp)
+        room = Room(self._buckets[0].flat.device, slots, self._carry.stamp)
+        self._late = Late(self._comm, layout, room)
         return self._late
 
     def _make_layout(
@@ -168,3 +169,73 @@ def all_reduce(
             "sync.options.encode_vectors, or delayed."
         )
     return Delayed(bucket_mb=bucket_mb, overlap=overlap)
+
+
+class InTurns:
+    """Two of them in turns: while the gradients of a step go into one, the sums of the step before
+    come out of the other, on the lattices that they went in by.
+
+    Args:
+        filled: what this step's gradients go into.
+        summed: the other.
+    """
+
+    types: Mapping[torch.dtype, torch.dtype] = Exact.types
+    flags = Exact.flags
+
+    def __init__(self, filled: Exact, summed: Exact) -> None:
+        self._filled, self._summed = filled, summed
+
+    def begin_pass(self) -> None:
+        """Of this step."""
+        self._filled.begin_pass()
+
+    def add(self, index: int, gradient: Tensor, weight: float, into: Tensor, fresh: bool) -> None:
+        """To this step's."""
+        self._filled.add(index, gradient, weight, into, fresh)
+
+    def raised(self) -> list[float]:
+        """Of this step's gradients."""
+        return self._filled.raised()
+
+    def settle(self, raised: Sequence[float]) -> bool:
+        """Whether this step's gradients fit."""
+        return self._filled.settle(raised)
+
+    def finite(self) -> bool:
+        """Whether this step's gradients are."""
+        return self._filled.finite()
+
+    def gradient(self, index: int, agreed: Tensor) -> Tensor:
+        """Of the step before."""
+        return self._summed.gradient(index, agreed)
+
+    def sizes(self) -> list[int]:
+        """Of the sums of the step before."""
+        return self._summed.sizes()
+
+    def take_back(self) -> None:
+        """The sums of the step before are handed out anew."""
+        self._summed.take_back()
+
+    def end_step(self, sizes: Sequence[int] | None = None) -> None:
+        """This step's are the next to be handed out."""
+        self._summed.end_step(sizes)
+        self._filled.end_step([])  # it keeps its lattices, and learns when its sums are known
+        self._filled, self._summed = self._summed, self._filled
+
+    def abandon(self) -> None:
+        """Those of the step before are handed out anew."""
+        self._filled.abandon()
+        self._summed.take_back()
+
+    def state(self) -> dict[str, Tensor]:
+        """How fine the lattices of both are, and which of the sums to come are finite."""
+        late = {f"late_{name}": tensor for name, tensor in self._summed.state().items()}
+        return self._filled.state() | late | {"late_finite": torch.tensor(self._summed.each_finite)}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take up what `state` gave."""
+        self._filled.load_state(state)
+        self._summed.load_state({"lattice": state["late_lattice"]})
+        self._summed.each_finite = state["late_finite"].tolist()

@@ -13,8 +13,8 @@ from instep.comm.memory import run_ranks
 from instep.errors import SpecError
 from instep.records import Attempt, Law
 from instep.sync.base import Generation, make_strategy
-from instep.sync.delayed import Delayed
-from instep.sync.sums import Exact, InTurns
+from instep.sync.delayed import Delayed, InTurns
+from instep.sync.sums import Exact
 from instep.system.host_memory import HostMemory
 
 STEPS, GLOBAL_BATCH, CLIP = 9, 12, 0.3

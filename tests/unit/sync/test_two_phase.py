@@ -11,7 +11,7 @@ from instep.comm.alone import AloneComm
 from instep.comm.codecs import CODECS
 from instep.comm.memory import run_ranks
 from instep.errors import PeerError, SpecError
-from instep.sync.reducers import Place, reducer_of
+from instep.sync.reducers import Place, Room, reducer_of
 from instep.sync.reducers.gather import Gather
 from instep.sync.reducers.two_phase import Segments, TwoPhase
 from marks import slow, tail
@@ -63,8 +63,9 @@ def exchange(two, comm, step, buckets=BUCKETS):
     return [flat[:-2] for flat in flats]
 
 
-def made(comm, codec="int8", buckets=BUCKETS, **given):
-    return TwoPhase(CODECS[codec](), comm, Segments(buckets, comm.size), **given)
+def made(comm, codec="int8", buckets=BUCKETS, room=None, staged=None):
+    place = Room(slots=room, staged=staged)
+    return TwoPhase(CODECS[codec](), comm, Segments(buckets, comm.size), place)
 
 
 def some_steps(comm, codec, steps, abandoned=()):

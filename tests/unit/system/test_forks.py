@@ -7,7 +7,7 @@ from pathlib import Path
 
 CODE = """
 import os, sys
-from instep.system.processes import Fork
+from instep.system.forks import Fork
 
 extra = os.dup2(2, 100)
 

@@ -98,6 +98,29 @@ class RawFormat(Protocol):
         """Say where a record is, as 'line 17'. May read the file up to there."""
 
 
+class SingleFiles:
+    """To inherit from, for formats of single files that say everything themselves, and of which a
+    piece needs nothing of those before."""
+
+    compressed = False
+
+    def files(self, path: Path) -> list[Path]:
+        """The file itself."""
+        return [path]
+
+    def learn(self, paths: Sequence[Path], types: Mapping[str, str] | None = None) -> str:
+        """Nothing: each file says everything itself."""
+        return ""
+
+    def scan(self, piece: Piece) -> int:
+        """Refuse: no piece has `scan`."""
+        raise AssertionError("never asked for")
+
+    def settle(self, pieces: list[Piece], scans: list[int]) -> list[Piece]:
+        """Refuse: no piece has `scan`."""
+        raise AssertionError("never asked for")
+
+
 FORMATS: Registry = Registry(
     "raw format",
     {

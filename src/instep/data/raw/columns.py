@@ -6,13 +6,13 @@ Ways in: `Parquet`, `Arrow`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep.data.raw.base import Chunk, Piece
+from instep.data.raw.base import Chunk, Piece, SingleFiles
 from instep.data.raw.blocks import pyarrow, whole
 from instep.data.raw.opened import is_elsewhere, opened
 from instep.errors import DataError, one_line
@@ -61,29 +61,7 @@ def _rows_of(rows: int, size: int) -> int:
     return max(1, min(_ROWS, _BYTES * rows // max(size, 1)))
 
 
-class _Columns:
-    """What both have in common."""
-
-    compressed = False
-
-    def files(self, path: Path) -> list[Path]:
-        """The file itself."""
-        return [path]
-
-    def learn(self, paths: Sequence[Path], types: Mapping[str, str] | None = None) -> str:
-        """Nothing: each file has its schema."""
-        return ""
-
-    def scan(self, piece: Piece) -> int:
-        """Nothing: a piece needs nothing of those before."""
-        raise AssertionError("never asked for")
-
-    def settle(self, pieces: list[Piece], scans: list[int]) -> list[Piece]:
-        """As `scan`."""
-        raise AssertionError("never asked for")
-
-
-class Parquet(_Columns):
+class Parquet(SingleFiles):
     """Parquet files; a place is the number of a row."""
 
     suffixes = (".parquet", ".pq")
@@ -132,7 +110,7 @@ def _check(piece: Piece, count: int) -> None:
         )
 
 
-class Arrow(_Columns):
+class Arrow(SingleFiles):
     """Arrow IPC, files and streams; a place is the number of a batch, and of a row in it."""
 
     suffixes = (".arrow", ".feather", ".arrows", ".ipc")

@@ -14,7 +14,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from instep.data.raw import blocks
-from instep.data.raw.base import Chunk, Piece
+from instep.data.raw.base import Chunk, Piece, SingleFiles
 from instep.data.raw.csv_columns import BOM, Converter, Records
 from instep.data.raw.csv_head import columns_of, delimiter_of, learn
 from instep.data.raw.line_numbers import line_of
@@ -31,15 +31,11 @@ _HEADER = STATES  # as RECORD, modulo
 _BITS = blocks.STATE_BITS
 
 
-class Csv:
+class Csv(SingleFiles):
     """Comma-separated values, by tabs in '.tsv' files; the first record is the header."""
 
     suffixes = (".csv", ".tsv")
     compressed = True
-
-    def files(self, path: Path) -> list[Path]:
-        """The file itself."""
-        return [path]
 
     def learn(self, paths: Sequence[Path], types: Mapping[str, str] | None = None) -> str:
         """Decide names and types of columns: `csv_head.learn`."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from instep.data.raw.base import Chunk, Piece
+from instep.data.raw.base import Chunk, Piece, SingleFiles
 from instep.errors import DataError, one_line
 from instep.words import folder_contents
 
@@ -70,11 +70,10 @@ def _images_at(root: str, name: str, modified_ns: int) -> list[Path]:
     return images_of(Path(root), name)
 
 
-class Images:
+class Images(SingleFiles):
     """A dict for each image: `image` (encoded bytes), `label` (int), `class` and `path` (str)."""
 
     suffixes = PICTURES
-    compressed = False
 
     def files(self, path: Path) -> list[Path]:
         """All images, class by class."""
@@ -99,14 +98,6 @@ class Images:
                     pieces.append(Piece(str(path), "images", start, i, state, name))
                     start, size = i, 0
         return pieces
-
-    def scan(self, piece: Piece) -> int:
-        """Nothing: a piece needs nothing of those before."""
-        raise AssertionError("never asked for")
-
-    def settle(self, pieces: list[Piece], scans: list[int]) -> list[Piece]:
-        """As `scan`."""
-        raise AssertionError("never asked for")
 
     def read(self, piece: Piece) -> Iterator[Chunk]:
         """Read images; one that is empty or too large is bad."""

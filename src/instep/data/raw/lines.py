@@ -7,7 +7,7 @@ before it; the first piece has the first line too. Ways in: `JsonLines`, `TextLi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from instep.data.raw import blocks
-from instep.data.raw.base import Chunk, Piece
+from instep.data.raw.base import Chunk, Piece, SingleFiles
 from instep.data.raw.json_errors import beyond_64_bits, long_numbers, sentence
 from instep.data.raw.line_numbers import line_of
 from instep.errors import DataError
@@ -85,19 +85,11 @@ def _too_long(piece: Piece, place: int) -> DataError:
     )
 
 
-class _Lines:
+class _Lines(SingleFiles):
     """What all formats with a record on each line have in common."""
 
     name = ""
     compressed = True
-
-    def files(self, path: Path) -> list[Path]:
-        """The file itself."""
-        return [path]
-
-    def learn(self, paths: Sequence[Path], types: Mapping[str, str] | None = None) -> str:
-        """Nothing: each file says everything itself."""
-        return ""
 
     def cut(self, path: Path, target: int, learned: str = "") -> list[Piece]:
         """Cut at bytes, or where frames begin."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from instep.data.raw.base import Chunk, Piece
+from instep.data.raw.base import Chunk, Piece, SingleFiles
 from instep.data.raw.opened import opened
 from instep.errors import DataError, one_line
 
@@ -43,19 +43,10 @@ class Stored(NamedTuple):
     size: int
 
 
-class Tar:
+class Tar(SingleFiles):
     """A dict for each key: `__key__` (str), and the bytes of each of its members by its field."""
 
     suffixes = (".tar",)
-    compressed = False
-
-    def files(self, path: Path) -> list[Path]:
-        """The file itself."""
-        return [path]
-
-    def learn(self, paths: Sequence[Path], types: Mapping[str, str] | None = None) -> str:
-        """Nothing: each file says everything itself."""
-        return ""
 
     def cut(self, path: Path, target: int, learned: str = "") -> list[Piece]:
         """Cut where records begin; only headers are read.
@@ -79,14 +70,6 @@ class Tar:
                     end = member.about.offset_data + member.about.size
         stops = [*starts[1:], end]
         return [Piece(str(path), "tar", a, b) for a, b in zip(starts, stops, strict=bool(starts))]
-
-    def scan(self, piece: Piece) -> int:
-        """Nothing: a piece needs nothing of those before."""
-        raise AssertionError("never asked for")
-
-    def settle(self, pieces: list[Piece], scans: list[int]) -> list[Piece]:
-        """As `scan`."""
-        raise AssertionError("never asked for")
 
     def read(self, piece: Piece) -> Iterator[Chunk]:
         """Read records; one with a link, a field twice or too many bytes is bad."""

@@ -19,24 +19,18 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
-from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 from weakref import WeakSet
 
 import numpy as np
-import torch
 from torch.utils.data import ConcatDataset, Subset
 
-from instep.data.reading.own_writes import (
-    Writes,
-    attributes,
-    codes_of_reading,
-    set_by_reading,
-)
+from instep.data.reading.noticed import is_setting, is_simple, objects_of, same, snapshot
+from instep.data.reading.own_writes import Writes, codes_of_reading, set_by_reading
 from instep.errors import DataError
 
 SET_EPOCH = "set_epoch()"
@@ -44,15 +38,6 @@ SET_EPOCH = "set_epoch()"
 
 Change = tuple[int, str, Any]
 """The number of an object, an attribute, and its value."""
-
-_OBJECTS, _DEPTH, _ITEMS = 64, 4, 64
-"""How far a dataset is looked through: for its own parts, not for its samples."""
-
-_BYTES, _NUMBERS = 1 << 16, 1 << 13
-"""Up to how many bytes of an array, and items of what else is no tensor, changes are noticed."""
-
-_ATOMS = (type(None), bool, int, float, str)
-_LEAVES = (*_ATOMS, type, ModuleType, FunctionType, MethodType, torch.Tensor, np.ndarray)
 
 _LISTENING: WeakSet[Told] = WeakSet()
 _SETTING_EPOCH: list[None] = []
@@ -66,7 +51,7 @@ class Told:
     """
 
     def __init__(self, dataset: Any, *, tells: bool = False) -> None:
-        self._objects = list(_objects_of(dataset))
+        self._objects = list(objects_of(dataset))
         self._datasets = list(_with_set_epoch(dataset))
         self.tells = tells
         """Whether `tell` is to be called for each slice."""
@@ -74,7 +59,7 @@ class Told:
         self._said: dict[tuple[int, str], Any] = {}
         self._known: dict[tuple[int, str], Any] = {}  # of `_said`, at the last `look`
         self._applied: dict[tuple[int, str], Any] = {}
-        self._seen = [_snapshot(each) for each in self._objects]
+        self._seen = [snapshot(each) for each in self._objects]
         self._numbers = {id(each): number for number, each in enumerate(self._objects)}
         self._set_by_loop = set[tuple[int, str]]()  # since the last scan
         self._set_here = set[tuple[int, str]]()  # by reading, in this process
@@ -136,10 +121,10 @@ class Told:
             if name in reading or (number, name) in self._set_here:
                 raise self._set_by_both(number, name)
         for number, each in enumerate(self._objects):
-            now, seen = _snapshot(each), self._seen[number]
+            now, seen = snapshot(each), self._seen[number]
             for name, token in now.items():
                 before = seen.get(name)
-                changed = before is None or not _same(before, token)
+                changed = before is None or not same(before, token)
                 if changed and not self._is_readings(number, name, before, token):
                     self._note(number, name, before, token)
             self._seen[number] = now
@@ -150,15 +135,15 @@ class Told:
         if name in by_reading.set or (number, name) in self._set_here:
             return True
         in_place = before is not None and before[0] is token[0]
-        noticed = type(token[0]) in (dict, set, list, np.ndarray) and not _is_simple(token[0])
+        noticed = type(token[0]) in (dict, set, list, np.ndarray) and not is_simple(token[0])
         return in_place and noticed and name not in by_reading.looked_at
 
     def _note(self, number: int, name: str, before: Any, token: Any) -> None:
         value = token[0]
-        if _is_simple(value):
+        if is_simple(value):
             self._said[number, name] = value
         elif before is None or before[0] is None:
-            if _is_setting(value):
+            if is_setting(value):
                 raise self._cannot_send(number, name)
         else:
             raise self._cannot_send(number, name)
@@ -188,7 +173,7 @@ class Told:
         self._scan()
         with _setting_epoch():
             result = call()
-        self._seen = [_snapshot(each) for each in self._objects]
+        self._seen = [snapshot(each) for each in self._objects]
         for number, name in self._said:  # the call may have set them again
             if name != SET_EPOCH:
                 self._said[number, name] = getattr(self._objects[number], name, None)
@@ -218,7 +203,7 @@ class Told:
         self._epoch = epoch
         for each in self._datasets:
             _quietly(each, epoch)
-        self._seen = [_snapshot(each) for each in self._objects]
+        self._seen = [snapshot(each) for each in self._objects]
 
 
 def _quietly(target: Any, epoch: int) -> None:
@@ -289,78 +274,3 @@ def _with_set_epoch(dataset: Any) -> Iterator[Any]:
     elif isinstance(dataset, ConcatDataset):
         for each in dataset.datasets:
             yield from _with_set_epoch(each)
-
-
-def _objects_of(dataset: Any) -> Iterator[Any]:
-    """The dataset and the objects that it is made of, such as its transforms."""
-    found: dict[int, Any] = {}
-    waiting = [(dataset, 0)]
-    while waiting and len(found) < _OBJECTS:
-        each, depth = waiting.pop(0)
-        if id(each) in found or isinstance(each, _LEAVES) or depth > _DEPTH:
-            continue
-        if isinstance(each, (list, tuple)):
-            waiting += [(item, depth + 1) for item in each] if len(each) <= _ITEMS else []
-            continue
-        root = type(each).__module__.partition(".")[0]
-        slots = hasattr(type(each), "__slots__") and root not in sys.stdlib_module_names
-        if not (slots or hasattr(each, "__dict__")) or root == "instep":
-            continue
-        found[id(each)] = each
-        waiting += [(value, depth + 1) for value in attributes(each).values()]
-    yield from found.values()
-
-
-def _is_simple(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return len(value) <= _ITEMS and all(type(item) in _ATOMS for item in value)
-    return type(value) in _ATOMS
-
-
-def _is_setting(value: Any) -> bool:
-    """Whether a loop may have set this, rather than a first read: numbers, or what is called.
-
-    An open file or database is none, nor are the entries that a reader has found in it.
-    """
-    if isinstance(value, (list, tuple, dict)):
-        items = value.values() if isinstance(value, dict) else value
-        return any(isinstance(item, _LEAVES) or _is_setting(item) for item in items)
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        return True
-    return callable(value) and hasattr(value, "__dict__")
-
-
-def _snapshot(each: Any) -> dict[str, Any]:
-    """An object and what says whether it was written to, of each attribute."""
-    return {name: (value, _state(value)) for name, value in attributes(each).items()}
-
-
-def _state(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return None if value.is_inference() else value._version
-    if isinstance(value, np.ndarray):
-        small = value.nbytes <= _BYTES and not value.dtype.hasobject
-        return zlib.crc32(value.tobytes()) if small else None
-    if type(value) in (set, dict, list) and not _is_simple(value):
-        return _state_of_items(value)
-    if isinstance(value, (list, tuple)):
-        return tuple(value) if _is_simple(value) else len(value)
-    return None
-
-
-def _state_of_items(value: set[Any] | dict[Any, Any] | list[Any]) -> Any:
-    """Of numbers and strings; None where there are others, which may be a cache that grows."""
-    otherwise = len(value) if isinstance(value, list) else None
-    if len(value) > _NUMBERS:
-        return otherwise
-    items = [*value, *value.values()] if isinstance(value, dict) else [*value]
-    if not {*map(type, items)} <= {*_ATOMS}:
-        return otherwise
-    return hash(frozenset(items) if isinstance(value, set) else tuple(items))
-
-
-def _same(before: Any, now: Any) -> bool:
-    (old, old_state), (new, new_state) = before, now
-    if type(old) in _ATOMS or _is_simple(new):
-        return type(old) is type(new) and repr(old_state or old) == repr(new_state or new)
-    return old is new and bool(old_state == new_state)

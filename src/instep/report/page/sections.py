@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Collection, Iterable
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -77,10 +78,8 @@ def verdict_line(summary: dict[str, Any], folder: RunFolder, name: str = "") -> 
         mark = "calm"
     label = tag("b", f"{name}: ") if name else ""
     parts = [tag("p", tag("span", class_=f"dot {mark}"), label, sentence, class_="verdict")]
-    if gap := gap_words(folder):
-        parts.append(tag("p", f"{gap[0].upper()}{gap[1:]}"))
-    if idle := idle_words(folder):
-        parts.append(tag("p", f"{idle[0].upper()}{idle[1:]}"))
+    for words in filter(None, (gap_words(folder), idle_words(folder))):
+        parts.append(tag("p", f"{words[0].upper()}{words[1:]}"))
     if network := network_words(folder):
         parts.append(tag("p", network))
     if folder.outcome == "failed" and folder.failures:
@@ -120,6 +119,7 @@ def who_did_what(folder: RunFolder) -> Html:
     if not len(done):
         return Html("")
     ranks = folder.spec.mesh.ranks
+    unit = "worker" if ranks == 1 else "replica"
     numbers, place = np.unique(done["worker"] // ranks, return_inverse=True)
     samples = np.bincount(place, weights=done["stop"] - done["first"])
 
@@ -134,30 +134,23 @@ def who_did_what(folder: RunFolder) -> Html:
         )
         speed = sum(float(each["samples"].sum()) for each in recorded) / busy_s if busy_s else None
         share = readable_share(count, int(samples.sum()))
-        own = (
-            [f"worker {number}"] if ranks == 1 else [f"replica {number}", _processes(number, ranks)]
-        )
-        return [*own, readable_count(count), share, figure(speed, readable_count)]
+        own = [_processes(number, ranks)] if ranks > 1 else []
+        name = [f"{unit} {number}", *own]
+        return [*name, readable_count(count), share, figure(speed, readable_count)]
 
-    head = ["worker"] if ranks == 1 else ["replica", "its workers"]
+    head = [unit, *(["its workers"] if ranks > 1 else [])]
     head += ["samples", "share", "samples/s while computing"]
-    noun = "workers" if ranks == 1 else "replicas"
-    body = [listing(head, range(len(numbers)), row, noun, numbers_from=len(head) - 3)]
+    body = [listing(head, range(len(numbers)), row, f"{unit}s", numbers_from=len(head) - 3)]
     if assigned := folder.named("work_dealt"):
         head = ["from step", "why", "micro-batches of each worker"]
         body.append(tag("h3", "Changes of the assignment"))
         body.append(listing(head, assigned, _assignment, "changes", newest=True, numbers_from=9))
     note = "Counted from the ledger of committed steps. "
-    note += (
-        "A slow worker is given less work."
-        if ranks == 1
-        else "The workers of a replica compute together."
-    )
+    shared = "The workers of a replica compute together."
+    note += "A slow worker is given less work." if ranks == 1 else shared
     if folder.servers:
         note += f" Not listed: {some_members(sorted(folder.servers), folder.servers)}."
-    return section(
-        "Work of each worker" if ranks == 1 else "Work of each replica", *body, note=note
-    )
+    return section(f"Work of each {unit}", *body, note=note)
 
 
 def _processes(replica: int, ranks: int) -> str:
@@ -231,22 +224,13 @@ def changes_and_failures(folder: RunFolder) -> Html:
     """Which workers were members when, what failed, and the warnings."""
     body = []
     if folder.generations:
-        head = ["generation", "members", "why", "at", "took"]
-
-        def row(event: Event) -> list[str]:
-            return _generation_row(folder, event)
-
-        body.append(
-            listing(head, folder.generations, row, "generations", newest=True, numbers_from=3)
-        )
+        head, row = ["generation", "members", "why", "at", "took"], partial(_generation_row, folder)
+        rows = listing(head, folder.generations, row, "generations", newest=True, numbers_from=3)
+        body.append(rows)
     if folder.failures:
-        head = ["who", "step", "while", "cause", "where"]
-
-        def failed(event: Event) -> list[str]:
-            return _failure_row(event, folder.servers)
-
+        head, row = ["who", "step", "while", "cause", "where"], partial(_failure_row, folder)
         body.append(tag("h3", "Failures"))
-        body.append(listing(head, folder.failures, failed, "failures", numbers_from=9))
+        body.append(listing(head, folder.failures, row, "failures", numbers_from=9))
     ranks = folder.spec.mesh.ranks
     if again := restarts(folder.events, ranks):
         head = ["replica", "its workers", "lost", "at", "continued from"]
@@ -275,27 +259,25 @@ def _generation_row(folder: RunFolder, event: Event) -> list[str]:
         servers = [number for number in members if number in folder.servers]
         names = ", ".join(str(number) for number in members if number not in folder.servers)
         names += f"; {some_members(servers, servers)}" if servers else ""
-    at, took = folder.elapsed(event["time"]), event.get("seconds")
     return [
         str(event.get("generation")),
         shortened(names, 120),
         shortened(event.get("reason", "")),
-        readable_seconds(float(at)),
-        figure(took, readable_seconds),
+        readable_seconds(float(folder.elapsed(event["time"]))),
+        figure(event.get("seconds"), readable_seconds),
     ]
 
 
-def _failure_row(event: Event, servers: Collection[int]) -> list[str]:
+def _failure_row(folder: RunFolder, event: Event) -> list[str]:
     where = " ".join(str(event[key]) for key in ("where", "line") if event.get(key))
-    place = [member(event.get("worker"), servers)]
+    place = [member(event.get("worker"), folder.servers)]
     place += [str(event.get(key, "")) for key in ("step", "phase")]
     return [*place, shortened(cause_words(event)), tag("code", shortened(where))]
 
 
 def checkpoints(folder: RunFolder) -> Html:
     """What was saved, how large it is, and how long training paused for it."""
-    saved = folder.checkpoints
-    if not saved:
+    if not (saved := folder.checkpoints):
         return Html("")
     head = ["step", "file", "size", "training paused", "took"]
     rows = listing(head, saved, _checkpoint_row, "checkpoints", newest=True, numbers_from=2)
@@ -326,8 +308,7 @@ def configuration(folder: RunFolder) -> Html:
     if split := folder.last("data_split"):
         facts["split"] = split_in_words(split)
     if apart := folder.named("participants_apart"):
-        first, last = apart_in_words(apart[0]), apart_in_words(apart[-1])
-        facts["first round"], facts["last round"] = first, last
+        facts["first round"], facts["last round"] = map(apart_in_words, (apart[0], apart[-1]))
     if lag := lag_of(folder):
         facts["lag"] = lag_in_words(lag)
     if checked := folder.last("mesh_checked"):

@@ -23,8 +23,8 @@ from instep.job.start import LoraSpec
 from instep.plain_file import replace_plain
 from instep.state.export.whole import save_whole
 from instep.state.files.model_file import check_hash
+from instep.state.files.open_file import FACTS, OpenFile
 from instep.state.files.sharded import open_model
-from instep.state.load import FACTS, OpenFile
 
 FACTORS = (".lora_A", ".lora_B")
 """What the names of both factors of an adapter end in."""

@@ -92,6 +92,22 @@ class Layout(Protocol):
         """Have a slot hold this state; zero for what is not named."""
 
 
+class Room(NamedTuple):
+    """Where a rank keeps what it carries over from one step to the next."""
+
+    device: torch.device | str = "cpu"
+    """Where the buckets live."""
+    slots: tuple[Tensor, Tensor] | None = None
+    """Each of `Layout.room` float32 elements. The first is the committed one, and what stands in it
+    counts. None: memory of the reducer's own, of zeros."""
+    staged: Callable[[int], None] | None = None
+    """Called in each step once all that this step leaves lies in the staged slot, and before the
+    last message without which no other rank can finish, with the number of that slot, 0 or 1."""
+
+
+OWN_ROOM = Room()
+
+
 class Reducer(Protocol):
     """Sums of buckets over the ranks of a group, one transaction after another.
 
@@ -120,28 +136,14 @@ class Reducer(Protocol):
             idle: those that leave, and are to carry nothing for others.
         """
 
-    def __init__(
-        self,
-        codec: Codec,
-        comm: Comm,
-        layout: Layout,
-        room: tuple[Tensor, Tensor] | None = None,
-        *,
-        device: torch.device | str = "cpu",
-        staged: Callable[[int], None] | None = None,
-    ) -> None:
+    def __init__(self, codec: Codec, comm: Comm, layout: Layout, room: Room = OWN_ROOM) -> None:
         """A generation begins.
 
         Args:
             codec: one that `reducer_of` gives this reducer.
             comm: the ranks.
             layout: what `layout` gave, for as many ranks.
-            room: two slots of `layout.room` float32 elements. The first is the committed one, and
-                what stands in it counts. None: memory of its own, of zeros.
-            device: where the buckets live.
-            staged: called in each step once all that this step leaves lies in the staged slot, and
-                before the last message without which no other rank can finish. Its argument is
-                the number of that slot, 0 or 1.
+            room: where this rank keeps what it carries over.
         """
 
     @property

@@ -12,7 +12,7 @@ All ranks get the payloads of all (`gather.py`), and decode them in rank order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from instep.comm.base import Comm
 from instep.comm.codecs.dgc import DGC
 from instep.comm.codecs.none import Identity
 from instep.comm.codecs.top_k import TopK
-from instep.sync.reducers import Place
+from instep.sync.reducers import OWN_ROOM, Place, Room
 from instep.sync.reducers.gather import Payloads
 from instep.sync.reducers.two_slots import TwoSlots
 from instep.sync.reducers.whole_buckets import WholeBuckets
@@ -43,24 +43,15 @@ class Dgc(TwoSlots[WholeBuckets]):
         """Both, for every element."""
         return WholeBuckets(_KINDS, buckets)
 
-    def __init__(
-        self,
-        codec: DGC,
-        comm: Comm,
-        layout: WholeBuckets,
-        room: tuple[Tensor, Tensor] | None = None,
-        *,
-        device: torch.device | str = "cpu",
-        staged: Callable[[int], None] | None = None,
-    ) -> None:
-        super().__init__(comm, layout, room, device, staged)
+    def __init__(self, codec: DGC, comm: Comm, layout: WholeBuckets, room: Room = OWN_ROOM) -> None:
+        super().__init__(comm, layout, room)
         self._codec = codec
         self._cut = [layout.cut(slot) for slot in self._slots]
         self._stages: list[Any] = [
             Identity() if density == 1 else TopK(density=density) for density in codec.densities
         ]
         sizes = [max(each.size(length) for each in self._stages) for length in layout.lengths]
-        self._payloads = Payloads(comm, sizes, device)
+        self._payloads = Payloads(comm, sizes, room.device)
 
     def _forget(self) -> None:
         super()._forget()

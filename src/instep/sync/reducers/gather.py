@@ -8,13 +8,14 @@ be the size of two. What a codec drops is carried over, as in `two_phase.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from instep.comm.base import Comm, Work
 from instep.comm.codecs.base import Codec, aligned, draw_key
+from instep.sync.reducers import OWN_ROOM, Room
 from instep.sync.reducers.residuals import Residuals
 from instep.sync.reducers.whole_buckets import WholeBuckets
 
@@ -75,18 +76,11 @@ class Gather(Residuals[Codec]):
         return () if getattr(codec, "exact", False) else ("residual",)
 
     def __init__(
-        self,
-        codec: Codec,
-        comm: Comm,
-        layout: WholeBuckets,
-        room: tuple[Tensor, Tensor] | None = None,
-        *,
-        device: torch.device | str = "cpu",
-        staged: Callable[[int], None] | None = None,
+        self, codec: Codec, comm: Comm, layout: WholeBuckets, room: Room = OWN_ROOM
     ) -> None:
-        super().__init__(codec, comm, layout, room, device=device, staged=staged)
+        super().__init__(codec, comm, layout, room)
         sizes = [codec.size(length) for length in layout.lengths]
-        self._payloads = Payloads(comm, sizes, device)
+        self._payloads = Payloads(comm, sizes, room.device)
 
     def _forget(self) -> None:
         super()._forget()

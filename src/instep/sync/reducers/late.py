@@ -10,14 +10,14 @@ The job's last step gives both: `finish` leaves its own sums in `rest`, and noth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from instep.comm.base import Comm, Work
 from instep.comm.codecs.base import Codec
-from instep.sync.reducers import Place
+from instep.sync.reducers import OWN_ROOM, Place, Room
 from instep.sync.reducers.two_slots import TwoSlots
 from instep.sync.reducers.whole_buckets import WholeBuckets
 
@@ -50,7 +50,7 @@ class Late(TwoSlots[Waiting]):
     """A `Reducer` without a codec, for buckets of any type.
 
     Args:
-        comm, layout, room, device, staged: as for `Reducer`.
+        comm, layout, room: as for `Reducer`.
     """
 
     @staticmethod
@@ -63,16 +63,8 @@ class Late(TwoSlots[Waiting]):
         """Room for every element."""
         return Waiting(buckets)
 
-    def __init__(
-        self,
-        comm: Comm,
-        layout: Waiting,
-        room: tuple[Tensor, Tensor] | None = None,
-        *,
-        device: torch.device | str = "cpu",
-        staged: Callable[[int], None] | None = None,
-    ) -> None:
-        super().__init__(comm, layout, room, device, staged)
+    def __init__(self, comm: Comm, layout: Waiting, room: Room = OWN_ROOM) -> None:
+        super().__init__(comm, layout, room)
         self._held = [layout.cut(slot)[0] for slot in self._slots]
         self._sums = [torch.empty_like(part) for part in self._held[0]]
         self._work: list[Work] | None = None

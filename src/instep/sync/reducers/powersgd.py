@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 from instep.comm.base import Comm, Work
 from instep.comm.codecs.factor_kernels import multiply, orthonormalise
 from instep.comm.codecs.powersgd import PowerSGD
-from instep.sync.reducers import Place
+from instep.sync.reducers import OWN_ROOM, Place, Room
 from instep.sync.reducers.residuals import Residuals
 from instep.sync.reducers.whole_buckets import WholeBuckets
 
@@ -64,19 +64,12 @@ class PowerSgd(Residuals[PowerSGD]):
         return ("residual",)
 
     def __init__(
-        self,
-        codec: PowerSGD,
-        comm: Comm,
-        layout: WholeBuckets,
-        room: tuple[Tensor, Tensor] | None = None,
-        *,
-        device: torch.device | str = "cpu",
-        staged: Callable[[int], None] | None = None,
+        self, codec: PowerSGD, comm: Comm, layout: WholeBuckets, room: Room = OWN_ROOM
     ) -> None:
-        super().__init__(codec, comm, layout, room, device=device, staged=staged)
-        self._buckets = [_Bucket(bucket, codec.rank, device) for bucket in layout.buckets]
+        super().__init__(codec, comm, layout, room)
+        self._buckets = [_Bucket(bucket, codec.rank, room.device) for bucket in layout.buckets]
         self._right = {
-            matrix.name: matrix.drawn().to(device)
+            matrix.name: matrix.drawn().to(room.device)
             for bucket in self._buckets
             for matrix in bucket.matrices
         }

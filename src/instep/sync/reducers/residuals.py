@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
-import torch
 from torch import Tensor
 
 from instep.comm.base import Comm
-from instep.sync.reducers import Place
+from instep.sync.reducers import OWN_ROOM, Place, Room
 from instep.sync.reducers.two_slots import TwoSlots
 from instep.sync.reducers.whole_buckets import WholeBuckets
 
@@ -29,17 +28,8 @@ class Residuals(TwoSlots[WholeBuckets], Generic[C]):
         """A residual for every element."""
         return WholeBuckets(("residual",), buckets)
 
-    def __init__(
-        self,
-        codec: C,
-        comm: Comm,
-        layout: WholeBuckets,
-        room: tuple[Tensor, Tensor] | None = None,
-        *,
-        device: torch.device | str = "cpu",
-        staged: Callable[[int], None] | None = None,
-    ) -> None:
-        super().__init__(comm, layout, room, device, staged, carries=bool(self.kinds(codec)))
+    def __init__(self, codec: C, comm: Comm, layout: WholeBuckets, room: Room = OWN_ROOM) -> None:
+        super().__init__(comm, layout, room, carries=bool(self.kinds(codec)))
         self._codec = codec
         self._residuals = [layout.cut(slot)[0] for slot in self._slots if self._carries]
 

@@ -20,14 +20,14 @@ encoded, and `apply` exchanges the two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from instep.comm.base import Comm, Work
 from instep.comm.codecs.base import Codec, aligned, draw_key
-from instep.sync.reducers import Buckets, Place
+from instep.sync.reducers import OWN_ROOM, Buckets, Place, Room
 from instep.sync.reducers.two_slots import TwoSlots
 
 
@@ -110,28 +110,19 @@ class TwoPhase(TwoSlots[Segments]):
         """Each rank that is not idle owns a segment of each bucket."""
         return Segments(buckets, size, idle)
 
-    def __init__(
-        self,
-        codec: Codec,
-        comm: Comm,
-        layout: Segments,
-        room: tuple[Tensor, Tensor] | None = None,
-        *,
-        device: torch.device | str = "cpu",
-        staged: Callable[[int], None] | None = None,
-    ) -> None:
+    def __init__(self, codec: Codec, comm: Comm, layout: Segments, room: Room = OWN_ROOM) -> None:
         assert layout.size == comm.size, "the layout is made for another number of ranks"
-        super().__init__(comm, layout, room, device, staged, carries=bool(self.kinds(codec)))
+        super().__init__(comm, layout, room, carries=bool(self.kinds(codec)))
         self._codec = codec
         self._cut = [layout.cut(slot, comm.rank) for slot in self._slots if self._carries]
         buckets = range(len(layout.buckets))
         # never 0: each bucket is a message that all wait for, also if nothing is in it
         sizes = [codec.size(layout.longest(number)) for number in buckets]
         self._bytes = [aligned(max(size, 1)) for size in sizes]
-        self._out = [self._memory(number, device) for number in buckets]
-        self._in = [self._memory(number, device) for number in buckets]
+        self._out = [self._memory(number, room.device) for number in buckets]
+        self._in = [self._memory(number, room.device) for number in buckets]
         longest = max((layout.longest(number) for number in buckets), default=0)
-        self._total = torch.empty(longest, dtype=torch.float32, device=device)
+        self._total = torch.empty(longest, dtype=torch.float32, device=room.device)
 
     def _memory(self, number: int, device: torch.device | str) -> Tensor:
         """[size * bytes]: a payload for each rank, or from each."""

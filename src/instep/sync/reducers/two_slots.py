@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from instep.comm.base import Comm
-from instep.sync.reducers import Layout
+from instep.sync.reducers import Layout, Room
 
 L = TypeVar("L", bound=Layout)
 
@@ -19,25 +19,14 @@ class TwoSlots(Generic[L]):
 
     Args:
         carries: whether anything is carried over; without, the slots are empty.
-        comm, layout, room, device, staged: as for `Reducer`.
+        comm, layout, room: as for `Reducer`.
     """
 
-    def __init__(
-        self,
-        comm: Comm,
-        layout: L,
-        room: tuple[Tensor, Tensor] | None,
-        device: torch.device | str,
-        staged: Callable[[int], None] | None,
-        *,
-        carries: bool = True,
-    ) -> None:
-        self._comm, self._layout, self._tell, self._carries = comm, layout, staged, carries
+    def __init__(self, comm: Comm, layout: L, room: Room, *, carries: bool = True) -> None:
+        self._comm, self._layout, self._tell, self._carries = comm, layout, room.staged, carries
         count = layout.room(comm.rank) if carries else 0
-        self._slots = room or (
-            torch.zeros(count, dtype=torch.float32, device=device),
-            torch.zeros(count, dtype=torch.float32, device=device),
-        )
+        empty = torch.zeros(count, dtype=torch.float32, device=room.device)
+        self._slots = room.slots or (empty, empty.clone())
         self._committed = 0
         self._forget()
 

@@ -7,7 +7,7 @@ the same whoever has which part. Nothing here knows servers' optimizers, nor wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from instep.comm.base import Comm
 from instep.comm.codecs.base import Codec, draw_key
 from instep.errors import SpecError
-from instep.sync.reducers import Place
+from instep.sync.reducers import Place, Room
 from instep.sync.reducers.residuals import Residuals
 from instep.sync.reducers.whole_buckets import WholeBuckets
 from instep.sync.servers.cuts import Segment
@@ -26,7 +26,7 @@ class Pushes(Residuals[Codec]):
     `abandon`.
 
     Args:
-        codec, comm, layout, room, staged: as for `Reducer`.
+        codec, comm, layout, room: as for `Reducer`.
         segments: of the buckets that are encoded.
     """
 
@@ -40,12 +40,10 @@ class Pushes(Residuals[Codec]):
         codec: Codec,
         comm: Comm,
         layout: WholeBuckets,
-        room: tuple[Tensor, Tensor] | None,
+        room: Room,
         segments: Iterable[Segment],
-        *,
-        staged: Callable[[int], None],
     ) -> None:
-        super().__init__(codec, comm, layout, room, device="cpu", staged=staged)
+        super().__init__(codec, comm, layout, room)
         self._payloads = {segment: payload_of(codec, segment) for segment in segments}
 
     def encodes(self, number: int) -> bool:

@@ -48,6 +48,7 @@ from instep.sync import norm
 from instep.sync.base import Generation, Memory, Mover, Piece, Price, Result
 from instep.sync.carried_over import CarriedOver
 from instep.sync.gathering import Gathering, check_switch
+from instep.sync.reducers import Room
 from instep.sync.reducers.whole_buckets import WholeBuckets
 from instep.sync.servers.copies import gather_parts, lost, take_copies
 from instep.sync.servers.cuts import Packed, Part, Segment, cut, pieces_of
@@ -185,8 +186,8 @@ class ServerSync(Gathering):
             comm.all_reduce(torch.zeros(1)).wait()  # after it, each knows that all servers hold
         if self.codec is not None and self._mine < 0:
             every = [s for part in shared.parts for s in part.segments if self._codes(s)]
-            staged = self._carry.stamp
-            self._pushes = Pushes(self.codec, comm, self._residuals, slots, every, staged=staged)
+            room = Room(slots=slots, staged=self._carry.stamp)
+            self._pushes = Pushes(self.codec, comm, self._residuals, room, every)
         self._traffic = Traffic(
             comm,
             self._servers,
