@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from instep.data.shards.remote import CACHE
+from instep.data.shards.urls.remote import CACHE
 from instep.data.sources import shards
 from instep.prepare.asked import Asked
 from instep.prepare.prepare import prepare

@@ -21,7 +21,7 @@ from urllib.parse import quote, unquote
 import fsspec
 from fsspec.spec import AbstractFileSystem
 
-from instep.data.shards import download
+from instep.data.shards.urls import download
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -37,8 +37,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if fault == "stall" or (fault == "cut" and self.command == "PUT"):
             self.close_connection = True
             return
-        if fault == "503":
-            self.send_error(503)
+        if fault in ("403", "503"):
+            self.send_error(int(fault))
             return
         found = store.do(self.command, name, body) if fault != "404" else None
         if found is None:
@@ -150,6 +150,8 @@ class LoopbackFiles(AbstractFileSystem):
             connection.close()
         if answer.status == 404:
             raise FileNotFoundError(path)
+        if answer.status == 403:
+            raise PermissionError(path)
         if answer.status != 200:
             raise OSError(f"{method} {name}: {answer.status} {answer.reason}")
         return data, answer.headers

@@ -20,7 +20,7 @@ from instep.comm.protocol.endpoint import Endpoint
 from instep.comm.protocol.messages import PREDICTOR
 from instep.data.reading.choose import cores
 from instep.data.reading.process import own_file_offsets
-from instep.data.shards.remote import use_cache
+from instep.data.shards.urls.remote import use_cache
 from instep.engine.member import Member, Released, ReplicaBroken
 from instep.errors import PeerError, RecipeError, WorkerError
 from instep.recipe.build import call

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from instep.units import readable_count, readable_seconds
 
@@ -183,12 +183,41 @@ def is_url(text: str) -> bool:
     return "://" in text
 
 
+_USER = re.compile(r"(\w+)://(?:([^/]*)@|([^/@:\[]+):(?!:|\d*(?:[/#]|$))[^@]*@)")
+"""User and password of a URL, which may have a slash in it; no port, and no @ of a path."""
+
+_URL = re.compile(r"""\w+://[^\s'"<>]+""")
+
+
 def shown_url(url: str) -> str:
-    """A URL without what may be secret: user, password, query."""
-    parts = urlsplit(url)
-    user, _, host = parts.netloc.rpartition("@")
-    secret = ":" in user or parts.scheme in ("http", "https", "ftp", "sftp")
-    return f"{parts.scheme}://{host if secret else parts.netloc}{parts.path}"
+    """A URL without what may be secret: password, query, and the user of a web server, which may be
+    a token. What is none stays as it is.
+    """
+    scheme, separator, rest = url.partition("://")
+    return _USER.sub(
+        _shown_user, f"{scheme}{separator}{rest.partition('?')[0] if separator else ''}"
+    )
+
+
+def _shown_user(found: re.Match[str]) -> str:
+    user = (found[2] or found[3] or "").partition(":")[0]
+    return (
+        f"{found[1]}://{user}@" if user and found[1] not in ("http", "https") else f"{found[1]}://"
+    )
+
+
+def without_secrets(value: Any) -> Any:
+    """Show each URL within plain data, such as the table of a job, as `shown_url` does."""
+    if isinstance(value, str):
+        return shown_url(value)
+    if isinstance(value, Mapping):
+        return {name: without_secrets(each) for name, each in value.items()}
+    return [*map(without_secrets, value)] if isinstance(value, list | tuple) else value
+
+
+def shown_error(text: str) -> str:
+    """Show each URL within an error's text as `shown_url` does."""
+    return _URL.sub(lambda found: shown_url(found[0]), text)
 
 
 def printable(text: str) -> str:

@@ -18,6 +18,7 @@ from instep.comm.codecs import CODECS
 from instep.comm.encryption.certificates import Authority
 from instep.comm.protocol.endpoint import Switchboard
 from instep.data.partition import PARTITIONS
+from instep.data.shards.urls.remote import cache_in
 from instep.data.splits import COLUMNS, SPLITS
 from instep.errors import RecipeError, SpecError, WorkerError, file_beside
 from instep.job.mesh import OF_AXIS, MeshSpec
@@ -77,7 +78,8 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
     _check_own_codec(job)
     if job.launch.hosts:
         open_switchboard(job).close()
-    model = None if resumed else start_file(job.start)
+    with cache_in(job.data.cache, job.data.cache_gb):
+        model = None if resumed else start_file(job.start)
     if model is not None:
         check_hashes(model)
 
@@ -192,7 +194,8 @@ def with_options(job: JobSpec, before: JobSpec | None = None) -> JobSpec:
     job = replace(job, sync=replace(job.sync, defaults=defaults))
     if before is not None or not is_url(job.start.model):
         return job
-    return replace(job, start=replace(job.start, version=local_copy(job.start)[1]))
+    with cache_in(job.data.cache, job.data.cache_gb):
+        return replace(job, start=replace(job.start, version=local_copy(job.start)[1]))
 
 
 def _check_sync(job: JobSpec, *, resumed: bool) -> None:

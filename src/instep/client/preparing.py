@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from instep.data.shards.urls.remote import cache_in
 from instep.errors import SpecError
 from instep.job.spec import JobSpec
 from instep.words import printable
@@ -121,24 +122,25 @@ def prepare_data(job: JobSpec, *, quiet: bool, here: bool = False) -> None:
         if not quiet:
             print(printable(text), file=sys.stderr, flush=True)
 
-    done = prepared(
-        "[prepare]",
-        say,
-        spec.workers or (job.workers if cluster and not here else None),
-        None if here else job,
-        sources=list(spec.sources),
-        to=spec.to,
-        map=spec.map or None,
-        key=spec.key or None,
-        reduce=spec.reduce or None,
-        shuffle=spec.shuffle,
-        keep=spec.keep,
-        tokens=spec.tokens or None,
-        length=spec.length,
-        unreadable=spec.unreadable,
-        types=dict(spec.types),
-        seed=spec.seed,
-    )
+    with cache_in(job.data.cache, job.data.cache_gb):
+        done = prepared(
+            "[prepare]",
+            say,
+            spec.workers or (job.workers if cluster and not here else None),
+            None if here else job,
+            sources=list(spec.sources),
+            to=spec.to,
+            map=spec.map or None,
+            key=spec.key or None,
+            reduce=spec.reduce or None,
+            shuffle=spec.shuffle,
+            keep=spec.keep,
+            tokens=spec.tokens or None,
+            length=spec.length,
+            unreadable=spec.unreadable,
+            types=dict(spec.types),
+            seed=spec.seed,
+        )
     if done.manifest is None:
         raise KeyboardInterrupt
     if done.done_before < done.tasks:

@@ -21,7 +21,7 @@ from instep.formats import INSTEP
 from instep.job.spec import JobSpec
 from instep.plain_file import write_plain
 from instep.store.folder import BEGINNING, StartPoint, resume_hint
-from instep.words import member
+from instep.words import member, shown_url
 
 if TYPE_CHECKING:
     from instep.store.run_folder import RunFolder
@@ -34,7 +34,7 @@ def about(job: JobSpec) -> dict[str, Any]:
     names = ("torch", "numpy", "safetensors")
     versions = {"python": platform.python_version(), "instep": INSTEP}
     return {
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": [Path(sys.argv[0]).name, *map(shown_url, sys.argv[1:])],
         "host": {
             "name": platform.node(),
             "system": platform.platform(),

@@ -62,6 +62,7 @@ from instep.store.folder import BEGINNING, StartPoint, resume_hint
 from instep.store.run_folder import RunFolder
 from instep.sync import LEASED, servers_of
 from instep.system.lease import NO_WATCHDOG, SignsOfLife
+from instep.words import without_secrets
 
 _HELLO_S = 5.0
 """How long a connection may stay without a `Hello`."""
@@ -212,7 +213,8 @@ class Master:
             more["resumed_step"] = start_point.step
         if not self._hub.address.host.startswith("127."):
             more["encrypted"] = self._encrypted
-        self._recorder.emit("run_started", {"job": as_table(self._job), **about, **more})
+        job = without_secrets(as_table(self._job))
+        self._recorder.emit("run_started", {"job": job, **about, **more})
         if self._hosted or self._journal is not None:
             self._recorder.emit("master_started", {"pid": os.getpid(), "again": False})
         self._recorder.warn(*start_point.warnings)

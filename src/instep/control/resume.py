@@ -31,7 +31,7 @@ from instep.store.ledger import check_intact, check_reaches, cut_back
 from instep.store.own_files import lock, unlock
 from instep.store.run_folder import RunFolder
 from instep.units import readable_seconds
-from instep.words import command
+from instep.words import command, without_secrets
 
 TIMEOUT_S = 10.0
 """How long workers whose client was killed may take to close the ledger."""
@@ -169,7 +169,7 @@ def _narrowed(key: str, was: Any, given: Any) -> tuple[str, Any, Any]:
 
 
 def _shown(value: Any) -> str:
-    plain = list(value) if isinstance(value, tuple) else value  # as a job file has it
+    plain = without_secrets(value)  # a tuple is a list, as a job file has it
     if isinstance(plain, bool):
         return str(plain).lower()
     return "not set" if plain is None else repr(plain)

@@ -32,10 +32,10 @@ class DataSpec(Section, frozen=True, kw_only=True):
     """End the run at a sample that cannot be read in three attempts, or leave it out: `skip`."""
 
     cache: str = ""
-    """Folder on each host for shards of URLs; by default `INSTEP_CACHE`, or `~/.cache/instep`."""
+    """Folder on each host for what is at URLs; by default `INSTEP_CACHE`, or `~/.cache/instep`."""
 
     cache_gb: Annotated[float, Meta(gt=0)] | None = None
-    """Gigabytes of shards in it at most, if `shards()` is not told; by default 20."""
+    """Gigabytes of shards in it at most, if `shards()` is not told, of other files as many; 20."""
 
     changed: Literal["refuse", "accept"] = "refuse"
     """If a run is resumed and the contents of 32 keyed samples (4 if these take long; repeatable

@@ -16,8 +16,8 @@ import numpy as np
 from instep.data.parts.cut import parts_order
 from instep.data.samples.duplicates import Duplicates, duplicates
 from instep.data.shard_sizes import Lot
-from instep.data.shards.remote import use_cache
 from instep.data.shards.sets import sets_in
+from instep.data.shards.urls.remote import use_cache
 from instep.errors import SpecError
 from instep.job.spec import JobSpec
 from instep.lab.look import look
@@ -186,28 +186,38 @@ def _parts(
             found = Counter(map(labels, np.asarray(indices).tolist()))
         each.append(found)
         whole += found
-    for number, (size, found) in enumerate(zip(sizes, each, strict=True)):
+    lots = own.rounds.lots
+    places = list(map(_files(recipe), lots)) if lots else [(0, 0, "", "")] * len(sizes)
+    for size, found, lying in zip(sizes, each, places, strict=True):
         skew = _divergence(found, whole) if labels is not None else None
         counts = {str(name): count for name, count in found.items()}
-        lying = _files(recipe, own.rounds.lots[number]) if own.rounds.lots else (0, 0, "", "")
         yield DataPart(size, size / sum(sizes), skew, *lying, classes=counts)
 
 
 def _on_hosts(job: JobSpec, recipe: Recipe) -> Iterator[DataPart]:
     """The parts of a dataset that lie on hosts, and what of them is here."""
-    order = parts_order(job, recipe.train)
+    order, files = parts_order(job, recipe.train), _files(recipe)
     for size, lot in zip(order.part_sizes.tolist(), order.lots, strict=True):
-        yield DataPart(size, size / order.samples, None, *_files(recipe, lot))
+        yield DataPart(size, size / order.samples, None, *files(lot))
 
 
-def _files(recipe: Recipe, lot: Lot) -> tuple[int, int, str, str]:
-    """How many files some samples are in, how many of them are here; the first and the last."""
-    folder, shards = next(sets_in(recipe.train), None), lot[0].tolist()
-    if folder is None or not shards:
-        return len(shards), 0, "", ""
-    held = np.unpackbits(np.frombuffer(folder.held, "u1"), bitorder="little")
-    first, last = (folder.manifest.shards[shards[at]].file for at in (0, -1))
-    return len(shards), int(held[shards].sum()), first, last
+def _files(recipe: Recipe) -> Callable[[Lot], tuple[int, int, str, str]]:
+    """Tell how many files some samples are in, how many of them are here; the first and the last.
+
+    What is here is looked at once, for all parts.
+    """
+    folder = next(sets_in(recipe.train), None)
+    held = np.frombuffer(b"" if folder is None else folder.held, "u1")
+    here = np.unpackbits(held, bitorder="little")
+
+    def of(lot: Lot) -> tuple[int, int, str, str]:
+        shards = lot[0].tolist()
+        if folder is None or not shards:
+            return len(shards), 0, "", ""
+        first, last = (folder.manifest.shards[shards[at]].file for at in (0, -1))
+        return len(shards), int(here[shards].sum()), first, last
+
+    return of
 
 
 def _divergence(part: Counter[Hashable], whole: Counter[Hashable]) -> float:

@@ -35,6 +35,7 @@ from instep.state.intact import check
 from instep.store.folder import StartPoint
 from instep.store.run_folder import RunFolder
 from instep.sync import LEASED
+from instep.words import shown_url
 
 
 class Stretch(NamedTuple):
@@ -237,4 +238,4 @@ def changes_since(run: RunFolder, step: int) -> list[str]:
 def _other_start(run: RunFolder, computed: RunFolder) -> list[str]:
     """A warning if the file that the model starts from has changed."""
     was, given = (each.last("model_loaded").get("sha256") for each in (run, computed))
-    return [] if was == given else [f"{run.spec.start.model} has changed since the run."]
+    return [] if was == given else [f"{shown_url(run.spec.start.model)} has changed since the run."]

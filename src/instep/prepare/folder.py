@@ -18,7 +18,14 @@ from typing import IO, Any
 
 import msgspec
 
-from instep.data.shards.manifest import Manifest, Shard, is_kept, kept_name, read_manifest
+from instep.data.shards.manifest import (
+    NAME,
+    Manifest,
+    Shard,
+    is_kept,
+    kept_name,
+    read_manifest,
+)
 from instep.errors import DataError, RunError, SpecError, WorkerError
 from instep.plain_file import beside_of, crc32_of, plain, read_plain, replace_plain
 from instep.prepare.messages import Mapped, Segment
@@ -126,8 +133,11 @@ class Folder:
         return [file for file in files if file.exists()]
 
     def done(self) -> set[str]:
-        """Keys of tasks whose results lie here."""
-        return {path.stem for path in self.work.glob("*.done")}
+        """Keys of tasks whose results lie here since the manifest was written; later ones are of a
+        command that was interrupted, with other tasks."""
+        written = (self.path / NAME).stat().st_mtime_ns
+        found = self.work.glob("*.done")
+        return {path.stem for path in found if path.stat().st_mtime_ns <= written}
 
     def bytes_beside(self) -> int:
         """The size of the results that lie here."""

@@ -78,6 +78,7 @@ class Job:
         self.first_bad: list[str] = []
         self._results: list[Mapped] = []
         self._before: list[Mapped] = []  # of the tasks whose samples were put into another order
+        self._kept = set[str]()  # keys of results that lie beside the shards that are there
         self._plan = ""
 
     def run(self) -> Manifest:
@@ -92,7 +93,7 @@ class Job:
         groups = groups_of(self._settled(), self._asked)
         self.tasks, self._plan = len(groups), plan_key(groups, self._asked)
         if before and before.made_by.get("plan") == self._plan and self._folder.whole(before):
-            self.done_before = self.tasks
+            self.done_before, self._kept = self.tasks, self._folder.done()
             if (now := stamped(before, self._files)) != before:
                 write_manifest(self._folder.path, now)
             return now
@@ -122,7 +123,7 @@ class Job:
         if not self._asked.keep or self._asked.exchanges() is None:
             return set()
         if not self._before:  # the shards were there already
-            return self._folder.done()
+            return self._kept
         return {result.key for result in self._before}
 
     def _settled(self) -> Iterator[tuple[RawFile, list[Piece]]]:
@@ -241,6 +242,7 @@ class Job:
         )
         for shard in shards:
             sync(path / shard.name)
+        self._check_unchanged()  # since the hashes: else they are of others than the samples
         write_manifest(path, manifest)
         return manifest
 
@@ -252,9 +254,9 @@ class Job:
         """
         here = [each for each in self._asked.sources if not is_url(each)]  # others are copies
         asked = msgspec.structs.replace(self._asked, sources=here)
-        now = {file.place: file.state for file in plan.files_of(asked)}
+        now = {file.place: (file.state, file.stamp) for file in plan.files_of(asked)}
         for file in self._files:
-            if not file.url and now.get(file.place) != file.state:
+            if not file.url and now.get(file.place) != (file.state, file.stamp):
                 raise DataError(
                     f"{file.name} has changed while it was prepared. Give the same command again, "
                     "and leave it as it is meanwhile."
@@ -333,7 +335,7 @@ class Job:
             "numpy": version("numpy"),
         }
         asked = msgspec.to_builtins(self._asked)
-        asked["sources"] = [shown_url(each) if is_url(each) else each for each in asked["sources"]]
+        asked["sources"] = [*map(shown_url, asked["sources"])]
         functions = {"map": self._asked.map, "reduce": self._asked.reduce}
         hashes = {
             name: hash_of_file(given.rpartition(":")[0])

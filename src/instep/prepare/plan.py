@@ -21,7 +21,7 @@ import msgspec
 from instep.data import raw
 from instep.data.raw import FORMATS, Piece, RawFormat
 from instep.data.shards.columns import Column, as_plain
-from instep.data.shards.elsewhere import RawCopy, copies_of
+from instep.data.shards.urls.elsewhere import RawCopy, copies_of
 from instep.errors import DataError, SpecError
 from instep.prepare.asked import Asked
 from instep.words import is_url, not_utf8

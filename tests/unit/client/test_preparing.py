@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from instep.client.preparing import prepare_data
+from instep.data.shards.urls.remote import cache
 from instep.data.sources import shards
 from instep.errors import SpecError
 from instep.job.file import load
@@ -40,6 +41,21 @@ def test_paths_are_relative_to_the_job_file_and_only_what_changed_is_made_again(
     prepare_data(job, quiet=True)
     assert shards(tmp_path / "shards").column("x").tolist() == list(range(0, 27, 3))
     assert capsys.readouterr().err == ""
+
+
+def test_sources_at_urls_are_copied_into_the_cache_of_the_job(tmp_path, monkeypatch):
+    (tmp_path / "job.toml").write_text(f"{JOB}[data]\ncache = 'mine'\n")
+    seen = []
+
+    def prepared(*_, **__):
+        seen.append(cache())
+        raise SpecError("enough")
+
+    monkeypatch.setattr("instep.client.preparing.prepared", prepared)
+    with pytest.raises(SpecError, match="enough"):
+        prepare_data(load(tmp_path / "job.toml"), quiet=True)
+    assert seen == [tmp_path / "mine"]
+    assert cache() != tmp_path / "mine"
 
 
 @pytest.mark.parametrize(

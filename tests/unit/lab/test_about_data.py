@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from instep.cli import main
+from instep.data.shards.dataset import Shards
 from instep.data.shards.encode import encode
 from instep.data.shards.manifest import Manifest, Shard, write_manifest
 from instep.data.shards.writer import ShardWriter
@@ -132,7 +133,7 @@ def recipe():
 """
 
 
-def test_the_parts_of_a_set_on_hosts_and_what_of_them_is_here(job, tmp_path, capsys):
+def test_the_parts_of_a_set_on_hosts_and_what_of_them_is_here(job, tmp_path, capsys, monkeypatch):
     (tmp_path / "here").mkdir()
     samples = [{"n": float(number)} for number in range(40)]
     shards = []
@@ -149,7 +150,11 @@ def test_the_parts_of_a_set_on_hosts_and_what_of_them_is_here(job, tmp_path, cap
     (tmp_path / "here" / "3.arrow").unlink()
     job("[data]\norder = 'windowed'\nparts = 2\n")
     (tmp_path / "net.py").write_text(IN_PARTS)
+    looked = []
+    held = Shards.held.fget
+    monkeypatch.setattr(Shards, "held", property(lambda each: looked.append(each) or held(each)))
     assert main(["data", "job.toml"]) == 0
+    assert len(looked) == 1  # for all parts
     out = capsys.readouterr().out
     assert "part 0     20 samples (50.0%), 2 of 2 shards here: 0.arrow to 1.arrow" in out
     assert "part 1     20 samples (50.0%), 1 of 2 shards here: 2.arrow to 3.arrow" in out

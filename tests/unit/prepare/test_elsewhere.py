@@ -2,6 +2,9 @@
 
 import http.server
 import json
+import os
+import resource
+import shutil
 import threading
 from collections import Counter
 from pathlib import Path
@@ -12,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 from test_prepare import ask, made
 
-from instep.data.shards import download, elsewhere, remote
-from instep.errors import DataError, InstepError, SpecError
+from instep.data.shards.urls import download, elsewhere, in_use, remote
+from instep.errors import DataError, InstepError, RunError, SpecError
 from instep.prepare.prepare import prepare
 
 pytest.importorskip("aiohttp")
@@ -40,10 +43,11 @@ class Handler(http.server.SimpleHTTPRequestHandler):
         longer = fault == "wrong length" or (fault == "wrong HEAD" and self.command == "HEAD")
         length = len(data) + (7 if longer else 0)
         self.send_header("Content-Length", str(length))
-        etag = self.server.etags.get(self.name, "1") + ("x" if fault == "new ETag" else "")
+        etag = self.server.etags.get(self.name, "1")
         if fault == "always new":
             etag = str(sum(self.server.asked.values()))
-        self.send_header("ETag", f'"{etag}"')
+        if etag is not None:
+            self.send_header("ETag", f'"{etag}{"x" if fault == "new ETag" else ""}"')
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(data[: len(data) // 2] if fault == "cut" else data)
@@ -78,9 +82,8 @@ def serve(tmp_path, monkeypatch):
     server.shutdown()
     thread.join()
     server.server_close()
-    for lock in elsewhere._held:
-        lock.close()
-    elsewhere._held.clear()
+    while in_use._uses:
+        in_use._uses.popitem()[1].close()
 
 
 def sha256_of(*sources, to="out"):
@@ -131,14 +134,75 @@ def test_threads_that_want_one_file_read_it_once(serve):
 
 
 def test_copies_that_nobody_uses_go_and_those_in_use_stay(serve, monkeypatch):
-    monkeypatch.setattr(elsewhere, "LIMIT", 0)
+    monkeypatch.setenv(remote.GIGABYTES, "0")
     (first,) = elsewhere.copies_of([f"{serve.url}/a.jsonl"])
+    others = dict(in_use._uses)  # as of another process
+    in_use._uses.clear()
     (second,) = elsewhere.copies_of([f"{serve.url}/b.csv"])
     assert first.path.exists()
-    elsewhere._held.pop(0).close()
+    others.popitem()[1].close()
     elsewhere.copies_of([f"{serve.url}/c.parquet"])
     assert not first.path.exists()
     assert second.path.exists()
+    left = sorted(path.name for path in Path("cache/sources").glob(".*"))
+    assert len([name for name in left if name.startswith(".used-")]) == 1
+    assert len(left) == 4  # and the locks of both copies, and of all
+
+
+def test_many_files_at_urls_need_few_open_files(serve):
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(40):
+        Path(f"served/{number}.csv").write_text(f"x\n{number}\n")
+    assert len(elsewhere.copies_of([f"{serve.url}/{number}.csv" for number in range(40)])) == 40
+    assert len(os.listdir("/proc/self/fd")) < before + 20
+
+
+def test_a_copy_that_was_removed_while_it_is_in_use_is_fetched_again(serve):
+    """Also by the process that uses it."""
+    (copy,) = elsewhere.copies_of([f"{serve.url}/a.jsonl"])
+    others = dict(in_use._uses)
+    in_use._uses.clear()
+    for _ in range(2):
+        shutil.rmtree(Path(*copy.path.relative_to(Path.cwd()).parts[:3]))
+        assert elsewhere.copies_of([f"{serve.url}/a.jsonl"]) == [copy]
+        assert copy.path.exists()
+    others.popitem()[1].close()
+
+
+@pytest.mark.parametrize("damage", ["cut", "a changed digit", "removed"])
+@pytest.mark.parametrize("together", [False, True])
+def test_a_copy_that_somebody_has_changed_is_fetched_again(serve, damage, together):
+    url = f"{serve.url}/a.jsonl"
+
+    def copy(version=""):
+        if together:
+            return elsewhere.side_by_side(url, lambda _: [url], version)
+        return elsewhere.copies_of([url])[0].path, ""
+
+    (path, version), wanted = copy(), Path("served/a.jsonl").read_bytes()
+    if damage == "removed":
+        path.unlink()
+    else:
+        path.write_bytes(wanted[:50] if damage == "cut" else wanted.replace(b"1", b"2", 1))
+    assert copy(version) == (path, version)
+    assert path.read_bytes() == wanted
+
+
+def test_a_full_disk_of_this_machine_is_named_at_once(serve):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(RunError, match=r"cache .*sources cannot be written: File too large\."):
+            elsewhere.copies_of([f"{serve.url}/a.jsonl"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert serve.asked["GET a.jsonl"] == 1
+
+
+def test_a_file_whose_versions_cannot_be_told_apart_is_refused(serve):
+    serve.etags["a.jsonl"] = None
+    with pytest.raises(SpecError, match=r"neither an ETag nor when it was changed\. Copy it to a"):
+        elsewhere.copies_of([f"{serve.url}/a.jsonl"])
 
 
 def test_files_of_another_file_system_are_found_by_a_pattern(serve):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from instep.data.shards.dataset import Shards
 from instep.data.shards.manifest import Manifest
@@ -345,6 +346,16 @@ def test_each_byte_of_a_folder_is_verified(raw):
             assert path.name in "".join(damaged(Path("out"), manifest)), (path.name, at)
         path.write_bytes(good)
     assert damaged(Path("out"), manifest) == []
+
+
+def test_bad_records_of_older_predictions_are_no_damage(raw):
+    """Their file was named by the samples."""
+    manifest, _, _ = made(ask(map="clean.py:record"))
+    older = replace(manifest, bad_file=f"bad-{manifest.sha256[:16]}.jsonl")
+    path = Path("out", manifest.bad_file).rename(Path("out", older.bad_file))
+    assert damaged(Path("out"), older) == []
+    path.unlink()
+    assert damaged(Path("out"), older) == [f"{path} is missing, or is not what was written"]
 
 
 def test_a_shard_that_was_cut_short_is_made_again(raw):

@@ -28,7 +28,7 @@ from instep.data.splits.columns import Column
 from instep.errors import DataError, RecipeError
 from instep.prepare import plan
 from instep.prepare.job import Job
-from instep.prepare.messages import Map
+from instep.prepare.messages import Map, Sum
 from instep.prepare.prepare import prepare
 from instep.prepare.workers.crew import Interrupted
 
@@ -354,6 +354,21 @@ def _interrupted(*_):
     raise Interrupted
 
 
+def test_results_of_other_tasks_that_were_interrupted_go_with_the_next_command(folder, monkeypatch):
+    write("a.jsonl", [{"id": number} for number in range(40)])
+    made(ask(sources=["a.jsonl"], shuffle=True))
+    kept = {path.name for path in Path("out/.preparing").glob("*.done")}
+    assert kept
+    with monkeypatch.context() as context:
+        context.setattr(Job, "_publish", _interrupted)
+        with pytest.raises(Interrupted):
+            made(ask(sources=["a.jsonl"], shuffle=True, map="clean.py:drawn"))
+    assert {path.name for path in Path("out/.preparing").glob("*.done")} > kept
+    _, job, _ = made(ask(sources=["a.jsonl"], shuffle=True))
+    assert job.done_before == job.tasks
+    assert {path.name for path in Path("out/.preparing").glob("*.done")} == kept
+
+
 def test_a_function_that_cannot_be_repeated_is_refused_each_time(folder):
     Path("chance.py").write_text("import os\ndef f(raw):\n    return {'x': os.urandom(4).hex()}\n")
     write("a.jsonl", [{"id": number} for number in range(9)])
@@ -362,15 +377,36 @@ def test_a_function_that_cannot_be_repeated_is_refused_each_time(folder):
             made(ask(sources=["a.jsonl"], map="chance.py:f"))
 
 
-@pytest.mark.parametrize("what", ["source", "function"])
-def test_what_changes_while_it_is_used_is_named(what, folder):
+def _appended(path):
+    path.write_text(path.read_text() + "\n")
+
+
+def _moved_over_at_once(path):
+    """With the same size and time."""
+    before = path.stat()
+    _moved_over(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    ("name", "does", "after"),
+    [
+        ("a.jsonl", _appended, Map),
+        ("a.jsonl", _rewritten, Sum),  # when nothing is left to read of it but its checksum
+        ("a.jsonl", _moved_over_at_once, Map),
+        ("clean.py", _appended, Map),
+        ("clean.py", _appended, Sum),
+    ],
+)
+def test_what_changes_while_it_is_used_is_named(name, does, after, folder):
     write("a.jsonl", [{"id": number} for number in range(9)])
-    path = Path("a.jsonl" if what == "source" else "clean.py")
 
     class Changes(Here):
         def do(self, tasks, *args):
+            tasks = list(tasks)
             yield from super().do(tasks, *args)
-            path.write_text(path.read_text() + "\n")
+            if any(isinstance(task, after) for task in tasks):
+                does(Path(name))
 
     with pytest.raises(DataError, match=r"has changed while it .*Give the same command again"):
         made(ask(sources=["a.jsonl"], map="clean.py:drawn"), Changes)

@@ -1,6 +1,7 @@
 """A model at a URL: the bytes of the local one, of one version on all hosts, or a sentence."""
 
 import json
+import os
 import shutil
 import sys
 
@@ -11,14 +12,15 @@ import torch
 from safetensors.torch import save_file
 
 from instep.client.job_checks import with_options
-from instep.data.shards import download, elsewhere, remote
+from instep.data.shards.urls import download, in_use, remote
 from instep.errors import DataError, InstepError, SpecError
 from instep.job import file as spec_file
+from instep.job.data import DataSpec
 from instep.job.spec import JobSpec
 from instep.job.start import StartSpec
 from instep.recipe.start.file import start_file
 from instep.state.files.sharded import files_of
-from loopback_store import LeapingClock, Store, installed
+from loopback_store import LeapingClock, LoopbackFiles, Store, installed
 
 pytest.importorskip("aiohttp")
 
@@ -41,9 +43,8 @@ def store(tmp_path, monkeypatch):
     store.put_folder(tmp_path / "here", "bucket")
     yield store
     store.close()
-    for lock in elsewhere._held:
-        lock.close()
-    elsewhere._held.clear()
+    while in_use._uses:
+        in_use._uses.popitem()[1].close()
 
 
 def contents(path):
@@ -120,6 +121,36 @@ def test_what_is_no_model_is_one_sentence(store, monkeypatch, url, error, said):
     store.objects["bucket/away.safetensors.index.json"] = index
     with pytest.raises(error, match=said):
         start_file(StartSpec(model=url.format(http=store.http, loop=store.loop)))
+
+
+@pytest.mark.parametrize("protocol", ["http", "loop"])
+def test_a_store_that_lists_nothing_refuses_what_is_not_there(store, monkeypatch, protocol):
+    """As S3 does for a key that may read objects only."""
+
+    def info(files, path, **_):
+        path = files._strip_protocol(path)
+        _, headers = files._ask("HEAD", path)
+        return {"name": path, "type": "file", "ETag": headers["ETag"], "size": None}
+
+    monkeypatch.setattr(LoopbackFiles, "info", info)
+    store.faults = lambda _, name, __: "" if name in store.objects else "403"
+    url = f"{getattr(store, protocol)}/bucket"
+    for name in ("whole", "parts"):
+        assert start_file(StartSpec(model=f"{url}/{name}")).is_file()
+    with pytest.raises(DataError, match=r"none/model\.safetensors cannot be read: .* 7 times"):
+        start_file(StartSpec(model=f"{url}/none"))
+
+
+def test_the_client_copies_a_model_into_the_cache_of_the_job(store, tmp_path):
+    job = JobSpec(
+        recipe="a.py:recipe",
+        start=StartSpec(model=f"{store.http}/bucket/whole"),
+        data=DataSpec(cache=str(tmp_path / "mine"), cache_gb=1),
+    )
+    with_options(job)
+    assert list((tmp_path / "mine").rglob("model.safetensors"))
+    assert remote.cache() == tmp_path / "cache"
+    assert remote.GIGABYTES not in os.environ
 
 
 def test_without_fsspec_the_command_that_installs_it_is_said(monkeypatch):

@@ -92,6 +92,10 @@ def test_the_data_of_each_participant_and_the_shards_that_are_still_there(tmp_pa
     for other, said in (
         (known(tmp_path, "else"), "has other samples now"),
         (known("/no"), "has no manifest.json"),
+        (
+            known("s3://KEY:word@b/a", "url"),
+            "Shards and columns: s3://KEY@b/a is not read for a report.",
+        ),
     ):
         (tmp_path / other[1]["prepared"][0][1]).mkdir()
         _, words, bars = page_of(tmp_path / other[1]["prepared"][0][1], other)

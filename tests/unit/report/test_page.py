@@ -6,7 +6,7 @@ import pytest
 
 from instep.events import LEDGER, read_events, read_records
 from instep.report.figures.summary import idle_words
-from instep.report.page import bars, sections
+from instep.report.page import bars, markup, sections
 from instep.report.page.page import write_report
 from instep.store.run_folder import RunFolder
 from instep.units import readable_count
@@ -269,3 +269,8 @@ def test_the_work_of_a_mesh_is_that_of_its_replicas(tmp_path):
     drawn = bars.throughput_strips(folder)
     assert "worker 0" in drawn
     assert "worker 1" not in drawn
+
+
+def test_characters_that_nobody_sees_are_written_out():
+    shown = markup.tag("p", "a\x1b[31m\u202eb\ud800\t\u00e9\n<")
+    assert shown == "<p>a\\u001b[31m\\u202eb\\ud800\t\u00e9\n&lt;</p>"

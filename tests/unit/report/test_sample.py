@@ -15,6 +15,7 @@ from instep.report.page.bars import image
 
 Pair = namedtuple("Pair", "image label")
 WIDE = np.arange(60).reshape(3, 4, 5)
+MANY = dict.fromkeys(range(90), 0)
 
 
 class Odd:
@@ -41,7 +42,14 @@ class Odd:
         (torch.eye(3).to_sparse(), {"shape": [3, 3], "dtype": "float32"}, "float32 [3, 3]: ..."),
         ([1, [2, "a"]], [1, [2, "a"]], '[1, [2, "a"]]'),
         (list(range(100)), {"length": 100, "first": list(range(8))}, None),
-        ({"a": WIDE}, {"a": summary_of(WIDE)}, None),
+        ({"a": WIDE}, {"fields": {"a": summary_of(WIDE)}}, None),
+        ({"shape": (480, 640)}, {"fields": {"shape": [480, 640]}}, "{shape: [480, 640]}"),
+        ({"bytes": "abc"}, None, "{bytes: abc}"),
+        ({"bytes": 123, "first": b"a"}, None, "{bytes: 123, first: 1 bytes: 61}"),
+        ({"text": "a", "length": None}, None, "{text: a, length: null}"),
+        ({"text": 3, "type": "b"}, None, "{text: 3, type: b}"),
+        ({"fields": 5}, {"fields": {"fields": 5}}, "{fields: 5}"),
+        (MANY, {"fields": {str(n): 0 for n in range(50)}, "length": 90}, None),
         (Odd(), None, None),
     ],
 )  # fmt: skip

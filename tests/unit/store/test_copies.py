@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from instep.data.shards import download
+from instep.data.shards.urls import download
 from instep.errors import CheckpointError, DataError, RunError, SpecError
 from instep.job import file as spec_file
 from instep.state.files.manifest import published

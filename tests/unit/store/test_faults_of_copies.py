@@ -10,9 +10,9 @@ from fsspec.spec import AbstractFileSystem
 from test_copies import Run, step_in
 
 from instep.client.copying import check_not_elsewhere
-from instep.data.shards import download
-from instep.data.shards.elsewhere import copies_of
-from instep.data.shards.remote import CACHE
+from instep.data.shards.urls import download
+from instep.data.shards.urls.elsewhere import copies_of
+from instep.data.shards.urls.remote import CACHE
 from instep.errors import DataError, RunError, SpecError
 from instep.store.copies import objects
 from instep.store.copies.restore import restore, runs_called

@@ -58,6 +58,7 @@ def test_summary_verdict_audit_and_report_have_the_count(tmp_path):
     assert summary["samples"] == 3000
     words = "each exactly once per epoch, 3 of them skipped as unreadable"
     assert words in closing_lines(summary, folder)[0]
+    assert "skipped 3 samples: OSError: sector 7 is gone" in closing_lines(summary, folder)
     proof = prove(folder)
     assert proof.exact
     assert proof.as_table()["skipped"] == 3

@@ -31,6 +31,7 @@ from instep.client.join.script import print_job_if_asked
 from instep.client.keywords import tables
 from instep.data.loader import Loader
 from instep.data.reading.choose import cores
+from instep.data.shards.urls.remote import use_cache
 from instep.engine.member import Member, Released
 from instep.errors import InstepError, PeerError, SpecError, WorkerError
 from instep.job import file as spec_file
@@ -280,6 +281,7 @@ class Session:
     def begin(self, recipe: Callable[..., Any] | Recipe | None) -> None:
         """Seed everything, choose a device, make the recipe if needed; `join` calls it."""
         seed_everything(self.job.seed)
+        use_cache(self.job.data.cache, self.job.data.cache_gb)
         self.device = choose_device(self.job, self._place.local_rank, self._place.local_size)
         check_encrypted(self._member, self.device)
         chosen = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 0

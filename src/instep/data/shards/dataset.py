@@ -18,11 +18,12 @@ import numpy as np
 
 from instep.data.shards.hosts import peers
 from instep.data.shards.manifest import NAME, Manifest, Shard, read_manifest
-from instep.data.shards.remote import Remote
 from instep.data.shards.rows import Rows
+from instep.data.shards.urls.remote import Remote
 from instep.data.shards.views import Array, View
 from instep.data.shards.writer import ShardFile
 from instep.errors import DataError
+from instep.words import shown_url
 
 MOST_OPEN = 512
 """Files that one process has mapped at a time."""
@@ -50,14 +51,15 @@ class Shards(Rows):
         remote: Remote | None = None,
         source: Remote | None = None,
     ) -> None:
-        self.folder = folder if remote else Path(folder)
+        name = shown_url(str(folder))
+        self.folder = name if remote else Path(folder)
         self._remote, self._source = remote, source
         read = partial(remote.small, NAME) if remote else None
         if source and not (Path(folder) / NAME).exists():
             read = partial(source.small, NAME)
-        self.manifest: Manifest = read_manifest(folder, read)
+        self.manifest: Manifest = read_manifest(name, read)
         counts = [shard.samples for shard in self.manifest.shards]
-        super().__init__(str(folder), self.manifest.columns, counts, columns, transform)
+        super().__init__(name, self.manifest.columns, counts, columns, transform)
         self._open: OrderedDict[int, ShardFile] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.errors import DataError
-from instep.words import is_url
+from instep.words import is_url, shown_url
 
 if TYPE_CHECKING:
     from instep.data.shards.dataset import Shards
@@ -40,7 +40,7 @@ def shards(
     """
     try:
         from instep.data.shards.dataset import Shards
-        from instep.data.shards.remote import Remote
+        from instep.data.shards.urls.remote import Remote
     except ModuleNotFoundError as error:
         raise DataError(
             f"shards need the package {error.name}: pip install 'instep[data]'."
@@ -48,9 +48,10 @@ def shards(
     remote = Remote(str(folder), cache, options) if is_url(str(folder)) else None
     also = Remote(_url(source), cache, options) if source is not None else None
     if remote is not None and also is not None:
-        raise DataError(f"{folder} and a source are given: leave the source out, or name a folder.")
+        name = shown_url(str(folder))
+        raise DataError(f"{name} and a source are given: leave the source out, or name a folder.")
     return Shards(folder, columns, transform, remote, also)
 
 
 def _url(source: str | Path) -> str:
-    return str(source) if is_url(str(source)) else Path(source).absolute().as_uri()
+    return str(source) if is_url(str(source)) else f"file://{Path(source).absolute()}"

@@ -18,7 +18,7 @@ import numpy as np
 
 from instep.data.order import Indices
 from instep.data.raw.tar import records_of
-from instep.data.shards.remote import cache
+from instep.data.shards.urls.remote import cache
 from instep.errors import DataError
 from instep.plain_file import check_plain, read_plain, replace_plain
 

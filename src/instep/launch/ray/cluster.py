@@ -98,18 +98,21 @@ def _start_here(ray: Any, **options: Any) -> None:
             return
         except Exception as error:
             ray.shutdown()
-            _end(set(psutil.Process().children()) - before)
+            _end(set(psutil.Process().children()) - before, Path(ray.__file__).parent)
             if _SLOW not in str(error) or left == 1:
                 raise
             print("warning Ray took too long to start its node; retrying.", file=sys.stderr)
 
 
-def _end(processes: Iterable[psutil.Process]) -> None:
-    """End what Ray leaves of a node that it has given up, and would work on beside the next."""
+def _end(processes: Iterable[psutil.Process], package: Path) -> None:
+    """End what Ray leaves of a node that it has given up, and would work on beside the next.
+
+    Its programs lie in its package; the caller may have started others meanwhile.
+    """
     ended = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):
-            if any("/ray/" in word for word in process.cmdline()):
+            if any(word.startswith(f"{package}/") for word in process.cmdline()):
                 process.kill()
                 ended.append(process)
     psutil.wait_procs(ended, ANSWER_S)

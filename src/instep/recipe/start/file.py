@@ -15,7 +15,7 @@ from instep.recipe.start.url import local_copy
 from instep.state.files.manifest import FOLDER, read_manifest
 from instep.state.files.sharded import MODEL, model_in, open_model
 from instep.store.folder import ID
-from instep.words import command, is_url
+from instep.words import command, is_url, shown_url
 
 
 def start_file(start: StartSpec) -> Path | None:
@@ -31,6 +31,7 @@ def start_file(start: StartSpec) -> Path | None:
     """
     if not start.model:
         return None
+    named = f"start.model = {shown_url(start.model)!r}"
     path = local_copy(start)[0] if is_url(start.model) else Path(start.model)
     if path.is_dir():
         if not (model := model_in(path)).is_file():
@@ -40,13 +41,13 @@ def start_file(start: StartSpec) -> Path | None:
                     "export", path.parent.parent, f"--step {step} --to FILE.safetensors"
                 )
                 raise SpecError(
-                    f"start.model = {start.model!r}: the ranks of a mesh saved this checkpoint in "
+                    f"{named}: the ranks of a mesh saved this checkpoint in "
                     f"parts. Make one file of its model, and give that: {again}"
                 )
             if convert := how_to_convert(_names_in(path), str(path)):
-                raise SpecError(f"start.model = {start.model!r}: {convert}")
+                raise SpecError(f"{named}: {convert}")
             raise SpecError(
-                f"start.model = {start.model!r}: this folder holds no {MODEL}. "
+                f"{named}: this folder holds no {MODEL}. "
                 "Give the folder of a run that has ended, or a safetensors file."
             )
         if all((path / name).is_file() for name in ("job.toml", ID)):
@@ -59,7 +60,7 @@ def start_file(start: StartSpec) -> Path | None:
     if not path.exists():
         beside = [each.name for each in path.parent.glob("*.safetensors")]
         near = near_miss(path.name, beside) if beside else "It is relative to the job file."
-        raise SpecError(f"start.model = {start.model!r}: there is no such file. {near}")
+        raise SpecError(f"{named}: there is no such file. {near}")
     with open_model(path):
         return path
 

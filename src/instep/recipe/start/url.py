@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from instep.data.shards.download import chunks, tried
-from instep.data.shards.elsewhere import is_there, side_by_side
+from instep.data.shards.urls.download import chunks, is_there, tried
+from instep.data.shards.urls.elsewhere import side_by_side
 from instep.errors import CheckpointError, DataError, RunError, SpecError
 from instep.job.start import StartSpec
 from instep.recipe.start.converting import how_to_convert
@@ -62,6 +62,8 @@ def _files_of(url: str, files: Any) -> list[str]:
             return [model, *more, *(each for each in beside if is_there(files, each))]
     if files.isfile(url):
         return [url]
+    with suppress(FileNotFoundError):  # else it may not be read, which is another thing
+        tried(lambda _: files.info(f"{base}/{MODEL}"), shown_url(f"{base}/{MODEL}"))
     raise SpecError(_no_model(url, [*_names_in(files, url)]))
 
 

@@ -13,7 +13,7 @@ from instep.errors import DataError
 from instep.report.figures.dataset import DataFigures, DataPart, PreparedFolder, classes_in
 from instep.store.run_folder import Event, RunFolder
 from instep.units import readable_count
-from instep.words import is_url
+from instep.words import is_url, shown_url
 
 _SIDES = ("train", "validate")
 
@@ -98,7 +98,7 @@ def _folders(prepared: list[Any]) -> tuple[list[PreparedFolder], list[str]]:
             continue
         path, sha256 = each
         if is_url(path):
-            unknown.append(f"Shards and columns: {path} is not read for a report.")
+            unknown.append(f"Shards and columns: {shown_url(path)} is not read for a report.")
             continue
         try:
             manifest = read_manifest(path)

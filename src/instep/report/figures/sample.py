@@ -50,7 +50,8 @@ def summary_of(value: Any, depth: int = 0) -> Any:
         A number, bool, None or short text as it is (NaN and infinities as text). Of an array
         `shape`, `dtype` and the `first` values in its order; of a long text `text` and `length`; of
         bytes `bytes`, how many, and the `first` in hexadecimal digits; of a list `length` and the
-        `first`, if they are not all of it; of a mapping a mapping; else `type` and `text`.
+        `first`, if they are not all of it; of a mapping its `fields`, whose names may be any, and
+        `length`, if they are not all; else `type` and `text`.
     """
     if isinstance(value, str):
         cut = value[:MOST_LETTERS]
@@ -66,7 +67,10 @@ def summary_of(value: Any, depth: int = 0) -> Any:
     if (shape := shape_of(value)) is not None:
         return _of_array(value, shape)
     if isinstance(value, Mapping):
-        return {str(k): summary_of(v, depth + 1) for k, v in islice(value.items(), MOST_FIELDS)}
+        some = islice(value.items(), MOST_FIELDS)
+        fields = {str(name): summary_of(each, depth + 1) for name, each in some}
+        more = {"length": len(value)} if len(value) > MOST_FIELDS else {}
+        return {"fields": fields, **more}
     if isinstance(value, list | tuple):
         first = [summary_of(each, depth + 1) for each in value[:MOST_VALUES]]
         return first if len(value) <= MOST_VALUES else {"length": len(value), "first": first}
@@ -103,6 +107,9 @@ def in_words(summary: Any) -> str:
     if not isinstance(summary, dict):
         return summary if isinstance(summary, str) else json.dumps(summary)
     first = summary.get("first", [])
+    if "fields" in summary:
+        named = ", ".join(f"{name}: {in_words(each)}" for name, each in summary["fields"].items())
+        return f"{{{named}}}"[:MOST_LETTERS]
     if "shape" in summary:
         cut = [] if prod(summary["shape"]) == len(first) else ["..."]
         values = ", ".join([*map(_short, first), *cut])

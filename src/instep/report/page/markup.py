@@ -7,6 +7,7 @@ name, an error, a path) can become markup by being forgotten.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Any
@@ -20,6 +21,8 @@ MOST_ROWS = 40
 """Rows of a table that grows with the run."""
 
 _VOID = frozenset({"br", "input", "line", "path", "rect", "circle", "meta"})
+
+_TURNING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 class Html(str):
@@ -47,8 +50,10 @@ def join(children: Iterable[str]) -> Html:
 
 
 def _escaped(value: object) -> str:
-    """Text as markup; half a surrogate pair, which no UTF-8 file can hold, as `\\ud800`."""
-    return escape(str(value).encode("utf-8", "backslashreplace").decode())
+    """Text as markup; half a surrogate pair, which no UTF-8 file can hold, as `\\ud800`, and so
+    control characters and those that turn the direction of what follows."""
+    text = str(value).encode("utf-8", "backslashreplace").decode()
+    return escape(_TURNING.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers_from: int = 1) -> Html:

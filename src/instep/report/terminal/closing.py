@@ -31,6 +31,9 @@ from instep.words import (
     start_in_words,
 )
 
+_CAUSES = 3
+"""Causes of skipped samples that are shown."""
+
 
 def closing_lines(summary: dict[str, Any], folder: RunFolder) -> list[str]:
     """The lines for one run; the last ones are the commands to run next."""
@@ -49,6 +52,7 @@ def _lines(summary: dict[str, Any], folder: RunFolder) -> Iterator[str]:
         yield f"rule    {summary['rule_text']}"
     if lost := _lost(summary["steps"], folder):
         yield f"lost    {lost}"
+    yield from _skipped(folder)
     if folder.outcome == "failed" and folder.failures:
         yield from _cause(folder.failures[0], folder.servers)
     yield from filter(None, (_quality(summary, folder), _effort(summary)))
@@ -114,6 +118,20 @@ def _lost(steps: int, folder: RunFolder) -> str:
     which = f"steps {saved + 1} to {steps}" if steps > saved + 1 else f"step {steps}"
     why = f"the newest checkpoint is of step {saved}" if saved else "no checkpoint was saved"
     return f"{which}, if you resume: {why}, and what follows it is computed again"
+
+
+def _skipped(folder: RunFolder) -> Iterator[str]:
+    """Why samples were left out: a damaged file is one cause, named, of many samples."""
+    causes = dict[str, set[tuple[str, int]]]()
+    validated = [e for e in folder.named("sample_skipped") if e["dataset"] == "validation"]
+    for event in [*folder.skipped, *validated]:
+        samples = causes.setdefault(str(event.get("cause", "")), set())
+        samples.add((event["dataset"], event["index"]))
+    most = sorted(causes.items(), key=lambda each: -len(each[1]))[:_CAUSES]
+    for cause, samples in most:
+        yield f"skipped {plural(len(samples), 'sample')}: {cause}"
+    if more := len(causes) - len(most):
+        yield f"        and for {plural(more, 'other cause')}; the report has each"
 
 
 def _cause(failure: dict[str, Any], servers: Collection[int]) -> Iterator[str]:

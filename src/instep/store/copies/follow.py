@@ -26,7 +26,7 @@ from instep.errors import CheckpointError, InstepError, one_line
 from instep.job import file as spec_file
 from instep.store.copies.layout import base_of
 from instep.store.copies.upload import Copies
-from instep.words import shown_url
+from instep.words import shown_error, shown_url
 
 LOOK_S = 0.5
 """Seconds between two looks at the checkpoints."""
@@ -106,9 +106,9 @@ class CopyFollower:
 
     def _fails(self, error: Exception) -> None:
         said = error if isinstance(error, InstepError) else error.__cause__ or error
-        self._why = one_line(said) or type(said).__name__
+        self._why = shown_error(one_line(said)) or type(said).__name__
         if self._failing is None:
-            traceback.print_exception(error)
+            sys.stderr.write(shown_error("".join(traceback.format_exception(error))))
             self._failing = self._now()
             what = f"checkpoints cannot be copied to {self._url}: {self._why.rstrip('.')}."
             then = "Training goes on, and it is tried again."

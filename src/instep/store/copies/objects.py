@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from instep.data.shards.download import WrongBytes, file_system, moving
+from instep.data.shards.urls.download import WrongBytes, file_system, moving
 from instep.errors import SpecError, one_line
 from instep.words import is_url, shown_url
 

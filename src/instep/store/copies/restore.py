@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from instep.data.shards.download import copied, reached, tried
+from instep.data.shards.urls.download import copied, reached, tried
 from instep.errors import CheckpointError, DataError, RunError, SpecError
 from instep.plain_file import crc32_of
 from instep.state.files import manifest as page

@@ -23,7 +23,7 @@ from instep.data.loader import Loader, Read, Slice
 from instep.data.order import key
 from instep.data.reading.threads import cpu_clock
 from instep.data.samples.fingerprint import Fingerprint, confirmed_fingerprint
-from instep.data.shards.remote import use_cache
+from instep.data.shards.urls.remote import use_cache
 from instep.data.torch_loader import LoaderParts, columns_in, unpack_loader
 from instep.engine.member import Member
 from instep.errors import DataError, PeerError, RecipeError

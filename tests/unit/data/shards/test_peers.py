@@ -14,7 +14,7 @@ from instep.data.shards.dataset import Shards
 from instep.data.shards.hosts import peers
 from instep.data.shards.hosts.board import Board, HeldShards, PeerDoor
 from instep.data.shards.hosts.door import OpenDoor
-from instep.data.shards.remote import Remote
+from instep.data.shards.urls.remote import Remote
 from instep.errors import DataError
 
 CUTS = [10, 20, 30]

@@ -19,12 +19,13 @@ import numpy as np
 import pytest
 from test_data_shards import written
 
-from instep.data.shards import download, remote
 from instep.data.shards.manifest import Shard, write_manifest
+from instep.data.shards.urls import download, remote
 from instep.data.sources import shards
 from instep.errors import DataError, SpecError
 from instep.job.file import absolute, build
 from instep.plain_file import crc32_of
+from instep.worker.reading.dataset_check import _absolute
 
 pytest.importorskip("aiohttp")
 pytestmark = pytest.mark.process
@@ -293,6 +294,25 @@ def test_a_file_that_is_another_one_for_good_is_named(serve):
     serve.faults = lambda _: "changed"
     with pytest.raises(DataError, match=r"0\.arrow cannot be read: it has .* tried 7 times"):
         shards(url(serve))[0]
+
+
+def test_no_message_has_the_password_of_a_url(serve):
+    secret = url(serve).replace("http://", "http://me:word@") + "?token=word"
+    with pytest.raises(DataError) as caught:
+        shards(secret.replace("/served", "/other/none"))
+    assert "word" not in str(caught.value)
+    dataset = shards(url(serve).replace("http://", "http://me:word@"))
+    assert _absolute(dataset) == url(serve)
+    serve.faults = lambda _: "503"
+    with pytest.raises(DataError) as caught:
+        dataset[0]
+    assert "word" not in str(caught.value)
+
+
+def test_a_source_may_have_a_space_in_its_name(serve, tmp_path):
+    (tmp_path / "empty").mkdir()
+    source = serve.folder.rename(tmp_path / "my data #1")
+    assert int(shards(tmp_path / "empty", source=source)[399]["n"]) == 399
 
 
 def test_what_is_not_there_or_cannot_be_asked_is_one_sentence(serve):

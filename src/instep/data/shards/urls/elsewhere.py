@@ -3,13 +3,13 @@
 Each is copied once, whole: a preparation reads a raw file several times, each process of a run the
 model that it starts from, and a byte is to cross the network once. A copy is of one version of a
 file, by its size and ETag (or time of change), and is kept for the next command, whichever process
-made it. The copies that no command uses have at most `LIMIT` bytes. Ways in: `copies_of` for raw
-files; `side_by_side` for files that belong together, of a version that other hosts have too.
+made it; one that somebody has written to since is copied again. All copies have at most as many
+bytes as all shards, and those that a process uses beside. Ways in: `copies_of` for raw files;
+`side_by_side` for files that belong together, of a version that other hosts have too.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
@@ -18,19 +18,20 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
-from urllib.parse import urlsplit
+from typing import Any, NamedTuple
 
-from instep.data.shards import download
-from instep.data.shards.download import WrongBytes, copied, reached, tried
-from instep.data.shards.remote import CACHE, cache
+from instep.data.shards.urls import download
+from instep.data.shards.urls.download import WrongBytes, copied, reached, tried
+from instep.data.shards.urls.in_use import in_use, use
+from instep.data.shards.urls.marks import is_untouched, touch
+from instep.data.shards.urls.remote import CACHE, cache, limit_of_cache, locked
 from instep.errors import DataError, RunError, SpecError
+from instep.plain_file import replace_plain
 from instep.units import readable_bytes
 from instep.words import shown_url
-
-LIMIT = 20 * 10**9
 
 _AT_ONCE = 4
 
@@ -45,14 +46,14 @@ _VERSIONS: tuple[str, ...] = (
     "mtime",
     "modified",
     "created",
+    *("Digest", "generation", "blob_id", "sha", "content_hash"),
+    *("updated", "modificationTime", "modify", "date_time", "last_write_time"),
 )
 """Names that file systems of fsspec have for the version of a file, the surest first."""
 
 _KEY = re.compile("[0-9a-f]{24}")
 _WHOLE = "whole"
 """The file that says of a folder that all files are there."""
-
-_held: list[BinaryIO] = []  # locks of copies, which this process reads until it ends
 
 
 class RawCopy(NamedTuple):
@@ -124,19 +125,6 @@ def side_by_side(
     raise _always_new(url)
 
 
-def is_there(files: Any, url: str) -> bool:
-    """Whether there is a file at a URL; asks several times.
-
-    Raises:
-        DataError: the file system does not answer.
-    """
-    try:
-        tried(lambda _: files.info(url), shown_url(url))
-    except FileNotFoundError:
-        return False
-    return True
-
-
 def _named(source: str) -> list[str]:
     if "*" not in source:
         return [source]
@@ -194,7 +182,13 @@ def _version_at(files: Any, url: str) -> _Pinned:
         raise SpecError(
             f"{shown_url(url)} is a folder. Name its files, as '{shown_url(url)}/*.csv'."
         )
-    return _version(about)
+    if not (version := _version(about)).name:
+        raise SpecError(
+            f"{shown_url(url)} cannot be told from a former version: its server says neither an "
+            "ETag nor when it was changed. Copy it to a disk of this machine, or one that all "
+            "hosts see, and name that."
+        )
+    return version
 
 
 def _version(about: dict[str, Any]) -> _Pinned:
@@ -210,29 +204,43 @@ def _kept(path: Path, fetch: Callable[[], bool]) -> bool:
         fetch: puts it there; False if the version is not to be had.
     """
     folder = _root() / path.relative_to(_root()).parts[0]
-    lock = open(_lock(folder), "ab")  # noqa: SIM115 - until this process ends
-    try:
-        while True:
-            fcntl.flock(lock, fcntl.LOCK_SH)
-            if path.exists():
-                os.utime(folder)  # it is in use
-                _held.append(lock)
-                return True
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.exists() and not fetch():
-                return False
-    finally:
-        if lock not in _held:
-            lock.close()
+    with _writing():
+        use(folder)
+        if not _is_good(path):
+            with locked(_lock(folder)):  # one process fetches it
+                if not _is_good(path) and not fetch():
+                    return False
+        os.utime(folder)  # it is in use
+    return True
+
+
+def _is_good(path: Path) -> bool:
+    """Whether a copy is as it was made; of what says that all files of a folder are there, they."""
+    if path.parent.parent != _root():
+        return is_untouched(path)
+    return path.exists() and all(
+        is_untouched(path.parent / name) for name in path.read_text("utf-8").splitlines()
+    )
 
 
 def _root() -> Path:
     root = cache() / "sources"
-    try:
+    with _writing():
         root.mkdir(parents=True, exist_ok=True)
+    return root
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """Name the cache where this machine cannot write to it.
+
+    Raises:
+        RunError: with what to do.
+    """
+    try:
+        yield
     except OSError as error:
         raise _unwritable(error) from None
-    return root
 
 
 def _unwritable(error: OSError) -> RunError:
@@ -248,8 +256,9 @@ def _lock(folder: Path) -> Path:
 
 def _name(url: str) -> Path:
     """Name a copy in its folder so that a message that has its path says where it is from."""
-    parts = urlsplit(shown_url(url))
-    places = [parts.scheme, parts.netloc.replace(":", "-"), *parts.path.split("/")]
+    scheme, _, rest = shown_url(url).partition("://")
+    host, _, path = rest.partition("/")
+    places = [scheme, host.replace(":", "-"), *path.split("/")]
     return Path(*[place for place in places if place not in ("", ".", "..")])
 
 
@@ -273,6 +282,7 @@ def _fetch(files: Any, url: str, version: _Pinned, path: Path) -> bool:
         # An attempt that was given up renames nothing, should it end after all.
         beside = _reached_file(attempt, url)
         if beside is not None:
+            touch(beside)
             beside.replace(path)
     finally:
         for left in path.parent.glob(".*"):
@@ -284,9 +294,9 @@ def _fetch_all(files: Any, versions: Mapping[str, _Pinned], folder: Path) -> boo
     """Copy files side by side; one that a killed process has copied is not copied again."""
     for url, version in versions.items():
         path = folder / _name(url)
-        if not path.exists() and not _fetch(files, url, version, path):
+        if not is_untouched(path) and not _fetch(files, url, version, path):
             return False
-    (folder / _WHOLE).touch()
+    replace_plain(folder / _WHOLE, "\n".join(str(_name(url)) for url in versions).encode())
     return True
 
 
@@ -309,18 +319,15 @@ def _check_room(url: str, size: int, folder: Path) -> None:
 
 def _remove_oldest() -> None:
     """Remove copies that no process uses, those not used for longest first."""
-    folders = sorted(_folders(), key=lambda each: each[1])
-    total = sum(size for _, _, size in folders)
-    for folder, _, size in folders:
-        if total <= LIMIT:
-            return
-        with open(_lock(folder), "ab") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue
-            shutil.rmtree(folder, ignore_errors=True)
-            total -= size
+    limit, root = limit_of_cache(), _root()
+    with _writing(), locked(root / ".lock"):
+        folders, used = sorted(_folders(), key=lambda each: each[1]), in_use(root)
+        total = sum(size for _, _, size in folders)
+        for folder, _, size in folders:
+            if total > limit and folder.name not in used:
+                shutil.rmtree(folder, ignore_errors=True)
+                _lock(folder).unlink(missing_ok=True)  # nobody waits for it, who would use the copy
+                total -= size
 
 
 def _folders() -> Iterator[tuple[Path, float, int]]:

@@ -21,9 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep.data.shards.download import WrongBytes, chunks, file_system, tried
+from instep.data.shards.urls.download import WrongBytes, chunks, file_system, tried
+from instep.data.shards.urls.marks import MARK_NS, touch
 from instep.errors import DataError, SpecError
 from instep.plain_file import crc32_of
+from instep.words import shown_url
 
 if TYPE_CHECKING:
     from instep.data.shards.manifest import Shard
@@ -33,10 +35,6 @@ CACHE = "INSTEP_CACHE"
 
 GIGABYTES = "INSTEP_CACHE_GB"
 """The environment variable with how many it may have."""
-
-_MARK_NS = 10**18
-"""Time of change of each file in the cache, from its download on: one that somebody has written to
-since has another one, and is compared with its checksum. Times of access say what is in use."""
 
 _LEFT_S = 600.0
 """A download to which nothing was written for so long is of a process that was killed."""
@@ -55,8 +53,23 @@ def use_cache(folder: str, gigabytes: float | None) -> None:
         os.environ[GIGABYTES] = str(gigabytes)
 
 
+@contextmanager
+def cache_in(folder: str, gigabytes: float | None) -> Iterator[None]:
+    """Use a cache as a job says, in this context only: the caller may have other jobs."""
+    before = {name: os.environ.get(name) for name in (CACHE, GIGABYTES)}
+    use_cache(folder, gigabytes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
 def limit_of_cache() -> int:
-    """Bytes that the cache of this host may have.
+    """Bytes of shards that the cache of this host may have, and of other files as many.
 
     Raises:
         SpecError: the environment has no number for it.
@@ -111,7 +124,7 @@ class Remote:
             found: bytes = self._files().cat_file(f"{self.url}/{name}")
             return found
 
-        found: bytes = tried(read, f"{self.url}/{name}")
+        found: bytes = tried(read, f"{shown_url(self.url)}/{name}")
         return found
 
     def path(self, shard: Shard) -> Path:
@@ -130,7 +143,8 @@ class Remote:
                             left.unlink(missing_ok=True)
                         with locked(self._root / ".room.lock"):
                             self._make_room(shard.bytes)
-                        tried(partial(self._download, shard, path), f"{self.url}/{shard.file}")
+                        what = f"{shown_url(self.url)}/{shard.file}"
+                        tried(partial(self._download, shard, path), what)
             except FileNotFoundError as error:
                 if error.filename is None:
                     raise  # else somebody has removed the cache meanwhile
@@ -165,8 +179,7 @@ class Remote:
                 )
             with locked(self._root / ".room.lock"):  # others have downloaded in the meantime
                 self._make_room(shard.bytes)
-                with open(beside, "rb") as file:  # `os.utime` names no file that is gone
-                    os.utime(file.fileno(), ns=(time.time_ns(), _MARK_NS))
+                touch(beside)
                 beside.replace(path)
         finally:
             beside.unlink(missing_ok=True)
@@ -175,7 +188,8 @@ class Remote:
         """Remove what was not used for longest; processes that have mapped it keep it."""
         for left in self._root.glob("*/.*.arrow.*"):
             with suppress(OSError):  # else it is of a process that was killed
-                if time.time() - left.stat().st_mtime > _LEFT_S:
+                old = time.time() - left.stat().st_mtime > _LEFT_S
+                if old and left.suffix != ".lock":
                     left.unlink()
         found = list(_cached(self._root))
         total = sum(about.st_size for _, about in found)
@@ -192,11 +206,11 @@ def _has(path: Path, shard: Shard) -> bool:
     with suppress(OSError):
         about = path.stat()
         good = about.st_size == shard.bytes
-        if good and about.st_mtime_ns != _MARK_NS:
+        if good and about.st_mtime_ns != MARK_NS:
             good = shard.crc32 in (None, crc32_of(path))
         if good:
             with suppress(PermissionError):  # another user's
-                os.utime(path, ns=(time.time_ns(), _MARK_NS))  # it is in use
+                touch(path)  # it is in use
             return True
         path.unlink()
     return False

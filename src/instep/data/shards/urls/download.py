@@ -17,8 +17,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from instep.errors import DataError, RunError, SpecError, one_line
-from instep.words import shown_url
+from instep.errors import DataError, InstepError, SpecError, one_line
+from instep.words import shown_error, shown_url
 
 PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 """Pauses before each further attempt at a download."""
@@ -58,7 +58,8 @@ def file_system(url: str, **options: Any) -> Any:
             f"{shown_url(url)} cannot be read without the package {name}: pip install {name}"
         ) from None
     except ValueError as error:
-        raise SpecError(f"{shown_url(url)} cannot be read: {one_line(error)}.") from None
+        why = shown_error(one_line(error))
+        raise SpecError(f"{shown_url(url)} cannot be read: {why}.") from None
 
 
 def reached(url: str) -> Any:
@@ -71,7 +72,9 @@ def reached(url: str) -> Any:
     try:
         return tried(lambda _: file_system(url), shown_url(url))
     except FileNotFoundError as error:
-        raise DataError(f"{shown_url(url)} cannot be read: {one_line(error)}.") from None
+        raise DataError(
+            f"{shown_url(url)} cannot be read: {shown_error(one_line(error))}."
+        ) from None
 
 
 def chunks(files: Any, url: str) -> Iterator[bytes]:
@@ -144,16 +147,16 @@ def tried(read: Callable[[Callable[[], None]], Any], what: str) -> Any:
     for pause_s in (*PAUSES_S, None):
         try:
             return moving(read)
-        except (SpecError, DataError, RunError):
+        except InstepError:
             raise
         except Exception as error:  # of whatever kind the file system has
             if isinstance(error, FileNotFoundError) and _says_so(error):
                 raise
             if pause_s is None:
                 said = error.__cause__ or error
+                why = shown_error(one_line(said)) or type(said).__name__
                 raise DataError(
-                    f"{what} cannot be read: {one_line(said) or type(said).__name__}. It was "
-                    f"tried {len(PAUSES_S) + 1} times."
+                    f"{what} cannot be read: {why}. It was tried {len(PAUSES_S) + 1} times."
                 ) from None
             time.sleep(pause_s)
     raise AssertionError("the last attempt returns or raises")
@@ -196,3 +199,28 @@ def moving(read: Callable[[Callable[..., None]], Any], stall_s: float | None = N
             return found.result()
         if left_s <= 0:
             raise WrongBytes(f"nothing came for {most_s:g} s")
+
+
+def is_there(files: Any, url: str) -> bool:
+    """Whether there is a file at a URL that may be read; asks several times.
+
+    A store whose names may not be listed refuses (403) what is not there, as S3 does.
+
+    Raises:
+        DataError: the file system does not answer.
+    """
+
+    def ask(_: Callable[[], None]) -> bool:
+        try:
+            return bool(files.info(url))
+        except FileNotFoundError as error:  # which of HTTP is any failure
+            if getattr(error.__cause__, "status", 0) != 403:
+                raise
+        except PermissionError:
+            pass
+        return False
+
+    try:
+        return bool(tried(ask, shown_url(url)))
+    except FileNotFoundError:
+        return False
