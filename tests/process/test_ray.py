@@ -171,7 +171,7 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_cluster_that_is_not_there_is_refused_at_once() -> None:
     code = (
         "import sys\n"
-        "from instep.launch import ray_cluster\n"
+        "from instep.launch.ray import cluster as ray_cluster\n"
         "ray_cluster.CONNECT_S = 0.5\n"
         "for address in sys.argv[1:]:\n"
         "    try:\n        ray_cluster.connect(address, 1)\n"

@@ -354,7 +354,7 @@ def test_callers_from_machines_without_a_worker_get_a_small_part_of_a_forwarder(
 
 def test_the_limit_on_callers_outlives_a_time_without_files(authority):
     program = (
-        "from instep.comm import forwarder\n"
+        "from instep.comm.encryption import forwarder\n"
         "forwarder.PROOF_S, forwarder.MOST_UNPROVEN = 3600.0, 8\n"
         "forwarder._serve(0, 1)"
     )

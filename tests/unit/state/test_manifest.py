@@ -125,7 +125,8 @@ def test_what_is_no_plain_file_is_refused_at_once(tmp_path):
 
 
 def test_what_reads_no_tensors_imports_no_torch():
-    names = ("manifest", "intact", "model_file", "retention", "export", "compare")
+    files = ("files.manifest", "files.model_file", "export.export")
+    names = (*files, "intact", "retention", "compare")
     modules = ", ".join(f"instep.state.{name}" for name in names)
     code = f"import {modules}, sys; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
