@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +40,7 @@ def prepare(args: argparse.Namespace) -> int:
         reduce=args.reduce,
         shuffle=args.shuffle,
         keep=not args.no_keep,
+        shard_mb=args.shard_mb,
         tokens=args.tokens,
         length=args.length,
         unreadable=args.unreadable,
@@ -48,6 +51,13 @@ def prepare(args: argparse.Namespace) -> int:
     for line in [json.dumps(done.as_table())] if args.json else done.lines():
         say(line)
     return INTERRUPTED if done.manifest is None else 0
+
+
+def _megabytes(typed: str) -> float:
+    with suppress(ValueError):
+        if 1e-6 <= (found := float(typed)) < math.inf:
+            return found
+    raise argparse.ArgumentTypeError(f"{typed!r}: wanted is a number above 0, such as 8.")
 
 
 def _type(typed: str) -> tuple[str, str]:
@@ -75,6 +85,8 @@ def prepare_options(parser: Parser) -> None:
         "with --key or --shuffle, leave nothing beside the shards by which the next command is fast"
     )
     add("--no-keep", action="store_true", help=text)
+    text = "about so many MB does a shard have (default: 33.6)"
+    add("--shard-mb", type=_megabytes, metavar="X", help=text)
     text = "turn text into tokens: a file that tokenizers saved, or the word bytes"
     add("--tokens", metavar="TOKENIZER", help=text)
     add("--length", type=int, metavar="N", help="most tokens of a sample")
@@ -97,9 +109,11 @@ def prepare_options(parser: Parser) -> None:
 
 def data(args: argparse.Namespace) -> int:
     """Show what will be trained on: of a job its sides, leaks and parts; or a prepared folder."""
-    if args.html:
+    if args.html is not None:
         from instep.state.export.export import check_page
 
+        if not args.html or not Path(args.html).absolute().parent.is_dir():
+            raise SpecError(f"--html {args.html!r} names no file in a folder that is there.")
         check_page(Path(args.html), None, "--html")
     if Path(args.of).suffix == ".toml":
         return _of_job(args)

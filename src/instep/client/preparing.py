@@ -26,6 +26,8 @@ def prepared(
     say: Callable[[str], None],
     workers: int | None,
     job: JobSpec | None = None,
+    *,
+    shard_mb: float | None,
     **asked: Any,
 ) -> Prepared:
     """Make shards.
@@ -35,6 +37,7 @@ def prepared(
         say: prints a line.
         workers: processes; None: one for each processor.
         job: its `[launch]` says where they are; None: on this machine.
+        shard_mb: about so many MB does a shard have; None: as many as usual.
         asked: fields of `prepare.asked.Asked`.
 
     Raises:
@@ -47,6 +50,8 @@ def prepared(
         raise SpecError(
             f"{who} needs the package {error.name}: pip install 'instep[data]'."
         ) from None
+    if shard_mb is not None:
+        asked["shard_bytes"] = round(shard_mb * 1e6)
     if job is None or job.launch.launcher not in HOSTED:
         return prepare(Asked(**asked), say, workers=workers)
     return prepare(Asked(**asked), say, workers=workers, enter=lambda: _hosting(job))
@@ -135,6 +140,7 @@ def prepare_data(job: JobSpec, *, quiet: bool, here: bool = False) -> None:
             reduce=spec.reduce or None,
             shuffle=spec.shuffle,
             keep=spec.keep,
+            shard_mb=spec.shard_mb,
             tokens=spec.tokens or None,
             length=spec.length,
             unreadable=spec.unreadable,

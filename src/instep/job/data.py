@@ -159,6 +159,10 @@ class PrepareSpec(Section, frozen=True, kw_only=True):
     length: Positive | None = None
     """Most tokens of a sample."""
 
+    shard_mb: Annotated[float, Meta(gt=0)] | None = None
+    """About so many MB (10^6 bytes) does a shard have; 33.6 by default. `data.parts` needs one
+    shard or more for each part."""
+
     unreadable: Literal["some", "skip", "stop"] = "some"
     """A bad record is left out and kept aside, unless its file has no others; `skip`: always."""
 

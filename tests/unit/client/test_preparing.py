@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from instep.cli import main
 from instep.client.preparing import prepare_data
 from instep.data.shards.urls.remote import cache
 from instep.data.sources import shards
@@ -41,6 +42,21 @@ def test_paths_are_relative_to_the_job_file_and_only_what_changed_is_made_again(
     prepare_data(job, quiet=True)
     assert shards(tmp_path / "shards").column("x").tolist() == list(range(0, 27, 3))
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.process
+def test_shards_are_as_large_as_one_says_and_have_the_same_samples(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text("".join(f"{json.dumps({'x': i / 3})}\n" for i in range(3000)))
+    made = []
+    for more in ([], ["--shard-mb", "0.005"]):
+        command = ["prepare", "a.jsonl", "--to", f"out-{len(more)}", "--workers", "1", "--json"]
+        assert main([*command, *more]) == 0
+        made.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    assert made[0]["sha256"] == made[1]["sha256"]
+    assert (made[0]["shards"], made[1]["shards"]) == (1, 5)
+    assert main([*command, "--shard-mb", "none"]) == 2
+    assert "--shard-mb: 'none': wanted is a number above 0" in capsys.readouterr().err
 
 
 def test_sources_at_urls_are_copied_into_the_cache_of_the_job(tmp_path, monkeypatch):

@@ -130,6 +130,12 @@ def test_a_folder_is_drawn_as_it_is(folder, tmp_path, capsys):
     assert f"mean {np.mean(lengths):.4g}, median {np.median(lengths):.4g}" in page.text
 
 
+@pytest.mark.parametrize("page", ["", "nowhere/page.html"])
+def test_a_page_that_could_lie_nowhere_is_refused(folder, capsys, page):
+    assert main(["data", "made", "--html", page]) == 2
+    assert f"--html {page!r} names no file in a folder" in capsys.readouterr().err
+
+
 def test_of_a_large_folder_a_part_is_measured_and_of_a_poor_one_what_there_is(
     folder, tmp_path, monkeypatch
 ):

@@ -15,6 +15,7 @@ from instep.data.parts.order import PartsOrder
 from instep.data.shard_sizes import shard_sizes
 from instep.errors import DataError
 from instep.job.spec import JobSpec
+from instep.words import plural
 
 
 def cut(sizes: Indices, parts: int) -> list[int]:
@@ -56,8 +57,9 @@ def in_parts(dataset: Any, parts: int) -> tuple[Indices, list[int]]:
         )
     if parts > len(sizes):
         raise DataError(
-            f"data.parts = {parts}, and the training set has {len(sizes)} shards: a part is one or "
-            f"more. Set data.parts to at most {len(sizes)}."
+            f"data.parts = {parts}, and the training set has {plural(len(sizes), 'shard')}: a part "
+            f"is one or more. Set data.parts to at most {len(sizes)}, or prepare smaller shards "
+            "(--shard-mb, or prepare.shard_mb)."
         )
     return sizes, cut(all_sizes, parts)
 
