@@ -15,7 +15,7 @@ from pathlib import Path
 
 from instep.job.spec import JobSpec
 from instep.plain_file import plain
-from instep.system.processes import is_stopped
+from instep.system.processes import is_stopped, start_with_retries
 
 LINGER_S = 60.0
 """How long loggers may take at the end, such as to upload the last points."""
@@ -39,8 +39,9 @@ def logged(run: Path, job: JobSpec) -> Iterator[None]:
             process.kill()
             process.wait()
         elif _end(process) < 0:  # it was killed, or stopped: another one finds how far it has come
-            process = _start(run, job, log)
-            _end(process)
+            with suppress(OSError):  # it is named below
+                process = _start(run, job, log)
+                _end(process)
         if process.returncode:
             print(
                 f"instep: warning: a logger failed; the run's own records are complete. See {log}",
@@ -51,8 +52,9 @@ def logged(run: Path, job: JobSpec) -> Iterator[None]:
 def _start(run: Path, job: JobSpec, log: Path) -> subprocess.Popen[bytes]:
     log.parent.mkdir(exist_ok=True)
     with open(log, "ab", opener=plain) as output:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "instep.report.loggers.follow", run, *job.report.loggers],
+        words = ["-m", "instep.report.loggers.follow", str(run), *job.report.loggers]
+        return start_with_retries(
+            [sys.executable, "-P", *words],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
