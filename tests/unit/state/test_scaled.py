@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from instep.errors import CheckpointError
-from instep.state import load as loading
+from instep.state.files import open_file
 from instep.state.load import load_model
 
 ROWS, COLUMNS = 300, 256
@@ -41,7 +41,7 @@ def spread(scale, shape):
     ],
 )
 def test_codes_are_multiplied_by_their_scales(tmp_path, monkeypatch, name, shape, codes, target):
-    monkeypatch.setattr(loading, "_PIECE_BYTES", 70 * COLUMNS)  # rows arrive in several pieces
+    monkeypatch.setattr(open_file, "_PIECE_BYTES", 70 * COLUMNS)  # rows arrive in several pieces
     weight = (torch.randn(ROWS, COLUMNS) * 20).to(codes)
     scale = torch.rand(shape) + 0.5
     path = saved(tmp_path / "m.safetensors", {"weight": weight, name: scale})
