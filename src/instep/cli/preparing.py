@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,7 +54,7 @@ def prepare(args: argparse.Namespace) -> int:
 
 def _megabytes(typed: str) -> float:
     with suppress(ValueError):
-        if 1e-6 <= (found := float(typed)) < math.inf:
+        if 1e-6 <= (found := float(typed)) <= 1e9:
             return found
     raise argparse.ArgumentTypeError(f"{typed!r}: wanted is a number above 0, such as 8.")
 

@@ -159,7 +159,7 @@ class PrepareSpec(Section, frozen=True, kw_only=True):
     length: Positive | None = None
     """Most tokens of a sample."""
 
-    shard_mb: Annotated[float, Meta(gt=0)] | None = None
+    shard_mb: Annotated[float, Meta(ge=1e-6, le=1e9)] | None = None
     """About so many MB (10^6 bytes) does a shard have; 33.6 by default. `data.parts` needs one
     shard or more for each part."""
 

@@ -10,7 +10,7 @@ from instep.client.preparing import prepare_data
 from instep.data.shards.urls.remote import cache
 from instep.data.sources import shards
 from instep.errors import SpecError
-from instep.job.file import load
+from instep.job.file import build, load
 
 JOB = """
 recipe = "net.py:recipe"
@@ -57,6 +57,13 @@ def test_shards_are_as_large_as_one_says_and_have_the_same_samples(tmp_path, cap
     assert (made[0]["shards"], made[1]["shards"]) == (1, 5)
     assert main([*command, "--shard-mb", "none"]) == 2
     assert "--shard-mb: 'none': wanted is a number above 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", [1e-9, float("inf"), float("nan")])
+def test_a_size_that_no_shard_can_have_is_refused(size):
+    table = {"recipe": "a.py:a", "prepare": {"sources": ["a"], "to": "b", "shard_mb": size}}
+    with pytest.raises(SpecError, match=r"prepare\.shard_mb = "):
+        build(table, source="a test")
 
 
 def test_sources_at_urls_are_copied_into_the_cache_of_the_job(tmp_path, monkeypatch):
