@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep.data.shards.urls.download import WrongBytes, chunks, file_system, tried
+from instep.data.shards.urls.download import WrongBytes, copied, file_system, tried
 from instep.data.shards.urls.marks import MARK_NS, touch
 from instep.errors import DataError, SpecError
 from instep.plain_file import crc32_of
@@ -159,19 +159,19 @@ class Remote:
         )
 
     def _download(self, shard: Shard, path: Path, moves: Callable[[], None]) -> None:
-        beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        size, crc = 0, 0
+        beside, crc = path.with_name(f".{path.name}.{secrets.token_hex(4)}"), 0
+
+        def take(data: bytes) -> None:
+            nonlocal crc
+            crc = zlib.crc32(data, crc)
+
+        def fault(error: OSError) -> Exception:
+            is_removed = isinstance(error, FileNotFoundError)  # the folder: it is made again
+            return error if is_removed else self._unwritable(error)
+
         try:
-            with open(beside, "wb", buffering=0) as file:
-                for data in chunks(self._files(), f"{self.url}/{shard.file}"):
-                    size, crc = size + len(data), zlib.crc32(data, crc)
-                    view = memoryview(data)
-                    try:
-                        while view:
-                            view = view[file.write(view) :]
-                    except OSError as error:  # of this host: another attempt would be no better
-                        raise self._unwritable(error) from None
-                    moves()
+            url = f"{self.url}/{shard.file}"
+            size = copied(self._files(), url, beside, moves, fault, take)
             if size != shard.bytes or (shard.crc32 is not None and crc != shard.crc32):
                 raise WrongBytes(
                     f"it has {size:,} bytes with the checksum {crc:08x}, and the manifest says "
