@@ -123,6 +123,8 @@ class Engine:
         votes: whether every commit is voted for; else only where the strategy needs it.
         more: passes of a step beside those of its micro-batches.
         split: how the parameters lie on the ranks of this replica; None where it is one rank.
+        take: called with slot and gradient as each backward pass completes it; left out, all of
+            them are the step's.
     """
 
     def __init__(
@@ -132,6 +134,7 @@ class Engine:
         parameters: list[nn.Parameter],
         turns: Sequence[TurnState],
         *,
+        take: Callable[[int, Tensor], None] | None = None,
         ends: Callable[[int, Agreement, float | None], bool] = lambda *_: False,
         observers: Mapping[str, Observer] = MappingProxyType({}),
         votes: bool = False,
@@ -151,10 +154,7 @@ class Engine:
         self.device = parameters[0].device
         self.tables: ServedTables | None = None
         """The embeddings whose rows are on servers."""
-        self.saves: Callable[[], bool] = lambda: False
-        """Whether it is time for a checkpoint; asked on rank 0."""
-        self.take = self.gradient
-        """Called with each gradient as its backward pass completes it."""
+        self._take = take or self.gradient
         self._to_strategy = True
         self.mends = True
         """Whether the ledger is cut to the last complete step when a generation begins."""
@@ -423,7 +423,7 @@ class Engine:
             )
         if self.tables is not None:
             self.tables.let_go()
-        self.gradients = [Gradients(slots, self.take) for slots in self._slots]
+        self.gradients = [Gradients(slots, self._take) for slots in self._slots]
         self._comm, self._column = comm, column
         self.state.inside(form.generation)
         if self._host_copy is not None and len(form.members) > self._mesh.ranks:
@@ -569,6 +569,7 @@ class Engine:
         stop: bool,
         skipped: int = 0,
         samples: int = 0,
+        saves: bool = False,
         leaving: bool = False,
     ) -> Agreement | None:
         """Exchange what the passes gave: gradients, buffers, the loss, the wish to stop.
@@ -578,6 +579,7 @@ class Engine:
             stop: whether this worker has been told to stop.
             skipped: samples that its passes lack, since they could not be read.
             samples: that this worker computed, for the record.
+            saves: whether this worker knows that it is time for a checkpoint.
             leaving: whether this worker has no further step; then all must have none, and
                 nothing is staged.
 
@@ -595,7 +597,9 @@ class Engine:
             observer.passes_done()
         since = self._passes_done()
         arrived = time.time()
-        notes = self._own_notes(passes, stop=stop, skipped=skipped, leaving=leaving)
+        notes = self._own_notes(passes, skipped)
+        for name, given in {"stop": stop, "saves": saves, "leaving": leaving}.items():
+            notes[name] = [float(given)]
         notes["arrived"][self.comm.rank] = arrived - self._base
         try:
             summed = self._exchange(notes)
@@ -681,13 +685,9 @@ class Engine:
         torch.cuda.current_stream().synchronize()  # not what is under way between GPUs
         return self.clock.lap(since, "backward")
 
-    def _own_notes(
-        self, passes: Mapping[int, Weighed], *, stop: bool, skipped: int, leaving: bool
-    ) -> dict[str, list[float]]:
+    def _own_notes(self, passes: Mapping[int, Weighed], skipped: int) -> dict[str, list[float]]:
         own = self._notes.blank()
-        own["stop"], own["leaving"] = [float(stop)], [float(leaving)]
         own["regroups"] = [float(self.member.regroups)]
-        own["saves"] = [float(self.comm.rank == 0 and self.saves())]
         own["computing"][self.comm.rank] = self.clock.computing
         own["skipped"], own["left_out"] = [float(skipped)], [float(self._left_out)]
         for number, (total, weight) in passes.items():

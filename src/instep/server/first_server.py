@@ -231,7 +231,7 @@ class Serving(Server):
         asked = self.stopping.asked_to_stop(step)
         if asked or self.stopping.not_finite(figures.loss, figures.norm):
             self._ends_at = self._ends_at or begun
-        if self.engine.saves():
+        if self._saves_now:
             self._saves_at = self._saves_at or begun
         told, saves = step == self._ends_at, step == self._saves_at
         if saves:

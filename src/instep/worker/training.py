@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from instep.comm.base import Comm
 from instep.comm.protocol.messages import COMPILING, Heartbeat
 from instep.data.batches import Batches
-from instep.data.loader import Loader, Read, Skipped, Slice
+from instep.data.loader import Loader, Read
 from instep.data.order import Position, key
 from instep.data.participants import OwnRounds
 from instep.data.parts.order import PartsOrder
@@ -27,8 +26,7 @@ from instep.data.reading.threads import cpu_clock
 from instep.data.samples.contents import Record
 from instep.data.windowed import Windowed
 from instep.engine.alike import check_division, check_shards
-from instep.engine.assignment import Finished, Near
-from instep.engine.engine import Weighed
+from instep.engine.assignment import Near
 from instep.engine.member import Member
 from instep.engine.passes import OF_PASS, Pass, Share
 from instep.engine.served.leased_optimizer import LeasedUpdate
@@ -37,19 +35,18 @@ from instep.engine.served.tables import ServedTables, refuse_sparse
 from instep.engine.state.average import Average
 from instep.engine.state.committed import Commit
 from instep.engine.trial_result import Trial
-from instep.engine.turns import key_of_pass, make_turns
+from instep.engine.turns import make_turns
 from instep.engine.update import Update
 from instep.errors import PeerError, RecipeError, SpecError
 from instep.job.spec import JobSpec
 from instep.parallel.compiled import compiling
 from instep.parallel.global_batch.batch_norm import make_global
 from instep.parallel.host_state import keep_on_host
-from instep.parallel.nested import on_tensors
 from instep.recipe.build import Built, build_model, build_optimizer, set_generators
 from instep.recipe.forward import Forward, Measured
 from instep.recipe.large import measured
 from instep.recipe.recipe import Recipe
-from instep.recipe.rehearsal import called_backward, try_validation
+from instep.recipe.rehearsal import try_validation
 from instep.recipe.tuning import NOTHING, Begun
 from instep.state.intact import discard_after
 from instep.state.retention import Best, best_rule
@@ -57,18 +54,25 @@ from instep.sync import LEASED, SERVERS, clashes
 from instep.sync.servers.server_sync import ServerSync
 from instep.system.malloc import return_unused_memory
 from instep.words import listed
-from instep.worker.loop.loop import CALLBACKS, Loop, Passed, Step
+from instep.worker.loop.loop import CALLBACKS, Loop, Step
 from instep.worker.loop.observed import Observed, make_observers
 from instep.worker.loop.stopping import check_rules
 from instep.worker.mesh_trial.gradients import MeshCheck, check_validation
 from instep.worker.mesh_trial.optimizers import OptimizerCheck
+from instep.worker.passes.activity import Activity
+from instep.worker.passes.base import Compute, Results
 from instep.worker.passes.evaluate import evaluate
+from instep.worker.passes.late_trial import TRYING, LateTrial
+from instep.worker.passes.on_mesh import MeshPass, OnMesh
+from instep.worker.passes.ordinary import Ordinary
 from instep.worker.passes.shared_steps import MembersChanged, SharedSteps
 from instep.worker.passes.whole_batch import WholeBatch
+from instep.worker.passes.works import Works
 from instep.worker.reading import data_split, dataset_check
 from instep.worker.reading.class_order import said_of_classes
 from instep.worker.reading.early_reads import EarlyReads
 from instep.worker.reading.loader_watch import LoaderWatch
+from instep.worker.replica.fellows import Fellows
 from instep.worker.replica.layout import example_of, found_layout
 from instep.worker.replica.replica import Replica, check_model
 from instep.worker.rounds import own_data, round_checks
@@ -76,15 +80,11 @@ from instep.worker.rounds.probe import Probe
 from instep.worker.rounds.round_update import RoundUpdate
 from instep.worker.rounds.rounds import Rounds
 from instep.worker.trial.kept.kept import try_kept
-from instep.worker.trial.reads import shapes_in, try_blocks, try_recipe, try_step
+from instep.worker.trial.reads import try_blocks, try_recipe
 from instep.worker.trial.sameness import ANOTHER_SAW
-from instep.worker.trial.shapes import Watch
 
 if TYPE_CHECKING:
     from instep.worker.reading.parted_data import PartedData
-
-_TRIES = 3
-"""Steps with batches of another shape, but of one shape in the step, which are tried."""
 
 _CUTS_NOTHING = (
     "mesh.tensor = {} cuts no layer of this model: each of its processes has and computes all of "
@@ -104,6 +104,8 @@ class Training(Loop):
         InstepError: job or recipe cannot be trained.
     """
 
+    compute: Compute
+
     def __init__(self, member: Member, recipe: Recipe, device: torch.device) -> None:
         self.member, self.job, self.device = member, member.job, device
         self._parted: PartedData | None = None
@@ -114,11 +116,11 @@ class Training(Loop):
             self._parted = PartedData(member, recipe.train, recipe.validate)
         split = data_split.split_data(self.job, recipe)
         self.recipe = recipe = split.recipe
-        self.phase, self._validation = "building", None
+        self.activity, self._validation = Activity(), None
         self._validated: Measured | None = None
         self._loader_watch, self._clock = LoaderWatch(), cpu_clock()
         early = EarlyReads(self._loader_watch)
-        member.at = lambda: early.heartbeat(self._activity, self._clock())
+        member.at = lambda: early.heartbeat(self._present, self._clock())
         check_device(self.job, device)
         check_rules(self.job.stop, recipe)
         clashes.check(self.job, recipe)
@@ -197,44 +199,24 @@ class Training(Loop):
             turns,
             self._replica,
             recipe.callbacks,
+            take=update.keep if isinstance(update, RoundUpdate) else None,
+            activity=self.activity,
         )
+        if self._replica is not None:
+            self.fellows = Fellows(self._replica, member, self.engine, self._interrupt)
         self.state.trial = trial
         if self.job.train.ema is not None:
             self.state.average = Average(model, self.job.train.ema)
         if tables and isinstance(self.engine.strategy, ServerSync):
             self.engine.tables, self.engine.strategy.tables = tables, tables.tables
-            tables.tables.waiting = self._waiting
-        self._whole_batch = (
-            WholeBatch(
-                self.engine,
-                self._forward,
-                loader,
-                self.job,
-                samples,
-                self._reads,
-                device,
-                self._replica,
-            )
-            if embeds or self._reads is not None or self._replica is not None
-            else None
-        )
+            tables.tables.waiting = self.activity.waiting
         if isinstance(update, RoundUpdate) and self._replica is None:
             sizes = self._own_data.validation_sizes if self._own_data is not None else ()
             probe = Probe(self._forward, self._validation, sizes or [self._validation_samples])
             update.probe = probe.predictions
-        self._rounds = (
-            Rounds(
-                self.engine,
-                self._forward,
-                update,
-                self.job,
-                self.batches,
-                left=lambda: self.member.superseded,
-                at=lambda phase: setattr(self, "phase", phase),
-                shared=self._shared_steps(update),
-            )
-            if isinstance(update, RoundUpdate)
-            else None
+        self.compute = self._make_compute(update)
+        self._late = LateTrial(
+            member, self._forward, loader, self.state, self.activity, alone=self._replica is None
         )
         if self._replica is not None:  # all that a state is given to is there
             self._take_host_copy(self._replica)
@@ -322,7 +304,7 @@ class Training(Loop):
             alike = compare and not any(p.is_meta for p in model.parameters())
             replica = Replica(self.member, model, self.device, layout, example, alike=alike)
         for each in self._loaders:
-            replica.share_batches(each, self._waiting)
+            replica.share_batches(each, self.activity.waiting)
         begun.fill(model)
         self._forward.run = replica.run
         if self._reads is not None:
@@ -338,12 +320,30 @@ class Training(Loop):
             self.member.emit("mesh_checked", **fields)
         return replica, why if compare else ""
 
-    def _shared_steps(self, update: Update) -> SharedSteps | None:
-        """How the ranks of this replica take local steps together; None where it is one."""
-        if self._replica is None:
-            return None
-        given = self._forward, self._loader, update, self.job, self.samples, self._replica
-        return SharedSteps(self.engine, *given)
+    def _make_compute(self, update: Update) -> Compute:
+        """How this worker runs its passes."""
+        engine, forward, replica, reads = self.engine, self._forward, self._replica, self._reads
+        given, activity, member = (self._loader, self.job, self.samples), self.activity, self.member
+        if isinstance(update, RoundUpdate):
+            shared = None
+            if replica is not None:
+                shared = SharedSteps(engine, forward, self._loader, update, *given[1:], replica)
+            return Rounds(
+                engine,
+                forward,
+                update,
+                self.job,
+                self.batches,
+                left=lambda: member.superseded,
+                activity=activity,
+                shared=shared,
+            )
+        if replica is not None:
+            passes = MeshPass(forward, replica, reads)
+            return OnMesh(engine, passes, Works(*given), replica, reads, activity)
+        if reads is not None or self.recipe.batch_loss is not None:
+            return WholeBatch(engine, forward, Works(*given), self.job, reads, activity)
+        return Ordinary(engine, forward, self.job.seed, activity, lambda: member.superseded)
 
     def _take_host_copy(self, replica: Replica) -> None:
         """Continue where the replica's processes before these were, if their host still has it."""
@@ -397,57 +397,8 @@ class Training(Loop):
             loader.mark(self.member.marks)
         super()._form()
 
-    def _meet_fellows(self) -> None:
-        if self._replica is None:
-            return
-        while True:  # as often as the one that is furthest behind has generations to wait for
-            assert self.member.form is not None, "no generation yet"
-            own = self.member.form.generation
-            present = self._ask_fellows(own)
-            if min(present) == max(present):
-                return
-            if own < max(present):
-                self.member.wait_for_group()
-
-    def _fellows_agree(self, well: bool) -> bool:
-        if self._replica is None:
-            return well
-        if not well:
-            self._interrupt()  # one of them may wait for this process, and not know
-        return bool(min(self._ask_fellows(int(well))))
-
-    def _ask_fellows(self, own: int) -> list[int]:
-        """A number of each process of the replica; all call it at the same time."""
-        assert self._replica is not None, "a mesh"
-        try:
-            return self._replica.gather(own)
-        except PeerError as error:
-            self._replica_broke(error)
-
-    def _replica_broke(self, error: PeerError) -> NoReturn:
-        """The group inside the replica came apart: its processes start again.
-
-        Raises:
-            ReplicaBroken: this process is to end.
-        """
-        if self.engine.started:
-            self.member.broken(error, holds=False)
-        self.member.wait_to_be_killed()
-
-    def _while_loading(self, loads: Iterator[Read]) -> Iterator[Read]:
-        """Wait for each read in the phase `loading`: then the loader processes are watched."""
-        while True:
-            before, self.phase = self.phase, "loading"
-            try:
-                read = next(loads, None)
-            finally:
-                self.phase = before
-            if read is None:
-                return
-            yield read
-
     @property
-    def _activity(self) -> str:
+    def _present(self) -> str:
         return COMPILING if compiling() else self.phase
 
     def _heartbeat(self) -> Heartbeat:
@@ -462,7 +413,7 @@ class Training(Loop):
         return Heartbeat(
             step=self.step,
             steps=self._done,
-            phase=self._activity,
+            phase=self._present,
             progress=done + self._loader_watch.ended + called_back,
             cpu_s=self._clock() + sum(loader.cpu_s for loader in self._loaders),
         )
@@ -473,8 +424,7 @@ class Training(Loop):
             check_division(comm, self.device, self._own_data.train.digest)
         if isinstance(self._loader.order, Windowed | PartsOrder):
             check_shards(comm, self.device, self._loader.order.digest)
-        if self._reads is not None:
-            self._reads.join(comm, self._waiting)
+        self.compute.begin(comm)
         if self._parted is not None:
             order = self._own_rounds or self._loader.order
             assert isinstance(order, PartsOrder | OwnRounds), "the order of a set in parts"
@@ -499,31 +449,9 @@ class Training(Loop):
     def _merge(self) -> bool:
         return self._trial.merge
 
-    def _finished(self, comm: Comm) -> Finished:
-        if self._rounds is None:
-            return super()._finished(comm)
-        return self._rounds.finished(comm, self.state.progress.course, self.state.progress.step + 1)
-
-    def _slices(self, share: Share) -> Iterable[Slice]:
-        return super()._slices(share) if self._rounds is None else self._rounds.slices(share)
-
-    def _samples_of(self, share: Share) -> int:
-        if self._replica is not None and not self._replica.tells:
-            return 0  # another process has the same batch
-        return (
-            super()._samples_of(share) if self._rounds is None else self._rounds.samples_of(share)
-        )
-
     @property
     def _whole(self) -> bool:
         return self._reads is not None
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """In this context a pass only waits for other workers."""
-        before, self.phase = self.phase, "exchange"
-        yield
-        self.phase = before
 
     @property
     def _own_rounds(self) -> OwnRounds | None:
@@ -570,13 +498,13 @@ class Training(Loop):
             return self.callbacks.present
         if self.phase == "forward":
             return self._forward.phase
-        within = {"validation": "validation", "trying a batch": "the trial of a batch"}
+        within = {"validation": "validation", TRYING: "the trial of a batch"}
         if (outer := within.get(self.phase)) is not None:
             return f"{outer} ({self._forward.phase})"
         return self.phase
 
     def _try(self, begun: Begun = NOTHING, built: Built | None = None) -> Trial:
-        self.phase = "trying a batch"
+        self.phase = TRYING
         if not begun.small:
             trial = try_blocks(self._forward, self._loader, self.job, self.samples, begun.fill)
             return try_kept(self._forward, self.job, self._updates, trial, self._begun, built)
@@ -617,7 +545,7 @@ class Training(Loop):
         """
         trial = self._with_job(self.state.trial or self._try(built=self._built))
         self._forward.derive(trial.derived, trial.each)
-        self._watch = Watch(trial.shapes)
+        self._late.begin(trial)
         sample = 0 if self._unrepeatable is None else 1 + self._unrepeatable
         found = torch.tensor([trial.merge, trial.same, sample], dtype=torch.float64)
         found = found.to(self.device)
@@ -729,110 +657,18 @@ class Training(Loop):
 
     def _passes(
         self, where: Position, share: Share, loads: Iterator[Read]
-    ) -> Generator[Step, None, Passed]:
-        """Forward and backward pass of each, weighted by what its loss is a mean of."""
+    ) -> Generator[Step, None, Results]:
         yield from ()  # only own loops yield in the middle of a step
         if self.recipe.collates:
-            loads = self._tried_shapes(where, loads)
-        if self._rounds is not None or self._whole_batch is not None:
-            self.phase, loads = "forward", self._while_loading(loads)
-            try:
-                if self._rounds is not None:
-                    return Passed(*self._rounds.run(share, loads, self.step))
-                assert self._whole_batch is not None
-                passed = Passed(*self._whole_batch.run(where, share, loads, self.step))
-            except MembersChanged:
-                raise
-            except PeerError as error:
-                if self._replica is not None:  # what is computed together cannot be left half done
-                    self._replica_broke(error)
-                raise
-            if self._reads is not None and self._reads.failed is not None:
-                raise self._reads.failed
-            return passed
-        engine, clock = self.engine, self.engine.clock
-        batch_size = where.stop - where.first
-        losses: dict[int, Weighed] = {}
-        skipped: list[Skipped] = []
-        self._forward.take_turn(engine.turn)
-        for number, part in enumerate(share.passes):
-            if self.member.superseded:
-                raise PeerError("the members changed in the middle of a step.")
-            since = time.perf_counter()
-            self.phase = "loading"
-            read = next(loads)
-            since = clock.lap(since, "load")
-            skipped += [] if part.repeats else read.skipped
-            if not read.size:
-                continue
-            batch = read.batch if engine.ends_step else on_tensors(read.batch, Tensor.clone)
-            set_generators(key_of_pass(self.job.seed, self.step, part.number, engine.turn))
-            self.phase, taken = "forward", engine.taken
-            kept = self._forward.kept(batch, read.size)
-            of_step = 0.0 if part.repeats else kept / batch_size
-            left_out = 0 if part.repeats else read.size - kept
-            moves = len(engine.buffers) > 0 and kept > 0 and self.recipe.weight is None
-            found = self._forward.loss(batch, read.size, always=moves)
-            if engine.taken != taken:  # the trial did not see this sample
-                raise called_backward()
-            if found is None or not found.counts:  # no sample of it has a loss
-                engine.skip_pass(part, of_step, left_out=left_out)
-                continue
-            factor = 0.0 if part.repeats else found.factor
-            if not part.repeats:
-                total = float(found.loss.detach()) * factor
-                losses[part.number] = Weighed(total, found.weight)
-            since = clock.lap(since, "forward")
-            self.phase = "backward"
-            last = number == len(share.passes) - 1
-            engine.begin_pass(part, factor / batch_size, last=last)
-            self._update.scaler.scale(found.loss).backward(inputs=engine.trained)
-            engine.end_pass(part, of_step, left_out=left_out)
-            clock.lap(since, "backward")
-        return Passed(losses, skipped)
-
-    def _tried_shapes(self, where: Position, loads: Iterator[Read]) -> Iterator[Read]:
-        """The same batches. Where one has a shape that the trial did not compare with others, its
-        step is tried before it counts."""
-        for read in loads:
-            if read.size and self._trial.same and (odd := self._watch.odd(read.batch, read.size)):
-                self._try_odd(where, odd)
-            yield read
-
-    def _try_odd(self, where: Position, odd: str) -> None:
-        if self._replica is not None:
-            why = "whether that changes the result was not tried"
-            self._say_late(f"not shown: {why}", odd)
-            return
-        before, self.phase, trial = self.phase, "trying a batch", self._trial
-        with preserved():
-            shapes = shapes_in(self._loader, self.job, where)
-            mixed = self._watch.mixed(shapes)
-            if len(shapes) > 1 and (mixed or self._watch.tries < _TRIES):
-                found = try_step(self._forward, self._loader, self.job, where)
-                self._forward.derive(trial.derived, trial.each)
-                self._watch.learn(found.shapes)
-            else:  # nothing is padded otherwise than in one batch
-                found = trial
-                self._watch.learn(shapes[0] if len(shapes) > 1 else (), tried=False)
-        self.phase = before
-        if not found.same:
-            self._say_late(found.verdict, odd)
-
-    def _say_late(self, verdict: str, odd: str) -> None:
-        """The verdict is another one from this step on.
-
-        Raises:
-            SpecError: the job wants it to be `yes`.
-        """
-        kind, _, why = verdict.partition(": ")
-        verdict = f"{kind}: in step {self.step} a sample has the shape {odd}; {why}"
-        self.state.trial = self._trial._replace(verdict=verdict)
-        self.member.emit("same_as_one_machine", verdict=verdict, step=self.step)
-        if self.job.check.strict:
-            raise SpecError(
-                f"check.strict = true trains no further. Same as one machine: {verdict}."
-            )
+            loads = self._late.tried(where, loads, self.step)
+        try:
+            return self.compute.run(where, share, loads, self.step)
+        except MembersChanged:
+            raise
+        except PeerError as error:
+            if self.fellows is not None:  # what is computed together cannot be left half done
+                self.fellows.broke(error)
+            raise
 
     def _repeat(self, part: Pass, factor: float) -> None:
         """Run a pass of the present step again, its loss times a factor, without any effect."""
@@ -856,6 +692,7 @@ class Training(Loop):
         self._forward.take_turn(-1)
         begin, count = time.perf_counter(), len(self.recipe.validate)
         assignment, comm, mesh = self.engine.assignment, self.engine.comm, self.job.mesh
+        rounds = self.compute
         with self.state.averaged(), self.engine.reading():
             found = evaluate(
                 self._forward,
@@ -870,7 +707,7 @@ class Training(Loop):
                 arrived=self._waits,
                 lockstep=self._replica is not None,
                 sizes=self._own_data.validation_sizes if self._own_data is not None else (),
-                as_participant=self._rounds.as_participant if self._rounds else None,
+                as_participant=rounds.as_participant if isinstance(rounds, Rounds) else None,
             )
         left_out = found.skipped
         self._skips.report(left_out, dataset="validation", step=self.step, epoch=where.epoch)

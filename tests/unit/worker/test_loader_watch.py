@@ -4,14 +4,13 @@ import os
 import signal
 import time
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 
 from instep.data.loader import Read
 from instep.system.limits import FLOOR_S, STEPS, UNKNOWN_S
+from instep.worker.passes.activity import Activity
 from instep.worker.reading.loader_watch import ENOUGH_S, LoaderWatch, Seen, end, seen
-from instep.worker.training import Training
 
 BEAT_S = 0.2
 
@@ -116,14 +115,15 @@ def test_what_the_system_tells_of_a_process():
 
 
 def test_whoever_waits_for_a_read_in_a_pass_of_several_processes_is_loading():
-    worker, seen = SimpleNamespace(phase="forward"), []
+    activity, seen = Activity(), []
+    activity.enter("forward")
 
     def reads():
         for _ in range(2):
-            seen.append(worker.phase)
+            seen.append(activity.phase)
             yield Read(None, 0)
 
-    for _ in Training._while_loading(worker, reads()):
-        seen.append(worker.phase)
+    for _ in activity.loading(reads()):
+        seen.append(activity.phase)
     assert seen == ["loading", "forward"] * 2
-    assert worker.phase == "forward"
+    assert activity.phase == "forward"

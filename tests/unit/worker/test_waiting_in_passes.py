@@ -11,7 +11,8 @@ from instep.data.order import Position
 from instep.engine.clock import Clock
 from instep.engine.passes import Pass
 from instep.parallel.global_batch.reads import Reads
-from instep.worker.passes.whole_batch import WholeBatch, _Work
+from instep.worker.passes.whole_batch import WholeBatch
+from instep.worker.passes.works import LoadedPass
 
 COMPUTES, WAITS = {"forward": 2.0, "backward": 3.0}, {"forward": 50.0, "backward": 7.0}
 
@@ -53,14 +54,14 @@ def timed(monkeypatch):
         aside=nullcontext,
     )
     passes = WholeBatch.__new__(WholeBatch)
-    passes._engine, passes._reads, passes._replica = engine, reads, None
+    passes._engine, passes._reads = engine, reads
     passes._forward = SimpleNamespace(loss=loss, kept=lambda batch, size: size)
     return passes
 
 
 def test_what_a_pass_waits_in_its_layers_is_counted_as_waiting(timed):
-    work = _Work(Pass(Slice(0, 0, 4), 0), None, 4, [0], [4], True)
-    timed._plain(Position(0, 0, 4), [work, work], last=-1)
+    work = LoadedPass(Pass(Slice(0, 0, 4), 0), None, 4, [0], [4], True)
+    timed._normed(Position(0, 0, 4), [work, work])
     clock = timed._engine.clock
     assert (clock.forward, clock.backward, clock.wait) == (4.0, 6.0, 114.0)
     assert clock.computing == 10.0  # by which work is dealt

@@ -13,10 +13,10 @@ import math
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +24,14 @@ from torch import Tensor, nn
 from instep.comm.base import Comm
 from instep.comm.protocol.messages import NOT_FINITE, ON_REQUEST, SPREAD, Form
 from instep.data.batches import Batches
-from instep.data.loader import Loader, Read, Skipped, Slice
+from instep.data.loader import Loader, Read
 from instep.data.order import Position
 from instep.data.participants import OwnRounds
 from instep.data.samples import last_read
 from instep.data.samples.contents import Record
 from instep.engine.alike import check_lengths
-from instep.engine.assignment import NOTHING_FINISHED, Finished, Lockstep, Near
-from instep.engine.engine import Agreement, Engine, Weighed, make_comms
+from instep.engine.assignment import Lockstep, Near
+from instep.engine.engine import Agreement, Engine, make_comms
 from instep.engine.member import Member
 from instep.engine.observers import Observer
 from instep.engine.passes import Share
@@ -54,6 +54,9 @@ from instep.worker.loop.callbacks import Callbacks
 from instep.worker.loop.momentum import move_momentum
 from instep.worker.loop.saving import Saver, lend_model, write_shards
 from instep.worker.loop.stopping import Stopping
+from instep.worker.passes.activity import Activity
+from instep.worker.passes.base import Dealt, Results
+from instep.worker.replica.fellows import Fellows
 from instep.worker.rounds.after_round import report_lost, report_spread, spread_of
 
 CALLBACKS = "callbacks"
@@ -91,15 +94,6 @@ class FellowFailed(PeerError):
         super().__init__("another process of this replica has lost the group.")
 
 
-class Passed(NamedTuple):
-    """Results of this worker's passes of a step."""
-
-    losses: Mapping[int, Weighed]
-    """By the number of the pass."""
-    skipped: list[Skipped]
-    """Samples that could not be read."""
-
-
 class Loop(ABC):
     """One worker, from its first generation to the saved model.
 
@@ -115,7 +109,12 @@ class Loop(ABC):
         turns: the updates of a step, instead of `update`, if it has several.
         split: how the parameters lie on the ranks of this replica; None where it is one rank.
         callbacks: called after commits.
+        take: as for `Engine`.
+        activity: what the worker is doing, where it has begun before this.
     """
+
+    compute: Dealt
+    """Knows what the passes of a step read; there once the constructor is done."""
 
     def __init__(
         self,
@@ -130,11 +129,13 @@ class Loop(ABC):
         turns: Sequence[TurnState] = (),
         split: Split | None = None,
         callbacks: Sequence[Any] = (),
+        take: Callable[[int, Tensor], None] | None = None,
+        activity: Activity | None = None,
     ) -> None:
         self.member, self.job, self.samples, self.last_step = member, member.job, samples, last_step
         self.batches = Batches.of_job(self.job, samples)
         self.device = parameters[0].device
-        self.phase, self.step = "building", 0
+        self.activity, self.step = activity or Activity(), 0
         self._model, self._update, self._loader = model, update, loader
         if not turns:
             strategy = strategy_of(self.job.sync, self.job.seed)
@@ -143,11 +144,13 @@ class Loop(ABC):
                 strategy.last = last_step
             turns = [TurnState("", parameters, update, strategy)]
         self.engine = Engine(
-            member, model, parameters, turns, ends=self._ends, more=more, split=split
+            member, model, parameters, turns, ends=self._ends, more=more, split=split, take=take
         )
         self._find_two_points(model)
         self.callbacks = Callbacks(member, self.engine, callbacks, samples)
         self.rule = "steps" if self.job.train.steps else "epochs"
+        self.fellows: Fellows | None = None
+        """The other processes of this replica, where it has several."""
         self._comms: tuple[Comm, ...] = ()  # of the present groups, or of ones that are forming
         self._regroups = False
         self._stopping: Stopping | None = None
@@ -192,18 +195,6 @@ class Loop(ABC):
         """Tells what lies where, of a dataset in parts; None where all have all samples."""
         return None
 
-    def _finished(self, comm: Comm) -> Finished:
-        """What members have already computed of the next step; all members call it."""
-        return NOTHING_FINISHED
-
-    def _slices(self, share: Share) -> Iterable[Slice]:
-        """Slices to read for a step, in order."""
-        return (part.samples for part in share.passes)
-
-    def _samples_of(self, share: Share) -> int:
-        """How many samples of a step this worker computes."""
-        return sum(part.size for part in share.passes if not part.repeats)
-
     @abstractmethod
     def _lengths(self) -> dict[str, int]:
         """Samples of each dataset, by its name."""
@@ -211,7 +202,7 @@ class Loop(ABC):
     @abstractmethod
     def _passes(
         self, where: Position, share: Share, loads: Iterator[Read]
-    ) -> Generator[Any, None, Passed]:
+    ) -> Generator[Any, None, Results]:
         """Run this worker's passes of a step; `run` yields what this yields."""
 
     @abstractmethod
@@ -245,6 +236,15 @@ class Loop(ABC):
         return self._stopping
 
     @property
+    def phase(self) -> str:
+        """Phase of this worker, as `Activity` has it."""
+        return self.activity.phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self.activity.phase = phase
+
+    @property
     def in_flight(self) -> int:
         """The step that is being computed; 0 before the first."""
         return self.step
@@ -259,7 +259,8 @@ class Loop(ABC):
         self.phase = "joining"
         while True:
             self.member.wait_for_group()
-            self._meet_fellows()
+            if self.fellows is not None:
+                self.fellows.meet()
             broken: PeerError | None = None
             try:
                 self._form()
@@ -271,13 +272,9 @@ class Loop(ABC):
                 return
             self._leave(broken or FellowFailed())
 
-    def _meet_fellows(self) -> None:  # noqa: B027  # alone, it meets no other
-        """Called with a new generation: wait until all processes of this replica have it."""
-
     def _fellows_agree(self, well: bool) -> bool:
-        """Whether all processes of this replica can continue; each calls it once after it has tried
-        to join a group, and after every step. Alone, a replica's process need not ask."""
-        return well
+        """Ask as `Fellows.agree`; alone, a replica's process need not."""
+        return well if self.fellows is None else self.fellows.agree(well)
 
     def _end_of_step(self) -> None:
         """Continue only if all processes of this replica can: none may wait in a pass for one that
@@ -345,7 +342,7 @@ class Loop(ABC):
                     self.job.per_commit,
                     self.batches,
                     by_speed=self._by_speed,
-                    finished=self._finished(comm),
+                    finished=self.compute.finished(comm),
                     mesh=self.job.mesh,
                     unit=self.job.unit,
                     own=self._own_rounds,
@@ -373,7 +370,6 @@ class Loop(ABC):
         elif comm.rank == 0 and self._saver is None:
             self._saver = Saver(member, self._model, self._best())
             self._told_saved = -1
-            engine.saves = self._saver.late
         for observer in self.observers.values():
             observer.formed(anew=anew)
 
@@ -424,7 +420,7 @@ class Loop(ABC):
         """The steps until the generation ends (False), or work is distributed anew (True)."""
         first, dealing = self.step + 1, self.engine.assignment.dealing
         speeds = dealing.speeds
-        slices = (each for _, share in self._plan(first) for each in self._slices(share))
+        slices = (each for _, share in self._plan(first) for each in self.compute.slices(share))
         loads = self._loader.read(slices, self._record)
         try:
             for where, share in self._plan(first):
@@ -471,7 +467,7 @@ class Loop(ABC):
     ) -> Generator[Any, None, Commit]:
         agreed = yield from self._agree(where, share, loads)
         if agreed is None:  # gradients exceeded the lattice: the same passes on a coarser one
-            again = self._loader.read(self._slices(share), self._record)
+            again = self._loader.read(self.compute.slices(share), self._record)
             agreed = yield from self._agree(where, share, again)
             assert agreed is not None, "a strategy wanted a third attempt"
         self._regroups = agreed.regroups
@@ -493,15 +489,24 @@ class Loop(ABC):
         passed = yield from self._passes(where, share, loads)
         return self._exchange(passed, share)
 
-    def _exchange(self, passed: Passed, share: Share) -> Agreement | None:
+    def _exchange(self, passed: Results, share: Share) -> Agreement | None:
         """Agree with the other workers on the results of all passes."""
         losses, skipped = passed
         epoch = self.engine.where.epoch
         self._skips.report(skipped, dataset="training", step=self.step, epoch=epoch)
         self._waits()
-        stop = self.stopping.asked_to_stop(self.step)
-        samples = self._samples_of(share)
-        return self.engine.agree(losses, stop=stop, skipped=len(skipped), samples=samples)
+        return self.engine.agree(
+            losses,
+            stop=self.stopping.asked_to_stop(self.step),
+            skipped=len(skipped),
+            samples=self.compute.samples(share),
+            saves=self._saves_now,
+        )
+
+    @property
+    def _saves_now(self) -> bool:
+        """Whether this worker saves, and it is time for a checkpoint."""
+        return self._saver is not None and self._saver.late()
 
     def _commit(self) -> Commit:
         return self.engine.commit()

@@ -12,8 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -28,7 +27,6 @@ from instep.data.reading.generators import preserved
 from instep.data.samples.fingerprint import REMEDY
 from instep.engine.assignment import Lockstep
 from instep.engine.clock import Clock
-from instep.engine.passes import Pass
 from instep.engine.state.kept_buffers import KeptBuffers
 from instep.errors import DataError, InstepError, RecipeError, one_line
 from instep.job.spec import JobSpec
@@ -43,7 +41,8 @@ from instep.recipe.tuning import NOTHING, Begun
 from instep.state.boxes import box_of
 from instep.state.broadcast import broadcast_bytes
 from instep.system.kernels import per_machine
-from instep.worker.passes.whole_batch import WholeBatch
+from instep.worker.passes.on_mesh import MeshPass
+from instep.worker.passes.works import Works
 from instep.worker.replica.replica import Replica
 from instep.worker.trial.gate import STEP, Gate, in_parts, whole_passes
 from instep.worker.trial.model import Copied
@@ -284,10 +283,7 @@ class MeshCheck:
             by. And the samples that this rank tells could not be read.
         """
         job, device = self._job, self._forward.device
-        passes: Any = _Passes(comm, put_back)
-        whole_batch = WholeBatch(
-            passes, self._forward, self._loader, job, self._samples, reads, device, replica
-        )
+        passes = MeshPass(self._forward, replica, reads)
         form = Form(generation=0, rank=comm.rank, members=list(range(comm.size)))
         lockstep = Lockstep(
             form,
@@ -298,12 +294,18 @@ class MeshCheck:
         )
         ((where, share),) = lockstep.plan(STEP, STEP, merge=merge, whole=reads is not None)
         loads = self._loader.read([part.samples for part in share.passes])
-        losses, skipped = whole_batch.run(where, share, loads, STEP)
-        own = sum(found.weight for found in losses.values())
+        works, clock = Works(self._loader, job, self._samples), Clock(begin=time.time())
+        own, size = 0.0, where.stop - where.first
+        for work in works.of(where, share, loads, STEP, clock, joins=reads is not None):
+            ran = passes.run(work, size, clock)
+            own += sum(found.weight for found in ran.losses.values())
+            put_back()
+        own = own if replica.tells else 0.0
         total = torch.tensor([own], dtype=torch.float64, device=device)
         comm.all_reduce(total).wait()
         _, first, stop = position(STEP, self._samples, job.train.global_batch)
-        return float(total.item()) / (stop - first) / passes.weight or 1.0, skipped
+        weight = float(total.item()) / (stop - first) / passes.weight(size)
+        return weight or 1.0, works.skipped if replica.tells else []
 
 
 def check_validation(
@@ -351,25 +353,6 @@ def _not_cut(model: nn.Module) -> set[str]:
     """Names of the parameters that stay whole where others are cut into rows."""
     whole = unshardable(model, owners_of(model, repeated_blocks(model)))
     return {name for name, parameter in model.named_parameters() if parameter in whole}
-
-
-class _Passes:
-    """What passes need of an engine, where nothing is committed."""
-
-    def __init__(self, comm: Comm, put_back: Callable[[], None]) -> None:
-        self.weight, self._put_back = 1.0, put_back
-        self.comm, self.clock = comm, Clock(begin=time.time())
-        self.update = SimpleNamespace(scaler=torch.amp.GradScaler("cuda", enabled=False))
-
-    def begin_pass(self, part: Pass, weight: float, *, last: bool) -> None:
-        """Its gradients stay where they are, and are still to be multiplied by the weight."""
-        self.weight = weight
-
-    def end_pass(
-        self, part: Pass, share: float, *, beside: bool = False, left_out: int = 0
-    ) -> None:
-        """It is over; what it did to buffers is not kept."""
-        self._put_back()
 
 
 @contextmanager

@@ -15,12 +15,11 @@ worker that takes another's place is answered from a log (`calls.py`).
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,14 +43,16 @@ from instep.job.spec import JobSpec
 from instep.recipe.build import check_optimizer, check_scheduler, set_generators
 from instep.recipe.weights import WeightedLoss, as_weight
 from instep.state.retention import best_rule
-from instep.worker.loop.loop import Loop, Passed, Step
+from instep.worker.loop.loop import Loop, Step
 from instep.worker.own import evaluation
 from instep.worker.own.as_loader import AsLoader
 from instep.worker.own.calls import EVALUATION, Call, Calls, Waits
 from instep.worker.own.checks import Guard, refuse, verdict_of
 from instep.worker.own.evaluation import NONE, Piece, Round
+from instep.worker.own.iteration import Batch, Iteration
 from instep.worker.own.strangers import Strangers
 from instep.worker.own.taken_over import take_over
+from instep.worker.passes.base import Dealt, Results
 
 _PLATEAU = "the step() of ReduceLROnPlateau"
 
@@ -59,31 +60,8 @@ _LOOK_S = 0.05
 """How often processes that cannot continue without a new worker look for one."""
 
 
-class Batch(NamedTuple):
-    """What one iteration of the user's loop gets."""
-
-    value: Any
-
-
 class _PartsMissing(Exception):
     """Of an evaluation: the worker that had them is lost, and has not been replaced yet."""
-
-
-_ITERATIONS = itertools.count(1)
-
-
-class Iteration:
-    """The present iteration of the user's loop."""
-
-    def __init__(self, part: Pass, samples: int, *, last: bool) -> None:
-        self.number = next(_ITERATIONS)
-        self.part, self.samples, self.last = part, samples, last
-        self.weight = 0.0 if part.repeats else float(samples)
-        self.total = 0.0
-        """Of the losses of its backward passes, each times the weight."""
-        self.held = 0.0
-        """Of those inside `no_sync`."""
-        self.begun = self.computed = self.stepped = False
 
 
 class OwnLoop(Loop):
@@ -135,7 +113,7 @@ class OwnLoop(Loop):
             measure=job.measures_norm,
             scaler=scaler or torch.amp.GradScaler("cuda", enabled=False),
         )
-        super().__init__(member, model, parameters, update, loader, samples, None)
+        super().__init__(member, model, parameters, update, loader, samples, None, take=self._take)
         if self.engine.strategy.laws:
             delayed, codec = "sync.options.delayed = true", f"sync.codec = {job.sync.codec!r}"
             asked = delayed if job.sync.delayed else codec
@@ -151,6 +129,7 @@ class OwnLoop(Loop):
             progress=self._progress(),
             cpu_s=self._cpu(),
         )
+        self.compute = Dealt()
         self.optimizer, self.scheduler, self.scaler = optimizer, scheduler, scaler
         self._now: Iteration | None = None
         self._losses: dict[int, Weighed] = {}
@@ -179,7 +158,6 @@ class OwnLoop(Loop):
         self._waits_in = Waits()
         self._epoch_at: int | None = None  # that `epochs` gave last
         self.rule = "own loop"
-        self.engine.take = self._take
         self.engine.applies_staged = False  # the user's code edits the gradient before
         self._give_back = take_over(self)
         self._taken = optimizer.__dict__["step"]
@@ -321,7 +299,7 @@ class OwnLoop(Loop):
 
     def _passes(
         self, where: Position, share: Share, loads: Iterator[Read]
-    ) -> Generator[Batch, None, Passed]:
+    ) -> Generator[Batch, None, Results]:
         self._begin(share)
         reads = self._readable(where, share, loads)
         following = next(reads, None)
@@ -339,7 +317,7 @@ class OwnLoop(Loop):
                 self._end_pass(now)
             self._refuse_half_done(now)
             self.engine.clock.lap(since, "forward")
-        return Passed(self._losses, self._skipped)
+        return Results(self._losses, self._skipped)
 
     def _begin(self, share: Share) -> None:
         """The iterations of a step are about to come."""
@@ -504,9 +482,9 @@ class OwnLoop(Loop):
                 "session.record(loss) before it"
             )
         with self._together(f"the exchange of the gradients of step {self.step}"):
-            self._agreed = super()._exchange(Passed(self._losses, self._skipped), self._share)
+            self._agreed = super()._exchange(Results(self._losses, self._skipped), self._share)
 
-    def _exchange(self, passed: Passed, share: Share) -> Agreement | None:
+    def _exchange(self, passed: Results, share: Share) -> Agreement | None:
         """It was done when the last backward pass was over."""
         assert self._exchanged, "the last batch had no backward pass"
         return self._agreed

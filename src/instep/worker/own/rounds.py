@@ -24,8 +24,9 @@ from instep.engine.update import Update
 from instep.errors import PeerError, SpecError
 from instep.job.spec import JobSpec
 from instep.recipe.build import set_generators
-from instep.worker.loop.loop import Passed
-from instep.worker.own.loop import Batch, Iteration, OwnLoop
+from instep.worker.own.iteration import Batch, Iteration
+from instep.worker.own.loop import OwnLoop
+from instep.worker.passes.base import Dealt, Results
 from instep.worker.rounds.participant import Participant, local_steps_of
 from instep.worker.rounds.round_checks import check_length, verdict
 from instep.worker.rounds.round_update import RoundUpdate
@@ -43,6 +44,25 @@ class _LocalStep(NamedTuple):
     """Whether it is the participant's last."""
 
 
+class LocalSteps(Dealt):
+    """The local steps of participants, which are read in their order.
+
+    Args:
+        count: of each participant in a round.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def cuts(self, part: Pass) -> Iterator[tuple[int, Slice]]:
+        """The local steps of a participant, by number."""
+        return local_steps_of(part, self._count)
+
+    def slices(self, share: Share) -> Iterator[Slice]:
+        """Slices to read, as `Dealt.slices` says."""
+        return (samples for part in share.passes for _, samples in self.cuts(part))
+
+
 class OwnRounds(OwnLoop):
     """What stands behind loader, optimizer and scheduler where participants are averaged.
 
@@ -51,6 +71,7 @@ class OwnRounds(OwnLoop):
     """
 
     _update: RoundUpdate
+    compute: LocalSteps
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -60,6 +81,7 @@ class OwnRounds(OwnLoop):
                 f"sync.name = {job.sync.name!r} does not go with a GradScaler: participants take "
                 "steps of their own, and each would come to a scale of its own. Use bfloat16."
             )
+        self.compute = LocalSteps(job.local_steps)
         check_length(job, self.samples)
         equip(self.engine, self._update, job)
         self._participant: Participant | None = None
@@ -82,10 +104,8 @@ class OwnRounds(OwnLoop):
     def length(self) -> int:
         """Batches that this worker has in a whole epoch."""
         rounds = self.engine.assignment.plan(1, self._per_epoch, merge=False)
-        return sum(len(list(self._cuts(part))) for each in rounds for part in self._parts(*each))
-
-    def _cuts(self, part: Pass) -> Iterator[tuple[int, Slice]]:
-        return local_steps_of(part, self.job.local_steps)
+        parts = (part for each in rounds for part in self._parts(*each))
+        return sum(len(list(self.compute.cuts(part))) for part in parts)
 
     def _parts(self, where: Position, share: Share) -> list[Pass]:
         """This process's participants of a round; one that counts nothing where it has none.
@@ -97,12 +117,9 @@ class OwnRounds(OwnLoop):
         every = share_of(where, parts_of(where, self.job.per_commit), 1, 0, merge=False).passes
         return [every[0]._replace(repeats=True)]
 
-    def _slices(self, share: Share) -> Iterator[Slice]:
-        return (samples for part in share.passes for _, samples in self._cuts(part))
-
     def _passes(
         self, where: Position, share: Share, loads: Iterator[Read]
-    ) -> Generator[Batch, None, Passed]:
+    ) -> Generator[Batch, None, Results]:
         self._begin(share)
         self._moved = False
         parts = self._parts(where, share)
@@ -112,11 +129,11 @@ class OwnRounds(OwnLoop):
                 yield from self._local_steps(part, loads, last=place == len(parts) - 1)
         if not self._exchanged:  # no sample of the last participant could be read
             self._end_round()
-        return Passed(self._losses, self._skipped)
+        return Results(self._losses, self._skipped)
 
     def _local_steps(self, part: Pass, loads: Iterator[Read], *, last: bool) -> Iterator[Batch]:
         if part.repeats:
-            loads = self._loader.read((samples for _, samples in self._cuts(part)), None)
+            loads = self._loader.read((samples for _, samples in self.compute.cuts(part)), None)
         for local in self._readable_steps(part, loads):
             if self.member.superseded:
                 raise PeerError("the members have changed in the middle of a round.")
@@ -136,7 +153,7 @@ class OwnRounds(OwnLoop):
     def _readable_steps(self, part: Pass, loads: Iterator[Read]) -> Iterator[_LocalStep]:
         """The local steps that have samples; which is the last, is known."""
         found: _LocalStep | None = None
-        for number, _ in self._cuts(part):
+        for number, _ in self.compute.cuts(part):
             read = next(loads)
             if not part.repeats:
                 self._skipped += read.skipped

@@ -9,14 +9,12 @@ known here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from instep.comm.base import Comm
 from instep.data.loader import Loader, Read, Skipped, Slice
 from instep.data.order import Position
-from instep.engine.clock import Clock
 from instep.engine.engine import Engine, Weighed
 from instep.engine.passes import Pass, Share, part_of
 from instep.engine.skipping import scale_gradients
@@ -26,7 +24,8 @@ from instep.errors import PeerError
 from instep.job.spec import JobSpec
 from instep.recipe.forward import Forward
 from instep.sync.norm import norm
-from instep.worker.passes.whole_batch import WholeBatch
+from instep.worker.passes.on_mesh import MeshPass
+from instep.worker.passes.works import Works
 from instep.worker.replica.replica import Replica
 
 
@@ -77,11 +76,13 @@ class SharedSteps:
         self._place = job.mesh.coordinate(replica.comm.rank).shard
         self.pull: Callable[[], bool] = lambda: False
         """Adds to the gradients what is no part of the loss; whether it did."""
-        self._noted = _Passes(engine)
-        passes: Any = self._noted
-        self._passes = WholeBatch(
-            passes, forward, loader, job, samples, None, forward.device, replica, self._shard
-        )
+        self._pass = MeshPass(forward, replica, None)
+        self._works = Works(loader, job, samples, self._shard)
+
+    @property
+    def tells(self) -> bool:
+        """Whether this rank tells the losses of its passes, as `Replica.tells`."""
+        return self._replica.tells
 
     def part_of(self, cut: Slice) -> Pass:
         """What this rank has of the samples of a local step."""
@@ -103,10 +104,16 @@ class SharedSteps:
             MembersChanged: one of the ranks knows that.
             PeerError: another rank of this replica was lost.
         """
-        part, noted, engine = self.part_of(cut), self._noted, self._engine
-        noted.share = 0.0
+        part, engine, size = self.part_of(cut), self._engine, cut.stop - cut.first
         share = Share([part], part.samples.first, part.samples.stop)
-        losses, skipped = self._passes.run(Position(*cut), share, loads, keyed)
+        losses, given, clock = dict[int, Weighed](), 0.0, engine.clock
+        for work in self._works.of(Position(*cut), share, loads, keyed, clock, joins=False):
+            ran = self._pass.run(work, size, clock, engine.update.scaler)
+            losses |= ran.losses
+            given += ran.share
+            clock.lap(ran.since, "backward")
+        if not self._replica.tells:
+            losses = {}
         own = next(iter(losses.values()), Weighed(0.0, 0.0))
         comm, squares = self._replica.comm, engine.squares() if self._update.clips else 0.0
         told = torch.zeros(2 + comm.size, dtype=torch.float64, device=engine.slots[0].device)
@@ -115,14 +122,14 @@ class SharedSteps:
         whole, gone, *every = told.tolist()
         if gone:
             raise MembersChanged
-        size = cut.stop - cut.first
-        scale = noted.weight * size / (whole or 1.0)
+        scale = self._pass.weight(size) * size / (whole or 1.0)
         scale_gradients(engine.slots, scale)
         found = norm(every) * scale if self._update.clips else None
         if self.pull() and self._update.clips:
             found = self._norm()
         give(engine.slots, engine.parameters)
-        return SharedStep(own, noted.share * size, skipped, whole, found)
+        skipped = self._works.skipped if self._replica.tells else []
+        return SharedStep(own, given * size, skipped, whole, found)
 
     def _norm(self) -> float:
         """Of the whole gradient."""
@@ -131,31 +138,3 @@ class SharedSteps:
         every[comm.rank] = self._engine.squares()
         comm.all_reduce(every).wait()
         return norm(every.tolist())
-
-
-class _Passes:
-    """What passes need of an engine, where a round agrees on what they give."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self.update = engine, engine.update
-        self.weight, self.share = 1.0, 0.0
-
-    @property
-    def comm(self) -> Comm:
-        """Of the members."""
-        return self._engine.comm
-
-    @property
-    def clock(self) -> Clock:
-        """Of the round."""
-        return self._engine.clock
-
-    def begin_pass(self, part: Pass, weight: float, *, last: bool) -> None:
-        """Its gradients are still to be multiplied by the weight."""
-        self.weight = weight
-
-    def end_pass(
-        self, part: Pass, share: float, *, beside: bool = False, left_out: int = 0
-    ) -> None:
-        """It is over; what it did to buffers is a part of what its participant does to them."""
-        self.share += share

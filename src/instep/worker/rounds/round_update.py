@@ -47,6 +47,10 @@ class RoundUpdate(Update):
         self.mu = 0.0
         """How strongly participants are drawn back to these."""
 
+    def keep(self, slot: int, gradient: Tensor) -> None:
+        """Leave a gradient where the backward pass left it, for the local step."""
+        self.slots[slot].grad = gradient
+
     @torch.no_grad()
     def apply(self, step: int) -> float | None:
         """End a round: take the agreed mean off the parameters of its beginning.

@@ -16,12 +16,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 from instep.comm.base import Comm
 from instep.data.batches import Batches
 from instep.data.loader import Read, Skipped, Slice
-from instep.data.order import key
+from instep.data.order import Position, key
 from instep.data.participants import Sampling
 from instep.engine.assignment import Finished, finished
 from instep.engine.engine import Engine, Weighed
@@ -32,6 +31,8 @@ from instep.recipe.forward import Forward
 from instep.recipe.rehearsal import called_backward
 from instep.sync.rounds.averaging import Averaging
 from instep.sync.rounds.streaming import Streaming
+from instep.worker.passes.activity import Activity
+from instep.worker.passes.base import Compute, Results
 from instep.worker.passes.shared_steps import MembersChanged, SharedSteps
 from instep.worker.rounds.local_models import LocalModel
 from instep.worker.rounds.local_optimizers import LocalOptimizers
@@ -85,7 +86,7 @@ def give(engine: Engine, update: RoundUpdate, way: Way) -> dict[int, Weighed]:
     return {part.number: Weighed(way.total, way.weight)}
 
 
-class Rounds:
+class Rounds(Compute):
     """How one worker computes the participants that it was dealt.
 
     Args:
@@ -93,7 +94,7 @@ class Rounds:
         job: says how a round is cut.
         batches: what each commit takes.
         left: whether the members have changed meanwhile.
-        at: told what is being done: `loading`, `forward` or `backward`.
+        activity: told what is being done.
         shared: how the ranks of this replica compute a local step, where they are several.
     """
 
@@ -105,13 +106,13 @@ class Rounds:
         job: JobSpec,
         batches: Batches,
         left: Callable[[], bool],
-        at: Callable[[str], None],
+        activity: Activity,
         shared: SharedSteps | None = None,
     ) -> None:
         self._engine, self._forward, self._update = engine, forward, update
         self._shared, update.slots = shared, engine.slots
         self._job, self._seed, self._batches = job, job.seed, batches
-        self._left, self._is_at = left, at
+        self._left, self._activity = left, activity
         self._participants, self._ranks = job.per_commit.micro_batches, job.mesh.ranks
         self._at = (0, 0)  # course and number of a round
         self._sampling = Sampling.of_job(job)
@@ -120,22 +121,19 @@ class Rounds:
         self._there: frozenset[Slice] = frozenset()
         """The samples of those that this generation need not compute: of its first round. They
         stay until it is over, as what is read may be asked for when that round is."""
-        engine.take = self._keep
         equip(engine, update, job)
         if shared is not None:
             shared.pull = update.pull
 
-    def _keep(self, slot: int, gradient: Tensor) -> None:
-        """A gradient stays where the backward pass left it, for the local step."""
-        self._update.slots[slot].grad = gradient
-
-    def finished(self, comm: Comm, course: int, step: int) -> Finished:
-        """What the members have computed of a round that an earlier generation began; all call it.
+    def finished(self, comm: Comm) -> Finished:
+        """Find what members have computed of a round that an earlier generation began; all call it.
 
         Raises:
             PeerError: a member went away.
         """
-        self._go_to(course, step)
+        progress = self._engine.state.progress
+        step = progress.step + 1
+        self._go_to(progress.course, step)
         table = torch.zeros(comm.size, self._participants, device=self._engine.parameters[0].device)
         table[comm.rank, list(self._ways)] = 1.0
         comm.all_reduce(table).wait()
@@ -163,8 +161,10 @@ class Rounds:
         steps = 1 if self._batches.is_early(epoch, first) else self._job.local_steps
         return local_steps_of(part, steps, batch)
 
-    def samples_of(self, share: Share) -> int:
-        """How many samples of a round this worker computes, or has computed."""
+    def samples(self, share: Share) -> int:
+        """How many samples of a round this worker computes, or has computed, and tells."""
+        if self._shared is not None and not self._shared.tells:
+            return 0  # another process has the same
         return sum(part.size for part in self._parts(share, every=True) if not part.repeats)
 
     def _parts(self, share: Share, *, every: bool = False) -> Iterator[Pass]:
@@ -174,19 +174,15 @@ class Rounds:
                 for _, cut in self._cuts(part):
                     yield Pass(cut, 0) if self._shared is None else self._shared.part_of(cut)
 
-    def run(
-        self, share: Share, loads: Iterator[Read], step: int
-    ) -> tuple[dict[int, Weighed], list[Skipped]]:
-        """Compute this worker's participants of a round.
-
-        Returns:
-            What each one's losses came to, by its number, and the samples that could not be read.
+    def run(self, where: Position, share: Share, reads: Iterator[Read], step: int) -> Results:
+        """Compute this worker's participants of a round, as `Compute.run` says.
 
         Raises:
             MembersChanged: everything is as at the begin of the round.
             PeerError: another rank of this replica was lost.
         """
-        engine = self._engine
+        self._activity.enter("forward")
+        engine, loads = self._engine, self._activity.loading(reads)
         self._go_to(engine.state.progress.course, step)
         losses: dict[int, Weighed] = {}
         skipped: list[Skipped] = []
@@ -201,7 +197,7 @@ class Rounds:
                 way = self._ways[part.number] = self._way(part, loads, step)
             skipped += way.skipped
             losses |= give(engine, self._update, way)
-        return losses, skipped
+        return Results(losses, skipped)
 
     def _way(self, part: Pass, loads: Iterator[Read], step: int) -> Way:
         """Compute a participant; what it did to buffers is left for the engine to see."""
@@ -246,7 +242,7 @@ class Rounds:
         if not isinstance(strategy, Streaming) or number != strategy.delay or not number:
             return
         since = time.perf_counter()
-        self._is_at("exchange")
+        self._activity.enter("exchange")
         if (found := strategy.landed()) is not None:
             assert self._update.local is not None, "participants have models of their own"
             model = self._update.local.parts[MODEL]
@@ -260,7 +256,7 @@ class Rounds:
         """The same as `_local_step`, together with the other ranks of this replica."""
         assert self._shared is not None, "a mesh"
         place = step, participant.number, number
-        self._is_at("forward")
+        self._activity.enter("forward")
         self._update.drop_gradients()
         given = self._shared.run(cut, loads, key(self._seed, OF_PASS, *place), left=self._left())
         participant.skipped += given.skipped
@@ -279,14 +275,14 @@ class Rounds:
         """Whether anything counted in it; else the optimizer has not moved."""
         engine, clock = self._engine, self._engine.clock
         since = time.perf_counter()
-        self._is_at("loading")
+        self._activity.enter("loading")
         read = next(loads)
         since = clock.lap(since, "load")
         participant.skipped += read.skipped
         participant.size += read.size
         if not read.size:
             return False
-        self._is_at("forward")
+        self._activity.enter("forward")
         place = step, participant.number, number
         set_generators(key(self._seed, OF_PASS, *place))
         taken = engine.taken
@@ -299,7 +295,7 @@ class Rounds:
         participant.weight += found.weight
         participant.whole += found.weight
         since = clock.lap(since, "forward")
-        self._is_at("backward")
+        self._activity.enter("backward")
         found.loss.backward()
         if not participant.early:
             self._update.pull()

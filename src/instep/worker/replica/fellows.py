@@ -1,0 +1,70 @@
+"""Agreement of one replica's processes around steps: on their generation, and to go on.
+
+A group of all workers may break for some of them and not for others; but what a replica computes,
+all its processes compute. So each asks the others before it continues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn
+
+from instep.engine.engine import Engine
+from instep.engine.member import Member
+from instep.errors import PeerError
+from instep.worker.replica.replica import Replica
+
+
+class Fellows:
+    """The other processes of a replica that is a mesh.
+
+    Args:
+        replica, member, engine: this process's.
+        interrupt: aborts what this process exchanges with other replicas.
+    """
+
+    def __init__(
+        self, replica: Replica, member: Member, engine: Engine, interrupt: Callable[[], None]
+    ) -> None:
+        self._replica, self._member, self._engine = replica, member, engine
+        self._interrupt = interrupt
+
+    def meet(self) -> None:
+        """Called with a new generation: wait until all of them have it.
+
+        Raises:
+            ReplicaBroken: this process is to end.
+        """
+        while True:  # as often as the one that is furthest behind has generations to wait for
+            form = self._member.form
+            assert form is not None, "no generation yet"
+            own = form.generation
+            present = self._ask(own)
+            if min(present) == max(present):
+                return
+            if own < max(present):
+                self._member.wait_for_group()
+
+    def agree(self, well: bool) -> bool:
+        """Whether all of them can continue; each calls it once after it has tried to join a group,
+        and after every step."""
+        if not well:
+            self._interrupt()  # one of them may wait for this process, and not know
+        return bool(min(self._ask(int(well))))
+
+    def _ask(self, own: int) -> list[int]:
+        """A number of each; all call it at the same time."""
+        try:
+            return self._replica.gather(own)
+        except PeerError as error:
+            self.broke(error)
+
+    def broke(self, error: PeerError) -> NoReturn:
+        """The group inside the replica came apart: its processes start again.
+
+        Raises:
+            ReplicaBroken: this process is to end.
+        """
+        if self._engine.started:
+            self._member.broken(error, holds=False)
+        self._member.wait_to_be_killed()
