@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import msgspec
@@ -33,6 +33,7 @@ from instep.engine.passes import Share
 from instep.engine.served.leased_optimizer import LeasedUpdate
 from instep.engine.skipping import share_read
 from instep.engine.state.committed import Commit
+from instep.engine.update import Update
 from instep.errors import PeerError
 from instep.events import Kind
 from instep.recipe.recipe import Recipe
@@ -55,6 +56,27 @@ from instep.sync.servers.server_async import ServerAsync
 from instep.system.host_memory import NoRoom
 from instep.worker.loop.loop import Shards
 from instep.worker.loop.saving import could_not_write
+from instep.worker.passes.base import Compute, Results
+
+
+class Pushed(Compute):
+    """Computes by taking what workers push; a server itself reads nothing.
+
+    Args:
+        take_until: takes pushes until a step is complete.
+    """
+
+    def __init__(self, take_until: Callable[[int], None]) -> None:
+        self._take_until = take_until
+
+    def slices(self, share: Share) -> Iterable[Slice]:
+        """Slices to read: none."""
+        return ()
+
+    def run(self, where: Position, share: Share, reads: Iterator[Read], step: int) -> Results:
+        """Run the passes of a step, on workers."""
+        self._take_until(step)
+        return Results({}, [])
 
 
 class Serving(Server):
@@ -195,17 +217,21 @@ class Serving(Server):
 
     # ---- steps
 
-    def _slices(self, share: Share) -> Iterable[Slice]:
-        return ()
+    def _make_compute(self, update: Update) -> Compute:
+        return Pushed(self._take_until)
+
+    def _take_until(self, step: int) -> None:
+        """Take pushes until every unit up to this step is committed."""
+        self._limit()
+        self._waits()
+        while self.commits.leases.complete < step:
+            self._turn()
 
     def _one_step(
         self, where: Position, share: Share, loads: Iterator[Read]
     ) -> Generator[Any, None, Commit]:
         yield from ()
-        self._limit()
-        self._waits()
-        while self.commits.leases.complete < self.step:
-            self._turn()
+        self.compute.run(where, share, loads, self.step)
         return self._end_step(where)
 
     def _limit(self) -> None:
