@@ -43,7 +43,7 @@ from instep.server.micro_batches import (
 from instep.server.tensor_channel import Ask, Grant, Line
 from instep.sync.servers.leases import Unit
 from instep.sync.servers.server_async import ServerAsync
-from instep.worker.loop.loop import Step
+from instep.worker.loop.after_commit import Step
 from instep.worker.training import Training
 
 _FIXED = (

@@ -54,7 +54,7 @@ from instep.state.snapshot import model_tensors
 from instep.sync.servers.leases import Lease
 from instep.sync.servers.server_async import ServerAsync
 from instep.system.host_memory import NoRoom
-from instep.worker.loop.loop import Shards
+from instep.worker.loop.parts import Parts, Shards
 from instep.worker.loop.saving import could_not_write
 from instep.worker.passes.base import Compute, Results
 
@@ -92,6 +92,7 @@ class Serving(Server):
             member.number,
         )
         self.callbacks.gather = self._gather
+        self.after.parts = ServerParts(self)
         self._held: Mapping[str, Tensor] = {}  # by the process before
         self._whole_at: tuple[int, int] | None = None  # the update at which the model was whole
         self._left: dict[str, Any] | None = None  # by it
@@ -257,7 +258,7 @@ class Serving(Server):
         asked = self.stopping.asked_to_stop(step)
         if asked or self.stopping.not_finite(figures.loss, figures.norm):
             self._ends_at = self._ends_at or begun
-        if self._saves_now:
+        if self.after.is_late:
             self._saves_at = self._saves_at or begun
         told, saves = step == self._ends_at, step == self._saves_at
         if saves:
@@ -394,13 +395,8 @@ class Serving(Server):
             self._gather()
         return super()._validate(where)
 
-    @property
-    def _written_by_many(self) -> bool:
-        return self._servers > 1
-
-    def _write_parts(self, due: bool, *, last: bool) -> tuple[bool, dict[str, Tensor], Shards]:
-        if not due:
-            return False, {}, {}
+    def written_by_all(self, *, last: bool) -> Shards:
+        """Have each server write a checkpoint of what it holds."""
         self._gather()
         step, folder, names = self.state.progress.step, self.member.run / "checkpoints", self._names
         begins = str(folder / f"{SAVING}{step}-{SHARD}")
@@ -410,23 +406,23 @@ class Serving(Server):
         )
         shards, failed = written_by(asked, answers := [own[-1], *told])
         if failed is None:
-            return True, {}, shards
+            return shards
         why = answers[failed]
         if not why.errno:
             self.member.emit("warning", text=f"no checkpoint of step {step}: {why.why}")
         who = f"server {self.member.number + failed}"
-        return True, {}, could_not_write(step, who, folder, why.errno)
+        return could_not_write(step, who, folder, why.errno)
 
     # ---- the end
 
     def _finish_saving(self) -> None:
         self._gather()
         super()._finish_saving()
-        self._others.must(End(self.step, self.rule, self._finite))
+        self._others.must(End(self.step, self.after.rule, self._finite))
 
     def finish(self) -> bool:
         """Tell all workers that the run is over, and save the model; as `Loop.finish`."""
-        self.desk.end(self.step, self.rule, finite=self._finite)
+        self.desk.end(self.step, self.after.rule, finite=self._finite)
         return super().finish()
 
     def _heartbeat(self) -> Heartbeat:
@@ -440,3 +436,26 @@ class Serving(Server):
         self._others.close()
         if self._desk is not None:
             self._desk.close()
+
+
+class ServerParts(Parts):
+    """Has all servers write what they hold.
+
+    Args:
+        serving: the first of them.
+    """
+
+    def __init__(self, serving: Serving) -> None:
+        super().__init__(serving.engine, serving.member)
+        self._serving = serving
+
+    @property
+    def many(self) -> bool:
+        """Whether there are several."""
+        return self._serving.job.sync.servers > 1
+
+    def write(self, due: bool, *, last: bool) -> tuple[bool, dict[str, Tensor], Shards]:
+        """Have each write its part, if a checkpoint is due, as `Parts.write` says."""
+        if not due:
+            return False, {}, {}
+        return True, {}, self._serving.written_by_all(last=last)

@@ -16,7 +16,7 @@ from instep.server.messages import End, Question
 from instep.server.server import Server
 from instep.server.shard_service import Further
 from instep.server.tensor_channel import LOOK_S, Door
-from instep.worker.loop.loop import Step
+from instep.worker.loop.after_commit import Step
 
 FLUSH_S = 1.0
 """How often the bytes that this process has sent and received are told."""

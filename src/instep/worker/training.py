@@ -26,7 +26,7 @@ from instep.data.reading.threads import cpu_clock
 from instep.data.samples.contents import Record
 from instep.data.windowed import Windowed
 from instep.engine.alike import check_division, check_shards
-from instep.engine.assignment import Near
+from instep.engine.assignment import Lockstep, Near
 from instep.engine.member import Member
 from instep.engine.passes import OF_PASS, Pass, Share
 from instep.engine.served.leased_optimizer import LeasedUpdate
@@ -54,7 +54,8 @@ from instep.sync import LEASED, SERVERS, clashes
 from instep.sync.servers.server_sync import ServerSync
 from instep.system.malloc import return_unused_memory
 from instep.words import listed
-from instep.worker.loop.loop import CALLBACKS, Loop, Step
+from instep.worker.loop.after_commit import CALLBACKS, Step
+from instep.worker.loop.loop import Loop
 from instep.worker.loop.observed import Observed, make_observers
 from instep.worker.loop.stopping import check_rules
 from instep.worker.mesh_trial.gradients import MeshCheck, check_validation
@@ -204,6 +205,8 @@ class Training(Loop):
         )
         if self._replica is not None:
             self.fellows = Fellows(self._replica, member, self.engine, self._interrupt)
+        if self._parted is not None:
+            self.after.tell_epochs(self._tell_given)
         self.state.trial = trial
         if self.job.train.ema is not None:
             self.state.average = Average(model, self.job.train.ema)
@@ -449,42 +452,26 @@ class Training(Loop):
     def _merge(self) -> bool:
         return self._trial.merge
 
-    @property
-    def _whole(self) -> bool:
-        return self._reads is not None
+    def _lockstep(self, comm: Comm) -> Lockstep:
+        by_speed = self.job.train.deal == "speed"
+        return self._deal(comm, by_speed=by_speed, own=self._own_rounds, near=self._lying)
 
     @property
     def _own_rounds(self) -> OwnRounds | None:
         return self._own_data.rounds if self._own_data is not None else None
 
-    @property
-    def _near(self) -> Near | None:
-        return self._lying
-
-    def _report_epoch(self, where: Position) -> None:
-        super()._report_epoch(where)
-        if self._parted is not None and where.stop == self.samples:
-            samples, size = self._parted.given
-            self.member.emit(
-                "samples_given",
-                worker=self.member.number,
-                step=self.step,
-                samples=samples,
-                bytes=size,
-            )
-
-    @property
-    def _by_speed(self) -> bool:
-        return self.job.train.deal == "speed"
+    def _tell_given(self, step: int) -> None:
+        """At the end of an epoch: what others have got of the parts that lie here."""
+        samples, size = self._parted.given if self._parted is not None else (0, 0)
+        self.member.emit(
+            "samples_given", worker=self.member.number, step=step, samples=samples, bytes=size
+        )
 
     def _drop_after(self, step: int) -> None:
-        if self._saver is not None:
-            self._saver.drop_after(step)
+        self.after.drop_after(step)
 
     def _set_aside(self, step: int) -> None:
-        if self._saver is not None:
-            self._saver.drop_after(step)
-        else:
+        if not self.after.drop_after(step):
             discard_after(self.member.run / "checkpoints", step)
 
     @property
@@ -720,7 +707,7 @@ class Training(Loop):
                 samples=found.samples,
                 skipped=count - found.samples,
                 seconds=time.perf_counter() - begin,
-                scheduled=self._is_time(where),
+                scheduled=self.after.is_time(self.step),
             )
             if found.participants:
                 self.member.emit(

@@ -23,7 +23,9 @@ from instep.events import STEPS as STEPS_OF
 from instep.job import file as spec_file
 from instep.job.train import StopSpec
 from instep.recipe.recipe import Recipe
+from instep.worker.loop.after_commit import AfterCommit
 from instep.worker.loop.stopping import Stopping, check_rules
+from instep.worker.passes.activity import Activity
 from instep.worker.training import Training
 
 CPU = torch.device("cpu")
@@ -251,7 +253,9 @@ def went_back(master, step):
 
     observers = {"corruption": SimpleNamespace(go_back=go_back)}
     training.engine = SimpleNamespace(state=state, observers=observers, leave=lambda: None)
-    training.member, training._stopping = master.member, master.stopping
+    training.member, training.activity = master.member, Activity()
+    training.after = AfterCommit.__new__(AfterCommit)
+    training.after._stopping = master.stopping
     master.member.broken = lambda error, *, holds: None
     training._leave()
     assert training.step == step

@@ -45,7 +45,7 @@ from instep.recipe.weights import WeightedLoss
 from instep.sync import SERVERS
 from instep.system import causes
 from instep.system.kernels import per_machine, set_kernels, share
-from instep.worker.loop.loop import Step
+from instep.worker.loop.after_commit import Step
 from instep.worker.own.evaluation import EvaluationLoader
 from instep.worker.own.loop import OwnLoader, OwnLoop
 from instep.worker.own.rounds import OwnRounds

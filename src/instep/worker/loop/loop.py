@@ -11,26 +11,23 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from instep.comm.base import Comm
-from instep.comm.protocol.messages import NOT_FINITE, ON_REQUEST, SPREAD, Form
+from instep.comm.protocol.messages import NOT_FINITE, Form
 from instep.data.batches import Batches
 from instep.data.loader import Loader, Read
 from instep.data.order import Position
-from instep.data.participants import OwnRounds
 from instep.data.samples import last_read
 from instep.data.samples.contents import Record
 from instep.engine.alike import check_lengths
-from instep.engine.assignment import Lockstep, Near
+from instep.engine.assignment import Lockstep
 from instep.engine.engine import Agreement, Engine, make_comms
 from instep.engine.member import Member
 from instep.engine.observers import Observer
@@ -40,51 +37,26 @@ from instep.engine.slots import Split
 from instep.engine.state.committed import Commit, CommittedState
 from instep.engine.turns import TurnState
 from instep.engine.update import Update
-from instep.errors import CheckpointError, PeerError, SpecError
+from instep.errors import PeerError, SpecError
 from instep.job.spec import JobSpec
-from instep.recipe.optimizers.plateau import Plateau
 from instep.recipe.optimizers.two_points import TwoPoints
 from instep.state.retention import Best
-from instep.state.save import Shard
 from instep.sync import SERVERS
 from instep.sync.base import strategy_of
 from instep.sync.delayed import Delayed
 from instep.sync.rounds.streaming import Streaming
+from instep.worker.loop.after_commit import AfterCommit, Step
 from instep.worker.loop.callbacks import Callbacks
 from instep.worker.loop.momentum import move_momentum
-from instep.worker.loop.saving import Saver, lend_model, write_shards
+from instep.worker.loop.saving import lend_model
 from instep.worker.loop.stopping import Stopping
 from instep.worker.passes.activity import Activity
 from instep.worker.passes.base import Dealt, Results
 from instep.worker.replica.fellows import Fellows
 from instep.worker.rounds.after_round import report_lost, report_spread, spread_of
 
-CALLBACKS = "callbacks"
-"""The phase in which the recipe's callbacks are called."""
-
-Shards: TypeAlias = dict[str, Shard] | CheckpointError
-"""Files that several members have written, by the name of their group; or why there are none."""
-
 _ENDLESS = 2**40
 """Length of a loop that ends when the user leaves it."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """A committed step."""
-
-    number: int
-    """Counts from 1."""
-    epoch: int
-    """Counts from 0."""
-    loss: float
-    """Mean over the global batch."""
-    metrics: dict[str, float] | None
-    """Of the validation that followed this step, if one did."""
-    ends_epoch: bool = False
-    """Whether the epoch has no further step."""
-    losses: dict[str, float] = field(default_factory=dict)
-    """Of each turn by its name, where a step has several; `loss` is that of the last."""
 
 
 class FellowFailed(PeerError):
@@ -148,17 +120,25 @@ class Loop(ABC):
         )
         self._find_two_points(model)
         self.callbacks = Callbacks(member, self.engine, callbacks, samples)
-        self.rule = "steps" if self.job.train.steps else "epochs"
+        self.after = AfterCommit(
+            member,
+            self.engine,
+            self.batches,
+            self.callbacks,
+            self.activity,
+            model=model,
+            samples=samples,
+            last_step=last_step,
+            validate=self._validate,
+            best=self._best,
+        )
         self.fellows: Fellows | None = None
         """The other processes of this replica, where it has several."""
         self._comms: tuple[Comm, ...] = ()  # of the present groups, or of ones that are forming
         self._regroups = False
-        self._stopping: Stopping | None = None
-        self._saver: Saver | None = None
         self._record: Record | None = None
         self._skips = SkipReporter(member)
         self._warned: set[str] = set()
-        self._told_saved = -1  # step of the newest checkpoint that has been called back for
         self._done = 0  # steps that this process has committed
 
     def _find_two_points(self, model: nn.Module) -> None:
@@ -175,25 +155,21 @@ class Loop(ABC):
     def _merge(self) -> bool:
         """Whether neighbouring micro-batches are run as one pass."""
 
-    @property
-    def _whole(self) -> bool:
-        """Whether all micro-batches of a worker are run as one pass."""
-        return False
+    def _lockstep(self, comm: Comm) -> Lockstep:
+        """Who computes what in this generation; all members call it."""
+        return self._deal(comm, by_speed=False)
 
-    @property
-    def _by_speed(self) -> bool:
-        """Whether a slow worker is given fewer micro-batches."""
-        return False
-
-    @property
-    def _own_rounds(self) -> OwnRounds | None:
-        """What participants take of data of their own; None where they have none."""
-        return None
-
-    @property
-    def _near(self) -> Near | None:
-        """Tells what lies where, of a dataset in parts; None where all have all samples."""
-        return None
+    def _deal(self, comm: Comm, **how: Any) -> Lockstep:
+        """Deal to the members what they have not computed yet; `how`, `Lockstep` knows."""
+        return Lockstep(
+            self._group,
+            self.job.per_commit,
+            self.batches,
+            finished=self.compute.finished(comm),
+            mesh=self.job.mesh,
+            unit=self.job.unit,
+            **how,
+        )
 
     @abstractmethod
     def _lengths(self) -> dict[str, int]:
@@ -232,8 +208,7 @@ class Loop(ABC):
     @property
     def stopping(self) -> Stopping:
         """The rules of `[stop]`; available once a group has formed."""
-        assert self._stopping is not None, "join() comes first"
-        return self._stopping
+        return self.after.stopping
 
     @property
     def phase(self) -> str:
@@ -304,8 +279,8 @@ class Loop(ABC):
         self.engine.leave()
         self._comms, self._regroups = (), False
         went_back = [observer.go_back() for observer in self.observers.values()]
-        if any(went_back) and self._stopping is not None:
-            self._stopping.go_back(self.state.progress.step)
+        if any(went_back):
+            self.after.go_back(self.state.progress.step)
         self.step = self.state.progress.step
         self.member.broken(error, holds=self.state.held)
 
@@ -337,17 +312,7 @@ class Loop(ABC):
             engine.start(
                 comm,
                 column,
-                Lockstep(
-                    self._group,
-                    self.job.per_commit,
-                    self.batches,
-                    by_speed=self._by_speed,
-                    finished=self.compute.finished(comm),
-                    mesh=self.job.mesh,
-                    unit=self.job.unit,
-                    own=self._own_rounds,
-                    near=self._near,
-                ),
+                self._lockstep(comm),
                 compare=not given,
             )
             anew = self._group.checkpoint is not None
@@ -361,15 +326,7 @@ class Loop(ABC):
         self.step = self.state.progress.step
         last_read.set_step(self.step)
         member.formed()
-        if self._stopping is None:
-            self._stopping = Stopping(member, comm, self.device)
-        self._stopping.regroup(comm)
-        if comm.rank != 0 and self._saver is not None:
-            self._saver.hand_over()
-            self._saver = None
-        elif comm.rank == 0 and self._saver is None:
-            self._saver = Saver(member, self._model, self._best())
-            self._told_saved = -1
+        self.after.regroup(comm)
         for observer in self.observers.values():
             observer.formed(anew=anew)
 
@@ -411,7 +368,7 @@ class Loop(ABC):
             if state.last.ends:
                 return
         if state.ended:
-            self._set_rule(asked=True)
+            self.after.end(self.step, asked=True)
             return
         while (yield from self._steps_until_redistribution()):
             pass
@@ -445,7 +402,7 @@ class Loop(ABC):
     def _plan(self, first: int) -> Iterator[tuple[Position, Share]]:
         last = self.last_step if self.last_step is not None else _ENDLESS
         assignment = self.engine.assignment
-        planned = assignment.plan(first, last, merge=self._merge, whole=self._whole)
+        planned = assignment.plan(first, last, merge=self._merge, whole=self.compute.whole)
         for observer in self.observers.values():
             planned = observer.plan(planned, first, assignment.dealing.speeds)
         return planned
@@ -500,13 +457,8 @@ class Loop(ABC):
             stop=self.stopping.asked_to_stop(self.step),
             skipped=len(skipped),
             samples=self.compute.samples(share),
-            saves=self._saves_now,
+            saves=self.after.is_late,
         )
-
-    @property
-    def _saves_now(self) -> bool:
-        """Whether this worker saves, and it is time for a checkpoint."""
-        return self._saver is not None and self._saver.late()
 
     def _commit(self) -> Commit:
         return self.engine.commit()
@@ -520,109 +472,10 @@ class Loop(ABC):
             or step in (self.last_step, self.job.train.stop_after_steps)
         )
 
-    # ---- what follows a commit
-
     def _settle(self, done: Commit) -> Step:
-        """Apply the rules of `[stop]`, validate, save; repeated if a member is lost meanwhile."""
-        self.member.check_lease()
-        where = self.batches.of(done.step)
-        self._report_epoch(where)
-        self.stopping.after_commit(done.step, done.loss, done.norm, last=done.ends)
-        metrics = self._validate(where) if done.ends or self._is_time(where) else None
-        if metrics is not None and self._is_time(where):
-            self._tell_plateaus(done.step, metrics["loss"])
-        if metrics is not None and not done.ends:
-            stop = self.stopping.after_validation(done.step, metrics)
-            self.state.last = done = done._replace(told=stop, ends=stop)
-        names = [turn.name for turn in self.engine.turns] if done.losses else []
-        losses = dict(zip(names, done.losses, strict=True))
-        self.phase = CALLBACKS
-        self.callbacks.after_step(done, where, metrics, losses)
-        self._save(done, where, metrics)
-        if done.ends:
-            self._set_rule(done.told, self.stopping.not_finite(done.loss, done.norm))
-            apart = self.stopping.too_far_apart(spread_of(self.engine.strategy))
-            if not done.told and apart:
-                self.rule = SPREAD
-                self.stopping.report(apart, self.step, SPREAD)
-        self.state.settled = done.step
-        ends_epoch = where.stop == self.samples
-        return Step(done.step, where.epoch, done.loss, metrics, ends_epoch, losses)
+        return self.after.settle(done)
 
-    def _tell_plateaus(self, step: int, loss: float) -> None:
-        for turn in self.engine.turns:
-            if isinstance(turn.update.scheduler, Plateau):
-                turn.update.scheduler.measured(step, loss)
-
-    def _save(self, done: Commit, where: Position, metrics: dict[str, float] | None) -> None:
-        self.phase = "saving"
-        saver = self._saver
-        due = done.ends or done.saves or self.job.checkpoint.due(done.step)
-        due = due or (saver is not None and saver.is_best(done.step, metrics))
-        own, since = dict[str, Tensor](), time.perf_counter()
-        shards: Shards = {}
-        if self._written_by_many and (due or metrics is not None):
-            saved = due and not self.stopping.diverged
-            due, own, shards = self._write_parts(saved, last=done.ends)
-        if saver is not None and not self.stopping.diverged:
-            saver.after_step(
-                self.engine,
-                where,
-                due=due,
-                last=done.ends,
-                metrics=metrics,
-                own=own,
-                shards=shards,
-                since=since,
-            )
-            self._tell_saved(saver)
-
-    @property
-    def _written_by_many(self) -> bool:
-        """Whether a checkpoint has files that several members write."""
-        return bool(self.engine.strategy.laws) or self.job.mesh.ranks > 1
-
-    def _write_parts(self, due: bool, *, last: bool) -> tuple[bool, dict[str, Tensor], Shards]:
-        """Have all write what they alone have, if a checkpoint is due: only the worker that saves
-        knows which are the best. Whether it is; what single workers have; the files."""
-        save = torch.tensor([float(due)], device=self.device)
-        self.engine.comm.broadcast(save)
-        if not save.item():
-            return False, {}, {}
-        own = self.engine.own_state()
-        return True, own, write_shards(self.engine, self.member, own, last=last)
-
-    def _tell_saved(self, saver: Saver) -> None:
-        """Call back for checkpoints that have become complete."""
-        if saver.newest != self._told_saved:
-            self._told_saved, before = saver.newest, self.phase
-            self.phase = CALLBACKS
-            self.callbacks.after_save()
-            self.phase = before
-
-    def _report_epoch(self, where: Position) -> None:
-        if where.stop == self.samples and self.engine.comm.rank == 0:
-            progress = self.state.progress
-            self.member.emit(
-                "epoch_finished",
-                epoch=where.epoch,
-                step=self.step,
-                loss=progress.epoch_loss / progress.epoch_samples,
-                samples=progress.epoch_samples,
-            )
-
-    def _is_time(self, where: Position) -> bool:
-        every = self.job.train.validate_every
-        return self.step % every == 0 if every else where.stop == self.samples
-
-    def _set_rule(self, asked: bool, not_finite: str = "") -> None:
-        if self.step == self.last_step:
-            return
-        if not_finite:
-            self.rule = NOT_FINITE
-            self.stopping.report(not_finite, self.step)
-            return
-        self.rule = ON_REQUEST if asked else "stop_after_steps"
+    # ---- what is told
 
     def _warn_of_loss(self, loss: float) -> None:
         if "loss" not in self._warned:
@@ -671,7 +524,7 @@ class Loop(ABC):
                 raise
             broken = error
         fenced = self.member.fenced or broken is not None
-        if fenced or not self.member.done(self.step, self.rule, finite=self._finite):
+        if fenced or not self.member.done(self.step, self.after.rule, finite=self._finite):
             self._leave(broken)
             self._regroup()
             return False
@@ -682,22 +535,17 @@ class Loop(ABC):
         """Write the model; where a replica is a mesh, each rank of the first lends its part."""
         comm = self.engine.comm
         with self.engine.reading():
-            if self._saver is not None:
-                with self.state.averaged():
-                    self._saver.finish(self.step, comm, self.engine.tables)
-                self._tell_saved(self._saver)
-            elif self.job.mesh.ranks > 1:
+            if not self.after.save_model(self.step) and self.job.mesh.ranks > 1:
                 lend_model(comm, self.member, self._model)
 
     @property
     def _finite(self) -> bool:
         last = self.state.last
-        return self.rule != NOT_FINITE and (last is None or math.isfinite(last.loss))
+        return self.after.rule != NOT_FINITE and (last is None or math.isfinite(last.loss))
 
     def released(self) -> None:
         """The run continues without this worker, which first finishes what it is saving."""
-        if self._saver is not None:
-            self._saver.hand_over()
+        self.after.hand_over()
         self.close()
 
     def close(self) -> None:

@@ -43,7 +43,8 @@ from instep.job.spec import JobSpec
 from instep.recipe.build import check_optimizer, check_scheduler, set_generators
 from instep.recipe.weights import WeightedLoss, as_weight
 from instep.state.retention import best_rule
-from instep.worker.loop.loop import Loop, Step
+from instep.worker.loop.after_commit import Step
+from instep.worker.loop.loop import Loop
 from instep.worker.own import evaluation
 from instep.worker.own.as_loader import AsLoader
 from instep.worker.own.calls import EVALUATION, Call, Calls, Waits
@@ -157,7 +158,7 @@ class OwnLoop(Loop):
         self._known_step: int | None = None  # the commit that the calls follow
         self._waits_in = Waits()
         self._epoch_at: int | None = None  # that `epochs` gave last
-        self.rule = "own loop"
+        self.after.end_by("own loop")
         self.engine.applies_staged = False  # the user's code edits the gradient before
         self._give_back = take_over(self)
         self._taken = optimizer.__dict__["step"]
@@ -753,7 +754,7 @@ class OwnLoop(Loop):
             raise self._within("session.validated")
         (told,) = self._call("session.validated", talk, [False])
         if told and not self.stopped:
-            self.rule = ON_REQUEST
+            self.after.end_by(ON_REQUEST)
             if self.state.last is None:  # of a step before this start of the run
                 self.state.ended = True
             else:
@@ -902,8 +903,8 @@ class OwnLoop(Loop):
                         agreed = self.engine.agree({}, stop=told, leaving=True)
                 self._guard.compare(self.engine.comm)
                 if agreed.stop and not self.stopped:
-                    self.rule = ON_REQUEST
-                self._save_last()
+                    self.after.end_by(ON_REQUEST)
+                self.after.save_last(self.step)
                 if super().finish():
                     return True
             except PeerError as error:
@@ -925,13 +926,6 @@ class OwnLoop(Loop):
             raise self._left("its other batches were still to come")
         assert self._items is not None
         next(self._items)
-
-    def _save_last(self) -> None:
-        if self._saver is not None and not self.stopping.diverged:
-            where = Position(0, 0, 0)
-            if self.step:  # nothing may follow it but the end
-                where = self.batches.of(self.step)
-            self._saver.after_step(self.engine, where, due=True, last=True)
 
     def close(self) -> None:
         """Let go of loader and group, and of the optimizer; a second call does nothing."""

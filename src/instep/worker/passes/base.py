@@ -31,6 +31,9 @@ class Results(NamedTuple):
 class Dealt:
     """One worker's part of a step, where each pass reads its samples once."""
 
+    whole = False
+    """Whether all micro-batches of a worker are run as one pass."""
+
     def slices(self, share: Share) -> Iterable[Slice]:
         """Slices to read for a step, in order."""
         return (part.samples for part in share.passes)

@@ -136,6 +136,7 @@ class OnMesh(Compute):
     ) -> None:
         self._engine, self._passes, self._works = engine, passes, works
         self._replica, self._reads, self._activity = replica, reads, activity
+        self.whole = reads is not None
 
     def samples(self, share: Share) -> int:
         """Count as `Dealt.samples`; of the processes that have the same batch, one tells them."""

@@ -51,6 +51,7 @@ class WholeBatch(Compute):
     ) -> None:
         self._engine, self._forward, self._works = engine, forward, works
         self._job, self._reads, self._activity = job, reads, activity
+        self.whole = reads is not None
 
     def begin(self, comm: Comm) -> None:
         """Let layers ask these members."""
