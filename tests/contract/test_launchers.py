@@ -106,6 +106,14 @@ def _is_of_a_host(process):
     return False
 
 
+def _is_copy(process, started):
+    """Whether it has no program of its own yet: stopped now, it would hold up who started it."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = process.parent()
+        return parent not in started and process.cmdline() == parent.cmdline()
+    return False
+
+
 def until(condition):
     deadline = time.monotonic() + TIMEOUT_S
     while not condition():
@@ -128,6 +136,7 @@ def test_a_host_runs_until_it_is_told_to_stop_and_nothing_is_left(launched, name
 def test_a_host_that_was_stopped_is_killed_and_one_that_runs_is_not(launched, name):
     launcher, started = launched(name)
     until(started)
+    until(lambda: not any(_is_copy(each, started()) for each in started()))
     launcher.end_if_stopped()
     assert launcher.ended() is None
 

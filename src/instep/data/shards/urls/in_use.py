@@ -5,6 +5,7 @@ What a copy is, is not known here. Ways in: `use`, `in_use`.
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import os
 import secrets
@@ -29,6 +30,7 @@ def use(folder: Path) -> None:
                 held.close()
             held = _uses[root] = FileIO(str(root / f".used-{secrets.token_hex(8)}.lock"), "a")
             fcntl.flock(held, fcntl.LOCK_SH)
+            atexit.register(held.close)
         held.write(f"{folder.name}\n".encode())
 
 
