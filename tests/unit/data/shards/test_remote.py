@@ -20,7 +20,7 @@ import pytest
 from test_data_shards import written
 
 from instep.data.shards.manifest import Shard, write_manifest
-from instep.data.shards.urls import download, remote
+from instep.data.shards.urls import download, remote, room
 from instep.data.sources import shards
 from instep.errors import DataError, SpecError
 from instep.job.file import absolute, build
@@ -247,16 +247,15 @@ def test_a_cache_that_is_removed_or_too_small_for_one_file_is_of_no_consequence(
 def test_a_cache_that_is_removed_at_the_end_of_a_download_is_filled_again(
     serve, tmp_path, monkeypatch
 ):
-    calls, make_room = [], remote.Remote._make_room
+    calls, make_room = [], room.Room._make_room
 
-    def removes(self, size):
-        calls.append(size)
+    def removes(self, wanted, limit):
+        calls.append(wanted)
         if len(calls) == 2:  # the first is before the download
             shutil.rmtree(tmp_path / "cache")
-        else:
-            make_room(self, size)
+        return make_room(self, wanted, limit)
 
-    monkeypatch.setattr(remote.Remote, "_make_room", removes)
+    monkeypatch.setattr(room.Room, "_make_room", removes)
     assert read(url(serve), tmp_path / "cache", 0, 0) == 0
     assert len(calls) > 4
 

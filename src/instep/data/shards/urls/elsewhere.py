@@ -26,8 +26,9 @@ from typing import Any, NamedTuple
 from instep.data.shards.urls import download
 from instep.data.shards.urls.download import WrongBytes, copied, reached, tried
 from instep.data.shards.urls.in_use import in_use, use
+from instep.data.shards.urls.locks import locked
 from instep.data.shards.urls.marks import is_untouched, touch
-from instep.data.shards.urls.remote import CACHE, cache, limit_of_cache, locked
+from instep.data.shards.urls.remote import CACHE, cache, limit_of_cache
 from instep.errors import DataError, RunError, SpecError
 from instep.plain_file import replace_plain
 from instep.units import readable_bytes

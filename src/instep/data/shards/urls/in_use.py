@@ -13,7 +13,7 @@ from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
-from instep.data.shards.urls.remote import locked
+from instep.data.shards.urls.locks import locked
 
 _uses: dict[Path, FileIO] = {}
 """By the folder of all copies, the list of those that this process reads, until it ends. It is

@@ -2,18 +2,15 @@
 
 A file is downloaded once on a host, whichever of its processes wants it first: to another name,
 then compared with the size and CRC-32 of the manifest, then renamed. So nobody reads a half-written
-or a changed one. The cache has at most `limit` bytes, and one file more; what was not used for
-longest goes first. Way in: `Remote`.
+or a changed one. The cache has at most `limit` bytes, and one file more (`room.py`). Way in:
+`Remote`.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import secrets
-import shutil
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,7 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.data.shards.urls.download import WrongBytes, copied, file_system, tried
+from instep.data.shards.urls.locks import locked
 from instep.data.shards.urls.marks import MARK_NS, touch
+from instep.data.shards.urls.room import Room
 from instep.errors import DataError, SpecError
 from instep.plain_file import crc32_of
 from instep.words import shown_url
@@ -35,9 +34,6 @@ CACHE = "INSTEP_CACHE"
 
 GIGABYTES = "INSTEP_CACHE_GB"
 """The environment variable with how many it may have."""
-
-_LEFT_S = 600.0
-"""A download to which nothing was written for so long is of a process that was killed."""
 
 
 def cache() -> Path:
@@ -141,10 +137,9 @@ class Remote:
                     if not _has(path, shard):  # else another process has just downloaded it
                         for left in path.parent.glob(f".{path.name}.*"):  # of one that was killed
                             left.unlink(missing_ok=True)
-                        with locked(self._root / ".room.lock"):
-                            self._make_room(shard.bytes)
                         what = f"{shown_url(self.url)}/{shard.file}"
-                        tried(partial(self._download, shard, path), what)
+                        with Room(self._root, self.limit).reserved(shard.bytes) as put:
+                            tried(partial(self._download, shard, path, put), what)
             except FileNotFoundError as error:
                 if error.filename is None:
                     raise  # else somebody has removed the cache meanwhile
@@ -158,7 +153,13 @@ class Remote:
             f"{CACHE} to another folder."
         )
 
-    def _download(self, shard: Shard, path: Path, moves: Callable[[], None]) -> None:
+    def _download(
+        self,
+        shard: Shard,
+        path: Path,
+        put: Callable[[Path, Path], None],
+        moves: Callable[[], None],
+    ) -> None:
         beside, crc = path.with_name(f".{path.name}.{secrets.token_hex(4)}"), 0
 
         def take(data: bytes) -> None:
@@ -177,28 +178,9 @@ class Remote:
                     f"it has {size:,} bytes with the checksum {crc:08x}, and the manifest says "
                     f"{shard.bytes:,} with {shard.crc32 or 0:08x}"
                 )
-            with locked(self._root / ".room.lock"):  # others have downloaded in the meantime
-                self._make_room(shard.bytes)
-                touch(beside)
-                beside.replace(path)
+            put(beside, path)
         finally:
             beside.unlink(missing_ok=True)
-
-    def _make_room(self, size: int) -> None:
-        """Remove what was not used for longest; processes that have mapped it keep it."""
-        for left in self._root.glob("*/.*.arrow.*"):
-            with suppress(OSError):  # else it is of a process that was killed
-                old = time.time() - left.stat().st_mtime > _LEFT_S
-                if old and left.suffix != ".lock":
-                    left.unlink()
-        found = list(_cached(self._root))
-        total = sum(about.st_size for _, about in found)
-        room = min(self.limit, total + shutil.disk_usage(self._root).free)
-        for path, about in sorted(found, key=lambda each: each[1].st_atime):
-            if total + size <= room:
-                return
-            path.unlink(missing_ok=True)
-            total -= about.st_size
 
 
 def _has(path: Path, shard: Shard) -> bool:
@@ -214,18 +196,3 @@ def _has(path: Path, shard: Shard) -> bool:
             return True
         path.unlink()
     return False
-
-
-def _cached(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    for path in root.glob("*/*.arrow"):
-        with suppress(FileNotFoundError):
-            if not path.name.startswith("."):
-                yield path, path.stat()
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Wait for a lock that all processes of this host know."""
-    with open(path, "ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
