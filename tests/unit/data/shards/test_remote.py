@@ -247,7 +247,7 @@ def test_a_cache_that_is_removed_or_too_small_for_one_file_is_of_no_consequence(
 def test_a_cache_that_is_removed_at_the_end_of_a_download_is_filled_again(
     serve, tmp_path, monkeypatch
 ):
-    calls, make_room = [], room.Room._make_room
+    calls, make_room = [], room.CacheRoom._make_room
 
     def removes(self, wanted, limit):
         calls.append(wanted)
@@ -255,7 +255,7 @@ def test_a_cache_that_is_removed_at_the_end_of_a_download_is_filled_again(
             shutil.rmtree(tmp_path / "cache")
         return make_room(self, wanted, limit)
 
-    monkeypatch.setattr(room.Room, "_make_room", removes)
+    monkeypatch.setattr(room.CacheRoom, "_make_room", removes)
     assert read(url(serve), tmp_path / "cache", 0, 0) == 0
     assert len(calls) > 4
 

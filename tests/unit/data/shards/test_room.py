@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from instep.data.shards.urls.room import Room
+from instep.data.shards.urls.room import CacheRoom
 
 pytestmark = pytest.mark.process
 
@@ -39,7 +39,7 @@ def bring(root, limit, number, size=ONE):
     """Bring a file; returns how many bytes all had meanwhile."""
     place = root / "set" / f"{number}.arrow"
     beside = place.with_name(f".{place.name}.{secrets.token_hex(4)}")
-    with Room(root, limit).reserved(size) as put:
+    with CacheRoom(root, limit).reserved(size) as put:
         beside.write_bytes(bytes(size))
         seen = bytes_of(root)
         put(beside, place)
@@ -66,15 +66,15 @@ def test_downloads_of_several_processes_have_one_file_more_than_the_limit_and_al
 def test_a_download_without_room_waits_for_nobody_and_further_ones_wait_for_it(root):
     with ExitStack() as held, ThreadPoolExecutor(1) as pool:
         for _ in range(2):
-            held.enter_context(Room(root, 2 * ONE).reserved(ONE))
-        with Room(root, 2 * ONE).reserved(ONE):  # beside, while others hold all room
+            held.enter_context(CacheRoom(root, 2 * ONE).reserved(ONE))
+        with CacheRoom(root, 2 * ONE).reserved(ONE):  # beside, while others hold all room
             further = pool.submit(bring, root, 2 * ONE, 4)
             assert not further.done()
         assert further.result() <= 3 * ONE
 
 
 def hold(root, ready):
-    with Room(root, 2 * ONE).reserved(2 * ONE):
+    with CacheRoom(root, 2 * ONE).reserved(2 * ONE):
         ready.put(True)
         signal.pause()
 
@@ -84,24 +84,24 @@ def test_room_that_a_killed_process_held_is_free(root):
     holder = FORKS.Process(target=hold, args=(root, ready))
     holder.start()
     ready.get()
-    with Room(root, 2 * ONE).reserved(ONE):
+    with CacheRoom(root, 2 * ONE).reserved(ONE):
         assert len(list(root.glob(".room-*"))) == 1  # of the other: this one is beside
     holder.kill()
     holder.join()
-    with Room(root, 2 * ONE).reserved(ONE), Room(root, 2 * ONE).reserved(ONE):
+    with CacheRoom(root, 2 * ONE).reserved(ONE), CacheRoom(root, 2 * ONE).reserved(ONE):
         assert len(list(root.glob(".room-*"))) == 2
 
 
 @pytest.mark.parametrize("size", [ONE, 2 * ONE])
 def test_a_forked_process_keeps_no_room_that_its_parent_has_given_back(root, size):
-    with Room(root, ONE).reserved(size):  # the larger one beside
+    with CacheRoom(root, ONE).reserved(size):  # the larger one beside
         pipe, told = os.pipe()
         if not (child := os.fork()):
             os.close(told)
             os.read(pipe, 1)  # until the parent is done
             os._exit(0)
     try:
-        with Room(root, ONE).reserved(ONE), open(root / ".beside.lock", "ab") as file:
+        with CacheRoom(root, ONE).reserved(ONE), open(root / ".beside.lock", "ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             assert len(list(root.glob(".room-*"))) == 1
     finally:

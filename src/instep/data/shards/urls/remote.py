@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from instep.data.shards.urls.download import WrongBytes, copied, file_system, tried
 from instep.data.shards.urls.locks import locked
 from instep.data.shards.urls.marks import MARK_NS, touch
-from instep.data.shards.urls.room import Room
+from instep.data.shards.urls.room import CacheRoom
 from instep.errors import DataError, SpecError
 from instep.plain_file import crc32_of
 from instep.words import shown_url
@@ -138,7 +138,7 @@ class Remote:
                         for left in path.parent.glob(f".{path.name}.*"):  # of one that was killed
                             left.unlink(missing_ok=True)
                         what = f"{shown_url(self.url)}/{shard.file}"
-                        with Room(self._root, self.limit).reserved(shard.bytes) as put:
+                        with CacheRoom(self._root, self.limit).reserved(shard.bytes) as put:
                             tried(partial(self._download, shard, path, put), what)
             except FileNotFoundError as error:
                 if error.filename is None:

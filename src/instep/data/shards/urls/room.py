@@ -3,7 +3,7 @@
 Each reserves the room of its file before the first byte comes, so that files and downloads have at
 most as many bytes as the limit, and those of one download beside. A download for which there is no
 room, since others have reserved it or the file is larger than the limit, is that one: further ones
-wait for it, and it waits for nobody. How files come is not known. Way in: `Room`.
+wait for it, and it waits for nobody. How files come is not known. Way in: `CacheRoom`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LEFT_S = 600.0
 """A download to which nothing was written for so long is of a process that was killed."""
 
 
-class Room:
+class CacheRoom:
     """Room for files in the folders of a folder.
 
     Args:
