@@ -106,6 +106,7 @@ def test_ratings_of_movies_are_told_better_than_by_their_mean(tmp_path):
     assert metrics["absolute_error"] < 0.72
 
 
+@pytest.mark.tail
 def test_weather_is_prepared_split_by_time_and_learnt(tmp_path):
     pytest.importorskip("vega_datasets")
     finished(python(EXAMPLES / "14_weather/start.py", tmp_path / "data/weather", cwd=tmp_path))

@@ -146,7 +146,7 @@ def program_trains(program: Started) -> bool:
     return folder.is_dir() and any(folder.iterdir()) and len(program.ledger) > 3
 
 
-@pytest.mark.parametrize("partition", ["parts", "random"])
+@pytest.mark.parametrize("partition", ["parts", pytest.param("random", marks=pytest.mark.tail)])
 def test_participants_are_computed_where_their_data_lie_and_the_bits_are_the_same(
     partition: str, start: Start, tmp_path: Path, whole: Path
 ) -> None:

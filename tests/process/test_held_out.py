@@ -78,6 +78,7 @@ def test_a_run_equals_a_plain_loop_over_the_subset_and_refuses_other_data(
     assert program.summary["same_as_one_machine"] == "yes"
 
 
+@pytest.mark.tail
 def test_folds_are_runs_over_the_subset_of_each(start: Start, tmp_path, monkeypatch, capsys):
     job = tmp_path / "job.toml"
     recipe = Path(recipes.__file__)

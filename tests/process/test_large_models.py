@@ -64,6 +64,7 @@ def start_file(tmp_path):
     return tmp_path / "start.safetensors"
 
 
+@pytest.mark.tail
 def test_a_model_is_built_without_memory_and_each_process_reads_its_part(run: Start, start_file):
     program = run("large.py:recipe", *QUICK, f'start.model="{start_file}"')
     assert program.end() == 0, program.stderr

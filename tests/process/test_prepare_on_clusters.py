@@ -120,6 +120,7 @@ def test_an_allocation_of_slurm_prepares_the_same(
     check(start, raw, tmp_path, "slurm", "launch.address=127.0.0.1", environment=allocation)
 
 
+@pytest.mark.tail
 @needs_hosts
 def test_hosts_prepare_the_same_over_encrypted_links(
     start: Start, raw: list[str], tmp_path: Path

@@ -325,7 +325,13 @@ def flip(path):
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("options", [{}, {"shuffle": True}], ids=["plain", "shuffled"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"shuffle": True}, id="shuffled", marks=pytest.mark.tail),
+    ],
+)
 def test_a_flipped_bit_in_what_is_kept_is_made_again(options, folder, monkeypatch):
     """In shards that another command keeps, and in results of a command that was interrupted."""
     for name in "ab":

@@ -75,7 +75,7 @@ def finished(command: subprocess.Popen) -> dict:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("disks", ["shared", "apart"])
+@pytest.mark.parametrize("disks", ["shared", pytest.param("apart", marks=pytest.mark.tail)])
 def test_hosts_and_workers_that_are_killed_or_stopped_come_back(raw, disks):
     hosts = ["env HOST=1", "env HOST=2"] if disks == "shared" else [apart(raw, n) for n in (1, 2)]
     Path("gate").touch()  # somebody waits at the record in the middle

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 CODE = """
-import os, sys
+import os, sys, time
 from instep.system.forks import Fork
 
 extra = os.dup2(2, 100)
@@ -28,12 +28,12 @@ one.stdin.flush()
 print(one.stdout.readline().decode(), end="")
 one.stdin.close()
 while one.poll() is None:
-    pass
+    time.sleep(0.001)
 print(one.returncode, one.poll())
 other = Fork(echo, name="instep-echo")
 other.kill()
 while other.poll() is None:
-    pass
+    time.sleep(0.001)
 other.kill()
 print(other.returncode)
 """

@@ -42,7 +42,7 @@ def value_at(memory, *commit):
     tensors = memory.at(*commit)
     if tensors is None:
         return None
-    values = {float(each) for tensor in tensors.values() for each in tensor.flatten()}
+    values = {float(each) for tensor in tensors.values() for each in tensor.flatten().unique()}
     assert len(values) == 1
     return values.pop()
 
