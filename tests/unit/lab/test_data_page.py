@@ -53,12 +53,18 @@ def folder(tmp_path, monkeypatch):
     made, rng = tmp_path / "made", np.random.default_rng(3)
     made.mkdir()
     samples = [
-        {"kind": KINDS[int(k)], "x": np.zeros(n, np.float32), "n": float(i)}
+        {
+            "kind": KINDS[int(k)],
+            "x": np.zeros(n, np.float32),
+            "n": float(i),
+            "id": 7000 + i,
+            "width": 20 + i % 24,
+        }
         for i, k, n in zip(
             range(600), rng.binomial(2, 0.3, 600), rng.geometric(0.05, 600), strict=True
         )
     ]
-    shards, figures = [], [Figures() for _ in range(3)]
+    shards, figures = [], [Figures() for _ in range(5)]
     for number, (first, stop) in enumerate([(0, 300), (300, 500), (500, 600)]):
         encoded = encode(samples[first:stop], None)
         with ShardWriter(made / f"{number}.arrow", encoded.columns) as writer:
@@ -124,10 +130,30 @@ def test_a_folder_is_drawn_as_it_is(folder, tmp_path, capsys):
     assert "a folder has" not in page.text
     lengths = [len(sample["x"]) for sample in folder]
     of_text = [len(sample["kind"]) for sample in folder]
-    kinds, xs = page.bins
+    kinds, xs, widths = page.bins
     check_bins(kinds, of_text)
     check_bins(xs, lengths)
+    check_bins(widths, [sample["width"] for sample in folder])
+    assert "7,000" in page.text  # the least of all, in the table of columns
+    assert not [title for title in page.bars if title.startswith("7")]
     assert f"mean {np.mean(lengths):.4g}, median {np.median(lengths):.4g}" in page.text
+
+
+def test_a_folder_in_a_terminal_has_bars_of_classes_and_bins_and_none_of_identifiers(
+    folder, capsys
+):
+    assert main(["data", "made"]) == 0
+    kind, x, _, ids, width = capsys.readouterr().out.split("column")[1:]
+    counts = Counter(sample["kind"] for sample in folder)
+    for name, count in counts.items():
+        assert re.search(rf" {name} +#+ +{count} ", kind)
+    assert "#" not in x + ids
+    assert "600 different values" in ids
+    drawn = re.findall(r"(\d+) to (\d+) +#* +(\d+) ", width.partition("values")[2])
+    widths = np.array([sample["width"] for sample in folder])
+    assert sum(int(count) for _, _, count in drawn) == 600
+    for least, most, count in drawn:
+        assert int(count) == ((int(least) <= widths) & (widths <= int(most))).sum()
 
 
 @pytest.mark.parametrize("page", ["", "nowhere/page.html"])

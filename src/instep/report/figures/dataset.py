@@ -15,6 +15,7 @@ from instep.data.shards.manifest import Manifest
 from instep.plain_file import plain
 from instep.report.figures.lengths import PartLengths
 from instep.report.figures.pixels import Pixels
+from instep.report.figures.values import Values
 
 MOST_BAD, _LONGEST = 20, 1 << 20
 """Bad records that are shown; bytes of one that is read."""
@@ -71,10 +72,18 @@ class DataFigures:
     """Sentences on what is not known, and how to have it."""
 
 
-def classes_of(manifest: Manifest) -> dict[str, dict[str, int]]:
-    """How often each value of a column is there, of columns with few values."""
-    named = {column.name: manifest.statistics.get(column.name, {}) for column in manifest.columns}
-    return {name: told["classes"] for name, told in named.items() if told.get("classes")}
+def values_of(manifest: Manifest) -> dict[str, Values]:
+    """How often each value of a column is there, of columns whose values were counted."""
+    found = {}
+    for column in manifest.columns:
+        if counts := manifest.statistics.get(column.name, {}).get("classes"):
+            found[column.name] = Values(column, counts)
+    return found
+
+
+def classes_of(manifest: Manifest) -> dict[str, Mapping[str, int]]:
+    """How often each value of a column is there, of columns whose values are classes."""
+    return {name: each.counts for name, each in values_of(manifest).items() if each.are_classes}
 
 
 def classes_in(folders: Sequence[PreparedFolder]) -> dict[str, Mapping[str, Mapping[str, int]]]:

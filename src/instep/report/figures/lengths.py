@@ -1,7 +1,7 @@
 """How long samples are: the sizes that differ from sample to sample, and a histogram of them.
 
 Of each array the size of every dim, of text and bytes the bytes, of a list the elements. Ways in:
-`PartLengths`, `sizes_of`, `lengths_of`.
+`PartLengths`, `sizes_of`, `lengths_of`; `edges_of` for other numbers.
 """
 
 from __future__ import annotations
@@ -49,14 +49,18 @@ def histogram_of(values: Sizes) -> tuple[Sizes, Sizes]:
     Args:
         values: [values], one or more, 0 or above.
     """
-    least, stop = int(values.min()), int(values.max()) + 1
-    if stop - 1 > _SKEWED * max(1.0, float(np.median(values))):
-        ratios = np.geomspace(max(least, 1), stop, MOST_BINS + 1).round().astype(np.int64)
-        edges = np.unique(np.concatenate([[least], ratios[1:-1], [stop]]))
-    else:
-        step = -(-(stop - least) // MOST_BINS)
-        edges = np.arange(least, stop + step, step, dtype=np.int64)
+    edges = edges_of(int(values.min()), int(values.max()), float(np.median(values)), MOST_BINS)
     return np.histogram(values, edges)[0].astype(np.int64), edges
+
+
+def edges_of(least: int, largest: int, median: float, most: int) -> Sizes:
+    """Edges of at most so many bins, [bins + 1]: see `histogram_of`; below 0 in equal steps."""
+    stop = largest + 1
+    if least >= 0 and largest > _SKEWED * max(1.0, median):
+        ratios = np.geomspace(max(least, 1), stop, most + 1).round().astype(np.int64)
+        return np.unique(np.concatenate([[least], ratios[1:-1], [stop]]))
+    step = -(-(stop - least) // most)
+    return np.arange(least, stop + step, step, dtype=np.int64)
 
 
 def sizes_of(sample: Any) -> dict[str, int]:

@@ -14,8 +14,14 @@ import numpy as np
 
 from instep.data.shards.manifest import Shard, Source
 from instep.report.figures.data_of_run import of_run
-from instep.report.figures.dataset import DataFigures, DataPart, PreparedFolder, bad_records
-from instep.report.figures.lengths import PartLengths, histogram_of
+from instep.report.figures.dataset import (
+    DataFigures,
+    DataPart,
+    PreparedFolder,
+    bad_records,
+    values_of,
+)
+from instep.report.figures.lengths import MOST_BINS, PartLengths, histogram_of
 from instep.report.figures.pixels import Pixels
 from instep.report.figures.sample import in_words
 from instep.report.figures.settings import flat
@@ -101,6 +107,7 @@ def pictures(data: DataFigures) -> Iterator[Picture]:
         where = f" of {folder.path}" if len(data.folders) > 1 else ""
         yield _shards(folder.manifest.shards, where)
         yield _columns(folder, where)
+        yield from _values(folder, where)
         if folder.manifest.bad:
             yield _bad(folder, where)
         yield _origin(folder, where)
@@ -146,10 +153,13 @@ def _lengths(lengths: PartLengths, measured: str) -> Picture:
         f"{readable_count(told['least'])} to {readable_count(told['largest'])}, mean {mean}, "
         f"median {median}, deviation {figure(told['deviation'])}; {measured}. "
     )
-    uneven = len(set(np.diff(edges).tolist())) > 1
-    note += "The axis is about logarithmic." if uneven else ""
+    note += _logarithmic(edges.tolist())
     drawn = histogram(counts.tolist(), edges.tolist(), "sample")
     return Picture(f"Lengths: {lengths.name}", note, drawn)
+
+
+def _logarithmic(edges: Sequence[int]) -> str:
+    return "The axis is about logarithmic." if len(set(np.diff(edges).tolist())) > 1 else ""
 
 
 def _parts(parts: Sequence[DataPart], holder: str) -> Picture:
@@ -223,6 +233,16 @@ def _columns(folder: PreparedFolder, where: str) -> Picture:
     rows = listing(head, manifest.columns, row, "columns", numbers_from=3)
     note = "Of text, and of arrays that differ in it, the lengths; of others all numbers."
     return Picture(f"Columns{where}", note, rows)
+
+
+def _values(folder: PreparedFolder, where: str) -> Iterator[Picture]:
+    """Histograms of whole numbers that are no classes, such as times and widths."""
+    for name, values in values_of(folder.manifest).items():
+        binned = values.bins(MOST_BINS)
+        if binned is not None:
+            counts, edges = (each.tolist() for each in binned)
+            note = f"{plural(len(values.counts), 'different value')}. {_logarithmic(edges)}"
+            yield Picture(f"Values: {name}{where}", note, histogram(counts, edges, "sample"))
 
 
 def _shown(value: float | None) -> str:

@@ -10,12 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from instep.data.shards.manifest import Manifest
+from instep.report.figures.dataset import values_of
 from instep.report.figures.sample import in_words
+from instep.report.figures.values import Values
 from instep.units import readable_bytes, readable_share
 from instep.words import plural, printable, short_number
 
 _MOST_CLASSES, _SOME = 12, 5
 """Of more classes, the largest few are shown."""
+
+_BINS = 8
+"""Bars of numbers that are no classes."""
 
 _WIDTH = 30
 """Characters of the longest bar."""
@@ -32,10 +37,12 @@ def _lines(folder: Path, manifest: Manifest) -> Iterator[str]:
     spread = f", {min(sizes):,} to {max(sizes):,} samples each" if len(sizes) > 1 else ""
     shards = f"{plural(len(sizes), 'shard')}, {readable_bytes(manifest.bytes)}{spread}"
     yield f"samples    {manifest.samples:,} in {shards}"
+    counted = values_of(manifest)
     for column in manifest.columns:
         told = manifest.statistics.get(column.name, {})
         yield f"column     {column.name}: {column}{_told(told)}"
-        yield from _classes(told.get("classes", {}), manifest.samples)
+        if column.name in counted:
+            yield from _values(counted[column.name], manifest.samples)
     if manifest.bad:
         of = folder / manifest.bad_file
         yield f"bad        {plural(manifest.bad, 'record')} left out, in {of}"
@@ -71,6 +78,28 @@ def _number(value: float) -> str:
     return f"{int(value):,}" if value == int(value) else short_number(value)
 
 
+def _values(values: Values, samples: int) -> Iterator[str]:
+    """Bars of classes, or of bins; of an identifier only how many there are."""
+    if values.are_classes:
+        yield from _classes(values.counts, samples)
+        return
+    yield f"           {len(values.counts):,} different values"
+    if (binned := values.bins(_BINS)) is None:
+        return
+    counts, edges = (each.tolist() for each in binned)
+    edges[-1] = max(map(int, values.counts)) + 1
+    for number, count in enumerate(counts):
+        first, last = edges[number], edges[number + 1] - 1
+        name = f"{first:,}" if first == last else f"{first:,} to {last:,}"
+        yield _bar(name, count, max(counts), samples)
+
+
+def _bar(name: str, count: int, most: int, samples: int) -> str:
+    bar = "#" * (max(1, round(_WIDTH * count / most)) if count else 0)
+    share = readable_share(count, samples)
+    return f"           {name[:20]:20} {bar:{_WIDTH}} {count:,} ({share})"
+
+
 def _classes(classes: Mapping[str, int], samples: int) -> Iterator[str]:
     if not classes:
         return
@@ -78,9 +107,7 @@ def _classes(classes: Mapping[str, int], samples: int) -> Iterator[str]:
     few = len(classes) <= _MOST_CLASSES
     shown = sorted(classes.items(), key=lambda each: -each[1])[: _MOST_CLASSES if few else _SOME]
     for name, count in shown:
-        bar = "#" * max(1, round(_WIDTH * count / most))
-        share = readable_share(count, samples)
-        yield f"           {name[:20]:20} {bar:{_WIDTH}} {count:,} ({share})"
+        yield _bar(name, count, most, samples)
     if len(classes) > len(shown):
         yield f"           and {len(classes) - len(shown):,} more classes"
 
