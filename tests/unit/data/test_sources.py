@@ -14,10 +14,11 @@ from test_hugging_face_datasets import write_folder
 from test_webdataset import write_tar
 from torch.utils.data import DataLoader
 
-from instep.data import SOURCES
+from instep.data import SOURCES, pictures
 from instep.data.loader import Loader, Slice
 from instep.data.shards.encode import encode
 from instep.data.shards.manifest import Manifest, Shard, write_manifest
+from instep.data.shards.values import image_of
 from instep.data.shards.writer import ShardWriter
 from instep.data.sources import cifar10, image_folder, mnist, text
 from instep.errors import DataError
@@ -207,6 +208,16 @@ def test_a_damaged_picture_is_named(tmp_path):
     (tmp_path / "a" / "2.png").write_bytes((tmp_path / "a" / "1.png").read_bytes()[:40])
     with pytest.raises(DataError, match=r"2.png cannot be decoded"):
         image_folder(tmp_path)[1]
+
+
+def test_a_picture_with_more_pixels_than_memory_is_named(tmp_path, monkeypatch):
+    write_pictures(tmp_path, {"a/1.png": (4, 4), "a/2.png": (9, 9)})
+    monkeypatch.setattr(pictures, "MOST_PIXELS", 80)
+    image_folder(tmp_path)[0]
+    with pytest.raises(DataError, match=r"2.png cannot be decoded: it has 9 x 9 pixels, .* 80 "):
+        image_folder(tmp_path)[1]
+    with pytest.raises(ValueError, match="it has 9 x 9 pixels"):
+        image_of((tmp_path / "a" / "2.png").read_bytes())
 
 
 def test_a_class_without_images_is_named(tmp_path):

@@ -8,7 +8,9 @@ import gzip
 import io
 import json
 import re
+import struct
 import tarfile
+import zlib
 from pathlib import Path
 
 import pyarrow as pa
@@ -104,6 +106,13 @@ def picture() -> bytes:
     return sink.getvalue()
 
 
+def picture_of(width: int, height: int) -> bytes:
+    """A picture whose head says another size."""
+    size = struct.pack(">II", width, height)
+    head = b"IHDR" + size + picture()[24:29]
+    return picture()[:12] + head + struct.pack(">I", zlib.crc32(head)) + picture()[33:]
+
+
 RECORDS: dict[str, tuple[str | bytes, str, dict[str, object], str]] = {
     "cut short": (
         JSON.replace(LINES[4], '{"x": 4,\n'),
@@ -155,6 +164,18 @@ RECORDS: dict[str, tuple[str | bytes, str, dict[str, object], str]] = {
         "b/cut.png: the image cannot be decoded",
     ),
     "text that is called an image": (b"text", "images/b/no.png", {}, "no known format"),
+    "an image of too many pixels": (
+        picture_of(12_000, 12_000),
+        "images/b/large.png",
+        {},
+        "it has more than 89,478,485 pixels",
+    ),
+    "an image of more pixels than Pillow opens": (
+        picture_of(60_000, 60_000),
+        "images/b/large.png",
+        {},
+        "it has more than 89,478,485 pixels",
+    ),
     "an empty image": (b"", "images/b/empty.png", {}, "b/empty.png: the file is empty"),
     "other columns by a function": (
         JSON,

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from instep.data.pictures import opened_picture
 from instep.data.raw.base import Chunk, Piece, SingleFiles
 from instep.errors import DataError, one_line
 from instep.words import folder_contents
@@ -134,13 +135,13 @@ class Images(SingleFiles):
 def undecodable(data: bytes) -> str:
     """What is wrong with the bytes of an image file; empty if it is one, or Pillow is missing."""
     try:
-        from PIL import Image, UnidentifiedImageError
+        from PIL import UnidentifiedImageError
     except ImportError:
         return ""
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with opened_picture(io.BytesIO(data)) as image:
             image.load()
-    except (OSError, SyntaxError, ValueError) as error:
+    except (OSError, ValueError, MemoryError) as error:
         unknown = isinstance(error, UnidentifiedImageError)
         return f"the image cannot be decoded: {'no known format' if unknown else one_line(error)}"
     return ""

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from instep.data.pictures import opened_picture
+
 
 def tensor_of(values: np.ndarray[Any, Any]) -> torch.Tensor:
     """Make a tensor; of float64 one of torch's default type, as a model has it."""
@@ -17,9 +19,7 @@ def tensor_of(values: np.ndarray[Any, Any]) -> torch.Tensor:
 
 def image_of(data: bytes) -> torch.Tensor:
     """[3, height, width] uint8, of the bytes of an image file."""
-    from PIL import Image
-
-    with Image.open(io.BytesIO(data)) as image:
+    with opened_picture(io.BytesIO(data)) as image:
         if image.mode.startswith("I"):  # grey of 16 bits, which `convert` would cut off at 255
             grey = (np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)
             return torch.from_numpy(np.stack([grey] * 3))

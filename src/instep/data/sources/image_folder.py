@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from instep.data.pictures import opened_picture
 from instep.data.raw.images import classes_of, images_of
 from instep.data.sources.files import Sample
 from instep.errors import DataError
@@ -69,12 +70,12 @@ def _decoded(path: Path, size: tuple[int, int] | None) -> Any:
     """[3, height, width] float32 from 0 to 1."""
     image = _pillow()
     try:
-        with image.open(path) as file:
+        with opened_picture(path) as file:
             largest = _largest(file, path)
             # `convert` would cut off whatever is above 255
             grey = None if largest == 255 else np.asarray(file).astype(np.float32)
             picture = file.convert("RGB") if grey is None else image.fromarray(grey)
-    except (OSError, SyntaxError, ValueError) as error:
+    except (OSError, ValueError, MemoryError) as error:
         raise DataError(
             f"{path} cannot be decoded: {error}. It is damaged, or no image."
         ) from error

@@ -61,6 +61,8 @@ class CopyFollower:
         self._failing: float | None = None  # since when
         self._over_at: float | None = None  # when the run was found to be over
         self._why = ""
+        self._removes = False  # what is done now is to remove old copies: the newest is there
+        self._lags = False  # that is all that fails
         self.pause_s = LOOK_S
         """Seconds until the next look."""
 
@@ -71,16 +73,22 @@ class CopyFollower:
 
     def look(self) -> None:
         """Copy what is new; never raises what the file system does."""
+        self._removes = False
         try:
             self._copies.look()
             while (checkpoint := self._copies.missing()) is not None:
                 if not self._copy(checkpoint):
                     break
-                self._copies.remove_old()
-            self._copies.remove_old()
+                self._remove_old()
+            self._remove_old()
             self._works()
         except Exception as error:  # of whatever kind the file system has
             self._fails(error)
+
+    def _remove_old(self) -> None:
+        self._removes = True
+        self._copies.remove_old()
+        self._removes = False
 
     def _copy(self, checkpoint: Path) -> bool:
         """Copy a checkpoint, or say why it is refused; False if it is gone."""
@@ -91,7 +99,8 @@ class CopyFollower:
         except CheckpointError as error:
             self._tell("warning", text=str(error))
             return True
-        self._works()
+        if not self._lags:
+            self._works()
         if copied is None:
             return False  # there is another one at the next look
         step, size = copied
@@ -102,21 +111,27 @@ class CopyFollower:
     def _works(self) -> None:
         if self._failing is not None:
             self._tell("copies_resumed", url=self._url, seconds=self._now() - self._failing)
-        self._failing, self.pause_s = None, LOOK_S
+        self._failing, self._lags, self.pause_s = None, False, LOOK_S
 
     def _fails(self, error: Exception) -> None:
         said = error if isinstance(error, InstepError) else error.__cause__ or error
         self._why = shown_error(one_line(said)) or type(said).__name__
-        if self._failing is None:
+        if self._failing is None or (self._lags and not self._removes):
             sys.stderr.write(shown_error("".join(traceback.format_exception(error))))
             self._failing = self._now()
-            what = f"checkpoints cannot be copied to {self._url}: {self._why.rstrip('.')}."
+            self._lags = self._removes
+            what = f"checkpoints cannot be copied to {self._url}"
+            if self._removes:
+                what = f"old copies of checkpoints cannot be removed at {self._url}"
+            what = f"{what}: {self._why.rstrip('.')}."
             then = "Training goes on, and it is tried again."
             if self._over_at is not None:
                 then = f"It is tried again for {END_S:g} s."
             self._tell("warning", text=f"{what} {then}")
-        waits = f"the newest checkpoint is not at {self._url} yet: {self._why.rstrip('.')}"
-        self._tell("copying", text=waits)
+        waits = f"the newest checkpoint is not at {self._url} yet"
+        if self._removes:
+            waits = f"old copies of checkpoints are at {self._url}"
+        self._tell("copying", text=f"{waits}: {self._why.rstrip('.')}")
         self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
 
     def run_is_over(self) -> None:
@@ -130,7 +145,7 @@ class CopyFollower:
             if self._now() - since < END_S:
                 self.pause_s = min(self.pause_s, END_S / 10)
                 return False
-        if why := self._why if self.failing else self._copies.lacks:
+        if why := self._why if self.failing and not self._removes else self._copies.lacks:
             self._tell(
                 "failed", text=f"the newest checkpoint is not at {self._url}: {why.rstrip('.')}"
             )

@@ -6,6 +6,7 @@
             manifest.json                      as it is in the run
             copy.json                          written last: no copy without it, and no half of one
         records/SHA256                         blocks of the run's other files
+        copied-by/                             who copies (`claim.py`)
 
 The records are what resuming reads beside a checkpoint: they only grow, so that most blocks are
 there already. No object is ever written with other bytes than before, and so nothing depends on

@@ -36,7 +36,8 @@ class Objects:
     """Objects below a URL; errors of the file system are raised as they come."""
 
     moved_at: float
-    """When an object was last written there, or an answer came; of `time.monotonic`."""
+    """When an object was last written or removed there; of `time.monotonic`. Answers do not count:
+    a store that gives them may take nothing."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -64,6 +65,7 @@ class Objects:
         """Remove an object, if it is there."""
         with suppress(FileNotFoundError):
             self._asked(lambda files: files.rm_file(f"{self._url}/{name}"))
+            self.moved_at = time.monotonic()
 
     def remove_folder(self, name: str, first: str) -> None:
         """Remove the objects in a folder, beginning with the one called `first`."""
@@ -109,9 +111,7 @@ class Objects:
             raise
 
     def _asked(self, ask: Callable[[Any], Any]) -> Any:
-        answer = self._moving(lambda _: ask(self._files()))
-        self.moved_at = time.monotonic()
-        return answer
+        return self._moving(lambda _: ask(self._files()))
 
     def _attempt(self, url: str, source: bytes | IO[bytes], size: int) -> str:
         # Here, not in the thread: by then `source` may be closed, and its number another file's.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from instep.plain_file import crc32_of, plain
 from instep.state.files.manifest import Manifest
-from instep.store.copies.layout import BLOCK, COPIED, RECORDS, RecordBlock
+from instep.store.copies.layout import BLOCK, COPIED, RECORDS, Copy, RecordBlock
 from instep.store.copies.objects import Objects
 
 
@@ -31,6 +31,11 @@ class CopiedRecords:
     def look(self) -> None:
         """Find out which are there."""
         self._there = self._objects.names(RECORDS)
+
+    def has(self, copy: Copy) -> bool:
+        """Whether all blocks of a copy are there."""
+        every = (block for blocks in copy.records.values() for block in blocks)
+        return all(self._there.get(each.sha256) == each.size for each in every)
 
     def send(self, manifest: Manifest) -> dict[str, list[RecordBlock]] | None:
         """Copy the files as they are, the ledger as far as a checkpoint has it.

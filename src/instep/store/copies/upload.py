@@ -14,11 +14,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from instep.data.shards.urls.download import WrongBytes
 from instep.errors import CheckpointError
 from instep.job.checkpoint import CheckpointSpec
 from instep.plain_file import plain, read_plain
 from instep.state.files import manifest as page
 from instep.state.retention import Best, to_delete
+from instep.store.copies.claim import Claim
 from instep.store.copies.layout import COPY, Copy, decode, encode, is_intact, name_of, step_of
 from instep.store.copies.objects import Objects
 from instep.store.copies.records import CopiedRecords
@@ -54,6 +56,7 @@ class Copies:
     def __init__(self, run: Path, url: str, spec: CheckpointSpec) -> None:
         self._run, self._spec, self._objects = run, spec, Objects(url)
         self._records = CopiedRecords(run, self._objects)
+        self._claim = Claim(run, self._objects)
         self._best = Best.by(spec) if spec.keep_best else None
         self._looked = self._strange = False  # strange: there are copies of another format
         self._whole: dict[str, _WholeCopy] = {}
@@ -67,7 +70,7 @@ class Copies:
 
     @property
     def moved_at(self) -> float:
-        """When something was last written there, or an answer came; of `time.monotonic`."""
+        """When something was last written or removed there; of `time.monotonic`."""
         return self._objects.moved_at
 
     def look(self) -> None:
@@ -78,11 +81,16 @@ class Copies:
         """
         if self._looked:
             return
-        for name in self._objects.names():
-            if step_of(name) is not None:
-                self._look_at(name)
+        self._claim.make()
+        self._look_at_others()
         self._records.look()
         self._looked = True
+
+    def _look_at_others(self) -> None:
+        """Find copies that this process does not know: of one before it, at its end maybe."""
+        for name in self._objects.names():
+            if step_of(name) is not None and name not in self._whole and name not in self._begun:
+                self._look_at(name)
 
     def _look_at(self, name: str) -> None:
         try:
@@ -176,8 +184,9 @@ class Copies:
 
         Raises:
             CheckpointError: it is damaged, and not looked at again.
-            Exception: of the file system.
+            Exception: of the file system; or another process copies this run now.
         """
+        self._claim.check()
         with ExitStack() as stack:
             try:
                 data = read_plain(checkpoint / page.MANIFEST)
@@ -200,11 +209,14 @@ class Copies:
             self._begun.setdefault(name, None)
             for file, entry in manifest.files.items():
                 self._send_file(name, file, opened[file], entry)
-        self._objects.send(f"{name}/{page.MANIFEST}", data, len(data))
+        if f"{name}/{page.MANIFEST}" not in self._written:
+            self._objects.send(f"{name}/{page.MANIFEST}", data, len(data))
+            self._written.add(f"{name}/{page.MANIFEST}")
         copy = Copy(step=manifest.step, manifest=hashlib.sha256(data).hexdigest(), records=records)
         # One that was sent before may be there by now, or come later; the records have grown.
         self._begun[name] = copy = self._begun[name] or copy
         self._objects.send(f"{name}/{COPY}", encoded := encode(copy), len(encoded))
+        self._check_there(name, manifest, copy)
         del self._begun[name]
         self._whole[name] = _whole(copy, self._best.value(manifest.facts) if self._best else None)
         self._written.clear()
@@ -222,6 +234,22 @@ class Copies:
             raise self._refusal(name, f"{opened.name} is damaged: it does not fit its manifest")
         self._written.add(place)
 
+    def _check_there(self, name: str, manifest: page.Manifest, copy: Copy) -> None:
+        """Compare what is there with what a copy needs: somebody else may have removed some of it.
+
+        Raises:
+            WrongBytes: some is not there, and now the copy is none; it is to be made again.
+            RunError: so it is, and another process copies this run now.
+        """
+        lacks = {page.MANIFEST, *manifest.files} - self._objects.names(name).keys()
+        self._records.look()
+        if lacks or not self._records.has(copy):
+            self._objects.remove(f"{name}/{COPY}")
+            self._written.clear()
+            self._begun[name] = None
+            self._claim.check()
+            raise WrongBytes(f"objects of {name} were removed while it was copied")
+
     def _refusal(self, name: str, why: str) -> CheckpointError:
         self._refused[name], self._old = why, True
         return CheckpointError(f"{why}, and is not copied.")
@@ -236,6 +264,8 @@ class Copies:
         """
         if not self._old:
             return
+        self._claim.check()
+        self._look_at_others()
         for name in list(self._begun):
             self._look_at(name)  # its last object may have come after all
             if name in self._begun:
