@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +18,7 @@ from instep.job.sync import SyncSpec
 from instep.job.train import TrainSpec
 from instep.worker.own.checks import verdict_of
 from instep.worker.own.loop import OwnLoop
+from instep.worker.own.taken_over import take_over
 
 
 def test_the_best_cannot_be_kept_where_no_validation_is_seen():
@@ -71,3 +74,21 @@ def test_each_process_of_an_own_loop_is_one_participant():
         SpecError, match=r"participants = 4 with 2 processes.*Start 4 processes, set"
     ):
         OwnLoop(SimpleNamespace(job=job), None, None, None, None, 10)
+
+
+def test_an_optimizer_that_is_taken_over_says_so_and_is_copied_as_what_it_was():
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=0.5)
+    before, kind = repr(optimizer), type(optimizer)
+    loop = SimpleNamespace(optimizer=optimizer, scheduler=None, scaler=None)
+    loop.state = SimpleNamespace(two_points=None)
+    give_back = take_over(loop)
+    assert isinstance(optimizer, kind)
+    assert type(optimizer).__name__ == "AdamW"
+    assert repr(optimizer).startswith(before)
+    assert "taken over by instep" in repr(optimizer)
+    for copied in (pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
+        assert type(copied) is kind
+        assert copied.param_groups[0]["lr"] == 0.5
+    give_back()
+    assert type(optimizer) is kind
+    assert repr(optimizer) == before

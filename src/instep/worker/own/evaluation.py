@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,12 +18,10 @@ from torch.utils import _pytree as nested
 
 from instep.comm.base import Comm
 from instep.data.loader import Loader, Slice
+from instep.engine.engine import Engine
 from instep.errors import DataError, SpecError
 from instep.state.snapshot import DTYPES, TYPES
 from instep.worker.own.as_loader import AsLoader
-
-if TYPE_CHECKING:
-    from instep.worker.own.loop import OwnLoop
 
 NONE = -1
 """The number of a batch that another process has: what comes of it does not count."""
@@ -44,6 +42,17 @@ class Round:
         self.number, self.expected, self.gathered = number, expected, False
 
 
+class Evaluates(Protocol):
+    """Loop of the user's that an evaluation takes place in."""
+
+    engine: Engine
+    round: Round | None
+    """Batches that are evaluated now."""
+
+    def begin_evaluation(self) -> tuple[int, int]:
+        """Parts of the dataset, and which of them is this process's."""
+
+
 class EvaluationLoader(AsLoader):
     """Iterates over this process's batches of a dataset, in its natural order.
 
@@ -59,7 +68,7 @@ class EvaluationLoader(AsLoader):
     """
 
     def __init__(
-        self, loop: OwnLoop, loader: Loader, samples: int, batch: int, dataset: Any
+        self, loop: Evaluates, loader: Loader, samples: int, batch: int, dataset: Any
     ) -> None:
         super().__init__(dataset)
         self._loop, self._loader, self._samples, self._batch = loop, loader, samples, batch

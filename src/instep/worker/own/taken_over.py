@@ -9,15 +9,46 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from torch.optim import Optimizer
+
+from instep.engine.state.committed import CommittedState
 from instep.errors import SpecError
 
-if TYPE_CHECKING:
-    from instep.worker.own.loop import OwnLoop
+_SAID = (
+    "(its step() is taken over by instep: it moves once all processes have agreed on a gradient)"
+)
 
 
-def take_over(loop: OwnLoop) -> Callable[[], None]:
+class Takes(Protocol):
+    """Loop that calls of optimizer, scheduler and scaler go through."""
+
+    optimizer: Optimizer
+    scheduler: Any
+    scaler: Any
+
+    @property
+    def state(self) -> CommittedState:
+        """State as of the last commit."""
+
+    def optimizer_step(self, move: Callable[[], Any]) -> None:
+        """Take `optimizer.step()`, or `scaler.step(optimizer)`."""
+
+    def zeroed(self, *, to_none: bool) -> None:
+        """Take `optimizer.zero_grad()`."""
+
+    def scheduler_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Take `scheduler.step()`."""
+
+    def after_move(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Take `scaler.update()`."""
+
+    def unscale(self, original: Callable[..., Any]) -> None:
+        """Take `scaler.unscale_(optimizer)`."""
+
+
+def take_over(loop: Takes) -> Callable[[], None]:
     """Have `optimizer.step` and its kin go through the loop; returns what undoes it."""
     optimizer, scheduler, scaler = loop.optimizer, loop.scheduler, loop.scaler
     before: list[tuple[Any, str, Any]] = []
@@ -44,6 +75,8 @@ def take_over(loop: OwnLoop) -> Callable[[], None]:
         raw_zero(set_to_none)
 
     raw_step, raw_zero = take(optimizer, "step", step), take(optimizer, "zero_grad", zero_grad)
+    kind = type(optimizer)
+    _become(optimizer, saying_so(kind))
     if points := loop.state.two_points:  # the user's code switches, to validate
 
         def train(_: Any, *args: Any, **kwargs: Any) -> Any:
@@ -63,9 +96,10 @@ def take_over(loop: OwnLoop) -> Callable[[], None]:
             return loop.scheduler_step(raw_advance, *args, **kwargs)
 
         # in a class of its own: a scheduler's state dict has every attribute of the instance
-        raw_advance, kind = scheduler.step, type(scheduler)
-        members = {"step": functools.wraps(kind.step)(advance), "__module__": kind.__module__}
-        scheduler.__class__ = type(kind.__name__, (kind,), members)
+        raw_advance, of_scheduler = scheduler.step, type(scheduler)
+        step_ = functools.wraps(of_scheduler.step)(advance)
+        members = {"step": step_, "__module__": of_scheduler.__module__}
+        _become(scheduler, type(of_scheduler.__name__, (of_scheduler,), members))
     if scaler is not None:
 
         def scaled_step(_: Any, moved: Any, *args: Any, **kwargs: Any) -> None:
@@ -87,8 +121,9 @@ def take_over(loop: OwnLoop) -> Callable[[], None]:
         )
 
     def give_back() -> None:
+        _become(optimizer, kind)
         if scheduler is not None:
-            scheduler.__class__ = kind
+            _become(scheduler, of_scheduler)
         while before:
             owner, name, was = before.pop()
             if was is None:
@@ -97,3 +132,28 @@ def take_over(loop: OwnLoop) -> Callable[[], None]:
                 setattr(owner, name, was)
 
     return give_back
+
+
+def _become(changed: Any, kind: type) -> None:
+    """Change the class of an object to one that differs in methods only."""
+    changed.__class__ = kind
+
+
+def saying_so(kind: type[Optimizer]) -> type[Optimizer]:
+    """A class of optimizers like this one, whose `repr` tells that instep calls their `step`.
+
+    Pickled and copied, they are of the class that they were.
+    """
+
+    def said(self: Optimizer) -> str:
+        return f"{kind.__repr__(self)}\n{_SAID}"
+
+    def reduced(self: Optimizer, protocol: Any) -> Any:
+        reduce: Any = kind.__reduce_ex__
+        call, (_, *more), *rest = reduce(self, protocol)
+        if call.__name__ == "__newobj__":  # with which pickle wants the class that this is
+            call = object.__new__
+        return call, (kind, *more), *rest
+
+    members = {"__repr__": said, "__reduce_ex__": reduced, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), {**members, "__qualname__": kind.__qualname__})
