@@ -169,7 +169,8 @@ EVENTS = {
     "the windowed order, and parts (at which shards they begin and end); prepared (folders that "
     "the training set is made of, each with its sha256)",
     "data_divided": "partition, sizes (samples of each participant), validation_sizes (the same; "
-    "empty if it is not divided), digest (of who has which samples)",
+    "empty if it is not divided), digest (of who has which samples), labels (how often each label "
+    "is with each participant; empty if they are not known, or too many)",
     "parts_placed": "sizes (samples of each part), held (of each worker by number, how many "
     "samples of each part lie on its host)",
     "samples_given": "worker, step, samples, bytes (that other workers have got from it so far)",
@@ -280,6 +281,7 @@ _OWN_KINDS = {
     **{("data_split", name): _LIST for name in ("digests", "looked_at", "example", "classes")},
     ("data_split", "duplicates"): _WHOLE,
     ("dataset_known", "prepared"): _LIST,
+    ("data_divided", "labels"): _LIST,
 }
 _FAR = 1 << 63  # we never write larger numbers, and no array can hold them
 

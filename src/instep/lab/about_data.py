@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from math import log
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,7 +23,7 @@ from instep.lab.look import look
 from instep.recipe.build import call
 from instep.recipe.recipe import Recipe
 from instep.recipe.source_file import load_function
-from instep.report.figures.dataset import DataPart
+from instep.report.figures.dataset import DataPart, divergence
 from instep.report.figures.lengths import PartLengths, lengths_of
 from instep.worker.reading.data_split import SplitData, split_data
 from instep.worker.rounds.own_data import divide
@@ -189,7 +188,7 @@ def _parts(
     lots = own.rounds.lots
     places = list(map(_files(recipe), lots)) if lots else [(0, 0, "", "")] * len(sizes)
     for size, found, lying in zip(sizes, each, places, strict=True):
-        skew = _divergence(found, whole) if labels is not None else None
+        skew = divergence(found, whole) if labels is not None else None
         counts = {str(name): count for name, count in found.items()}
         yield DataPart(size, size / sum(sizes), skew, *lying, classes=counts)
 
@@ -218,9 +217,3 @@ def _files(recipe: Recipe) -> Callable[[Lot], tuple[int, int, str, str]]:
         return len(shards), int(here[shards].sum()), first, last
 
     return of
-
-
-def _divergence(part: Counter[Hashable], whole: Counter[Hashable]) -> float:
-    """Kullback-Leibler divergence of the labels of a part from those of all, in nats."""
-    count, total = part.total(), whole.total()
-    return sum(n / count * log(n / count * total / whole[label]) for label, n in part.items())

@@ -239,7 +239,7 @@ class Training(Loop):
             ):
                 member.emit("warning", text=said)
             if self._own_data is not None:
-                own_data.check(self._own_data, member, self.job.own_data)
+                own_data.check(self._own_data, member, recipe)
         self.sized: Callable[[int], None] = lambda workers: None
         """Called with the number of workers of each generation, before its first step."""
         self.engine.observers = make_observers(

@@ -18,7 +18,7 @@ from instep.data.shards.encode import encode
 from instep.data.shards.manifest import Manifest, Shard, Source, write_manifest
 from instep.data.shards.statistics import Figures, take_batch
 from instep.data.shards.writer import ShardWriter
-from instep.lab import data_page
+from instep.report.figures import shard_lengths
 
 KINDS = ["<b>", "a & b", "c"]
 
@@ -165,13 +165,13 @@ def test_a_page_that_could_lie_nowhere_is_refused(folder, capsys, page):
 def test_of_a_large_folder_a_part_is_measured_and_of_a_poor_one_what_there_is(
     folder, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(data_page, "MOST_LENGTHS", 100)
-    monkeypatch.setattr(data_page, "MOST_FILES", 2)
+    monkeypatch.setattr(shard_lengths, "MOST_LENGTHS", 100)
+    monkeypatch.setattr(shard_lengths, "MOST_FILES", 2)
     (tmp_path / "made" / "0.arrow").unlink()
     assert main(["data", "made", "--html", "page.html"]) == 0
     page = Page(tmp_path / "page.html")
     assert "of 100 samples of 600, chosen at random" in page.text
-    chosen = Order(300, key(0, data_page._OF_SAMPLES)).indices(0, 0, 100)  # of the other files
+    chosen = Order(300, key(0, shard_lengths._OF_SAMPLES)).indices(0, 0, 100)  # of the other files
     check_bins(page.bins[1], [len(folder[300 + index]["x"]) for index in chosen])
     assert "A sample: made/0.arrow cannot be read" in page.text
     (tmp_path / "made" / "1.arrow").write_bytes(b"")

@@ -4,9 +4,12 @@ import html
 import re
 
 import pytest
+from scipy.stats import entropy
 
 from instep.data.shards.columns import Column
+from instep.data.shards.encode import encode
 from instep.data.shards.manifest import Manifest, Shard, Source, write_manifest
+from instep.data.shards.writer import ShardWriter
 from instep.events import read_events
 from instep.report.page.page import render
 from instep.store.run_folder import RunFolder
@@ -101,6 +104,48 @@ def test_the_data_of_each_participant_and_the_shards_that_are_still_there(tmp_pa
         _, words, bars = page_of(tmp_path / other[1]["prepared"][0][1], other)
         assert said in words
         assert "b.arrow: samples 400" not in bars
+
+
+def test_the_labels_of_each_participant_and_how_far_they_are_from_all(tmp_path):
+    each = [{"<u>": 300, "o": 100}, {"o": 100}, {"<u>": 100}]
+    divided = {"sizes": [400, 100, 100], "digest": 1, "labels": each}
+    page, words, bars = page_of(tmp_path, ("data_divided", divided))
+    assert bars["participant 0: <u> 300"] == pytest.approx(75)
+    assert bars["participant 1: o 100"] == pytest.approx(25)
+    whole = [400 / 600, 200 / 600]
+    shares = ([3 / 4, 1 / 4], "400 (66.7%)"), ([0, 1], "100 (16.7%)"), ([1, 0], "100 (16.7%)")
+    for own, samples in shares:
+        assert f"{samples}, {entropy(own, whole):.3f} nats" in words
+    assert "counts and draws them" not in words
+    assert "<u>" not in page
+    damaged = {**divided, "labels": [{"o": -1}, 3, {}]}
+    (tmp_path / "damaged").mkdir()
+    _, words, bars = page_of(tmp_path / "damaged", ("data_divided", damaged))
+    assert bars["participant 1: samples 100"] == pytest.approx(25)
+    assert "nats" not in words
+
+
+def test_the_lengths_of_samples_in_the_shards_that_a_run_has_read(tmp_path):
+    samples = [{"text": "a" * (1 + n % 30), "y": n} for n in range(90)]
+    shards = []
+    for number, some in enumerate([samples[:50], samples[50:]]):
+        encoded = encode(some, None)
+        with ShardWriter(tmp_path / f"{number}.arrow", encoded.columns) as writer:
+            writer.write(encoded.views)
+            writer.close()
+        shards.append(Shard(f"{number}.arrow", len(some), writer.bytes))
+    size = sum(shard.bytes for shard in shards)
+    of = {"samples": 90, "bytes": size, "sha256": "5ceb", "bad": 0, "statistics": {}, "sources": []}
+    write_manifest(tmp_path, Manifest(columns=encoded.columns, shards=shards, **of))
+    page, words, _ = page_of(tmp_path, known(tmp_path))
+    assert "Lengths: text (bytes) 1 to 30, mean 15.5, median 15.5" in words
+    assert "of 90 samples" in words
+    assert page.count(": 3 samples</title>") == 30
+    (tmp_path / "1.arrow").write_bytes(b"")
+    (tmp_path / "again").mkdir()
+    _, words, _ = page_of(tmp_path / "again", known(tmp_path))
+    assert "Lengths" not in words
+    assert "Shards 2 files" in words
 
 
 @pytest.mark.parametrize(

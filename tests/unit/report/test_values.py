@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from instep.data.shards.columns import Column
-from instep.report.figures.values import Values
+from instep.report.figures.values import CountedValues
 
 RNG = np.random.default_rng(2)
 
@@ -12,7 +12,7 @@ RNG = np.random.default_rng(2)
 def values_of(numbers, kind="number"):
     names, counts = np.unique(numbers, return_counts=True)
     counted = {str(name): int(count) for name, count in zip(names, counts, strict=True)}
-    return Values(Column("c", kind, "" if kind == "text" else "int64"), counted)
+    return CountedValues(Column("c", kind, "" if kind == "text" else "int64"), counted)
 
 
 @pytest.mark.parametrize(

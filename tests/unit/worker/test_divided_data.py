@@ -14,6 +14,7 @@ from instep.job.data import DataSpec
 from instep.job.spec import JobSpec
 from instep.job.sync import SyncSpec
 from instep.job.train import TrainSpec
+from instep.worker.rounds import own_data
 from instep.worker.rounds.own_data import divide
 
 
@@ -166,3 +167,35 @@ def test_classes_of_a_column_are_dealt_as_their_numbers_are():
     named = divide(with_columns("labels", labels="kind"), recipe(train=Table(kind=column)))
     plain = divide(job("labels"), recipe(120, labels=numbers))
     assert named.train.digest == plain.train.digest
+
+
+def logged_labels(job, recipe):
+    """The labels of each participant in the log, and the samples that each has."""
+    events = []
+    member = SimpleNamespace(job=job, checkpoint=None, emit=lambda name, **of: events.append(of))
+    own = divide(job, recipe)
+    own_data.check(own, member, recipe)
+    begins = pairwise(own.train.offsets.tolist())
+    return events[0]["labels"], [own.train.indices(0, *each).tolist() for each in begins]
+
+
+@pytest.mark.parametrize("partition", ["random", "owner", "labels"])
+@pytest.mark.parametrize("said", ["list", "function", "column"])
+def test_the_log_has_the_labels_of_each_participant(partition, said):
+    labels = np.random.default_rng(4).integers(0, 3, 60)
+    given = {"list": labels, "function": lambda _, index: int(labels[index]), "column": None}
+    train = Table(kind=labels)
+    spec = msgspec.structs.replace(job(partition), data=DataSpec(labels="kind"))
+    spec = spec if said == "column" else job(partition)
+    owners = [n % 4 for n in range(60)]
+    logged, samples = logged_labels(spec, recipe(train=train, labels=given[said], owners=owners))
+    assert len(logged) == 4
+    for counts, own in zip(logged, samples, strict=True):
+        names, found = np.unique(labels[own], return_counts=True)
+        assert counts == dict(zip(map(str, names.tolist()), found.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("labels", [None, [0, 1], [None] * 12, [f"{n}" for n in range(12)]])
+def test_labels_that_nobody_says_or_that_are_too_many_are_not_in_the_log(monkeypatch, labels):
+    monkeypatch.setattr(own_data, "MOST_COUNTS", 47)
+    assert logged_labels(job("random"), recipe(labels=labels))[0] == []

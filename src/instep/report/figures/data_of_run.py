@@ -5,12 +5,23 @@ A run of an older instep has less of it in its log, or nothing. Way in: `of_run`
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from instep.data.shards.manifest import read_manifest
+from instep.data.sources.shards import shards
 from instep.errors import DataError
-from instep.report.figures.dataset import DataFigures, DataPart, PreparedFolder, classes_in
+from instep.report.figures.dataset import (
+    DataFigures,
+    DataPart,
+    PreparedFolder,
+    classes_in,
+    divergence,
+)
+from instep.report.figures.lengths import PartLengths
+from instep.report.figures.shard_lengths import lengths_in
 from instep.store.run_folder import Event, RunFolder
 from instep.units import readable_count
 from instep.words import is_url, shown_url
@@ -24,18 +35,21 @@ def of_run(folder: RunFolder) -> DataFigures | None:
     known = [e for e in folder.named("dataset_known") if e["dataset"] == "training"]
     folders, unknown = _folders(known[-1].get("prepared") or [] if known else [])
     divided, placed = folder.last("data_divided"), folder.last("parts_placed")
-    parts = _parts(divided.get("sizes") or placed.get("sizes") or [])
+    parts = _parts(divided.get("sizes") or placed.get("sizes") or [], divided.get("labels") or [])
     if not (split or folders or unknown or parts):
         return None
     classes = _classes(split) or classes_in(folders)
-    if parts:
+    if parts and parts[0].skew is None:
         unknown.append("Labels of each: instep data JOB --html FILE counts and draws them.")
+    lengths, measured = _lengths(folders)
     fold = f", fold {split['fold'] + 1} of {split['folds']}" if split.get("folds") else ""
     return DataFigures(
         sides=_sides(folder, split),
         split=f"By data.split = {split.get('split')!r}{fold}." if split else "Given by the recipe.",
         leaks=_leaks(folder),
         classes=classes,
+        lengths=lengths,
+        measured=measured,
         parts=parts,
         holders="participant" if divided else "part",
         folders=folders,
@@ -63,7 +77,7 @@ def _classes(split: Event) -> dict[str, Mapping[str, Mapping[str, int]]]:
 
 
 def _are_counts(counts: Any) -> bool:
-    return isinstance(counts, dict) and all(isinstance(n, int) for n in counts.values())
+    return isinstance(counts, dict) and all(isinstance(n, int) and n >= 0 for n in counts.values())
 
 
 def _leaks(folder: RunFolder) -> str:
@@ -82,10 +96,30 @@ def _leaks(folder: RunFolder) -> str:
     return text
 
 
-def _parts(sizes: list[Any]) -> list[DataPart]:
+def _lengths(folders: list[PreparedFolder]) -> tuple[list[PartLengths], str]:
+    """Lengths of some samples of each folder whose files are whole, and which those are."""
+    found, measured = list[PartLengths](), list[str]()
+    for folder in folders:
+        where = f" of {folder.path}" if len(folders) > 1 else ""
+        with suppress(DataError):  # also where pyarrow is not installed
+            lengths, of = lengths_in(shards(folder.path))
+            found += [PartLengths(f"{each.name}{where}", each.values) for each in lengths]
+            measured.append(of)
+    return found, measured[0] if len(set(measured)) == 1 else "of samples chosen at random"
+
+
+def _parts(sizes: list[Any], labels: list[Any]) -> list[DataPart]:
     counts = [size for size in sizes if isinstance(size, int) and size >= 0]
     whole = sum(counts) or 1
-    return [DataPart(size, size / whole, None) for size in counts]
+    if len(labels) != len(counts) or not all(map(_are_counts, labels)):
+        return [DataPart(size, size / whole, None) for size in counts]
+    of_all: Counter[str] = Counter()
+    for own in labels:
+        of_all.update(own)
+    return [
+        DataPart(size, size / whole, divergence(own, of_all), classes=own)
+        for size, own in zip(counts, labels, strict=True)
+    ]
 
 
 def _folders(prepared: list[Any]) -> tuple[list[PreparedFolder], list[str]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import log
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from instep.data.shards.manifest import Manifest
 from instep.plain_file import plain
 from instep.report.figures.lengths import PartLengths
 from instep.report.figures.pixels import Pixels
-from instep.report.figures.values import Values
+from instep.report.figures.values import CountedValues
 
 MOST_BAD, _LONGEST = 20, 1 << 20
 """Bad records that are shown; bytes of one that is read."""
@@ -72,12 +73,18 @@ class DataFigures:
     """Sentences on what is not known, and how to have it."""
 
 
-def values_of(manifest: Manifest) -> dict[str, Values]:
+def divergence(part: Mapping[Any, int], whole: Mapping[Any, int]) -> float:
+    """Kullback-Leibler divergence of the labels of a part from those of all, in nats."""
+    count, total = sum(part.values()), sum(whole.values())
+    return sum(n / count * log(n / count * total / whole[label]) for label, n in part.items() if n)
+
+
+def values_of(manifest: Manifest) -> dict[str, CountedValues]:
     """How often each value of a column is there, of columns whose values were counted."""
     found = {}
     for column in manifest.columns:
         if counts := manifest.statistics.get(column.name, {}).get("classes"):
-            found[column.name] = Values(column, counts)
+            found[column.name] = CountedValues(column, counts)
     return found
 
 

@@ -1,7 +1,7 @@
 """Counted values of a column, as they are best shown: as classes, in bins, or not at all.
 
 An identifier or a path is another one in each sample, a width or a time has many values that have
-an order: bars of the most frequent of those say nothing. Way in: `Values`.
+an order: bars of the most frequent of those say nothing. Way in: `CountedValues`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST = 1 << 53
 """Larger numbers are identifiers or hashes."""
 
 
-class Values(NamedTuple):
+class CountedValues(NamedTuple):
     """How often each value of a column is there."""
 
     column: Column

@@ -12,7 +12,7 @@ from typing import Any
 from instep.data.shards.manifest import Manifest
 from instep.report.figures.dataset import values_of
 from instep.report.figures.sample import in_words
-from instep.report.figures.values import Values
+from instep.report.figures.values import CountedValues
 from instep.units import readable_bytes, readable_share
 from instep.words import plural, printable, short_number
 
@@ -78,7 +78,7 @@ def _number(value: float) -> str:
     return f"{int(value):,}" if value == int(value) else short_number(value)
 
 
-def _values(values: Values, samples: int) -> Iterator[str]:
+def _values(values: CountedValues, samples: int) -> Iterator[str]:
     """Bars of classes, or of bins; of an identifier only how many there are."""
     if values.are_classes:
         yield from _classes(values.counts, samples)

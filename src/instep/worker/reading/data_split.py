@@ -94,6 +94,8 @@ def split_data(job: JobSpec, recipe: Recipe) -> SplitData:
     changes = {}
     if (field := PARTITION_COLUMNS.get(job.own_data)) is not None:
         changes[field] = _of_side(job, recipe, field, dataset)
+    if job.own_data and (data.labels or "labels" in columns):
+        changes["labels"] = _of_side(job, recipe, "labels", dataset)  # to count those of each
     return SplitData(recipe.with_data(given, **changes), sides, samples, columns.get("labels"))
 
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+
 from instep.data.order import Indices
 from instep.data.participants import OwnRounds
 from instep.data.partition import COLUMNS, PARTITIONS
@@ -24,7 +26,10 @@ from instep.job.sync import RoundSpec
 from instep.recipe.recipe import Recipe
 from instep.store.run_folder import RunFolder
 from instep.words import listed
-from instep.worker.rounds.participant_columns import Columns, columns_of
+from instep.worker.rounds.participant_columns import Columns, columns_of, named_labels
+
+MOST_COUNTS = 10_000
+"""Counts of labels that are logged, of all participants."""
 
 
 class OwnData(NamedTuple):
@@ -116,12 +121,13 @@ def _dealt(
     return dealt
 
 
-def check(own: OwnData, member: Member, partition: str) -> None:
+def check(own: OwnData, member: Member, recipe: Recipe) -> None:
     """Log whose data are whose; when a run is resumed, refuse a division that has changed.
 
     Raises:
         DataError: it has.
     """
+    partition = member.job.own_data
     before = RunFolder(member.run).last("data_divided") if member.checkpoint is not None else {}
     if before and before["digest"] != own.train.digest:
         raise DataError(
@@ -136,4 +142,20 @@ def check(own: OwnData, member: Member, partition: str) -> None:
         sizes=own.train.sizes.tolist(),
         validation_sizes=own.validation_sizes,
         digest=own.train.digest,
+        labels=_labels_of_each(own, member.job, recipe),
     )
+
+
+def _labels_of_each(own: OwnData, job: JobSpec, recipe: Recipe) -> list[dict[str, int]]:
+    """How often each participant has each label; empty if nobody says it, or not cheaply."""
+    labels, participants = named_labels(job, recipe), len(own.train.sizes)
+    if labels is None:
+        return []
+    names, codes = np.unique(labels, return_inverse=True)
+    if len(names) * participants > MOST_COUNTS:
+        return []
+    counts = []
+    for begin, size in zip(own.train.offsets.tolist(), own.train.sizes.tolist(), strict=False):
+        found = np.bincount(codes[own.train.indices(0, begin, begin + size)], minlength=len(names))
+        counts.append({str(n): c for n, c in zip(names, found.tolist(), strict=True) if c})
+    return counts

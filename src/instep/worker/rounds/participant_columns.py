@@ -7,6 +7,7 @@ Way in: `columns_of`.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,9 @@ from instep.job.spec import JobSpec
 from instep.recipe.recipe import Recipe
 from instep.words import a_or_an
 from instep.worker.reading.data_split import named_column
+
+MOST_ASKED = 20_000
+"""Samples that a function is called for only to count labels."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -58,6 +62,17 @@ def columns_of(job: JobSpec, scheme: str, recipe: Recipe) -> Columns:
         if others is not None:
             others = _numbered(others, known)
     return Columns(own.astype(np.int64), None if others is None else others.astype(np.int64))
+
+
+def named_labels(job: JobSpec, recipe: Recipe) -> Array | None:
+    """The label of each sample to train on; None if nobody says it, or only a function does that
+    would be called for many."""
+    given = job.data.labels if job.data.labels and not job.data.split else recipe.labels
+    if given is None or (callable(given) and len(recipe.train) > MOST_ASKED):
+        return None
+    with suppress(RecipeError):  # labels of another set, which nothing else needs here
+        return _values("labels", given, recipe.train)
+    return None
 
 
 def _check_owners(scheme: str, name: str, owners: int, participants: int) -> None:
