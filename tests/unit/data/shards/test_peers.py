@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from test_data_shards import KINDS, assert_same, numbered, written
 
 from instep.comm.encryption.certificates import Authority, Identity
+from instep.data.shards.columns import Column
 from instep.data.shards.dataset import Shards
-from instep.data.shards.hosts import peers
+from instep.data.shards.hosts import peers, sent_rows
 from instep.data.shards.hosts.board import Board, HeldShards, PeerDoor
 from instep.data.shards.hosts.door import OpenDoor
 from instep.data.shards.urls.remote import Remote
-from instep.errors import DataError
+from instep.errors import DataError, PeerError
 
 CUTS = [10, 20, 30]
 SAMPLES = [
@@ -118,6 +119,15 @@ def test_only_a_process_of_the_run_is_answered(disks, monkeypatch):
         monkeypatch.setattr(peers, "CONNECT_S", 0.2)
         with pytest.raises(DataError, match=r"no host of the run that answers has it"):
             here[39]
+
+
+@pytest.mark.parametrize("size", [1 << 62, -8])
+def test_rows_that_no_memory_can_hold_are_refused_before_they_come(size):
+    column = Column(name="t", kind="bytes")
+    answer = sent_rows.RowsAnswer(sizes=[(size, 16)])
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(PeerError, match=f"{size:,} bytes are announced, for which"):
+        sent_rows.receive_views(ours, answer, [column], 1)
 
 
 def test_a_copy_stands_in_for_a_lost_host_and_then_the_source(disks, monkeypatch):

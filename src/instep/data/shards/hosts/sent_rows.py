@@ -162,7 +162,10 @@ def receive_views(
 
 def _filled(wire: Wire, size: int, *, ends: bool = False) -> bytearray | None:
     """So many bytes; None if the connection `ends` before the first."""
-    found = bytearray(size)
+    try:
+        found = bytearray(size)
+    except (MemoryError, OverflowError, ValueError):
+        raise PeerError(f"{size:,} bytes are announced, for which there is no memory.") from None
     left = memoryview(found)
     while left.nbytes:
         got = wire.recv_into(left)
