@@ -117,3 +117,23 @@ def test_where_nothing_may_be_removed_that_is_said_once_and_copying_goes_on_and_
     run.save(40)
     assert run.copy()
     assert "cannot be copied to" in run.told[-1][1]["text"]
+
+
+def test_where_there_is_room_for_one_more_copy_no_half_of_an_older_one_takes_it(store, tmp_path):
+    run, full = Run(tmp_path, store.loop, keep_last=1), [True]
+    run.save(10)
+    assert not run.copy()
+
+    def fault(method, name, _):
+        halves = {each.split("/")[1] for each in store.objects if "/step-" in each}
+        begins = "/step-" in name and name.split("/")[1] not in halves
+        ends = full[0] and name.endswith("manifest.json")
+        return "503" if method == "PUT" and (ends or (begins and len(halves) > 1)) else ""
+
+    store.faults = fault
+    run.save(20)
+    assert run.copy()
+    full[0] = False
+    run.save(30)
+    assert not run.copy()
+    assert step_in(run.restored(tmp_path)) == 30

@@ -10,7 +10,7 @@ again is for `follow.py`. Way in: `Copies`.
 from __future__ import annotations
 
 import hashlib
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -206,6 +206,8 @@ class Copies:
             records = self._records.send(manifest)
             if records is None:
                 return None
+            with suppress(Exception):  # they take the room of this one, where there is little
+                self._remove_begun(but=name)
             self._begun.setdefault(name, None)
             for file, entry in manifest.files.items():
                 self._send_file(name, file, opened[file], entry)
@@ -266,11 +268,7 @@ class Copies:
             return
         self._claim.check()
         self._look_at_others()
-        for name in list(self._begun):
-            self._look_at(name)  # its last object may have come after all
-            if name in self._begun:
-                self._remove(name)
-                del self._begun[name]
+        self._remove_begun()
         for name in self._obsolete():
             self._remove(name)
             del self._whole[name]
@@ -278,6 +276,13 @@ class Copies:
             blocks = (each.blocks for each in self._whole.values())
             self._records.remove_all_but(set().union(*blocks))
         self._old = False
+
+    def _remove_begun(self, but: str = "") -> None:
+        for name in self._begun.keys() - {but}:
+            self._look_at(name)  # its last object may have come after all
+            if name in self._begun:
+                self._remove(name)
+                del self._begun[name]
 
     def _obsolete(self) -> list[str]:
         """Names of copies that are not kept; none before that of the newest checkpoint is whole."""
