@@ -225,7 +225,14 @@ def folder_of(
     """
     place = str(run)
     if is_copies(place):
-        return restore(place, Path(to or Path("runs", place.rstrip("/").rpartition("/")[2])), say)
+        path = Path(to or Path("runs", place.rstrip("/").rpartition("/")[2]))
+        try:
+            return restore(place, path, say)
+        except DataError as error:
+            raise DataError(
+                f"{error} See that this machine reaches it and may read it, and give the same "
+                "command again."
+            ) from None
     if to is not None:
         raise SpecError(
             f"--to {to}: {place!r} is no copy of a run, which would be restored there. Leave --to "

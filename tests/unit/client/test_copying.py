@@ -3,7 +3,11 @@
 import errno
 import subprocess
 
+import pytest
+
 from instep.client import copying
+from instep.data.shards.urls import download
+from instep.errors import DataError
 
 
 class Process:
@@ -54,3 +58,16 @@ def test_a_process_that_is_never_started_is_said_at_the_end(tmp_path, monkeypatc
     assert "cannot be started: [Errno 12] Cannot allocate memory. The run's" in (
         capsys.readouterr().err
     )
+
+
+def test_copies_that_do_not_answer_are_named_with_a_remedy(tmp_path, monkeypatch):
+    def silent(*_):
+        raise OSError(errno.ECONNREFUSED, "Connection refused")
+
+    monkeypatch.setattr(download, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(download, "file_system", silent)
+    with pytest.raises(
+        DataError, match=r"s3://b/digits.*refused.* machine reaches it and may read"
+    ):
+        copying.folder_of("s3://b/digits", tmp_path / "restored")
+    assert not (tmp_path / "restored").exists()
