@@ -418,7 +418,15 @@ class Serving(Server):
     def _finish_saving(self) -> None:
         self._gather()
         super()._finish_saving()
-        self._others.must(End(self.step, self.after.rule, self._finite))
+        self._end_others()
+
+    def _end_others(self) -> None:
+        """Tell the other servers of the end; again, where a generation has begun meanwhile, since
+        the run is over once all have ended in the same."""
+        told = -1
+        while told != self.state.generation:
+            told = self.state.generation
+            self._others.must(End(self.step, self.after.rule, self._finite, told))
 
     def finish(self) -> bool:
         """Tell all workers that the run is over, and save the model; as `Loop.finish`."""

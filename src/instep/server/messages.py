@@ -77,6 +77,8 @@ class End(msgspec.Struct, tag=True, array_like=True):
     """By which it has ended."""
     finite: bool
     """Whether its loss was."""
+    generation: int
+    """In which the first server ends; all have to end in the same."""
 
 
 Question = Stage | Pull | Prepare | Apply | Be | Give | Write | End

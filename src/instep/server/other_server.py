@@ -98,9 +98,9 @@ class Following(Server):
         self._waits()
         flushed = time.monotonic()
         assert self._door is not None, "it is opened with the rest"
-        self._further.go_on()
+        self._further.go_on(self.state.generation)
         self._door.go_on()
-        while self._further.ended is None:
+        while not self._further.ends_in(self.state.generation):
             try:
                 self._keep_up()
             except PeerError as error:  # another process may have this one's place
@@ -114,6 +114,7 @@ class Following(Server):
                 self.member.flush()
                 flushed = time.monotonic()
         self._door.end(self._further.late)
+        assert self._further.ended is not None, "it was waited for"
         return self._further.ended
 
     def _heartbeat(self) -> Heartbeat:

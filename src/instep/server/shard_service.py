@@ -161,15 +161,23 @@ class Further:
         """
         if guest.worker != self._first:
             guest.close()
-        elif isinstance(question, End) or question == Be(*self.at):
+        elif isinstance(question, End):
+            self.ended = question
+            guest.answer(Answer())
+        elif question == Be(*self.at):
             guest.answer(Answer())
         else:
             return False
         return True
 
-    def go_on(self) -> None:
-        """What was said of the end does not hold: somebody was lost before all had ended."""
-        self.ended = None
+    def ends_in(self, generation: int) -> bool:
+        """Whether the first server has said that the run ends in this generation, or before."""
+        return self.ended is not None and self.ended.generation <= generation
+
+    def go_on(self, generation: int) -> None:
+        """Forget an end in an earlier generation: somebody was lost before all had ended."""
+        if self.ended is not None and self.ended.generation < generation:
+            self.ended = None
 
     def keep(self) -> None:
         """Copy what is held into memory that outlives this process."""

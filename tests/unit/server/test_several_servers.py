@@ -7,9 +7,11 @@ it kept is in a memory file that the next one gets.
 import copy
 import errno
 import os
+import queue
 import random
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,6 +38,7 @@ from instep.server.messages import (
     Write,
 )
 from instep.server.micro_batches import Parcel, Portions, buffers_of, changes
+from instep.server.other_server import Following
 from instep.server.peer_servers import Others
 from instep.server.shard import Holding
 from instep.server.shard_service import Further, path_of, write_shard, written_by
@@ -44,6 +47,7 @@ from instep.state.pieces import SHARD
 from instep.sync.servers.leases import Unit
 from instep.sync.servers.server_async import ServerAsync
 from instep.system import host_memory
+from instep.worker.passes.activity import Activity
 
 SAMPLES, TRAIN = 90, TrainSpec(global_batch=16, micro_batches=4, steps=40)
 STEPS, FIRST = 9, 100
@@ -674,17 +678,103 @@ def test_after_the_end_a_server_turns_workers_away_and_still_hears_the_first(run
     run = runs(2, OPTIMIZERS["sgd"])
     worker, server = Worker(run, 0), run.threads[1]
     worker.ask()
-    run.others.must(End(3, "steps", True))
+    run.others.must(End(3, "steps", True, 1))
     server.door.end(server.further.late)  # as `Following` does
     worker.line(1).send(Stage(worker.lease.token, [True]), worker.pushes.rooms[1].flats)
     with pytest.raises(PeerError):
         worker.line(1).receive(Answer, [])
     run.others.close()  # its connection breaks, and it asks again
     run.others.meet()
-    run.others.must(End(3, "steps", True))
+    run.others.must(End(3, "steps", True, 1))
     server.door.go_on()
-    server.further.go_on()
+    server.further.go_on(2)
     run.others.must(Give(), bodies=[server.further._holding.room().flats[:2]])
+
+
+class Ending(Thread):
+    """A server as `Following` runs it, in generations that a test begins."""
+
+    regroups = False
+    form = SimpleNamespace(generation=1, checkpoint=None, members=[0])
+
+    def run(self):
+        self.said, self.news, self.begun = queue.SimpleQueue(), queue.SimpleQueue(), None
+        state = SimpleNamespace(generation=1)
+        state.inside = lambda generation: setattr(state, "generation", generation)
+        server = Following.__new__(Following)
+        server._door, server._further, server.member = self.door, self.further, self
+        server.engine, server.activity = SimpleNamespace(state=state), Activity()
+        server.fellows, server.sized, server.close = None, lambda count: None, lambda: None
+        list(server.steps())
+        self.door.close()
+
+    check_lease = formed = flush = lambda self: None
+
+    @property
+    def superseded(self):
+        with suppress(queue.Empty):
+            self.begun = self.begun or self.news.get_nowait()
+        return self.begun is not None
+
+    def wait_for_group(self):
+        self.form, self.begun = self.begun or self.news.get(), None
+        return self.form
+
+    def done(self, step, rule, *, finite):
+        """As of `Member`: the master releases all once each is done in the newest generation."""
+        self.said.put(self.form.generation)
+        self.begun = self.begun or self.news.get()
+        return self.begun == "released"
+
+    def begin(self, generation):
+        self.news.put(SimpleNamespace(generation=generation, checkpoint=None, members=[0]))
+
+
+@pytest.mark.parametrize(
+    ("happens", "said"),
+    [
+        (["end 2", "generation 2"], [2]),
+        (["end 1", "said", "generation 2", "end 2"], [1, 2]),
+        (["end 1", "said", "end 2", "generation 2"], [1, 2]),
+        (["generation 2", "end 1", "end 2"], [2]),
+    ],
+)
+def test_all_servers_end_in_one_generation_whoever_hears_of_it_first(runs, happens, said):
+    run = runs(2, OPTIMIZERS["sgd"])
+    run.threads[1].kill()
+    run.others.close()
+    part = Part(*run.given, 1, run.memories[1], **run.options)
+    server = run.threads[1] = Ending(1, part)
+    heard = []
+    for each in happens:
+        match each.split():
+            case "end", generation:
+                run.others.must(End(3, "steps", True, int(generation)))
+            case "generation", generation:
+                server.begin(int(generation))
+            case _:
+                heard.append(server.said.get(timeout=600))
+    heard.append(server.said.get(timeout=600))
+    server.news.put("released")
+    server.thread.join(600)
+    assert not server.thread.is_alive()
+    assert heard == said
+
+
+def test_the_first_server_tells_of_the_end_again_where_a_generation_has_begun_meanwhile():
+    server, told = Serving.__new__(Serving), []
+    state = SimpleNamespace(generation=4)
+
+    def must(question):
+        told.append(question.generation)
+        state.generation = 5
+
+    server.engine, server.step = SimpleNamespace(state=state), 3
+    server.after = SimpleNamespace(rule="steps")
+    state.last = None
+    server._others = SimpleNamespace(must=must)
+    server._end_others()
+    assert told == [4, 5]
 
 
 def test_more_servers_than_there_is_to_share_out_have_nothing_and_go_along(runs):
