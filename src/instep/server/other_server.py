@@ -100,7 +100,7 @@ class Following(Server):
         assert self._door is not None, "it is opened with the rest"
         self._further.go_on(self.state.generation)
         self._door.go_on()
-        while not self._further.ends_in(self.state.generation):
+        while (end := self._further.end_in(self.state.generation)) is None:
             try:
                 self._keep_up()
             except PeerError as error:  # another process may have this one's place
@@ -114,8 +114,7 @@ class Following(Server):
                 self.member.flush()
                 flushed = time.monotonic()
         self._door.end(self._further.late)
-        assert self._further.ended is not None, "it was waited for"
-        return self._further.ended
+        return end
 
     def _heartbeat(self) -> Heartbeat:
         found = super()._heartbeat()

@@ -170,9 +170,10 @@ class Further:
             return False
         return True
 
-    def ends_in(self, generation: int) -> bool:
-        """Whether the first server has said that the run ends in this generation, or before."""
-        return self.ended is not None and self.ended.generation <= generation
+    def end_in(self, generation: int) -> End | None:
+        """The end, if the first server has said that the run ends in this generation or before."""
+        early = self.ended is not None and self.ended.generation <= generation
+        return self.ended if early else None
 
     def go_on(self, generation: int) -> None:
         """Forget an end in an earlier generation: somebody was lost before all had ended."""
