@@ -518,13 +518,21 @@ class Member:
         if self._connection.refusal is not None:
             raise self._connection.refusal
 
-    def done(self, step: int, rule: str, *, finite: bool = True) -> bool:
+    def done(
+        self,
+        step: int,
+        rule: str,
+        *,
+        finite: bool = True,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> bool:
         """Report the end of training, and wait for the others, who may still read from us.
 
         Args:
             step: the last one.
             rule: why it was the last.
             finite: whether its loss was finite.
+            meanwhile: called again and again while it waits; it takes a moment.
 
         Returns:
             False if another generation begins instead: a member was lost before the end.
@@ -533,8 +541,12 @@ class Member:
         self.meter()
         generation = self.form.generation if self.form else 0
         self._connection.send(Done(generation=generation, step=step, rule=rule, finite=finite))
-        if self._next is None:
-            answer = self._connection.wait_for(Release, Form)
+        while self._next is None:
+            if meanwhile is None:
+                answer = self._connection.wait_for(Release, Form)
+            elif (answer := self._connection.find(Release, Form)) is None:
+                meanwhile()
+                continue
             if isinstance(answer, Release):
                 return True
             self._next = answer

@@ -12,7 +12,7 @@ from instep.comm.protocol.messages import Heartbeat
 from instep.engine.trial_result import Trial
 from instep.errors import PeerError
 from instep.server.connect import tell
-from instep.server.messages import End, Question
+from instep.server.messages import Question
 from instep.server.server import Server
 from instep.server.shard_service import Further
 from instep.server.tensor_channel import LOOK_S, Door
@@ -86,35 +86,38 @@ class Following(Server):
     def steps(self) -> Iterator[Step]:
         """Answer to the end of the run; yields nothing."""
         yield from ()
-        while True:
-            end = self._until_the_end()
-            if self.member.done(end.step, end.rule, finite=end.finite):
-                break
+        while not self._serve():
             self._regroup()
         self.close()
 
-    def _until_the_end(self) -> End:
-        assert self._further is not None, "join() comes first"
+    def _serve(self) -> bool:
+        """Answer to the end of a generation; whether the run ends with it."""
+        further, door = self._further, self._door
+        assert further is not None, "join() comes first"
+        assert door is not None, "it is opened with the rest"
+
+        def take_in() -> None:
+            if (arrived := door.next(LOOK_S)) is not None:
+                further.take_in(*arrived)
+
         self._waits()
         flushed = time.monotonic()
-        assert self._door is not None, "it is opened with the rest"
-        self._further.go_on(self.state.generation)
-        self._door.go_on()
-        while (end := self._further.end_in(self.state.generation)) is None:
+        further.go_on(self.state.generation)
+        door.go_on()
+        while (end := further.end_in(self.state.generation)) is None:
             try:
                 self._keep_up()
             except PeerError as error:  # another process may have this one's place
                 self.member.broken(error, holds=True)
-                self._regroup()
-                self._waits()
-            self._further.generation = self.state.generation
-            if (arrived := self._door.next(LOOK_S)) is not None:
-                self._further.take_in(*arrived)
+                return False
+            further.generation = self.state.generation
+            take_in()
             if time.monotonic() - flushed > FLUSH_S:
                 self.member.flush()
                 flushed = time.monotonic()
-        self._door.end(self._further.late)
-        return end
+        door.end(further.late)
+        # the first server may yet have to do again what follows its last step
+        return self.member.done(end.step, end.rule, finite=end.finite, meanwhile=take_in)
 
     def _heartbeat(self) -> Heartbeat:
         found = super()._heartbeat()

@@ -348,6 +348,23 @@ class MasterConnection:
             self._inbox.extendleft(reversed(passed))
         return message
 
+    def find(self, *wanted: type[Any]) -> Any:
+        """The first message of these classes that has arrived, if one has; others stay for later.
+
+        Raises:
+            PeerError: there is no master any more.
+        """
+        if self._thread is None:
+            self._take_in(0.0)
+        with self._lock:
+            for place, message in enumerate(self._inbox):
+                if isinstance(message, wanted):
+                    del self._inbox[place]
+                    return message
+            if not self._inbox and self._gone is not None:
+                raise self._gone
+        return None
+
     def put_back(self, message: AnyMessage) -> None:
         """Put a message back, before all others."""
         with self._arrived:
