@@ -230,17 +230,29 @@ class RunFolder:
 
     @cached_property
     def traffic(self) -> dict[int, Traffic]:
-        """Bytes of each worker; a counter that falls belongs to a new process and is added."""
+        """Bytes of each worker, over all processes that it was."""
         return {worker: counted[-1][1] for worker, counted in self._traffic.items()}
 
     @cached_property
     def _traffic(self) -> dict[int, list[tuple[float, Traffic]]]:
-        """For each worker, Unix seconds and what it had moved by then, in order."""
+        """For each worker, Unix seconds and what it had moved by then, in order.
+
+        A new process counts from 0: it has joined, or (where its master was lost before that was
+        written) its counter has fallen.
+        """
         totals: dict[int, list[tuple[float, Traffic]]] = {}
         seen: dict[int, Traffic] = {}
+        pids: dict[int, object] = {}
         nothing = Traffic(0, 0)
-        for event in self.named("traffic"):
+        for event in self.events:
+            if event["event"] not in ("traffic", "worker_joined"):
+                continue
             worker = int(event["worker"])
+            if event["event"] == "worker_joined":
+                if pids.setdefault(worker, event["pid"]) != event["pid"]:
+                    seen.pop(worker, None)
+                    pids[worker] = event["pid"]
+                continue
             now = Traffic(int(event["sent_bytes"]), int(event["received_bytes"]))
             counted = totals.setdefault(worker, [])
             before, total = seen.get(worker, nothing), counted[-1][1] if counted else nothing

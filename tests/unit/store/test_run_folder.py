@@ -123,6 +123,25 @@ def test_the_traffic_of_a_replaced_worker_is_added(tmp_path):
     assert RunFolder(path).traffic == {0: Traffic(320, 320)}
 
 
+def test_a_process_that_has_joined_counts_from_0_however_much_it_has_moved_when_it_first_tells(
+    tmp_path,
+):
+    """It may be resumed on a busy machine; one that greets another master is none that is new."""
+    path = make_run(tmp_path / "digits")
+    told = [(11, 100), (11, 250), (12, 300), (12, 310), (12, None), (12, 320)]
+    events, known = [], 0
+    for number, (pid, moved) in enumerate(told):
+        time = BEGIN_S + number
+        if pid != known or moved is None:
+            events.append({"time": time, "event": "worker_joined", "worker": 0, "pid": pid})
+            known = pid
+        if moved is not None:
+            fields = {"sent_bytes": moved, "received_bytes": moved}
+            events.append({"time": time, "event": "traffic", "worker": 0, **fields})
+    write_events(path, events)
+    assert RunFolder(path).traffic == {0: Traffic(570, 570)}
+
+
 def test_training_time_leaves_start_up_out(tmp_path):
     folder = RunFolder(make_run(tmp_path / "digits", step_s=0.1))
     assert folder.training_seconds() == pytest.approx(4.8, abs=0.1)
