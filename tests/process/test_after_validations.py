@@ -93,7 +93,7 @@ def test_a_kill_in_or_after_a_validation_steps_the_scheduler_once(
     program = start("-m", "instep", "run", job)
     program.until(program.is_training, "training")
     kill_members(program, kills, random.Random(kills))
-    assert program.end(300) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     assert rates(program.run) == rates(on_plateaus)
     assert digest(program.run) == digest(on_plateaus)
 
@@ -167,7 +167,7 @@ def test_a_worker_that_takes_a_killed_ones_place_has_the_average(
     program = start("-m", "instep", "run", job)
     program.until(program.is_training, "training")
     kill_members(program, kills, random.Random(kills))
-    assert program.end(300) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     assert digest(program.run) == digest(averaged)
 
 
@@ -239,10 +239,10 @@ def test_a_worker_that_is_stopped_and_a_run_that_is_told_to_end_leave_no_trace(
     os.kill(newest_pids(program)[1], signal.SIGSTOP)
     program.until(lambda: bool(program.events("worker_lost")), "a lost worker")
     program.process.terminate()
-    assert program.end(100) == 130, program.stderr
+    assert program.end() == 130, program.stderr
     assert RunFolder(program.run).last_step < STEPS
     again = start("-m", "instep", "resume", program.run)
-    assert again.end(200) == 0, again.stderr
+    assert again.end() == 0, again.stderr
     assert digest(program.run) == digest(averaged if ema else on_plateaus)
     lines = (program.run / "metrics.csv").read_text().splitlines()
     steps = {int(line.split(",")[0]) for line in lines[1:] if ",train/loss," in line}

@@ -108,7 +108,7 @@ def test_the_worker_that_makes_the_calls_is_killed_in_one(
     for many in (40, 200):
         program.until(lambda many=many: made.exists() and len(written(made.parent)) > many, "calls")
         kill(newest_pids(program)[0])
-    assert program.end(300) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     lines = written(program.run)
     check_complete(lines, written(undisturbed))
     assert not program.events("went_back")
@@ -125,7 +125,7 @@ def test_kills_at_random_moments_repeat_only_calls_that_were_begun(
     program = begin(start, tmp_path, sleeps=0.002 * kills)
     program.until(program.is_training, "training")
     kill_members(program, kills, random.Random(kills))
-    assert program.end(300) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     lines = written(program.run)
     check_complete(lines, written(undisturbed), kills)
     if not program.events("went_back"):
@@ -201,7 +201,7 @@ def test_each_way_to_train_calls_once_and_in_order_also_if_its_processes_are_kil
     start: Start, tmp_path: Path, kind: str
 ) -> None:
     alone = run_split(start, tmp_path, APART[kind])
-    assert alone.end(300) == 0, alone.stderr
+    assert alone.end() == 0, alone.stderr
     wanted = written(alone.run)
     assert [line["step"] for line in wanted if key(line)[:2] == ("first", "on_step_end")] == [
         *range(1, 61)
@@ -209,7 +209,7 @@ def test_each_way_to_train_calls_once_and_in_order_also_if_its_processes_are_kil
     program = run_split(start, tmp_path, APART[kind], pause_s=0.02)
     program.until(program.is_training, "training")
     assert kill_members(program, 3, random.Random(kind), pauses_s=(0.3, 1.0)).total() == 3
-    assert program.end(300) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     lines = written(program.run)
     check_complete(lines, wanted, kills=3)
     logged = RunFolder(program.run).logged["twice_the_loss"]
@@ -224,7 +224,7 @@ def test_each_way_to_train_calls_once_and_in_order_also_if_its_processes_are_kil
 @pytest.mark.parametrize("kind", ["shard", "tensor", "stages"])
 def test_a_callback_that_calls_the_model_of_a_mesh_is_refused(start, tmp_path, kind):
     program = run_split(start, tmp_path, APART[kind], fails="calls")
-    assert program.end(100) == 3
+    assert program.end() == 3
     assert "Asks.on_step_end has called the model, of which each process of a mesh" in (
         program.stderr
     )
@@ -234,7 +234,7 @@ def test_a_callback_that_calls_the_model_of_a_mesh_is_refused(start, tmp_path, k
 @pytest.mark.parametrize("kind", ["stages", "diloco", "servers"])
 def test_one_that_raises_ends_the_run_whichever_way_it_trains(start, tmp_path, kind):
     program = run_split(start, tmp_path, APART[kind], fails="raises")
-    assert program.end(100) == 5
+    assert program.end() == 5
     assert "at step 7, in Asks.on_step_end: RuntimeError: this callback cannot" in program.stderr
     program.check_no_process_is_left()
 
@@ -242,7 +242,7 @@ def test_one_that_raises_ends_the_run_whichever_way_it_trains(start, tmp_path, k
 @pytest.mark.slow
 def test_one_that_does_not_return_for_long_is_named_once(start, tmp_path):
     program = run_split(start, tmp_path, [], fails="sleeps")
-    assert program.end(100) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     said = [event["text"] for event in program.events("warning")]
     (text,) = [each for each in said if "Asks.on_step_end has not returned for 10 s" in each]
     assert text.endswith("on worker 0 at step 7; the run waits for it.")
@@ -259,7 +259,7 @@ def test_a_process_of_loggers_that_is_killed_or_stopped_loses_no_point(start, tm
         if "instep.report.loggers.follow" in each.cmdline()
     ]
     loggers.send_signal(number)
-    assert program.end(200) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     lines = (program.run / "metrics.csv").read_text().splitlines()
     assert {int(line.split(",")[0]) for line in lines[1:] if "train/loss" in line} == {
         *range(1, 61)

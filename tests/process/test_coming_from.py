@@ -68,7 +68,7 @@ def torchrun(processes: int, file: Path, *options: object) -> list[object]:
 
 
 def ended(program: Started) -> Path:
-    assert program.end(200) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     return program.work
 
 

@@ -134,7 +134,7 @@ def test_the_commands_of_the_compose_file_train_on_three_hosts(
             else:
                 words = ["ip", "netns", "exec", f"{network.name}-{places[name]}", *words]
             programs.append(start("-c", EXECUTE, *words))
-        assert [program.end(300) for program in programs] == [0, 0, 0, 0], programs[0].stderr
+        assert [program.end() for program in programs] == [0, 0, 0, 0], programs[0].stderr
         for program in programs:
             program.check_no_process_is_left()
     (run,) = (shared / "runs").iterdir()

@@ -74,7 +74,7 @@ def test_servers_and_workers_that_are_killed_leave_no_trace(
     program = begin(start, tmp_path, workers, servers, pause_s=8 if kills < 10 else 40)
     program.until(program.is_training, "training")
     killed = kill_members(program, kills, draw)
-    assert program.end(500) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     run, wanted = RunFolder(program.run), RunFolder(undisturbed)
     assert run.audit.sha256 == wanted.audit.sha256
     assert sha256(run.path) == sha256(undisturbed)

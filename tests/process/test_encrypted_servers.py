@@ -64,7 +64,7 @@ def test_a_host_with_a_server_is_lost_and_the_copy_on_another_is_used(
         send(hit, what)
         program.until(lambda: newest_pids(program)[3] != pids[3], "with the server elsewhere")
         send(hit, signal.SIGCONT)
-        assert program.end(300) == 0, program.stderr
+        assert program.end() == 0, program.stderr
     check_same_result(program, undisturbed)
     assert not program.events("went_back")
     check_is_encrypted_and_nothing_is_left(program)
@@ -94,7 +94,7 @@ def test_a_host_of_workers_is_lost_and_each_micro_batch_is_committed_once_to_the
             lambda: all(newest_pids(program)[n] != pids[n] for n in lost), "workers elsewhere"
         )
         send(hit, signal.SIGCONT)
-        assert program.end(300) == 0, program.stderr
+        assert program.end() == 0, program.stderr
     check_exact(RunFolder(program.run))
     for server in range(3, 3 + servers):  # they have seen nothing of it
         assert newest_pids(program)[server] == pids[server]
@@ -112,11 +112,11 @@ def test_a_host_that_is_lost_with_the_only_copy_of_the_parameters_ends_the_run_t
         program.until(program.is_training, "training")
         program.until(lambda: len(program.events("checkpoint_saved")) > 0, "saved")
         send(all_of(program, homes(program)[2]), signal.SIGKILL)
-        code = program.end(120)
+        code = program.end()
         if code != 0:
             assert code == PeerError.exit_code
             assert "Resume the run" in program.stderr
             again = start("-m", "instep", "resume", program.run)
-            assert again.end(200) == 0, again.stderr
+            assert again.end() == 0, again.stderr
     check_exact(RunFolder(program.run), STEPS)
     check_is_encrypted_and_nothing_is_left(program)

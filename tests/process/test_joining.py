@@ -327,8 +327,8 @@ def test_process_0_ends_with_what_another_refused_before_it_came(
 
 
 def check_refused_by_1(zero: Started, one: Started, runs: Path) -> None:
-    assert zero.end(20) == 1
-    assert one.end(20) == 1
+    assert zero.end() == 1
+    assert one.end() == 1
     assert "SpecError: " in one.stderr
     assert "epoks" in one.stderr
     last = zero.stderr[zero.stderr.rindex("instep.errors.") :]
@@ -344,7 +344,7 @@ def test_the_others_end_with_what_process_0_refused_before_it_had_a_master(
     (zero, one), go = early(start, tmp_path, wrong=0, late=late)
     assert zero.end() == 1  # where nobody comes, it does not wait for long
     go.touch()
-    assert one.end(20) == 1
+    assert one.end() == 1
     for program in (zero, one):
         assert "epoks" in program.stderr
     assert list((tmp_path / "runs").iterdir()) == []
@@ -357,7 +357,7 @@ def test_a_process_that_joins_after_process_0_has_failed_gets_the_cause(
     (zero, one), go = early(start, tmp_path, wrong="recipe", late=1)
     assert zero.end() == 1
     go.touch()
-    assert one.end(20) == 1
+    assert one.end() == 1
     assert "ValueError: process 0 has no data" in one.stderr
     assert [path.name for path in (tmp_path / "runs").iterdir() if path.name != "early"] == []
 
@@ -373,7 +373,7 @@ def test_where_all_meet_at_an_address_a_late_process_gets_the_cause_too(
     events = tmp_path / "runs" / "early" / "events.jsonl"
     zero.until(lambda: events.exists() and "worker_failed" in events.read_text(), "failed")
     go.touch()
-    assert (zero.end(20), one.end(20)) == (1, 1)
+    assert (zero.end(), one.end()) == (1, 1)
     assert "ValueError: process 0 has no data" in one.stderr
 
 
@@ -399,7 +399,7 @@ def test_a_killed_process_is_reported_to_have_exited_without_a_message(
     zero, one = (start(*command, environment=slurm_task(n)) for n in (0, 1))
     zero.until(lambda: seen(tmp_path, "*/ledger.bin"), "training")  # made once both are there
     one.process.send_signal(number)
-    assert zero.end(20) == 1
+    assert zero.end() == 1
     assert "worker 1 failed" in zero.stderr
     assert "the process disconnected without a message" in zero.stderr
     assert "ended with code" not in zero.stderr
@@ -418,7 +418,7 @@ def test_a_process_that_joins_twice_is_refused(start: Start, tmp_path: Path) -> 
     zero, one = (start(*command, environment=slurm_task(n)) for n in (0, 1))
     zero.until(lambda: any((tmp_path / "runs").glob("*/ledger.bin")), "training")
     more = start(*command, environment=slurm_task(1))
-    assert more.end(30) != 0
+    assert more.end() != 0
     assert "another has its place" in more.stderr
     assert zero.process.poll() is None
     assert one.process.poll() is None

@@ -196,7 +196,7 @@ def hosts_of(name: str) -> int:
 @pytest.mark.parametrize("name", each("hosts"))
 def test_hosts_come_each_has_its_workers_and_all_of_them_end(begin: Begin, name: str) -> None:
     run = begin(name, "train.steps=20")
-    assert run.program.end(200) == 0, run.program.stderr
+    assert run.program.end() == 0, run.program.stderr
     assert [machine.end() for machine in run.machines] == [0] * len(run.machines)
     hosts = set(range(hosts_of(name)))
     assert {e["host"] for e in run.program.events("host_joined")} == hosts
@@ -217,7 +217,7 @@ def test_a_host_that_is_killed_is_added_again_and_the_result_does_not_show(
     run.signal_host(hosts - 1, signal.SIGKILL)
     program.until(lambda: run.host(hosts - 1) != lost, "another host in its place")
     program.until(lambda: run.trains(hosts), "whole again")
-    assert program.end(200) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     assert bool(program.events("went_back")) == (name == "local")  # nobody had the state
     check_same_result(program, undisturbed)
     run.check_nothing_is_left()
@@ -233,7 +233,7 @@ def test_the_others_go_on_without_a_host_that_falls_silent(
     reach(program, 30)
     run.signal_host(1, signal.SIGSTOP)
     program.until(lambda: len(program.events("generation_started")) > 1, "going on without it")
-    assert program.end(200) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     assert program.events("went_back") == []
     check_same_result(program, undisturbed)
     run.check_nothing_is_left()
@@ -254,7 +254,7 @@ def test_the_others_go_on_without_a_host_that_is_cut_off_and_it_comes_back(
     program.until(lambda: len(program.events("generation_started")) > before, "going on without it")
     network.heal()
     program.until(lambda: run.trains(2), "whole again")
-    assert program.end(400) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     assert program.events("went_back") == []
     assert program.events("run_started")[0]["encrypted"] is True
     check_same_result(program, undisturbed)
@@ -271,7 +271,7 @@ def test_a_worker_that_is_given_notice_hands_over_and_nothing_is_computed_twice(
     reach(program, 10)
     psutil.Process(newest_pids(program)[1]).terminate()
     program.until(lambda: len(program.events("generation_started")) > 1, "another in its place")
-    assert program.end(200) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     assert program.events("worker_leaving")[0]["worker"] == 1  # a later one moves to its host
     assert program.events("worker_lost") == program.events("went_back") == []
     check_same_result(program, undisturbed)

@@ -118,7 +118,7 @@ def test_whichever_server_is_killed_nothing_of_a_gradient_is_lost_or_comes_twice
     program.until(program.is_training, "training")
     numbers = [workers + place for place in range(servers)]
     kill_servers(program, numbers, 8, random.Random(f"{servers} {workers}"))
-    assert program.end(300) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     run = RunFolder(program.run)
     check_exact(run)
     assert torch.equal(load_file(run.path / "model.safetensors")["weight"], wanted_sum(run))
@@ -131,7 +131,7 @@ def test_whoever_is_killed_each_micro_batch_is_committed_once(start: Start, tmp_
     program = begin(start, tmp_path, 3, INT8.format("bounded_stale", 2), 0.036)
     program.until(program.is_training, "training")
     kill_members(program, 20, random.Random(20))
-    assert program.end(300) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     run = RunFolder(program.run)
     check_exact(run)
     assert program.summary["metrics"]["accuracy"] > 0.8

@@ -121,7 +121,7 @@ def test_one_worker_is_a_plain_loop_whoever_is_killed(
     program.until(program.is_training, "training")
     kill(newest_pids(program)[1])
     kill_members(program, kills - 1, random.Random(kills))
-    assert program.end(300) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     run = RunFolder(program.run)
     check_exact(run, steps)
     check_equal(run, plain_loop(steps))
@@ -142,7 +142,7 @@ def test_whoever_is_killed_each_micro_batch_is_committed_once(
     program = begin(start, tmp_path, workers, sync, 0.012 * workers)
     program.until(program.is_training, "training")
     kill_members(program, kills, random.Random(kills))
-    assert program.end(300) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     run = RunFolder(program.run)
     check_exact(run)
     if "bounded" in sync:
@@ -176,7 +176,7 @@ def test_a_server_that_is_killed_loses_no_update_and_no_worker_starts_again(
     program.until(program.is_training, "training")
     before, kills = newest_pids(program), 8
     kill_servers(program, [3], kills, random.Random(name))
-    assert program.end(300) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     run = RunFolder(program.run)
     check_exact(run)
     after = newest_pids(program)
@@ -341,7 +341,7 @@ def test_whoever_is_killed_or_stopped_chaos_finds_no_fault(start: Start, tmp_pat
     job = write_job(tmp_path, 3, 'name = "server_async"', 0.02)
     faults = ("--kills", 4, "--hangs", 3, "--roles", "worker,server,master")
     program = start("-m", "instep", "chaos", job, *faults, "--json")
-    assert program.end(400) == 0, program.stdout
+    assert program.end() == 0, program.stdout
     verdict = json.loads(program.stdout.splitlines()[-1])
     assert verdict["holds"]
     assert verdict["injected"] == 7

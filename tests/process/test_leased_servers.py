@@ -48,7 +48,7 @@ def test_one_worker_is_a_plain_loop_whichever_server_is_killed(
     program.until(program.is_training, "training")
     kill(newest_pids(program)[2])
     kill_members(program, kills - 1, random.Random(kills))
-    assert program.end(300) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     run = RunFolder(program.run)
     check_exact(run, steps)
     check_equal(run, plain_loop(steps))
@@ -67,7 +67,7 @@ def test_whichever_server_is_killed_no_update_is_lost_and_the_bound_holds(
     program.until(program.is_training, "training")
     before = newest_pids(program)
     kill_servers(program, [3, 4], 10, random.Random(name))
-    assert program.end(300) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     run = RunFolder(program.run)
     check_exact(run)
     after = newest_pids(program)
@@ -91,7 +91,7 @@ def test_whoever_is_killed_each_micro_batch_is_committed_once_to_all_servers(
     program = begin(start, tmp_path, 3, 'name = "bounded_stale"\nservers = 3', 0.036)
     program.until(program.is_training, "training")
     kill_members(program, kills, random.Random(kills))
-    assert program.end(300) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     run = RunFolder(program.run)
     check_exact(run)
     assert program.summary["metrics"]["accuracy"] > 0.8
@@ -117,14 +117,14 @@ def test_a_host_that_is_lost_with_a_server_ends_the_run_which_resumes_with_every
     host = psutil.Process(pids[homes[2 + place]])
     for process in [host, *host.children(recursive=True)]:
         kill(process.pid)
-    assert program.end(120) == WorkerError.exit_code == 5
+    assert program.end() == WorkerError.exit_code == 5
     sentence, *rest = program.error.splitlines()
     assert f"server {2 + place}, one of 2, was lost with the memory of its host" in sentence
     assert sentence.endswith("Resume the run: it continues from the newest checkpoint.")
     assert rest[-1] == f"  to resume: instep resume {program.run}"
     at = max(step for step, _ in published(program.run / "checkpoints"))
     again = start("-m", "instep", "resume", program.run)
-    assert again.end(200) == 0, again.stderr
+    assert again.end() == 0, again.stderr
     assert program.events("run_started")[-1]["resumed_step"] == at
     check_exact(RunFolder(program.run), steps)
     program.check_no_process_is_left()
@@ -184,7 +184,7 @@ def test_a_worker_that_sleeps_through_the_end_of_the_run_hears_of_it(
         f'[arguments]\nonce = "{woke}"\nsleep_s = 4.0\n'
     )
     program = start("-m", "instep", "run", job)
-    assert program.end(60) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     run = RunFolder(program.run)
     check_exact(run, 7)
     slept = run.last("model_saved")["time"] < float(woke.read_text())

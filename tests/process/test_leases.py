@@ -71,7 +71,7 @@ def test_ctrl_c_stops_and_saves_a_run_whose_master_is_stopped(start: Start, tmp_
     reach(program, 60)
     stop(pid_of(program, "master_started"))
     program.process.send_signal(signal.SIGINT)
-    assert program.end(20) == 130
+    assert program.end() == 130
     assert program.summary["outcome"] == "interrupted"
     assert program.summary["steps"] >= 60
     assert (program.run / "model.safetensors").is_file()
@@ -86,7 +86,7 @@ def test_ctrl_c_twice_ends_a_run_whose_master_is_stopped(start: Start, tmp_path:
     program.process.send_signal(signal.SIGINT)
     time.sleep(0.1)  # two signals that come at once are one
     program.process.send_signal(signal.SIGINT)
-    assert program.end(20) == 130
+    assert program.end() == 130
     assert program.summary["outcome"] == "interrupted"
     program.check_no_process_is_left()
 
@@ -265,7 +265,7 @@ def test_no_joined_process_is_left_if_process_0_is_killed(start: Start, tmp_path
     zero.process.kill()
     zero.process.wait()
     zero.check_no_process_is_left()
-    assert one.end(20) != 0
+    assert one.end() != 0
     one.check_no_process_is_left()
 
 
@@ -276,7 +276,7 @@ def test_a_joined_process_that_raises_beside_a_stopped_master_ends_all_with_the_
     both, run = joined(start, tmp_path / "runs", -30), tmp_path / "runs" / "long"
     stop(masters(run)[0])
     for program in both:
-        assert program.end(30) != 0
+        assert program.end() != 0
         program.check_no_process_is_left()
     assert "worker 1 failed at step " in both[0].stderr
     assert summary_of(run)["outcome"] == "failed"

@@ -67,7 +67,7 @@ def test_a_replica_whose_host_is_cut_off_starts_again_whole_on_another(
     network.cut("h2")
     program.until(lambda: places(program) == {0: 0, 1: 0, 2: 2, 3: 2}, "whole on the third host")
     network.heal()
-    assert program.end(200) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     assert not program.events("went_back")
     assert program.summary["parameters_sha256"] == calm.summary["parameters_sha256"]
     assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0

@@ -24,12 +24,12 @@ MESHES = {
 def undisturbed(run: Start, *settings: str, recipe: str = "splits.py:recipe") -> str:
     """The SHA-256 of the parameters of a run in which nothing happens."""
     program = run(recipe, *KEYS, *settings)
-    assert program.end(300) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     return str(program.summary["parameters_sha256"])
 
 
 def check_ends_as(program: Started, sha256: str) -> None:
-    assert program.end(300) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     assert program.summary["parameters_sha256"] == sha256
     assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0
 

@@ -121,7 +121,7 @@ def test_a_run_equals_federated_averaging_in_plain_pytorch(run: Start, workers, 
     keys = [f"mesh.{name}={value}" for name, value in mesh.items()]
     keys = (*QUICK, *keys, f"workers={workers}", f'sync.options.local_optimizers="{local}"')
     program = run("splits.py:recipe", *keys, 'arguments.optimizer="adamw"')
-    assert program.end(300) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     check_equal(program, wanted)
     assert program.summary["missing_samples"] == program.summary["repeated_samples"] == 0
 
@@ -139,7 +139,7 @@ def test_other_strategies_with_rounds_are_their_papers_on_a_mesh(run: Start, nam
     keys += ["sync.options.mu=0.8"] if name == "fedprox" else []
     keys += ['sync.options.local_optimizers="reset"', 'arguments.optimizer="adamw"']
     program = run("splits.py:recipe", *keys)
-    assert program.end(300) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     check_equal(program, wanted)
     apart = program.events("participants_apart")
     assert [each["step"] for each in apart] == list(range(1, ROUNDS + 1))
@@ -176,7 +176,7 @@ def test_ranks_that_are_killed_leave_no_trace(run: Start, workers, kills):
     program = run("splits.py:recipe", *keys, f"workers={workers}", "arguments.pause_s=0.01")
     program.until(program.is_training, "training")
     killed = kill_members(program, kills, random.Random(workers)).total()
-    assert program.end(300) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     assert killed == kills
     assert program.summary["parameters_sha256"] == calm.summary["parameters_sha256"]
     assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0
@@ -209,7 +209,7 @@ def test_a_replica_that_is_alone_continues_with_what_its_optimizers_kept(run: St
         time.sleep(draw.uniform(0.0, 0.3))  # the moment is what is drawn
         end(newest_pids(program)[draw.randrange(2)])
         happens(event, number)
-    assert program.end(300) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     ways = [each["event"] for each in read_events(program.run / "events.jsonl")]
     assert ways.count("taken_from_host") + ways.count("went_back") == kills
     assert program.summary["parameters_sha256"] == calm.summary["parameters_sha256"]
@@ -235,7 +235,7 @@ def test_members_change_in_the_middle_of_a_round(run: Start):
             lambda: len(program.events("generation_started")[-1]["members"]) == workers,  # noqa: B023
             f"of {workers} workers",
         )
-    assert program.end(300) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     assert program.summary["parameters_sha256"] == calm.summary["parameters_sha256"]
     assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0
 

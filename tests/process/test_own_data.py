@@ -262,7 +262,7 @@ def test_killed_workers_leave_no_trace_in_epochs_of_participants(run: Start, sta
     while killed < 3 and program.process.poll() is None:
         time.sleep(draw.uniform(0.2, 0.8))  # the moment is what is drawn
         killed += kill(draw.choice(list(newest_pids(program).values())))
-    assert program.end(300) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     assert program.events("worker_lost")
     check_audit(program.run)
     assert program.summary["parameters_sha256"] == alone.summary["parameters_sha256"]

@@ -71,7 +71,7 @@ def test_workers_that_are_killed_at_random_moments_leave_no_trace(
     program = start(*command(3, 0.006 * kills**0.5))
     program.until(program.is_training, "training")
     killed = kill_members(program, kills, draw, pauses_s=(0.1, 0.6), most_idle=6)
-    assert program.end(200) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     assert killed.total() == kills
     assert len(program.events("worker_lost")) >= kills - 1  # the last may have been done
     check_as_if_nothing_had_been(program, undisturbed)
@@ -90,7 +90,7 @@ def test_a_master_and_a_fork_server_that_are_killed_are_replaced_in_an_own_loop_
     kill(pid_of(program, "host_joined"))
     program.until(lambda: len(program.events("host_joined")) > 1, "another host")
     kill(newest_pids(program)[0])
-    assert program.end(200) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     check_as_if_nothing_had_been(program, undisturbed)
 
 
@@ -160,7 +160,7 @@ def test_an_own_loop_that_is_scaled_while_workers_are_killed_has_the_same_result
             "scaled",
         )
         kill(list(newest_pids(program).values())[1])
-    assert program.end(200) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     check_as_if_nothing_had_been(program, undisturbed)
 
 

@@ -236,7 +236,7 @@ def test_hosts_with_another_version_end_the_run_at_once_with_what_to_install(
     messages.write_text(text)
     hosts = [f"env HOST={n} PYTHONPATH={other}" for n in range(2)]
     program = begin(start, tmp_path, hosts, "127.0.0.1", 2)
-    assert program.end(30) == 5
+    assert program.end() == 5
     assert "has another version of instep than the run. Install the same one" in program.error
     program.check_no_process_is_left()
 
@@ -246,7 +246,7 @@ def test_hosts_with_another_version_end_the_run_at_once_with_what_to_install(
 def test_in_fifty_partitions_at_most_one_side_ever_moves(start: Start, tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     program = start(BENCHMARKS / "partitions.py", "--partitions", 50, "--json", result)
-    assert program.end(1700) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     found = json.loads(result.read_text())
     assert found["partitions"] == 50
     assert found["partitions_in_which_both_sides_moved"] == 0

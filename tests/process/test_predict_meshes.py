@@ -272,7 +272,7 @@ def test_processes_that_are_killed_at_random_moments_change_no_number(
         found = worker(program, draw.randrange(workers))
         if found is not None:
             kills += kill(found.pid)
-    assert program.end(200) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     model = made(predicts_words).eval()
     with torch.no_grad():
         wanted = torch.cat([model(tokens) for tokens in predicts_words.inputs().split(1)])

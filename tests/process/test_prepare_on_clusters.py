@@ -42,7 +42,7 @@ def check(start: Start, raw: list[str], folder: Path, on: str, *changes: str, **
     changes = (*changes, *([] if on == "hosts" else ["launch.nodes=2"]))
     sets = [word for change in changes for word in ("--set", change)]
     program = start(*words, "--json", *sets, **more)
-    assert program.end(300) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     found = json.loads(program.stdout.splitlines()[-1])
     assert (found["workers"], found["workers_lost"]) == (2, 0)
     asked = Asked(sources=raw[:1], map=raw[2], to=str(folder / "here"))
@@ -84,7 +84,7 @@ def test_a_job_prepares_on_its_hosts_and_then_trains_there(
             f'[prepare]\nsources = ["{raw[0]}"]\nto = "shards"\nmap = "{raw[2]}"\n{launch}'
         )
         program = start("-m", "instep", "run", job)
-        assert program.end(300) == 0, program.stderr
+        assert program.end() == 0, program.stderr
         assert ("on 2 hosts" in program.stderr) == bool(launch)
         manifest = json.loads((folder / "shards" / "manifest.json").read_text())
         found[name] = manifest["sha256"], program.summary["parameters_sha256"]

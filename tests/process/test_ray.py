@@ -207,7 +207,7 @@ def test_an_actor_a_fork_server_and_a_raylet_are_killed_and_the_result_is_that_o
     program.until(lambda: worker_on(program, 1) is None, "running without the node")
     assert not program.events("went_back")  # the new actor was not beside the other
     wait_until_spread(program)
-    assert program.end(200) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0
     assert program.summary["parameters_sha256"] == expected
     assert of_hosts() == set()
@@ -274,7 +274,7 @@ def test_a_run_begins_on_the_nodes_that_are_there_and_a_worker_moves_to_one_that
     # of the two hosts one has two workers, so that one moves
     program.until(lambda: len(program.events("host_joined")) >= 3, "the third host")
     program.until(is_on_the_third, "a worker on it")
-    assert program.end(200) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     assert program.summary["parameters_sha256"] == expected
 
 

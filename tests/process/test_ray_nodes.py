@@ -70,7 +70,7 @@ def test_workers_leave_a_node_that_is_drained_before_it_goes_and_one_moves_to_th
     cluster.add_node(num_cpus=2, object_store_memory=STORE_BYTES)
     program.until(lambda: worker_on(program, 1) is not None, "a worker on each host again")
     assert raylet_of(program, 1) in {raylet_pid(node) for node in cluster.worker_nodes}
-    assert program.end(200) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     assert program.events("worker_lost") == program.events("went_back") == []
     check_given_back(program, 1)
     assert program.summary["parameters_sha256"] == expected
@@ -96,7 +96,7 @@ def test_a_run_that_shrinks_gives_a_node_back_and_takes_it_again_when_it_grows(
         assert ray.available_resources().get("CPU", 0) == 0
     finally:
         ray.shutdown()
-    assert program.end(200) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     assert program.events("worker_lost") == program.events("went_back") == []
     (given_back,) = program.events("host_given_back")
     check_given_back(program, given_back["host"])
@@ -126,7 +126,7 @@ def test_a_silent_node_is_found_by_leases_before_ray_knows_and_leaves_nothing_wh
         if process.is_running():
             process.resume()
     end_of(silent)
-    assert program.end(200) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     assert program.events("went_back") == []
     assert program.summary["parameters_sha256"] == expected
     program.check_no_process_is_left()

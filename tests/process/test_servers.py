@@ -106,7 +106,7 @@ def test_servers_and_workers_that_are_killed_at_random_moments_leave_no_trace(
     program = begin(start, tmp_path, workers, servers, every=5, pause_s=1.3 if kills < 10 else 12)
     program.until(program.is_training, "training")
     killed = kill_members(program, kills, draw)
-    assert program.end(500) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     check_as_if_nothing_had_been(program, undisturbed)
     check_who_started_again(program, killed)
     check_checkpoints(program.run)
@@ -127,7 +127,7 @@ def test_with_a_codec_kills_leave_no_trace_either(
     program = begin(start, tmp_path, workers, 2, every=5, pause_s=6, codec=codec)
     program.until(program.is_training, "training")
     killed = kill_members(program, 12, random.Random(workers))
-    assert program.end(500) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     check_as_if_nothing_had_been(program, wanted)
     check_who_started_again(program, killed)
 
@@ -307,7 +307,7 @@ def test_a_host_with_a_server_that_is_lost_ends_nothing_where_another_has_a_copy
     )
     for process in [host, *host.children(recursive=True)]:
         kill(process.pid)
-    assert program.end(300) == 0, program.stderr
+    assert program.end() == 0, program.stderr
     check_as_if_nothing_had_been(program, undisturbed)
     assert not program.events("went_back")
     again = [int(e["host"]) for e in program.events("worker_joined") if e["worker"] == 3]
