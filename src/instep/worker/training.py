@@ -343,7 +343,7 @@ class Training(Loop):
             )
         if replica is not None:
             passes = MeshPass(forward, replica, reads)
-            return OnMesh(engine, passes, Works(*given), replica, reads, activity)
+            return OnMesh(engine, passes, Works(*given), activity)
         if reads is not None or self.recipe.batch_loss is not None:
             return WholeBatch(engine, forward, Works(*given), self.job, reads, activity)
         return Ordinary(engine, forward, self.job.seed, activity, lambda: member.superseded)
@@ -707,7 +707,7 @@ class Training(Loop):
                 samples=found.samples,
                 skipped=count - found.samples,
                 seconds=time.perf_counter() - begin,
-                scheduled=self.after.is_time(self.step),
+                scheduled=self.after.is_time(where, self.step),
             )
             if found.participants:
                 self.member.emit(

@@ -145,7 +145,7 @@ class AfterCommit:
         where = self._batches.of(done.step)
         self._report_epoch(where, done.step)
         stopping.after_commit(done.step, done.loss, done.norm, last=done.ends)
-        timely = self._is_time(where, done.step)
+        timely = self.is_time(where, done.step)
         metrics = self._validate(where) if done.ends or timely else None
         if metrics is not None and timely:
             self._tell_plateaus(done.step, metrics["loss"])
@@ -167,11 +167,8 @@ class AfterCommit:
         """From now on, call this with the last step of each epoch."""
         self._epoch_ends = ends
 
-    def is_time(self, step: int) -> bool:
-        """Whether a validation is due after a step."""
-        return self._is_time(self._batches.of(step), step)
-
-    def _is_time(self, where: Position, step: int) -> bool:
+    def is_time(self, where: Position, step: int) -> bool:
+        """Whether a validation is due after a step, which took these samples."""
         every = self._member.job.train.validate_every
         return step % every == 0 if every else where.stop == self._samples
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from instep.comm.base import Comm
 from instep.data.loader import Read
 from instep.data.order import Position
 from instep.engine.clock import Clock
@@ -23,8 +22,8 @@ from instep.engine.passes import Share
 from instep.parallel.global_batch.reads import Reads
 from instep.recipe.forward import Forward
 from instep.worker.passes.activity import Activity
-from instep.worker.passes.base import Compute, Results
-from instep.worker.passes.works import LoadedPass, Works, in_pass, lap
+from instep.worker.passes.base import Results
+from instep.worker.passes.works import LoadedPass, Talking, Works, in_pass, lap
 from instep.worker.replica.replica import Replica
 
 if TYPE_CHECKING:
@@ -54,11 +53,11 @@ class MeshPass:
     """
 
     def __init__(self, forward: Forward, replica: Replica, reads: Reads | None) -> None:
-        self._forward, self._replica, self._reads = forward, replica, reads
+        self._forward, self.replica, self.reads = forward, replica, reads
 
     def weight(self, batch_size: int) -> float:
         """Factor by which the gradients of a pass are still to be multiplied."""
-        return 1.0 / batch_size if self._replica.stages is not None else 1.0
+        return 1.0 / batch_size if self.replica.stages is not None else 1.0
 
     def run(
         self,
@@ -76,10 +75,10 @@ class MeshPass:
         Raises:
             PeerError: another rank was lost.
         """
-        if self._replica.stages is not None:
-            return self._staged(work, batch_size, self._replica.stages, begin)
+        if self.replica.stages is not None:
+            return self._staged(work, batch_size, self.replica.stages, begin)
         scale = scaler.scale if scaler is not None else (lambda loss: loss)
-        since, reads, replica = time.perf_counter(), self._reads, self._replica
+        since, reads, replica = time.perf_counter(), self.reads, self.replica
         losses = dict[int, Weighed]()
         with in_pass(work, reads):
             found = self._forward.loss(work.batch, work.size, always=True)
@@ -113,15 +112,13 @@ class MeshPass:
         return Ran(losses, size / batch_size, 0, since)
 
 
-class OnMesh(Compute):
+class OnMesh(Talking):
     """Runs one rank's passes of a step.
 
     Args:
         engine: the worker's.
         passes: runs each.
         works: reads its samples.
-        replica: with the model.
-        reads: of the model, if its layers see the global batch.
         activity: told what is being done.
     """
 
@@ -130,22 +127,15 @@ class OnMesh(Compute):
         engine: Engine,
         passes: MeshPass,
         works: Works,
-        replica: Replica,
-        reads: Reads | None,
         activity: Activity,
     ) -> None:
+        super().__init__(passes.reads, activity)
         self._engine, self._passes, self._works = engine, passes, works
-        self._replica, self._reads, self._activity = replica, reads, activity
-        self.whole = reads is not None
+        self._replica = passes.replica
 
     def samples(self, share: Share) -> int:
         """Count as `Dealt.samples`; of the processes that have the same batch, one tells them."""
         return super().samples(share) if self._replica.tells else 0
-
-    def begin(self, comm: Comm) -> None:
-        """Let layers ask these members."""
-        if self._reads is not None:
-            self._reads.join(comm, self._activity.waiting)
 
     def run(self, where: Position, share: Share, reads: Iterator[Read], step: int) -> Results:
         """Run the passes, as `Compute.run` says."""

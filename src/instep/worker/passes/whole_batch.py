@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager
 
 from torch import Tensor
 
-from instep.comm.base import Comm
 from instep.data.loader import Read, Slice
 from instep.data.order import Position, key
 from instep.engine.engine import Engine, Weighed
@@ -25,11 +24,11 @@ from instep.parallel.nested import on_tensors
 from instep.recipe.build import set_generators
 from instep.recipe.forward import Forward
 from instep.worker.passes.activity import Activity
-from instep.worker.passes.base import Compute, Results
-from instep.worker.passes.works import LoadedPass, Works, in_pass, lap
+from instep.worker.passes.base import Results
+from instep.worker.passes.works import LoadedPass, Talking, Works, in_pass, lap
 
 
-class WholeBatch(Compute):
+class WholeBatch(Talking):
     """Runs one worker's part of a step.
 
     Args:
@@ -49,14 +48,8 @@ class WholeBatch(Compute):
         reads: Reads | None,
         activity: Activity,
     ) -> None:
-        self._engine, self._forward, self._works = engine, forward, works
-        self._job, self._reads, self._activity = job, reads, activity
-        self.whole = reads is not None
-
-    def begin(self, comm: Comm) -> None:
-        """Let layers ask these members."""
-        if self._reads is not None:
-            self._reads.join(comm, self._activity.waiting)
+        super().__init__(reads, activity)
+        self._engine, self._forward, self._works, self._job = engine, forward, works, job
 
     def run(self, where: Position, share: Share, reads: Iterator[Read], step: int) -> Results:
         """Run the passes, as `Compute.run` says."""

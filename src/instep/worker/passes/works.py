@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from instep.comm.base import Comm
 from instep.data.loader import Loader, Read, Skipped, Slice
 from instep.data.order import Position, key, micro_batch
 from instep.engine.clock import Clock
@@ -22,6 +23,8 @@ from instep.parallel.draws import ByMicroBatch
 from instep.parallel.global_batch.reads import Reads
 from instep.parallel.nested import on_tensors
 from instep.recipe.build import set_generators
+from instep.worker.passes.activity import Activity
+from instep.worker.passes.base import Compute
 from instep.worker.passes.evaluate import first_readable
 
 
@@ -105,6 +108,24 @@ class Works:
             self._borrowed = first_readable(self._loader, self._samples)
         batch = on_tensors(self._borrowed, Tensor.clone)
         return LoadedPass(part, batch, 1, [0], [1], False)
+
+
+class Talking(Compute):
+    """Runs passes of a model whose layers may ask other workers for the global batch.
+
+    Args:
+        reads: of the model, if its layers do.
+        activity: told what is being done.
+    """
+
+    def __init__(self, reads: Reads | None, activity: Activity) -> None:
+        self._reads, self._activity = reads, activity
+        self.whole = reads is not None
+
+    def begin(self, comm: Comm) -> None:
+        """Let layers ask these members."""
+        if self._reads is not None:
+            self._reads.join(comm, self._activity.waiting)
 
 
 @contextmanager
