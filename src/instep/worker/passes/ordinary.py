@@ -84,8 +84,21 @@ class Ordinary(Compute):
         total = 0.0 if part.repeats else float(found.loss.detach()) * factor
         since = engine.clock.lap(since, "forward")
         self._activity.enter("backward")
-        engine.begin_pass(part, factor / batch_size, last=last)
-        engine.update.scaler.scale(found.loss).backward(inputs=engine.trained)
+        loss, left = weighted(found.loss, factor / batch_size)
+        engine.begin_pass(part, left, last=last)
+        engine.update.scaler.scale(loss).backward(inputs=engine.trained)
         engine.end_pass(part, share, left_out=left_out)
         engine.clock.lap(since, "backward")
         return {} if part.repeats else {part.number: Weighed(total, found.weight)}
+
+
+def weighted(loss: Tensor, weight: float) -> tuple[Tensor, float]:
+    """Scale a loss to its share of the step's, before its backward pass.
+
+    What goes back through layers in 16 bits is then rounded as in a pass over the whole batch,
+    however that is cut. A loss in 16 bits would round the share itself.
+
+    Returns:
+        The loss; and the factor that its gradients are still to be multiplied by.
+    """
+    return (loss * weight, 1.0) if loss.dtype.itemsize >= 4 else (loss, weight)
