@@ -27,7 +27,10 @@ from torch import nn
 from instep.data.loader import Loader
 from instep.recipe.forward import Forward
 from instep.recipe.recipe import Recipe
-from instep.job.spec import JobSpec, TrainSpec
+try:
+    from instep.job.spec import JobSpec, TrainSpec
+except ImportError:  # a build from before the job had a package of its own
+    from instep.spec import JobSpec, TrainSpec
 from instep.worker.trial.reads import try_recipe
 
 class Residual(nn.Module):
