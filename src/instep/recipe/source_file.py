@@ -10,8 +10,9 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from importlib.machinery import SOURCE_SUFFIXES, SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from instep.errors import InstepError, RecipeError, file_beside, near_miss
@@ -119,7 +120,8 @@ def package_of(path: Path, places: Sequence[str]) -> tuple[str, Path]:
 
 def _alone(path: Path, name: str) -> ModuleType:
     """A file imported under this name."""
-    spec = importlib.util.spec_from_file_location(name, path)
+    loader = _AsItIs(name, str(path)) if path.suffix in SOURCE_SUFFIXES else None
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None, path
     assert spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
@@ -132,3 +134,14 @@ def _alone(path: Path, name: str) -> ModuleType:
         sys.modules.pop(name, None)
         raise
     return module
+
+
+class _AsItIs(SourceFileLoader):
+    """Compiles a file anew.
+
+    Byte code that Python has kept is taken for it after an edit in the same second that leaves the
+    length as it was.
+    """
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        return self.source_to_code(self.get_data(self.path), self.path)

@@ -1,5 +1,6 @@
 """A recipe's file is imported as its package has it, from a job file, a program and `python -m`."""
 
+import os
 import subprocess
 import sys
 
@@ -90,3 +91,15 @@ def test_a_program_that_is_a_module_hands_its_folders_on(root, module):
     command = [sys.executable, "-m", module]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[:2] == [f"{path}:recipe", str(root)]
+
+
+def test_a_file_is_compiled_as_it_is_after_an_edit_in_the_same_second(tmp_path, monkeypatch):
+    file, found = tmp_path / "clean.py", []
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.setattr("sys.dont_write_bytecode", False)
+    for number in (2, 3):
+        file.write_text(f"def record(raw):\n    return {number} * raw\n")
+        os.utime(file, (1e9, 1e9))
+        found.append(load_function(f"{file}:record", what=f"edit_{number}")(1))
+        monkeypatch.delitem(sys.modules, f"instep_edit_{number}")
+    assert found == [2, 3]

@@ -4,15 +4,21 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import TensorDataset
 
 from instep.data.loader import Loader
 from instep.data.order import position
 from instep.errors import RecipeError
 from instep.job.spec import JobSpec
 from instep.job.train import TrainSpec
+from instep.parallel.global_batch import cached
 from instep.parallel.global_batch.batch_norm import make_global
+from instep.recipe.build import build_optimizer
 from instep.recipe.forward import Forward
 from instep.recipe.recipe import Recipe
+from instep.recipe.tuning import NOTHING
+from instep.worker.trial.counts import Counts
+from instep.worker.trial.kept.kept import try_kept
 from instep.worker.trial.places import Places
 from instep.worker.trial.reads import shapes_in, try_recipe, try_step
 from instep.worker.trial.shapes import Watch
@@ -427,3 +433,50 @@ def test_one_micro_batch_a_step_is_run_twice_for_what_no_checkpoint_has(model, l
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert getattr(model, "calls", 0) == 0
     assert not MEMORY
+
+
+class Remembering:
+    """A memory of earlier embeddings, whose loss is a mean over all of them (XBM)."""
+
+    def __init__(self):
+        self.kept = []
+
+    def __call__(self, model, embeddings, targets):
+        self.kept.append(embeddings.detach())
+        return torch.stack([each.square().mean() for each in self.kept]).mean()
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_what_a_loss_over_the_global_batch_remembers_is_seen_however_it_is_cut(parts):
+    memory = Remembering()
+    recipe = Recipe(
+        model=nn.Linear(3, 2),
+        train=TensorDataset(torch.randn(64, 3), torch.zeros(64)),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        embed=lambda model, batch: (model(batch[0]), batch[1]),
+        batch_loss=lambda *given: memory(*given),
+    )
+    loader = Loader(recipe.train, seed=7, shuffle=False, processes=0)
+    forward = Forward(recipe, recipe.model, torch.device("cpu"), "float32")
+    job, built = job_of(parts=parts, workers=1), build_optimizer(recipe, recipe.model, 10)
+    trial = try_recipe(forward, loader, job, 64)
+    trial = try_kept(forward, job, 10, trial, NOTHING, built)
+    assert trial.verdict.startswith("no: batch_loss gives another result"), trial
+    assert not memory.kept
+
+
+def test_a_count_in_embed_is_seen_where_instep_lies_among_libraries_too(monkeypatch):
+    place = "/home/me/venv/lib/site-packages/instep/parallel/global_batch/cached.py"
+    monkeypatch.setattr(cached, "__file__", place)
+    calls = 0
+
+    def embed(model, batch):
+        nonlocal calls
+        calls += 1
+        return model(batch), None
+
+    found = Counts([cached.probe(embed)])
+    embed(nn.Linear(1, 1), torch.ones(2, 1))
+    assert found.changed() == "calls"
+    found.put_back()
+    assert calls == 0

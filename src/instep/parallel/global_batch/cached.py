@@ -262,7 +262,13 @@ def of_one_pass(embed: Embed, batch_loss: BatchLoss) -> Callable[[nn.Module, Any
     return compute_loss
 
 
-def probe(embed: Embed, seen: list[Any] | None = None) -> Callable[[nn.Module, Any], Tensor]:
+class Seen:
+    """Embeddings and targets of the last batch; no list, which would be taken for a count."""
+
+    value: Any = None
+
+
+def probe(embed: Embed, seen: Seen | None = None) -> Callable[[nn.Module, Any], Tensor]:
     """A mean over samples of a number that each embedding decides by itself.
 
     Used as the loss of the trial: it shows whether `embed` treats samples separately.
@@ -275,7 +281,7 @@ def probe(embed: Embed, seen: list[Any] | None = None) -> Callable[[nn.Module, A
     def compute_loss(model: nn.Module, batch: Any) -> Tensor:
         total, embedded = torch.zeros(()), embed(model, batch)
         if seen is not None:
-            seen[:] = [on_tensors(embedded, Tensor.detach)]
+            seen.value = on_tensors(embedded, Tensor.detach)
         for leaf in tensors_in(embedded[0]):
             if leaf.is_floating_point():
                 flat = leaf.reshape(len(leaf), -1)

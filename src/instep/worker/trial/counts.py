@@ -106,8 +106,12 @@ def _places(keepers: Iterable[Any]) -> Iterator[_Place]:
 
 
 def _of_a_library(function: FunctionType) -> bool:
+    """Whether it is not the user's; what instep wraps around a user's function is looked into."""
     module = sys.modules.get(function.__module__ or "")
-    return "site-packages" in (getattr(module, "__file__", None) or "")
+    if module is not None and module.__name__.startswith("instep."):
+        return False
+    file = getattr(module, "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file
 
 
 def _filled(cell: CellType) -> bool:
