@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.errors import RecipeError
-from instep.parallel.global_batch.cached import CachedGradients, Seen, of_one_pass, probe
+from instep.parallel.global_batch.cached import CachedGradients, LastEmbedded, of_one_pass, probe
 from instep.parallel.nested import on_tensors
 from instep.recipe.metrics import is_whole, number
 from instep.recipe.outputs import predictor
@@ -101,7 +101,7 @@ class Forward:
         """What floating-point tensors of batches become, if they have fewer bits."""
         self.trained: frozenset[str] | None = None
         """Names of the parameters that the loss is for; None for all."""
-        self.embedded = Seen()
+        self.embedded = LastEmbedded()
         """Embeddings and targets of a batch of the trial; of a recipe with `embed`."""
         self.take_turn(-1)
         self.run: Callable[..., Any] = _call

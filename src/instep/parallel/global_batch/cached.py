@@ -262,13 +262,23 @@ def of_one_pass(embed: Embed, batch_loss: BatchLoss) -> Callable[[nn.Module, Any
     return compute_loss
 
 
-class Seen:
-    """Embeddings and targets of the last batch; no list, which would be taken for a count."""
+class LastEmbedded:
+    """Keeps embeddings and targets of the last batch; no list, which were taken for a count."""
 
-    value: Any = None
+    def __init__(self) -> None:
+        self._value: Any = None
+
+    def keep(self, value: Any) -> None:
+        """Keep these, and forget those before."""
+        self._value = value
+
+    def take(self) -> Any:
+        """Return them, once; None if there are none."""
+        value, self._value = self._value, None
+        return value
 
 
-def probe(embed: Embed, seen: Seen | None = None) -> Callable[[nn.Module, Any], Tensor]:
+def probe(embed: Embed, seen: LastEmbedded | None = None) -> Callable[[nn.Module, Any], Tensor]:
     """A mean over samples of a number that each embedding decides by itself.
 
     Used as the loss of the trial: it shows whether `embed` treats samples separately.
@@ -281,7 +291,7 @@ def probe(embed: Embed, seen: Seen | None = None) -> Callable[[nn.Module, Any], 
     def compute_loss(model: nn.Module, batch: Any) -> Tensor:
         total, embedded = torch.zeros(()), embed(model, batch)
         if seen is not None:
-            seen.value = on_tensors(embedded, Tensor.detach)
+            seen.keep(on_tensors(embedded, Tensor.detach))
         for leaf in tensors_in(embedded[0]):
             if leaf.is_floating_point():
                 flat = leaf.reshape(len(leaf), -1)

@@ -41,10 +41,10 @@ def try_kept(
         RecipeError: as `persistence.try_optimizer`.
     """
     seed, recipe = key(job.seed, OF_PASS, 0), forward.recipe
-    if recipe.batch_loss is not None and forward.embedded.value is not None:
-        given = _as(forward.embedded.value, next(forward.model.parameters()))
+    embedded = forward.embedded.take()
+    if recipe.batch_loss is not None and embedded is not None:
+        given = _as(embedded, next(forward.model.parameters()))
         trial = try_batch_loss(recipe.batch_loss, forward.model, given, seed, trial)
-        forward.embedded.value = None
     if built is not None and known(built):
         return trial
     maker = Maker(recipe, forward.model, job.seed, steps, job.start, begun)
