@@ -377,7 +377,7 @@ class Session:
         for data, reader in zip(given.data[1:], self._readers[1:], strict=True):
             batch = data.batch or self.job.train.global_batch
             own = data.given.info_dataset
-            loaders.append(EvaluationLoader(loop, reader, reader.samples, batch, own))
+            loaders.append(EvaluationLoader(loop.shared, reader, reader.samples, batch, own))
         return given.handed_back(loaders)
 
     def _own_loop(self, given: Prepared, *, advances: bool) -> OwnLoop:
@@ -426,7 +426,7 @@ class Session:
                 something else (tokens, class weights).
             options: for `Tensor.backward`.
         """
-        self._own.weigh(loss).backward(**options)
+        self._own.backward.weigh(loss).backward(**options)
 
     def skip(self) -> None:
         """Have the present batch count nothing; call it instead of `backward`.
@@ -434,7 +434,7 @@ class Session:
         For a batch whose loss is not finite: a product with 0 would still be NaN. The step is the
         mean over its other batches. `optimizer.step()` is called as ever.
         """
-        self._own.skip()
+        self._own.backward.skip()
 
     def record(self, loss: Tensor | float, weight: float | None = None) -> None:
         """Record the mean loss of the present batch, before `backward`, for the table and report.
@@ -447,16 +447,18 @@ class Session:
         Raises:
             SpecError: `backward` has been called for this batch already.
         """
-        self._own.record(float(loss.detach() if isinstance(loss, Tensor) else loss), weight)
+        self._own.backward.record(
+            float(loss.detach() if isinstance(loss, Tensor) else loss), weight
+        )
 
     @property
     def sync_gradients(self) -> bool:
         """Whether this iteration is the last of its step, in which the optimizer steps."""
-        return self._own.sync_gradients
+        return self._own.present.sync_gradients
 
     def no_sync(self, _model: nn.Module | None = None) -> AbstractContextManager[None]:
         """Backward passes inside add to the gradient of the batch; one outside ends it."""
-        return self._own.no_sync()
+        return self._own.present.no_sync()
 
     def accumulate(self, *_models: nn.Module) -> AbstractContextManager[None]:
         """For loops written for Accelerate; it does nothing: `train.micro_batches` says how many
@@ -475,7 +477,7 @@ class Session:
 
         Every process calls it with the same values; `sum` helps to get them.
         """
-        self._own.validated(samples, metrics)
+        self._own.shared.validated(samples, metrics)
 
     def log(self, name: str, value: Tensor | float) -> None:
         """Show a number at the last committed step, in the live table, the report and the loggers.
@@ -504,7 +506,7 @@ class Session:
     @property
     def stopped(self) -> bool:
         """Whether the run is to stop: the loader yields no more batches, so leave the loop."""
-        return self._loop is not None and self._loop.stopped
+        return self._loop is not None and self._loop.state.over
 
     def sum(self, *values: float) -> tuple[float, ...]:
         """Sum numbers over the processes; every process calls it, and gets the same.
@@ -514,7 +516,7 @@ class Session:
                 process makes the same calls.
         """
         if self._loop is not None:
-            return self._loop.sum(values)
+            return self._loop.shared.sum(values)
         at = self._training
         assert at is not None, "prepare() or steps() comes first"
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -536,7 +538,7 @@ class Session:
             SpecError: something else is in there, the tensors of the processes do not fit
                 together, or not every process makes the same calls.
         """
-        return self._own.gather(tensors)
+        return self._own.shared.gather(tensors)
 
     def _formed(self) -> None:
         if self._host is not None:

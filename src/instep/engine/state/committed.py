@@ -98,6 +98,18 @@ class CommittedState:
         return self.generation >= 0
 
     @property
+    def over(self) -> bool:
+        """Whether no further step comes."""
+        return self.ended or (self.last is not None and self.last.ends)
+
+    def end(self) -> None:
+        """Have this start of the run end with the last commit, as the workers were told."""
+        if self.last is None:  # of a step before this start of the run
+            self.ended = True
+        else:
+            self.last = self.last._replace(told=True, ends=True)
+
+    @property
     def number(self) -> int:
         """Of the last commit: that of its step; turns are numbered on, where a step has several."""
         return self.progress.step * self._each + len(self.progress.turns)

@@ -430,13 +430,17 @@ class Loop(ABC):
         self._regroups = agreed.regroups
         self.phase = "update"
         done = self._commit()
+        self._tell(done)
+        return done
+
+    def _tell(self, done: Commit) -> None:
+        """Tell what is known of a step once it is committed."""
         strategy, (comm, column) = self.engine.strategy, self._comms
         if comm.rank == 0:
             report_spread(self.member, spread_of(strategy), done.step)
         report_lost(self.member, self.job, strategy, tells=column.rank == 0)
         if not (math.isfinite(done.loss) or self.stopping.spec.non_finite):
             self._warn_of_loss(done.loss)
-        return done
 
     def _agree(
         self, where: Position, share: Share, loads: Iterator[Read]

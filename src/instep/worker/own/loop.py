@@ -15,10 +15,9 @@ worker that takes another's place is answered from a log (`calls.py`).
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,41 +27,29 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from instep.comm.base import Comm
 from instep.comm.protocol.messages import ON_REQUEST, Heartbeat
-from instep.data.loader import Loader, Read, Skipped
+from instep.data.loader import Loader, Read
 from instep.data.order import Position, key, steps_in_epoch
 from instep.data.reading.threads import cpu_clock
 from instep.data.torch_loader import Unused
-from instep.engine.engine import Agreement, Weighed
 from instep.engine.member import Member
 from instep.engine.passes import OF_PASS, Pass, Share, parts_of, share_of
 from instep.engine.sections import after, of_epoch
 from instep.engine.state.committed import Commit
-from instep.engine.update import OF_UPDATE, Update
+from instep.engine.update import Update
 from instep.errors import PeerError, SpecError
 from instep.job.spec import JobSpec
 from instep.recipe.build import check_optimizer, check_scheduler, set_generators
-from instep.recipe.weights import WeightedLoss, as_weight
 from instep.state.retention import best_rule
 from instep.worker.loop.after_commit import Step
 from instep.worker.loop.loop import Loop
-from instep.worker.own import evaluation
 from instep.worker.own.as_loader import AsLoader
-from instep.worker.own.calls import EVALUATION, Call, Calls, Waits
+from instep.worker.own.backward import Backward
 from instep.worker.own.checks import Guard, refuse, verdict_of
-from instep.worker.own.evaluation import NONE, Piece, Round
-from instep.worker.own.iteration import Batch, Iteration
+from instep.worker.own.iteration import Batch, Iteration, OwnStep
+from instep.worker.own.optimizer_calls import OptimizerCalls
+from instep.worker.own.shared_calls import SharedCalls
 from instep.worker.own.strangers import Strangers
-from instep.worker.own.taken_over import take_over
 from instep.worker.passes.base import Dealt, Results
-
-_PLATEAU = "the step() of ReduceLROnPlateau"
-
-_LOOK_S = 0.05
-"""How often processes that cannot continue without a new worker look for one."""
-
-
-class _PartsMissing(Exception):
-    """Of an evaluation: the worker that had them is lost, and has not been replaced yet."""
 
 
 class OwnLoop(Loop):
@@ -83,6 +70,9 @@ class OwnLoop(Loop):
         SpecError: the job asks for what an own loop cannot give.
         RecipeError: the optimizer or the scheduler cannot be used.
     """
+
+    _each_moves = False
+    """Whether the optimizer moves in each iteration."""
 
     def __init__(
         self,
@@ -114,6 +104,7 @@ class OwnLoop(Loop):
             measure=job.measures_norm,
             scaler=scaler or torch.amp.GradScaler("cuda", enabled=False),
         )
+        self.present = OwnStep(each=self._each_moves)
         super().__init__(member, model, parameters, update, loader, samples, None, take=self._take)
         if self.engine.strategy.laws:
             delayed, codec = "sync.options.delayed = true", f"sync.codec = {job.sync.codec!r}"
@@ -131,41 +122,60 @@ class OwnLoop(Loop):
             cpu_s=self._cpu(),
         )
         self.compute = Dealt()
-        self.optimizer, self.scheduler, self.scaler = optimizer, scheduler, scaler
-        self._now: Iteration | None = None
-        self._losses: dict[int, Weighed] = {}
-        self._skipped: list[Skipped] = []
-        self._share = Share([], 0, 0)
-        self._agreed: Agreement | None = None
-        self._norm: float | None = None
-        self._committed: Commit | None = None
-        self._apart: PeerError | None = None  # the group came apart within an iteration
-        self._exchanged = self._held_back = False
         self._items: Generator[Any] | None = None
         self._left_epoch = 0  # the step that ended the epoch the loader left last
-        self._queued = False  # a callback at the end of the present backward pass
-        self._direct = False  # the optimizer is to move now, whichever code calls it
-        self._unscaled = False
         self._rests = False  # the loader's next epoch is what is left of the present one
-        self._tells = False  # the loss, by `weigh` or `record`
-        self.round: Round | None = None
-        """Of the evaluation that the user's code is in."""
-        self._evaluates_since: float | None = None
+        self._epoch_at: int | None = None  # that `epochs` gave last
         self._lost = lost
         self._guard = Guard(model, optimizer, alone=job.per_commit.micro_batches == 1)
-        self._strangers = Strangers(model, self._users_iteration)
-        self._calls = Calls()
-        self._known_step: int | None = None  # the commit that the calls follow
-        self._waits_in = Waits()
-        self._epoch_at: int | None = None  # that `epochs` gave last
+        self._strangers = Strangers(model, lambda: self.present.users)
+        self.shared = SharedCalls(
+            member,
+            self.engine,
+            self.activity,
+            self.after,
+            self.present,
+            per_epoch=self._per_epoch,
+            meet=self._meet_again,
+            too_early=self._too_early,
+        )
+        self.backward = self._make_backward()
         self.after.end_by("own loop")
         self.engine.applies_staged = False  # the user's code edits the gradient before
-        self._give_back = take_over(self)
-        self._taken = optimizer.__dict__["step"]
+        self.calls = self._make_calls(optimizer, scheduler, scaler)
+
+    @property
+    def _too_early(self) -> str:
+        """What is said of a call in the middle of a step, behind its name."""
+        return (
+            "was called in an iteration that is not the last of its step: another process may "
+            "have fewer of them. Call it where session.sync_gradients is true."
+        )
 
     def _make_update(self, job: JobSpec) -> Callable[..., Update]:
         """What moves the parameters."""
         return Update
+
+    def _make_backward(self, kind: type[Backward] = Backward) -> Backward:
+        last = self._last_pass
+        return kind(self.engine, self.present, self._guard, self._strangers, last)
+
+    def _make_calls(
+        self, *of_user: Any, kind: type[OptimizerCalls] = OptimizerCalls
+    ) -> OptimizerCalls:
+        return kind(
+            *of_user,
+            engine=self.engine,
+            update=self._update,
+            step=self.present,
+            backward=self.backward,
+            guard=self._guard,
+            shared=self.shared,
+            seed=self.job.seed,
+            per_epoch=self._per_epoch,
+            advances=self._advances,
+            agree=self._agree_on_step,
+        )
 
     # ---- what a loop must say
 
@@ -178,22 +188,7 @@ class OwnLoop(Loop):
 
     def _before_steps(self, comm: Comm) -> None:
         """There is nothing to try: the user runs the passes. What its code did between, is told."""
-        step = self.state.progress.step
-        if self._known_step is not None and step != self._known_step:
-            self._calls.commit(step, (step - 1) // self._per_epoch)
-            self._enter(after(step))
-        self._known_step = step
-        if self.member.recovers:
-            self._waits_in.compare(comm, self.device)
-            self._calls.agree(comm, step, self.device)
-
-    def _follow(self, step: int) -> None:
-        """What the user's code does from here on follows this commit."""
-        epoch = (step - 1) // self._per_epoch
-        self._calls.commit(step, epoch)
-        self._update.between.commit(step, epoch)
-        self._known_step = step
-        self._waits_in.commit()
+        self.shared.regroup(comm)
 
     @property
     def _per_epoch(self) -> int:
@@ -204,7 +199,7 @@ class OwnLoop(Loop):
 
         What the user's code does between two steps is its own affair, for as long as it takes.
         """
-        between = self._now is None and self.phase == "your loop"
+        between = self.present.now is None and self.phase == "your loop"
         return self.engine.taken + (int(time.monotonic()) if between else 0)
 
     def join(self) -> None:
@@ -244,17 +239,13 @@ class OwnLoop(Loop):
         self._rests = fresh and ends
         first = max(0, self.step - 1) // self._per_epoch + (ends and not fresh)
         for epoch in range(first, self.job.train.passes if count is None else count):
-            if self.stopped and not (fresh and self.step):
+            if self.state.over and not (fresh and self.step):
                 return
             fresh = False
             if epoch != self._epoch_at:
                 self._epoch_at = epoch
-                self._enter(of_epoch(epoch))
+                self.shared.enter(of_epoch(epoch))
             yield epoch
-
-    def _enter(self, section: str) -> None:
-        self._calls.enter(section)
-        self._update.between.enter(section)
 
     def epoch(self) -> Iterator[Any]:
         """The batches of the next epoch, or of what is left of this one.
@@ -264,14 +255,14 @@ class OwnLoop(Loop):
         """
         if self._rests:
             self._rests = False
-            self._enter(after(self.step))
+            self.shared.enter(after(self.step))
             return
         if self._epoch_at is None and self.member.recovers:
             raise SpecError(
                 "the loop over the loader is not within `for epoch in session.epochs():`, as it "
                 "has to be under instep run: a worker that takes another's place begins there."
             )
-        if self._begun and not self.stopped:
+        if self._begun and not self.state.over:
             raise self._left("its other batches are still to come")
         assert self._items is not None, "join() comes first"
         for item in self._items:
@@ -284,7 +275,7 @@ class OwnLoop(Loop):
                 return
         self.phase = "your loop"
         if self.step:
-            self._enter(after(self.step))
+            self.shared.enter(after(self.step))
 
     def length(self) -> int:
         """Batches that this worker has in a whole epoch."""
@@ -308,24 +299,21 @@ class OwnLoop(Loop):
             (part, read), following = following, next(reads, None)  # which is the last is known
             if self.member.superseded:
                 raise PeerError("the members have changed in the middle of a step.")
-            now = self._now = Iteration(part, read.size, last=following is None)
+            now = self.present.enter(Iteration(part, read.size, last=following is None))
             set_generators(key(self.job.seed, OF_PASS, self.step, part.number))
             since = time.perf_counter()
             yield Batch(read.batch)
-            self._now = None
-            self._raise_apart()
+            self.present.leave()
             if now.begun and not now.computed and not now.last:  # all of it inside no_sync()
-                self._end_pass(now)
+                self.backward.end(now)
             self._refuse_half_done(now)
             self.engine.clock.lap(since, "forward")
-        return Results(self._losses, self._skipped)
+        return Results(self.present.losses, self.present.skipped)
 
     def _begin(self, share: Share) -> None:
         """The iterations of a step are about to come."""
-        self._share = share
-        self._losses, self._skipped, self._agreed = {}, [], None
-        self._apart, self._exchanged, self._committed = None, False, None
-        self._unscaled = self._queued = False
+        self.present.begin(share)
+        self.backward.begin_step()
         self._guard.begin_step()
 
     def _readable(
@@ -339,7 +327,7 @@ class OwnLoop(Loop):
         found = False
         for part in share.passes:
             read = next(loads)
-            self._skipped += read.skipped
+            self.present.skipped.extend(read.skipped)
             if read.size:
                 found = True
                 yield part, read
@@ -352,10 +340,6 @@ class OwnLoop(Loop):
                 yield part._replace(repeats=True), read
                 return
         raise PeerError("no sample of the step can be read.")
-
-    def _raise_apart(self) -> None:
-        if self._apart is not None:
-            raise self._apart
 
     def _refuse_half_done(self, now: Iteration) -> None:
         """Every iteration is one backward pass and one `optimizer.step()`."""
@@ -378,460 +362,50 @@ class OwnLoop(Loop):
             self._guard.compare(self.engine.comm)
         return super()._settle(done)
 
-    # ---- the backward pass
-
-    def weigh(self, loss: Tensor | WeightedLoss) -> Tensor:
-        """The loss to call `backward` on, with its weight noted.
-
-        Args:
-            loss: the mean over the batch; or a total and what it is a total of.
-        """
-        now = self._in_iteration("backward()")
-        if isinstance(loss, WeightedLoss):
-            weight = as_weight(loss.weight, "the weight of backward()")
-            if now.begun and not now.part.repeats and weight != now.weight:
-                raise SpecError(
-                    f"step {self.step}: session.backward() was given a loss of weight {weight:g} "
-                    f"after one of weight {now.weight:g} for the same batch, whose gradients are "
-                    "in. Give each loss of a batch the same weight, or add them up in one."
-                )
-            if not now.part.repeats:
-                now.weight = weight
-            loss = loss.total / (weight or 1.0)
-        if loss.numel() != 1:
-            raise SpecError(
-                f"session.backward() was given a tensor of shape {list(loss.shape)}: a loss is one "
-                "number. Take its mean; or give an instep.WeightedLoss, its sum and what it is a "
-                "sum of."
-            )
-        self._tells = True
-        self._strangers.look(loss, (self.step - 1) // self._per_epoch)
-        if not now.part.repeats:
-            now.total = now.held + float(loss.detach()) * (now.weight or 1.0)
-            now.held = now.total if self._held_back else now.held
-        return loss
-
-    def skip(self) -> None:
-        """The backward pass of a batch that is to count nothing, whatever is in it."""
-        nothing = torch.stack([p.flatten()[:1].sum() for p in self._guard.trained]).sum() * 0
-        self.weigh(WeightedLoss(nothing, 0.0)).backward()
+    # ---- a step
 
     def _take(self, slot: int, gradient: Tensor) -> None:
         """A gradient is complete, in the middle of a backward pass."""
-        now = self._in_iteration("backward()")
-        if self._apart is not None:
-            return
-        if now.computed:
-            raise SpecError(
-                "backward() was called twice for one batch of the loader. Add the losses up, or "
-                "call all but the last inside session.no_sync()."
-            )
-        try:
-            self._receive(now, slot, gradient)
-        except PeerError as error:
-            self._apart = error
-        if not self._queued:
-            self._queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)
+        self.backward.take(slot, gradient)
 
-    def _receive(self, now: Iteration, slot: int, gradient: Tensor) -> None:
-        """The gradient is the workers' to agree on."""
-        if not now.begun:
-            now.begun = True
-            whole = self.engine.where.stop - self.engine.where.first
-            factor = 0.0 if now.part.repeats else (now.weight or 1.0) / whole
-            self.engine.begin_pass(now.part, factor, last=now.last and not self._held_back)
-        self.engine.gradient(slot, gradient)
-
-    def _backward_over(self) -> None:
-        now, self._queued = self._now, False
-        if now is None or self._held_back or self._apart is not None:
-            return
-        self._end_pass(now)
-        if now.last:
-            self._exchange_now()
-
-    def _end_pass(self, now: Iteration) -> None:
-        now.computed = True
-        where = self.engine.where
-        if not now.part.repeats:
-            total = now.total
-            self._losses[now.part.number] = Weighed(total, now.weight)
-        share = 0.0 if now.part.repeats else now.samples / (where.stop - where.first)
-        self.engine.end_pass(now.part, share)
-
-    def _exchange_now(self) -> None:
-        """The step's last backward pass is over: agree, and hand the gradients out."""
-        self._guard.check_written(self.step)
-        try:
-            self._agree_on_step()
-            if self._agreed is not None:
-                self.member.check_lease()
-                self.engine.hand_out()
-                self._guard.check_zeros(self.step)
-                self._norm, self._unscaled = self._update.clip(), self._update.clips
-        except PeerError as error:
-            self._apart, self._agreed = error, None
-        self.phase = "your loop"
+    def _last_pass(self) -> None:
+        self.calls.exchange()
 
     def _agree_on_step(self) -> None:
-        self._exchanged = True
-        if not self._tells:
+        """Have the workers agree on the step.
+
+        Raises:
+            PeerError: one was lost, or this one is no longer among them.
+        """
+        if not self.backward.tells:
             self._warn(
                 "the loop calls loss.backward() by itself, so the loss is not known: it is shown "
                 "as 0, and no rule sees that it is not finite. Call session.backward(loss), or "
                 "session.record(loss) before it"
             )
-        with self._together(f"the exchange of the gradients of step {self.step}"):
-            self._agreed = super()._exchange(Results(self._losses, self._skipped), self._share)
+        step = self.present
+        passed = Results(step.losses, step.skipped)
+        with self.shared.together(f"the exchange of the gradients of step {self.step}"):
+            step.agree(partial(self._exchange, passed, step.share))
+        if step.agreed is not None:
+            self.member.check_lease()
 
-    def _exchange(self, passed: Results, share: Share) -> Agreement | None:
-        """It was done when the last backward pass was over."""
-        assert self._exchanged, "the last batch had no backward pass"
-        return self._agreed
-
-    def _commit(self) -> Commit:
-        """It was done in `optimizer.step()`."""
-        assert self._committed is not None, "optimizer.step() was not called"
-        return self._committed
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes meanwhile add to the gradient of the iteration, and do not end it."""
-        self._held_back = True
-        try:
-            yield
-        finally:
-            self._held_back = False
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether this is the last iteration of a step, with a gradient that is or will be agreed.
-
-        After a last backward pass that is to come again there is none.
-        """
-        again = self._exchanged and self._agreed is None
-        return self._now is not None and self._now.last and not again
-
-    # ---- optimizer and scheduler
-
-    def _users_iteration(self) -> int | None:
-        """The present iteration's number, while the user's code runs in it."""
-        return None if self._now is None or self._direct else self._now.number
-
-    def _in_iteration(self, what: str) -> Iteration:
-        if self._now is None:
-            raise SpecError(
-                f"{what} was called outside an iteration of the session's loader, where no "
-                "sample's gradient counts. Call it within the loop over the loader."
-            )
-        return self._now
-
-    @property
-    def moves(self) -> bool:
-        """Whether the step's gradient is agreed on, so that the optimizer is to move."""
-        return self.sync_gradients and self._agreed is not None
-
-    def optimizer_step(self, move: Callable[[], Any]) -> None:
-        """The user's `optimizer.step()`, or `scaler.step(optimizer)`.
-
-        Args:
-            move: what it did before it was taken over.
-        """
-        if self._direct:
-            move()
-            return
-        now = self._take_in_step()
-        if now is None or not self.moves:
-            return
-        self._guard.check_trained()
-        try:
-            self._committed = self.engine.commit(lambda step: self._move(move, step))
-            self._follow(self._committed.step)
-        except PeerError as error:
-            self._apart, self._agreed = error, None
-
-    def _take_in_step(self) -> Iteration | None:
-        """`optimizer.step()` was called: the iteration, unless the group came apart in it.
-
-        Raises:
-            SpecError: it cannot be called here.
-        """
-        now = self._in_iteration("optimizer.step()")
-        if self.optimizer.__dict__.get("step") is not self._taken:
-            raise SpecError(
-                "a scheduler was made for the optimizer after prepare(), which does not know of "
-                "it: it would be advanced in every iteration, and be in no checkpoint. Make it "
-                "before, and give it to prepare() too."
-            )
-        if self._apart is not None:
-            return None
-        if now.stepped:
-            raise SpecError(
-                "optimizer.step() was called twice for one batch of the loader: a step takes "
-                "train.global_batch samples and moves once. Call it once in every iteration."
-            )
-        if now.begun and not now.computed:  # its backward passes were all inside no_sync()
-            self._end_pass(now)
-            if now.last:
-                self._exchange_now()
-        now.stepped = now.computed
-        return now
-
-    def _move(self, move: Callable[[], Any], step: int) -> float | None:
-        set_generators(key(self.job.seed, OF_UPDATE, step))  # some optimizers draw
-        with self._directly():
-            move()
-            if self._advances:
-                self.scheduler.step()
-        return self._norm
-
-    @contextmanager
-    def _directly(self) -> Iterator[None]:
-        """What is called of optimizer and scheduler does what it did before it was taken over."""
-        self._direct = True
-        try:
-            yield
-        finally:
-            self._direct = False
-
-    def unscale(self, original: Callable[..., Any]) -> None:
-        """The user's `scaler.unscale_(optimizer)`: once, where there is a gradient."""
-        if self._now is None or (self.moves and not self._unscaled):
-            original(self.optimizer)
-            self._unscaled = True
-
-    def after_move(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The user's `scheduler.step()` or `scaler.update()`: once for each step that counts.
-
-        Between two steps, such as after each epoch, every call counts; but one that is in the
-        state already, which a checkpoint or another worker gave, is not made again, and none
-        is where a stop has cut the epoch short.
-        """
-        if self._now is None:
-            if self.stopped and self.step % self._per_epoch:  # the epoch is to be continued
-                return None
-            return original(*args, **kwargs) if self._update.between.is_new() else None
-        now = self._now
-        comes_again = self._exchanged and self._agreed is None
-        if now.last and not now.stepped and not comes_again and self._apart is None:
-            raise SpecError(
-                f"step {self.step}: the scheduler's step() or the scaler's update() was called "
-                "before optimizer.step(). Call it after, in every iteration."
-            )
-        return original(*args, **kwargs) if self._committed is not None else None
-
-    def zeroed(self, *, to_none: bool) -> None:
-        """The user's `optimizer.zero_grad(set_to_none)`."""
-        self._guard.leaves_zeros = not to_none
-
-    def scheduler_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The user's `scheduler.step()`."""
-        if self._direct:
-            return original(*args, **kwargs)
-        if isinstance(self.scheduler, ReduceLROnPlateau):
-            self._agree_on_plateau(*args, **kwargs)
-        if self._advances:
-            raise SpecError(
-                "scheduler.step() was called, but prepare(scheduler=...) has the session advance "
-                "the scheduler after every step. Leave the call out; or give the scheduler among "
-                "the other arguments, without the name."
-            )
-        return self.after_move(original, *args, **kwargs)
-
-    def _agree_on_plateau(self, metrics: Any, epoch: Any = None) -> None:
-        """A plateau of a metric is found by every process alike, or the rates would differ.
-
-        Raises:
-            SpecError: the processes have other metrics, or it is called within a step.
-        """
-        if self._now is not None:
-            raise SpecError(
-                "the step() of ReduceLROnPlateau was called in an iteration: a metric is known "
-                "after an evaluation. Call it after the loop over the loader."
-            )
-        mine = torch.tensor(float(metrics), dtype=torch.float64)
-
-        def talk() -> list[float]:
-            every = evaluation.exchange(self.engine.comm, self.device, _PLATEAU, Piece(0, [mine]))
-            return [float(piece.leaves[0]) for piece in every]
-
-        found = self._call(_PLATEAU, talk, [float(mine)])
-        if len({*map(repr, found)}) > 1:
-            raise SpecError(
-                f"{_PLATEAU} was given {found[0]:g} in one process and "
-                f"{next(n for n in found if repr(n) != repr(found[0])):g} in another: their "
-                "learning rates would differ. Give the metric of the whole evaluation: "
-                "session.gather_for_metrics and session.sum help to get it."
-            )
-
-    # ---- what the user tells
-
-    def record(self, loss: float, weight: float | None = None) -> None:
-        """Count the mean loss of the present batch, and how much it is a mean of."""
-        now = self._in_iteration("record()")
-        if now.begun:
-            raise SpecError(
-                "record() was called after backward(), at whose end the workers agree: call it "
-                "before, or use session.backward(loss), which does both."
-            )
-        self._tells = True
-        if not now.part.repeats:
-            now.weight = (
-                now.weight if weight is None else as_weight(weight, "the weight of record()")
-            )
-            now.total = loss * (now.weight or 1.0)
-
-    # ---- what talks between two steps
-
-    def sum(self, values: Sequence[float]) -> tuple[float, ...]:
-        """The sums of numbers over the processes, the same bits on each in whatever order."""
-        name = f"session.sum of {len(values)} values"
-        own = torch.tensor(values, dtype=torch.float64)
-
-        def talk() -> list[float]:
-            every = evaluation.exchange(self.engine.comm, self.device, name, Piece(0, [own]))
-            rows = [piece.leaves[0].tolist() for piece in every]
-            return [_exact_sum(column) for column in zip(*rows, strict=True)]
-
-        return tuple(self._call(name, talk, own.tolist()))
-
-    def gather(self, tensors: Any) -> Any:
-        """The tensors of all processes, each behind the other in the order of the dataset."""
-        name, (leaves, form) = "session.gather_for_metrics", evaluation.flatten(tensors)
-        now, number, expected = self.round, self.engine.comm.rank, None
-        if now is not None:
-            now.gathered, number, expected = True, now.number, now.expected
-        elif self._now is not None and self._now.part.repeats:
-            number = NONE
-
-        def talk() -> list[Tensor]:
-            piece = Piece(number, leaves)
-            every = evaluation.exchange(self.engine.comm, self.device, name, piece)
-            if expected is not None and {*expected} - {each.number for each in every}:
-                raise _PartsMissing
-            return evaluation.joined(every)
-
-        every = self._call(name, talk, [leaf.cpu() for leaf in leaves])
-        return evaluation.build_again([leaf.to(self.device) for leaf in every], form)
-
-    def begin_evaluation(self) -> tuple[int, int]:
-        """How many parts an evaluation has that begins now, and which of them is this process's."""
-        if self._now is not None and self.member.recovers:
-            raise self._within("an evaluation")
-
-        def talk() -> int:
-            comm, nothing = self.engine.comm, Piece(0, [])
-            return len(evaluation.exchange(comm, self.device, EVALUATION, nothing))
-
-        self._evaluates_since = time.perf_counter()
-        parts = int(self._call(EVALUATION, talk, 1))
-        return parts, self._calls.take_part(self.engine.comm.rank)
-
-    def validated(self, samples: int, metrics: dict[str, float]) -> None:
-        """Write down what a validation by the user gave, once, and judge it."""
-        since, self._evaluates_since = self._evaluates_since, None
-        took = time.perf_counter() - since if since is not None else 0.0
-
-        def talk() -> list[bool]:
-            comm = self.engine.comm
-            if comm.rank == 0:
-                self.member.emit(
-                    "validated",
-                    step=self.step,
-                    epoch=max(0, self.step - 1) // self._per_epoch,
-                    metrics=metrics,
-                    samples=samples,
-                    seconds=took,
-                    scheduled=not self.stopped,
-                )
-            told = not self.stopped and self.stopping.after_validation(self.step, metrics)
-            if self.member.recovers:  # a later worker is not to tell it again
-                evaluation.exchange(comm, self.device, "session.validated", Piece(0, []))
-            return [told]
-
-        if self._now is not None and self.member.recovers:
-            raise self._within("session.validated")
-        (told,) = self._call("session.validated", talk, [False])
-        if told and not self.stopped:
-            self.after.end_by(ON_REQUEST)
-            if self.state.last is None:  # of a step before this start of the run
-                self.state.ended = True
-            else:
-                self.state.last = self.state.last._replace(told=True, ends=True)
-
-    def _call(self, name: str, talk: Callable[[], Any], own: Any) -> Any:
-        """What a call of the user's code that talks gives.
-
-        Args:
-            name: for errors.
-            talk: with the others, in the present group.
-            own: what it gives where the iteration is void, and will come again.
-
-        Raises:
-            SpecError: it cannot be made here.
-            PeerError: another worker is lost, and nobody can take its place.
-        """
-        if self._now is not None:
-            return self._call_within(name, talk, own)
-        while True:
-            known = self._calls.answered(name)
-            if known is not None:
-                return known.result
-            try:
-                with self._together(name):
-                    result = talk()
-            except PeerError as error:
-                if not self.member.recovers:
-                    raise
-                self._meet_again(error)
-            except _PartsMissing:
-                self._wait_for_newcomer()
-            else:
-                if self.member.recovers:
-                    self._calls.add(Call(name, result))
-                return result
-
-    def _call_within(self, name: str, talk: Callable[[], Any], own: Any) -> Any:
-        """A call in an iteration: it comes again with the iteration, so nothing is kept."""
-        assert self._now is not None
-        if not self._now.last:
-            raise SpecError(
-                f"{name} was called in an iteration that is not the last of its step: another "
-                "process may have fewer of them. Call it where session.sync_gradients is true."
-            )
-        if self.member.recovers and self._committed is not None:
-            raise self._within(name)
-        if self._apart is not None:
-            return own
-        try:
-            with self._together(name):
-                return talk()
-        except PeerError as error:
-            if not self.member.recovers:
-                raise
-            self._apart, self._agreed = error, None
-            return own
-
-    def _within(self, name: str) -> SpecError:
-        when = "after its step was committed"
-        if self._committed is None:
-            when = "whose step is not committed (a loop that `break` has left is still in it)"
-        return SpecError(
-            f"{name} was called within an iteration, {when}: under instep run a worker that takes "
-            "another's place does not come by there. Call it before optimizer.step(), or after "
-            "the loop over the loader has come to its end."
-        )
-
-    @contextmanager
-    def _together(self, what: str) -> Iterator[None]:
-        """All processes are in the same place at the same time; if not, they wait in vain."""
-        self.phase = "exchange"
-        try:
-            with self._waits_in.call(what, self.state.progress.step):
-                yield
-        finally:
-            self.phase = "your loop"
+    def _one_turn(
+        self, where: Position, share: Share, loads: Iterator[Read]
+    ) -> Generator[Batch, None, Commit]:
+        """The user's code has the workers agree, in its last backward pass, and commits."""
+        self.engine.begin_step(self.step, where)
+        yield from self._passes(where, share, loads)
+        if self.present.comes_again:  # gradients exceeded the lattice: once more, on a coarser one
+            again = self._loader.read(self.compute.slices(share), self._record)
+            self.engine.begin_step(self.step, where)
+            yield from self._passes(where, share, again)
+        agreed, done = self.present.agreed, self.present.committed
+        assert agreed is not None, "a strategy wanted a third attempt"
+        assert done is not None, "optimizer.step() was not called"
+        self._regroups = agreed.regroups
+        self._tell(done)
+        return done
 
     def _meet_again(self, error: PeerError | None) -> None:
         """Between two steps: leave the group, and be in the next."""
@@ -842,25 +416,6 @@ class OwnLoop(Loop):
         self._items = self.run()
         self.phase = "your loop"
 
-    def _wait_for_newcomer(self) -> None:
-        """Until the master has one, who takes the part of an evaluation that was lost."""
-        comes = torch.zeros(1, device=self.device)
-        self.phase = "exchange"
-        try:
-            while not comes.item():
-                time.sleep(_LOOK_S)
-                comes.fill_(float(self.member.regroups))
-                self.engine.comm.all_reduce(comes).wait()
-        except PeerError as error:
-            self._meet_again(error)
-        else:
-            self._meet_again(None)
-
-    @property
-    def stopped(self) -> bool:
-        """Whether no further step will come, although the loop may not be at its end."""
-        return self.state.ended or (self.state.last is not None and self.state.last.ends)
-
     @property
     def in_flight(self) -> int:
         """The step that is being computed; 0 before there is a group."""
@@ -869,9 +424,7 @@ class OwnLoop(Loop):
     @property
     def _begun(self) -> bool:
         """Whether some of the present step has been computed, and it has not been committed."""
-        now = self._now
-        begun = now is not None and (now.begun or bool(self._losses))
-        return begun and self._committed is None
+        return self.present.begun
 
     def _left(self, why: str) -> SpecError:
         return SpecError(
@@ -899,10 +452,10 @@ class OwnLoop(Loop):
                 while agreed is None:  # others may have had a step, whose gradients did not fit
                     # a rule may have fired at the very last step
                     told = self.stopping.verdict()
-                    with self._together("session.close()"):
+                    with self.shared.together("session.close()"):
                         agreed = self.engine.agree({}, stop=told, leaving=True)
                 self._guard.compare(self.engine.comm)
-                if agreed.stop and not self.stopped:
+                if agreed.stop and not self.state.over:
                     self.after.end_by(ON_REQUEST)
                 self.after.save_last(self.step)
                 if super().finish():
@@ -915,14 +468,15 @@ class OwnLoop(Loop):
 
     def _end_iteration(self) -> None:
         """Settle the step of an iteration that the loop was left in, or refuse to lose one."""
-        if self._now is None or self.stopped or not (self._begun or self._exchanged):
+        step = self.present
+        if step.now is None or self.state.over or not (self._begun or step.exchanged):
             return
-        if self._exchanged and self._agreed is None and self._apart is None:
+        if step.comes_again and step.apart is None:
             raise self._left(
                 "its gradients did not fit the lattice of determinism = 'bits' and were to be "
                 "computed once more"
             )
-        if self._committed is None:
+        if step.committed is None:
             raise self._left("its other batches were still to come")
         assert self._items is not None
         next(self._items)
@@ -931,7 +485,7 @@ class OwnLoop(Loop):
         """Let go of loader and group, and of the optimizer; a second call does nothing."""
         super().close()
         self._strangers.close()
-        self._give_back()
+        self.calls.give_back()
 
 
 class OwnLoader(AsLoader):
@@ -951,11 +505,3 @@ class OwnLoader(AsLoader):
 
     def __len__(self) -> int:
         return self._loop.length()
-
-
-def _exact_sum(values: Sequence[float]) -> float:
-    """The sum, rounded once: the same in any order."""
-    try:
-        return math.fsum(values)
-    except (OverflowError, ValueError):  # infinities
-        return sum(values)

@@ -24,8 +24,10 @@ from instep.engine.update import Update
 from instep.errors import PeerError, SpecError
 from instep.job.spec import JobSpec
 from instep.recipe.build import set_generators
+from instep.worker.own.backward import Backward
 from instep.worker.own.iteration import Batch, Iteration
 from instep.worker.own.loop import OwnLoop
+from instep.worker.own.optimizer_calls import OptimizerCalls
 from instep.worker.passes.base import Dealt, Results
 from instep.worker.rounds.participant import Participant, local_steps_of
 from instep.worker.rounds.round_checks import check_length, verdict
@@ -63,6 +65,100 @@ class LocalSteps(Dealt):
         return (samples for part in share.passes for _, samples in self.cuts(part))
 
 
+class LocalBackward(Backward):
+    """Leaves the gradients of a local step where its backward pass left them."""
+
+    def _receive(self, now: Iteration, slot: int, gradient: Tensor) -> None:
+        now.begun = True
+        self._engine.parameters[slot].grad = gradient
+
+    def end(self, now: Iteration) -> None:
+        """As of `Backward`: the engine has not seen it."""
+        now.computed = True
+
+
+class LocalCalls(OptimizerCalls):
+    """Answers the calls of the user's code, where each `optimizer.step()` is a local step."""
+
+    _update: RoundUpdate
+    _participant: Participant | None = None
+    _local: _LocalStep | None = None
+    moved = False
+    """Whether a participant has moved in this round."""
+
+    def begin_round(self) -> None:
+        """Get ready for the local steps of another round."""
+        self.moved = False
+
+    def enter(self, participant: Participant, local: _LocalStep) -> None:
+        """Have this local step come next, after those before it that had no sample."""
+        self._participant, self._local = participant, local
+        with self._step.directly():
+            for _ in range(local.empty):
+                self._update.advance()
+
+    def exchange(self) -> None:
+        """Wait: the round ends in `optimizer.step()`, as this participant is to move before."""
+
+    def optimizer_step(self, move: Callable[[], Any]) -> None:
+        """Take `optimizer.step()`: a local step, which may end the round."""
+        if self._step.direct:
+            move()
+            return
+        now = self._take_in_step()
+        if now is None or not now.stepped:
+            return
+        self._guard.check_trained()
+        self._guard.check_zeros(self._engine.step)
+        participant, local = self._participant, self._local
+        assert participant is not None
+        assert local is not None
+        self.moved = True
+        with self._step.directly():
+            if now.weight or now.part.repeats:
+                self._update.pull()
+                self._update.take_step(self._engine.step, local.part.number, local.number)
+            else:
+                self._update.advance()
+        participant.count(now.total, now.weight, now.samples)
+        try:
+            if local.ends:
+                self._end_participant(participant)
+            if now.last:
+                self.end_round()
+        except PeerError as error:
+            self._step.breaks(error)
+
+    def _end_participant(self, participant: Participant) -> None:
+        """Give the engine how far a participant came, whose local steps are done."""
+        way = participant.way(self._engine.buffers)
+        participant.put_back()
+        self._step.losses.update(give(self._engine, self._update, way))
+
+    def end_round(self) -> None:
+        """Commit the mean of all participants.
+
+        Raises:
+            PeerError: a worker was lost.
+        """
+        self._agree()
+        with self._step.directly():
+            self._step.commit(self._engine.commit())
+        self._shared.follow(self.state.progress.step)
+
+    def scheduler_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Take `scheduler.step()`: between two rounds."""
+        if self._step.now is not None and not self._step.direct and not self._advances:
+            raise SpecError(
+                "scheduler.step() was called in an iteration: with sync.name = "
+                f"{self._engine.member.job.sync.name!r} each process takes steps of its own, and "
+                "all have the rates of the round's beginning. Give the scheduler as "
+                "prepare(scheduler=...), which advances it with every local step, and leave the "
+                "call out; or call it after the loop over the loader."
+            )
+        return super().scheduler_step(original, *args, **kwargs)
+
+
 class OwnRounds(OwnLoop):
     """What stands behind loader, optimizer and scheduler where participants are averaged.
 
@@ -72,11 +168,14 @@ class OwnRounds(OwnLoop):
 
     _update: RoundUpdate
     compute: LocalSteps
+    calls: LocalCalls
+    _each_moves = True
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         job = self.job
-        if self.scaler is not None and self.scaler.is_enabled():
+        scaler = self.calls.scaler
+        if scaler is not None and scaler.is_enabled():
             raise SpecError(
                 f"sync.name = {job.sync.name!r} does not go with a GradScaler: participants take "
                 "steps of their own, and each would come to a scale of its own. Use bfloat16."
@@ -84,12 +183,24 @@ class OwnRounds(OwnLoop):
         self.compute = LocalSteps(job.local_steps)
         check_length(job, self.samples)
         equip(self.engine, self._update, job)
-        self._participant: Participant | None = None
-        self._local: _LocalStep | None = None
-        self._moved = False  # in this round
 
     def _make_update(self, job: JobSpec) -> Callable[..., Update]:
         return partial(RoundUpdate, job=job, advances=self._advances)
+
+    def _make_backward(self, kind: type[Backward] = LocalBackward) -> Backward:
+        return super()._make_backward(kind)
+
+    def _make_calls(self, *of_user: Any, kind: type[OptimizerCalls] = LocalCalls) -> OptimizerCalls:
+        return super()._make_calls(*of_user, kind=kind)
+
+    @property
+    def _too_early(self) -> str:
+        return (
+            "was called in the middle of round {step} (a loop that `break` has left is still in "
+            f"it): with sync.name = {self.job.sync.name!r} each process takes local steps of its "
+            "own, and some may have fewer. Let the loop over the loader come to its end, or leave "
+            "it after the last step of a round, and call it then."
+        )
 
     def _verdict(self) -> str:
         return verdict(self.job)
@@ -121,32 +232,31 @@ class OwnRounds(OwnLoop):
         self, where: Position, share: Share, loads: Iterator[Read]
     ) -> Generator[Batch, None, Results]:
         self._begin(share)
-        self._moved = False
+        self.calls.begin_round()
         parts = self._parts(where, share)
         for place, part in enumerate(parts):
-            participant = self._participant = Participant(self._update, part, part.number)
-            with participant:
-                yield from self._local_steps(part, loads, last=place == len(parts) - 1)
-        if not self._exchanged:  # no sample of the last participant could be read
-            self._end_round()
-        return Results(self._losses, self._skipped)
+            with Participant(self._update, part, part.number) as participant:
+                last = place == len(parts) - 1
+                yield from self._local_steps(participant, part, loads, last=last)
+        if not self.present.exchanged:  # no sample of the last participant could be read
+            self.calls.end_round()
+        return Results(self.present.losses, self.present.skipped)
 
-    def _local_steps(self, part: Pass, loads: Iterator[Read], *, last: bool) -> Iterator[Batch]:
+    def _local_steps(
+        self, participant: Participant, part: Pass, loads: Iterator[Read], *, last: bool
+    ) -> Iterator[Batch]:
         if part.repeats:
             loads = self._loader.read((samples for _, samples in self.compute.cuts(part)), None)
         for local in self._readable_steps(part, loads):
             if self.member.superseded:
                 raise PeerError("the members have changed in the middle of a round.")
-            self._local = local
-            with self._directly():
-                for _ in range(local.empty):
-                    self._update.advance()
-            now = self._now = Iteration(part, local.read.size, last=last and local.ends)
+            self.calls.enter(participant, local)
+            ends = last and local.ends
+            now = self.present.enter(Iteration(part, local.read.size, last=ends))
             set_generators(key(self.job.seed, OF_PASS, self.step, part.number, local.number))
             since = time.perf_counter()
             yield Batch(local.read.batch)
-            self._now = None
-            self._raise_apart()
+            self.present.leave()
             self._refuse_half_done(now)
             self.engine.clock.lap(since, "forward")
 
@@ -156,7 +266,7 @@ class OwnRounds(OwnLoop):
         for number, _ in self.compute.cuts(part):
             read = next(loads)
             if not part.repeats:
-                self._skipped += read.skipped
+                self.present.skipped.extend(read.skipped)
             if not read.size:
                 continue
             if found is not None:
@@ -175,94 +285,6 @@ class OwnRounds(OwnLoop):
                 f"{self.job.sync.name!r} each batch is a local step: call it in every iteration."
             )
 
-    # ---- a local step
-
-    def _receive(self, now: Iteration, slot: int, gradient: Tensor) -> None:
-        """It stays where the backward pass left it."""
-        now.begun = True
-        self.engine.parameters[slot].grad = gradient
-
-    def _end_pass(self, now: Iteration) -> None:
-        now.computed = True
-
-    def _exchange_now(self) -> None:
-        """The round ends in `optimizer.step()`: this participant is to move before."""
-
-    def optimizer_step(self, move: Callable[[], Any]) -> None:
-        """The user's `optimizer.step()`: a local step, which may end the round."""
-        if self._direct:
-            move()
-            return
-        now = self._take_in_step()
-        if now is None or not now.stepped:
-            return
-        self._guard.check_trained()
-        self._guard.check_zeros(self.step)
-        participant, local = self._participant, self._local
-        assert participant is not None
-        assert local is not None
-        self._moved = True
-        with self._directly():
-            if now.weight or now.part.repeats:
-                self._update.pull()
-                self._update.take_step(self.step, local.part.number, local.number)
-            else:
-                self._update.advance()
-        participant.total += now.total
-        participant.weight += now.weight
-        participant.whole += now.weight
-        participant.size += now.samples
-        try:
-            if local.ends:
-                self._end_participant(participant)
-            if now.last:
-                self._end_round()
-        except PeerError as error:
-            self._apart, self._agreed = error, None
-        self.phase = "your loop"
-
-    def _end_participant(self, participant: Participant) -> None:
-        """Its local steps are done: the engine is given how far it came."""
-        way = participant.way(self.engine.buffers)
-        participant.put_back()
-        self._losses |= give(self.engine, self._update, way)
-
-    def _end_round(self) -> None:
-        """The mean of all participants is what the round comes to."""
-        self._agree_on_step()
-        with self._directly():
-            self._committed = self.engine.commit()
-        self._follow(self._committed.step)
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the optimizer moves in this iteration: in each one."""
-        return self._now is not None
-
     @property
     def _begun(self) -> bool:
-        return self._committed is None and (self._moved or super()._begun)
-
-    # ---- what else the user calls
-
-    def scheduler_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The user's `scheduler.step()`: between two rounds."""
-        if self._now is not None and not self._direct and not self._advances:
-            raise SpecError(
-                "scheduler.step() was called in an iteration: with sync.name = "
-                f"{self.job.sync.name!r} each process takes steps of its own, and all have the "
-                "rates of the round's beginning. Give the scheduler as prepare(scheduler=...), "
-                "which advances it with every local step, and leave the call out; or call it "
-                "after the loop over the loader."
-            )
-        return super().scheduler_step(original, *args, **kwargs)
-
-    def _call_within(self, name: str, talk: Callable[[], Any], own: Any) -> Any:
-        if self._now is not None and not self._now.last:
-            raise SpecError(
-                f"{name} was called in the middle of round {self.step} (a loop that `break` has "
-                f"left is still in it): with sync.name = {self.job.sync.name!r} each process takes "
-                "local steps of its own, and some may have fewer. Let the loop over the loader "
-                "come to its end, or leave it after the last step of a round, and call it then."
-            )
-        return super()._call_within(name, talk, own)
+        return self.present.committed is None and (self.calls.moved or super()._begun)

@@ -79,6 +79,13 @@ class Participant:
         if update.local is not None and not early:
             update.local.resume(number)
 
+    def count(self, total: float, weight: float, samples: int = 0) -> None:
+        """Count a local step: the total of its loss, and how much that is a mean of."""
+        self.total += total
+        self.weight += weight
+        self.whole += weight
+        self.size += samples
+
     def way(self, buffers: Buffers) -> Way:
         """How far it has come, before what it moved is put back.
 

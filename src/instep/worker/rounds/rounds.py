@@ -291,9 +291,7 @@ class Rounds(Compute):
             raise called_backward()
         if found is None:
             return False
-        participant.total += float(found.loss.detach()) * found.factor
-        participant.weight += found.weight
-        participant.whole += found.weight
+        participant.count(float(found.loss.detach()) * found.factor, found.weight)
         since = clock.lap(since, "forward")
         self._activity.enter("backward")
         found.loss.backward()
