@@ -100,7 +100,7 @@ def engine_around(
 
 def stepper(case: str, rank: int, folder: Path) -> Callable[[], None]:
     """One step of one worker's engine, around next to nothing."""
-    from instep.engine.engine import Weighed
+    from instep.engine.step.agreement import Weighed
     from instep.engine.update import Update
 
     size, votes = CASES[case]

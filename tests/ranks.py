@@ -28,8 +28,9 @@ from instep.comm.memory import MemoryComm, MemoryMessage, _Room
 from instep.comm.protocol.messages import Form
 from instep.data.batches import Batches
 from instep.engine.assignment import Lockstep
-from instep.engine.engine import Engine, Weighed
+from instep.engine.engine import Engine
 from instep.engine.served.optimizer import ServedUpdate
+from instep.engine.step.agreement import Weighed
 from instep.engine.turns import TurnState
 from instep.engine.update import Update
 from instep.errors import PeerError
@@ -400,8 +401,8 @@ class Rank:
         try:
             self._generation(comms[0], comms[-1], form)
         except Killed:
-            if self.engine._ledger is not None:  # files go with their process
-                self.engine._ledger.close()
+            if self.engine.records._ledger is not None:  # files go with their process
+                self.engine.records._ledger.close()
             for comm in comms:
                 comm.close()
             return "killed"

@@ -15,12 +15,12 @@ from unittest import mock
 import pytest
 import torch
 
-from instep.engine import engine as engine_module
 from instep.engine.engine import Engine
 from instep.engine.served.optimizer import ServedUpdate
 from instep.engine.state import committed
 from instep.engine.state.buffers import Buffers
 from instep.engine.state.catch_up import Place, beginning
+from instep.engine.step import records
 from instep.errors import PeerError, RecipeError, RunError
 from instep.sync import LEASED, STRATEGIES
 from instep.sync.all_reduce import AllReduce
@@ -523,7 +523,7 @@ MUTANTS = {
     "a vote without an answer means no": (Engine, "_prepare", _is_not_in_doubt),
     "buffers move before the vote": (Buffers, "exchange", _moves_buffers_before_the_vote),
     "buffers of a broken step stay": (Buffers, "undo", _keeps_buffers_of_a_step_that_broke),
-    "the ledger is not mended": (engine_module, "mend", _lets_the_ledger_stand),
+    "the ledger is not mended": (records, "mend", _lets_the_ledger_stand),
 }
 
 

@@ -43,7 +43,6 @@ from instep.engine.assignment import Lockstep
 from instep.engine.clock import Clock
 from instep.engine.gradients import Gradients
 from instep.engine.member import Member
-from instep.engine.notes import Notes
 from instep.engine.observers import Observer
 from instep.engine.passes import Pass
 from instep.engine.served.tables import ServedTables
@@ -52,48 +51,25 @@ from instep.engine.slots import Split, give
 from instep.engine.state.buffers import Buffers
 from instep.engine.state.catch_up import Beginning
 from instep.engine.state.committed import Commit, CommittedState
-from instep.engine.state.host_copy import HostCopy
+from instep.engine.state.copied_commits import CopiedCommits
 from instep.engine.state.loading import load
 from instep.engine.state.own_state import OwnState
+from instep.engine.step.agreement import (
+    Agreement,
+    Weighed,
+    agreement,
+    notes_of_a_step,
+    refuse_unequal_ends,
+)
+from instep.engine.step.records import StepRecords
 from instep.engine.turns import TurnState
 from instep.engine.update import Update
-from instep.errors import PeerError, RecipeError, SpecError, Unrepeatable, WorkerError
+from instep.errors import PeerError, Unrepeatable, WorkerError
 from instep.records import Attempt
 from instep.state.boxes import MeshRank
-from instep.store.ledger import Ledger, mend
 from instep.sync.base import Generation, InMesh, Mover, Scattered, Servers, Strategy
 from instep.sync.norm import norm, squares
-from instep.system.host_memory import NoRoom
 from instep.system.processes import machine
-from instep.units import readable_bytes
-
-
-class Weighed(NamedTuple):
-    """What one pass gave."""
-
-    total: float
-    """Its loss: the mean times the weight."""
-    weight: float
-    """How much of what the loss is a mean of it holds: samples, unless the recipe says else."""
-
-
-class Agreement(NamedTuple):
-    """What the workers agreed on beside the gradient; the same on each."""
-
-    loss: float
-    """Mean over the global batch, by weight."""
-    stop: bool
-    """Whether any worker has been told to stop."""
-    regroups: bool
-    """Whether all leave the group after this step: its members change."""
-    skipped: int = 0
-    """Samples of the global batch that could not be read; the means are over the others."""
-    saves: bool = False
-    """Whether it is time for a checkpoint."""
-    scale: float = 1.0
-    """What the agreed gradient is still to be multiplied by."""
-    norm: float | None = None
-    """Of the agreed gradient, where it lies on several ranks, and is wanted."""
 
 
 class _Staged(NamedTuple):
@@ -156,16 +132,13 @@ class Engine:
         """The embeddings whose rows are on servers."""
         self._take = take or self.gradient
         self._to_strategy = True
-        self.mends = True
-        """Whether the ledger is cut to the last complete step when a generation begins."""
         self.applies_staged = True
         """Whether a step in doubt can be applied later; not where the user's code belongs to it."""
         self._staged: _Staged | None = None
         self._handed_out = self._slots_filled = self._in_doubt = False
         self._left_out = 0  # by the user's collate, of this step's samples
         self._half_moved = False  # the update began, and has not ended
-        self._records: list[tuple[int, ...]] = []  # of the last step of a generation that is over
-        self._ledger: Ledger | None = None
+        self.records = StepRecords(member)
         self._comm: Comm | None = None
         self._column: Comm = AloneComm()
         self._slots = [turn.parameters for turn in turns]
@@ -178,9 +151,8 @@ class Engine:
         # what one rank of a mesh has staged, no other of its replica has
         self._votes = votes or self.own.memory is not None or mesh.ranks > 1
         whole = mesh.ranks > 1 and self.device.type == "cpu"
-        self._host_copy = HostCopy() if whole else None
-        self._uncopied = [0.0] * 3
-        """Where this process has no room for its copy: 1, the bytes that it needs, those it has."""
+        self.copies = CopiedCommits(member, self.state, self.own) if whole else None
+        """Copies of the last commit in memory of the host, where it may come to that."""
         self.clock = Clock(begin=time.time())
 
     def reading(self) -> AbstractContextManager[None]:
@@ -243,7 +215,7 @@ class Engine:
         form = self.member.form
         assert form is not None, "no generation yet"
         if form.checkpoint is not None:
-            for memory in (self.own.memory, self._host_copy):
+            for memory in (self.own.memory, self.copies):
                 if memory is not None:
                     memory.clear()
             if self.state.held and not form.checkpoint:
@@ -267,13 +239,11 @@ class Engine:
                 staged, counts = self._staged, self.ends_step
                 done = self._apply(self.update.apply)
                 if counts:  # the ledger is mended below
-                    self._record_times(done, staged, b"")
+                    self.records.tell(done, staged.samples, self.clock)
             self._drop()
         self.strategy.resolve(there.generation)
-        if comm.rank == there.root and self.mends:
-            ledger = self.member.run / "ledger.bin"
-            step = self.state.progress.step
-            mend(ledger, step, self._records, wait=self.member.waits_for_writer)
+        if comm.rank == there.root:
+            self.records.mend(self.state.progress.step)
         fresh = not self.state.held
         servers = [form.members.index(number) for number in form.servers]
         if isinstance(self.strategy, Scattered) and {*there.holders} <= {*servers}:
@@ -294,56 +264,6 @@ class Engine:
         if not own:
             raise PeerError("no member holds this part of the model.")
         return there._replace(root=own[0], shared=len(own) < len(form.members) // ranks)
-
-    def take_host_copy(self, comm: Comm) -> int | None:
-        """Take up what the processes before this replica's have left in memory of their host, if
-        all of it is of one commit; all processes of the replica call it.
-
-        Returns:
-            The step; None where nothing was taken.
-        """
-        if self._host_copy is None:
-            return None
-        found = self._host_copy.of_all(comm, self.device)
-        if found is None:
-            return None
-        self.state.take(found[1], "the memory of this host")
-        self.own.take_what_was_left()
-        step = self.state.progress.step
-        self.state.settled = max(0, step - 1)  # what follows the commit may not have been done
-        return step
-
-    def _keep_host_copy(self) -> None:
-        """Where no other replica could restore this one, copy the commit into host memory."""
-        form, copy = self.member.form, self._host_copy
-        if copy is None or form is None or not copy.lasts or not self.member.recovers:
-            return
-        if len(form.members) > self._mesh.ranks:
-            return
-        course, number = self.state.progress.course, self.state.number
-        try:
-            copy.keep(self.state.for_another(), Attempt(course, number, form.generation))
-        except NoRoom as error:
-            copy.drop()
-            self._uncopied = [1.0, float(error.needed), float(error.left)]
-
-    def _go_without_copies(self, uncopied: list[float]) -> None:
-        """Where a process of this replica has no room for its copy, those of others are no use."""
-        count, needed, left = uncopied
-        if not count or self._host_copy is None:
-            return
-        self._host_copy.drop()
-        self._uncopied = [0.0] * len(uncopied)
-        if self.comm.rank == 0:
-            each, there = (readable_bytes(bytes_ / count) for bytes_ in (needed, left))
-            self.member.emit(
-                "warning",
-                text=f"no memory for copies of the last commit: {count:.0f} of {self.comm.size} "
-                f"processes need {each} each, and "
-                f"{f'may take {there}' if left < needed else 'the system refuses it'}. Training "
-                "continues without copies: if a process is lost, it goes on from the last "
-                "checkpoint (checkpoint.every).",
-            )
 
     def own_state(self) -> dict[str, Tensor]:
         """What only single workers have, as `KIND/PARAMETER`: summed over those that have the same
@@ -378,22 +298,13 @@ class Engine:
         self.buffers = Buffers(self.model, parts=self._exact, alone=self._parts == 1)
         for observer in self.observers.values():
             observer.generation(self.parameters, comm)
-        self._notes = Notes(
-            stop=1,  # who has been told to stop
-            leaving=1,  # who has no further step
-            regroups=1,  # who was told that the generation ends with this step
-            saves=1,  # whether it is time for a checkpoint
-            arrived=comm.size,  # when each rank had done its passes, seconds since a common moment
-            computing=comm.size,  # how long each rank's passes took, seconds
-            skipped=1,  # samples that could not be read
-            left_out=1,  # and that the user's collate left out
-            losses=self._parts,  # of each pass, times its weight: a place of its own, for one order
-            weights=self._parts,
-            buffers=len(self.buffers),  # who moved each
-            # on a mesh: the squares of each rank's part of the gradient; whose did not fit
+        self._notes = notes_of_a_step(
+            comm.size,
+            self._parts,
+            buffers=len(self.buffers),
             squares=self._mesh.ranks if self._measures else 0,
-            again=int(self._mesh.ranks > 1),
-            uncopied=len(self._uncopied) if self._host_copy is not None else 0,
+            meshed=self._mesh.ranks > 1,
+            uncopied=len(self.copies.notes) if self.copies is not None else 0,
             **{name: observer.size for name, observer in self.observers.items()},
         )
         self._base = member.started  # Unix seconds, the same in every worker
@@ -426,13 +337,11 @@ class Engine:
         self.gradients = [Gradients(slots, self._take) for slots in self._slots]
         self._comm, self._column = comm, column
         self.state.inside(form.generation)
-        if self._host_copy is not None and len(form.members) > self._mesh.ranks:
-            self._host_copy.clear()  # it grows old, and the other replicas have the state
         self.state.owners = tuple(worker for worker in form.members if worker not in form.draining)
         if comm.rank == 0:
-            self._ledger = Ledger(member.run / "ledger.bin", wait=member.waits_for_writer)
-        if form.checkpoint is None:  # other replicas had the state, and may be gone
-            self._keep_host_copy()
+            self.records.begin()
+        if self.copies is not None:
+            self.copies.begin(len(form.members), from_peers=form.checkpoint is None)
 
     @property
     def comm(self) -> Comm:
@@ -455,7 +364,6 @@ class Engine:
         the rest of the step is undone. A second call does nothing."""
         if self._comm is None:
             return
-        self._records = self.assignment.records() or self._records
         if not self._in_doubt:
             self._drop()
         comms, self._comm = (self._comm, self._column), None
@@ -466,15 +374,7 @@ class Engine:
             observer.over()
         for comm in comms:
             comm.close()
-        if self._ledger is not None:
-            self._ledger.close()
-            self._ledger = None
-
-    def hold(self) -> None:
-        """Write nothing more in this generation; for another thread."""
-        ledger = self._ledger
-        if ledger is not None:
-            ledger.release()
+        self.records.end(self.assignment.records())
 
     def _drop(self) -> None:
         """The step under way does not happen."""
@@ -611,13 +511,13 @@ class Engine:
             self.buffers.forget()
             return None
         said = self._notes.unpack(summed)
-        self._refuse_unequal_ends(said["leaving"][0])
+        refuse_unequal_ends(said["leaving"][0], self.comm.size)
         for name, observer in self.observers.items():
             observer.judge(said[name])
-        if self._host_copy is not None:
-            self._go_without_copies(said["uncopied"])
+        if self.copies is not None:
+            self.copies.judge(said["uncopied"], self.comm)
         whole = 0 if leaving else self.where.stop - self.where.first
-        agreed = self._agreement(said, whole)
+        agreed = agreement(said, whole, norm(said["squares"]) if self._measures else None)
         read = share_read(agreed.skipped, whole, round(said["left_out"][0]))
         self.buffers.exchange(said["buffers"], self.comm, read=read)
         if not leaving:
@@ -693,42 +593,11 @@ class Engine:
         for number, (total, weight) in passes.items():
             own["losses"][number], own["weights"][number] = total, weight
         own["buffers"] = self.buffers.marks()
-        if self._host_copy is not None:
-            own["uncopied"] = self._uncopied
+        if self.copies is not None:
+            own["uncopied"] = self.copies.notes
         for name, observer in self.observers.items():
             own[name] = observer.notes()
         return own
-
-    def _refuse_unequal_ends(self, left: float) -> None:
-        ranks = self.comm.size
-        if 0 < left < ranks:
-            raise SpecError(
-                "the processes' loops are not of the same length: "
-                f"{left:.0f} of {ranks} left while the others had another step. "
-                "Leave the loop at the same step everywhere, or use train.stop_after_steps. Where "
-                "a variable of yours decides, let session.sum(...) of it decide: a worker that "
-                "takes another's place begins with a new one."
-            )
-
-    def _agreement(self, said: Mapping[str, list[float]], samples: int) -> Agreement:
-        missed = round(said["skipped"][0])
-        weight = sum(said["weights"])
-        if samples and not weight and missed < samples:
-            raise RecipeError(
-                f"the weight of the whole global batch of {samples} samples is 0: there is nothing "
-                "in it that the loss could be a mean of (all targets are ignored, say). Leave such "
-                "samples out of the dataset, or use a larger train.global_batch."
-            )
-        scale = samples / weight if weight and weight != samples else 1.0
-        return Agreement(
-            sum(said["losses"]) / (weight or 1.0),
-            said["stop"][0] > 0,
-            regroups=said["regroups"][0] > 0,
-            skipped=missed,
-            saves=said["saves"][0] > 0,
-            scale=scale,
-            norm=norm(said["squares"]) * scale if self._measures else None,
-        )
 
     def _prepare(self, staged: _Staged) -> None:
         """Everything is here that the commit needs: say so where that matters, by a vote.
@@ -769,13 +638,15 @@ class Engine:
         since, staged, counts = time.perf_counter(), self._staged, self.ends_step
         assert staged is not None, "agree() comes first"
         done = self._apply(move or self.update.apply)
-        self._keep_host_copy()
+        if self.copies is not None:
+            self.copies.keep()
         for observer in self.observers.values():
             observer.committed()
         self.clock.lap(since, "update")
         if not counts:
             return done
-        self._record(done, staged)
+        written = self.records.write(self.assignment.records())
+        self.records.tell(done, staged.samples, self.clock, written)
         why, form = self.assignment.measured(staged.where, self._computing), self.member.form
         if why and self.comm.rank == 0 and form is not None:
             micro_batches, speeds = self.assignment.dealt()
@@ -824,36 +695,6 @@ class Engine:
         self._handed_out = self._slots_filled = False
         self._half_moved = False
         return done
-
-    def _record(self, done: Commit, staged: _Staged) -> None:
-        """Write down who computed what, and how long it took.
-
-        Where this worker has been cut off since parameters began to move, the ledger is left
-        to the worker that continues from what it holds.
-        """
-        written = b""
-        if self._ledger is not None and not self.member.fenced:
-            written = self._ledger.append(self.assignment.records())
-            if not written:  # another thread has let go of the file
-                self.member.fence()
-        self._record_times(done, staged, written)
-
-    def _record_times(self, done: Commit, staged: _Staged, written: bytes) -> None:
-        times, norm = self.clock.parts, _as_recorded(done.norm)
-        number = self.member.number
-        self.member.record(written, (done.step, number, staged.samples, done.loss, *times, norm))
-
-    @property
-    def ledger(self) -> Ledger:
-        """On rank 0, which writes it."""
-        assert self._ledger is not None, "rank 0 writes the ledger"
-        return self._ledger
-
-
-def _as_recorded(norm: float | None) -> float:
-    if norm is None:
-        return math.nan
-    return norm if math.isfinite(norm) else math.inf
 
 
 def make_comms(

@@ -157,7 +157,7 @@ class Serving(Server):
             self._copy.clear()
         super()._form()
         if self._row is not None:  # the process before may have been killed before it was written
-            self.engine.ledger.cut(self._ledger_at)
+            self.engine.records.ledger.cut(self._ledger_at)
             self._write(self._row)
         if self._desk is None:
             self._open()
@@ -327,7 +327,7 @@ class Serving(Server):
         if not self.commits.keeps:
             self._go_without_copies("another server has none.")
             return
-        self._ledger_at = self.engine.ledger.size_bytes if self._row is not None else 0
+        self._ledger_at = self.engine.records.ledger.size_bytes if self._row is not None else 0
         snapshot = self.state.for_another()
         if self._servers > 1:  # not what other servers have
             model, parameters = self.engine.model, {id(p) for p in self.engine.parameters}
@@ -371,7 +371,7 @@ class Serving(Server):
         Raises:
             PeerError: this process may not write any more.
         """
-        written = self.engine.ledger.append([row])
+        written = self.engine.records.ledger.append([row])
         if not written:
             self.member.fence()
             raise PeerError("the master did not answer for too long: the others may continue.")

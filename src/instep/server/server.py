@@ -48,7 +48,7 @@ class Server(Training):
         self._portions = Portions(self.samples, self.job.per_commit)
         self._copy = HostCopy()
         self._broken = -1  # the generation that was reported to be left
-        self.engine.mends = False  # micro-batches of steps that are not complete count too
+        self.engine.records.mends = False  # micro-batches of steps that are not complete count too
 
     def _made_holding(self, buffers: Sequence[Tensor] = ()) -> Holding:
         """What this server has, once model and optimizer have what a checkpoint holds."""

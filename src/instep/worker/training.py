@@ -350,7 +350,8 @@ class Training(Loop):
 
     def _take_host_copy(self, replica: Replica) -> None:
         """Continue where the replica's processes before these were, if their host still has it."""
-        step = self.engine.take_host_copy(replica.comm)
+        copies = self.engine.copies
+        step = copies.take(replica.comm, self.device) if copies is not None else None
         self.member.holds = step is not None
         if step is not None and replica.comm.rank == 0:
             number = self.job.mesh.coordinate(self.member.number).replica
@@ -379,7 +380,7 @@ class Training(Loop):
             InstepError: the workers cannot train together.
         """
         self.member.together = self.device.type != "cpu"  # NCCL takes long to notice a lost process
-        self.member.interrupt, self.member.hold = self._interrupt, self.engine.hold
+        self.member.interrupt, self.member.hold = self._interrupt, self.engine.records.hold
         if not self.member.others_have_state and self._replica is None:
             self.state.trial = self._try(built=self._built)  # else the others send the result
         began = time.time()

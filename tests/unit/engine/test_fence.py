@@ -25,9 +25,10 @@ from instep.data.batches import Batches
 from instep.data.loader import Slice
 from instep.data.order import position
 from instep.engine.assignment import Lockstep
-from instep.engine.engine import Engine, Weighed
+from instep.engine.engine import Engine
 from instep.engine.member import Member
 from instep.engine.passes import Pass
+from instep.engine.step.agreement import Weighed
 from instep.engine.turns import TurnState
 from instep.engine.update import Update
 from instep.errors import PeerError, RunError, WorkerError
@@ -105,7 +106,7 @@ class Worker:
 
     def hold(self):
         if self.engine is not None:
-            self.engine.hold()
+            self.engine.records.hold()
 
     def form(self):
         self.member.wait_for_group()
@@ -231,7 +232,7 @@ def test_a_step_that_moved_just_before_the_lease_ran_out_is_not_written(worker):
 
 
 def test_a_ledger_that_was_let_go_of_ends_the_generation(worker):
-    worker.engine.hold()
+    worker.engine.records.hold()
     worker.advance(1)
     assert worker.steps == []
     with pytest.raises(PeerError):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from instep.engine.notes import Notes
+from instep.engine.step.notes import Notes
 
 
 def test_what_each_worker_wrote_comes_back_under_its_name_summed():

@@ -42,7 +42,7 @@ def after_one_step(
         comm=SimpleNamespace(rank=0),
         state=SimpleNamespace(progress=SimpleNamespace(course=0, step=1)),
         turns=[SimpleNamespace(update=SimpleNamespace(optimizer=optimizer))],
-        ledger=SimpleNamespace(while_held=while_held),
+        records=SimpleNamespace(ledger=SimpleNamespace(while_held=while_held)),
     )
     job = SimpleNamespace(mesh=SimpleNamespace(ranks=1))
     member = SimpleNamespace(run=folder, job=job, check_lease=lambda: None, emit=lambda *_, **__: 0)

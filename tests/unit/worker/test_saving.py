@@ -81,7 +81,9 @@ def after(saver, step, last=False, metrics=None, **shards):
     engine = SimpleNamespace(
         state=saver.state,
         clock=Clock(),
-        ledger=SimpleNamespace(size_bytes=step * LEDGER.itemsize, crc32=lambda: 0xFACADE),
+        records=SimpleNamespace(
+            ledger=SimpleNamespace(size_bytes=step * LEDGER.itemsize, crc32=lambda: 0xFACADE)
+        ),
         buffers=SimpleNamespace(moved=set()),
     )
     due = last or saver.late() or saver.is_best(step, metrics)

@@ -103,7 +103,7 @@ class CommittedState:
         return self.ended or (self.last is not None and self.last.ends)
 
     def end(self) -> None:
-        """Have this start of the run end with the last commit, as the workers were told."""
+        """End this start of the run with the last commit, as the workers were told."""
         if self.last is None:  # of a step before this start of the run
             self.ended = True
         else:

@@ -85,7 +85,7 @@ class Callbacks:
 
     def _writes(self, write: Callable[[], None]) -> bool:
         self._member.check_lease()
-        return self._engine.ledger.while_held(write)
+        return self._engine.records.ledger.while_held(write)
 
     def behind(self) -> bool:
         """Whether calls of the last commit are missing, as the worker that was to make them is

@@ -28,13 +28,14 @@ from instep.data.samples import last_read
 from instep.data.samples.contents import Record
 from instep.engine.alike import check_lengths
 from instep.engine.assignment import Lockstep
-from instep.engine.engine import Agreement, Engine, make_comms
+from instep.engine.engine import Engine, make_comms
 from instep.engine.member import Member
 from instep.engine.observers import Observer
 from instep.engine.passes import Share
 from instep.engine.skipping import SkipReporter
 from instep.engine.slots import Split
 from instep.engine.state.committed import Commit, CommittedState
+from instep.engine.step.agreement import Agreement
 from instep.engine.turns import TurnState
 from instep.engine.update import Update
 from instep.errors import PeerError, SpecError

@@ -166,8 +166,8 @@ class Saver:
         snapshot.facts.update(
             epoch=where.epoch,
             next_position=where.stop,
-            ledger_bytes=engine.ledger.size_bytes,
-            ledger_crc32=engine.ledger.crc32(),
+            ledger_bytes=engine.records.ledger.size_bytes,
+            ledger_crc32=engine.records.ledger.crc32(),
             job=self._job,
             run=self._id,
         )

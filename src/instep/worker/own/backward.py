@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from instep.engine.engine import Engine, Weighed
+from instep.engine.engine import Engine
+from instep.engine.step.agreement import Weighed
 from instep.errors import PeerError, SpecError
 from instep.recipe.weights import WeightedLoss, as_weight
 from instep.worker.own.checks import Guard

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from instep.data.loader import Skipped
-from instep.engine.engine import Agreement, Weighed
 from instep.engine.passes import Pass, Share
 from instep.engine.state.committed import Commit
+from instep.engine.step.agreement import Agreement, Weighed
 from instep.errors import PeerError, SpecError
 
 _ITERATIONS = itertools.count(1)
@@ -125,7 +125,7 @@ class OwnStep:
     # ---- what becomes of it
 
     def agree(self, ask: Callable[[], Agreement | None]) -> None:
-        """Have the workers agree on it; nothing comes of that where it comes again.
+        """Ask the workers to agree on it; nothing comes of that where it comes again.
 
         Raises:
             PeerError: a worker was lost.

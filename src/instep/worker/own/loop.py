@@ -146,7 +146,7 @@ class OwnLoop(Loop):
 
     @property
     def _too_early(self) -> str:
-        """What is said of a call in the middle of a step, behind its name."""
+        """Words for a call in the middle of a step, behind its name."""
         return (
             "was called in an iteration that is not the last of its step: another process may "
             "have fewer of them. Call it where session.sync_gradients is true."
@@ -210,7 +210,7 @@ class OwnLoop(Loop):
         """
         began = time.time()
         self.member.recovers &= self.device.type == "cpu"  # NCCL waits long for who is gone
-        self.member.interrupt, self.member.hold = self._interrupt, self.engine.hold
+        self.member.interrupt, self.member.hold = self._interrupt, self.engine.records.hold
         self._loader.begin()
         self._regroup()
         self.member.phases["group"] = time.time() - began
@@ -372,7 +372,7 @@ class OwnLoop(Loop):
         self.calls.exchange()
 
     def _agree_on_step(self) -> None:
-        """Have the workers agree on the step.
+        """Ask the workers to agree on the step.
 
         Raises:
             PeerError: one was lost, or this one is no longer among them.

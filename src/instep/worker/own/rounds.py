@@ -73,7 +73,7 @@ class LocalBackward(Backward):
         self._engine.parameters[slot].grad = gradient
 
     def end(self, now: Iteration) -> None:
-        """As of `Backward`: the engine has not seen it."""
+        """End the pass of an iteration, which the engine has not seen."""
         now.computed = True
 
 
@@ -91,7 +91,7 @@ class LocalCalls(OptimizerCalls):
         self.moved = False
 
     def enter(self, participant: Participant, local: _LocalStep) -> None:
-        """Have this local step come next, after those before it that had no sample."""
+        """Let this local step come next, after those before it that had no sample."""
         self._participant, self._local = participant, local
         with self._step.directly():
             for _ in range(local.empty):

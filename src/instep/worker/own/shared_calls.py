@@ -34,7 +34,7 @@ _LOOK_S = 0.05
 
 
 class _PartsMissing(Exception):
-    """Of an evaluation: the worker that had them is lost, and has not been replaced yet."""
+    """Parts of an evaluation are: the worker that had them is lost, and not replaced yet."""
 
 
 class SharedCalls:
@@ -50,7 +50,7 @@ class SharedCalls:
     """
 
     round: Round | None = None
-    """Of the evaluation that the user's code is in."""
+    """Batches of the evaluation that the user's code is in."""
 
     def __init__(
         self,

@@ -15,8 +15,8 @@ from instep.comm.base import Comm
 from instep.data.loader import Read, Skipped, Slice
 from instep.data.order import Position
 from instep.engine.assignment import NOTHING_FINISHED, Finished
-from instep.engine.engine import Weighed
 from instep.engine.passes import Share
+from instep.engine.step.agreement import Weighed
 
 
 class Results(NamedTuple):

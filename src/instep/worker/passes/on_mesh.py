@@ -17,8 +17,9 @@ import torch
 from instep.data.loader import Read
 from instep.data.order import Position
 from instep.engine.clock import Clock
-from instep.engine.engine import Engine, Weighed
+from instep.engine.engine import Engine
 from instep.engine.passes import Share
+from instep.engine.step.agreement import Weighed
 from instep.parallel.global_batch.reads import Reads
 from instep.recipe.forward import Forward
 from instep.worker.passes.activity import Activity

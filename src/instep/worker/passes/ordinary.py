@@ -9,8 +9,9 @@ from torch import Tensor
 
 from instep.data.loader import Read, Skipped
 from instep.data.order import Position
-from instep.engine.engine import Engine, Weighed
+from instep.engine.engine import Engine
 from instep.engine.passes import Pass, Share
+from instep.engine.step.agreement import Weighed
 from instep.engine.turns import key_of_pass
 from instep.errors import PeerError
 from instep.parallel.nested import on_tensors

@@ -15,10 +15,11 @@ import torch
 
 from instep.data.loader import Loader, Read, Skipped, Slice
 from instep.data.order import Position
-from instep.engine.engine import Engine, Weighed
+from instep.engine.engine import Engine
 from instep.engine.passes import Pass, Share, part_of
 from instep.engine.skipping import scale_gradients
 from instep.engine.slots import give
+from instep.engine.step.agreement import Weighed
 from instep.engine.update import Update
 from instep.errors import PeerError
 from instep.job.spec import JobSpec

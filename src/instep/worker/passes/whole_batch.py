@@ -15,8 +15,9 @@ from torch import Tensor
 
 from instep.data.loader import Read, Slice
 from instep.data.order import Position, key
-from instep.engine.engine import Engine, Weighed
+from instep.engine.engine import Engine
 from instep.engine.passes import OF_PASS, Pass, Share
+from instep.engine.step.agreement import Weighed
 from instep.job.spec import JobSpec
 from instep.parallel.global_batch.cached import CachedGradients
 from instep.parallel.global_batch.reads import Reads

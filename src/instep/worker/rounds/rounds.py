@@ -23,8 +23,9 @@ from instep.data.loader import Read, Skipped, Slice
 from instep.data.order import Position, key
 from instep.data.participants import Sampling
 from instep.engine.assignment import Finished, finished
-from instep.engine.engine import Engine, Weighed
+from instep.engine.engine import Engine
 from instep.engine.passes import OF_PASS, Pass, Share
+from instep.engine.step.agreement import Weighed
 from instep.job.spec import JobSpec
 from instep.recipe.build import set_generators
 from instep.recipe.forward import Forward

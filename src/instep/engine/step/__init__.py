@@ -1,0 +1,4 @@
+"""What one step is agreed on by, and written down in.
+
+Ways in: `agreement.Agreement`, `records.StepRecords`.
+"""
