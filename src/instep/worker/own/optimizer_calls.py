@@ -75,6 +75,7 @@ class OptimizerCalls:
     def exchange(self) -> None:
         """Agree on the step, whose last backward pass is over, and hand the gradients out."""
         self._guard.check_written(self._engine.step)
+        self._unscaled = False
         try:
             self._agree()
             if self._step.agreed is not None:
