@@ -23,6 +23,7 @@ ERRORS = [n for n, v in vars(errors).items() if isinstance(v, type) and issubcla
 FIELDS = [name for record in (LEDGER, STEPS) for name in record.names or ()]
 
 
+@pytest.mark.tail
 def test_a_run_needs_no_package_of_an_extra():
     others = ["pyarrow", "fsspec", "tokenizers", "PIL"]
     code = f"import sys; sys.modules.update(dict.fromkeys({others}))\n"

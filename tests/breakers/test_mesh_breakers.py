@@ -153,6 +153,7 @@ def pairs(meshes):
     ]
 
 
+@pytest.mark.tail
 @pytest.mark.parametrize(("name", "mesh"), pairs(MESHES))
 def test_a_mesh_trains_what_a_plain_loop_does_or_refuses(name, mesh, loops):
     check(name, MESHES[mesh], loops)

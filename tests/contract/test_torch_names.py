@@ -110,6 +110,7 @@ def used(tree: ast.Module) -> Iterator[str]:
             yield ".".join([known[node.id], *reversed(parts)])
 
 
+@pytest.mark.tail
 def test_no_other_private_name_of_torch_is_used():
     found = {
         (name, str(file.relative_to(ROOT)))

@@ -150,6 +150,7 @@ def _from_a_thread(**arguments: Any) -> instep.Run:
     return run
 
 
+@pytest.mark.tail
 def test_a_run_that_fails_under_train_raises_what_a_program_can_catch(tmp_path: Path) -> None:
     with pytest.raises(instep.InstepError, match="the forward pass met the marked") as caught:
         instep.train(

@@ -101,6 +101,7 @@ def test_a_kill_in_or_after_a_validation_steps_the_scheduler_once(
 # ---- train.ema
 
 
+@pytest.mark.tail
 def test_the_saved_model_is_the_averaged_model_of_torch(averaged):
     made = call(tiny.recipe, {}, 5)
     model, inputs, target = made.model, *made.train.tensors

@@ -61,6 +61,7 @@ def key(line: dict) -> tuple:
     return line["who"], line["moment"], line["step"]
 
 
+@pytest.mark.tail
 def test_calls_are_the_same_at_any_number_of_workers_and_in_order(tmp_path, undisturbed):
     run = train(tmp_path, workers=3)
     lines, wanted = written(run.path), written(undisturbed)
@@ -156,6 +157,7 @@ def test_a_run_that_is_resumed_at_its_last_step_calls_nothing_twice(tmp_path, un
     assert steps == [*range(1, STEPS + 1)]
 
 
+@pytest.mark.tail
 def test_a_callback_that_raises_ends_the_run_and_its_line_is_named(tmp_path):
     with pytest.raises(InstepError) as caught:
         train(tmp_path, arguments={"fails_at": 7})

@@ -83,6 +83,7 @@ def test_one_micro_batch_cannot_be_compared(tmp_path: Path, capsys: Out) -> None
     assert "there must be work for two" in capsys.readouterr().err
 
 
+@pytest.mark.tail
 def test_a_recipe_that_fails_is_reported_with_its_output_as_the_log_is_gone(
     tmp_path: Path, temporary: Path, capsys: Out
 ) -> None:

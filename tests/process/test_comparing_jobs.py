@@ -41,6 +41,7 @@ def done(folder: str) -> list[str]:
     return [run["folder"] for run in json.loads(Path(folder, "compare.json").read_text())["done"]]
 
 
+@pytest.mark.tail
 def test_a_comparison_runs_each_once_in_a_turn_and_not_again(tmp_path: Path, capsys: Out) -> None:
     job = job_file(tmp_path)
     asked = ["compare", str(job), "--with", ROUNDS, "--runs", str(tmp_path / "runs")]

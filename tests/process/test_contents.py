@@ -127,6 +127,7 @@ def test_a_file_that_was_opened_at_import_is_read_by_each_worker_from_a_place_of
     assert (code, content["wrong"], content["compared"]) == (0, [], 4000)
 
 
+@pytest.mark.tail
 def test_a_record_that_is_changed_afterwards_is_found(tmp_path: Path, capsys: Out) -> None:
     run = trained(tmp_path, **ALONE)
     with (tmp_path / "rows").open("r+b") as file:
@@ -267,6 +268,7 @@ def resumed(run: Path, **data: Any) -> dict[str, Any]:
     return instep.resume(run, quiet=True, workers=1, data={"loaders": 0, **data}).summary
 
 
+@pytest.mark.tail
 def test_what_is_read_before_the_first_step_is_not_recorded_as_trained_on(
     halted_once: Halted,
 ) -> None:

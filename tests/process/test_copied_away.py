@@ -54,6 +54,7 @@ def whole_copies(store: Store) -> dict[int, str]:
     return {int(each[2]): each[1] for each in found if each}
 
 
+@pytest.mark.tail
 def test_a_lost_run_resumes_elsewhere_from_its_copies_with_the_bits_of_an_undisturbed_one(
     start: Start, store: Store, tmp_path: Path
 ) -> None:

@@ -99,6 +99,7 @@ def test_a_group_that_never_forms_for_lack_of_memory_ends_the_run_with_the_syste
     assert log.count("instep: the group came apart: ") >= MOST_APART
 
 
+@pytest.mark.tail
 @pytest.mark.parametrize(
     ("workers", "how", "named"),
     [slow(1, "segfault", "SIGSEGV"), (2, "segfault", "SIGSEGV"), slow(2, "exit", "code 3")],
@@ -214,6 +215,7 @@ def test_a_loader_process_that_is_stopped_is_replaced(run: Start) -> None:
     program.check_nothing_is_left()
 
 
+@pytest.mark.tail
 @pytest.mark.parametrize("settings", [(), slow(("checkpoint.every=2",))])
 def test_a_model_that_crashes_at_one_step_ends_the_run_though_no_worker_is_left(
     run: Start, settings: tuple[str, ...]

@@ -101,6 +101,7 @@ def check_same(program: Started, everywhere: Started) -> None:
     assert (program.summary["repeated_samples"], program.summary["missing_samples"]) == (0, 0)
 
 
+@pytest.mark.tail
 def test_hosts_with_half_each_have_the_bits_of_one_with_all_and_no_sample_crosses_in_an_epoch(
     start: Start, tmp_path: Path, whole: Path, everywhere: Started
 ) -> None:
@@ -120,6 +121,7 @@ def test_hosts_with_half_each_have_the_bits_of_one_with_all_and_no_sample_crosse
         assert later == [first] * (EPOCHS - 1)  # what was read before the first step, and no more
 
 
+@pytest.mark.tail
 def test_a_lost_host_that_comes_back_with_an_empty_disk_is_replaced_by_its_copy(
     start: Start, tmp_path: Path, whole: Path, everywhere: Started
 ) -> None:
@@ -146,7 +148,8 @@ def program_trains(program: Started) -> bool:
     return folder.is_dir() and any(folder.iterdir()) and len(program.ledger) > 3
 
 
-@pytest.mark.parametrize("partition", ["parts", pytest.param("random", marks=pytest.mark.tail)])
+@pytest.mark.tail
+@pytest.mark.parametrize("partition", ["parts", "random"])
 def test_participants_are_computed_where_their_data_lie_and_the_bits_are_the_same(
     partition: str, start: Start, tmp_path: Path, whole: Path
 ) -> None:
@@ -173,6 +176,7 @@ def test_participants_are_computed_where_their_data_lie_and_the_bits_are_the_sam
         assert len(set(given)) == 1  # what was read before the first step, and no more
 
 
+@pytest.mark.tail
 def test_a_shard_that_lies_nowhere_and_another_manifest_are_said_before_anything_is_read(
     start: Start, tmp_path: Path, whole: Path
 ) -> None:

@@ -91,6 +91,7 @@ def test_a_process_that_exits_without_a_message_is_named_with_its_code(run: Star
     assert "the process ended with code 3 and said nothing." in program.error
 
 
+@pytest.mark.tail
 def test_a_recipe_file_that_cannot_be_imported_is_a_wrong_recipe(run: Start) -> None:
     program = refused(run, "typing_mistake.py:recipe")
     first, second, *_ = program.error.splitlines()
@@ -119,6 +120,7 @@ def test_a_recipe_file_that_starts_a_run_when_imported_is_refused(run: Start) ->
     assert program.process.returncode == 2
 
 
+@pytest.mark.tail
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("mesh", [(), slow(("mesh.shard=2",)), ("mesh.tensor=2",)], ids=str)
 def test_a_recipe_that_builds_another_model_in_each_process_is_refused(run: Start, mesh) -> None:

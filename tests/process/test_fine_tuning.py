@@ -110,6 +110,7 @@ def test_a_run_that_is_resumed_needs_the_file_no_longer_and_keeps_what_is_frozen
         instep.resume(path, quiet=True, start={"freeze": []}, train={"epochs": 3})
 
 
+@pytest.mark.tail
 def test_a_file_that_does_not_fit_ends_the_run_with_the_names(file: Path, run: Start) -> None:
     program = run("tunes.py:recipe", f"start.model={file}")
     assert program.end() == 7

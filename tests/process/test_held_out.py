@@ -40,6 +40,7 @@ def plain_loop(**how):
     return model.state_dict(), nn.functional.mse_loss(model(inputs), targets).item()
 
 
+@pytest.mark.tail
 def test_a_run_equals_a_plain_loop_over_the_subset_and_refuses_other_data(
     run: Start, tmp_path, capsys
 ):

@@ -186,6 +186,7 @@ def test_a_run_that_was_killed_after_its_last_step_is_ended(start: Start, again:
     assert (again / "model.safetensors").read_bytes() == before
 
 
+@pytest.mark.tail
 def test_a_refused_recipe_leaves_no_run_folder(start: Start, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -247,6 +248,7 @@ def test_sessions_of_one_process_let_go_of_their_runs_and_lose_no_step(
     program.check_no_file_is_left()
 
 
+@pytest.mark.tail
 def test_the_hint_to_resume_a_joined_run_is_not_a_command(
     again: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

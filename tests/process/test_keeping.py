@@ -14,6 +14,7 @@ pytestmark = pytest.mark.process
 TINY = ("seed=5", "train.epochs=3", "train.global_batch=16", "train.threads=1")
 
 
+@pytest.mark.tail
 def test_the_best_of_a_run_stay_and_can_be_exported(
     run: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -193,6 +193,7 @@ def hosts_of(name: str) -> int:
     return 1 if name == "local" else 2
 
 
+@pytest.mark.tail
 @pytest.mark.parametrize("name", each("hosts"))
 def test_hosts_come_each_has_its_workers_and_all_of_them_end(begin: Begin, name: str) -> None:
     run = begin(name, "train.steps=20")

@@ -142,6 +142,7 @@ def test_a_run_equals_federated_averaging_on_the_same_partition(run: Start, work
     assert verdict in program.summary["same_as_one_machine"]
 
 
+@pytest.mark.tail
 def test_each_participant_is_validated_on_its_part(run: Start, start: Start):
     program = trained(run, 2, *OWNER, "train.validate_every=3")
     server, dataset = model(), recipes.data(recipes.VALIDATED, 4)

@@ -197,6 +197,7 @@ def test_hosts_may_be_on_one_machine_and_a_worker_that_is_lost_starts_where_the_
     program.check_nothing_is_left()
 
 
+@pytest.mark.tail
 def test_hosts_that_cannot_be_begun_end_the_run_with_what_they_said(
     start: Start, tmp_path: Path
 ) -> None:
@@ -226,6 +227,7 @@ def test_workers_that_reach_the_master_and_not_each_other_are_told_of_and_waited
     check_no_process_is_left(program)
 
 
+@pytest.mark.tail
 def test_hosts_with_another_version_end_the_run_at_once_with_what_to_install(
     start: Start, tmp_path: Path
 ) -> None:

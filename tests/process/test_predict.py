@@ -266,6 +266,7 @@ def test_other_files_hold_the_same_numbers(start: Start, tmp_path: Path) -> None
     assert {len(line["tokens"]) for line in lines} == {3, 4}
 
 
+@pytest.mark.tail
 def test_shards_hold_the_same_numbers_as_prepared_ones(start: Start, tmp_path: Path) -> None:
     skip = ("--set", "data.unreadable=skip", "--out", "all", "--workers", 2)
     program = start(*command(tmp_path, *skip, recipe="plain", data="unreadable"))

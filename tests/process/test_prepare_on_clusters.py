@@ -66,6 +66,7 @@ def recipe():
 """
 
 
+@pytest.mark.tail
 def test_a_job_prepares_on_its_hosts_and_then_trains_there(
     start: Start, raw: list[str], tmp_path: Path
 ) -> None:

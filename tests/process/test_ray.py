@@ -160,6 +160,7 @@ def test_a_wrong_option_is_refused_with_the_nearest_one() -> None:
     assert "launch.options of ray: Expected `float`" in refusal(job(options={"wait_s": "soon"}))
 
 
+@pytest.mark.tail
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     check_job(job())

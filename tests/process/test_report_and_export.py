@@ -25,6 +25,7 @@ def runs(finished: Started, tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
+@pytest.mark.tail
 def test_report_writes_the_page_again_and_says_where(runs: Path, capsys: Out) -> None:
     page = runs / "tested" / "report.html"
     page.unlink()

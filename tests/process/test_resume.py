@@ -150,6 +150,7 @@ def test_the_model_of_the_session_before_is_not_taken_for_that_of_one_that_was_k
     assert main(["export", str(run), "--step", "10", "--to", str(target)]) == 0
 
 
+@pytest.mark.tail
 def test_a_run_that_cannot_resume_keeps_its_model(run: Path) -> None:
     with pytest.raises(SpecError, match="cannot become"):
         instep.resume(run, quiet=True, seed=8)
@@ -256,6 +257,7 @@ def test_a_run_that_was_killed_before_it_saved_its_model_saves_it(
         instep.resume(run, quiet=True)
 
 
+@pytest.mark.tail
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(
     run: Path, undisturbed: Path
 ) -> None:

@@ -44,6 +44,7 @@ def test_strict_refuses_anything_but_yes(run: Start):
     assert fine.end() == 0, fine.stderr
 
 
+@pytest.mark.tail
 def test_strict_refuses_where_a_sampler_that_is_not_used_decides_what_is_trained(run: Start):
     program = run("weighs.py:sampled", *QUICK, options=("--strict",))
     assert program.end() == SpecError.exit_code
@@ -63,6 +64,7 @@ def test_one_worker_that_is_not_shown_the_same_keeps_all_from_saying_yes(start: 
     assert summary["same_as_one_machine"].startswith("not shown: the trial of another worker")
 
 
+@pytest.mark.tail
 def test_what_an_optimizer_keeps_is_in_the_verdict_of_the_run(run: Start):
     program = run("keeps.py:recipe", *QUICK, "arguments.seldom=true", options=("--json",))
     assert program.end() == 0, program.stderr
@@ -70,6 +72,7 @@ def test_what_an_optimizer_keeps_is_in_the_verdict_of_the_run(run: Start):
     assert said.startswith("not shown: Seldom.number is not in state_dict()")
 
 
+@pytest.mark.tail
 def test_a_shape_that_a_step_has_first_gives_the_run_another_verdict(run: Start):
     settings = (*QUICK, "arguments.collates=true", "data.order=dataset")
     program = run("keeps.py:recipe", *settings, options=("--json",))
@@ -81,6 +84,7 @@ def test_a_shape_that_a_step_has_first_gives_the_run_another_verdict(run: Start)
     assert (verdicts[0]["verdict"], verdicts[-1]["step"]) == ("yes", 3)
 
 
+@pytest.mark.tail
 def test_a_validation_is_weighted_by_what_the_loss_is_a_mean_of(run: Start):
     """Two thirds of the targets do not count, and the last of them lie in one batch."""
     program = run("weighs.py:recipe", *QUICK, "arguments.ignored=43", options=("--json",))

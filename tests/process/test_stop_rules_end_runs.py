@@ -70,6 +70,7 @@ def test_a_target_is_reached_at_the_same_step_by_one_worker_and_by_three(run: St
     assert ended[1] == ended[3] > 7
 
 
+@pytest.mark.tail
 def test_a_loss_that_is_not_finite_ends_the_run_and_the_checkpoint_before_it_stays(
     run: Start,
 ) -> None:

@@ -39,6 +39,7 @@ def on_a_terminal(command: list[object], folder: Path) -> str:
     return said.decode()
 
 
+@pytest.mark.tail
 def test_the_last_frame_is_that_of_the_end_and_the_result_has_its_own_line(
     tmp_path: Path,
 ) -> None:

@@ -114,6 +114,7 @@ def test_the_others_hear_that_a_rank_was_killed(tmp_path):
     assert {each.name for each in tmp_path.glob("heard-*")} == {"heard-0", "heard-2"}
 
 
+@pytest.mark.tail
 @pytest.mark.process
 def test_no_memory_is_taken_beside_what_is_given(tmp_path):
     script = MEMORY.format(tests=str(Path(__file__).parent))

@@ -114,6 +114,7 @@ def test_workers_that_are_killed_or_stopped_are_replaced(raw):
     assert_undisturbed(summary["sha256"])
 
 
+@pytest.mark.tail
 def test_a_command_that_is_killed_is_continued_by_the_same_command(raw):
     Path("gate").touch()
     command = start()
