@@ -39,6 +39,30 @@ REFUSED = {
 }
 """Each with a part of the sentence, and the steps that were committed before."""
 
+AGAIN = """
+import instep, torch
+from torch import nn
+data = torch.utils.data.TensorDataset(torch.arange(96.0).reshape(24, 4) / 50, torch.zeros(24))
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def train(local_steps, *more):
+    sync = {"name": "averaging", "participants": 1, "options": {"local_steps": local_steps}}
+    train = {"epochs": 1, "global_batch": 8}
+    with instep.join(name="again", quiet=True, train=train, sync=sync) as session:
+        loader = session.prepare(data, model, optimizer, *more)[0]
+        for inputs, target in loader:
+            session.backward((model(inputs).flatten() - target).square().mean())
+            optimizer.step()
+
+for wrong in ((9,), (3, torch.amp.GradScaler("cpu"))):
+    try:
+        train(*wrong)
+    except instep.InstepError as error:
+        print(error)
+train(3)
+"""
+
 ACCEPTED = [
     "as_it_should",
     "step_on_every_second_batch",
@@ -155,3 +179,16 @@ def test_one_and_three_processes_do_so_too_and_bits_are_the_same_on_any_number(
         check_true(found, processes)
     assert len({found["bits"]["bits"] for found in every.values()}) == 1
     assert len({found["bits"]["loss"] for found in every.values()}) == 1
+
+
+@pytest.mark.slow
+def test_an_optimizer_whose_job_was_refused_is_still_the_users_own(
+    start: Start, tmp_path: Path
+) -> None:
+    file = tmp_path / "again.py"
+    file.write_text(AGAIN)
+    program = start(file)
+    assert program.end() == 0, program.stderr
+    assert "sync.options.local_steps = 9: the 24 samples" in program.stdout
+    assert "does not go with a GradScaler" in program.stdout
+    assert program.summary["outcome"] == "completed"

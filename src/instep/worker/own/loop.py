@@ -106,13 +106,7 @@ class OwnLoop(Loop):
         )
         self.present = OwnStep(each=self._each_moves)
         super().__init__(member, model, parameters, update, loader, samples, None, take=self._take)
-        if self.engine.strategy.laws:
-            delayed, codec = "sync.options.delayed = true", f"sync.codec = {job.sync.codec!r}"
-            asked = delayed if job.sync.delayed else codec
-            raise SpecError(
-                f"{asked} needs a recipe: in your own loop a step that "
-                "another worker may have committed cannot be finished for you. Leave it out."
-            )
+        self._equip(scaler)
         self._cpu = cpu_clock()
         member.at = lambda: Heartbeat(
             step=self.step,
@@ -143,6 +137,20 @@ class OwnLoop(Loop):
         self.after.end_by("own loop")
         self.engine.applies_staged = False  # the user's code edits the gradient before
         self.calls = self._make_calls(optimizer, scheduler, scaler)
+
+    def _equip(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Get the engine ready, while the optimizer is still the user's own.
+
+        Raises:
+            SpecError: the job asks for what an own loop cannot give.
+        """
+        if self.engine.strategy.laws:
+            delayed, codec = "sync.options.delayed = true", f"sync.codec = {self.job.sync.codec!r}"
+            asked = delayed if self.job.sync.delayed else codec
+            raise SpecError(
+                f"{asked} needs a recipe: in your own loop a step that "
+                "another worker may have committed cannot be finished for you. Leave it out."
+            )
 
     @property
     def _too_early(self) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from instep.data.loader import Read, Slice
@@ -173,16 +174,17 @@ class OwnRounds(OwnLoop):
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        job = self.job
-        scaler = self.calls.scaler
+        self.compute = LocalSteps(self.job.local_steps)
+
+    def _equip(self, scaler: torch.amp.GradScaler | None) -> None:
+        super()._equip(scaler)
         if scaler is not None and scaler.is_enabled():
             raise SpecError(
-                f"sync.name = {job.sync.name!r} does not go with a GradScaler: participants take "
-                "steps of their own, and each would come to a scale of its own. Use bfloat16."
+                f"sync.name = {self.job.sync.name!r} does not go with a GradScaler: participants "
+                "take steps of their own, and each would come to a scale of its own. Use bfloat16."
             )
-        self.compute = LocalSteps(job.local_steps)
-        check_length(job, self.samples)
-        equip(self.engine, self._update, job)
+        check_length(self.job, self.samples)
+        equip(self.engine, self._update, self.job)
 
     def _make_update(self, job: JobSpec) -> Callable[..., Update]:
         return partial(RoundUpdate, job=job, advances=self._advances)
