@@ -24,6 +24,8 @@ from instep.parallel.nested import on_tensors
 from instep.recipe.build import set_generators
 from instep.recipe.forward import Forward, Losses
 from instep.recipe.isolated import closed_over, isolated
+from instep.worker.trial.counts import Counts, unchanged
+from instep.worker.trial.moves import Moves
 from instep.worker.trial.named_globals import unchanged_globals
 from instep.worker.trial.sameness import NOTHING_TO_TRY
 
@@ -42,8 +44,12 @@ def run_again(forward: Forward, read: Read, *, seed: int) -> Trial:
         return NOTHING_TO_TRY
     try:
         model, losses = _copied(forward)
-        with forward.on(model, forward.precision, losses), unchanged_globals(model, *losses):
-            once, again = _twice(forward, model, read, seed)
+        with (
+            unchanged(model, *losses),
+            forward.on(model, forward.precision, losses),
+            unchanged_globals(model, *losses),
+        ):
+            once, again, counted = _twice(forward, model, losses, read, seed)
     except Exception as error:  # of the user's code, which the first step will call too
         why = f"cannot be tried ({type(error).__name__}: {one_line(error)})"
         of = "whether the model or its loss keeps something from call to call that no checkpoint"
@@ -52,7 +58,7 @@ def run_again(forward: Forward, read: Read, *, seed: int) -> Trial:
     near = _NEAR_IN_SHORT if short else _NEAR
     unknown = not math.isfinite(once) and not math.isfinite(again)
     if unknown or math.isclose(once, again, rel_tol=near, abs_tol=near * 1e-3):
-        return NOTHING_TO_TRY
+        return NOTHING_TO_TRY._replace(verdict=_counts(counted)) if counted else NOTHING_TO_TRY
     return NOTHING_TO_TRY._replace(
         verdict="no: the model or its loss gives another result when the same batch is run again, "
         "as it keeps something from call to call (it counts calls in Python, has a list or a value "
@@ -77,11 +83,27 @@ def _frozen(held: Any) -> bool:
     return isinstance(held, nn.Module) and not any(p.requires_grad for p in held.parameters())
 
 
-def _twice(forward: Forward, model: nn.Module, read: Read, seed: int) -> list[float]:
+def _counts(counted: str) -> str:
+    return (
+        f"not shown: each pass changes {counted!r}, which is kept in Python, and no checkpoint has "
+        "it: a resumed run would begin without it. If it only counts for a person to see, leave it "
+        "out; else keep it in a buffer of the model"
+    )
+
+
+def _twice(
+    forward: Forward, model: nn.Module, losses: Losses, read: Read, seed: int
+) -> tuple[float, float, str]:
+    """The loss, that of the second pass, and the name of a number that the second has changed."""
     found = list[float]()
-    buffers = KeptBuffers(model)
+    moves, buffers = Moves(model, seed), KeptBuffers(model)
+    with torch.no_grad():  # what follows the parameters, as a teacher, may begin as their equal
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                moves.move(name, parameter)
     parameters = [(each, each.detach().clone()) for each in model.parameters()]
     for _ in range(2):
+        counts = Counts((model, *losses))
         buffers.put_back()
         with torch.no_grad():  # a pass may write to them
             for parameter, kept in parameters:
@@ -90,4 +112,4 @@ def _twice(forward: Forward, model: nn.Module, read: Read, seed: int) -> list[fl
         result = forward.loss(on_tensors(read.batch, Tensor.clone), read.size)
         found.append(0.0 if result is None else float(result.loss.detach()))
         del result  # with its graph, before the next one is made
-    return found
+    return found[0], found[1], counts.changed()

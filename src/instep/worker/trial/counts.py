@@ -1,9 +1,10 @@
 """Numbers in Python that a pass changes: what a loss or a model counts from call to call.
 
 They may decide what happens only later, after a warm-up say, where no trial comes. A run calls a
-loss once for each micro-batch, and no checkpoint has such numbers. Looked at are plain attributes
-of modules, and what functions close over or read from their globals: numbers, counters of
-`itertools`, and short lists and dicts of numbers.
+loss once for each micro-batch, and no checkpoint has such numbers. Looked at are attributes of
+modules, of the user's objects and of their classes; and what functions close over, read from their
+globals, have as defaults or as attributes: numbers, counters of `itertools`, and short lists and
+dicts of numbers.
 """
 
 from __future__ import annotations
@@ -11,41 +12,51 @@ from __future__ import annotations
 import copy
 import itertools
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator
-from types import CellType, FunctionType, MethodType
+from contextlib import contextmanager
+from types import CellType, FunctionType, MappingProxyType, MethodType
 from typing import Any, NamedTuple
 
 from torch import nn
 
-_SHORT, _DEEP = 8, 4
+_SHORT, _LONG, _DEEP = 8, 10_000, 6
+_HELD = list, dict, set, deque
+
+_OF_TORCH = frozenset(vars(nn.Module()))
 
 
 class _Place(NamedTuple):
     """Where a number is kept, and its name for a person."""
 
     holder: Any
-    """A cell, or a dict: of a module's attributes, or of globals."""
-    key: str
+    """A cell, a class, or a dict: of an object's attributes, of globals, or of defaults."""
+    key: Any
     name: str
 
     def get(self) -> Any:
         if isinstance(self.holder, CellType):
             return self.holder.cell_contents
-        return self.holder.get(self.key)
+        return _space(self.holder).get(self.key)
 
     def put(self, value: Any) -> None:
         kept = self.get()
-        if isinstance(kept, (list, dict)) and type(kept) is type(value):
+        if isinstance(kept, _HELD) and type(kept) is type(value):
             kept.clear()
-            kept.extend(value) if isinstance(kept, list) else kept.update(value)
+            kept.update(value) if isinstance(kept, (dict, set)) else kept.extend(value)
         elif isinstance(self.holder, CellType):
             self.holder.cell_contents = value
+        elif isinstance(self.holder, type):
+            setattr(self.holder, self.key, value)
         else:
             self.holder[self.key] = value
 
 
 class Counts:
-    """The numbers that some functions and modules keep, as they are now.
+    """The numbers that some functions, modules and classes keep, as they are now.
+
+    What else their lists, dicts, sets and deques hold is restored too; of that, only another length
+    is a change: a memory that grows.
 
     Args:
         keepers: functions, modules, or anything else, of which nothing is looked at.
@@ -53,21 +64,35 @@ class Counts:
 
     def __init__(self, keepers: Iterable[Any]) -> None:
         self._kept = [
-            (place, copy.copy(value)) for place in _places(keepers) if _counts(value := place.get())
+            (place, copy.copy(value))
+            for place in _places(keepers)
+            if _counts(value := place.get()) or _holds(value)
         ]
 
     def changed(self) -> str:
-        """The name of the first number that has another value by now; empty if none has."""
+        """The name of the first number, or memory, that is another by now; empty if none is."""
         for place, kept in self._kept:
-            if _shown(place.get()) != _shown(kept):
+            now = place.get()
+            grown = isinstance(kept, _HELD) and isinstance(now, _HELD) and len(now) != len(kept)
+            if grown or (_counts(kept) and not _same(now, kept)):
                 return place.name
         return ""
 
     def put_back(self) -> None:
-        """Restore all numbers."""
+        """Restore all numbers, and what is held."""
         for place, kept in self._kept:
-            if _shown(place.get()) != _shown(kept):
+            if not _same(place.get(), kept):
                 place.put(copy.copy(kept))
+
+
+@contextmanager
+def unchanged(*keepers: Any) -> Iterator[None]:
+    """After this context they keep what they kept before."""
+    counts = Counts(keepers)
+    try:
+        yield
+    finally:
+        counts.put_back()
 
 
 def kept_by(keepers: Iterable[Any]) -> Iterator[Any]:
@@ -83,34 +108,78 @@ def _places(keepers: Iterable[Any]) -> Iterator[_Place]:
     while waiting:
         keeper, depth = waiting.pop(0)
         if isinstance(keeper, MethodType):
+            waiting.append((keeper.__self__, depth))
             keeper = keeper.__func__
         if id(keeper) in seen or depth > _DEEP:
             continue
         seen.add(id(keeper))
         if isinstance(keeper, nn.Module):
             for prefix, module in keeper.named_modules():
-                path = f"{prefix}." if prefix else ""
-                own = vars(module)
-                yield from (_Place(own, key, path + key) for key in own if key[:1] != "_")
-        elif isinstance(keeper, FunctionType) and not _of_a_library(keeper):
-            for name, cell in zip(
-                keeper.__code__.co_freevars, keeper.__closure__ or (), strict=True
-            ):
-                if _filled(cell):
-                    yield _Place(cell, "", name)
-                    waiting.append((cell.cell_contents, depth + 1))
-            names = {*keeper.__code__.co_names} & keeper.__globals__.keys()
-            for name in sorted(names):
-                yield _Place(keeper.__globals__, name, name)
-                waiting.append((keeper.__globals__[name], depth + 1))
+                yield from _attributes(module, f"{prefix}." if prefix else "")
+                waiting.append((type(module), depth + 1))
+        elif isinstance(keeper, FunctionType):
+            for place in () if _of_a_library(keeper) else _of_function(keeper):
+                yield place
+                waiting.append((place.get(), depth + 1))
+        elif isinstance(keeper, type):
+            for place in () if _of_a_library(keeper) else _of_class(keeper):
+                yield place
+                waiting.append((place.get(), depth + 1))
+        elif not _of_a_library(type(keeper)):
+            yield from _attributes(keeper, f"{type(keeper).__name__}.")
+            if hasattr(keeper, "__dict__"):
+                yield _Place({"": vars(keeper)}, "", type(keeper).__name__)
+            waiting.append((type(keeper), depth + 1))
 
 
-def _of_a_library(function: FunctionType) -> bool:
+def _attributes(keeper: Any, path: str) -> Iterator[_Place]:
+    """Of a user's object all, of one of a library those that are not its own affair."""
+    private = not _of_a_library(type(keeper))
+    own = getattr(keeper, "__dict__", {})
+    of_torch = _OF_TORCH if isinstance(keeper, nn.Module) else ()
+    for key in own:
+        if key[:1] != "_" or (private and key not in of_torch):
+            yield _Place(own, key, path + key)
+
+
+def _of_function(function: FunctionType) -> Iterator[_Place]:
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    yield from (_Place(cell, "", name) for name, cell in cells if _filled(cell))
+    space = function.__globals__
+    names = {*function.__code__.co_names} & space.keys()
+    yield from (_Place(space, name, name) for name in sorted(names))
+    of = f"{function.__name__}."
+    yield from (_Place(function.__dict__, name, of + name) for name in function.__dict__)
+    yield _Place({"": function.__dict__}, "", function.__name__)
+    defaults = dict(enumerate(function.__defaults__ or ())) | (function.__kwdefaults__ or {})
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    first = len(names) - len(function.__defaults__ or ())
+    for key, value in defaults.items():
+        if isinstance(value, (list, dict)):  # only what can be changed there
+            name = names[first + key] if isinstance(key, int) else key
+            yield _Place(defaults, key, of + name)
+
+
+def _of_class(kind: type) -> Iterator[_Place]:
+    """The attributes of a user's class and of the user's classes that it inherits from."""
+    for each in kind.__mro__:
+        if not _of_a_library(each):
+            own = [key for key in vars(each) if not key.startswith("__") or key == "__call__"]
+            yield from (_Place(each, key, f"{each.__name__}.{key}") for key in own)
+
+
+def _space(holder: Any) -> MappingProxyType[str, Any] | dict[Any, Any]:
+    return vars(holder) if isinstance(holder, type) else holder
+
+
+def _of_a_library(made: FunctionType | type) -> bool:
     """Whether it is not the user's; what instep wraps around a user's function is looked into."""
-    module = sys.modules.get(function.__module__ or "")
-    if module is not None and module.__name__.startswith("instep."):
-        return False
-    file = getattr(module, "__file__", None) or ""
+    name = made.__module__ or ""
+    if name.startswith("instep."):
+        return isinstance(made, type)
+    if name.partition(".")[0] in sys.stdlib_module_names - {"__main__"}:
+        return True
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
     return "site-packages" in file or "dist-packages" in file
 
 
@@ -127,6 +196,29 @@ def _counts(value: Any) -> bool:
     if isinstance(value, list):
         return len(value) <= _SHORT and all(map(_is_number, value))
     return _is_number(value) or isinstance(value, itertools.count)
+
+
+def _holds(value: Any) -> bool:
+    return isinstance(value, _HELD) and len(value) <= _LONG
+
+
+def _same(one: Any, kept: Any) -> bool:
+    """Whether a number is what it was, and whether what is held are the same objects."""
+    if type(one) is not type(kept):
+        return False
+    if not isinstance(kept, _HELD):
+        return bool(_shown(one) == _shown(kept))
+    if len(one) != len(kept):
+        return False
+    if isinstance(kept, set):
+        return bool(one == kept)
+    if isinstance(kept, dict):
+        return all(name in one and _alike(one[name], value) for name, value in kept.items())
+    return all(map(_alike, one, kept))
+
+
+def _alike(one: Any, kept: Any) -> bool:
+    return one is kept or (_is_number(one) and bool(one == kept))
 
 
 def _is_number(value: Any) -> bool:

@@ -165,7 +165,7 @@ def try_out(
             why = f"the model cannot be copied to try it ({_first_line(error)})"
             return _not_shown(why)._replace(each=each)
         tried = _Comparison(model, forward, weighed, whole, seed=seed, cuts=cuts, sizes=sizes)
-        counts = Counts(forward.tried)
+        counts = Counts((forward.model, *forward.tried))
         try:
             trial = tried.verdict(spots, say, shares)._replace(each=each)
         finally:
@@ -464,11 +464,14 @@ class _Comparison:
         return drew, time.process_time() - since
 
     def _check_again(self, spot: Spot, once: PassResult | None) -> None:
-        """Run a micro-batch again; if its loss differs, that is the reason for the verdict."""
-        counts = Counts((self._model.model, *self._forward.losses))
-        again = self._model.run(spot.parts[0], spot.sizes[0], backward=False)
-        self._counted = counts.changed()
-        if once is not None and again is not None and not self._same(once, again):
+        """Run a micro-batch again; if its loss differs, that is the reason for the verdict.
+
+        What changes is looked at twice: what is kept of the last batch alone is the same then.
+        """
+        again, self._counted = self._run_counted(spot)
+        if self._counted and self._same(once, again):
+            again, self._counted = self._run_counted(spot)
+        if not self._same(once, again):
             buffer = self._model.kept_by_loss(spot.parts[0], spot.sizes[0])
             who, how = "the model or its loss", "it counts calls in Python, has a list or a value "
             how += "that each call changes, or draws from a generator of its own"
@@ -480,7 +483,15 @@ class _Comparison:
                 "micro-batch"
             ]
 
-    def _same(self, one: PassResult, other: PassResult) -> bool:
+    def _run_counted(self, spot: Spot) -> tuple[PassResult | None, str]:
+        """A pass, and the name of what it changes in Python."""
+        counts = Counts((self._model.model, *self._forward.losses))
+        result = self._model.run(spot.parts[0], spot.sizes[0], backward=False)
+        return result, counts.changed()
+
+    def _same(self, one: PassResult | None, other: PassResult | None) -> bool:
+        if one is None or other is None:
+            return True  # nothing in it counts
         if not math.isfinite(one.loss) and not math.isfinite(other.loss):
             return True  # unknown
         return _close(one.loss, other.loss, self._near)

@@ -14,6 +14,7 @@ from instep.parallel.nested import on_tensors
 from instep.recipe.build import Built
 from instep.recipe.forward import Forward
 from instep.recipe.tuning import Begun
+from instep.worker.trial.counts import unchanged
 from instep.worker.trial.kept.persistence import try_batch_loss, try_optimizer
 from instep.worker.trial.kept.rounding import try_rounding
 from instep.worker.trial.kept.stand_in import Maker, known
@@ -48,8 +49,9 @@ def try_kept(
     if built is not None and known(built):
         return trial
     maker = Maker(recipe, forward.model, job.seed, steps, job.start, begun)
-    trial = try_optimizer(maker, trial, job.sync.name)
-    return trial if job.train.determinism == "bits" else try_rounding(maker, trial)
+    with unchanged(recipe.optimizer, recipe.scheduler, *(part for turn in recipe.turns for part in turn)):
+        trial = try_optimizer(maker, trial, job.sync.name)
+        return trial if job.train.determinism == "bits" else try_rounding(maker, trial)
 
 
 def _as(embedded: Any, like: Tensor) -> Any:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.engine.beside import beside, with_each
+from instep.engine.state.kept_buffers import KeptBuffers
 from instep.engine.served.optimizer import kept_as
 from instep.engine.trial_result import Trial
 from instep.engine.update import options_of
@@ -197,9 +198,11 @@ def try_batch_loss(
     losses = list[float]()
     try:
         own, given = isolated([batch_loss, model], {})
+        buffers = KeptBuffers(given)
         with unchanged_globals(own):
             for turn in range(3):  # others between: a memory of equals may not change a mean
                 set_generators(seed)
+                buffers.put_back()  # which a checkpoint has
                 with torch.no_grad():
                     inputs = on_tensors(embedded, Tensor.clone if turn % 2 == 0 else _others)
                     losses.append(float(own(given, *inputs)))

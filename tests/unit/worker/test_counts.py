@@ -1,0 +1,229 @@
+"""What models, losses and optimizers keep in Python is seen and put back, wherever it is."""
+
+from collections import deque
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from instep.data.loader import Loader
+from instep.job.spec import JobSpec
+from instep.job.train import TrainSpec
+from instep.parallel.global_batch import cached
+from instep.recipe.build import build_optimizer
+from instep.recipe.forward import Forward
+from instep.recipe.recipe import Recipe
+from instep.recipe.tuning import NOTHING
+from instep.worker.trial.counts import Counts, unchanged
+from instep.worker.trial.kept.kept import try_kept
+from instep.worker.trial.reads import try_recipe
+
+LATE = 1000
+
+
+def test_a_count_in_embed_is_seen_where_instep_lies_among_libraries_too(monkeypatch):
+    place = "/home/me/venv/lib/site-packages/instep/parallel/global_batch/cached.py"
+    monkeypatch.setattr(cached, "__file__", place)
+    calls = 0
+
+    def embed(model, batch):
+        nonlocal calls
+        calls += 1
+        return model(batch), None
+
+    found = Counts([cached.probe(embed)])
+    embed(nn.Linear(1, 1), torch.ones(2, 1))
+    assert found.changed() == "calls"
+    found.put_back()
+    assert calls == 0
+
+
+class InClass(nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        InClass.calls += 1
+        return super().forward(x) * (1 if InClass.calls < LATE else 2)
+
+
+class Private(nn.Linear):
+    _calls = 0
+
+    def forward(self, x):
+        self._calls += 1
+        return super().forward(x) * (1 if self._calls < LATE else 2)
+
+
+class Memory(nn.Linear):
+    """Used once it is full."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.kept = deque(maxlen=LATE)
+
+    def forward(self, x):
+        found = super().forward(x)
+        self.kept.append(found.detach().mean(0))
+        return found if len(self.kept) < LATE else found + self.kept[0]
+
+
+class Teacher(nn.Linear):
+    """Begins as the model's equal and follows it, outside its parameters and buffers."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.followed = [self.weight.detach().clone()]
+
+    def forward(self, x):
+        self.followed[0].lerp_(self.weight.detach(), 0.5)
+        return super().forward(x) + x @ self.followed[0].T
+
+
+class OfTheLast(nn.Linear):
+    """Keeps something of the last batch, and a mask for each size: nothing comes of it."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.rows, self._masks, self._rows = [], {}, 0
+
+    def forward(self, x):
+        self.rows, self._rows = [float(each) for each in x[:, 0]], len(x)
+        mask = self._masks.setdefault(len(x), torch.ones(len(x), 1))
+        return super().forward(x) * mask.to(x)
+
+
+class Object:
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, outputs, target):
+        self.calls += 1
+        return functional.mse_loss(outputs, target) * (1 if self.calls < LATE else 2)
+
+
+def by_default(outputs, target, calls=[]):  # noqa: B006
+    calls.append(1)
+    return functional.mse_loss(outputs, target) * (1 if len(calls) < LATE else 2)
+
+
+def of_function(outputs, target):
+    of_function.calls = getattr(of_function, "calls", 0) + 1
+    return functional.mse_loss(outputs, target) * (1 if of_function.calls < LATE else 2)
+
+
+STATE = {"calls": 0}
+
+
+def count():
+    STATE["calls"] += 1
+
+
+def in_globals(outputs, target):
+    count()
+    return functional.mse_loss(outputs, target) * (1 if STATE["calls"] < LATE else 2)
+
+
+def tried(parts, **given):
+    torch.manual_seed(0)
+    recipe = Recipe(
+        **{
+            "model": nn.Linear(3, 2),
+            "train": TensorDataset(torch.randn(64, 3), torch.randn(64, 2)),
+            "loss": nn.MSELoss(),
+            "optimizer": lambda p: torch.optim.SGD(p, lr=0.1),
+            "weight": lambda batch: len(batch[0]),
+        }
+        | given
+    )
+    loader = Loader(recipe.train, seed=7, shuffle=False, processes=0)
+    forward = Forward(recipe, recipe.model, torch.device("cpu"), "float32")
+    train = TrainSpec(global_batch=16, micro_batches=parts)
+    job = JobSpec(recipe="a.py:recipe", train=train, workers=1)
+    trial = try_recipe(forward, loader, job, 64)
+    return try_kept(forward, job, 10, trial, NOTHING, build_optimizer(recipe, recipe.model, 10))
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("kind", [InClass, Private, Memory, OfTheLast])
+def test_what_a_model_keeps_in_python_is_seen_before_anything_comes_of_it(kind, parts):
+    verdict = tried(parts, model=kind(3, 2)).verdict
+    named = {InClass: "'InClass.calls'", Private: "'_calls'", Memory: "'kept'"}
+    assert verdict.startswith(
+        f"not shown: each pass changes {named[kind]}" if kind in named else "yes"
+    )
+    assert InClass.calls == 0
+
+
+def test_a_teacher_that_begins_as_the_models_equal_is_seen_in_one_micro_batch():
+    said = tried(1, model=Teacher(3, 2)).verdict
+    assert said.startswith("no: the model or its loss gives another result")
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("loss", [Object(), by_default, of_function, in_globals])
+def test_what_a_loss_keeps_in_python_is_seen_and_put_back(loss, parts):
+    assert tried(parts, loss=loss).verdict.startswith("not shown: each pass changes")
+    assert getattr(loss, "calls", 0) == 0  # also where there was none
+    assert (by_default.__defaults__, STATE) == (([],), {"calls": 0})
+
+
+MOMENTA = {}
+
+
+class Kept(torch.optim.Optimizer):
+    """Its momenta are in a global variable, and its steps are counted in its class."""
+
+    steps = 0
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        Kept.steps += 1
+        for number, parameter in enumerate(self.param_groups[0]["params"]):
+            momentum = MOMENTA.setdefault(number, torch.zeros_like(parameter))
+            parameter.add_(momentum.add_(parameter.grad), alpha=-0.1 / Kept.steps)
+
+
+def test_the_trial_of_an_optimizer_leaves_its_class_and_its_globals_as_they_were():
+    verdict = tried(1, optimizer=lambda p: Kept(p)).verdict
+    assert verdict.startswith("no: the optimizer Kept or its scheduler keeps something outside")
+    assert Kept.steps == 0
+    assert not MOMENTA
+
+
+def test_what_is_held_has_the_same_objects_again():
+    kept, first = deque([torch.zeros(1)], maxlen=2), {"a": object()}
+
+    def holds():
+        kept.append(torch.ones(1))
+        first["b"] = kept
+
+    before = list(kept), dict(first)
+    with unchanged(holds):
+        holds()
+        holds()
+        assert len(first) == 2
+    assert len(kept) == 1
+    assert kept[0] is before[0][0]
+    assert first == before[1]
+
+
+class Centred(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 2)
+        self.register_buffer("centre", torch.zeros(2))
+
+
+def centred(model, embeddings, targets):
+    loss = functional.mse_loss(embeddings - model.centre, targets)
+    model.centre.lerp_(embeddings.detach().mean(0), 0.5)
+    return loss
+
+
+def test_what_a_loss_over_the_global_batch_keeps_in_buffers_of_the_model_is_in_checkpoints():
+    given = {"embed": lambda model, batch: (model(batch[0]), batch[1]), "batch_loss": centred}
+    assert tried(4, model=Centred(), loss=None, weight=None, **given).verdict == "yes"
