@@ -133,7 +133,7 @@ def _places(keepers: Iterable[Any]) -> Iterator[_Place]:
 
 
 def _attributes(keeper: Any, path: str) -> Iterator[_Place]:
-    """Of a user's object all, of one of a library those that are not its own affair."""
+    """All of a user's object; those of a library's object that are not its own affair."""
     private = not _of_a_library(type(keeper))
     own = getattr(keeper, "__dict__", {})
     of_torch = _OF_TORCH if isinstance(keeper, nn.Module) else ()
@@ -151,12 +151,13 @@ def _of_function(function: FunctionType) -> Iterator[_Place]:
     of = f"{function.__name__}."
     yield from (_Place(function.__dict__, name, of + name) for name in function.__dict__)
     yield _Place({"": function.__dict__}, "", function.__name__)
-    defaults = dict(enumerate(function.__defaults__ or ())) | (function.__kwdefaults__ or {})
-    names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    first = len(names) - len(function.__defaults__ or ())
+    defaults: dict[Any, Any] = dict(enumerate(function.__defaults__ or ()))
+    defaults |= function.__kwdefaults__ or {}
+    arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
+    first = len(arguments) - len(function.__defaults__ or ())
     for key, value in defaults.items():
         if isinstance(value, (list, dict)):  # only what can be changed there
-            name = names[first + key] if isinstance(key, int) else key
+            name = arguments[first + key] if isinstance(key, int) else key
             yield _Place(defaults, key, of + name)
 
 

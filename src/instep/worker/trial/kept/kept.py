@@ -49,7 +49,9 @@ def try_kept(
     if built is not None and known(built):
         return trial
     maker = Maker(recipe, forward.model, job.seed, steps, job.start, begun)
-    with unchanged(recipe.optimizer, recipe.scheduler, *(part for turn in recipe.turns for part in turn)):
+    with unchanged(
+        recipe.optimizer, recipe.scheduler, *(part for turn in recipe.turns for part in turn)
+    ):
         trial = try_optimizer(maker, trial, job.sync.name)
         return trial if job.train.determinism == "bits" else try_rounding(maker, trial)
 
