@@ -178,7 +178,7 @@ def _of_a_library(made: FunctionType | type) -> bool:
     name = made.__module__ or ""
     if name.startswith("instep."):
         return isinstance(made, type)
-    if name.partition(".")[0] in sys.stdlib_module_names - {"__main__"}:
+    if name.partition(".")[0] in sys.stdlib_module_names:
         return True
     file = getattr(sys.modules.get(name), "__file__", None) or ""
     return "site-packages" in file or "dist-packages" in file
