@@ -63,6 +63,7 @@ class OptimizerCalls:
         self._agree = agree
         self._norm: float | None = None
         self._unscaled = False
+        self._awaits_commit = False  # the scaler has noted that this step's gradients are unscaled
         self.give_back = take_over(self)
         """Let them do again what they did before."""
         self._taken = optimizer.__dict__["step"]
@@ -75,7 +76,7 @@ class OptimizerCalls:
     def exchange(self) -> None:
         """Agree on the step, whose last backward pass is over, and hand the gradients out."""
         self._guard.check_written(self._engine.step)
-        self._unscaled = False
+        self._forget_unscaled()
         try:
             self._agree()
             if self._step.agreed is not None:
@@ -84,6 +85,13 @@ class OptimizerCalls:
                 self._norm, self._unscaled = self._update.clip(), self._update.clips
         except PeerError as error:
             self._step.breaks(error)
+
+    def _forget_unscaled(self) -> None:
+        """Make the scaler forget gradients that it unscaled before, if they came to nothing."""
+        self._unscaled = False
+        if self._awaits_commit:
+            self._awaits_commit = False
+            type(self.scaler).update(self.scaler, self.scaler.get_scale())
 
     # ---- the optimizer
 
@@ -102,6 +110,7 @@ class OptimizerCalls:
         self._guard.check_trained()
         try:
             self._step.commit(self._engine.commit(lambda step: self._move(move, step)))
+            self._awaits_commit = False
             self._shared.follow(self.state.progress.step)
         except PeerError as error:
             self._step.breaks(error)
@@ -152,6 +161,7 @@ class OptimizerCalls:
         if self._step.now is None or (self._step.moves and not self._unscaled):
             original(self.optimizer)
             self._unscaled = True
+            self._awaits_commit = self._step.now is not None
 
     def after_move(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Take `scheduler.step()` or `scaler.update()`: once for each step that counts.
