@@ -107,7 +107,7 @@ class Working(Training):
         self.member.formed()
 
     def _report_ready(self) -> None:
-        self._announce(validation_samples=self._validation_samples)
+        self._announce()
 
     def _keep_up(self) -> None:
         """Be in the generation that the master has begun.

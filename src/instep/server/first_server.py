@@ -201,7 +201,7 @@ class Serving(Server):
         self._desk = Desk(door, self.commits, self._take, self._frozen)
         tell(self.member, 0, door)
         if idle := sum(not each for each in holding.shares):
-            self._warn(
+            self.announcer.warn(
                 f"sync.servers = {self._servers}, and there are no parameters for {idle} of them: "
                 "choose fewer"
             )
@@ -274,8 +274,8 @@ class Serving(Server):
         row = (step, self.member.number, 0, figures.loss, *clock.parts, norm)
         self.member.record(self._written, row)
         self._written, self.engine.clock = b"", Clock(begin=time.time())
-        if not (math.isfinite(done.loss) or self.stopping.spec.non_finite):
-            self._warn_of_loss(done.loss)
+        if not self.stopping.spec.non_finite:
+            self.announcer.warn_of_loss(step, done.loss)
         return done
 
     def _report_lag(self, step: int) -> None:

@@ -79,7 +79,7 @@ class Following(Server):
         tell(member, self._place, self._door)
 
     def _report_ready(self) -> None:
-        self._announce(validation_samples=self._validation_samples)
+        self._announce()
 
     # ---- until the end
 

@@ -55,6 +55,7 @@ from instep.sync.servers.server_sync import ServerSync
 from instep.system.malloc import return_unused_memory
 from instep.words import listed
 from instep.worker.loop.after_commit import CALLBACKS, Step
+from instep.worker.loop.announcer import tells_trial
 from instep.worker.loop.loop import Loop
 from instep.worker.loop.observed import Observed, make_observers
 from instep.worker.loop.stopping import check_rules
@@ -497,7 +498,9 @@ class Training(Loop):
             trial = try_blocks(self._forward, self._loader, self.job, self.samples, begun.fill)
             return try_kept(self._forward, self.job, self._updates, trial, self._begun, built)
         began = time.time()
-        trial = try_recipe(self._forward, self._loader, self.job, self.samples, self._say_tried())
+        trial = try_recipe(
+            self._forward, self._loader, self.job, self.samples, tells_trial(self.member)
+        )
         trial = try_kept(self._forward, self.job, self._updates, trial, self._begun, built)
         self.member.phases["trial"] = time.time() - began
         if self._validation is not None and self.member.number == 0:
@@ -508,18 +511,6 @@ class Training(Loop):
             return trial
         reason = "each participant of a round is computed apart"
         return trial._replace(merge=False, reason=reason, verdict=round_checks.verdict(self.job))
-
-    def _say_tried(self) -> Callable[[int, int], None]:
-        """Tells how far the trial is: at its beginning, and from then on once in a second."""
-        said = -math.inf
-
-        def say(done: int, of: int) -> None:
-            nonlocal said
-            if (now := time.monotonic()) - said >= 1:
-                said = now
-                self.member.emit("trial_progress", worker=self.member.number, done=done, of=of)
-
-        return say
 
     @property
     def _first_batch(self) -> int:
@@ -607,7 +598,7 @@ class Training(Loop):
         gpus = torch.cuda.device_count()
         auto = self.job.train.device == "auto" and self.job.sync.name not in SERVERS
         if gpus and self.device.type == "cpu" and auto:
-            self._warn(
+            self.announcer.warn(
                 f"{self.job.workers} workers compute on the CPU, since this machine has "
                 f"{gpus} GPUs; --workers {gpus} would use them"
             )
@@ -615,7 +606,7 @@ class Training(Loop):
             batch = self.job.train.global_batch
             shuffled = self.job.data.shuffled if name == "train" else None
             for lost in given.unused(f"Recipe.{name}", shuffled=shuffled, batch=batch):
-                self._warn(lost.text)
+                self.announcer.warn(lost.text)
         if pids := [*loader.pids, *(self._validation.pids if self._validation else [])]:
             member.emit("loaders_started", worker=member.number, pids=pids)
         if self.engine.comm.rank == 0:
@@ -624,7 +615,7 @@ class Training(Loop):
             if self._built.adapted is not None and member.checkpoint is None:
                 member.emit("lora_added", **self._built.adapted.fields())
                 if unused := self._built.adapted.unused:
-                    self._warn(
+                    self.announcer.warn(
                         f"the trial did not call {listed(unused, 4)}: an adapter there has no "
                         "effect if the model uses the weight and not the layer"
                     )
@@ -632,7 +623,11 @@ class Training(Loop):
         member.emit("passes_chosen", worker=member.number, merged=trial.merge, reason=trial.reason)
         if self.engine.comm.rank == 0 and not member.others_have_state:
             member.emit("same_as_one_machine", verdict=trial.verdict)
-        self._announce(validation_samples=self._validation_samples)
+        self._announce()
+
+    def _announce(self) -> None:
+        numbers = self.samples, self._validation_samples, self.last_step
+        self.announcer.ready(self._loader, *numbers)
 
     # ---- the loop
 
@@ -654,8 +649,7 @@ class Training(Loop):
         except MembersChanged:
             raise
         except PeerError as error:
-            if self.fellows is not None:  # what is computed together cannot be left half done
-                self.fellows.broke(error)
+            self.fellows.broke(error)  # what is computed together cannot be left half done
             raise
 
     def _repeat(self, part: Pass, factor: float) -> None:

@@ -48,6 +48,7 @@ from instep.sync.servers.leases import Unit
 from instep.sync.servers.server_async import ServerAsync
 from instep.system import host_memory
 from instep.worker.passes.activity import Activity
+from instep.worker.replica.fellows import NoFellows
 
 SAMPLES, TRAIN = 90, TrainSpec(global_batch=16, micro_batches=4, steps=40)
 STEPS, FIRST = 9, 100
@@ -704,7 +705,7 @@ class Ending(Thread):
         server = Following.__new__(Following)
         server._door, server._further, server.member = self.door, self.further, self
         server.engine, server.activity = SimpleNamespace(state=state), Activity()
-        server.fellows, server.sized, server.close = None, lambda count: None, lambda: None
+        server.fellows, server.sized, server.close = NoFellows(), lambda count: None, lambda: None
         list(server.steps())
         self.door.close()
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from instep.comm.base import Comm
@@ -47,14 +46,15 @@ from instep.sync.base import strategy_of
 from instep.sync.delayed import Delayed
 from instep.sync.rounds.streaming import Streaming
 from instep.worker.loop.after_commit import AfterCommit, Step
+from instep.worker.loop.announcer import Announcer
 from instep.worker.loop.callbacks import Callbacks
 from instep.worker.loop.momentum import move_momentum
 from instep.worker.loop.saving import lend_model
 from instep.worker.loop.stopping import Stopping
 from instep.worker.passes.activity import Activity
 from instep.worker.passes.base import Dealt, Results
-from instep.worker.replica.fellows import Fellows
-from instep.worker.rounds.after_round import report_lost, report_spread, spread_of
+from instep.worker.replica.fellows import NoFellows
+from instep.worker.rounds.after_round import spread_of
 
 _ENDLESS = 2**40
 """Length of a loop that ends when the user leaves it."""
@@ -133,13 +133,13 @@ class Loop(ABC):
             validate=self._validate,
             best=self._best,
         )
-        self.fellows: Fellows | None = None
+        self.announcer = Announcer(member, self.engine)
+        self.fellows = NoFellows()
         """The other processes of this replica, where it has several."""
         self._comms: tuple[Comm, ...] = ()  # of the present groups, or of ones that are forming
         self._regroups = False
         self._record: Record | None = None
         self._skips = SkipReporter(member)
-        self._warned: set[str] = set()
         self._done = 0  # steps that this process has committed
 
     def _find_two_points(self, model: nn.Module) -> None:
@@ -235,8 +235,7 @@ class Loop(ABC):
         self.phase = "joining"
         while True:
             self.member.wait_for_group()
-            if self.fellows is not None:
-                self.fellows.meet()
+            self.fellows.meet()
             broken: PeerError | None = None
             try:
                 self._form()
@@ -244,18 +243,14 @@ class Loop(ABC):
                 if not self.member.recovers:
                     raise
                 broken = error
-            if self._fellows_agree(broken is None):
+            if self.fellows.agree(broken is None):
                 return
             self._leave(broken or FellowFailed())
-
-    def _fellows_agree(self, well: bool) -> bool:
-        """Ask as `Fellows.agree`; alone, a replica's process need not."""
-        return well if self.fellows is None else self.fellows.agree(well)
 
     def _end_of_step(self) -> None:
         """Continue only if all processes of this replica can: none may wait in a pass for one that
         has left the group."""
-        if not self._fellows_agree(True):
+        if not self.fellows.agree(True):
             raise FellowFailed
 
     def _waits(self) -> None:
@@ -354,7 +349,7 @@ class Loop(ABC):
             except PeerError as error:
                 if not self.member.recovers:
                     raise
-                self._fellows_agree(False)
+                self.fellows.agree(False)
                 broken = error
             self._leave(broken)
             self._regroup()
@@ -431,17 +426,8 @@ class Loop(ABC):
         self._regroups = agreed.regroups
         self.phase = "update"
         done = self._commit()
-        self._tell(done)
+        self.announcer.commit(done, self._comms[1], warns=not self.stopping.spec.non_finite)
         return done
-
-    def _tell(self, done: Commit) -> None:
-        """Tell what is known of a step once it is committed."""
-        strategy, (comm, column) = self.engine.strategy, self._comms
-        if comm.rank == 0:
-            report_spread(self.member, spread_of(strategy), done.step)
-        report_lost(self.member, self.job, strategy, tells=column.rank == 0)
-        if not (math.isfinite(done.loss) or self.stopping.spec.non_finite):
-            self._warn_of_loss(done.loss)
 
     def _agree(
         self, where: Position, share: Share, loads: Iterator[Read]
@@ -479,38 +465,6 @@ class Loop(ABC):
 
     def _settle(self, done: Commit) -> Step:
         return self.after.settle(done)
-
-    # ---- what is told
-
-    def _warn_of_loss(self, loss: float) -> None:
-        if "loss" not in self._warned:
-            self._warned.add("loss")
-            self._warn(f"the loss at step {self.step} is {loss}; training continues")
-
-    def _warn(self, text: str) -> None:
-        """Write a warning into the log, once, by one worker."""
-        if self.engine.comm.rank == 0 and text not in self._warned:
-            self._warned.add(text)
-            self.member.emit("warning", text=f"{text}.")
-
-    @property
-    def _on_servers(self) -> int:
-        """Numbers of embeddings whose rows are on servers."""
-        return self.engine.tables.numbers if self.engine.tables is not None else 0
-
-    def _announce(self, **more: Any) -> None:
-        self.member.emit(
-            "worker_ready",
-            worker=self.member.number,
-            device=str(self.device),
-            threads=torch.get_num_threads(),
-            parameters=sum(p.numel() for p in self.engine.parameters) + self._on_servers,
-            samples=self.samples,
-            last_step=self.last_step,
-            loader=f"{self._loader.mode}: {self._loader.why}",
-            phases=self.member.phases,
-            **more,
-        )
 
     # ---- the end
 

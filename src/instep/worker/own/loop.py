@@ -223,10 +223,10 @@ class OwnLoop(Loop):
         self._regroup()
         self.member.phases["group"] = time.time() - began
         for lost in self._lost:
-            self._warn(lost.text)
+            self.announcer.warn(lost.text)
         if self.engine.comm.rank == 0 and not self.member.others_have_state:
             self.member.emit("same_as_one_machine", verdict=self._verdict())
-        self._announce(validation_samples=0)
+        self.announcer.ready(self._loader, self.samples, 0, None)
         self._items = self.run()
         self._left_epoch = self.step
         self.phase = "your loop"
@@ -386,7 +386,7 @@ class OwnLoop(Loop):
             PeerError: one was lost, or this one is no longer among them.
         """
         if not self.backward.tells:
-            self._warn(
+            self.announcer.warn(
                 "the loop calls loss.backward() by itself, so the loss is not known: it is shown "
                 "as 0, and no rule sees that it is not finite. Call session.backward(loss), or "
                 "session.record(loss) before it"
@@ -412,7 +412,7 @@ class OwnLoop(Loop):
         assert agreed is not None, "a strategy wanted a third attempt"
         assert done is not None, "optimizer.step() was not called"
         self._regroups = agreed.regroups
-        self._tell(done)
+        self.announcer.commit(done, self._comms[1], warns=not self.stopping.spec.non_finite)
         return done
 
     def _meet_again(self, error: PeerError | None) -> None:

@@ -15,7 +15,30 @@ from instep.errors import PeerError
 from instep.worker.replica.replica import Replica
 
 
-class Fellows:
+class NoFellows:
+    """Stands for the other processes of a replica that has none."""
+
+    def meet(self) -> None:
+        """Wait until all of them have the new generation.
+
+        Raises:
+            ReplicaBroken: this process is to end.
+        """
+
+    def agree(self, well: bool) -> bool:
+        """Ask whether all of them can continue; each calls it once after it has tried to join a
+        group, and after every step."""
+        return well
+
+    def broke(self, error: PeerError) -> None:
+        """End, where the group inside a replica came apart: its processes start again.
+
+        Raises:
+            ReplicaBroken: this process is to end.
+        """
+
+
+class Fellows(NoFellows):
     """The other processes of a replica that is a mesh.
 
     Args:
@@ -30,11 +53,7 @@ class Fellows:
         self._interrupt = interrupt
 
     def meet(self) -> None:
-        """Called with a new generation: wait until all of them have it.
-
-        Raises:
-            ReplicaBroken: this process is to end.
-        """
+        """Wait as `NoFellows.meet` says."""
         while True:  # as often as the one that is furthest behind has generations to wait for
             form = self._member.form
             assert form is not None, "no generation yet"
@@ -46,8 +65,7 @@ class Fellows:
                 self._member.wait_for_group()
 
     def agree(self, well: bool) -> bool:
-        """Whether all of them can continue; each calls it once after it has tried to join a group,
-        and after every step."""
+        """Ask as `NoFellows.agree` says."""
         if not well:
             self._interrupt()  # one of them may wait for this process, and not know
         return bool(min(self._ask(int(well))))
@@ -60,11 +78,7 @@ class Fellows:
             self.broke(error)
 
     def broke(self, error: PeerError) -> NoReturn:
-        """The group inside the replica came apart: its processes start again.
-
-        Raises:
-            ReplicaBroken: this process is to end.
-        """
+        """End as `NoFellows.broke` says."""
         if self._engine.started:
             self._member.broken(error, holds=False)
         self._member.wait_to_be_killed()
