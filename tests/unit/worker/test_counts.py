@@ -1,6 +1,8 @@
 """What models, losses and optimizers keep in Python is seen and put back, wherever it is."""
 
+import itertools
 from collections import deque
+from functools import partial
 
 import pytest
 import torch
@@ -113,6 +115,11 @@ def of_function(outputs, target):
     return functional.mse_loss(outputs, target) * (1 if of_function.calls < LATE else 2)
 
 
+def given(state, outputs, target):
+    state["calls"] += 1
+    return functional.mse_loss(outputs, target) * (1 if state["calls"] < LATE else 2)
+
+
 STATE = {"calls": 0}
 
 
@@ -123,6 +130,28 @@ def count():
 def in_globals(outputs, target):
     count()
     return functional.mse_loss(outputs, target) * (1 if STATE["calls"] < LATE else 2)
+
+
+IN_PARTIAL = partial(given, {"calls": 0})
+
+
+class Hooked(nn.Linear):
+    """Counts in a hook, and in a property that a helper has."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        calls = itertools.count()
+        self.register_forward_hook(lambda *it: it[2] * (1 if next(calls) < LATE else 2))
+
+
+class Proper(nn.Linear):
+    @property
+    def scale(self):
+        count()
+        return 1 if STATE["calls"] < LATE else 2
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
 
 
 def tried(parts, **given):
@@ -146,14 +175,15 @@ def tried(parts, **given):
 
 
 @pytest.mark.parametrize("parts", [1, 4])
-@pytest.mark.parametrize("kind", [InClass, Private, Memory, OfTheLast])
+@pytest.mark.parametrize("kind", [InClass, Private, Memory, Hooked, Proper, OfTheLast])
 def test_what_a_model_keeps_in_python_is_seen_before_anything_comes_of_it(kind, parts):
     verdict = tried(parts, model=kind(3, 2)).verdict
     named = {InClass: "'InClass.calls'", Private: "'_calls'", Memory: "'kept'"}
+    named |= {Hooked: "'calls'", Proper: "'STATE'"}
     assert verdict.startswith(
         f"not shown: each pass changes {named[kind]}" if kind in named else "yes"
     )
-    assert InClass.calls == 0
+    assert (InClass.calls, STATE) == (0, {"calls": 0})
 
 
 def test_a_teacher_that_begins_as_the_models_equal_is_seen_in_one_micro_batch():
@@ -162,11 +192,12 @@ def test_a_teacher_that_begins_as_the_models_equal_is_seen_in_one_micro_batch():
 
 
 @pytest.mark.parametrize("parts", [1, 4])
-@pytest.mark.parametrize("loss", [Object(), by_default, of_function, in_globals])
+@pytest.mark.parametrize("loss", [Object(), by_default, of_function, in_globals, IN_PARTIAL])
 def test_what_a_loss_keeps_in_python_is_seen_and_put_back(loss, parts):
     assert tried(parts, loss=loss).verdict.startswith("not shown: each pass changes")
     assert getattr(loss, "calls", 0) == 0  # also where there was none
     assert (by_default.__defaults__, STATE) == (([],), {"calls": 0})
+    assert IN_PARTIAL.args == ({"calls": 0},)
 
 
 MOMENTA = {}

@@ -15,6 +15,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import CellType, FunctionType, MappingProxyType, MethodType
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from torch import nn
 _SHORT, _LONG, _DEEP = 8, 10_000, 6
 _HELD = list, dict, set, deque
 
+_WRAPPED = partial, property, staticmethod, classmethod
 _OF_TORCH = frozenset(vars(nn.Module()))
 
 
@@ -116,7 +118,13 @@ def _places(keepers: Iterable[Any]) -> Iterator[_Place]:
         if isinstance(keeper, nn.Module):
             for prefix, module in keeper.named_modules():
                 yield from _attributes(module, f"{prefix}." if prefix else "")
-                waiting.append((type(module), depth + 1))
+                hooks = *module._forward_hooks.values(), *module._forward_pre_hooks.values()
+                waiting += [(each, depth + 1) for each in (type(module), *hooks)]
+        elif isinstance(keeper, _WRAPPED):
+            if isinstance(keeper, partial):
+                given = dict(enumerate(keeper.args)) | keeper.keywords
+                yield from (_Place(given, key, f"partial.{key}") for key in given)
+            waiting.append((_within(keeper), depth))
         elif isinstance(keeper, FunctionType):
             for place in () if _of_a_library(keeper) else _of_function(keeper):
                 yield place
@@ -130,6 +138,14 @@ def _places(keepers: Iterable[Any]) -> Iterator[_Place]:
             if hasattr(keeper, "__dict__"):
                 yield _Place({"": vars(keeper)}, "", type(keeper).__name__)
             waiting.append((type(keeper), depth + 1))
+
+
+def _within(
+    keeper: partial[Any] | property | staticmethod[..., Any] | classmethod[Any, ..., Any],
+) -> Any:
+    if isinstance(keeper, partial):
+        return keeper.func
+    return keeper.fget if isinstance(keeper, property) else keeper.__func__
 
 
 def _attributes(keeper: Any, path: str) -> Iterator[_Place]:
