@@ -38,7 +38,9 @@ class Loop:
             update=SimpleNamespace(clip=nothing, clips=False),
             step=self.step,
             backward=None,
-            guard=SimpleNamespace(check_written=nothing, check_zeros=nothing, check_trained=nothing),
+            guard=SimpleNamespace(
+                check_written=nothing, check_zeros=nothing, check_trained=nothing
+            ),
             shared=SimpleNamespace(follow=nothing),
             seed=0,
             per_epoch=1,
