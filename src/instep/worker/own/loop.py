@@ -40,7 +40,6 @@ from instep.errors import PeerError, SpecError
 from instep.job.spec import JobSpec
 from instep.recipe.build import check_optimizer, check_scheduler, set_generators
 from instep.state.retention import best_rule
-from instep.worker.loop.after_commit import Step
 from instep.worker.loop.loop import Loop
 from instep.worker.own.as_loader import AsLoader
 from instep.worker.own.backward import Backward
@@ -365,11 +364,6 @@ class OwnLoop(Loop):
                 "batches make a step is set by train.micro_batches."
             )
 
-    def _settle(self, done: Commit) -> Step:
-        if done.step % self._per_epoch == 0:
-            self._guard.compare(self.engine.comm)
-        return super()._settle(done)
-
     # ---- a step
 
     def _take(self, slot: int, gradient: Tensor) -> None:
@@ -413,6 +407,8 @@ class OwnLoop(Loop):
         assert done is not None, "optimizer.step() was not called"
         self._regroups = agreed.regroups
         self.announcer.commit(done, self._comms[1], warns=not self.stopping.spec.non_finite)
+        if done.step % self._per_epoch == 0:  # not where it is settled again: a newcomer rests then
+            self._guard.compare(self.engine.comm)
         return done
 
     def _meet_again(self, error: PeerError | None) -> None:
