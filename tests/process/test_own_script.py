@@ -333,3 +333,52 @@ def test_a_rule_can_stop_a_resumed_script_at_the_step_that_it_was_resumed_from(
     assert again.end() == 0, again.stderr
     summary = first.summary
     assert (summary["outcome"], summary["rule"], summary["steps"]) == ("stopped", "target", 4)
+
+
+DIES = """
+import os, signal
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import instep
+from instep.worker.own.checks import Guard
+
+compare, died = Guard.compare, Path("{died}")
+
+def dies(self, comm):
+    if comm.rank == {rank} and comm.size > 1 and not died.exists():
+        died.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    compare(self, comm)
+
+Guard.compare = dies
+x = torch.randn(48, 4, generator=torch.Generator().manual_seed(1))
+train = {{"epochs": 3, "global_batch": 16, "determinism": "bits"}}
+with instep.join(train=train, seed=5) as session:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = session.prepare(model, optimizer, TensorDataset(x, x[:, :2]))
+    for epoch in session.epochs():
+        for batch, target in loader:
+            session.backward(nn.functional.mse_loss(model(batch), target))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert session.sum(1.0) == (session.size,)
+"""
+
+
+@pytest.mark.tail
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_that_dies_while_models_are_compared_at_an_epochs_end_is_replaced(
+    start: Start, tmp_path: Path, rank: int
+) -> None:
+    """The newcomer goes on behind the epoch, and the others do not wait for it to compare."""
+    sums = []
+    for died in (tmp_path / "died", tmp_path):  # which is there: nobody dies
+        text = DIES.format(died=died, rank=rank)
+        program = start("-m", "instep", "run", script(tmp_path, text), "--workers", 2)
+        assert program.end() == 0, program.stderr
+        sums.append(program.events("model_saved")[-1]["parameters_sha256"])
+        assert len(program.events("worker_lost")) == (died != tmp_path)
+    assert sums[0] == sums[1]

@@ -405,7 +405,7 @@ class OwnLoop(Loop):
         agreed, done = self.present.agreed, self.present.committed
         assert agreed is not None, "a strategy wanted a third attempt"
         assert done is not None, "optimizer.step() was not called"
-        self._regroups = agreed.regroups
+        self._regroups, self.phase = agreed.regroups, "update"
         self.announcer.commit(done, self._comms[1], warns=not self.stopping.spec.non_finite)
         if done.step % self._per_epoch == 0:  # not where it is settled again: a newcomer rests then
             self._guard.compare(self.engine.comm)
