@@ -31,6 +31,7 @@ from instep.errors import RunError
 from instep.plain_file import PRIVATE, check_plain, read_plain
 from instep.store.folder import StartPoint
 from instep.store.own_files import gone
+from instep.undecodable import UNDECODABLE
 
 T = TypeVar("T")
 
@@ -277,7 +278,7 @@ class Journal:
         """
         try:
             return msgspec.msgpack.decode(data, type=kind, dec_hook=_made)
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             raise RunError(self._of_another_version()) from error
 
     def _of_another_version(self) -> str:

@@ -22,6 +22,7 @@ from instep.comm.protocol import messages as m
 from instep.comm.protocol.channel import Address, Channel
 from instep.errors import JoinError
 from instep.plain_file import PRIVATE, is_private, plain, replace_plain
+from instep.undecodable import UNDECODABLE
 
 ANSWER_S = 15.0
 """How long to wait for a connection, and for an answer."""
@@ -170,7 +171,7 @@ def _kept(file: Path) -> _Kept | None:
         return None
     try:
         return msgspec.json.decode(read_secret(file), type=_Kept)
-    except (msgspec.MsgspecError, RecursionError):
+    except UNDECODABLE:
         return None
 
 

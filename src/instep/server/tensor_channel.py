@@ -34,6 +34,7 @@ from instep.comm.protocol.listener import Listener
 from instep.errors import PeerError
 from instep.server.coding import Wrapped
 from instep.system.processes import wait_readable
+from instep.undecodable import UNDECODABLE
 
 if TYPE_CHECKING:
     from instep.comm.encryption.certificates import Credentials
@@ -196,7 +197,7 @@ class Line:
             raise PeerError(f"a message of {length} and {rest} bytes has arrived.")
         try:
             head = msgspec.msgpack.decode(self._take(length, waits), type=kind)
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except UNDECODABLE as error:
             raise PeerError(f"something that is no message has arrived: {error}") from None
         if not rest:
             return head

@@ -23,6 +23,7 @@ import msgspec
 from instep.errors import RunError, SpecError
 from instep.plain_file import plain, read_plain, replace_plain
 from instep.store.own_files import lock, open_own, unlock
+from instep.undecodable import UNDECODABLE
 from instep.words import plural
 
 FORMATS = (".safetensors", ".npz", ".jsonl")
@@ -141,7 +142,7 @@ class Predictions:
         """The plan of the command that made the parts; None if there are none to take up."""
         try:
             plan = msgspec.json.decode(read_plain(self.path / _PLAN), type=Plan)
-        except (OSError, msgspec.MsgspecError, RecursionError):
+        except (OSError, *UNDECODABLE):
             return None
         return plan if self.done() else None
 

@@ -304,3 +304,9 @@ def test_a_process_that_can_open_no_more_files_does_not_spin_and_serves_its_conn
     assert int(turns) < 50
     assert served == "1 True"
     assert later == "True"
+
+
+def test_a_message_whose_text_is_no_utf_8_is_no_message():
+    sent = bytes(frame(Emit(name="ABCDEFG", fields={}))).replace(b"ABCDEFG", b"ABC\xffEFG")
+    with pytest.raises(PeerError, match="no message arrived"):
+        _Frames().feed(sent)

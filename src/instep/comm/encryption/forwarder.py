@@ -38,6 +38,7 @@ from instep.comm.callers import NO_MORE_FILES, Unproven
 from instep.comm.encryption.certificates import Credentials, is_worker
 from instep.comm.encryption.tls import Tls, context
 from instep.errors import PeerError
+from instep.undecodable import UNDECODABLE
 
 PROOF_S = 5.0
 """How long a caller may take to prove what it is, and to say what it wants."""
@@ -180,7 +181,7 @@ class Forwarder:
         """
         try:
             left = msgspec.msgpack.decode(data, type=_Left)
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except UNDECODABLE as error:
             raise PeerError(f"what a rank left in the store makes no sense: {error}.") from None
         if left.machine == self._machine:
             return left.value

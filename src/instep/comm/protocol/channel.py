@@ -18,11 +18,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-import msgspec
-
 from instep.comm.callers import NO_MORE_FILES, Unproven
 from instep.comm.protocol.messages import AnyMessage, decode, encode
 from instep.errors import PeerError
+from instep.undecodable import UNDECODABLE
 
 if TYPE_CHECKING:
     import ssl
@@ -103,7 +102,7 @@ def _message(frame: bytes | bytearray | memoryview) -> AnyMessage:
     try:
         found: AnyMessage = decode(frame)
         return found
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise PeerError(f"something that is no message arrived: {error}") from None
 
 

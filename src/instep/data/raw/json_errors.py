@@ -57,8 +57,10 @@ def sentence(line: bytes, error: Exception) -> str:
     """What is wrong with a line that cannot be decoded."""
     if isinstance(error, RecursionError):
         return "the line is nested too deeply"
-    if isinstance(error, UnicodeDecodeError):
-        return f"the line is no UTF-8: {error.reason}"
+    try:
+        line.decode()
+    except UnicodeDecodeError as wrong:  # which not every msgspec calls so
+        return f"the line is no UTF-8: {wrong.reason}"
     found = list[str]()
     try:
         json.loads(line, parse_constant=found.append)

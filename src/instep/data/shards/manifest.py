@@ -18,6 +18,7 @@ import msgspec
 from instep.data.shards.columns import Column
 from instep.errors import DataError
 from instep.plain_file import read_plain, replace_plain
+from instep.undecodable import UNDECODABLE
 
 NAME = "manifest.json"
 
@@ -101,7 +102,7 @@ def read_manifest(folder: Path | str, read: Callable[[], bytes] | None = None) -
         raise DataError(f"{folder} has no {NAME}: {hint}.") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise DataError(f"{path} is damaged: {error}. Run instep prepare again.") from None
     if found.format > FORMAT:
         raise DataError(f"{path} is of a newer instep. Update instep to read it.")

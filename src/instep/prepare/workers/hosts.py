@@ -46,6 +46,7 @@ from instep.prepare.workers.files import Arrivals, Shelf
 from instep.prepare.workers.host_worker import Host, HostWorker
 from instep.store.folder import host_log
 from instep.system.limits import FLOOR_S, LOOK_S
+from instep.undecodable import UNDECODABLE
 from instep.words import plural
 
 PROGRAM = "instep.prepare.workers.host"
@@ -255,7 +256,7 @@ class Hosts:
             elif message.worker in host.workers:
                 found = msgspec.msgpack.decode(message.body, type=FromWorker)
                 yield from self._of_worker(host, message.worker, found)
-        except (msgspec.MsgspecError, PeerError) as error:
+        except (*UNDECODABLE, PeerError) as error:
             self._lose(number, str(error))
 
     def _of_host(self, number: int, message: FromHost) -> None:

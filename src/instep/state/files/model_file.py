@@ -34,6 +34,7 @@ from instep.state.files.manifest import (
     read_manifest,
     reason,
 )
+from instep.undecodable import UNDECODABLE
 
 HASH_KEY = "file_sha256"
 """The entry of the header's metadata."""
@@ -166,7 +167,7 @@ def _header(file: BufferedReader) -> tuple[dict[str, Entry], dict[str, str]]:
         table = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(table.pop("__metadata__", b"{}"), type=dict[str, str])
         rows = {name: msgspec.json.decode(row, type=_Row) for name, row in table.items()}
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise ValueError(f"its header: {error}") from error
     for name, row in rows.items():
         first, stop = row.data_offsets

@@ -30,6 +30,7 @@ from instep.parallel.nested import on_tensors
 from instep.plain_file import read_plain
 from instep.recipe.forward import Forward, Found
 from instep.state.broadcast import broadcast_bytes
+from instep.undecodable import UNDECODABLE
 
 if TYPE_CHECKING:  # imported where there is one: it takes a second
     from instep.parallel.layout import Example, Layout
@@ -87,7 +88,7 @@ def agreed_layout(
     except OSError as error:
         why = "cannot be written or read: " + (error.strerror or str(error))
         raise _unusable(file, why) from error
-    except (msgspec.DecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise _unusable(file, "is damaged: it is not what was written there") from error
     if other := sorted(_names(layout) - dict(model.named_modules()).keys()):
         raise _unusable(file, f"is of another model: there is no {other[0]!r} in this one")

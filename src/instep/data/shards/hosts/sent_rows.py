@@ -17,6 +17,7 @@ from instep.data.shards.columns import Column
 from instep.data.shards.views import Array, View
 from instep.data.shards.writer import ShardFile
 from instep.errors import PeerError
+from instep.undecodable import UNDECODABLE
 
 MOST_HEAD = 1 << 26
 """Bytes of the longest head: the numbers of the rows are in it."""
@@ -128,7 +129,7 @@ def receive(wire: Wire, kind: type[Head], most: int = MOST_HEAD) -> Head | None:
         raise PeerError(f"a message of {length} bytes has come.")
     try:
         return msgspec.msgpack.decode(_filled(wire, length) or b"", type=kind)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise PeerError(f"something that is no message has come: {error}.") from None
 
 
