@@ -172,7 +172,9 @@ def scale(program: Started, workers: int) -> "subprocess.CompletedProcess[str]":
 def test_a_run_grows_and_shrinks_while_it_trains(
     start: Start, tmp_path: Path, undisturbed: Path
 ) -> None:
-    program = begin(start, tmp_path, 2)
+    held = tmp_path / "held"
+    held.touch()
+    program = begin(start, tmp_path, 2, f'arguments.held="{held}"')
     program.until(program.is_training, "training")
     for generation, workers in enumerate((4, 1, 3), start=2):
         done = scale(program, workers)
@@ -181,6 +183,7 @@ def test_a_run_grows_and_shrinks_while_it_trains(
             lambda: len(program.events("generation_started")) >= generation,  # noqa: B023
             f"of {workers} workers",
         )
+    held.unlink()
     assert program.end() == 0, program.stderr
     sizes = [len(e["members"]) for e in program.events("generation_started")]
     assert sizes == [2, 4, 1, 3]

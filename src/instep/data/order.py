@@ -169,6 +169,11 @@ class Position(NamedTuple):
     first: int
     stop: int
 
+    @property
+    def size(self) -> int:
+        """Samples in it."""
+        return self.stop - self.first
+
 
 def steps_in_epoch(samples: int, global_batch: int) -> int:
     """Steps that take every sample once; the last one may take fewer."""

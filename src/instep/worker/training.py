@@ -66,7 +66,7 @@ from instep.worker.passes.base import Compute, Results
 from instep.worker.passes.evaluate import evaluate
 from instep.worker.passes.late_trial import TRYING, LateTrial
 from instep.worker.passes.on_mesh import MeshPass, OnMesh
-from instep.worker.passes.ordinary import Ordinary
+from instep.worker.passes.ordinary import Ordinary, weighted
 from instep.worker.passes.shared_steps import MembersChanged, SharedSteps
 from instep.worker.passes.whole_batch import WholeBatch
 from instep.worker.passes.works import Works
@@ -626,8 +626,7 @@ class Training(Loop):
         self._announce()
 
     def _announce(self) -> None:
-        numbers = self.samples, self._validation_samples, self.last_step
-        self.announcer.ready(self._loader, *numbers)
+        self.announcer.ready(self._loader, self.samples, self._validation_samples, self.last_step)
 
     # ---- the loop
 
@@ -659,7 +658,8 @@ class Training(Loop):
             set_generators(key(self.job.seed, OF_PASS, self.step, part.number))
             found = self._forward.loss(read.batch, read.size)
             assert found is not None, "a pass in which nothing counts has no gradient to repeat"
-            self._update.scaler.scale(found.loss * factor).backward()
+            loss, _ = weighted(found.loss, found.factor / self.engine.where.size)
+            self._update.scaler.scale(loss * factor).backward()
 
     @property
     def _validation_batch(self) -> int:

@@ -47,13 +47,14 @@ class Summing:
         self.model, self.trained = model, [p for p in model.parameters() if p.requires_grad]
         self.sums = [torch.zeros_like(p) for p in self.trained]
         self.clock, self.turn, self.taken, self.ends_step = Clock(), 0, 0, True
-        self.buffers, self.weight = (), 0.0
+        self.buffers, self.weight, self.seen = (), 0.0, []
         self.update = SimpleNamespace(scaler=torch.amp.GradScaler("cpu", enabled=False))
 
     def begin_pass(self, part, weight, *, last):
         self.weight = weight
 
     def end_pass(self, part, share, *, left_out):
+        self.seen.append([parameter.grad.clone() for parameter in self.trained])
         for parameter, total in zip(self.trained, self.sums, strict=True):
             total.add_(parameter.grad, alpha=self.weight)
             parameter.grad = None
@@ -103,3 +104,18 @@ def test_a_loss_of_16_bits_does_not_round_the_share_of_its_pass():
     engine.sums = [each.double() for each in engine.sums]
     passes.run(Position(0, 0, 13), Share([Pass(Slice(0, 0, 13), 0)], 0, 13), reads, 1)
     assert float(engine.sums[0]) == pytest.approx(3 / 13, rel=1e-9)
+
+
+def test_a_pass_that_repeats_another_has_its_gradients_and_counts_nothing():
+    model, data = layers(), batch()
+    engine, slice_ = Summing(model), Slice(0, 0, 11)
+    parts = [Pass(slice_, 0), Pass(slice_, 0, repeats=True)]
+    recipe = Recipe(model=model, train=[0], optimizer=lambda p: None, loss=nn.CrossEntropyLoss())
+    forward = Forward(recipe, model, torch.device("cpu"), "float32")
+    passes = Ordinary(engine, forward, 7, Activity(), lambda: False)
+    reads = [Read(tuple(each[:11] for each in data), 11) for _ in parts]
+    found = passes.run(Position(0, 0, WHOLE), Share(parts, 0, 11), iter(reads), 1)
+    own, again = engine.seen
+    assert all(map(torch.equal, own, again))
+    assert all(map(torch.equal, own, engine.sums))
+    assert len(found.losses) == 1

@@ -81,12 +81,12 @@ class Ordinary(Compute):
         if found is None or not found.counts:  # no sample of it has a loss
             engine.skip_pass(part, share, left_out=left_out)
             return {}
-        factor = 0.0 if part.repeats else found.factor
-        total = 0.0 if part.repeats else float(found.loss.detach()) * factor
+        total = float(found.loss.detach()) * found.factor
         since = engine.clock.lap(since, "forward")
         self._activity.enter("backward")
-        loss, left = weighted(found.loss, factor / batch_size)
-        engine.begin_pass(part, left, last=last)
+        # one that repeats another's counts nothing, and has its gradients, which are compared
+        loss, left = weighted(found.loss, found.factor / batch_size)
+        engine.begin_pass(part, 0.0 if part.repeats else left, last=last)
         engine.update.scaler.scale(loss).backward(inputs=engine.trained)
         engine.end_pass(part, share, left_out=left_out)
         engine.clock.lap(since, "backward")
