@@ -516,7 +516,7 @@ class Engine:
             observer.judge(said[name])
         if self.copies is not None:
             self.copies.judge(said["uncopied"], self.comm)
-        whole = 0 if leaving else self.where.stop - self.where.first
+        whole = 0 if leaving else self.where.size
         agreed = agreement(said, whole, norm(said["squares"]) if self._measures else None)
         read = share_read(agreed.skipped, whole, round(said["left_out"][0]))
         self.buffers.exchange(said["buffers"], self.comm, read=read)

@@ -254,7 +254,7 @@ class Serving(Server):
 
     def _end_step(self, where: Position) -> Commit:
         step, begun, figures = self.step, self.commits.leases.begun, self.commits.complete()
-        share_read(figures.skipped, where.stop - where.first)
+        share_read(figures.skipped, where.size)
         asked = self.stopping.asked_to_stop(step)
         if asked or self.stopping.not_finite(figures.loss, figures.norm):
             self._ends_at = self._ends_at or begun

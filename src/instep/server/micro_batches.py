@@ -37,7 +37,7 @@ class Portions:
     def size(self, step: int) -> int:
         """Samples of a step."""
         where = self.where(step)
-        return where.stop - where.first
+        return where.size
 
     def of(self, unit: Unit) -> tuple[int, int]:
         """Positions [first, stop) of a micro-batch in its epoch."""

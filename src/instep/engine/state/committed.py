@@ -268,7 +268,7 @@ class CommittedState:
 
     def commit(self, done: Commit, where: Position) -> None:
         """A step counts, at this place in the data; or one of its turns that is not the last."""
-        count, before = where.stop - where.first - done.skipped, self.progress
+        count, before = where.size - done.skipped, self.progress
         loss, samples = (before.epoch_loss, before.epoch_samples) if where.first else (0.0, 0)
         if len(before.turns) < self._each - 1:
             self.progress = before._replace(turns=(*before.turns, done.loss))

@@ -196,7 +196,7 @@ class Progress:
                 self._losses.clear()
                 self._sum = (0.0, 0)
             self._loss_step, self._loss_epoch = step, where.epoch
-            size = where.stop - where.first
+            size = where.size
             if train.steps:
                 self._losses.append((loss * size, size))
                 sums = zip(*self._losses, strict=True)

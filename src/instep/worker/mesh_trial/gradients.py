@@ -295,7 +295,7 @@ class MeshCheck:
         ((where, share),) = lockstep.plan(STEP, STEP, merge=merge, whole=reads is not None)
         loads = self._loader.read([part.samples for part in share.passes])
         works, clock = Works(self._loader, job, self._samples), Clock(begin=time.time())
-        own, size = 0.0, where.stop - where.first
+        own, size = 0.0, where.size
         for work in works.of(where, share, loads, STEP, clock, joins=reads is not None):
             ran = passes.run(work, size, clock)
             own += sum(found.weight for found in ran.losses.values())

@@ -129,7 +129,7 @@ class Backward:
         if not now.begun:
             now.begun = True
             where = self._engine.where
-            factor = 0.0 if now.part.repeats else (now.weight or 1.0) / (where.stop - where.first)
+            factor = 0.0 if now.part.repeats else (now.weight or 1.0) / where.size
             last = now.last and not self._step.held_back
             self._engine.begin_pass(now.part, factor, last=last)
         self._engine.gradient(slot, gradient)
@@ -148,5 +148,5 @@ class Backward:
         where = self._engine.where
         if not now.part.repeats:
             self._step.losses[now.part.number] = Weighed(now.total, now.weight)
-        share = 0.0 if now.part.repeats else now.samples / (where.stop - where.first)
+        share = 0.0 if now.part.repeats else now.samples / where.size
         self._engine.end_pass(now.part, share)

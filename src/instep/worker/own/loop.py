@@ -72,6 +72,8 @@ class OwnLoop(Loop):
 
     _each_moves = False
     """Whether the optimizer moves in each iteration."""
+    _backward_of: type[Backward] = Backward
+    _calls_of: type[OptimizerCalls] = OptimizerCalls
 
     def __init__(
         self,
@@ -132,7 +134,10 @@ class OwnLoop(Loop):
             meet=self._meet_again,
             too_early=self._too_early,
         )
-        self.backward = self._make_backward()
+        guard, strangers = self._guard, self._strangers
+        self.backward = self._backward_of(
+            self.engine, self.present, guard, strangers, lambda: self.calls.exchange()
+        )
         self.after.end_by("own loop")
         self.engine.applies_staged = False  # the user's code edits the gradient before
         self.calls = self._make_calls(optimizer, scheduler, scaler)
@@ -163,14 +168,8 @@ class OwnLoop(Loop):
         """What moves the parameters."""
         return Update
 
-    def _make_backward(self, kind: type[Backward] = Backward) -> Backward:
-        last = self._last_pass
-        return kind(self.engine, self.present, self._guard, self._strangers, last)
-
-    def _make_calls(
-        self, *of_user: Any, kind: type[OptimizerCalls] = OptimizerCalls
-    ) -> OptimizerCalls:
-        return kind(
+    def _make_calls(self, *of_user: Any) -> OptimizerCalls:
+        return self._calls_of(
             *of_user,
             engine=self.engine,
             update=self._update,
@@ -369,9 +368,6 @@ class OwnLoop(Loop):
     def _take(self, slot: int, gradient: Tensor) -> None:
         """A gradient is complete, in the middle of a backward pass."""
         self.backward.take(slot, gradient)
-
-    def _last_pass(self) -> None:
-        self.calls.exchange()
 
     def _agree_on_step(self) -> None:
         """Ask the workers to agree on the step.

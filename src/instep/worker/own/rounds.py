@@ -171,6 +171,8 @@ class OwnRounds(OwnLoop):
     compute: LocalSteps
     calls: LocalCalls
     _each_moves = True
+    _backward_of = LocalBackward
+    _calls_of = LocalCalls
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -188,12 +190,6 @@ class OwnRounds(OwnLoop):
 
     def _make_update(self, job: JobSpec) -> Callable[..., Update]:
         return partial(RoundUpdate, job=job, advances=self._advances)
-
-    def _make_backward(self, kind: type[Backward] = LocalBackward) -> Backward:
-        return super()._make_backward(kind)
-
-    def _make_calls(self, *of_user: Any, kind: type[OptimizerCalls] = LocalCalls) -> OptimizerCalls:
-        return super()._make_calls(*of_user, kind=kind)
 
     @property
     def _too_early(self) -> str:

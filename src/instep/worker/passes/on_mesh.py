@@ -140,7 +140,7 @@ class OnMesh(Talking):
 
     def run(self, where: Position, share: Share, reads: Iterator[Read], step: int) -> Results:
         """Run the passes, as `Compute.run` says."""
-        engine, clock, batch_size = self._engine, self._engine.clock, where.stop - where.first
+        engine, clock, batch_size = self._engine, self._engine.clock, where.size
         self._activity.enter("forward")
         loaded, talks = self._activity.loading(reads), self._reads is not None
         losses, weight = dict[int, Weighed](), self._passes.weight(batch_size)

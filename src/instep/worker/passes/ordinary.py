@@ -58,7 +58,7 @@ class Ordinary(Compute):
             clock.lap(since, "load")
             skipped += [] if part.repeats else read.skipped
             if read.size:
-                found = self._one(part, read, where.stop - where.first, step, number == last)
+                found = self._one(part, read, where.size, step, number == last)
                 losses |= found
         return Results(losses, skipped)
 

@@ -79,7 +79,7 @@ class WholeBatch(Talking):
 
     def _normed(self, where: Position, works: Iterable[LoadedPass]) -> dict[int, Weighed]:
         """Run passes one after the other, whose layers talk in each: none is known as the last."""
-        engine, reads, batch_size = self._engine, self._reads, where.stop - where.first
+        engine, reads, batch_size = self._engine, self._reads, where.size
         assert reads is not None, "an ordinary pass"
         losses = dict[int, Weighed]()
         for work in works:
@@ -105,7 +105,7 @@ class WholeBatch(Talking):
 
     def _embed(self, where: Position, works: list[LoadedPass], step: int) -> dict[int, Weighed]:
         """Embed all that this worker has, gather, compute the loss, and go back through each."""
-        engine, reads, batch_size = self._engine, self._reads, where.stop - where.first
+        engine, reads, batch_size = self._engine, self._reads, where.size
         cached = self._forward.cached(reads.backward_from if reads is not None else None)
         since = time.perf_counter()
         for work in works:
@@ -140,7 +140,7 @@ class WholeBatch(Talking):
         self, where: Position, cached: CachedGradients, step: int
     ) -> dict[int, Weighed]:
         """The loss over the global batch; only one worker's counts."""
-        engine, batch_size = self._engine, where.stop - where.first
+        engine, batch_size = self._engine, where.size
         parts = self._job.train.micro_batches
         set_generators(key(self._job.seed, OF_PASS, step, parts))
         part = Pass(Slice(where.epoch, where.first, where.stop), parts)

@@ -71,7 +71,7 @@ def give(engine: Engine, update: RoundUpdate, way: Way) -> dict[int, Weighed]:
     Returns:
         What its losses came to, by its number; nothing where none of its samples counts.
     """
-    part, whole = way.part, engine.where.stop - engine.where.first
+    part, whole = way.part, engine.where.size
     if update.local is not None and way.remembers and not part.repeats:
         update.local.computed(way.participant, way.remembers)
     if part.repeats or not way.whole:

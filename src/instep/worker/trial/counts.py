@@ -125,14 +125,12 @@ def _places(keepers: Iterable[Any]) -> Iterator[_Place]:
                 given = dict(enumerate(keeper.args)) | keeper.keywords
                 yield from (_Place(given, key, f"partial.{key}") for key in given)
             waiting.append((_within(keeper), depth))
-        elif isinstance(keeper, FunctionType):
-            for place in () if _of_a_library(keeper) else _of_function(keeper):
-                yield place
-                waiting.append((place.get(), depth + 1))
-        elif isinstance(keeper, type):
-            for place in () if _of_a_library(keeper) else _of_class(keeper):
-                yield place
-                waiting.append((place.get(), depth + 1))
+        elif isinstance(keeper, (FunctionType, type)):
+            if not _of_a_library(keeper):
+                of = _of_class(keeper) if isinstance(keeper, type) else _of_function(keeper)
+                for place in of:
+                    yield place
+                    waiting.append((place.get(), depth + 1))
         elif not _of_a_library(type(keeper)):
             yield from _attributes(keeper, f"{type(keeper).__name__}.")
             if hasattr(keeper, "__dict__"):

@@ -78,7 +78,7 @@ def try_step(forward: Forward, loader: Loader, job: JobSpec, where: Position) ->
         return NOTHING_TO_TRY
     with closing(loader.read(place.slices)) as reads:
         spots = _spots(reads, [place])
-        seed, whole = key(job.seed, OF_PASS, 0), where.stop - where.first
+        seed, whole = key(job.seed, OF_PASS, 0), where.size
         # hooks are those of the engine
         return try_out(forward, spots, whole=whole, seed=seed, cuts=_cuts(job), hooks=False)
 
