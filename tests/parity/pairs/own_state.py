@@ -37,7 +37,10 @@ class Late(Calls):
         return self.body(x) * (2 if self.calls > 10 else 1)
 
 
-@pair("a counter in Python that acts late", said(TWICE + "|apart"))
+@pair(
+    "a counter in Python that acts late",
+    said(TWICE + "|apart|each pass changes 'calls'", alone=True),
+)
 def late_counter():
     return Parts(model=Late(), train=classes(), loss=nn.CrossEntropyLoss())
 
@@ -123,7 +126,10 @@ def normalised():
     )
 
 
-@pair("a list in a closure of the loss", said("keeps something from call to call.*list"))
+@pair(
+    "a list in a closure of the loss",
+    said("keeps something from call to call.*list|each pass changes 'before'", alone=True),
+)
 def listed():
     before = []
 

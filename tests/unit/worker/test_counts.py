@@ -258,3 +258,67 @@ def centred(model, embeddings, targets):
 def test_what_a_loss_over_the_global_batch_keeps_in_buffers_of_the_model_is_in_checkpoints():
     given = {"embed": lambda model, batch: (model(batch[0]), batch[1]), "batch_loss": centred}
     assert tried(4, model=Centred(), loss=None, weight=None, **given).verdict == "yes"
+
+
+class ForAPerson(nn.Linear):
+    """Its hook adds to a list that nobody reads."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        shapes = []
+        self.register_forward_hook(lambda *it: shapes.append(it[2].shape))
+
+
+class InAnAttribute(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.shapes_of_all = deque()
+
+    def forward(self, x):
+        self.shapes_of_all.append(x.shape)
+        return super().forward(x)
+
+
+class ReadBesides(nn.Linear):
+    """Has the same list under another name."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.of_all = self.all = deque()
+
+    def forward(self, x):
+        self.all.append(x.shape)
+        return super().forward(x) * (1 if len(self.of_all) < LATE else 2)
+
+
+class WithinAnother(nn.Linear):
+    """Has the same list within another."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.every = deque()
+        self.logs = [self.every]
+
+    def forward(self, x):
+        self.every.append(x.shape)
+        return super().forward(x) * (1 if len(self.logs[0]) < LATE else 2)
+
+
+class ReadByItsHook(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        passes = []
+        self.register_forward_pre_hook(lambda *it: passes.append(it[1]))
+        self.register_forward_hook(lambda *it: it[2] * (1 if len(passes) < LATE else 2))
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("kind", [ForAPerson, InAnAttribute])
+def test_a_list_that_is_only_added_to_changes_nothing(kind, parts):
+    assert tried(parts, model=kind(3, 2)).verdict == "yes"
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("kind", [ReadBesides, WithinAnother, ReadByItsHook])
+def test_a_list_that_is_read_under_any_name_is_said(kind, parts):
+    assert tried(parts, model=kind(3, 2)).verdict.startswith("not shown: each pass changes")

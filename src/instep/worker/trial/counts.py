@@ -12,15 +12,19 @@ from __future__ import annotations
 import copy
 import itertools
 import sys
+import sysconfig
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import CellType, FunctionType, MappingProxyType, MethodType
+from types import CellType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from instep.worker.trial.unread import unread
+
+_STDLIB = sysconfig.get_path("stdlib")
 _SHORT, _LONG, _DEEP = 8, 10_000, 6
 _HELD = list, dict, set, deque
 
@@ -58,7 +62,7 @@ class Counts:
     """The numbers that some functions, modules and classes keep, as they are now.
 
     What else their lists, dicts, sets and deques hold is restored too; of that, only another length
-    is a change: a memory that grows.
+    is a change: a memory that grows, and that something reads.
 
     Args:
         keepers: functions, modules, or anything else, of which nothing is looked at.
@@ -76,7 +80,9 @@ class Counts:
         for place, kept in self._kept:
             now = place.get()
             grown = isinstance(kept, _HELD) and isinstance(now, _HELD) and len(now) != len(kept)
-            if grown or (_counts(kept) and not _same(now, kept)):
+            if (grown and not self._unread(now)) or (
+                not grown and _counts(kept) and not _same(now, kept)
+            ):
                 return place.name
         return ""
 
@@ -85,6 +91,20 @@ class Counts:
         for place, kept in self._kept:
             if not _same(place.get(), kept):
                 place.put(copy.copy(kept))
+
+    def _unread(self, memory: Any) -> bool:
+        it = id(memory)  # a cell of this function would be one more that refers to it
+        places = [place for place, _ in self._kept if id(place.get()) == it]
+        names = [place.key or place.name for place in places]
+        holders = [
+            place.holder if isinstance(place.holder, CellType) else _space(place.holder)
+            for place in places
+        ]
+        return (
+            not isinstance(memory, dict)
+            and all(isinstance(name, str) for name in names)
+            and unread(memory, list(zip(holders, names, strict=True)), _modules_of_the_user())
+        )
 
 
 @contextmanager
@@ -192,10 +212,26 @@ def _of_a_library(made: FunctionType | type) -> bool:
     name = made.__module__ or ""
     if name.startswith("instep."):
         return isinstance(made, type)
-    if name.partition(".")[0] in sys.stdlib_module_names:
+    return _in_a_library(name)
+
+
+def _in_a_library(module: str) -> bool:
+    package = module.partition(".")[0]
+    if package in sys.stdlib_module_names:
         return True
-    file = getattr(sys.modules.get(name), "__file__", None) or ""
-    return "site-packages" in file or "dist-packages" in file
+    files = (getattr(sys.modules.get(name), "__file__", None) for name in (package, module))
+    file = next(filter(None, files), "")
+    return any(part in file for part in ("site-packages", "dist-packages", _STDLIB))
+
+
+def _modules_of_the_user() -> list[ModuleType]:
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] != "instep"
+        and getattr(module, "__file__", None)
+        and not _in_a_library(name)
+    ]
 
 
 def _filled(cell: CellType) -> bool:

@@ -1,0 +1,67 @@
+"""Memories that are only added to: what a hook appends to a list, for a person to see.
+
+No pass comes out otherwise for them, however they grow. Found in the byte code of the user's
+modules, by name: whatever else is done with something of that name counts as reading.
+"""
+
+from __future__ import annotations
+
+import dis
+import gc
+from collections.abc import Collection, Iterable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from types import CellType, CodeType, FrameType, ModuleType
+from typing import Any
+
+_ADDING = frozenset(("append", "appendleft", "extend", "add"))
+_NOT_READING = ("STORE_", "DELETE_", "MAKE_", "LOAD_CLOSURE")
+
+
+def unread(memory: Any, places: Collection[tuple[Any, str]], users: Iterable[ModuleType]) -> bool:
+    """Whether the user's code only adds to a memory.
+
+    Args:
+        memory: a list, deque or set.
+        places: where it is known to be: a cell or a dict, and the name there. Whatever else refers
+            to it may read it, and what the garbage collector does not show, as after a fork.
+        users: the modules of the user.
+    """
+    known = {id(holder) for holder, _ in places}
+    referring = gc.get_referrers(memory)
+    if known != {id(each) for each in referring if not isinstance(each, FrameType)}:
+        return False
+    try:
+        codes = [inner for module in users for inner in _with_inner(_code(module))]
+    except (OSError, SyntaxError, ValueError):
+        return False  # what it does cannot be seen
+    return not any(
+        _reads(code, name, in_cell=isinstance(holder, CellType))
+        for holder, name in places
+        for code in codes
+    )
+
+
+def _code(module: ModuleType) -> CodeType:
+    file = Path(module.__file__ or "")
+    return compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
+
+
+def _with_inner(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _with_inner(constant)
+
+
+def _reads(code: CodeType, name: str, *, in_cell: bool) -> bool:
+    if name not in (code.co_freevars + code.co_cellvars if in_cell else code.co_names):
+        return False
+    return any(
+        one.argval == name
+        and ("DEREF" in one.opname) == in_cell
+        and "_FAST" not in one.opname
+        and not one.opname.startswith(_NOT_READING)
+        and after.argval not in _ADDING
+        for one, after in pairwise(dis.get_instructions(code))
+    )
