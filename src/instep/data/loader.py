@@ -17,7 +17,7 @@ from weakref import WeakSet
 from instep.comm.protocol.messages import Mark
 from instep.data.order import AnyOrder, Indices
 from instep.data.parts.cut import parts_order
-from instep.data.reading.choose import FINGERPRINT, OF_CONTENTS, Handler, choose
+from instep.data.reading.choose import COUNTED, FINGERPRINT, OF_CONTENTS, Handler, choose
 from instep.data.reading.fetch import Augment, Collate, Fetch, Slice, length_of
 from instep.data.reading.readers import Ahead, Inline, Reader
 from instep.data.reading.template import Say
@@ -192,6 +192,10 @@ class Loader:
     def fingerprint(self) -> Fingerprint:
         """What the dataset is recognised by; read where samples are read."""
         return Fingerprint.from_plain(self._ask(FINGERPRINT))
+
+    def counted(self) -> str:
+        """Find what each reading of the same sample changes in Python: its name, or empty."""
+        return str(self._ask(COUNTED))
 
     def contents(
         self, most_s: float, clock: Callable[[], float] = time.perf_counter

@@ -2,13 +2,15 @@
 
 import itertools
 from collections import deque
+from contextlib import closing
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from instep.data.loader import Loader
 from instep.job.spec import JobSpec
@@ -18,7 +20,7 @@ from instep.recipe.build import build_optimizer
 from instep.recipe.forward import Forward
 from instep.recipe.recipe import Recipe
 from instep.recipe.tuning import NOTHING
-from instep.worker.trial.counts import Counts, unchanged
+from instep.usercode.counts import Counts, unchanged
 from instep.worker.trial.kept.kept import try_kept
 from instep.worker.trial.reads import try_recipe
 
@@ -154,7 +156,7 @@ class Proper(nn.Linear):
         return super().forward(x) * self.scale
 
 
-def tried(parts, **given):
+def tried(parts, loaders=0, **given):
     torch.manual_seed(0)
     recipe = Recipe(
         **{
@@ -166,11 +168,12 @@ def tried(parts, **given):
         }
         | given
     )
-    loader = Loader(recipe.train, seed=7, shuffle=False, processes=0)
+    loader = Loader(recipe.train, seed=7, shuffle=False, processes=loaders, augment=recipe.augment)
     forward = Forward(recipe, recipe.model, torch.device("cpu"), "float32")
     train = TrainSpec(global_batch=16, micro_batches=parts)
     job = JobSpec(recipe="a.py:recipe", train=train, workers=1)
-    trial = try_recipe(forward, loader, job, 64)
+    with closing(loader):
+        trial = try_recipe(forward, loader, job, 64)
     return try_kept(forward, job, 10, trial, NOTHING, build_optimizer(recipe, recipe.model, 10))
 
 
@@ -322,3 +325,140 @@ def test_a_list_that_is_only_added_to_changes_nothing(kind, parts):
 @pytest.mark.parametrize("kind", [ReadBesides, WithinAnother, ReadByItsHook])
 def test_a_list_that_is_read_under_any_name_is_said(kind, parts):
     assert tried(parts, model=kind(3, 2)).verdict.startswith("not shown: each pass changes")
+
+
+class Scaled(nn.Linear):
+    """Divides by what the first batch gave."""
+
+    first = None
+
+    def forward(self, x):
+        found = super().forward(x)
+        if self.first is None:
+            self.first = float(found.detach().std())
+        return found / self.first
+
+
+class Appearing(nn.Linear):
+    """The same, in an attribute that only the first pass makes."""
+
+    def forward(self, x):
+        found = super().forward(x)
+        if not hasattr(self, "first"):
+            self.first = found.detach().std()
+        return found / self.first
+
+
+class InArray(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.calls = np.zeros(1)
+
+    def forward(self, x):
+        self.calls[0] += 1
+        return super().forward(x) * (1 if self.calls[0] < LATE else 2)
+
+
+class InTensor(InArray):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.calls = torch.zeros(1)
+
+
+TURNING = itertools.cycle([1] * LATE + [2])
+
+
+class Turning(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * next(TURNING)
+
+
+class Generated(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * next(GENERATED)
+
+
+def generated():
+    for call in itertools.count():
+        yield 1 if call < LATE else 2
+
+
+GENERATED = generated()
+
+
+class Lazily(nn.Linear):
+    """Sets a constant in its first pass, and keeps something of the last one."""
+
+    scale = None
+
+    def forward(self, x):
+        if self.scale is None:
+            self.scale, self.ones = len(self.weight) ** -0.5, torch.ones(2)
+        self.last = x.detach().mean()
+        return super().forward(x) * self.scale * self.ones
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        (Scaled, "the first pass sets 'first'"),
+        (Appearing, "the first pass sets 'first'"),
+        (InArray, "each pass changes 'calls'"),
+        (InTensor, "each pass changes 'calls'"),
+        (Turning, "each pass changes 'TURNING'"),
+        (Generated, "each pass changes 'GENERATED'"),
+    ],
+)
+def test_what_is_kept_of_the_first_batch_and_in_arrays_is_seen(kind, how, parts):
+    model = kind(3, 2)
+    assert tried(parts, model=model).verdict.startswith(f"not shown: {how}")
+    assert getattr(model, "calls", 0) == 0
+    assert getattr(model, "first", None) is None
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_constant_that_the_first_pass_makes_changes_nothing(parts):
+    assert tried(parts, model=Lazily(3, 2)).verdict == "yes"
+
+
+class CountsReads(Dataset):
+    """Changes what it gives after many reads."""
+
+    def __init__(self, samples):
+        self.samples, self.reads, self.last = samples, 0, None
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        self.reads, self.last = self.reads + 1, index
+        inputs, target = self.samples[index]
+        return inputs * (1 if self.reads < LATE else 2), target
+
+
+class KeepsTheLast(CountsReads):
+    def __getitem__(self, index):
+        self.last = index
+        return self.samples[index]
+
+
+def augmented(sample, generator):
+    count()
+    return sample
+
+
+DATA = TensorDataset(torch.randn(64, 3), torch.randn(64, 2))
+
+
+@pytest.mark.parametrize("loaders", [0, 1])
+def test_a_dataset_that_counts_its_reads_is_said(loaders):
+    for given, named in (
+        ({"train": CountsReads(DATA)}, "'CountsReads.reads'"),
+        ({"train": Subset(CountsReads(DATA), range(64))}, "'CountsReads.reads'"),
+        ({"train": KeepsTheLast(DATA), "augment": augmented}, "'STATE'"),
+    ):
+        verdict = tried(4, loaders=loaders, **given).verdict
+        assert verdict.startswith(f"not shown: each reading of a sample changes {named}")
+        STATE["calls"] = 0
+    assert tried(4, loaders=loaders, train=KeepsTheLast(DATA)).verdict == "yes"

@@ -50,7 +50,7 @@ _CLEARLY = 0.9
 
 _OF_LOADER = 4
 
-LOOK, FINGERPRINT = Slice(-1, 0, 0), Slice(-2, 0, 0)
+LOOK, FINGERPRINT, COUNTED = Slice(-1, 0, 0), Slice(-2, 0, 0), Slice(-4, 0, 0)
 """Submitted to a reader in place of a slice: asks for a `Probe`, and for the fingerprint."""
 
 OF_CONTENTS = -3
@@ -118,7 +118,7 @@ def choose(
 
 
 class Handler:
-    """What a reader of a dataset runs on a slice, `LOOK`, `FINGERPRINT` or one of contents."""
+    """What a reader runs: on a slice, `LOOK`, `FINGERPRINT`, `COUNTED`, or one of contents."""
 
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
@@ -129,6 +129,8 @@ class Handler:
             return tuple(look(fetch))
         if part == FINGERPRINT:
             return fingerprint(fetch.samples, fetch.seed, fetch.content).to_plain()
+        if part == COUNTED:
+            return fetch.counted()
         if part.epoch == OF_CONTENTS:
             return fetch.contents(part.first, part.stop)
         return fetch(part)

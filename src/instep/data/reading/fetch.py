@@ -29,6 +29,7 @@ from instep.data.reading.batched import (
     offers,
     places_in_whole,
 )
+from instep.data.reading.noticed import objects_of
 from instep.data.reading.told import Told
 from instep.data.samples import last_read
 from instep.data.samples.contents import Selection, SliceContents, content_of
@@ -39,6 +40,7 @@ from instep.data.samples.unreadable import (
     read_with_retries,
 )
 from instep.errors import DataError
+from instep.usercode.counts import Counts
 from instep.words import listed
 
 Collate = Callable[[list[Any]], Any]
@@ -253,6 +255,19 @@ class Fetch:
                     contents.add(index, self._sample(index))
         self._current.clear()
         return contents.found
+
+    def counted(self) -> str:
+        """Find what each reading of the same sample changes in Python: its name, or empty."""
+        if self.plain:
+            return ""
+        self.told.tell(0)
+        self.read_by = os.getpid()
+        with generators.preserved(), suppress(Exception):  # that comes when its step does
+            self._batch(Slice(0, 0, 1))  # what is built once, or kept of the last sample
+            counts = Counts((*objects_of(self.dataset), self._augment, self._collate))
+            self._batch(Slice(0, 0, 1))
+            return counts.changed()
+        return ""
 
     @property
     def _current(self) -> last_read.CurrentRead:

@@ -8,6 +8,7 @@ twice, from the same parameters, buffers and generators, on copies.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ from instep.parallel.nested import on_tensors
 from instep.recipe.build import set_generators
 from instep.recipe.forward import Forward, Losses
 from instep.recipe.isolated import closed_over, isolated
-from instep.worker.trial.counts import Counts, unchanged
+from instep.usercode.counts import Counts, unchanged
+from instep.worker.trial.first_batch import set_by_first
 from instep.worker.trial.moves import Moves
 from instep.worker.trial.named_globals import unchanged_globals
 from instep.worker.trial.sameness import NOTHING_TO_TRY
@@ -32,12 +34,13 @@ from instep.worker.trial.sameness import NOTHING_TO_TRY
 _NEAR, _NEAR_IN_SHORT = 1e-4, 1e-2
 
 
-def run_again(forward: Forward, read: Read, *, seed: int) -> Trial:
+def run_again(forward: Forward, read: Read, other: Read | None, *, seed: int) -> Trial:
     """Whether a batch gives the same loss twice.
 
     Args:
         forward: of the worker; its model, and what its loss closes over, are left as they are.
         read: the first batch of the job.
+        other: the second; None if there is none.
         seed: of the random draws of the passes.
     """
     if not read.size:
@@ -49,7 +52,7 @@ def run_again(forward: Forward, read: Read, *, seed: int) -> Trial:
             forward.on(model, forward.precision, losses),
             unchanged_globals(model, *losses),
         ):
-            once, again, counted = _twice(forward, model, losses, read, seed)
+            once, again, counted = _twice(forward, model, losses, [read, other or read], seed)
     except Exception as error:  # of the user's code, which the first step will call too
         why = f"cannot be tried ({type(error).__name__}: {one_line(error)})"
         of = "whether the model or its loss keeps something from call to call that no checkpoint"
@@ -85,31 +88,38 @@ def _frozen(held: Any) -> bool:
 
 def _counts(counted: str) -> str:
     return (
-        f"not shown: each pass changes {counted!r}, which is kept in Python, and no checkpoint has "
+        f"not shown: {counted}, which is kept in Python, and no checkpoint has "
         "it: a resumed run would begin without it. If it only counts for a person to see, leave it "
         "out; else keep it in a buffer of the model"
     )
 
 
 def _twice(
-    forward: Forward, model: nn.Module, losses: Losses, read: Read, seed: int
+    forward: Forward, model: nn.Module, losses: Losses, reads: Sequence[Read], seed: int
 ) -> tuple[float, float, str]:
-    """The loss, that of the second pass, and the name of a number that the second has changed."""
-    found = list[float]()
+    """The loss, that of the second pass, and what passes change or set in Python."""
     moves, buffers = Moves(model, seed), KeptBuffers(model)
     with torch.no_grad():  # what follows the parameters, as a teacher, may begin as their equal
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 moves.move(name, parameter)
     parameters = [(each, each.detach().clone()) for each in model.parameters()]
-    for _ in range(2):
-        counts = Counts((model, *losses))
+
+    def run(read: Read) -> float:
         buffers.put_back()
         with torch.no_grad():  # a pass may write to them
             for parameter, kept in parameters:
                 parameter.copy_(kept)
         set_generators(seed)
         result = forward.loss(on_tensors(read.batch, Tensor.clone), read.size)
-        found.append(0.0 if result is None else float(result.loss.detach()))
-        del result  # with its graph, before the next one is made
-    return found[0], found[1], counts.changed()
+        return 0.0 if result is None else float(result.loss.detach())
+
+    first, other = reads
+    before = Counts((model, *losses))
+    once = run(first)
+    counts = Counts((model, *losses))
+    again = run(first)
+    if counted := counts.changed():
+        return once, again, f"each pass changes {counted!r}"
+    said = set_by_first(before, lambda: run(other), lambda: run(first))
+    return once, again, said and f"the first pass sets {said!r} by its batch"

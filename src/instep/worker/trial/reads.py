@@ -63,7 +63,8 @@ def try_recipe(
     for number, turn in enumerate(forward.recipe.turns):
         forward.take_turn(number)
         trials[turn.name] = _try_loss(forward, loader, job, samples, say)
-    return combined(trials) if trials else _try_loss(forward, loader, job, samples, say)
+    trial = combined(trials) if trials else _try_loss(forward, loader, job, samples, say)
+    return trial._replace(verdict=_of_reading(loader)) if trial.same else trial
 
 
 def try_step(forward: Forward, loader: Loader, job: JobSpec, where: Position) -> Trial:
@@ -121,8 +122,9 @@ def _try_loss(forward: Forward, loader: Loader, job: JobSpec, samples: int, say:
     compared = places.compared()
     if not compared:
         derived = _mean_of(forward, loader, places, seed)
-        with closing(loader.read(places.micro_batches(1)[:1])) as reads:
-            trial = run_again(forward, next(reads), seed=seed)
+        steps = range(1, 1 + min(2, places.steps))
+        with closing(loader.read(places.micro_batches(step)[0] for step in steps)) as reads:
+            trial = run_again(forward, next(reads), next(reads, None), seed=seed)
         return trial._replace(derived=derived)
     if forward.recipe.collates:
         compared[1:1] = _with_other_shapes(loader, places)
@@ -148,6 +150,18 @@ def _try_loss(forward: Forward, loader: Loader, job: JobSpec, samples: int, say:
         reason = "determinism = 'bits' computes each micro-batch apart"
         return trial._replace(merge=False, reason=reason)
     return trial
+
+
+def _of_reading(loader: Loader) -> str:
+    """Yes, unless reading depends on what was read before."""
+    if not (counted := loader.counted()):
+        return "yes"
+    return (
+        f"not shown: each reading of a sample changes {counted!r}, which is kept in Python: how "
+        "often a process reads, and which samples, depends on the number of workers and readers, "
+        "and no checkpoint has it. If it only counts for a person to see, leave it out; else let "
+        "a sample follow from its index and the epoch (set_epoch)"
+    )
 
 
 def _effort(model: nn.Module, spots: Iterable[Spot]) -> float:

@@ -35,9 +35,11 @@ from instep.parallel.draws import ByMicroBatch
 from instep.parallel.nested import tensors_in
 from instep.recipe.forward import Forward
 from instep.recipe.weights import Weighing, is_sum
+from instep.usercode.counts import Counts
+from instep.usercode.places import kept_by
 from instep.words import listed
 from instep.worker.trial.constant_draws import LEVELS, ConstantDraws
-from instep.worker.trial.counts import Counts, kept_by
+from instep.worker.trial.first_batch import set_by_first
 from instep.worker.trial.global_layers import calls_of, first_that_sees_parts
 from instep.worker.trial.layers import (
     batch_norm_buffers,
@@ -284,7 +286,7 @@ class _Comparison:
         self.compared = 0
         """Spots that could be compared."""
         self._untried = "nothing counts in the batches that were tried"
-        self._not_cut = self._counted = ""
+        self._not_cut = self._counted = self._set_by_first = ""
         self._uncounted = ""
         """A buffer that passes move, if the samples of batches cannot be counted."""
         self._drew_elsewhere = False  # than from torch's generators
@@ -301,7 +303,13 @@ class _Comparison:
         """Compare spot after spot, until something differs."""
         say(0)
         self._first = first = next(spots)
+        counts = Counts((self._model.model, *self._forward.losses))
         drew, seconds = self._try_once(first)
+        self._set_by_first = set_by_first(
+            counts,
+            lambda: self._run(first.parts[-1], first.sizes[-1], backward=False),
+            lambda: self._run(first.parts[0], first.sizes[0], backward=False),
+        )
         constant = drew and not self._cuts
         self._known |= self._forward.weighs_itself
         self._model.draws = ConstantDraws if constant else nullcontext
@@ -423,9 +431,14 @@ class _Comparison:
             )
         if self._not_cut:
             return _not_shown(self._not_cut)
-        if self._counted:
+        if self._counted or self._set_by_first:
+            how = (
+                f"each pass changes {self._counted!r}"
+                if self._counted
+                else f"the first pass sets {self._set_by_first!r} by its batch"
+            )
             return _not_shown(
-                f"each pass changes {self._counted!r}, which is kept in Python: a step calls it "
+                f"{how}, which is kept in Python: a step calls it "
                 "once for each micro-batch, and no checkpoint has it. If it only counts for a "
                 "person to see, leave it out; else keep it in a buffer of the model",
                 self._derived,

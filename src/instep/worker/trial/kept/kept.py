@@ -14,7 +14,7 @@ from instep.parallel.nested import on_tensors
 from instep.recipe.build import Built
 from instep.recipe.forward import Forward
 from instep.recipe.tuning import Begun
-from instep.worker.trial.counts import unchanged
+from instep.usercode.counts import unchanged
 from instep.worker.trial.kept.persistence import try_batch_loss, try_optimizer
 from instep.worker.trial.kept.rounding import try_rounding
 from instep.worker.trial.kept.stand_in import Maker, known

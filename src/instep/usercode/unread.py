@@ -1,7 +1,8 @@
 """Memories that are only added to: what a hook appends to a list, for a person to see.
 
 No pass comes out otherwise for them, however they grow. Found in the byte code of the user's
-modules, by name: whatever else is done with something of that name counts as reading.
+modules, by name: whatever else is done with something of that name counts as reading. What a
+function closes over is looked for in its own file.
 """
 
 from __future__ import annotations
@@ -11,40 +12,56 @@ import gc
 from collections.abc import Collection, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from types import CellType, CodeType, FrameType, ModuleType
+from types import CellType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 _ADDING = frozenset(("append", "appendleft", "extend", "add"))
 _NOT_READING = ("STORE_", "DELETE_", "MAKE_", "LOAD_CLOSURE")
 
 
-def unread(memory: Any, places: Collection[tuple[Any, str]], users: Iterable[ModuleType]) -> bool:
-    """Whether the user's code only adds to a memory.
+def unread(
+    memory: Any,
+    places: Collection[tuple[Any, str]],
+    ours: type,
+    users: Iterable[ModuleType],
+) -> bool:
+    """Check that the user's code only adds to a memory.
 
     Args:
         memory: a list, deque or set.
         places: where it is known to be: a cell or a dict, and the name there. Whatever else refers
             to it may read it, and what the garbage collector does not show, as after a fork.
+        ours: of what refers to it only to look.
         users: the modules of the user.
     """
     known = {id(holder) for holder, _ in places}
-    referring = gc.get_referrers(memory)
-    if known != {id(each) for each in referring if not isinstance(each, FrameType)}:
+    referring = [each for each in gc.get_referrers(memory) if not isinstance(each, FrameType)]
+    if known != {id(each) for each in referring if not isinstance(each, ours)}:
         return False
+    files = {str(module.__file__) for module in users}
     try:
-        codes = [inner for module in users for inner in _with_inner(_code(module))]
+        return not any(
+            _reads(code, name, in_cell=isinstance(holder, CellType))
+            for holder, name in places
+            for file in (_closing_over(holder) if isinstance(holder, CellType) else files)
+            for code in _codes(file)
+        )
     except (OSError, SyntaxError, ValueError):
         return False  # what it does cannot be seen
-    return not any(
-        _reads(code, name, in_cell=isinstance(holder, CellType))
-        for holder, name in places
-        for code in codes
-    )
 
 
-def _code(module: ModuleType) -> CodeType:
-    file = Path(module.__file__ or "")
-    return compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
+def _closing_over(cell: CellType) -> set[str]:
+    """The files of the functions that close over a cell."""
+    closures = [each for each in gc.get_referrers(cell) if isinstance(each, tuple)]
+    holding = [each for closure in closures for each in gc.get_referrers(closure)]
+    files = {each.__code__.co_filename for each in holding if isinstance(each, FunctionType)}
+    if not files:
+        raise ValueError("no function is seen to close over it")
+    return files
+
+
+def _codes(file: str) -> Iterator[CodeType]:
+    yield from _with_inner(compile(Path(file).read_bytes(), file, "exec", dont_inherit=True))
 
 
 def _with_inner(code: CodeType) -> Iterator[CodeType]:
