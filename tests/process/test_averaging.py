@@ -600,7 +600,6 @@ def own_loop(
     return start("-m", "instep", "run", OWN, *options, "--", *arguments)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "local", "advanced"),
     [
