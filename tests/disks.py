@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,3 +118,33 @@ def put(kind: str, path: Path) -> None:
                 listener.bind(f"/proc/self/fd/{here}/{path.name}")
             finally:
                 os.close(here)
+
+
+class Syncs:
+    """Which files are flushed to the disk, and whether before they have their name.
+
+    Args:
+        monkeypatch: of the test.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._synced, sync = set[int](), os.fsync
+
+        def watched(descriptor: int) -> None:
+            self._synced.add(os.fstat(descriptor).st_ino)
+            sync(descriptor)
+
+        replace, self._unsynced = os.replace, set[int]()
+
+        def named(old: os.PathLike[str] | str, new: os.PathLike[str] | str, **how: Any) -> None:
+            inode = os.stat(old).st_ino
+            self._unsynced |= {inode} - self._synced
+            replace(old, new, **how)
+
+        monkeypatch.setattr(os, "fsync", watched)
+        monkeypatch.setattr(os, "replace", named)
+
+    def first(self, path: Path) -> bool:
+        """Whether it was flushed, and before it got its name where that was given later."""
+        inode = path.stat().st_ino
+        return inode in self._synced and inode not in self._unsynced

@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from disks import Syncs
+from instep.data.shards import manifest
 from instep.data.shards.dataset import Shards
 from instep.data.shards.manifest import Manifest
 from instep.data.shards.verify import damaged
 from instep.errors import DataError, InstepError, RecipeError, RunError, SpecError
-from instep.prepare import plan
+from instep.prepare import job, plan
 from instep.prepare.asked import Asked
 from instep.prepare.folder import Folder
 from instep.prepare.job import Job
@@ -138,6 +140,21 @@ def test_samples_are_those_of_a_plain_loop_over_the_records(raw):
     assert bad[0]["where"] == "a.jsonl, line 10"
     assert bad[1]["where"] == "a.jsonl, line 21"
     assert job.first_bad[0] == "a.jsonl, line 10: a nine"
+
+
+def test_shards_are_flushed_to_the_disk_before_the_manifest_has_its_name(raw, monkeypatch):
+    syncs, there = Syncs(monkeypatch), []
+    write = job.write_manifest
+
+    def watched(path, kept):
+        there.extend(syncs.first(path / shard.file) for shard in kept.shards)
+        write(path, kept)
+
+    monkeypatch.setattr(job, "write_manifest", watched)
+    made(ask(map="clean.py:record"))
+    assert len(there) > 2
+    assert all(there)
+    assert syncs.first(raw / "out" / manifest.NAME)
 
 
 def test_records_are_samples_without_a_function(raw):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from disks import Syncs
 from instep.errors import DataError, RecipeError, RunError, SpecError
 from instep.recipe.outputs import as_lines, as_rows, columns
 from instep.store.joined import publish
@@ -57,6 +58,14 @@ def test_parts_become_one_file_with_every_row_in_its_place(tmp_path):
     assert all(torch.equal(found[name], value) for name, value in OUTPUTS.items())
     assert done.outputs["half"] == {"dtype": "bfloat16", "shape": [SAMPLES, 2]}
     assert list(tmp_path.iterdir()) == [folder.out]
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz", ".jsonl"])
+def test_the_file_is_flushed_to_the_disk_before_it_has_its_name(tmp_path, monkeypatch, suffix):
+    folder = folder_of(tmp_path / f"all{suffix}", {"rows": OUTPUTS["rows"]})
+    syncs = Syncs(monkeypatch)
+    publish(folder, SAMPLES, BATCH)
+    assert syncs.first(folder.out)
 
 
 def test_an_npz_holds_the_same(tmp_path):
