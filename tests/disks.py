@@ -144,7 +144,10 @@ class Syncs:
         monkeypatch.setattr(os, "fsync", watched)
         monkeypatch.setattr(os, "replace", named)
 
+    def done(self, path: Path) -> bool:
+        """Whether it was flushed."""
+        return path.stat().st_ino in self._synced
+
     def first(self, path: Path) -> bool:
-        """Whether it was flushed, and before it got its name where that was given later."""
-        inode = path.stat().st_ino
-        return inode in self._synced and inode not in self._unsynced
+        """Whether it was flushed before it got its name."""
+        return self.done(path) and path.stat().st_ino not in self._unsynced

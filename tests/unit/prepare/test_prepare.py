@@ -147,7 +147,7 @@ def test_shards_are_flushed_to_the_disk_before_the_manifest_has_its_name(raw, mo
     write = job.write_manifest
 
     def watched(path, kept):
-        there.extend(syncs.first(path / shard.file) for shard in kept.shards)
+        there.extend(syncs.done(path / shard.file) for shard in kept.shards)
         write(path, kept)
 
     monkeypatch.setattr(job, "write_manifest", watched)
