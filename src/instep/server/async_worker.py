@@ -41,6 +41,7 @@ from instep.server.micro_batches import (
     pieces_of,
 )
 from instep.server.tensor_channel import Ask, Grant, Line
+from instep.sync.norm import recorded
 from instep.sync.servers.leases import Unit
 from instep.sync.servers.server_async import ServerAsync
 from instep.worker.loop.after_commit import Step
@@ -273,6 +274,5 @@ class Working(Training):
             self._known = max(self._known, step)
             if share is None:
                 continue
-            norm = float("nan") if norm is None else norm
-            number = self.member.number
-            self.member.record(b"", (step, number, share.samples, loss, *share.clock.parts, norm))
+            row = (step, self.member.number, share.samples, loss, *share.clock.parts)
+            self.member.record(b"", (*row, recorded(norm)))

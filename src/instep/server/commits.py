@@ -22,6 +22,7 @@ from instep.server.peer_servers import Others
 from instep.server.shard import Holding
 from instep.state.packing import pack_state, unpack_state
 from instep.sync.norm import norm as norm_of
+from instep.sync.norm import recorded
 from instep.sync.servers.leases import Committed, Lease, Leases, Unit
 
 USUAL = 64
@@ -57,6 +58,7 @@ class _Part(NamedTuple):
     weight: float
     skipped: int
     norm: float
+    """See `norm.recorded`."""
 
 
 class Complete(NamedTuple):
@@ -173,8 +175,8 @@ class Commits:
         assert committed is not None, "it counts"
         self._last[lease.worker] = push.token
         self._usual.append(now - lease.since)
-        norm = math.nan if found is None else found
-        self._parts[lease.unit] = _Part(push.total, push.weight, push.skipped, norm)
+        part = _Part(push.total, push.weight, push.skipped, recorded(found))
+        self._parts[lease.unit] = part
         self._ahead += self._samples(lease.unit)
         for _ in range(self._count_steps()):
             self._update.advance()

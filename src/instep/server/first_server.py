@@ -13,7 +13,6 @@ here only for what reads it, which asks the others for their parts (`_gather`).
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, cast
@@ -51,6 +50,7 @@ from instep.server.tensor_channel import Ask, Door, Guest
 from instep.state.files.staging import SAVING
 from instep.state.pieces import SHARD
 from instep.state.snapshot import model_tensors
+from instep.sync.norm import recorded
 from instep.sync.servers.leases import Lease
 from instep.sync.servers.server_async import ServerAsync
 from instep.system.host_memory import NoRoom
@@ -270,8 +270,8 @@ class Serving(Server):
         self.engine.buffers.after_update()  # pushes have moved some
         self.state.commit(done, where)
         self.desk.completed(step, figures.loss, figures.norm)
-        clock, norm = self.engine.clock, math.nan if figures.norm is None else figures.norm
-        row = (step, self.member.number, 0, figures.loss, *clock.parts, norm)
+        clock = self.engine.clock
+        row = (step, self.member.number, 0, figures.loss, *clock.parts, recorded(figures.norm))
         self.member.record(self._written, row)
         self._written, self.engine.clock = b"", Clock(begin=time.time())
         if not self.stopping.spec.non_finite:

@@ -79,3 +79,10 @@ def factor(norm: float, limit: float) -> float:
     """
     wanted = limit / (norm + 1e-6)
     return 1.0 if wanted > 1.0 else wanted
+
+
+def recorded(norm: float | None) -> float:
+    """Write a norm as records have it: nan where nobody wants one, inf for what is no number."""
+    if norm is None:
+        return math.nan
+    return norm if math.isfinite(norm) else math.inf

@@ -4,6 +4,7 @@ No process, no thread: workers take turns, in an order that the test draws or re
 """
 
 import copy
+import math
 import random
 
 import pytest
@@ -275,3 +276,28 @@ def test_an_epoch_has_as_many_micro_batches_as_its_steps():
     portions = Portions(SAMPLES, TRAIN)
     for step in range(30):
         assert portions.before(step) == sum(portions.count(s) for s in range(1, step + 1))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("limit", [1.0, None])
+def test_a_gradient_that_is_no_number_is_in_the_figures_of_its_step(value, limit):
+    """Of one micro-batch: those of the others are finite."""
+    server = Server({"staleness": 0}, OPTIMIZERS["sgd"], limit)
+    members = [Worker(server, n) for n in range(3)]
+    count = server.portions.count(1)
+    for number in range(count):
+        worker = members[number % 3]
+        assert worker.ask()
+        gradients = [torch.full_like(p, 1.0) for p in worker.model.parameters()]
+        gradients[0][0] = value if number == 0 else 1.0
+        push = Push(
+            worker.lease.token,
+            1.0,
+            1.0,
+            0,
+            [True] * len(gradients),
+            gradients,
+            [torch.zeros_like(b) for b in buffers_of(server.model)],
+        )
+        server.commits.take(push, 0.0)
+    assert server.commits.complete().norm == (math.inf if limit else None)

@@ -6,13 +6,13 @@ moment, where this worker is cut off: then the worker that continues writes it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from instep.engine.clock import Clock
 from instep.engine.member import Member
 from instep.engine.state.committed import Commit
 from instep.store.ledger import Ledger, mend
+from instep.sync.norm import recorded
 
 
 class StepRecords:
@@ -86,11 +86,5 @@ class StepRecords:
             clock: of the step.
             written: into the ledger.
         """
-        number, norm = self._member.number, _as_recorded(done.norm)
+        number, norm = self._member.number, recorded(done.norm)
         self._member.record(written, (done.step, number, samples, done.loss, *clock.parts, norm))
-
-
-def _as_recorded(norm: float | None) -> float:
-    if norm is None:
-        return math.nan
-    return norm if math.isfinite(norm) else math.inf
