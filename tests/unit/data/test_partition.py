@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from instep.data.order import key, keys
+from instep.data.order import Order, key, keys
 from instep.data.participants import OwnRounds, Sampling
 from instep.data.partition import PARTITIONS
 from instep.data.partition.regions import Regions
@@ -102,6 +102,18 @@ def test_a_region_has_each_of_its_samples_once_in_each_epoch_of_its_own(scheme):
     assert plain.indices(0, 0, 300).tolist() == [index for share in shares for index in share]
     assert Regions(dealt(scheme, 300, 5), seed=1).digest == regions.digest
     assert Regions(dealt(scheme, 299, 5), seed=0).digest != regions.digest
+
+
+def test_participants_of_one_size_have_orders_of_their_own():
+    """Else the first samples of all would stand beside each other in each epoch."""
+
+    def orders(seed):
+        regions = Regions([range(50 * n, 50 * n + 50) for n in range(4)], seed)
+        return [regions.indices(0, 50 * n, 50 * n + 50) - 50 * n for n in range(4)]
+
+    found = [*orders(7), *orders(8), Order(50, 7).indices(0, 0, 50)]
+    assert len({tuple(each.tolist()) for each in found}) == 9
+    assert all(sorted(each.tolist()) == list(range(50)) for each in found)
 
 
 def test_keys_of_arrays_are_those_of_numbers():
