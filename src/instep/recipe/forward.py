@@ -167,6 +167,10 @@ class Forward:
         finally:
             self.model, self.precision, self.losses, self.wide = before
 
+    def compute_with(self, model: nn.Module, losses: Losses) -> None:
+        """Go on with another model and other losses, within `on`."""
+        self.model, self.losses = model, losses
+
     @property
     def tried(self) -> Losses:
         """The losses to try, to see whether cutting a batch changes the result. A loss over the

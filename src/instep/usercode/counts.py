@@ -4,6 +4,9 @@ They may decide what happens only later, after a warm-up say, where no trial com
 loss once for each micro-batch, each reader has a dataset of its own, and no checkpoint has such
 numbers. Seen are numbers, counters and cycles of `itertools`, how far a generator has come, small
 arrays and tensors that are no buffers, and short lists and dicts of numbers, at all `places`.
+
+What a place has is put back whatever it is, so that a flag and what it guards stay together. The
+user's objects may be anything: what cannot be copied or compared is left alone.
 """
 
 from __future__ import annotations
@@ -11,9 +14,9 @@ from __future__ import annotations
 import copy
 import itertools
 import operator
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import GeneratorType
 from typing import Any, NamedTuple, cast
 
@@ -25,13 +28,52 @@ from instep.usercode.places import Place, modules_of_the_user, places
 from instep.usercode.unread import unread
 
 _SHORT, _LONG = 8, 10_000
-_HELD = list, dict, set, deque
-_ROUNDED = 1e-5
-"""Relative: what the order of a GPU's sums may change."""
-
-
+_DICTS = dict, OrderedDict, defaultdict, Counter
+_HELD = frozenset((list, set, deque, *_DICTS))
 _ITERATORS = GeneratorType, itertools.cycle
 """That nobody can put back."""
+_WHOLE = torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
+_REAL = torch.float16, torch.bfloat16, torch.float32, torch.float64
+_ROUNDED = 1e-5
+"""Relative: what the order of a GPU's sums may change."""
+_MEMORIES = 8
+"""So many are looked at for who reads them; each takes some hundredths of a second."""
+
+
+class _HeldItems(tuple[Any, ...]):
+    """Items that a list, set, deque or dict held."""
+
+    keys: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, held: Any) -> _HeldItems:
+        if not isinstance(held, dict):
+            return cls(held)
+        items = cls(held.values())
+        items.keys = tuple(held)
+        return items
+
+    def same(self, held: Any) -> bool:
+        """Whether the same objects are held."""
+        if len(held) != len(self):
+            return False
+        if isinstance(held, set):
+            return all(item in held for item in self)
+        if isinstance(held, dict):
+            pairs = zip(self.keys, self, strict=True)
+            return all(key in held and _is_still(held[key], value) for key, value in pairs)
+        return all(map(_is_still, held, self))
+
+    def put_into(self, held: Any) -> None:
+        """Let an object hold them."""
+        held.clear()
+        if isinstance(held, dict):
+            for key, value in zip(self.keys, self, strict=True):
+                held[key] = value
+        elif isinstance(held, set):
+            held.update(self)
+        else:
+            held.extend(self)
 
 
 class _Reached(NamedTuple):
@@ -45,25 +87,72 @@ class _Kept(NamedTuple):
     place: Place
     value: Any
     as_it_was: Any
-    """A copy of the value, or itself if it cannot change."""
+    """A copy of the value, or itself if it cannot change, or cannot be copied."""
+
+    @classmethod
+    def of(cls, place: Place, value: Any) -> _Kept:
+        try:
+            return cls(place, value, _copied(value))
+        except Exception:
+            return cls(place, value, value)
 
     def grown(self) -> bool:
-        now, before = self.place.get(), self.as_it_was
-        return isinstance(before, _HELD) and isinstance(now, _HELD) and len(now) != len(before)
+        """Whether what is held became more, or less."""
+        now = self.place.get()
+        return type(now) in _HELD and type(now) is type(self.value) and len(now) != len(self._items)
+
+    @property
+    def _items(self) -> _HeldItems:
+        return cast(_HeldItems, self.as_it_was)
 
     def changed(self) -> bool:
-        return _counts(self.as_it_was) and not _same(self.place.get(), self.as_it_was)
+        """Whether it is a number, or a few, and another now."""
+        with suppress(Exception):
+            return _counts(self.value, self.as_it_was) and not self._same(self.place.get())
+        return False
 
     def put_back(self) -> None:
-        if not _same(self.place.get(), self.as_it_was):
-            self.place.put(_restored(self.value, self.as_it_was))
+        """Restore the object that was there, and what it had."""
+        with suppress(Exception):
+            value = self._restored()
+            if self.place.get() is not value:
+                self.place.put(value)
+
+    def _same(self, now: Any) -> bool:
+        kept = self.as_it_was
+        if isinstance(kept, _Reached):
+            return isinstance(now, _ITERATORS) and _reached(now) == kept
+        if type(now) is not type(self.value):
+            return False
+        if isinstance(kept, _HeldItems):
+            return kept.same(now)
+        return alike(now, kept) if _numeric(kept) else repr(now) == repr(kept)
+
+    def _restored(self) -> Any:
+        value, kept = self.value, self.as_it_was
+        if isinstance(kept, _HeldItems):
+            if not kept.same(value):
+                kept.put_into(value)
+        elif isinstance(kept, Tensor) and kept is not value:
+            if not alike(value, kept):
+                if value.is_inference() or value.shape != kept.shape:
+                    return kept
+                value.detach().copy_(kept)
+        elif isinstance(kept, np.ndarray) and kept is not value:
+            if not alike(value, kept):
+                if value.shape != kept.shape:
+                    return kept
+                np.copyto(value, kept)
+        elif isinstance(kept, itertools.count) and repr(value) != repr(kept):
+            return copy.copy(kept)
+        return value
 
 
 class Counts:
     """The numbers that some functions, modules and objects keep, as they are now.
 
-    What else their lists, dicts, sets and deques hold is restored too; of that, only another length
-    is a change: a memory that grows, and that something reads.
+    Whatever else is kept beside them is put back too; of what lists, dicts, sets and deques hold,
+    only another length is a change: a memory that grows, and that something reads.
 
     Args:
         keepers: functions, modules, or anything else, of which nothing is looked at.
@@ -73,17 +162,19 @@ class Counts:
         keepers = list(keepers)
         modules = [each for each in keepers if isinstance(each, nn.Module)]
         in_checkpoints = {id(each) for module in modules for each in module.buffers()}
+        every = [(place, place.get()) for place in places(keepers)]
         self._kept = [
-            _Kept(place, value, _copied(value))
-            for place in places(keepers)
-            if id(value := place.get()) not in in_checkpoints and (_counts(value) or _holds(value))
+            _Kept.of(place, value)
+            for place, value in every
+            if value is not None and id(value) not in in_checkpoints
         ]
-        self._unset = [each for each in places(keepers) if each.get() is None]
+        self._unset = [place for place, value in every if value is None]
         self._attributes = [
             (f"{path}." if path else "", vars(each), [*vars(each)])
             for module in modules
             for path, each in module.named_modules()
         ]
+        self._asked = 0
 
     def changed(self) -> str:
         """The name of the first number, or memory, that is another by now; empty if none is."""
@@ -98,14 +189,13 @@ class Counts:
         for path, now, before in self._attributes:
             found |= {f"{path}{key}": now[key] for key in now.keys() - before}
         for each in self._kept:
-            if each.grown() and isinstance(each.value, dict):
-                held = each.place.get()
-                new = held.keys() - each.as_it_was
-                found |= {f"{each.place.name}.{key}": held[key] for key in new}
+            if type(each.value) in _DICTS and each.grown():
+                held, before = each.place.get(), each.as_it_was.keys
+                found |= {f"{each.place.name}.{key}": held[key] for key in held.keys() - before}
         return {name: _copied(value) for name, value in found.items() if _numeric(value)}
 
     def put_back(self) -> None:
-        """Restore all numbers, and what is held."""
+        """Restore what was kept at each place."""
         for each in self._kept:
             each.put_back()
         for place in self._unset:
@@ -119,10 +209,12 @@ class Counts:
         it = id(memory)  # a cell of this function would be one more that refers to it
         every = [each.place for each in self._kept if id(each.place.get()) == it]
         named = [(place.space, place.key or place.name) for place in every]
+        self._asked += 1
         return (
-            not isinstance(memory, dict)
+            self._asked <= _MEMORIES
+            and type(memory) in (list, set, deque)
             and all(isinstance(name, str) for _, name in named)
-            and unread(memory, named, _Kept, modules_of_the_user())
+            and unread(memory, named, modules_of_the_user())
         )
 
 
@@ -150,58 +242,21 @@ def alike(one: Any, other: Any) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
+    if type(value) in _HELD:
+        return _HeldItems.of(value) if len(value) <= _LONG else value
     if isinstance(value, _ITERATORS):
         return _reached(value)
-    return copy.copy(value) if isinstance(value, (*_HELD, itertools.count, np.ndarray)) else value
+    if isinstance(value, Tensor) and _numeric(value):
+        return value.detach().clone()
+    small = type(value) is np.ndarray and _numeric(value)
+    return copy.copy(value) if small or type(value) is itertools.count else value
 
 
-def _restored(value: Any, as_it_was: Any) -> Any:
-    """The object that was there, with what it had."""
-    if isinstance(value, _HELD):
-        value.clear()
-        value.update(as_it_was) if isinstance(value, (dict, set)) else value.extend(as_it_was)
-    elif isinstance(value, Tensor):
-        if value.is_inference():
-            return as_it_was
-        if not alike(value, as_it_was):
-            value.detach().copy_(as_it_was)
-    elif isinstance(value, np.ndarray):
-        if not alike(value, as_it_was):
-            np.copyto(value, as_it_was)
-    elif isinstance(value, itertools.count):
-        return copy.copy(as_it_was)
-    return value
-
-
-def _counts(value: Any) -> bool:
-    if isinstance(value, dict):
-        return len(value) <= _SHORT and all(map(_is_number, value.values()))
-    if isinstance(value, list):
-        return len(value) <= _SHORT and all(map(_is_number, value))
-    return _numeric(value) or isinstance(value, (itertools.count, *_ITERATORS, _Reached))
-
-
-def _holds(value: Any) -> bool:
-    return isinstance(value, _HELD) and len(value) <= _LONG
-
-
-def _same(one: Any, kept: Any) -> bool:
-    """Whether a number is what it was, and whether what is held are the same objects."""
-    if isinstance(kept, _Reached):
-        return isinstance(one, _ITERATORS) and _reached(one) == kept
-    if type(one) is not type(kept):
-        return False
-    if not isinstance(kept, _HELD):
-        return alike(one, kept) if _numeric(kept) else repr(one) == repr(kept)
-    if len(one) != len(kept):
-        return False
-    if isinstance(kept, set):
-        return bool(one == kept)
-    if isinstance(kept, dict):
-        return all(name in one and _is_still(one[name], value) for name, value in kept.items())
-    return all(map(_is_still, one, kept))
+def _counts(value: Any, kept: Any) -> bool:
+    if isinstance(kept, _HeldItems):
+        countable = type(value) in (list, *_DICTS) and len(kept) <= _SHORT
+        return countable and all(map(_is_number, kept))
+    return _numeric(value) or isinstance(kept, (itertools.count, _Reached))
 
 
 def _is_still(one: Any, kept: Any) -> bool:
@@ -215,10 +270,16 @@ def _is_number(value: Any) -> bool:
 def _numeric(value: Any) -> bool:
     """Whether it is a number, or a small array or tensor that no checkpoint has by itself."""
     if type(value) is Tensor:
-        ordinary = value.layout is torch.strided and not value.is_meta and not value.is_quantized
-        return ordinary and value.numel() <= _LONG
+        return (
+            value.dtype in (*_WHOLE, *_REAL)
+            and value.layout is torch.strided
+            and not (value.is_meta or value.is_nested)
+            and value.numel() <= _LONG
+            # its memory is its own, and there
+            and value.untyped_storage().nbytes() >= value.numel() * value.element_size()
+        )
     if type(value) is np.ndarray:
-        return value.size <= _LONG and value.dtype.kind in "biufc"
+        return value.size <= _LONG and value.dtype.kind in "biufc" and value.flags.writeable
     return _is_number(value)
 
 

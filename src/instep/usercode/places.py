@@ -9,9 +9,10 @@ from __future__ import annotations
 import sys
 import sysconfig
 from argparse import Namespace
+from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
-from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -35,7 +36,7 @@ class Place(NamedTuple):
     def get(self) -> Any:
         """Return what is there; None if nothing is."""
         if isinstance(self.holder, CellType):
-            return self.holder.cell_contents
+            return self.holder.cell_contents if _filled(self.holder) else None
         return self.space.get(self.key)
 
     def put(self, value: Any) -> None:
@@ -63,36 +64,41 @@ def kept_by(keepers: Iterable[Any]) -> Iterator[Any]:
 
 def places(keepers: Iterable[Any]) -> Iterator[Place]:
     """Find what keepers keep: functions, modules, and anything else of the user's."""
-    seen, waiting = set[int](), [(keeper, 0) for keeper in keepers]
+    seen, waiting = set[int](), deque((keeper, 0) for keeper in keepers)
     while waiting:
-        keeper, depth = waiting.pop(0)
-        if isinstance(keeper, MethodType):
+        keeper, depth = waiting.popleft()
+        kind = type(keeper)  # what an object says of its own class may be anything
+        if kind is MethodType:
             waiting.append((keeper.__self__, depth))
-            keeper = keeper.__func__
+            keeper, kind = keeper.__func__, type(keeper.__func__)
         if id(keeper) in seen or depth > _DEEP:
             continue
         seen.add(id(keeper))
-        if isinstance(keeper, nn.Module):
+        if issubclass(kind, nn.Module):
             for prefix, module in keeper.named_modules():
-                yield from _attributes(module, f"{prefix}." if prefix else "")
+                for place in _attributes(module, f"{prefix}." if prefix else ""):
+                    yield place
+                    waiting.append((place.get(), depth + 1))
                 hooks = *module._forward_hooks.values(), *module._forward_pre_hooks.values()
                 waiting += [(each, depth + 1) for each in (type(module), *hooks)]
-        elif isinstance(keeper, _WRAPPED):
-            if isinstance(keeper, partial):
+        elif issubclass(kind, _WRAPPED):
+            if kind is partial:
                 given = dict(enumerate(keeper.args)) | keeper.keywords
                 yield from (Place(given, key, f"partial.{key}") for key in given)
             waiting.append((_within(keeper), depth))
-        elif isinstance(keeper, (FunctionType, type)):
+        elif kind is FunctionType or issubclass(kind, type):
             if not _of_a_library(keeper):
-                of = _of_class(keeper) if isinstance(keeper, type) else _of_function(keeper)
+                of = _of_function(keeper) if kind is FunctionType else _of_class(keeper)
                 for place in of:
                     yield place
                     waiting.append((place.get(), depth + 1))
-        elif isinstance(keeper, _NAMESPACES) or not _of_a_library(type(keeper)):
-            yield from _attributes(keeper, f"{type(keeper).__name__}.")
-            if hasattr(keeper, "__dict__"):
-                yield Place({"": vars(keeper)}, "", type(keeper).__name__)
-            waiting.append((type(keeper), depth + 1))
+        elif kind in _NAMESPACES or not _of_a_library(kind):
+            for place in _attributes(keeper, f"{kind.__name__}."):
+                yield place
+                waiting.append((place.get(), depth + 1))
+            if own := _own(keeper):
+                yield Place({"": own}, "", kind.__name__)
+            waiting.append((kind, depth + 1))
 
 
 def _within(
@@ -105,11 +111,10 @@ def _within(
 
 def _attributes(keeper: Any, path: str) -> Iterator[Place]:
     """All of a user's object; those of a library's object that are not its own affair."""
-    private = not _of_a_library(type(keeper))
-    own = getattr(keeper, "__dict__", {})
+    private, own = not _of_a_library(type(keeper)), _own(keeper)
     of_torch = _OF_TORCH if isinstance(keeper, nn.Module) else ()
     for key in own:
-        if key[:1] != "_" or (private and key not in of_torch):
+        if type(key) is str and (key[:1] != "_" or (private and key not in of_torch)):
             yield Place(own, key, path + key)
 
 
@@ -117,7 +122,7 @@ def _of_function(function: FunctionType) -> Iterator[Place]:
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     yield from (Place(cell, "", name) for name, cell in cells if _filled(cell))
     space = function.__globals__
-    names = {*function.__code__.co_names} & space.keys()
+    names = _names(function.__code__) & space.keys()
     yield from (Place(space, name, name) for name in sorted(names))
     of = f"{function.__name__}."
     yield from (Place(function.__dict__, name, of + name) for name in function.__dict__)
@@ -136,13 +141,28 @@ def _of_class(kind: type) -> Iterator[Place]:
     """The attributes of a user's class and of the user's classes that it inherits from."""
     for each in kind.__mro__:
         if not _of_a_library(each):
-            own = [key for key in vars(each) if not key.startswith("__") or key == "__call__"]
-            yield from (Place(each, key, f"{each.__name__}.{key}") for key in own)
+            for key, value in vars(each).items():
+                if key[:2] != "__" or type(value) is FunctionType:
+                    yield Place(each, key, f"{each.__name__}.{key}")
+
+
+def _own(keeper: Any) -> dict[Any, Any]:
+    """The attributes of an object, if they lie where they usually do."""
+    try:
+        own = object.__getattribute__(keeper, "__dict__")
+    except Exception:  # it has none
+        return {}
+    return own if type(own) is dict else {}
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    return {*code.co_names}.union(*map(_names, inner))
 
 
 def _of_a_library(made: FunctionType | type) -> bool:
     """Whether it is not the user's; what instep wraps around a user's function is looked into."""
-    name = made.__module__ or ""
+    name = made.__module__ if isinstance(made.__module__, str) else ""
     if name.startswith("instep."):
         return isinstance(made, type)
     return _in_a_library(name)

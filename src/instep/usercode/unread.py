@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dis
 import gc
+import sys
 from collections.abc import Collection, Iterable, Iterator
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from types import CellType, CodeType, FrameType, FunctionType, ModuleType
@@ -19,35 +21,45 @@ _ADDING = frozenset(("append", "appendleft", "extend", "add"))
 _NOT_READING = ("STORE_", "DELETE_", "MAKE_", "LOAD_CLOSURE")
 
 
-def unread(
-    memory: Any,
-    places: Collection[tuple[Any, str]],
-    ours: type,
-    users: Iterable[ModuleType],
-) -> bool:
+def unread(memory: Any, places: Collection[tuple[Any, str]], users: Iterable[ModuleType]) -> bool:
     """Check that the user's code only adds to a memory.
 
     Args:
         memory: a list, deque or set.
         places: where it is known to be: a cell or a dict, and the name there. Whatever else refers
             to it may read it, and what the garbage collector does not show, as after a fork.
-        ours: of what refers to it only to look.
         users: the modules of the user.
     """
     known = {id(holder) for holder, _ in places}
-    referring = [each for each in gc.get_referrers(memory) if not isinstance(each, FrameType)]
-    if known != {id(each) for each in referring if not isinstance(each, ours)}:
+    referring = (each for each in gc.get_referrers(memory) if type(each) is not FrameType)
+    if known != {id(each) for each in referring if not _looks_only(type(each))}:
         return False
     files = {str(module.__file__) for module in users}
+    typed = list(_typed_in())
     try:
         return not any(
             _reads(code, name, in_cell=isinstance(holder, CellType))
             for holder, name in places
             for file in (_closing_over(holder) if isinstance(holder, CellType) else files)
-            for code in _codes(file)
+            for code in (*_codes(file, Path(file).stat().st_mtime_ns), *typed)
         )
     except (OSError, SyntaxError, ValueError):
         return False  # what it does cannot be seen
+
+
+def _looks_only(kind: type) -> bool:
+    return str(kind.__module__).startswith("instep.")
+
+
+def _typed_in() -> Iterator[CodeType]:
+    """The code of functions and methods that no file has, as in a notebook."""
+    main = sys.modules.get("__main__")
+    if main is None or getattr(main, "__file__", None):
+        return
+    for value in list(vars(main).values()):
+        for each in (value, *vars(value).values()) if isinstance(value, type) else (value,):
+            if type(each) is FunctionType:
+                yield from _with_inner(each.__code__)
 
 
 def _closing_over(cell: CellType) -> set[str]:
@@ -60,8 +72,9 @@ def _closing_over(cell: CellType) -> set[str]:
     return files
 
 
-def _codes(file: str) -> Iterator[CodeType]:
-    yield from _with_inner(compile(Path(file).read_bytes(), file, "exec", dont_inherit=True))
+@lru_cache(64)
+def _codes(file: str, _changed_ns: int) -> list[CodeType]:
+    return list(_with_inner(compile(Path(file).read_bytes(), file, "exec", dont_inherit=True)))
 
 
 def _with_inner(code: CodeType) -> Iterator[CodeType]:

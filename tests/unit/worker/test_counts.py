@@ -1,5 +1,6 @@
 """What models, losses and optimizers keep in Python is seen and put back, wherever it is."""
 
+import gc
 import itertools
 from collections import deque
 from contextlib import closing
@@ -462,3 +463,144 @@ def test_a_dataset_that_counts_its_reads_is_said(loaders):
         assert verdict.startswith(f"not shown: each reading of a sample changes {named}")
         STATE["calls"] = 0
     assert tried(4, loaders=loaders, train=KeepsTheLast(DATA)).verdict == "yes"
+
+
+class Built(nn.Linear):
+    """Builds a table when a flag says that there is none yet."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.built = False
+
+    def forward(self, x):
+        if not self.built:
+            self.table = torch.ones(2, dtype=x.dtype)
+            self.built = True
+        return super().forward(x) * self.table
+
+
+class Flags:
+    __slots__ = ("built",)
+
+    def __init__(self):
+        self.built = False
+
+
+class BuiltElsewhere(nn.Linear):
+    """Its flag lies where nobody looks."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.flags, self.table = Flags(), None
+
+    def forward(self, x):
+        if not self.flags.built:
+            self.table, self.flags.built = torch.ones(2, dtype=x.dtype), True
+        return super().forward(x) * self.table
+
+
+MEAN, BUILT = torch.zeros(2), False
+
+
+def of_the_first(outputs, target):
+    global MEAN, BUILT
+    if not BUILT:
+        MEAN, BUILT = torch.ones(2), True
+    return functional.mse_loss(outputs * MEAN.to(outputs), target)
+
+
+class Expanded(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.one = torch.ones(1)
+        self.two = self.one.expand(4)
+
+    def forward(self, x):
+        return super().forward(x) * self.two[0]
+
+
+class GrowingTable(nn.Linear):
+    """Has a table for the largest batch so far."""
+
+    table = None
+
+    def forward(self, x):
+        if self.table is None or len(self.table) < len(x):
+            self.table = torch.ones(len(x), 1, dtype=x.dtype)
+        return super().forward(x) * self.table[: len(x)]
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("kind", [Built, BuiltElsewhere, Expanded, GrowingTable])
+def test_what_is_built_once_is_whole_after_the_trial(kind, parts):
+    model = kind(3, 2)
+    before = dict(vars(model))
+    assert tried(parts, model=model).verdict == "yes"
+    assert vars(model).keys() == before.keys()
+    assert torch.equal(model(torch.ones(16, 3)), kind.forward(model, torch.ones(16, 3)))
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_flag_and_what_it_guards_are_put_back_together(parts):
+    assert tried(parts, loss=of_the_first).verdict == "yes"
+    assert (BUILT, MEAN.tolist()) == (False, [0.0, 0.0])
+
+
+class Within:
+    def __init__(self):
+        self.calls = 0
+
+
+class InAnObject(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.state = Within()
+
+    def forward(self, x):
+        self.state.calls += 1
+        return super().forward(x) * (1 if self.state.calls < LATE else 2)
+
+
+class InALambda(nn.Linear):
+    def forward(self, x):
+        return (lambda y: y * (1 if count() or STATE["calls"] < LATE else 2))(super().forward(x))
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("kind", [InAnObject, InALambda])
+def test_what_objects_and_inner_functions_count_is_seen(kind, parts):
+    model = kind(3, 2)
+    assert tried(parts, model=model).verdict.startswith("not shown: each pass changes")
+    assert STATE == {"calls": 0}
+    assert getattr(getattr(model, "state", None), "calls", 0) == 0
+
+
+HISTORY = []
+
+
+def remembered(outputs, target):
+    loss = functional.mse_loss(outputs, target)
+    HISTORY.append(loss.item())
+    return loss
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_global_list_that_is_only_added_to_changes_nothing(parts):
+    gc.unfreeze()  # else it does not show what refers to the list, as after a fork
+    assert tried(parts, loss=remembered).verdict == "yes"
+    gc.freeze()
+
+
+class Drawn(KeepsTheLast):
+    """Keeps what it has drawn for the last sample, and a log that nobody reads."""
+
+    def __getitem__(self, index):
+        self.angle = float(torch.rand(()))
+        self.log_of_reads = [index]
+        inputs, target = self.samples[index]
+        return inputs * self.angle, target
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_what_was_drawn_for_the_last_sample_may_be_kept(parts):
+    assert tried(parts, train=Drawn(DATA)).verdict == "yes"

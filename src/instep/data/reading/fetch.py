@@ -263,9 +263,10 @@ class Fetch:
         self.told.tell(0)
         self.read_by = os.getpid()
         with generators.preserved(), suppress(Exception):  # that comes when its step does
-            self._batch(Slice(0, 0, 1))  # what is built once, or kept of the last sample
-            counts = Counts((*objects_of(self.dataset), self._augment, self._collate))
-            self._batch(Slice(0, 0, 1))
+            for _ in range(2):  # the first builds what is built once
+                counts = Counts((*objects_of(self.dataset), self._augment, self._collate))
+                seed_for_sample(self.seed, 0, 0)  # what was drawn last may be kept
+                self._batch(Slice(0, 0, 1))
             return counts.changed()
         return ""
 

@@ -9,7 +9,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -66,9 +66,16 @@ def is_setting(value: Any) -> bool:
     return callable(value) and hasattr(value, "__dict__")
 
 
+class AttributeSeen(NamedTuple):
+    """An object that an attribute had, and what says whether it was written to."""
+
+    value: Any
+    state: Any
+
+
 def snapshot(each: Any) -> dict[str, Any]:
     """An object and what says whether it was written to, of each attribute."""
-    return {name: (value, _state(value)) for name, value in attributes(each).items()}
+    return {name: AttributeSeen(value, _state(value)) for name, value in attributes(each).items()}
 
 
 def _state(value: Any) -> Any:

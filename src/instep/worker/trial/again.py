@@ -8,7 +8,7 @@ twice, from the same parameters, buffers and generators, on copies.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from instep.parallel.nested import on_tensors
 from instep.recipe.build import set_generators
 from instep.recipe.forward import Forward, Losses
 from instep.recipe.isolated import closed_over, isolated
-from instep.usercode.counts import Counts, unchanged
+from instep.usercode.counts import Counts
 from instep.worker.trial.first_batch import set_by_first
 from instep.worker.trial.moves import Moves
 from instep.worker.trial.named_globals import unchanged_globals
@@ -34,34 +34,39 @@ from instep.worker.trial.sameness import NOTHING_TO_TRY
 _NEAR, _NEAR_IN_SHORT = 1e-4, 1e-2
 
 
-def run_again(forward: Forward, read: Read, other: Read | None, *, seed: int) -> Trial:
+def run_again(
+    forward: Forward, read: Read, other: Callable[[], Read | None], *, seed: int
+) -> Trial:
     """Whether a batch gives the same loss twice.
 
     Args:
         forward: of the worker; its model, and what its loss closes over, are left as they are.
         read: the first batch of the job.
-        other: the second; None if there is none.
+        other: reads the second, if it is needed; None if there is none.
         seed: of the random draws of the passes.
     """
     if not read.size:
         return NOTHING_TO_TRY
     try:
-        model, losses = _copied(forward)
-        with (
-            unchanged(model, *losses),
-            forward.on(model, forward.precision, losses),
-            unchanged_globals(model, *losses),
-        ):
-            once, again, counted = _twice(forward, model, losses, [read, other or read], seed)
+        copies = _CopiesAgain(forward, seed)
+        with unchanged_globals(copies.model, *copies.losses):
+            once, before, counts, again = copies.run_twice(read)
+            counted = counts.changed()
+            how = f"each pass changes {counted!r}" if counted else ""
+            if not counted and (found := before.first_set()) and (second := other()) is not None:
+                before.put_back()
+                named = _CopiesAgain(forward, seed).set_by_first(found, read, second)
+                how = f"the first pass sets {named!r} by its batch" if named else ""
+            before.put_back()
     except Exception as error:  # of the user's code, which the first step will call too
         why = f"cannot be tried ({type(error).__name__}: {one_line(error)})"
         of = "whether the model or its loss keeps something from call to call that no checkpoint"
         return NOTHING_TO_TRY._replace(verdict=f"not shown: {of} has {why}")
-    short = any(parameter.element_size() < 4 for parameter in model.parameters())
+    short = any(parameter.element_size() < 4 for parameter in copies.model.parameters())
     near = _NEAR_IN_SHORT if short else _NEAR
     unknown = not math.isfinite(once) and not math.isfinite(again)
     if unknown or math.isclose(once, again, rel_tol=near, abs_tol=near * 1e-3):
-        return NOTHING_TO_TRY._replace(verdict=_counts(counted)) if counted else NOTHING_TO_TRY
+        return NOTHING_TO_TRY._replace(verdict=_counts(how)) if how else NOTHING_TO_TRY
     return NOTHING_TO_TRY._replace(
         verdict="no: the model or its loss gives another result when the same batch is run again, "
         "as it keeps something from call to call (it counts calls in Python, has a list or a value "
@@ -70,56 +75,63 @@ def run_again(forward: Forward, read: Read, other: Read | None, *, seed: int) ->
     )
 
 
-def _copied(forward: Forward) -> tuple[nn.Module, Losses]:
-    """Copies, in training mode, and of what functions close over but data and frozen models."""
-    memo = computed_anew(forward.model)
-    memo[id(forward.embedded)] = forward.embedded
-    for held in closed_over(forward.tried):
-        if isinstance(held, Dataset) or (held is not forward.model and _frozen(held)):
-            memo[id(held)] = held
-    model, *losses = isolated([forward.model, *forward.tried], memo)
-    use_running_statistics(model)
-    return model.train(), Losses(*losses)
+class _CopiesAgain:
+    """Copies of model and losses, of what functions close over but data and frozen models."""
+
+    def __init__(self, forward: Forward, seed: int) -> None:
+        memo = computed_anew(forward.model)
+        memo[id(forward.embedded)] = forward.embedded
+        for held in closed_over(forward.tried):
+            if isinstance(held, Dataset) or (held is not forward.model and _frozen(held)):
+                memo[id(held)] = held
+        model, *losses = isolated([forward.model, *forward.tried], memo)
+        use_running_statistics(model)
+        self.model: nn.Module = model.train()
+        self.losses = Losses(*losses)
+        self._forward, self._seed = forward, seed
+        moves = Moves(self.model, seed)
+        with torch.no_grad():  # what follows the parameters, as a teacher, may begin as their equal
+            for name, parameter in self.model.named_parameters():
+                if parameter.requires_grad:
+                    moves.move(name, parameter)
+        self._parameters = [(each, each.detach().clone()) for each in self.model.parameters()]
+        self._buffers = KeptBuffers(self.model)
+
+    def counts(self) -> Counts:
+        """Note what they keep in Python now."""
+        return Counts((self.model, *self.losses))
+
+    def run(self, read: Read) -> float:
+        """Run a pass from the same parameters, buffers and generators; its loss."""
+        self._buffers.put_back()
+        with torch.no_grad():  # a pass may write to them
+            for parameter, kept in self._parameters:
+                parameter.copy_(kept)
+        set_generators(self._seed)
+        forward = self._forward
+        with forward.on(self.model, forward.precision, self.losses):
+            result = forward.loss(on_tensors(read.batch, Tensor.clone), read.size)
+        return 0.0 if result is None else float(result.loss.detach())
+
+    def run_twice(self, read: Read) -> tuple[float, Counts, Counts, float]:
+        """Run two passes: their losses, and what was kept before the first and the second."""
+        before = self.counts()
+        once = self.run(read)
+        counts = self.counts()
+        return once, before, counts, self.run(read)
+
+    def set_by_first(self, found: Mapping[str, Any], same: Read, other: Read) -> str:
+        """Find what the first pass of others, with the same batch, has set by it."""
+        return set_by_first(found, self.counts(), lambda: self.run(other), lambda: self.run(same))
 
 
 def _frozen(held: Any) -> bool:
     return isinstance(held, nn.Module) and not any(p.requires_grad for p in held.parameters())
 
 
-def _counts(counted: str) -> str:
+def _counts(how: str) -> str:
     return (
-        f"not shown: {counted}, which is kept in Python, and no checkpoint has "
-        "it: a resumed run would begin without it. If it only counts for a person to see, leave it "
-        "out; else keep it in a buffer of the model"
+        f"not shown: {how}, which is kept in Python, and no checkpoint has it: a resumed run would "
+        "begin without it. If it only counts for a person to see, leave it out; else keep it in a "
+        "buffer of the model"
     )
-
-
-def _twice(
-    forward: Forward, model: nn.Module, losses: Losses, reads: Sequence[Read], seed: int
-) -> tuple[float, float, str]:
-    """The loss, that of the second pass, and what passes change or set in Python."""
-    moves, buffers = Moves(model, seed), KeptBuffers(model)
-    with torch.no_grad():  # what follows the parameters, as a teacher, may begin as their equal
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                moves.move(name, parameter)
-    parameters = [(each, each.detach().clone()) for each in model.parameters()]
-
-    def run(read: Read) -> float:
-        buffers.put_back()
-        with torch.no_grad():  # a pass may write to them
-            for parameter, kept in parameters:
-                parameter.copy_(kept)
-        set_generators(seed)
-        result = forward.loss(on_tensors(read.batch, Tensor.clone), read.size)
-        return 0.0 if result is None else float(result.loss.detach())
-
-    first, other = reads
-    before = Counts((model, *losses))
-    once = run(first)
-    counts = Counts((model, *losses))
-    again = run(first)
-    if counted := counts.changed():
-        return once, again, f"each pass changes {counted!r}"
-    said = set_by_first(before, lambda: run(other), lambda: run(first))
-    return once, again, said and f"the first pass sets {said!r} by its batch"

@@ -6,30 +6,36 @@ another one than one machine's, and a resumed run has another first batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from instep.usercode.counts import Counts, alike
 
 
 def set_by_first(
-    counts: Counts, other_batch: Callable[[], object], same_batch: Callable[[], object]
+    found: Mapping[str, Any],
+    anew: Counts,
+    other_batch: Callable[[], object],
+    same_batch: Callable[[], object],
 ) -> str:
     """Find what only the first pass sets, if it depends on the batch: its name, or empty.
 
     Args:
-        counts: of what model and loss kept before their first pass; that one is done.
-        other_batch: runs a pass with another batch.
+        found: what the first pass has set, as `Counts.first_set`.
+        anew: of what another copy of model and loss keeps, which has run no pass.
+        other_batch: runs a pass of that copy with another batch.
         same_batch: runs one with the batch of the first pass.
     """
-    if not (from_same := counts.first_set()):
+    try:
+        other_batch()
+        from_other = anew.first_set()
+        same_batch()
+    except Exception:  # of the user's code, which the trial calls too
         return ""
-    counts.put_back()
-    other_batch()
-    from_other = counts.first_set()
-    same_batch()
-    left = counts.first_set()
-    for name in from_same.keys() & from_other.keys() & left.keys():
-        value = from_other[name]
-        if alike(left[name], value) and not alike(from_same[name], value):
+    left = anew.first_set()
+    for name in found.keys() & from_other.keys() & left.keys():
+        one, other = found[name], from_other[name]
+        sized = getattr(one, "shape", ()) != getattr(other, "shape", ())  # a table that grows
+        if not sized and alike(left[name], other) and not alike(one, other):
             return name
     return ""

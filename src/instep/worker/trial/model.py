@@ -149,10 +149,18 @@ class TrialModel:
                 continue
             if time.process_time() - since > most_s:
                 break
-            self.forward.model, self.forward.losses = copied
+            self.forward.compute_with(*copied)
             return other, result
         self.move()
         return self, self.run(batch, samples)
+
+    def fresh(self) -> TrialModel:
+        """Make another copy, whose passes begin anew, and compute with it from now on."""
+        copied = self._original.again()
+        other = TrialModel(self.forward, copied, self._original, self._seed)
+        other.draws = self.draws
+        self.forward.compute_with(*copied)
+        return other
 
     def run(self, batch: Any, samples: int, *, backward: bool = True) -> PassResult | None:
         """One pass from the initial buffers; None if no sample of the batch counts.

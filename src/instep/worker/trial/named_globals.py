@@ -12,12 +12,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from inspect import getattr_static
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 _HELD = list, dict, set, deque
 _PLAIN = bool, int, float, str, Tensor, type(None)
+
+
+class _KeptGlobal(NamedTuple):
+    space: dict[str, Any]
+    name: str
+    value: Any
+    as_it_was: Any
 
 
 def globals_of(value: Any) -> dict[str, Any]:
@@ -32,7 +39,7 @@ def globals_of(value: Any) -> dict[str, Any]:
 def unchanged_globals(*values: Any) -> Iterator[None]:
     """After this context those variables have what they had before."""
     kept = [
-        (space, name, space[name], _copied(space[name]))
+        _KeptGlobal(space, name, space[name], _copied(space[name]))
         for value in values
         for name, space in _named(value)
     ]

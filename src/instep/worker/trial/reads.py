@@ -122,9 +122,14 @@ def _try_loss(forward: Forward, loader: Loader, job: JobSpec, samples: int, say:
     compared = places.compared()
     if not compared:
         derived = _mean_of(forward, loader, places, seed)
-        steps = range(1, 1 + min(2, places.steps))
-        with closing(loader.read(places.micro_batches(step)[0] for step in steps)) as reads:
-            trial = run_again(forward, next(reads), next(reads, None), seed=seed)
+        with closing(loader.read(places.micro_batches(1)[:1])) as reads:
+            batch = next(reads)
+
+        def second() -> Read | None:
+            with closing(loader.read(places.micro_batches(2)[:1])) as reads:
+                return next(reads)
+
+        trial = run_again(forward, batch, second if places.steps > 1 else lambda: None, seed=seed)
         return trial._replace(derived=derived)
     if forward.recipe.collates:
         compared[1:1] = _with_other_shapes(loader, places)

@@ -305,11 +305,15 @@ class _Comparison:
         self._first = first = next(spots)
         counts = Counts((self._model.model, *self._forward.losses))
         drew, seconds = self._try_once(first)
-        self._set_by_first = set_by_first(
-            counts,
-            lambda: self._run(first.parts[-1], first.sizes[-1], backward=False),
-            lambda: self._run(first.parts[0], first.sizes[0], backward=False),
-        )
+        if found := counts.first_set():
+            counts.put_back()
+            self._model = self._model.fresh()
+            self._set_by_first = set_by_first(
+                found,
+                Counts((self._model.model, *self._forward.losses)),
+                lambda: self._model.run(first.parts[-1], first.sizes[-1], backward=False),
+                lambda: self._model.run(first.parts[0], first.sizes[0], backward=False),
+            )
         constant = drew and not self._cuts
         self._known |= self._forward.weighs_itself
         self._model.draws = ConstantDraws if constant else nullcontext
