@@ -14,12 +14,13 @@ import pytest
 from msgspec.structs import replace
 
 from disks import Syncs
+from instep.data.order import key
 from instep.data.shards import manifest
 from instep.data.shards.dataset import Shards
 from instep.data.shards.manifest import Manifest
 from instep.data.shards.verify import damaged
 from instep.errors import DataError, InstepError, RecipeError, RunError, SpecError
-from instep.prepare import job, plan
+from instep.prepare import function, job, mapping, plan
 from instep.prepare.asked import Asked
 from instep.prepare.folder import Folder
 from instep.prepare.job import Job
@@ -194,6 +195,22 @@ def test_draws_depend_on_seed_file_and_record_alone(raw):
 def test_a_function_that_gives_other_samples_again_is_named_with_the_record(raw):
     with pytest.raises(RecipeError, match=r"not repeatable: .*, line"):
         made(ask(map="clean.py:changing"))
+
+
+def test_one_record_of_each_block_is_made_twice(raw, monkeypatch):
+    """Drawn within the block; and the first of all."""
+    monkeypatch.setattr(plan, "SMALLEST", 1 << 20)  # one task
+    monkeypatch.setattr(function, "ONE_IN", 20)
+    places, again = [], mapping._Notes.try_again
+
+    def noted(notes, piece, place, kept, digest):
+        places.append(place)
+        again(notes, piece, place, kept, digest)
+
+    monkeypatch.setattr(mapping._Notes, "try_again", noted)
+    made(ask(sources=["c.jsonl"], map="clean.py:several"))
+    wanted = {0, *(20 * block + key(function._OF_TRIALS, block) % 20 for block in range(8))}
+    assert len(set(places)) == len([n for n in wanted if n < 150]) > 6
 
 
 def test_a_function_that_raises_ends_the_command_with_the_record_and_its_line(raw):
