@@ -200,7 +200,8 @@ class Counts:
             each.put_back()
         for place in self._unset:
             if place.get() is not None:
-                place.put(None)
+                with suppress(Exception):
+                    place.put(None)
         for _, now, before in self._attributes:
             for key in now.keys() - before:
                 del now[key]

@@ -12,7 +12,15 @@ from argparse import Namespace
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import (
+    CellType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -29,29 +37,37 @@ class Place(NamedTuple):
     """Where something is kept, and its name for a person."""
 
     holder: Any
-    """A cell, a class, or a dict: of an object's attributes, of globals, or of defaults."""
+    """A cell, a class, a dict (of an object's attributes, of globals, or of defaults), or an object
+    with slots."""
     key: Any
     name: str
 
     def get(self) -> Any:
         """Return what is there; None if nothing is."""
-        if isinstance(self.holder, CellType):
-            return self.holder.cell_contents if _filled(self.holder) else None
-        return self.space.get(self.key)
+        space = self.space
+        if type(space) is CellType:
+            return space.cell_contents if _filled(space) else None
+        if type(space) in (dict, MappingProxyType):
+            return space.get(self.key)
+        try:
+            return object.__getattribute__(space, self.key)
+        except AttributeError:
+            return None
 
     def put(self, value: Any) -> None:
         """Let something be there."""
-        if isinstance(self.holder, CellType):
+        if type(self.holder) is CellType:
             self.holder.cell_contents = value
-        elif isinstance(self.holder, type):
-            setattr(self.holder, self.key, value)
-        else:
+        elif type(self.holder) is dict:
             self.holder[self.key] = value
+        else:
+            setattr(self.holder, self.key, value)
 
     @property
     def space(self) -> Any:
-        """Return what refers to it: a cell, or a mapping of names."""
-        return vars(self.holder) if isinstance(self.holder, type) else self.holder
+        """Return what refers to it: a cell, a mapping of names, or an object."""
+        of_class = issubclass(type(self.holder), type)
+        return vars(self.holder) if of_class else self.holder
 
 
 def kept_by(keepers: Iterable[Any]) -> Iterator[Any]:
@@ -116,6 +132,16 @@ def _attributes(keeper: Any, path: str) -> Iterator[Place]:
     for key in own:
         if type(key) is str and (key[:1] != "_" or (private and key not in of_torch)):
             yield Place(own, key, path + key)
+    if private:
+        yield from (Place(keeper, name, path + name) for name in _slots(type(keeper)))
+
+
+def _slots(kind: type) -> Iterator[str]:
+    for each in kind.__mro__:
+        slots = vars(each).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name[:2] != "__":
+                yield name
 
 
 def _of_function(function: FunctionType) -> Iterator[Place]:

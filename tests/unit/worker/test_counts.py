@@ -509,6 +509,37 @@ def of_the_first(outputs, target):
     return functional.mse_loss(outputs * MEAN.to(outputs), target)
 
 
+class BuiltInALoss:
+    """No copy is made of it where a step has several micro-batches."""
+
+    __slots__ = ("built", "calls", "table")
+
+    def __init__(self):
+        self.built, self.table, self.calls = False, None, 0
+
+    def __call__(self, outputs, target):
+        if not self.built:
+            self.table, self.built = torch.ones(2), True
+        return functional.mse_loss(outputs * self.table.to(outputs), target)
+
+
+class CountsInSlots(BuiltInALoss):
+    __slots__ = ()
+
+    def __call__(self, outputs, target):
+        self.calls += 1
+        return functional.mse_loss(outputs, target) * (1 if self.calls < LATE else 2)
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_slots_are_looked_at_and_put_back(parts):
+    built, counting = BuiltInALoss(), CountsInSlots()
+    assert tried(parts, loss=built).verdict == "yes"
+    assert (built.built, built.table) == (False, None)
+    assert tried(parts, loss=counting).verdict.startswith("not shown: each pass changes")
+    assert counting.calls == 0
+
+
 class Expanded(nn.Linear):
     def __init__(self, *sizes):
         super().__init__(*sizes)
