@@ -220,11 +220,11 @@ class Counts:
 
 
 @contextmanager
-def unchanged(*keepers: Any) -> Iterator[None]:
-    """After this context they keep what they kept before."""
+def unchanged(*keepers: Any) -> Iterator[Counts]:
+    """After this context they keep what they kept before: the counts that are given."""
     counts = Counts(keepers)
     try:
-        yield
+        yield counts
     finally:
         counts.put_back()
 

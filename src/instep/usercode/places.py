@@ -148,7 +148,7 @@ def _of_function(function: FunctionType) -> Iterator[Place]:
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     yield from (Place(cell, "", name) for name, cell in cells if _filled(cell))
     space = function.__globals__
-    names = _names(function.__code__) & space.keys()
+    names = names_in(function.__code__) & space.keys()
     yield from (Place(space, name, name) for name in sorted(names))
     of = f"{function.__name__}."
     yield from (Place(function.__dict__, name, of + name) for name in function.__dict__)
@@ -181,9 +181,10 @@ def _own(keeper: Any) -> dict[Any, Any]:
     return own if type(own) is dict else {}
 
 
-def _names(code: CodeType) -> set[str]:
+def names_in(code: CodeType) -> set[str]:
+    """Find the globals and attributes that a function names, and those within it."""
     inner = (each for each in code.co_consts if isinstance(each, CodeType))
-    return {*code.co_names}.union(*map(_names, inner))
+    return {*code.co_names}.union(*map(names_in, inner))
 
 
 def _of_a_library(made: FunctionType | type) -> bool:

@@ -51,7 +51,8 @@ _CLEARLY = 0.9
 _OF_LOADER = 4
 
 LOOK, FINGERPRINT, COUNTED = Slice(-1, 0, 0), Slice(-2, 0, 0), Slice(-4, 0, 0)
-"""Submitted to a reader in place of a slice: asks for a `Probe`, and for the fingerprint."""
+"""Submitted to a reader in place of a slice: asks for a `Probe`, for the fingerprint, and for
+what reading counts."""
 
 OF_CONTENTS = -3
 """In place of an epoch: asks for the contents of samples."""

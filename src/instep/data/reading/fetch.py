@@ -263,12 +263,15 @@ class Fetch:
         self.told.tell(0)
         self.read_by = os.getpid()
         with generators.preserved(), suppress(Exception):  # that comes when its step does
-            for _ in range(2):  # the first builds what is built once
-                counts = Counts((*objects_of(self.dataset), self._augment, self._collate))
-                seed_for_sample(self.seed, 0, 0)  # what was drawn last may be kept
-                self._batch(Slice(0, 0, 1))
+            self._first_sample()  # which builds what is built once
+            counts = Counts((*objects_of(self.dataset), self._augment, self._collate))
+            self._first_sample()
             return counts.changed()
         return ""
+
+    def _first_sample(self) -> None:
+        seed_for_sample(self.seed, 0, 0)  # what was drawn last may be kept
+        self._batch(Slice(0, 0, 1))
 
     @property
     def _current(self) -> last_read.CurrentRead:

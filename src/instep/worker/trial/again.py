@@ -25,8 +25,8 @@ from instep.parallel.nested import on_tensors
 from instep.recipe.build import set_generators
 from instep.recipe.forward import Forward, Losses
 from instep.recipe.isolated import closed_over, isolated
-from instep.usercode.counts import Counts
-from instep.worker.trial.first_batch import set_by_first
+from instep.usercode.counts import Counts, unchanged
+from instep.worker.trial.first_batch import REMEDY, in_words, set_by_first
 from instep.worker.trial.moves import Moves
 from instep.worker.trial.named_globals import unchanged_globals
 from instep.worker.trial.sameness import NOTHING_TO_TRY
@@ -49,15 +49,15 @@ def run_again(
         return NOTHING_TO_TRY
     try:
         copies = _CopiesAgain(forward, seed)
-        with unchanged_globals(copies.model, *copies.losses):
-            once, before, counts, again = copies.run_twice(read)
+        kept = (copies.model, *copies.losses)
+        with unchanged(*kept) as before, unchanged_globals(*kept):
+            once = copies.run(read)
+            counts = copies.counts()
+            again, named = copies.run(read), ""
             counted = counts.changed()
-            how = f"each pass changes {counted!r}" if counted else ""
             if not counted and (found := before.first_set()) and (second := other()) is not None:
                 before.put_back()
                 named = _CopiesAgain(forward, seed).set_by_first(found, read, second)
-                how = f"the first pass sets {named!r} by its batch" if named else ""
-            before.put_back()
     except Exception as error:  # of the user's code, which the first step will call too
         why = f"cannot be tried ({type(error).__name__}: {one_line(error)})"
         of = "whether the model or its loss keeps something from call to call that no checkpoint"
@@ -66,7 +66,10 @@ def run_again(
     near = _NEAR_IN_SHORT if short else _NEAR
     unknown = not math.isfinite(once) and not math.isfinite(again)
     if unknown or math.isclose(once, again, rel_tol=near, abs_tol=near * 1e-3):
-        return NOTHING_TO_TRY._replace(verdict=_counts(how)) if how else NOTHING_TO_TRY
+        if not (how := in_words(counted, named)):
+            return NOTHING_TO_TRY
+        gone = f"no checkpoint has it: a resumed run would begin without it. {REMEDY}"
+        return NOTHING_TO_TRY._replace(verdict=f"not shown: {how}, and {gone}")
     return NOTHING_TO_TRY._replace(
         verdict="no: the model or its loss gives another result when the same batch is run again, "
         "as it keeps something from call to call (it counts calls in Python, has a list or a value "
@@ -113,13 +116,6 @@ class _CopiesAgain:
             result = forward.loss(on_tensors(read.batch, Tensor.clone), read.size)
         return 0.0 if result is None else float(result.loss.detach())
 
-    def run_twice(self, read: Read) -> tuple[float, Counts, Counts, float]:
-        """Run two passes: their losses, and what was kept before the first and the second."""
-        before = self.counts()
-        once = self.run(read)
-        counts = self.counts()
-        return once, before, counts, self.run(read)
-
     def set_by_first(self, found: Mapping[str, Any], same: Read, other: Read) -> str:
         """Find what the first pass of others, with the same batch, has set by it."""
         return set_by_first(found, self.counts(), lambda: self.run(other), lambda: self.run(same))
@@ -127,11 +123,3 @@ class _CopiesAgain:
 
 def _frozen(held: Any) -> bool:
     return isinstance(held, nn.Module) and not any(p.requires_grad for p in held.parameters())
-
-
-def _counts(how: str) -> str:
-    return (
-        f"not shown: {how}, which is kept in Python, and no checkpoint has it: a resumed run would "
-        "begin without it. If it only counts for a person to see, leave it out; else keep it in a "
-        "buffer of the model"
-    )

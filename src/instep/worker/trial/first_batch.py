@@ -11,6 +11,17 @@ from typing import Any
 
 from instep.usercode.counts import Counts, alike
 
+REMEDY = (
+    "If it only counts for a person to see, leave it out; else keep it in a buffer of the model"
+)
+
+
+def in_words(counted: str, first: str) -> str:
+    """Say what passes change, or what the first one has set by its batch; empty if nothing."""
+    if counted:
+        return f"each pass changes {counted!r}, which is kept in Python"
+    return first and f"the first pass sets {first!r} by its batch, which is kept in Python"
+
 
 def set_by_first(
     found: Mapping[str, Any],

@@ -11,10 +11,12 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from inspect import getattr_static
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+
+from instep.usercode.places import names_in
 
 _HELD = list, dict, set, deque
 _PLAIN = bool, int, float, str, Tensor, type(None)
@@ -59,14 +61,9 @@ def _named(value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     for function in (value, getattr(value, "__func__", None), called):
         if isinstance(function, FunctionType):
             space = function.__globals__
-            for name in _names(function.__code__):
+            for name in names_in(function.__code__):
                 if name in space and isinstance(space[name], (*_HELD, *_PLAIN)):
                     yield name, space
-
-
-def _names(code: CodeType) -> set[str]:
-    inner = (each for each in code.co_consts if isinstance(each, CodeType))
-    return set(code.co_names).union(*map(_names, inner))
 
 
 def _copied(value: Any) -> Any:

@@ -38,8 +38,8 @@ from instep.recipe.weights import Weighing, is_sum
 from instep.usercode.counts import Counts
 from instep.usercode.places import kept_by
 from instep.words import listed
+from instep.worker.trial import first_batch
 from instep.worker.trial.constant_draws import LEVELS, ConstantDraws
-from instep.worker.trial.first_batch import set_by_first
 from instep.worker.trial.global_layers import calls_of, first_that_sees_parts
 from instep.worker.trial.layers import (
     batch_norm_buffers,
@@ -308,7 +308,7 @@ class _Comparison:
         if found := counts.first_set():
             counts.put_back()
             self._model = self._model.fresh()
-            self._set_by_first = set_by_first(
+            self._set_by_first = first_batch.set_by_first(
                 found,
                 Counts((self._model.model, *self._forward.losses)),
                 lambda: self._model.run(first.parts[-1], first.sizes[-1], backward=False),
@@ -435,16 +435,10 @@ class _Comparison:
             )
         if self._not_cut:
             return _not_shown(self._not_cut)
-        if self._counted or self._set_by_first:
-            how = (
-                f"each pass changes {self._counted!r}"
-                if self._counted
-                else f"the first pass sets {self._set_by_first!r} by its batch"
-            )
+        if how := first_batch.in_words(self._counted, self._set_by_first):
             return _not_shown(
-                f"{how}, which is kept in Python: a step calls it "
-                "once for each micro-batch, and no checkpoint has it. If it only counts for a "
-                "person to see, leave it out; else keep it in a buffer of the model",
+                f"{how}: a step calls it once for each micro-batch, and no checkpoint has it. "
+                f"{first_batch.REMEDY}",
                 self._derived,
             )
         if self._uncounted:
