@@ -372,6 +372,32 @@ def test_parts_in_16_bits_are_no_difference_and_hide_none(kind, mixes):
     assert verdict.startswith("no: BatchNorm1d '1'" if mixes else "yes")
 
 
+class Shrinking(nn.Linear):
+    """Its pass writes to its weight, so that only the weight's values show it."""
+
+    def __init__(self, above):
+        super().__init__(8, 1)
+        self.above = above
+
+    def forward(self, x):
+        if float(x[0, 0]) > self.above:
+            self.weight.data.mul_(0.9)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("above", [-1.0, 0.0], ids=["each pass", "not the first"])
+def test_a_pass_that_writes_to_a_parameter_is_refused_whichever_it_is(above):
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(
+        torch.arange(64.0).unsqueeze(1).expand(64, 8), torch.randn(64, 1)
+    )
+    recipe = Recipe(model=Shrinking(above), train=data, optimizer=lambda p: None, loss=nn.MSELoss())
+    loader = Loader(data, seed=7, shuffle=False, processes=0)
+    forward = Forward(recipe, recipe.model, torch.device("cpu"), "float32")
+    with pytest.raises(RecipeError, match="wrote to the parameter 'weight'"):
+        try_recipe(forward, loader, job_of(), 64)
+
+
 class Counting(nn.Linear):
     calls = 0
 

@@ -94,7 +94,7 @@ class TrialModel:
         self._original = original
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         # the values that passes must not change; those of the original stay as they are
-        self._placed = {n: p.detach() for n, p in original.model.named_parameters()}
+        self._place({n: p.detach() for n, p in original.model.named_parameters()})
         self._buffers = KeptBuffers(model)
         self.committed = self._buffers.values
         self.draws: Callable[[], Any] = nullcontext
@@ -105,7 +105,7 @@ class TrialModel:
         moves = Moves(self.model, self._seed)
         for name, parameter in self.parameters.items():
             moves.move(name, parameter)
-        self._place()
+        self._place(self._values())
 
     @torch.no_grad()
     def move_back(self) -> None:
@@ -113,10 +113,14 @@ class TrialModel:
         start = dict(self._original.model.named_parameters())
         for name, parameter in self.parameters.items():
             parameter.copy_(start[name])
-        self._place()
+        self._place(self._values())
 
-    def _place(self) -> None:
-        self._placed = {n: p.detach().clone() for n, p in self.model.named_parameters()}
+    def _values(self) -> dict[str, Tensor]:
+        return {n: p.detach().clone() for n, p in self.model.named_parameters()}
+
+    def _place(self, values: dict[str, Tensor]) -> None:
+        self._placed, self._compared = values, False
+        self._versions = _versions(self.model)
 
     def moved(
         self, batch: Any, samples: int, most_s: float = math.inf
@@ -180,10 +184,8 @@ class TrialModel:
                 return None
             if backward:
                 found.loss.backward()
-        for name, parameter in self.model.named_parameters():
-            placed = self._placed.get(name)  # None if the pass created the parameter
-            if placed is not None and not torch.equal(parameter, placed):
-                raise written(name, trained=parameter.requires_grad)
+        if not self._compared or _versions(self.model) != self._versions:
+            self.refuse_written()
         trained = self.forward.trained
         gradients = {
             name: (p.grad.to_dense() if p.grad.is_sparse else p.grad).detach()
@@ -191,6 +193,18 @@ class TrialModel:
             if p.grad is not None and (trained is None or name in trained)
         }
         return PassResult(float(found.loss.detach()), found.weight, gradients, self._buffers.now())
+
+    def refuse_written(self) -> None:
+        """Refuse passes that wrote to parameters; a write through `data` shows in values alone.
+
+        Raises:
+            RecipeError: they did.
+        """
+        self._compared = True
+        for name, parameter in self.model.named_parameters():
+            placed = self._placed.get(name)  # None if the pass created the parameter
+            if placed is not None and not torch.equal(parameter, placed):
+                raise written(name, trained=parameter.requires_grad)
 
     @torch.no_grad()
     def compute(self, batch: Any, samples: int) -> None:
@@ -254,6 +268,11 @@ class TrialModel:
         self._buffers.put_back()
         for parameter in self.model.parameters():
             parameter.grad = None
+
+
+def _versions(model: nn.Module) -> list[int]:
+    """How often each parameter was written to, as far as autograd knows."""
+    return [-1 if p.is_inference() else p._version for p in model.parameters()]
 
 
 @contextmanager

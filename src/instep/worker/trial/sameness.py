@@ -342,6 +342,7 @@ class _Comparison:
         self._model.draws = ConstantDraws if constant else nullcontext
         self._try_sizes()
         self._check_again(first, self._begin)
+        self._model.refuse_written()
         trial = self._judge(drew, moved)
         return trial._replace(shapes=self._shapes.known) if trial.same else trial
 
@@ -764,7 +765,7 @@ def _mean(passes: Sequence[PassResult], shares: Sequence[float]) -> dict[str, Te
             if name in mean:
                 mean[name].add_(gradient, alpha=share)
             else:
-                mean[name] = gradient.to(torch.float64, copy=True).mul_(share)
+                mean[name] = gradient.double() * share
     return mean
 
 
