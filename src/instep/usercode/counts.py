@@ -3,7 +3,8 @@
 They may decide what happens only later, after a warm-up say, where no trial comes. A run calls a
 loss once for each micro-batch, each reader has a dataset of its own, and no checkpoint has such
 numbers. Seen are numbers, counters and cycles of `itertools`, how far a generator has come, small
-arrays and tensors that are no buffers, and short lists and dicts of numbers, at all `places`.
+arrays and tensors that are no buffers, and the numbers in short lists, dicts and tuples, at all
+`places`.
 
 What a place has is put back whatever it is, so that a flag and what it guards stay together. The
 user's objects may be anything: what cannot be copied or compared is left alone.
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from instep.usercode.places import Place, modules_of_the_user, places
 from instep.usercode.unread import unread
 
-_SHORT, _LONG = 8, 10_000
+_SHORT, _LONG = 1000, 10_000
 _DICTS = dict, OrderedDict, defaultdict, Counter
 _HELD = frozenset((list, set, deque, *_DICTS))
 _ITERATORS = GeneratorType, itertools.cycle
@@ -63,6 +64,15 @@ class _HeldItems(tuple[Any, ...]):
             pairs = zip(self.keys, self, strict=True)
             return all(key in held and _is_still(held[key], value) for key, value in pairs)
         return all(map(_is_still, held, self))
+
+    def same_numbers(self, held: Any) -> bool:
+        """Whether the numbers among them, which only a list or a dict shows, are the same."""
+        if len(held) != len(self):
+            return False
+        if isinstance(held, dict):
+            pairs = zip(self.keys, self, strict=True)
+            return all(key in held and _still_counts(held[key], value) for key, value in pairs)
+        return all(map(_still_counts, held, self))
 
     def put_into(self, held: Any) -> None:
         """Let an object hold them."""
@@ -125,7 +135,9 @@ class _Kept(NamedTuple):
         if type(now) is not type(self.value):
             return False
         if isinstance(kept, _HeldItems):
-            return kept.same(now)
+            return kept.same_numbers(now)
+        if type(kept) is tuple:
+            return len(now) == len(kept) and all(map(_still_counts, now, kept))
         return alike(now, kept) if _numeric(kept) else repr(now) == repr(kept)
 
     def _restored(self) -> Any:
@@ -255,13 +267,18 @@ def _copied(value: Any) -> Any:
 
 def _counts(value: Any, kept: Any) -> bool:
     if isinstance(kept, _HeldItems):
-        countable = type(value) in (list, *_DICTS) and len(kept) <= _SHORT
-        return countable and all(map(_is_number, kept))
+        return type(value) in (list, *_DICTS) and len(kept) <= _SHORT
+    if type(value) is tuple:
+        return len(value) <= _SHORT
     return _numeric(value) or isinstance(kept, (itertools.count, _Reached))
 
 
 def _is_still(one: Any, kept: Any) -> bool:
     return one is kept or (_is_number(one) and _is_number(kept) and alike(one, kept))
+
+
+def _still_counts(one: Any, kept: Any) -> bool:
+    return not (_is_number(one) and _is_number(kept)) or alike(one, kept)
 
 
 def _is_number(value: Any) -> bool:

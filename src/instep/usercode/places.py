@@ -30,6 +30,7 @@ _DEEP = 6
 
 _NAMESPACES = SimpleNamespace, Namespace
 _WRAPPED = partial, property, staticmethod, classmethod
+_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 _OF_TORCH = frozenset(vars(nn.Module()))
 
 
@@ -95,7 +96,7 @@ def places(keepers: Iterable[Any]) -> Iterator[Place]:
                 for place in _attributes(module, f"{prefix}." if prefix else ""):
                     yield place
                     waiting.append((place.get(), depth + 1))
-                hooks = *module._forward_hooks.values(), *module._forward_pre_hooks.values()
+                hooks = (each for of in _HOOKS for each in getattr(module, of).values())
                 waiting += [(each, depth + 1) for each in (type(module), *hooks)]
         elif issubclass(kind, _WRAPPED):
             if kind is partial:
@@ -147,9 +148,13 @@ def _slots(kind: type) -> Iterator[str]:
 def _of_function(function: FunctionType) -> Iterator[Place]:
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     yield from (Place(cell, "", name) for name, cell in cells if _filled(cell))
-    space = function.__globals__
-    names = names_in(function.__code__) & space.keys()
-    yield from (Place(space, name, name) for name in sorted(names))
+    space, names = function.__globals__, names_in(function.__code__)
+    yield from (Place(space, name, name) for name in sorted(names & space.keys()))
+    for name in sorted(names):
+        module = space.get(name, sys.modules.get(name))
+        if type(module) is ModuleType and not _in_a_library(module.__name__):
+            own = sorted(names & vars(module).keys())
+            yield from (Place(vars(module), key, f"{name}.{key}") for key in own)
     of = f"{function.__name__}."
     yield from (Place(function.__dict__, name, of + name) for name in function.__dict__)
     yield Place({"": function.__dict__}, "", function.__name__)
@@ -188,16 +193,20 @@ def names_in(code: CodeType) -> set[str]:
 
 
 def _of_a_library(made: FunctionType | type) -> bool:
-    """Whether it is not the user's; what instep wraps around a user's function is looked into."""
-    name = made.__module__ if isinstance(made.__module__, str) else ""
-    if name.startswith("instep."):
-        return isinstance(made, type)
-    return _in_a_library(name)
+    """Whether it is not the user's; what instep wraps around a user's function is looked into.
+
+    A function that wraps another has the `__module__` of that one, and the globals of its own.
+    """
+    if isinstance(made, type):
+        return _in_a_library(made.__module__)
+    names = made.__module__, made.__globals__.get("__name__")
+    return all(_in_a_library(name) and not str(name).startswith("instep.") for name in names)
 
 
-def _in_a_library(module: str) -> bool:
+def _in_a_library(module: object) -> bool:
+    module = module if isinstance(module, str) else ""
     package = module.partition(".")[0]
-    if package in sys.stdlib_module_names:
+    if package == "instep" or package in sys.stdlib_module_names:
         return True
     files = (getattr(sys.modules.get(name), "__file__", None) for name in (package, module))
     file = next(filter(None, files), "")
@@ -209,9 +218,7 @@ def modules_of_the_user() -> list[ModuleType]:
     return [
         module
         for name, module in list(sys.modules.items())
-        if name.partition(".")[0] != "instep"
-        and getattr(module, "__file__", None)
-        and not _in_a_library(name)
+        if getattr(module, "__file__", None) and not _in_a_library(name)
     ]
 
 

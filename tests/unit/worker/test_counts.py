@@ -1,10 +1,14 @@
 """What models, losses and optimizers keep in Python is seen and put back, wherever it is."""
 
+import functools
 import gc
 import itertools
+import sys
+import types
 from collections import deque
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -604,6 +608,132 @@ def test_what_objects_and_inner_functions_count_is_seen(kind, parts):
     assert tried(parts, model=model).verdict.startswith("not shown: each pass changes")
     assert STATE == {"calls": 0}
     assert getattr(getattr(model, "state", None), "calls", 0) == 0
+
+
+class Doubling(torch.autograd.Function):
+    """Doubles gradients after many passes."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(_, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(_, gradient):
+        Doubling.calls += 1
+        return gradient * (1 if Doubling.calls < LATE else 2)
+
+
+class Backward(nn.Linear):
+    def forward(self, x):
+        return Doubling.apply(super().forward(x))
+
+
+class BackwardHook(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_full_backward_hook(lambda *it: count())
+
+
+class TensorHook(nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        found = super().forward(x)
+        found.register_hook(self.later)
+        return found
+
+    def later(self, gradient):
+        self.calls += 1
+        return gradient * (1 if self.calls < LATE else 2)
+
+
+class InATuple(nn.Linear):
+    state = 0, "calls"
+
+    def forward(self, x):
+        self.state = self.state[0] + 1, "calls"
+        return super().forward(x) * (1 if self.state[0] < LATE else 2)
+
+
+class Mixed(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.state = {"name": "warm-up", "calls": 0, "last": None}
+
+    def forward(self, x):
+        self.state["calls"] += 1
+        self.state["last"] = x.detach()
+        return super().forward(x) * (1 if self.state["calls"] < LATE else 2)
+
+
+class OfMany(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.seen = [0] * 100
+
+    def forward(self, x):
+        self.seen[len(x)] += 1
+        return super().forward(x) * (1 if self.seen[len(x)] < LATE else 2)
+
+
+class Elsewhere(nn.Linear):
+    def forward(self, x):
+        counters.calls += 1
+        return super().forward(x) * (1 if counters.calls < LATE else 2)
+
+
+class ImportedInside(nn.Linear):
+    def forward(self, x):
+        import counters_of_a_test as own
+
+        own.calls += 1
+        return super().forward(x) * (1 if own.calls < LATE else 2)
+
+
+@functools.wraps(functional.mse_loss)
+def wrapped(*given):
+    count()
+    return functional.mse_loss(*given) * (1 if STATE["calls"] < LATE else 2)
+
+
+def counted_weight(batch):
+    count()
+    return len(batch[0])
+
+
+counters = types.ModuleType("counters_of_a_test")
+counters.__file__ = str(Path(__file__).with_name("counters_of_a_test.py"))
+
+
+@pytest.fixture
+def counting(monkeypatch):
+    counters.calls = 0
+    monkeypatch.setitem(sys.modules, counters.__name__, counters)
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"model": each} for each in (Backward, BackwardHook, TensorHook)),
+        *({"model": each} for each in (InATuple, Mixed, OfMany, Elsewhere, ImportedInside)),
+        {"loss": wrapped},
+        {"weight": counted_weight},
+    ],
+    ids=lambda given: next(each.__name__ for each in given.values()),
+)
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.usefixtures("counting")
+def test_counts_of_backward_passes_of_modules_and_beside_other_things_are_seen(given, parts):
+    if "model" in given:
+        given = {"model": given["model"](3, 2)}
+    before = {**vars(given["model"])} if "model" in given else {}
+    assert tried(parts, **given).verdict.startswith("not shown: each pass changes")
+    assert (Doubling.calls, STATE, counters.calls) == (0, {"calls": 0}, 0)
+    if before:
+        assert vars(given["model"]).keys() == before.keys()
 
 
 HISTORY = []

@@ -49,7 +49,7 @@ def run_again(
         return NOTHING_TO_TRY
     try:
         copies = _CopiesAgain(forward, seed)
-        kept = (copies.model, *copies.losses)
+        kept = (copies.model, *copies.losses, forward.recipe.weight)
         with unchanged(*kept) as before, unchanged_globals(*kept):
             once = copies.run(read)
             counts = copies.counts()
@@ -102,10 +102,10 @@ class _CopiesAgain:
 
     def counts(self) -> Counts:
         """Note what they keep in Python now."""
-        return Counts((self.model, *self.losses))
+        return Counts((self.model, *self.losses, self._forward.recipe.weight))
 
     def run(self, read: Read) -> float:
-        """Run a pass from the same parameters, buffers and generators; its loss."""
+        """Run a pass from the same parameters, buffers and generators, and return its loss."""
         self._buffers.put_back()
         with torch.no_grad():  # a pass may write to them
             for parameter, kept in self._parameters:
@@ -114,6 +114,9 @@ class _CopiesAgain:
         forward = self._forward
         with forward.on(self.model, forward.precision, self.losses):
             result = forward.loss(on_tensors(read.batch, Tensor.clone), read.size)
+        if result is not None and result.loss.requires_grad:
+            result.loss.backward()
+            self.model.zero_grad()
         return 0.0 if result is None else float(result.loss.detach())
 
     def set_by_first(self, found: Mapping[str, Any], same: Read, other: Read) -> str:

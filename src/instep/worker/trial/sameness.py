@@ -167,7 +167,7 @@ def try_out(
             why = f"the model cannot be copied to try it ({_first_line(error)})"
             return _not_shown(why)._replace(each=each)
         tried = _Comparison(model, forward, weighed, whole, seed=seed, cuts=cuts, sizes=sizes)
-        counts = Counts((forward.model, *forward.tried))
+        counts = Counts((forward.model, *forward.tried, recipe.weight))
         try:
             trial = tried.verdict(spots, say, shares)._replace(each=each)
         finally:
@@ -303,14 +303,14 @@ class _Comparison:
         """Compare spot after spot, until something differs."""
         say(0)
         self._first = first = next(spots)
-        counts = Counts((self._model.model, *self._forward.losses))
+        counts = self._counts()
         drew, seconds = self._try_once(first)
         if found := counts.first_set():
             counts.put_back()
             self._model = self._model.fresh()
             self._set_by_first = first_batch.set_by_first(
                 found,
-                Counts((self._model.model, *self._forward.losses)),
+                self._counts(),
                 lambda: self._model.run(first.parts[-1], first.sizes[-1], backward=False),
                 lambda: self._model.run(first.parts[0], first.sizes[0], backward=False),
             )
@@ -495,10 +495,15 @@ class _Comparison:
                 "micro-batch"
             ]
 
+    def _counts(self) -> Counts:
+        """Note what the model, its losses and the weight keep in Python now."""
+        forward = self._forward
+        return Counts((self._model.model, *forward.losses, forward.recipe.weight))
+
     def _run_counted(self, spot: Spot) -> tuple[PassResult | None, str]:
-        """A pass, and the name of what it changes in Python."""
-        counts = Counts((self._model.model, *self._forward.losses))
-        result = self._model.run(spot.parts[0], spot.sizes[0], backward=False)
+        """A pass, forward and backward, and the name of what it changes in Python."""
+        counts = self._counts()
+        result = self._model.run(spot.parts[0], spot.sizes[0])
         return result, counts.changed()
 
     def _same(self, one: PassResult | None, other: PassResult | None) -> bool:
