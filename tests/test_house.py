@@ -27,7 +27,7 @@ FIELDS = [name for record in (LEDGER, STEPS) for name in record.names or ()]
 def test_a_run_needs_no_package_of_an_extra():
     others = ["pyarrow", "fsspec", "tokenizers", "PIL"]
     code = f"import sys; sys.modules.update(dict.fromkeys({others}))\n"
-    code += "import instep.process, instep.worker.training, instep.lab.data_page"
+    code += "import instep.process, instep.worker.training.training, instep.lab.data_page"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
 

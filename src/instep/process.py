@@ -35,7 +35,8 @@ from instep.system.kernels import per_machine, set_kernels, set_threads, share
 from instep.system.output import drop_unwritable_output
 from instep.system.stacks import write_stack_on_signal
 from instep.worker.predict.predictor import Predictor
-from instep.worker.training import Training, check_encrypted, choose_device
+from instep.worker.training.devices import check_encrypted, choose_device
+from instep.worker.training.training import Training
 
 
 def main(endpoint: Endpoint, number: int, local_rank: int, phases: Mapping[str, float]) -> int:

@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 
 import instep
 import instep.client.join.session
-import instep.worker.training
+import instep.worker.training.training
 from instep.errors import InstepError
 from instep.events import STEPS as STEP_RECORDS
 from instep.events import read_events, read_records

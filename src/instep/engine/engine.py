@@ -1,6 +1,6 @@
 """The one engine: takes a worker's steps from its passes to a commit.
 
-A step is a transaction, for a recipe's training (`worker/training.py`) and for a loop that the
+A step is a transaction, for a recipe (`worker/training/training.py`) and for a loop that the
 user writes (`own/loop.py`) alike:
 
 - passes compute, and move nothing that outlives the step;

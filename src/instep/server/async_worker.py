@@ -45,7 +45,7 @@ from instep.sync.norm import recorded
 from instep.sync.servers.leases import Unit
 from instep.sync.servers.server_async import ServerAsync
 from instep.worker.loop.after_commit import Step
-from instep.worker.training import Training
+from instep.worker.training.training import Training
 
 _FIXED = (
     "With sync.name = {!r} a server has room for it from the start: run one batch through the "
@@ -102,7 +102,7 @@ class Working(Training):
         if not self._agreed:
             self._agreed = True
             self._agree_on_trial(AloneComm())
-        for loader in self._loaders:
+        for loader in self._inputs.loaders:
             loader.mark(self.member.marks)
         self.sized(len(form.members))
         self.member.formed()

@@ -250,7 +250,7 @@ class Serving(Server):
         every = self.job.train.validate_every
         ends_epoch = self._portions.where(step).stop == self.samples
         validates = step % every == 0 if every else ends_epoch
-        return self.job.checkpoint.due(step) or (validates and self._validation is not None)
+        return self.job.checkpoint.due(step) or (validates and self._inputs.validate is not None)
 
     def _end_step(self, where: Position) -> Commit:
         step, begun, figures = self.step, self.commits.leases.begun, self.commits.complete()
@@ -391,7 +391,7 @@ class Serving(Server):
         self._whole_at = at
 
     def _validate(self, where: Position) -> dict[str, float] | None:
-        if self._validation is not None:
+        if self._inputs.validate is not None:
             self._gather()
         return super()._validate(where)
 

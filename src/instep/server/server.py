@@ -16,7 +16,7 @@ from instep.recipe.recipe import Recipe
 from instep.server.micro_batches import Portions
 from instep.server.shard import Holding
 from instep.sync.servers.server_async import ServerAsync
-from instep.worker.training import Training
+from instep.worker.training.training import Training
 
 
 def place_of(member: Member) -> int:

@@ -16,7 +16,7 @@ from instep.job import file as spec_file
 from instep.recipe.build import build, call, set_generators
 from instep.recipe.recipe import Recipe
 from instep.recipe.source_file import load_function
-from instep.worker.training import Training
+from instep.worker.training.training import Training
 
 DATA = TensorDataset(torch.ones(4, 2), torch.ones(4, 1))
 CPU = torch.device("cpu")

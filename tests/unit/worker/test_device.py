@@ -5,7 +5,7 @@ import torch
 
 from instep.errors import SpecError
 from instep.job import file as spec_file
-from instep.worker.training import choose_device
+from instep.worker.training.devices import choose_device
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from instep.recipe.recipe import Recipe
 from instep.worker.loop.after_commit import AfterCommit
 from instep.worker.loop.stopping import Stopping, check_rules
 from instep.worker.passes.activity import Activity
-from instep.worker.training import Training
+from instep.worker.training.training import Training
 
 CPU = torch.device("cpu")
 STEPS = 12

@@ -49,7 +49,8 @@ from instep.worker.loop.after_commit import Step
 from instep.worker.own.evaluation import EvaluationLoader
 from instep.worker.own.loop import OwnLoader, OwnLoop
 from instep.worker.own.rounds import OwnRounds
-from instep.worker.training import Training, check_device, check_encrypted, choose_device
+from instep.worker.training.devices import check_device, check_encrypted, choose_device
+from instep.worker.training.training import Training
 
 JOIN = ("name", "runs", "arguments", "seed", "quiet", "network", "resume", "token_file")
 """Keywords of `join` beside the tables of a job."""

@@ -45,7 +45,7 @@ from instep.worker.predict.replica import split_model
 from instep.worker.reading.early_reads import EarlyReads
 from instep.worker.reading.loader_watch import LoaderWatch
 from instep.worker.replica.replica import Replica
-from instep.worker.training import check_device, choose_device
+from instep.worker.training.devices import check_device, choose_device
 
 OF_PREDICTION = 6
 """What a key is drawn for, beside the draws of training and of the data layer: one batch."""

@@ -5,14 +5,12 @@ The loop around them is in `loop.py`.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from instep.comm.base import Comm
 from instep.comm.protocol.messages import COMPILING, Heartbeat
@@ -21,7 +19,6 @@ from instep.data.loader import Loader, Read
 from instep.data.order import Position, key
 from instep.data.participants import OwnRounds
 from instep.data.parts.order import PartsOrder
-from instep.data.reading.generators import preserved
 from instep.data.reading.threads import cpu_clock
 from instep.data.samples.contents import Record
 from instep.data.windowed import Windowed
@@ -37,17 +34,14 @@ from instep.engine.state.committed import Commit
 from instep.engine.trial_result import Trial
 from instep.engine.turns import make_turns
 from instep.engine.update import Update
-from instep.errors import PeerError, RecipeError, SpecError
-from instep.job.spec import JobSpec
+from instep.errors import PeerError, SpecError
 from instep.parallel.compiled import compiling
 from instep.parallel.global_batch.batch_norm import make_global
 from instep.parallel.host_state import keep_on_host
-from instep.recipe.build import Built, build_model, build_optimizer, set_generators
-from instep.recipe.forward import Forward, Measured
+from instep.recipe.build import build_model, build_optimizer, set_generators
+from instep.recipe.forward import Forward
 from instep.recipe.large import measured
 from instep.recipe.recipe import Recipe
-from instep.recipe.rehearsal import try_validation
-from instep.recipe.tuning import NOTHING, Begun
 from instep.state.intact import discard_after
 from instep.state.retention import Best, best_rule
 from instep.sync import LEASED, SERVERS, clashes
@@ -55,15 +49,11 @@ from instep.sync.servers.server_sync import ServerSync
 from instep.system.malloc import return_unused_memory
 from instep.words import listed
 from instep.worker.loop.after_commit import CALLBACKS, Step
-from instep.worker.loop.announcer import tells_trial
 from instep.worker.loop.loop import Loop
 from instep.worker.loop.observed import Observed, make_observers
 from instep.worker.loop.stopping import check_rules
-from instep.worker.mesh_trial.gradients import MeshCheck, check_validation
-from instep.worker.mesh_trial.optimizers import OptimizerCheck
 from instep.worker.passes.activity import Activity
 from instep.worker.passes.base import Compute, Results
-from instep.worker.passes.evaluate import evaluate
 from instep.worker.passes.late_trial import TRYING, LateTrial
 from instep.worker.passes.on_mesh import MeshPass, OnMesh
 from instep.worker.passes.ordinary import Ordinary, weighted
@@ -75,23 +65,19 @@ from instep.worker.reading.class_order import said_of_classes
 from instep.worker.reading.early_reads import EarlyReads
 from instep.worker.reading.loader_watch import LoaderWatch
 from instep.worker.replica.fellows import Fellows
-from instep.worker.replica.layout import example_of, found_layout
-from instep.worker.replica.replica import Replica, check_model
+from instep.worker.replica.replica import Replica
 from instep.worker.rounds import own_data, round_checks
 from instep.worker.rounds.probe import Probe
 from instep.worker.rounds.round_update import RoundUpdate
 from instep.worker.rounds.rounds import Rounds
-from instep.worker.trial.kept.kept import try_kept
-from instep.worker.trial.reads import try_blocks, try_recipe
-from instep.worker.trial.sameness import ANOTHER_SAW
+from instep.worker.training.devices import check_device
+from instep.worker.training.entry import Entry
+from instep.worker.training.inputs import Inputs, check_validation_parts
+from instep.worker.training.trials import Trials, agreed, decided_by_job
+from instep.worker.training.validation import Validation
 
 if TYPE_CHECKING:
     from instep.worker.reading.parted_data import PartedData
-
-_CUTS_NOTHING = (
-    "mesh.tensor = {} cuts no layer of this model: each of its processes has and computes all of "
-    "it, which is slower than one process. Choose shard, or stages, or more replicas."
-)
 
 
 class Training(Loop):
@@ -118,15 +104,14 @@ class Training(Loop):
             self._parted = PartedData(member, recipe.train, recipe.validate)
         split = data_split.split_data(self.job, recipe)
         self.recipe = recipe = split.recipe
-        self.activity, self._validation = Activity(), None
-        self._validated: Measured | None = None
+        self.activity = Activity()
         self._loader_watch, self._clock = LoaderWatch(), cpu_clock()
         early = EarlyReads(self._loader_watch)
         member.at = lambda: early.heartbeat(self._present, self._clock())
         check_device(self.job, device)
         check_rules(self.job.stop, recipe)
         clashes.check(self.job, recipe)
-        _check_validation(self.job, recipe)
+        check_validation_parts(self.job, recipe)
         samples = len(recipe.train)
         fresh = member.checkpoint is None  # else the checkpoint has the parameters
         last_step = Batches.of_job(self.job, samples).length(self.job)
@@ -147,21 +132,22 @@ class Training(Loop):
         self._reads = make_global(model) if self.job.train.batch_norm == "global" else None
         self._forward = Forward(recipe, model, device, self.job.train.precision)
         self._own_data = own_data.divide(self.job, recipe)
-        self._loader = loader = self._make_loader("train")  # forks before groups exist
-        if recipe.validate is not None:
-            self._validation = self._make_loader("validate")
-        self._loaders = [loader, *([self._validation] if self._validation else [])]
-        for each in self._loaders:
+        loader = self._make_loader("train")  # forks before groups exist
+        validation = self._make_loader("validate") if recipe.validate is not None else None
+        self._inputs = inputs = Inputs(member, self._forward, loader, validation)
+        for each in inputs.loaders:
             each.begin()
         self.samples = samples
-        self._begun, self._updates = begun, round_checks.updates(self.job, last_step)
+        updates = round_checks.updates(self.job, last_step)
+        self._trials = Trials(inputs, updates, begun, self.activity)
         batch = self.job.train.global_batch
         if member.number == 0 and samples < batch and not self._own_data:
             text = f"train.global_batch = {batch:,}, and the dataset has {samples:,} samples: "
             member.emit("warning", text=f"{text}a step takes all of them, and is an epoch.")
-        trial, replica = (
-            self._enter_replica(model, begun) if self.job.mesh.ranks > 1 else (None, None)
-        )
+        trial, replica = None, None
+        if self.job.mesh.ranks > 1:
+            entry = Entry(inputs, self._trials, self.activity, self._reads, device)
+            trial, replica = entry.enter(model, begun)
         self._replica: Replica | None = replica
         self._tidy = False
         if self.job.sync.name in LEASED:
@@ -169,7 +155,7 @@ class Training(Loop):
         tables = None
         if self.job.sync.name in SERVERS - LEASED:
             tables = ServedTables(model, self.job, batch_loss=embeds)
-        built = build_optimizer(recipe, model, self._updates, self.job.start, begun)
+        built = build_optimizer(recipe, model, updates, self.job.start, begun)
         if tables:
             built = tables.made(built)
         self._built = built
@@ -216,7 +202,7 @@ class Training(Loop):
             tables.tables.waiting = self.activity.waiting
         if isinstance(update, RoundUpdate) and self._replica is None:
             sizes = self._own_data.validation_sizes if self._own_data is not None else ()
-            probe = Probe(self._forward, self._validation, sizes or [self._validation_samples])
+            probe = Probe(self._forward, validation, sizes or [inputs.validation_samples])
             update.probe = probe.predictions
         self.compute = self._make_compute(update)
         self._late = LateTrial(
@@ -224,6 +210,16 @@ class Training(Loop):
         )
         if self._replica is not None:  # all that a state is given to is there
             self._take_host_copy(self._replica)
+        self._validation = Validation(
+            inputs,
+            self.engine,
+            self.activity,
+            self.compute,
+            self._skips,
+            self._replica,
+            self._own_data.validation_sizes if self._own_data is not None else (),
+            self._waits,
+        )
         self._best()  # refuses a metric that does not exist, before anything is trained
         if self.job.check.content != "off" and member.sees_run and member.run.is_dir():
             # contents of samples as steps use them, for the audit
@@ -231,9 +227,9 @@ class Training(Loop):
         self._unrepeatable: int | None = None
         """A training sample that was different when worker 0 read it again."""
         if not member.others_have_state and member.number == 0:
-            data_split.check(split, member, loader, self._validation)
+            data_split.check(split, member, loader, validation)
             self._unrepeatable = dataset_check.check_datasets(
-                member, loader, self._validation, recipe.train
+                member, loader, validation, recipe.train
             )
             if member.checkpoint is None and (
                 said := said_of_classes(self.job, recipe, loader.order)
@@ -254,75 +250,6 @@ class Training(Loop):
                 drop_after=self._drop_after,
             )
         )
-
-    def _enter_replica(self, model: nn.Module, begun: Begun) -> tuple[Trial, Replica]:
-        """Try the whole model, and have this process keep its part of it; where nobody has trained
-        it yet, compare the replica with one process."""
-        known = Trial.read(self.member.known)
-        trial = known or self._try(begun)
-        moves = OptimizerCheck(
-            model,
-            lambda model: build_optimizer(self.recipe, model, 1, self.job.start, begun).optimizer,
-            self.job.seed,
-            first=self.member.number % self.job.mesh.ranks == 0,
-            needed=known is None,
-            small=begun.small,
-            stages=self.job.mesh.stages,
-        )
-        replica, why = self._split(model, begun, merge=trial.merge, compare=known is None)
-        why = moves.run(replica, model) or why
-        if why and trial.same:
-            trial = trial._replace(verdict=f"not shown: [mesh] was not compared: {why}")
-        self.phase = "building"
-        return trial, replica
-
-    def _split(
-        self, model: nn.Module, begun: Begun, *, merge: bool, compare: bool
-    ) -> tuple[Replica, str]:
-        """Have this process keep its part of the model, once the replica's others are here; and why
-        it was not compared, if it was to be."""
-        check_model(model)
-        mesh = self.job.mesh
-        first = self.member.number % mesh.ranks == 0
-        example = layout = None
-        if mesh.same_batch > 1:
-            example = example_of(self._forward, self._loader, self.job, self.samples)
-            if first:
-                timed = self.job.train.determinism != "bits"
-                layout = found_layout(self.member, model, example, timed=timed)
-                if layout.plan is not None and not layout.plan.cuts and self.member.number == 0:
-                    self.member.emit("warning", text=_CUTS_NOTHING.format(mesh.tensor))
-        check = MeshCheck(
-            self._forward,
-            self._loader,
-            self.job,
-            self.samples,
-            first=first,
-            why="" if compare else "such a replica has been compared",
-            blocks=layout.blocks if layout is not None else (),
-            example=example,
-            begun=begun,
-        )
-        self.phase = "meeting"
-        with preserved():
-            alike = compare and not any(p.is_meta for p in model.parameters())
-            replica = Replica(self.member, model, self.device, layout, example, alike=alike)
-        for each in self._loaders:
-            replica.share_batches(each, self.activity.waiting)
-        begun.fill(model)
-        self._forward.run = replica.run
-        if self._reads is not None:
-            self._reads.tells, self._reads.late = replica.proposes, True
-        found, why = check.run(replica, self._reads, merge=merge)
-        small = all(replica.gather(int(begun.small)))  # one process may have less memory
-        if self._validation is not None and compare and small:
-            check_validation(
-                self._forward, self._validation, self._first_batch, replica, self._validated
-            )
-        if self.member.number == 0 and compare:
-            fields = found._asdict() if found is not None else {"why": why}
-            self.member.emit("mesh_checked", **fields)
-        return replica, why if compare else ""
 
     def _make_compute(self, update: Update) -> Compute:
         """How this worker runs its passes."""
@@ -383,7 +310,9 @@ class Training(Loop):
         self.member.together = self.device.type != "cpu"  # NCCL takes long to notice a lost process
         self.member.interrupt, self.member.hold = self._interrupt, self.engine.records.hold
         if not self.member.others_have_state and self._replica is None:
-            self.state.trial = self._try(built=self._built)  # else the others send the result
+            self.state.trial = self._trials.run(
+                built=self._built
+            )  # else the others send the result
         began = time.time()
         self.member.at = self._heartbeat
         self._regroup()
@@ -398,7 +327,7 @@ class Training(Loop):
         return done
 
     def _form(self) -> None:
-        for loader in self._loaders:
+        for loader in self._inputs.loaders:
             loader.mark(self.member.marks)
         super()._form()
 
@@ -408,7 +337,7 @@ class Training(Loop):
 
     def _heartbeat(self) -> Heartbeat:
         done = self._forward.batches + self.engine.taken
-        if pids := [pid for loader in self._loaders for pid in loader.pids]:
+        if pids := self._inputs.pids:
             waits = self.phase in ("loading", "validation")
             at, known = (self.step, self.phase, done), self._done > 0
             self._loader_watch.turn(time.monotonic(), pids, at=at, waits=waits, known=known)
@@ -420,7 +349,7 @@ class Training(Loop):
             steps=self._done,
             phase=self._present,
             progress=done + self._loader_watch.ended + called_back,
-            cpu_s=self._clock() + sum(loader.cpu_s for loader in self._loaders),
+            cpu_s=self._clock() + sum(loader.cpu_s for loader in self._inputs.loaders),
         )
 
     def _before_steps(self, comm: Comm) -> None:
@@ -444,7 +373,7 @@ class Training(Loop):
         self.sized(comm.size)
 
     def _lengths(self) -> dict[str, int]:
-        return {"train": self.samples, "validate": self._validation_samples}
+        return {"train": self.samples, "validate": self._inputs.validation_samples}
 
     def _best(self) -> Best | None:
         measured = ("loss", *self.recipe.metrics) if self.recipe.validate is not None else ()
@@ -477,10 +406,6 @@ class Training(Loop):
             discard_after(self.member.run / "checkpoints", step)
 
     @property
-    def _validation_samples(self) -> int:
-        return len(self.recipe.validate) if self.recipe.validate is not None else 0
-
-    @property
     def doing(self) -> str:
         """What this worker is at, as precisely as it is known."""
         if self.callbacks.present:
@@ -492,101 +417,28 @@ class Training(Loop):
             return f"{outer} ({self._forward.phase})"
         return self.phase
 
-    def _try(self, begun: Begun = NOTHING, built: Built | None = None) -> Trial:
-        self.phase = TRYING
-        if not begun.small:
-            trial = try_blocks(self._forward, self._loader, self.job, self.samples, begun.fill)
-            return try_kept(self._forward, self.job, self._updates, trial, self._begun, built)
-        began = time.time()
-        trial = try_recipe(
-            self._forward, self._loader, self.job, self.samples, tells_trial(self.member)
-        )
-        trial = try_kept(self._forward, self.job, self._updates, trial, self._begun, built)
-        self.member.phases["trial"] = time.time() - began
-        if self._validation is not None and self.member.number == 0:
-            self._validated = try_validation(self._forward, self._validation, self._first_batch)
-        if self.job.sync.votes:
-            return trial._replace(merge=False, reason="each micro-batch is a voter")
-        if self.job.sync.rounds is None:
-            return trial
-        reason = "each participant of a round is computed apart"
-        return trial._replace(merge=False, reason=reason, verdict=round_checks.verdict(self.job))
-
-    @property
-    def _first_batch(self) -> int:
-        """Samples of the first validation batch."""
-        return min(self._validation_batch, self._validation_samples)
-
     def _agree_on_trial(self, comm: Comm) -> None:
-        """Merge only if every member's trial allows it; the verdict is `yes` only if all say `yes`.
+        """Agree on the verdict, and on whether micro-batches are merged.
 
-        For a dataset that is not repeatable the verdict is `no`, whatever the trials showed.
+        Raises:
+            SpecError: the verdict is not `yes`, and `check.strict`.
         """
-        trial = self._with_job(self.state.trial or self._try(built=self._built))
+        replica = self._replica
+        trial = decided_by_job(
+            self.job,
+            self.recipe,
+            self.state.trial or self._trials.run(built=self._built),
+            draws_by_block=replica is not None and replica.draws_by_block,
+        )
         self._forward.derive(trial.derived, trial.each)
         self._late.begin(trial)
-        sample = 0 if self._unrepeatable is None else 1 + self._unrepeatable
-        found = torch.tensor([trial.merge, trial.same, sample], dtype=torch.float64)
-        found = found.to(self.device)
-        comm.all_reduce(found).wait()
-        if trial.merge and float(found[0]) < comm.size:
-            trial = trial._replace(merge=False, reason="another worker's trial showed a difference")
-        if trial.same and float(found[1]) < comm.size:
-            trial = trial._replace(verdict=ANOTHER_SAW)
-        if sample := int(found[2]):
-            trial = trial._replace(verdict=dataset_check.unrepeatable(sample - 1))
-        self.state.trial = trial
-        if self._replica is not None and comm.rank == 0 and not self.member.known:
+        self.state.trial = trial = agreed(comm, self.device, trial, self._unrepeatable)
+        if replica is not None and comm.rank == 0 and not self.member.known:
             self.member.remember(trial.encoded())
         if self.job.check.strict and not trial.same:
             raise SpecError(
                 f"check.strict = true refuses to train. Same as one machine: {trial.verdict}."
             )
-
-    def _with_job(self, trial: Trial) -> Trial:
-        """The trial's verdict, or `no` if a sampler is not used, a codec rounds gradients, signs
-        are voted for, or a pipeline draws other numbers.
-
-        One machine would have used the sampler, so the remedy in the trial's own `no` would not
-        help.
-        """
-        every = self.recipe.given["train"].unused(
-            "Recipe.train", shuffled=self.job.data.shuffled, batch=self.job.train.global_batch
-        )
-        reasons = [f"{text}. {remedy}" for text, remedy in every if remedy]
-        if self.job.sync.codec != "none":
-            whom = "workers and servers" if self.job.sync.name == "server_sync" else "workers"
-            carried = f", and what is carried over depends on the number of {whom}"
-            if self.job.sync.name in LEASED:
-                carried = ", and what a worker carries over is lost with it"
-            reasons.append(
-                f"sync.codec = {self.job.sync.codec!r} rounds what is sent"
-                f"{'' if self.job.sync.rounds else carried}. Leave it out"
-            )
-        if self.job.sync.delayed:
-            reasons.append(
-                "with sync.options.delayed = true each gradient is applied one step late, to "
-                "parameters that have moved once since it was computed. Leave it out"
-            )
-        if self.job.sync.votes:
-            reasons.append(
-                f"sync.name = 'sign_vote' takes the majority of the signs of "
-                f"{self.job.train.micro_batches} micro-batches for the gradient, on any number of "
-                "workers alike. Use all_reduce"
-            )
-        if self.job.sync.name in LEASED:
-            reasons.append(
-                f"with sync.name = {self.job.sync.name!r} each micro-batch is an update of its "
-                "own, in the order in which they arrive: the result depends on timing. Use "
-                "all_reduce"
-            )
-        if self._replica is not None and self._replica.draws_by_block:
-            reasons.append(
-                "with mesh.stages each block draws its own random numbers for each part of a "
-                "micro-batch, and one machine draws them in turn. Set mesh.stages = 1"
-            )
-        decisive = "; ".join(reasons)
-        return trial._replace(verdict=f"no: {decisive}") if decisive else trial
 
     @property
     def _trial(self) -> Trial:
@@ -594,7 +446,7 @@ class Training(Loop):
         return self.state.trial
 
     def _report_ready(self) -> None:
-        member, loader = self.member, self._loader
+        member = self.member
         gpus = torch.cuda.device_count()
         auto = self.job.train.device == "auto" and self.job.sync.name not in SERVERS
         if gpus and self.device.type == "cpu" and auto:
@@ -607,7 +459,7 @@ class Training(Loop):
             shuffled = self.job.data.shuffled if name == "train" else None
             for lost in given.unused(f"Recipe.{name}", shuffled=shuffled, batch=batch):
                 self.announcer.warn(lost.text)
-        if pids := [*loader.pids, *(self._validation.pids if self._validation else [])]:
+        if pids := self._inputs.pids:
             member.emit("loaders_started", worker=member.number, pids=pids)
         if self.engine.comm.rank == 0:
             if self._built.loaded is not None:
@@ -626,7 +478,9 @@ class Training(Loop):
         self._announce()
 
     def _announce(self) -> None:
-        self.announcer.ready(self._loader, self.samples, self._validation_samples, self.last_step)
+        self.announcer.ready(
+            self._loader, self.samples, self._inputs.validation_samples, self.last_step
+        )
 
     # ---- the loop
 
@@ -661,129 +515,16 @@ class Training(Loop):
             loss, _ = weighted(found.loss, found.factor / self.engine.where.size)
             self._update.scaler.scale(loss * factor).backward()
 
-    @property
-    def _validation_batch(self) -> int:
-        train = self.job.train
-        parts = train.micro_batches if train.merge == "never" else 1
-        return -(-train.global_batch // parts)
-
     def _validate(self, where: Position) -> dict[str, float] | None:
-        if self._validation is None:
-            return None
-        self.phase = "validation"
-        self._forward.take_turn(-1)
-        begin, count = time.perf_counter(), len(self.recipe.validate)
-        assignment, comm, mesh = self.engine.assignment, self.engine.comm, self.job.mesh
-        rounds = self.compute
-        with self.state.averaged(), self.engine.reading():
-            found = evaluate(
-                self._forward,
-                self._validation,
-                count,
-                self._validation_batch,
-                comm,
-                assignment.dealing.speeds,
-                mesh.batches_of(len(assignment.workers)),
-                mesh.batch_of(comm.rank),
-                tells=self._replica is None or self._replica.tells,
-                arrived=self._waits,
-                lockstep=self._replica is not None,
-                sizes=self._own_data.validation_sizes if self._own_data is not None else (),
-                as_participant=rounds.as_participant if isinstance(rounds, Rounds) else None,
-            )
-        left_out = found.skipped
-        self._skips.report(left_out, dataset="validation", step=self.step, epoch=where.epoch)
-        if self.engine.comm.rank == 0:
-            self.member.emit(
-                "validated",
-                step=self.step,
-                epoch=where.epoch,
-                metrics=found.metrics,
-                samples=found.samples,
-                skipped=count - found.samples,
-                seconds=time.perf_counter() - begin,
-                scheduled=self.after.is_time(where, self.step),
-            )
-            if found.participants:
-                self.member.emit(
-                    "participants_validated",
-                    step=self.step,
-                    metrics={
-                        name: [value if math.isfinite(value) else None for value in values]
-                        for name, values in found.participants.items()
-                    },
-                )
-        return found.metrics
+        scheduled = self.after.is_time(where, self.step)
+        return self._validation.run(where, self.step, scheduled=scheduled)
 
     def close(self) -> None:
         """Close loaders, door and group; a second call does nothing."""
         super().close()
         if self._parted is not None:
             self._parted.close()
-        if self._validation is not None:
-            self._validation.close()
+        if self._inputs.validate is not None:
+            self._inputs.validate.close()
         if self._replica is not None:
             self._replica.close()
-
-
-def choose_device(job: JobSpec, local_rank: int, local_size: int) -> torch.device:
-    """A GPU for each worker if there are enough, else the CPU.
-
-    Args:
-        job: says which is wanted.
-        local_rank: of this worker among those of its machine, from 0.
-        local_size: how many these are.
-
-    Raises:
-        SpecError: the job wants CUDA and there is not a GPU for this worker.
-    """
-    wanted, count = job.train.device, torch.cuda.device_count()
-    if wanted == "cuda" and local_rank >= count:
-        raise SpecError(
-            f"train.device = 'cuda': this machine has {count} GPUs, and {local_size} workers or "
-            "more. Use fewer workers, or train.device = 'cpu'."
-            if count
-            else f"train.device = 'cuda', but torch {torch.__version__} finds no GPU on this "
-            "machine. Use train.device = 'cpu'; or install a driver, and a torch that is built for "
-            "CUDA."
-        )
-    enough = count >= max(local_size, local_rank + 1) and job.sync.name not in SERVERS
-    if wanted == "cuda" or (wanted == "auto" and enough):
-        return torch.device("cuda", local_rank)
-    return torch.device("cpu")
-
-
-def _check_validation(job: JobSpec, recipe: Recipe) -> None:
-    """Refuse a recipe that needs a validation and has none, or predicts where it cannot.
-
-    Raises:
-        RecipeError: names what is missing.
-        SpecError: `mesh.stages` with `targets`.
-    """
-    if recipe.validate is None and recipe.targets is not None:
-        raise RecipeError("Recipe.targets is for metrics of a validation. Give validate too.")
-    if job.mesh.stages > 1 and recipe.targets is not None:
-        raise SpecError(
-            f"Recipe.targets with mesh.stages = {job.mesh.stages}: the outputs that metrics "
-            "compare would need a second pass through all stages. Set mesh.stages = 1, or give "
-            "loss and leave targets out."
-        )
-
-
-def check_encrypted(member: Member, device: torch.device) -> None:
-    """Refuse a device whose exchanges cannot be encrypted, where they must be."""
-    if member.forwarder is not None and device.type == "cuda":
-        raise SpecError(
-            "GPUs of several hosts exchange gradients by NCCL, which cannot encrypt. If only "
-            'trusted machines reach the network between them, set network = "private"; or train '
-            "with train.device = 'cpu'."
-        )
-
-
-def check_device(job: JobSpec, device: torch.device) -> None:
-    """Refuse a precision that the device does not have."""
-    if job.train.precision == "float16" and device.type != "cuda":
-        raise SpecError(
-            "train.precision = 'float16' needs CUDA, and this worker computes on the CPU. "
-            "Use train.precision = 'bfloat16' here."
-        )

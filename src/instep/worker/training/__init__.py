@@ -1,0 +1,1 @@
+"""Training a recipe in one worker. Way in: `training.Training`."""

@@ -1,0 +1,80 @@
+"""The inputs of a recipe's passes: datasets, and the forward pass that reads them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from instep.data.loader import Loader
+from instep.engine.member import Member
+from instep.errors import RecipeError, SpecError
+from instep.job.spec import JobSpec
+from instep.recipe.forward import Forward
+from instep.recipe.recipe import Recipe
+
+
+class Inputs(NamedTuple):
+    """A worker's datasets, and the forward pass that it computes with them."""
+
+    member: Member
+    forward: Forward
+    train: Loader
+    validate: Loader | None
+
+    @property
+    def job(self) -> JobSpec:
+        """The job of the run."""
+        return self.member.job
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe, with the sides of a split in place of a dataset that is split."""
+        return self.forward.recipe
+
+    @property
+    def loaders(self) -> list[Loader]:
+        """One for each dataset."""
+        return [self.train, *([self.validate] if self.validate is not None else [])]
+
+    @property
+    def pids(self) -> list[int]:
+        """Ids of the reading processes."""
+        return [pid for loader in self.loaders for pid in loader.pids]
+
+    @property
+    def samples(self) -> int:
+        """Length of the training dataset."""
+        return len(self.recipe.train)
+
+    @property
+    def validation_samples(self) -> int:
+        """Length of the validation dataset; 0 if there is none."""
+        return len(self.recipe.validate) if self.recipe.validate is not None else 0
+
+    @property
+    def validation_batch(self) -> int:
+        """Samples of a batch of a validation."""
+        train = self.job.train
+        parts = train.micro_batches if train.merge == "never" else 1
+        return -(-train.global_batch // parts)
+
+    @property
+    def first_batch(self) -> int:
+        """Samples of the first batch of a validation."""
+        return min(self.validation_batch, self.validation_samples)
+
+
+def check_validation_parts(job: JobSpec, recipe: Recipe) -> None:
+    """Refuse a recipe that needs a validation and has none, or predicts where it cannot.
+
+    Raises:
+        RecipeError: names what is missing.
+        SpecError: `mesh.stages` with `targets`.
+    """
+    if recipe.validate is None and recipe.targets is not None:
+        raise RecipeError("Recipe.targets is for metrics of a validation. Give validate too.")
+    if job.mesh.stages > 1 and recipe.targets is not None:
+        raise SpecError(
+            f"Recipe.targets with mesh.stages = {job.mesh.stages}: the outputs that metrics "
+            "compare would need a second pass through all stages. Set mesh.stages = 1, or give "
+            "loss and leave targets out."
+        )
