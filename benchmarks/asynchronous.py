@@ -30,7 +30,8 @@ import torch
 from turns import over
 
 import instep
-from instep.store.run_folder import RunFolder, step_ends
+from instep.store.run_files import step_ends
+from instep.store.run_folder import RunFolder
 
 RECIPES = Path(__file__).parent / "recipes"
 sys.path.append(str(RECIPES))

@@ -38,7 +38,8 @@ from rivals.contender import end_tree, tail
 from instep.comm.protocol.connection import LEASE_S
 from instep.events import STEPS, read_events
 from instep.lab.netlab import OUTSIDE, Network, NetworkError
-from instep.store.run_folder import RunFolder, step_ends
+from instep.store.run_files import step_ends
+from instep.store.run_folder import RunFolder
 
 RECIPE = f"{Path(__file__).parent / 'recipes' / 'tells_moves.py'}:recipe"
 TRAIN = {"determinism": "bits", "threads": 1, "global_batch": 16, "micro_batches": 8}

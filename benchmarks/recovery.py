@@ -41,7 +41,8 @@ from rivals.under_torchrun import CHECKPOINT_EVERY, UnderTorchrun
 
 import instep
 from instep.events import STEPS, read_events
-from instep.store.run_folder import RunFolder, step_ends
+from instep.store.run_files import step_ends
+from instep.store.run_folder import RunFolder
 
 HERE = Path(__file__).parent
 RECIPE = f"{HERE / 'recipes' / 'mlp.py'}:recipe"

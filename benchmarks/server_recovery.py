@@ -35,7 +35,8 @@ from instep.data.order import Order
 from instep.events import STEPS, read_events
 from instep.state.files.manifest import published
 from instep.state.load import load
-from instep.store.run_folder import RunFolder, step_ends
+from instep.store.run_files import step_ends
+from instep.store.run_folder import RunFolder
 
 RECIPE = f"{Path(__file__).parent / 'recipes' / 'adds_up.py'}:recipe"
 WORKERS, BATCH, PARTS, SEED = 2, 32, 4, 7

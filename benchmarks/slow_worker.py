@@ -28,7 +28,8 @@ import numpy as np
 import torch
 
 import instep
-from instep.store.run_folder import RunFolder, step_ends
+from instep.store.run_files import step_ends
+from instep.store.run_folder import RunFolder
 
 HERE = Path(__file__).parent
 RECIPE = f"{HERE / 'recipes' / 'one_is_slow.py'}:recipe"

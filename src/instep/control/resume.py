@@ -259,7 +259,9 @@ def go_back(
         )
     watched = job.stop.by_step or job.stop.by_metric
     figures = tuple(recorded(run.steps, run.validations, step)) if watched else ()
-    return StartPoint(step, checkpoint, len(run.generations), tuple(warnings), figures, run.seconds)
+    return StartPoint(
+        step, checkpoint, len(run.generations), tuple(warnings), figures, run.times.seconds
+    )
 
 
 def _set_model_aside(run: RunFolder, step: int) -> list[str]:
@@ -350,11 +352,11 @@ def _has_its_model(run: RunFolder, step: int) -> bool:
 
 def _check_time(run: RunFolder, job: JobSpec) -> None:
     limit_s = job.stop.time_limit_s
-    if limit_s is not None and run.seconds >= limit_s:
+    if limit_s is not None and run.times.seconds >= limit_s:
         more = f"stop.time_limit={2 * limit_s:g}"
         way = f"{run.to_resume} and {more}" if run.joined else f"{run.to_resume} --set {more}"
         raise SpecError(
-            f"{run.path} has taken {readable_seconds(run.seconds)}, and stop.time_limit is "
+            f"{run.path} has taken {readable_seconds(run.times.seconds)}, and stop.time_limit is "
             f"{readable_seconds(limit_s)}. To train longer: {way}"
         )
 

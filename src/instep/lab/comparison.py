@@ -19,7 +19,8 @@ import numpy as np
 from instep.errors import CheckpointError
 from instep.state.compare import checkpoint_of, differences, saved
 from instep.state.intact import check
-from instep.store.run_folder import Records, RunFolder
+from instep.store.run_files import Records
+from instep.store.run_folder import RunFolder
 from instep.words import command, metrics_in_words, plural
 
 TOLERANCE = 1e-3

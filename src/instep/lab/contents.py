@@ -26,7 +26,8 @@ from instep.errors import RunError
 from instep.events import CONTENTS, read_records
 from instep.recipe.build import call
 from instep.recipe.source_file import load_function
-from instep.store.run_folder import Records, RunFolder
+from instep.store.run_files import Records
+from instep.store.run_folder import RunFolder
 from instep.units import readable_count
 from instep.words import plural
 from instep.worker.reading.data_split import split_data

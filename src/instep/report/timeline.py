@@ -17,7 +17,8 @@ import numpy as np
 
 from instep.plain_file import write_plain
 from instep.state.files.room import check_room
-from instep.store.run_folder import PARTS, Records, RunFolder
+from instep.store.run_files import PARTS, Records
+from instep.store.run_folder import RunFolder
 from instep.words import member
 
 _ORIGIN_FIELDS = ("time", "event")
@@ -32,7 +33,7 @@ def write_trace(folder: RunFolder, path: Path) -> None:
         OSError: it cannot be written, or would leave less on the disk than a checkpoint does.
     """
     limit = folder.spec.report.trace_steps
-    origin_s = folder.sessions[0][0] if folder.sessions else 0.0
+    origin_s = folder.times.sessions[0][0] if folder.times.sessions else 0.0
     events = [*_process(0, "master"), *_instants(folder, origin_s)]
     for worker in folder.workers:
         events += _process(worker + 1, member(worker, folder.servers))

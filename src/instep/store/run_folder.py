@@ -12,40 +12,33 @@ from __future__ import annotations
 import math
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from instep.checksums import WrongChecksum
 from instep.data.batches import Batches
 from instep.data.participants import OwnRounds
-from instep.errors import CheckpointError, RunError, SpecError, near_miss
-from instep.events import LEDGER, STEPS, read_events, read_records, wrong_in
-from instep.formats import FORMAT, other_format
-from instep.job.file import build, read_table
+from instep.errors import CheckpointError, RunError, SpecError
+from instep.events import LEDGER
+from instep.job.file import build
 from instep.state.files.manifest import FOLDER, published, read_manifest
 from instep.store.audit import Audit, audit, audit_own, skipped_in
 from instep.store.ledger import is_intact
-from instep.store.step_log import CHECKSUMS_FILE, check_unchanged
+from instep.store.run_files import (
+    Event,
+    Records,
+    events_of,
+    existing,
+    job_of,
+    records_of,
+    returns_in,
+    steps_of,
+    without_discarded,
+)
+from instep.store.run_times import RunTimes
+from instep.store.run_traffic import RunTraffic
 from instep.words import command
 
-Event = dict[str, Any]
-Records = np.ndarray[Any, np.dtype[Any]]
-Floats = NDArray[np.float64]
-
-PARTS = ("load", "forward", "backward", "wait", "wire", "update", "save")
-"""Parts of a step, in order of time; `NAME_s` in `STEPS`."""
-
-_MOST_WORKERS, _MOST_S = 1 << 20, 1e11  # instep writes no larger values
 _WINDOW = 4096  # ledger records at the end in which to look for the last whole step
-
-
-class Traffic(NamedTuple):
-    """Bytes one worker moved in the whole run, over all its processes."""
-
-    sent_bytes: int
-    received_bytes: int
 
 
 class RunFolder:
@@ -60,25 +53,25 @@ class RunFolder:
     """
 
     def __init__(self, path: Path | str) -> None:
-        self.path = _existing(Path(path))
+        self.path = existing(Path(path))
         job_file = self.path / "job.toml"
         try:
-            self.job = _job(self.path)
+            self.job = job_of(self.path)
             self.spec = build(self.job, source=str(job_file))
         except SpecError as error:
             raise RunError(f"{self.path} cannot be read as a run: {error}") from None
-        self.events = _events(self.path / "events.jsonl")
-        self.ledger = _records(self.path / "ledger.bin", LEDGER)
-        steps = _steps(self.path)
+        self.events = events_of(self.path / "events.jsonl")
+        self.ledger = records_of(self.path / "ledger.bin", LEDGER)
+        steps = steps_of(self.path)
         self._computed = steps  # discarded steps included
         # Only the clocks of worker and master tell in which session a step was recorded; if the
         # clocks of two hosts differ, a discarded step may stay.
-        for event, resumed_step in _returns(self.events):
+        for event, resumed_step in returns_in(self.events):
             kept = steps["step"] <= resumed_step
             steps = steps[kept | (steps["begin"] >= event["time"])]
         order = np.lexsort((steps["begin"], steps["worker"], steps["step"]))
         self.steps: Records = steps[order]
-        self.events = _without_discarded(self.events)
+        self.events = without_discarded(self.events)
 
     def named(self, event: str) -> list[Event]:
         """Every event of one name, oldest first."""
@@ -229,53 +222,6 @@ class RunFolder:
         return Batches.of_job(self.spec, self.epoch_samples)
 
     @cached_property
-    def traffic(self) -> dict[int, Traffic]:
-        """Bytes of each worker, over all processes that it was."""
-        return {worker: counted[-1][1] for worker, counted in self._traffic.items()}
-
-    @cached_property
-    def _traffic(self) -> dict[int, list[tuple[float, Traffic]]]:
-        """For each worker, Unix seconds and what it had moved by then, in order.
-
-        A new process counts from 0: it has joined, or (where its master was lost before that was
-        written) its counter has fallen.
-        """
-        totals: dict[int, list[tuple[float, Traffic]]] = {}
-        seen: dict[int, Traffic] = {}
-        pids: dict[int, object] = {}
-        nothing = Traffic(0, 0)
-        for event in self.events:
-            if event["event"] not in ("traffic", "worker_joined"):
-                continue
-            worker = int(event["worker"])
-            if event["event"] == "worker_joined":
-                if pids.setdefault(worker, event["pid"]) != event["pid"]:
-                    seen.pop(worker, None)
-                    pids[worker] = event["pid"]
-                continue
-            now = Traffic(int(event["sent_bytes"]), int(event["received_bytes"]))
-            counted = totals.setdefault(worker, [])
-            before, total = seen.get(worker, nothing), counted[-1][1] if counted else nothing
-            if now.sent_bytes < before.sent_bytes or now.received_bytes < before.received_bytes:
-                before = nothing
-            sent = total.sent_bytes + now.sent_bytes - before.sent_bytes
-            received = total.received_bytes + now.received_bytes - before.received_bytes
-            counted.append((float(event["time"]), Traffic(sent, received)))
-            seen[worker] = now
-        return totals
-
-    def sent_by(self, times: Floats) -> Floats:
-        """Bytes that all workers together had sent by these Unix times; told about once a second,
-        between two in proportion."""
-        total = np.zeros(len(times))
-        begin = float(self.steps["begin"].min()) if len(self.steps) else 0.0
-        for counted in self._traffic.values():
-            known = [(begin, 0), *((time, moved.sent_bytes) for time, moved in counted)]
-            moments, sent = zip(*known, strict=True)
-            total += np.interp(times, np.maximum.accumulate(moments), sent)
-        return np.round(total)
-
-    @cached_property
     def last_step(self) -> int:
         """The last committed step: as the run said at its end, or the last complete one.
 
@@ -351,31 +297,6 @@ class RunFolder:
         return {int(worker): part for worker, part in zip(workers, parts, strict=True)}
 
     @cached_property
-    def sessions(self) -> list[tuple[float, float]]:
-        """Begin and end of each time the run was started, Unix seconds."""
-        begins = [float(e["time"]) for e in self.named("run_started")]
-        times = np.array([float(e["time"]) for e in self.events])
-        times = np.sort(np.concatenate([times, step_ends(self.steps)]))
-        if not begins:
-            return [(float(times[0]), float(times[-1]))] if len(times) else []
-        after = [*begins[1:], np.inf]
-        last = times[np.maximum(np.searchsorted(times, after) - 1, 0)]
-        return [(b, max(b, float(end))) for b, end in zip(begins, last, strict=True)]
-
-    def elapsed(self, times: Floats | float) -> Floats:
-        """Unix times as seconds of this run; time between two sessions does not count."""
-        moments = np.asarray(times, dtype=np.float64)
-        spent = np.zeros_like(moments)
-        for begin, end in self.sessions:
-            spent = spent + np.clip(moments, begin, end) - begin
-        return spent
-
-    @property
-    def seconds(self) -> float:
-        """How long the run took, start-up and end included, all sessions together."""
-        return sum(end - begin for begin, end in self.sessions)
-
-    @cached_property
     def unrecorded(self) -> Records:
         """Committed steps without a step record, [steps] in order.
 
@@ -387,182 +308,19 @@ class RunFolder:
         return steps
 
     @cached_property
+    def traffic(self) -> RunTraffic:
+        """Bytes that the workers moved."""
+        begin = float(self.steps["begin"].min()) if len(self.steps) else 0.0
+        return RunTraffic(self.events, begin)
+
+    @cached_property
+    def times(self) -> RunTimes:
+        """Sessions, and how long they took."""
+        return RunTimes(self.events, self.steps, self._computed)
+
+    @cached_property
     def timed_samples(self) -> int:
-        """Samples of the committed steps that lie within `training_seconds`."""
+        """Samples of the committed steps that lie within `RunTimes.training_seconds`."""
         ledger = self.committed
-        timed = np.zeros(len(ledger), np.bool_)
-        for steps in self._computed_by_session():
-            first, last = steps["step"].min(), steps["step"].max()
-            timed |= (ledger["step"] >= first) & (ledger["step"] <= last)
+        timed = self.times.within(ledger)
         return self.audit.used - int((ledger["stop"] - ledger["first"])[~timed].sum())
-
-    def training_seconds(self, worker: int | None = None) -> float:
-        """From the begin of the first step to the end of the last, for each session, summed.
-
-        Steps that were discarded and computed again count: their time was spent.
-        """
-        total = 0.0
-        for mine in self._computed_by_session(worker):
-            total += float(step_ends(mine).max() - mine["begin"].min())
-        return total
-
-    def _computed_by_session(self, worker: int | None = None) -> list[Records]:
-        steps = self._computed
-        if worker is not None:
-            steps = steps[steps["worker"] == worker]
-        session = np.searchsorted([begin for begin, _ in self.sessions[1:]], steps["begin"])
-        return [steps[session == number] for number in np.unique(session)]
-
-
-def step_ends(steps: Records) -> Floats:
-    """When each step was over, Unix seconds, [records]: its begin and all its parts."""
-    ends: Floats = steps["begin"] + sum(steps[f"{part}_s"].astype(np.float64) for part in PARTS)
-    return ends
-
-
-def _check_steps(steps: Records, path: Path) -> None:
-    """Refuse records that no worker can have written; how long things took is not judged.
-
-    Raises:
-        RunError: names the first of them.
-    """
-    good = (steps["step"] > 0) & (steps["worker"] >= 0) & (steps["worker"] < _MOST_WORKERS)
-    good &= (steps["samples"] >= 0) & (steps["begin"] > 0) & (steps["begin"] < _MOST_S)
-    if not good.all():
-        number = int(np.argmin(good)) + 1
-        raise RunError(
-            f"{path} is damaged: record {number} of {len(steps)} is impossible. It holds the times "
-            "and losses of steps: remove it to read the rest of the run."
-        )
-
-
-def check_format(run: Path) -> None:
-    """Refuse the folder of a run that another version of instep reads.
-
-    Raises:
-        RunError: the text says which.
-        SpecError: its `job.toml` cannot be read.
-    """
-    _job(run)
-
-
-_OF_A_RUN = ("run.id", "events.jsonl", "ledger.bin", "journal.sqlite")
-
-
-def _job(run: Path) -> dict[str, Any]:
-    """The raw tables of a run's job; runs of format 1 have no format key."""
-    table = read_table(run / "job.toml")
-    found = table.get("format", 1 if "recipe" in table else FORMAT)  # else it is not a job
-    if "format" not in table and not any((run / name).exists() for name in _OF_A_RUN):
-        raise RunError(
-            f"{str(run)!r} is not the folder of a run: it has a job.toml, but no file that "
-            "a run writes. Give the run's own folder, runs/NAME."
-        )
-    if found != FORMAT and type(found) is int:
-        raise RunError(other_format(f"the run in {run}", found, _written_by(run)))
-    return table
-
-
-def _written_by(run: Path) -> object:
-    """The version of instep that began the newest session of a run, if its events say so."""
-    try:
-        begun = [e for e in _events(run / "events.jsonl") if e["event"] == "run_started"]
-        return begun[-1]["versions"]["instep"]
-    except (RunError, LookupError, TypeError):
-        return None
-
-
-def _events(path: Path) -> list[Event]:
-    events: list[Event] = []
-    try:
-        for event in read_events(path):
-            events.append(event)
-            if wrong := wrong_in(event):
-                raise RunError(f"{path} is damaged: in line {len(events)} {wrong}.")
-    except (ValueError, RecursionError) as error:
-        what = error if isinstance(error, WrongChecksum) else f"it is not JSON: {error}"
-        raise RunError(f"{path} is damaged: line {len(events) + 1}: {what}.") from None
-    except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror}.") from None
-    return events
-
-
-def _steps(run: Path) -> Records:
-    steps = _records(run / "steps.bin", STEPS)
-    try:
-        check_unchanged(run, steps)
-    except OSError as error:
-        raise RunError(f"{run / CHECKSUMS_FILE} cannot be read: {error.strerror}.") from None
-    _check_steps(steps, run / "steps.bin")
-    steps = steps.copy()
-    for part in PARTS:  # a clock may be wrong; what a run computed can be read all the same
-        times = np.nan_to_num(steps[f"{part}_s"], nan=0.0)
-        steps[f"{part}_s"] = np.clip(times, 0.0, _MOST_S)
-    return steps
-
-
-def _records(path: Path, dtype: np.dtype[Any]) -> Records:
-    try:
-        return read_records(path, dtype)
-    except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror}.") from None
-
-
-_OF_A_STEP = frozenset(
-    [
-        *("epoch_finished", "sample_skipped", "validated", "participants_validated", "logged"),
-        *("checkpoint_saved", "checkpoint_copied", "model_saved", "lag_measured"),
-    ]
-)
-
-
-def _without_discarded(events: list[Event]) -> list[Event]:
-    """The events without those of steps that were discarded later, when the run went back."""
-    kept: list[Event] = []
-    reached = math.inf  # the lowest step that was gone back to after this event
-    back = {id(event): step for event, step in _returns(events)}
-    for event in reversed(events):
-        if event["event"] not in _OF_A_STEP or (event.get("step") or 0) <= reached:
-            kept.append(event)
-        reached = min(reached, back.get(id(event), math.inf))
-    return kept[::-1]
-
-
-def _returns(events: list[Event]) -> list[tuple[Event, int]]:
-    """Events at which the run went back, oldest first, and the step each went back to.
-
-    After corruption the workers may go back by themselves: then a generation follows in the
-    same session. Else the run ended, or another event says that it went back.
-    """
-    back: list[tuple[Event, int]] = []
-    formed = False  # a generation started later, in the same session
-    for event in reversed(events):
-        clean = event.get("clean_step")
-        if event.get("resumed_step") is not None:
-            back.append((event, event["resumed_step"]))
-            formed = False
-        elif event["event"] == "generation_started":
-            formed = True
-        elif event["event"] == "corruption_found" and formed and clean is not None and clean >= 0:
-            back.append((event, clean))
-    return back[::-1]
-
-
-def _existing(path: Path) -> Path:
-    if (path / "job.toml").is_file():
-        return path
-    siblings = [p.parent.name for p in path.absolute().parent.glob("*/job.toml")]
-    if path.is_file():
-        what = "a job file" if path.suffix == ".toml" else "a file"
-        if (path.parent / "events.jsonl").is_file():
-            give = f"Give {str(path.parent)!r}."
-        else:
-            runs = sorted(path.parent.glob("runs/*/job.toml"))
-            give = "Known: " + (", ".join(str(p.parent) for p in runs) or "none") + "."
-        raise RunError(f"{str(path)!r} is {what}, not the folder of a run. {give}")
-    if path.is_dir():
-        raise RunError(
-            f"{str(path)!r} is not the folder of a run: it holds no job.toml. "
-            f"{near_miss(path.absolute().name, siblings)}"
-        )
-    raise RunError(f"there is no run at {str(path)!r}. {near_miss(path.name, siblings)}")

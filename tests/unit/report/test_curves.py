@@ -139,5 +139,5 @@ def test_throughput_adds_up_to_the_samples_of_the_worker(tmp_path):
     folder = RunFolder(make_run(tmp_path / "digits"))
     for worker in folder.workers:
         speed = throughput(folder, worker)
-        taken = speed.sum() * folder.seconds / len(speed)
+        taken = speed.sum() * folder.times.seconds / len(speed)
         assert taken == pytest.approx(folder.steps_of(worker)["samples"].sum())

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from instep.events import STEPS
 from instep.report.figures.recovery import computed_twice, quantiles, recoveries
-from instep.store.run_folder import step_ends
+from instep.store.run_files import step_ends
 
 
 def records(*rows):

@@ -9,7 +9,8 @@ from instep.report.figures.summary import summarise, time_split
 from instep.report.page.sections import changes_and_failures, configuration
 from instep.report.terminal.closing import closing_lines
 from instep.report.terminal.screen import notice
-from instep.store.run_folder import PARTS, RunFolder
+from instep.store.run_files import PARTS
+from instep.store.run_folder import RunFolder
 from made_up_runs import BEGIN_S, make_run, stopped_by, write_ledger
 
 
@@ -54,7 +55,7 @@ def test_the_parts_of_time_add_up_to_the_training_time_of_each_worker(tmp_path):
     folder = RunFolder(make_run(tmp_path / "digits"))
     for worker in folder.workers:
         split = time_split(folder, worker)
-        assert sum(split.values()) == pytest.approx(folder.training_seconds(worker))
+        assert sum(split.values()) == pytest.approx(folder.times.training_seconds(worker))
     mean = summarise(folder)["time"]
     assert list(mean) == [*PARTS, "other"]
     assert mean["forward"] == pytest.approx(48 * 0.02 * (0.25 + 0.20) / 2)

@@ -6,7 +6,8 @@ import pytest
 
 from instep.events import STEPS
 from instep.report.timeline import write_trace
-from instep.store.run_folder import PARTS, RunFolder
+from instep.store.run_files import PARTS
+from instep.store.run_folder import RunFolder
 from made_up_runs import START_UP_S, make_run
 
 

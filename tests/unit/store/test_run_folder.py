@@ -11,7 +11,9 @@ from instep.events import LEDGER, STEPS, read_events, read_records
 from instep.report.figures.summary import gap_words, summarise
 from instep.report.page.page import render
 from instep.report.terminal.closing import closing_lines
-from instep.store.run_folder import PARTS, RunFolder, Traffic
+from instep.store.run_files import PARTS
+from instep.store.run_folder import RunFolder
+from instep.store.run_traffic import Traffic
 from made_up_runs import (
     BEGIN_S,
     START_UP_S,
@@ -29,7 +31,7 @@ def test_a_folder_gives_back_what_the_run_wrote(tmp_path):
     assert (folder.epoch_samples, folder.batches) == (1000, Batches(1000, 64, 0, 64))
     assert [event["epoch"] for event in folder.validations] == [0, 1, 2]
     assert len(folder.checkpoints) == len(folder.generations) == 1
-    assert folder.traffic == {0: Traffic(500_000, 9), 1: Traffic(500_001, 9)}
+    assert folder.traffic.by_worker == {0: Traffic(500_000, 9), 1: Traffic(500_001, 9)}
     assert (folder.outcome, folder.failures) == ("completed", [])
     assert len(folder.ledger) == len(folder.steps) == 96
 
@@ -89,7 +91,11 @@ def test_a_folder_with_nothing_but_a_job_is_a_run_of_no_steps(tmp_path):
     for name in ("events.jsonl", "ledger.bin", "steps.bin"):
         (path / name).unlink()
     folder = RunFolder(path)
-    assert (folder.last_step, folder.seconds, folder.training_seconds()) == (0, 0.0, 0.0)
+    assert (folder.last_step, folder.times.seconds, folder.times.training_seconds()) == (
+        0,
+        0.0,
+        0.0,
+    )
     assert (folder.workers, folder.team) == ([], 2)
 
 
@@ -100,8 +106,8 @@ def test_time_between_two_sessions_does_not_count(tmp_path):
     again = [{**event, "time": event["time"] + 86_400} for event in events]
     write_events(path, events + again)
     folder = RunFolder(path)
-    assert folder.seconds == pytest.approx(2 * first_s)
-    assert folder.elapsed(BEGIN_S + 86_400 + 1.0) == pytest.approx(first_s + 1.0)
+    assert folder.times.seconds == pytest.approx(2 * first_s)
+    assert folder.times.elapsed(BEGIN_S + 86_400 + 1.0) == pytest.approx(first_s + 1.0)
     assert folder.outcome == "stopped"
 
 
@@ -120,7 +126,7 @@ def test_the_traffic_of_a_replaced_worker_is_added(tmp_path):
         for i, n in enumerate(counts)
     ]
     write_events(path, events)
-    assert RunFolder(path).traffic == {0: Traffic(320, 320)}
+    assert RunFolder(path).traffic.by_worker == {0: Traffic(320, 320)}
 
 
 def test_a_process_that_has_joined_counts_from_0_however_much_it_has_moved_when_it_first_tells(
@@ -139,13 +145,13 @@ def test_a_process_that_has_joined_counts_from_0_however_much_it_has_moved_when_
             fields = {"sent_bytes": moved, "received_bytes": moved}
             events.append({"time": time, "event": "traffic", "worker": 0, **fields})
     write_events(path, events)
-    assert RunFolder(path).traffic == {0: Traffic(570, 570)}
+    assert RunFolder(path).traffic.by_worker == {0: Traffic(570, 570)}
 
 
 def test_training_time_leaves_start_up_out(tmp_path):
     folder = RunFolder(make_run(tmp_path / "digits", step_s=0.1))
-    assert folder.training_seconds() == pytest.approx(4.8, abs=0.1)
-    assert folder.seconds > START_UP_S + 4.8
+    assert folder.times.training_seconds() == pytest.approx(4.8, abs=0.1)
+    assert folder.times.seconds > START_UP_S + 4.8
 
 
 def test_a_damaged_record_cannot_make_a_run_seem_longer_than_it_can_be(tmp_path):
@@ -351,7 +357,7 @@ def test_the_steps_of_a_lost_session_do_not_make_the_next_one_faster(tmp_path):
 def test_time_that_was_spent_twice_counts_in_the_rate(tmp_path):
     """Ten steps are trained, the last five of them again in a second session."""
     run = make_run(tmp_path / "run", steps=10, outcome=None)
-    once = RunFolder(run).training_seconds()
+    once = RunFolder(run).times.training_seconds()
     steps = read_records(run / "steps.bin", STEPS)
     again = steps[steps["step"] > 5].copy()
     again["begin"] += 100
@@ -361,7 +367,7 @@ def test_time_that_was_spent_twice_counts_in_the_rate(tmp_path):
         log.write(json.dumps(begun) + "\n")
     folder = RunFolder(run)
     assert len(np.unique(folder.steps["step"])) == len(folder.steps) / 2 == 10
-    assert folder.training_seconds() == pytest.approx(1.5 * once, rel=0.1)
+    assert folder.times.training_seconds() == pytest.approx(1.5 * once, rel=0.1)
     assert summarise(folder)["samples_per_second"] == pytest.approx(640 / (1.5 * once), rel=0.1)
 
 

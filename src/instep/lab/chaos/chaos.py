@@ -103,7 +103,7 @@ def break_again(
             job, network = stack.enter_context(on_emulated_hosts(job))
         check_job(job)
         program = stack.enter_context(_running(_named(job, SUFFIXES[1], name), runs))
-        steps, limit_s = undisturbed.last_step, max(STUCK_S, undisturbed.seconds)
+        steps, limit_s = undisturbed.last_step, max(STUCK_S, undisturbed.times.seconds)
         breaker = Breaker(program.folder, injections, plan, say, steps=steps, network=network)
         breaker.serve(lambda: program.is_running and breaker.still_s < limit_s)
         program.check_began()

@@ -15,7 +15,7 @@ import numpy as np
 from instep.events import STEPS
 from instep.launch.ray.events import Events
 from instep.launch.ray.private import events_folder
-from instep.store.run_folder import Records, step_ends
+from instep.store.run_files import Records, step_ends
 
 SHOW_S = 2.0
 """Seconds between two looks at the run."""

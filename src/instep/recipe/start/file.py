@@ -51,7 +51,7 @@ def start_file(start: StartSpec) -> Path | None:
                 "Give the folder of a run that has ended, or a safetensors file."
             )
         if all((path / name).is_file() for name in ("job.toml", ID)):
-            from instep.store.run_folder import check_format  # which imports numpy
+            from instep.store.run_files import check_format  # which imports numpy
 
             check_format(path)
         elif FOLDER.fullmatch(path.name):

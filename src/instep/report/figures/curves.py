@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from instep.report.figures.summary import OWN, loss_per_step
-from instep.store.run_folder import Floats, Records, RunFolder, step_ends
+from instep.store.run_files import Floats, Records, step_ends
+from instep.store.run_folder import RunFolder
 
 POINTS = 400
 """Most points of one curve."""
@@ -125,7 +126,7 @@ def _speed(folder: RunFolder) -> Curve | None:
         return None
     moments = np.sort(step_ends(steps))
     order = np.argsort(step_ends(steps))
-    ends, begin = folder.elapsed(moments), float(folder.elapsed(steps["begin"].min()))
+    ends, begin = folder.times.elapsed(moments), float(folder.times.elapsed(steps["begin"].min()))
     parts = min(_STRIP_POINTS, len(np.unique(steps["step"])))
     edges = np.linspace(begin, float(ends[-1]), parts + 1)
     done = np.concatenate([[0], np.cumsum(steps["samples"][order])])
@@ -149,8 +150,8 @@ def _axes(folder: RunFolder, step: Records, times: Floats) -> dict[str, Records 
     return {
         "step": step,
         "samples": samples_by(folder, step),
-        "seconds": folder.elapsed(times),
-        "bytes": folder.sent_by(times),
+        "seconds": folder.times.elapsed(times),
+        "bytes": folder.traffic.sent_by(times),
     }
 
 
@@ -172,7 +173,7 @@ def validation_points(folder: RunFolder) -> list[tuple[float, float]]:
     _, times, losses = _validations(folder, "loss")
     if not len(folder.steps):
         return []
-    seconds = folder.elapsed(times) - float(folder.elapsed(folder.steps["begin"].min()))
+    seconds = folder.times.elapsed(times) - float(folder.times.elapsed(folder.steps["begin"].min()))
     points = zip(seconds.tolist(), losses.tolist(), strict=True)
     return [(second, loss) for second, loss in points if math.isfinite(loss)]
 
@@ -218,11 +219,11 @@ def throughput(folder: RunFolder, worker: int) -> Floats:
     step shows the speed of that step.
     """
     steps = folder.steps_of(worker)
-    edges = np.linspace(0.0, folder.seconds, _STRIP_POINTS + 1)
-    if not len(steps) or folder.seconds <= 0:
+    edges = np.linspace(0.0, folder.times.seconds, _STRIP_POINTS + 1)
+    if not len(steps) or folder.times.seconds <= 0:
         return np.zeros(_STRIP_POINTS)
-    ends = np.maximum.accumulate(folder.elapsed(step_ends(steps)))
-    begin = folder.elapsed(steps["begin"][:1])
+    ends = np.maximum.accumulate(folder.times.elapsed(step_ends(steps)))
+    begin = folder.times.elapsed(steps["begin"][:1])
     done = np.concatenate([[0], np.cumsum(steps["samples"])])
     by_edge = np.interp(edges, np.concatenate([begin, ends]), done)
     speed: Floats = np.diff(by_edge) / np.diff(edges)

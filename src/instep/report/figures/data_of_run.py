@@ -22,7 +22,8 @@ from instep.report.figures.dataset import (
 )
 from instep.report.figures.lengths import PartLengths
 from instep.report.figures.shard_lengths import lengths_in
-from instep.store.run_folder import Event, RunFolder
+from instep.store.run_files import Event
+from instep.store.run_folder import RunFolder
 from instep.units import readable_count
 from instep.words import is_url, shown_url
 

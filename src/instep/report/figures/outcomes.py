@@ -62,7 +62,7 @@ def outcome_of(folder: RunFolder) -> Outcome:
     """The figures of a run that has ended."""
     summary = summarise(folder)
     return Outcome(
-        seconds=folder.training_seconds(),
+        seconds=folder.times.training_seconds(),
         sent_bytes=summary["wire_bytes"],
         samples=summary["samples"],
         training_loss=summary["loss"],

@@ -17,7 +17,7 @@ from instep.data.batches import Batches
 from instep.data.order import LARGEST, Position
 from instep.job.spec import JobSpec
 from instep.report.figures.summary import OWN
-from instep.store.run_folder import PARTS, Records, step_ends
+from instep.store.run_files import PARTS, Records, step_ends
 from instep.sync import servers_of
 from instep.words import LAST_STEPS, phases_in_words, some_members, whole_seconds
 

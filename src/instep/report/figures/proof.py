@@ -22,7 +22,8 @@ from instep.data.batches import Batches
 from instep.data.participants import OwnRounds
 from instep.events import LEDGER, LEDGER_START
 from instep.store.audit import Audit, EpochAudit, Stretch
-from instep.store.run_folder import Records, RunFolder
+from instep.store.run_files import Records
+from instep.store.run_folder import RunFolder
 from instep.units import readable_count
 from instep.words import command, plural, ranges
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from instep.store.run_folder import Floats, Records, step_ends
+from instep.store.run_files import Floats, Records, step_ends
 
 QUANTILES = {"median": 50, "p90": 90, "p99": 99, "worst": 100}
 

@@ -13,7 +13,8 @@ import numpy as np
 from instep.report.figures.participants import spread_of
 from instep.report.figures.proof import altered_words
 from instep.report.figures.restarts import SOURCES, restarts
-from instep.store.run_folder import PARTS, Records, RunFolder
+from instep.store.run_files import PARTS, Records
+from instep.store.run_folder import RunFolder
 from instep.units import readable_count
 from instep.words import LAST_STEPS, ranges, some_workers, stop_words
 
@@ -31,7 +32,7 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
     that counts steps; `time` is seconds by part, mean over the workers.
     """
     proof = folder.audit
-    training_s = folder.training_seconds()
+    training_s = folder.times.training_seconds()
     metrics = folder.last("validated").get("metrics") or {}
     again = restarts(folder.events, folder.spec.mesh.ranks)
     summary = {
@@ -53,10 +54,10 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
         },
         "workers": folder.team,
         "servers": folder.servers_at_the_end,
-        "seconds": folder.seconds,
+        "seconds": folder.times.seconds,
         "samples_per_second": folder.timed_samples / training_s if training_s > 0 else None,
         "unrecorded_steps": len(folder.unrecorded),
-        "wire_bytes": sum(moved.sent_bytes for moved in folder.traffic.values()),
+        "wire_bytes": sum(moved.sent_bytes for moved in folder.traffic.by_worker.values()),
         "time": mean_split(folder),
         "parameters_sha256": folder.last("model_saved").get("parameters_sha256"),
         "generations": len(folder.generations),
@@ -121,7 +122,7 @@ def time_split(folder: RunFolder, worker: int) -> dict[str, float]:
     """Seconds of one worker by part of the step; `other` is training time outside all parts."""
     steps = folder.steps_of(worker)
     split = {part: float(steps[f"{part}_s"].sum(dtype=np.float64)) for part in PARTS}
-    split["other"] = max(0.0, folder.training_seconds(worker) - sum(split.values()))
+    split["other"] = max(0.0, folder.times.training_seconds(worker) - sum(split.values()))
     return split
 
 

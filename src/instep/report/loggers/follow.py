@@ -29,7 +29,7 @@ from instep.plain_file import plain, replace_plain
 from instep.report.loggers import LOGGERS
 from instep.report.loggers.base import Logger, Point
 from instep.report.loggers.points import Points
-from instep.store.run_folder import Records
+from instep.store.run_files import Records
 
 LOOK_S, FLUSH_S = 0.5, 2.0
 """Seconds between two looks at the files, and between two flushes."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from instep.report.loggers.base import Point
-from instep.store.run_folder import Records, step_ends
+from instep.store.run_files import Records, step_ends
 
 SPEED_S = 1.0
 """Seconds between points of the throughput curve."""

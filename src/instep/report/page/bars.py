@@ -16,7 +16,8 @@ from instep.report.figures.curves import throughput
 from instep.report.figures.pixels import Pixels
 from instep.report.figures.summary import mean_split, time_split
 from instep.report.page.markup import Html, join, more, section, tag
-from instep.store.run_folder import PARTS, RunFolder
+from instep.store.run_files import PARTS
+from instep.store.run_folder import RunFolder
 from instep.units import readable_count, readable_seconds, readable_share
 from instep.words import member, plural
 
@@ -39,7 +40,7 @@ def throughput_strips(folder: RunFolder) -> Html:
         return Html("")
     rows = []
     for worker, speed in speeds.items():
-        active_s = folder.training_seconds(worker)
+        active_s = folder.times.training_seconds(worker)
         mean = float(folder.steps_of(worker)["samples"].sum()) / max(active_s, 1e-9)
         rows += [
             tag("span", f"worker {worker}", class_="who"),
@@ -47,7 +48,7 @@ def throughput_strips(folder: RunFolder) -> Html:
             tag("span", f"{readable_count(mean)}/s", class_="num"),
         ]
     axis = tag(
-        "div", tag("span", "0"), tag("span", readable_seconds(folder.seconds)), class_="axis"
+        "div", tag("span", "0"), tag("span", readable_seconds(folder.times.seconds)), class_="axis"
     )
     note = (
         f"Samples per second over the time of the run; full height is {readable_count(top)}. "
@@ -73,10 +74,10 @@ def _marks(folder: RunFolder, worker: int) -> list[Html]:
     chosen = [(e, "generation") for e in folder.generations[1:]]
     chosen += [(e, "checkpoint") for e in folder.checkpoints]
     chosen += [(e, "failure") for e in folder.failures if e.get("worker") == worker]
-    seconds = max(folder.seconds, 1e-9)
+    seconds = max(folder.times.seconds, 1e-9)
     lines = []
     for event, kind in chosen[-_MOST_MARKS:]:
-        x = round(1000 * float(folder.elapsed(event["time"])) / seconds)
+        x = round(1000 * float(folder.times.elapsed(event["time"])) / seconds)
         lines.append(tag("line", x1=x, x2=x, y1=0, y2=40, class_=kind))
     return lines
 

@@ -37,7 +37,8 @@ from instep.report.page.markup import (
     tag,
 )
 from instep.store.audit import EpochAudit
-from instep.store.run_folder import Event, RunFolder
+from instep.store.run_files import Event
+from instep.store.run_folder import RunFolder
 from instep.units import readable_bytes, readable_count, readable_seconds, readable_share
 from instep.words import (
     apart_in_words,
@@ -80,8 +81,7 @@ def verdict_line(summary: dict[str, Any], folder: RunFolder, name: str = "") -> 
     parts = [tag("p", tag("span", class_=f"dot {mark}"), label, sentence, class_="verdict")]
     for words in filter(None, (gap_words(folder), idle_words(folder))):
         parts.append(tag("p", f"{words[0].upper()}{words[1:]}"))
-    if network := network_words(folder):
-        parts.append(tag("p", network))
+    parts += [tag("p", network)] if (network := network_words(folder)) else []
     if folder.outcome == "failed" and folder.failures:
         parts.append(_cause(folder.failures[0], folder.servers))
     return join(parts)
@@ -229,14 +229,14 @@ def changes_and_failures(folder: RunFolder) -> Html:
         body.append(rows)
     if folder.failures:
         head, row = ["who", "step", "while", "cause", "where"], partial(_failure_row, folder)
-        body.append(tag("h3", "Failures"))
-        body.append(listing(head, folder.failures, row, "failures", numbers_from=9))
+        rows = listing(head, folder.failures, row, "failures", numbers_from=9)
+        body += [tag("h3", "Failures"), rows]
     ranks = folder.spec.mesh.ranks
     if again := restarts(folder.events, ranks):
         head = ["replica", "its workers", "lost", "at", "continued from"]
 
         def restarted(one: Restart) -> list[str]:
-            at = readable_seconds(float(folder.elapsed(one.time)))
+            at = readable_seconds(float(folder.times.elapsed(one.time)))
             lost = some_workers(one.lost)
             return [str(one.replica), _processes(one.replica, ranks), lost, at, one.words()]
 
@@ -257,13 +257,13 @@ def _generation_row(folder: RunFolder, event: Event) -> list[str]:
     names = str(members)
     if isinstance(members, list):
         servers = [number for number in members if number in folder.servers]
-        names = ", ".join(str(number) for number in members if number not in folder.servers)
+        names = ", ".join(str(number) for number in members if number not in servers)
         names += f"; {some_members(servers, servers)}" if servers else ""
     return [
         str(event.get("generation")),
         shortened(names, 120),
         shortened(event.get("reason", "")),
-        readable_seconds(float(folder.elapsed(event["time"]))),
+        readable_seconds(float(folder.times.elapsed(event["time"]))),
         figure(event.get("seconds"), readable_seconds),
     ]
 

@@ -28,7 +28,8 @@ from instep.report.terminal.screen import (
     progress_words,
     screen,
 )
-from instep.store.run_folder import Records, RunFolder
+from instep.store.run_files import Records
+from instep.store.run_folder import RunFolder
 from instep.units import readable_bytes, readable_count, readable_seconds
 from instep.words import (
     members,

@@ -17,7 +17,8 @@ from instep.report.figures.progress import MEMORY_S, Progress
 from instep.report.figures.summary import finite
 from instep.report.terminal.screen import screen
 from instep.store.folder import is_running
-from instep.store.run_folder import RunFolder, step_ends
+from instep.store.run_files import step_ends
+from instep.store.run_folder import RunFolder
 from instep.units import readable_count, readable_seconds
 from instep.words import command, metrics_in_words
 
@@ -122,12 +123,12 @@ def states_of(runs: Path) -> tuple[list[State], list[str]]:
 def _state_of(path: Path) -> State:
     folder = RunFolder(path)
     state = "running" if is_running(path) else folder.outcome
-    sessions = folder.sessions
+    sessions = folder.times.sessions
     return State(
         path.name,
         state,
         sessions[0][0] if sessions else None,
-        folder.seconds,
+        folder.times.seconds,
         folder.team,
         folder.last_step,
         folder.planned_steps,
@@ -161,7 +162,7 @@ def state_lines(states: Sequence[State]) -> list[str]:
 
 def _replayed(folder: RunFolder, now: float | None) -> Progress:
     """What a view would have shown by now, or at the end."""
-    session = folder.sessions[-1:] or [(0.0, 0.0)]
+    session = folder.times.sessions[-1:] or [(0.0, 0.0)]
     clock = [session[0][0]]
     progress = Progress(folder.spec, folder.path.name, lambda: clock[0])
     for event in folder.events:
