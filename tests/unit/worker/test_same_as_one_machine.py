@@ -14,7 +14,8 @@ from instep.errors import RecipeError
 from instep.recipe.forward import Forward
 from instep.recipe.recipe import Recipe
 from instep.recipe.weights import WeightedLoss
-from instep.worker.trial.sameness import Spot, try_out
+from instep.worker.trial.compared.spots import Spot
+from instep.worker.trial.sameness import try_out
 from lazily import Lazy
 
 transformers = Lazy("transformers")

@@ -26,7 +26,7 @@ from instep.errors import RecipeError
 from instep.state.boxes import MeshRank, holders, primary
 from instep.worker.replica.layout import told_layout
 from instep.worker.replica.same_batch import SameBatch
-from instep.worker.trial.sameness import hooked_parameter
+from instep.worker.trial.hooked import hooked_parameter
 
 if TYPE_CHECKING:
     from instep.parallel.layout import Example, Layout

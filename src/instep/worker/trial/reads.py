@@ -20,12 +20,11 @@ from instep.parallel.two_blocks import TwoBlocks
 from instep.recipe.forward import Forward
 from instep.system.kernels import per_machine
 from instep.worker.trial.again import run_again
+from instep.worker.trial.compared.spots import OtherSize, Spot
 from instep.worker.trial.places import Place, Places
 from instep.worker.trial.sameness import (
     DERIVES,
     NOTHING_TO_TRY,
-    OtherSize,
-    Spot,
     combined,
     mean_of,
     try_out,

@@ -20,15 +20,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from instep.data.loader import Read
 from instep.data.reading.generators import DrawDetector
-from instep.engine.state.buffers import unequal
 from instep.engine.trial_result import Trial
 from instep.errors import InstepError, RecipeError
 from instep.parallel.draws import ByMicroBatch
@@ -36,27 +33,16 @@ from instep.parallel.nested import tensors_in
 from instep.recipe.forward import Forward
 from instep.recipe.weights import Weighing, is_sum
 from instep.usercode.counts import Counts
-from instep.usercode.places import kept_by
-from instep.words import listed
 from instep.worker.trial import first_batch
+from instep.worker.trial.compared.buffer_means import BufferMeans
+from instep.worker.trial.compared.global_layers import calls_of, first_that_sees_parts
+from instep.worker.trial.compared.layers import first_that_mixes, layer_in_words, outputs_of
+from instep.worker.trial.compared.nearness import SHORT, Nearness, mean_gradients
+from instep.worker.trial.compared.spots import OtherSize, Spot
 from instep.worker.trial.constant_draws import LEVELS, ConstantDraws
-from instep.worker.trial.global_layers import calls_of, first_that_sees_parts
-from instep.worker.trial.layers import (
-    batch_norm_buffers,
-    first_that_mixes,
-    layer_in_words,
-    outputs_of,
-    rows_alike,
-)
+from instep.worker.trial.hooked import hooked_parameter, refuse_stepping_hooks
 from instep.worker.trial.model import PassResult, TrialModel, trial_model
 from instep.worker.trial.shapes import Watch, differ
-
-_NEAR = {torch.float64: (2e-5, 1e-6), torch.float32: (2e-3, 2e-5)}
-_NEAR_IN_SHORT = (1e-1, 1e-2)
-"""Two gradients are the same if they differ by less than this share of the parameter's own, or of
-the whole gradient. Many models compute parts in float32 in any case."""
-
-_SHORT = torch.bfloat16, torch.float16
 
 DERIVES = 4
 """Spots, or steps, that may show what the loss of a Hugging Face model is a mean of."""
@@ -77,30 +63,6 @@ def combined(trials: Mapping[str, Trial]) -> Trial:
     reason = next(each.reason for each in trials.values() if each.merge == merge)
     kind, _, why = worst.verdict.partition(": ")
     return Trial(merge, reason, f"{kind}: in the turn {name!r}, {why}" if why else kind)
-
-
-class Spot(NamedTuple):
-    """Neighbouring micro-batches of an epoch, and all their samples as one batch."""
-
-    parts: tuple[Any, ...]
-    """Two or more."""
-    whole: Any
-    sizes: tuple[int, ...]
-    """Samples of each part."""
-    made_up: bool = False
-    """Whether the run has no micro-batch of such a size: a model may refuse it."""
-    loss_alone: bool = False
-    """Whether losses are compared, and no gradients."""
-
-
-class OtherSize(NamedTuple):
-    """A size that micro-batches of the run have."""
-
-    size: int
-    read: Callable[[], Read]
-    """Reads one."""
-    words: str
-    """Which ones have it, and the remedy if it is refused."""
 
 
 NOTHING_TO_TRY = Trial(True, "there is one micro-batch", "yes")
@@ -147,7 +109,7 @@ def try_out(
     if is_sum(recipe.loss):
         raise _sum(f"{weighed.name} has reduction = 'sum'")
     if hooks and (hooked := hooked_parameter(forward.model)):
-        _refuse_stepping_hooks(forward.model)
+        refuse_stepping_hooks(forward.model)
         why = (
             f"a hook on the gradient of {hooked!r} is called once for each micro-batch; one "
             "machine would call it once in a step"
@@ -189,27 +151,6 @@ def try_out(
     return trial
 
 
-def hooked_parameter(model: nn.Module) -> str:
-    """The name of a parameter with a hook on its gradient; empty if there is none."""
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            return name
-    return ""
-
-
-def _refuse_stepping_hooks(model: nn.Module) -> None:
-    """Refuse hooks that step an optimizer: they would move parameters on one worker alone."""
-    for name, parameter in model.named_parameters():
-        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-        for held in kept_by(hooks.values()):
-            if isinstance(held, Optimizer):
-                raise RecipeError(
-                    f"a hook on the gradient of {name!r} uses an optimizer ({type(held).__name__}) "
-                    "during the backward pass, with the gradient of one micro-batch on one worker. "
-                    "Leave the hook out: Recipe.optimizer steps once, with that of all."
-                )
-
-
 def _not_shown(why: str, derived: str = "") -> Trial:
     return Trial(False, why, f"not shown: {why}", derived)
 
@@ -224,17 +165,6 @@ def _sum(how: str) -> RecipeError:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-
-
-def _nearness(model: TrialModel) -> tuple[float, float]:
-    """Of the coarsest type that takes part: gradients pass through frozen parts too.
-
-    Types of 8 bits only store: what is computed with their values has the type of another tensor.
-    """
-    frozen = (p.dtype for p in model.model.parameters() if not p.requires_grad)
-    kept = [dtype for dtype in frozen if dtype in _SHORT]
-    trained = [p.dtype for p in model.parameters.values()]
-    return max(_NEAR.get(dtype, _NEAR_IN_SHORT) for dtype in trained + kept)
 
 
 def mean_of(forward: Forward, batches: Iterable[Any], *, seed: int) -> str:
@@ -278,8 +208,7 @@ class _Comparison:
         self._by_samples = weighed.weigh is None
         self._whole = whole
         self._derived = ""
-        self._near, self._floor = _nearness(model)
-        self._short = {n for n, buffer in model.model.named_buffers() if buffer.dtype in _SHORT}
+        self._short = {n for n, buffer in model.model.named_buffers() if buffer.dtype in SHORT}
         self.idle = True
         """Whether no parameter got a gradient in any pass."""
         self._differs: list[str] = []
@@ -325,7 +254,8 @@ class _Comparison:
             if seconds > _SLOW_S
             else math.inf,
         )
-        self._near, self._floor = _nearness(self._model)
+        self._near = Nearness.of_model(self._model)
+        self._buffers = BufferMeans(self._model, self._forward, self._near.own, self._short)
         self._once = self._begin
         spots = self._derive(itertools.chain([first], spots))
         moved = False
@@ -363,7 +293,7 @@ class _Comparison:
         apart = [calls_of(self._model, part, size) for part, size in pairs]
         with self._as_one(step):
             whole = calls_of(self._model, step.whole, sum(step.sizes))
-        if layer := first_that_sees_parts(self._model.model, apart, whole, self._near):
+        if layer := first_that_sees_parts(self._model.model, apart, whole, self._near.own):
             self._differs.append(
                 f"{layer} is called with parts of a batch, and train.batch_norm = 'global' joins "
                 "what each call sees on all workers: on another number of them other samples are "
@@ -416,7 +346,7 @@ class _Comparison:
             return Trial(False, why, f"no: {why}. {REMEDY}", self._derived)
         if not self.compared:
             return _not_shown(self._untried)
-        if self._near >= _NEAR_IN_SHORT[0]:
+        if self._near.shows_little:
             return _not_shown(
                 "the model can only be tried in its own 16 bits, which do not show a difference of "
                 "a per cent",
@@ -511,7 +441,7 @@ class _Comparison:
             return True  # nothing in it counts
         if not math.isfinite(one.loss) and not math.isfinite(other.loss):
             return True  # unknown
-        return _close(one.loss, other.loss, self._near)
+        return self._near.close(one.loss, other.loss)
 
     # ---- what a Hugging Face model's loss is a mean of
 
@@ -545,7 +475,10 @@ class _Comparison:
         if whole is None or not apart:
             return False
         self.idle &= not any(each.gradients for each in apart)
-        moved, layer = self._buffers(apart, spot, whole)
+        buffers = self._buffers.compare(apart, spot, whole)
+        moved, layer = buffers.moved, buffers.layer
+        self._differs += buffers.differs
+        self._uncounted = self._uncounted or buffers.uncounted
         weight = sum(each.weight for each in apart) or 1.0
         share = [(each.weight or 1.0) / weight for each in apart]
         loss = sum(w * each.loss for w, each in zip(share, apart, strict=True))
@@ -553,12 +486,14 @@ class _Comparison:
             self._untried = "the loss is not finite on the batches that were tried"
             return moved
         self.compared += 1
-        worst = self._gradients_differ(_mean(apart, share), whole.gradients)
-        alike = _close(loss, whole.loss, self._near) and not worst
+        worst = self._near.differing(
+            self._model.parameters, mean_gradients(apart, share), whole.gradients
+        )
+        alike = self._near.close(loss, whole.loss) and not worst
         if alike and self._forward.recipe.collates:
-            self._shapes.compared(_with_sizes(spot))
+            self._shapes.compared(spot.each())
         packed = self._packed(spot)
-        if not alike and not packed and _made_otherwise(spot):
+        if not alike and not packed and spot.made_otherwise():
             self._differs.append(
                 "the samples of a batch differ from those of its micro-batches: the dataset draws "
                 "from a generator of its own, or collate draws or looks at the whole batch"
@@ -609,7 +544,7 @@ class _Comparison:
                 f"collate packs samples ({sum(spot.sizes)} of them into the shape {packed}), and "
                 "it is a mean of their contents, such as tokens: Recipe.weight can say of how many"
             )
-        elif self._forward.recipe.collates and differ(_with_sizes(spot)):
+        elif self._forward.recipe.collates and differ(spot.each()):
             by = (
                 "collate pads samples to the longest of their batch, and what it adds counts. Pad "
                 "to one length, or leave padding out of the loss with a mask and compute_loss, "
@@ -625,7 +560,7 @@ class _Comparison:
         many = len(spot.parts)
         counted = "two" if many == 2 else str(many)
         each = "both" if many == 2 else "all"
-        if worst and _close(apart, whole, self._near):
+        if worst and self._near.close(apart, whole):
             what = (
                 f"has another gradient, of {worst!r}, for {counted} micro-batches than for {each}"
             )
@@ -640,142 +575,18 @@ class _Comparison:
         """Refuse a loss whose value over the whole is the sum over the micro-batches."""
         total = sum(each.loss for each in apart)
         tiny = abs(total) < 1e-12
-        if self._known or len(apart) < 2 or tiny or not _close(total, whole.loss, self._near):
+        if self._known or len(apart) < 2 or tiny or not self._near.close(total, whole.loss):
             return
-        if not self._gradients_differ(_mean(apart, [1.0] * len(apart)), whole.gradients):
+        summed = mean_gradients(apart, [1.0] * len(apart))
+        if not self._near.differing(self._model.parameters, summed, whole.gradients):
             raise _sum(f"{self._name} is about twice as large with two micro-batches")
-
-    def _gradients_differ(self, one: dict[str, Tensor], other: Mapping[str, Tensor]) -> str:
-        """The name of a parameter whose gradients differ; empty if none do. `one` is used up."""
-        lengths = {name: float(gradient.double().norm()) for name, gradient in other.items()}
-        length = math.hypot(*lengths.values())
-        for name in self._model.parameters:
-            if name not in one and name not in other:
-                continue
-            mine, theirs = one.get(name), other.get(name)
-            if mine is None or theirs is None:
-                present = mine if mine is not None else theirs
-                assert present is not None
-                gap, own = float(present.double().norm()), 0.0
-            else:
-                gap, own = float(mine.sub_(theirs).norm()), lengths[name]
-            if not gap <= self._near * own + self._floor * length:
-                return name
-        return ""
-
-    def _buffers(
-        self, apart: Sequence[PassResult], spot: Spot, whole: PassResult
-    ) -> tuple[bool, str]:
-        """Name the buffers that are not the mean over micro-batches after the whole batch.
-
-        Returns:
-            Whether buffers were changed, and the first layer of batch normalisation whose
-            statistics differ: it is named if the gradients do not show the cause.
-        """
-        sizes, counted = self._kept(spot)
-        moved, layer, others = False, "", list[str]()
-        statistics = batch_norm_buffers(self._model.model)
-        for name, kept in self._model.committed.items():
-            given = [each.buffers.get(name) for each in (*apart, whole)]
-            after = [each.double() for each in given if each is not None]
-            if not after:
-                continue
-            if len({each.shape for each in after}) > 1:
-                of, _, own = name.rpartition(".")
-                module = self._model.model.get_submodule(of)
-                raise unequal(module, own, [list(each.shape) for each in after])
-            before = _start_of(kept, after[-1])
-            if all(torch.equal(each, before) for each in after) and kept is not None:
-                continue
-            moved = True
-            if name in self._short:
-                self._differs.append(
-                    f"the buffer {name!r} has 16 bits: the mean over micro-batches, which a run "
-                    "keeps, is rounded otherwise than that of one batch"
-                )
-                continue
-            if len(apart) < len(sizes) or len(after) < len(given):
-                continue  # in one of them no sample counts, so it was not run; or it did not write
-            share = [size / sum(sizes) for size in sizes]
-            if not counted and any(not torch.equal(each, after[0]) for each in after):
-                self._uncounted = self._uncounted or name
-            mean = sum(w * each for w, each in zip(share, after[:-1], strict=True))
-            assert isinstance(mean, Tensor)
-            if kept is not None and not kept.is_floating_point():
-                mean = mean.round()
-            start = torch.where(before.isfinite() | ~after[-1].isfinite(), before, 0.0)
-            gap = _distance(mean, after[-1])
-            by = _distance(after[-1], start) + _distance(mean, start)
-            if math.isfinite(gap) and gap <= self._near * by:
-                continue
-            if name in statistics:
-                layer = layer or statistics[name]
-            else:
-                others.append(name)
-        if others:
-            self._differs.append(_no_averages(others))
-        return moved, layer
-
-    def _kept(self, spot: Spot) -> tuple[Sequence[int], bool]:
-        """The samples that the parts of a spot have, and whether the batches show how many."""
-        kept, sizes = self._forward.kept, spot.sizes
-        each = [kept(part, size) for part, size in zip(spot.parts, sizes, strict=True)]
-        if sum(each) != kept(spot.whole, sum(sizes)):
-            return sizes, False
-        return (each if all(each) else sizes), True
 
     def _layer_that_mixes(self, spot: Spot) -> str:
         apart = [outputs_of(self._model, part) for part in spot.parts]
         with self._as_one(spot):
             whole = outputs_of(self._model, spot.whole)
-        name = first_that_mixes(apart, whole, self._near)
+        name = first_that_mixes(apart, whole, self._near.own)
         return layer_in_words(self._model.model, name) if name else ""
-
-
-def _with_sizes(spot: Spot) -> Iterator[tuple[Any, int]]:
-    yield from zip(spot.parts, spot.sizes, strict=True)
-    yield spot.whole, sum(spot.sizes)
-
-
-def _no_averages(names: Sequence[str]) -> str:
-    one = len(names) == 1
-    which = f"the buffer{'' if one else 's'} {listed([repr(name) for name in names], 6)}"
-    how = "is no running average: it differs" if one else "are no running averages: they differ"
-    return (
-        f"{which} {how} between two micro-batches and both as one batch, and a run keeps the mean "
-        "over micro-batches"
-    )
-
-
-def _start_of(kept: Tensor | None, after: Tensor) -> Tensor:
-    """The value that a buffer had before a pass; 0 where the pass gave it its shape."""
-    same = kept is not None and kept.shape == after.shape
-    return kept.double() if kept is not None and same else torch.zeros_like(after)
-
-
-def _distance(one: Tensor, other: Tensor) -> float:
-    """Between two buffers; the same infinity in both is no difference."""
-    return float(torch.where(one == other, 0.0, one - other).norm())
-
-
-def _made_otherwise(spot: Spot) -> bool:
-    apart = [tensors_in(part) for part in spot.parts]
-    return rows_alike(apart, tensors_in(spot.whole), 0.0) is False
-
-
-def _mean(passes: Sequence[PassResult], shares: Sequence[float]) -> dict[str, Tensor]:
-    mean: dict[str, Tensor] = {}
-    for share, each in zip(shares, passes, strict=True):
-        for name, gradient in each.gradients.items():
-            if name in mean:
-                mean[name].add_(gradient, alpha=share)
-            else:
-                mean[name] = gradient.double() * share
-    return mean
-
-
-def _close(one: float, other: float, near: float) -> bool:
-    return math.isclose(one, other, rel_tol=near, abs_tol=near * 1e-3)
 
 
 def _on_gpus() -> list[Tensor]:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from instep.worker.trial.layers import layer_in_words, rows_alike
+from instep.worker.trial.compared.layers import layer_in_words, rows_alike
 from instep.worker.trial.model import TrialModel
 
 Calls = Mapping[str, list[Tensor]]

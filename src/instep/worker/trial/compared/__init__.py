@@ -1,0 +1,1 @@
+"""Comparisons of passes: their numbers, their buffers, and the layer that makes a difference."""
