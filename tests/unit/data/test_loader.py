@@ -342,13 +342,20 @@ def test_the_wrong_number_of_samples_at_once_is_refused():
         batches(Short(), [Slice(0, 0, 2)])
 
 
+def every_read_takes(seconds, monkeypatch):
+    """As the clock says that chooses how to read, whatever the machine."""
+    ticks = count()
+    clock = SimpleNamespace(perf_counter=lambda: seconds * next(ticks), process_time=lambda: 0.0)
+    monkeypatch.setattr("instep.data.reading.choose.time", clock)
+
+
 def loader_threads():
     return [t for t in threading.enumerate() if t.name.startswith("instep-loader")]
 
 
-def test_no_thread_outlives_the_generator_or_the_loader():
-    large = TensorDataset(torch.randn(100, 60_000))  # too slow to be read inside the step
-    loader = Loader(large, seed=1, shuffle=True, processes=0)
+def test_no_thread_outlives_the_generator_or_the_loader(monkeypatch):
+    every_read_takes(1e-3, monkeypatch)  # too slow to be read inside the step
+    loader = Loader(TENSORS, seed=1, shuffle=True, processes=0)
     first, second = (load(loader, (Slice(0, i, i + 1) for i in range(100))) for _ in range(2))
     next(first), next(second)
     assert len(loader_threads()) == 2
@@ -371,9 +378,7 @@ def test_only_a_few_slices_are_asked_for_ahead():
 
 
 def test_cheap_samples_stay_in_the_process(monkeypatch):
-    ticks = count()
-    clock = SimpleNamespace(perf_counter=lambda: 1e-5 * next(ticks), process_time=lambda: 0.0)
-    monkeypatch.setattr("instep.data.reading.choose.time", clock)
+    every_read_takes(1e-5, monkeypatch)
     with closing(Loader(TENSORS, seed=1, shuffle=True)) as loader:
         assert loader.mode in ("inline", "ahead")  # by the time that 32 samples took
         assert loader.pids == []
