@@ -58,6 +58,17 @@ made.map(function, num_proc=2, remove_columns=made.column_names).save_to_disk(to
 """
 
 
+def write_lines(path: Path, line: Callable[[], str], size: int, head: str = "") -> None:
+    """Write so many bytes of lines: those of a block of 32 MB, again and again."""
+    block = ""
+    while len(block) < min(size, 32 << 20):
+        block += "".join(f"{line()}\n" for _ in range(10_000))
+    with open(path, "w") as file:
+        file.write(head)
+        for _ in range(max(1, round(size / len(block)))):
+            file.write(block)
+
+
 def make_raw(folder: Path, megabytes: int) -> None:
     """Write the raw files and what prepares them."""
     import pyarrow as pa
@@ -69,21 +80,18 @@ def make_raw(folder: Path, megabytes: int) -> None:
     (folder / "rival.py").write_text(RIVAL)
     draw, size = random.Random(1), megabytes << 20
     words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 9))) for _ in range(5000)]
-    with open(folder / "raw.json", "w") as file:
-        while file.tell() < size:
-            for _ in range(1000):
-                row = {"v": [round(draw.random(), 4) for _ in range(8)], "y": draw.randrange(10)}
-                file.write(json.dumps(row) + "\n")
-    with open(folder / "raw.csv", "w") as file:
-        file.write(",".join(f"c{i}" for i in range(8)) + ",y\n")
-        while file.tell() < size:
-            for _ in range(1000):
-                numbers = ",".join(f"{draw.random():.6f}" for _ in range(8))
-                file.write(f"{numbers},{draw.randrange(10)}\n")
-    with open(folder / "raw.txt", "w") as file:
-        while file.tell() < size // 4:
-            for _ in range(1000):
-                file.write(" ".join(draw.choices(words, k=40)) + "\n")
+
+    def of_json() -> str:
+        row = {"v": [round(draw.random(), 4) for _ in range(8)], "y": draw.randrange(10)}
+        return json.dumps(row)
+
+    def of_csv() -> str:
+        return ",".join(f"{draw.random():.6f}" for _ in range(8)) + f",{draw.randrange(10)}"
+
+    head = ",".join(f"c{i}" for i in range(8)) + ",y\n"
+    write_lines(folder / "raw.json", of_json, size)
+    write_lines(folder / "raw.csv", of_csv, size, head)
+    write_lines(folder / "raw.txt", lambda: " ".join(draw.choices(words, k=40)), size // 4)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.train_from_iterator([" ".join(words)], trainers.BpeTrainer(vocab_size=2000))

@@ -30,7 +30,7 @@ class Following(Server):
     _door: Door | None = None
     _further: Further | None = None
 
-    def _try(self, *_: object, **__: object) -> Trial:
+    def _try(self) -> Trial:
         return Trial(merge=False, reason="a server runs no pass", verdict="yes")
 
     def join(self) -> None:

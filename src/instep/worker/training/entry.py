@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from instep.data.reading.generators import preserved
+from instep.engine.engine import Engine
 from instep.engine.trial_result import Trial
 from instep.parallel.global_batch.reads import Reads
 from instep.recipe.build import build_optimizer
@@ -122,3 +123,13 @@ class Entry:
             fields = found._asdict() if found is not None else {"why": why}
             member.emit("mesh_checked", **fields)
         return replica, why if compare else ""
+
+
+def take_host_copy(engine: Engine, replica: Replica) -> None:
+    """Continue where the replica's processes before these were, if their host still has it."""
+    member = engine.member
+    step = engine.copies.take(replica.comm, engine.device) if engine.copies is not None else None
+    member.holds = step is not None
+    if step is not None and replica.comm.rank == 0:
+        number = member.job.mesh.coordinate(member.number).replica
+        member.emit("taken_from_host", replica=number, step=step)

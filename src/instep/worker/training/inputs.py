@@ -10,6 +10,7 @@ from instep.errors import RecipeError, SpecError
 from instep.job.spec import JobSpec
 from instep.recipe.forward import Forward
 from instep.recipe.recipe import Recipe
+from instep.worker.rounds.own_data import OwnData
 
 
 class Inputs(NamedTuple):
@@ -19,6 +20,24 @@ class Inputs(NamedTuple):
     forward: Forward
     train: Loader
     validate: Loader | None
+
+    @classmethod
+    def begun(cls, member: Member, forward: Forward, own_data: OwnData | None) -> Inputs:
+        """Make the loaders, and begin to read: their processes are forked before groups exist.
+
+        Args:
+            member: this worker's membership in the run.
+            forward: of the recipe.
+            own_data: what participants of rounds have, where they have data of their own.
+        """
+        train = _loader(member, forward.recipe, "train", own_data)
+        validate = None
+        if forward.recipe.validate is not None:
+            validate = _loader(member, forward.recipe, "validate", own_data)
+        inputs = cls(member, forward, train, validate)
+        for each in inputs.loaders:
+            each.begin()
+        return inputs
 
     @property
     def job(self) -> JobSpec:
@@ -61,6 +80,22 @@ class Inputs(NamedTuple):
     def first_batch(self) -> int:
         """Samples of the first batch of a validation."""
         return min(self.validation_batch, self.validation_samples)
+
+
+def _loader(member: Member, recipe: Recipe, name: str, own_data: OwnData | None) -> Loader:
+    return Loader.of_job(
+        member.job,
+        recipe.given[name],
+        "training" if name == "train" else "validation",
+        order=getattr(own_data, name, None),
+        processes=None if member.role == "worker" else 0,  # a server reads little
+        collate=recipe.collate,
+        augment=recipe.augment,
+        marks=member.marks,
+        contents=member.job.check.content,
+        say=lambda text: member.emit("warning", text=f"worker {member.number}: {text}"),
+        tells=True,
+    )
 
 
 def check_validation_parts(job: JobSpec, recipe: Recipe) -> None:

@@ -15,8 +15,8 @@ import torch
 from instep.comm.base import Comm
 from instep.comm.protocol.messages import COMPILING, Heartbeat
 from instep.data.batches import Batches
-from instep.data.loader import Loader, Read
-from instep.data.order import Position, key
+from instep.data.loader import Read
+from instep.data.order import Position
 from instep.data.participants import OwnRounds
 from instep.data.parts.order import PartsOrder
 from instep.data.reading.threads import cpu_clock
@@ -25,7 +25,7 @@ from instep.data.windowed import Windowed
 from instep.engine.alike import check_division, check_shards
 from instep.engine.assignment import Lockstep, Near
 from instep.engine.member import Member
-from instep.engine.passes import OF_PASS, Pass, Share
+from instep.engine.passes import Share
 from instep.engine.served.leased_optimizer import LeasedUpdate
 from instep.engine.served.optimizer import ServedUpdate
 from instep.engine.served.tables import ServedTables, refuse_sparse
@@ -38,7 +38,7 @@ from instep.errors import PeerError, SpecError
 from instep.parallel.compiled import compiling
 from instep.parallel.global_batch.batch_norm import make_global
 from instep.parallel.host_state import keep_on_host
-from instep.recipe.build import build_model, build_optimizer, set_generators
+from instep.recipe.build import build_model, build_optimizer
 from instep.recipe.forward import Forward
 from instep.recipe.large import measured
 from instep.recipe.recipe import Recipe
@@ -56,7 +56,8 @@ from instep.worker.passes.activity import Activity
 from instep.worker.passes.base import Compute, Results
 from instep.worker.passes.late_trial import TRYING, LateTrial
 from instep.worker.passes.on_mesh import MeshPass, OnMesh
-from instep.worker.passes.ordinary import Ordinary, weighted
+from instep.worker.passes.ordinary import Ordinary
+from instep.worker.passes.run_again import RunAgain
 from instep.worker.passes.shared_steps import MembersChanged, SharedSteps
 from instep.worker.passes.whole_batch import WholeBatch
 from instep.worker.passes.works import Works
@@ -71,7 +72,7 @@ from instep.worker.rounds.probe import Probe
 from instep.worker.rounds.round_update import RoundUpdate
 from instep.worker.rounds.rounds import Rounds
 from instep.worker.training.devices import check_device
-from instep.worker.training.entry import Entry
+from instep.worker.training.entry import Entry, take_host_copy
 from instep.worker.training.inputs import Inputs, check_validation_parts
 from instep.worker.training.trials import Trials, agreed, decided_by_job
 from instep.worker.training.validation import Validation
@@ -132,11 +133,8 @@ class Training(Loop):
         self._reads = make_global(model) if self.job.train.batch_norm == "global" else None
         self._forward = Forward(recipe, model, device, self.job.train.precision)
         self._own_data = own_data.divide(self.job, recipe)
-        loader = self._make_loader("train")  # forks before groups exist
-        validation = self._make_loader("validate") if recipe.validate is not None else None
-        self._inputs = inputs = Inputs(member, self._forward, loader, validation)
-        for each in inputs.loaders:
-            each.begin()
+        self._inputs = inputs = Inputs.begun(member, self._forward, self._own_data)
+        loader, validation = inputs.train, inputs.validate
         self.samples = samples
         updates = round_checks.updates(self.job, last_step)
         self._trials = Trials(inputs, updates, begun, self.activity)
@@ -209,7 +207,7 @@ class Training(Loop):
             member, self._forward, loader, self.state, self.activity, alone=self._replica is None
         )
         if self._replica is not None:  # all that a state is given to is there
-            self._take_host_copy(self._replica)
+            take_host_copy(self.engine, self._replica)
         self._validation = Validation(
             inputs,
             self.engine,
@@ -245,7 +243,7 @@ class Training(Loop):
                 model=model,
                 update=update,
                 state=self.state,
-                run_pass=self._repeat,
+                run_pass=RunAgain(self.engine, self._forward, loader, update),
                 set_aside=self._set_aside,
                 drop_after=self._drop_after,
             )
@@ -275,31 +273,6 @@ class Training(Loop):
         if reads is not None or self.recipe.batch_loss is not None:
             return WholeBatch(engine, forward, Works(*given), self.job, reads, activity)
         return Ordinary(engine, forward, self.job.seed, activity, lambda: member.superseded)
-
-    def _take_host_copy(self, replica: Replica) -> None:
-        """Continue where the replica's processes before these were, if their host still has it."""
-        copies = self.engine.copies
-        step = copies.take(replica.comm, self.device) if copies is not None else None
-        self.member.holds = step is not None
-        if step is not None and replica.comm.rank == 0:
-            number = self.job.mesh.coordinate(self.member.number).replica
-            self.member.emit("taken_from_host", replica=number, step=step)
-
-    def _make_loader(self, name: str) -> Loader:
-        member, recipe = self.member, self.recipe
-        return Loader.of_job(
-            self.job,
-            recipe.given[name],
-            "training" if name == "train" else "validation",
-            order=getattr(self._own_data, name, None),
-            processes=None if member.role == "worker" else 0,  # a server reads little
-            collate=recipe.collate,
-            augment=recipe.augment,
-            marks=member.marks,
-            contents=self.job.check.content,
-            say=lambda text: member.emit("warning", text=f"worker {member.number}: {text}"),
-            tells=True,
-        )
 
     def join(self) -> None:
         """Form the group with the other workers, and get ready for the first step.
@@ -417,6 +390,9 @@ class Training(Loop):
             return f"{outer} ({self._forward.phase})"
         return self.phase
 
+    def _try(self) -> Trial:
+        return self._trials.run(built=self._built)
+
     def _agree_on_trial(self, comm: Comm) -> None:
         """Agree on the verdict, and on whether micro-batches are merged.
 
@@ -427,7 +403,7 @@ class Training(Loop):
         trial = decided_by_job(
             self.job,
             self.recipe,
-            self.state.trial or self._trials.run(built=self._built),
+            self.state.trial or self._try(),
             draws_by_block=replica is not None and replica.draws_by_block,
         )
         self._forward.derive(trial.derived, trial.each)
@@ -504,16 +480,6 @@ class Training(Loop):
         except PeerError as error:
             self.fellows.broke(error)  # what is computed together cannot be left half done
             raise
-
-    def _repeat(self, part: Pass, factor: float) -> None:
-        """Run a pass of the present step again, its loss times a factor, without any effect."""
-        with self.engine.aside():
-            (read,) = self._loader.read([part.samples])
-            set_generators(key(self.job.seed, OF_PASS, self.step, part.number))
-            found = self._forward.loss(read.batch, read.size)
-            assert found is not None, "a pass in which nothing counts has no gradient to repeat"
-            loss, _ = weighted(found.loss, found.factor / self.engine.where.size)
-            self._update.scaler.scale(loss * factor).backward()
 
     def _validate(self, where: Position) -> dict[str, float] | None:
         scheduled = self.after.is_time(where, self.step)
