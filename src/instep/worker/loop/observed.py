@@ -38,7 +38,7 @@ class Observed:
     set_aside: Callable[[int], None]
     """Discards the checkpoints of later steps than this one. When it returns, this worker saves
     nothing any more."""
-    drop_after: Callable[[int], None]
+    drop_after: Callable[[int], object]
     """Discards the checkpoints of later steps, on the worker that saves."""
 
 

@@ -245,7 +245,7 @@ class Training(Loop):
                 state=self.state,
                 run_pass=RunAgain(self.engine, self._forward, loader, update),
                 set_aside=self._set_aside,
-                drop_after=self._drop_after,
+                drop_after=self.after.drop_after,
             )
         )
 
@@ -370,9 +370,6 @@ class Training(Loop):
         self.member.emit(
             "samples_given", worker=self.member.number, step=step, samples=samples, bytes=size
         )
-
-    def _drop_after(self, step: int) -> None:
-        self.after.drop_after(step)
 
     def _set_aside(self, step: int) -> None:
         if not self.after.drop_after(step):
