@@ -102,7 +102,7 @@ class Run:
             with contextlib.suppress(psutil.Error):
                 if (
                     process.name() == FORWARDER
-                    or "instep.comm.encryption.forwarder" in process.cmdline()
+                    or "instep.comm.encryption.forwarding" in process.cmdline()
                 ):
                     times = process.cpu_times()
                     total += times.user + times.system

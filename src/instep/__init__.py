@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from instep.formats import INSTEP
 
 if TYPE_CHECKING:
-    from instep.client.join.session import Session, join
+    from instep.client.join.joining import join
+    from instep.client.join.session import Session
     from instep.client.submit import Run, resume, train
     from instep.errors import InstepError
     from instep.job.spec import JobSpec
@@ -39,7 +40,7 @@ _HOME = {
     "Session": "instep.client.join.session",
     "Turn": "instep.recipe.recipe",
     "WeightedLoss": "instep.recipe.weights",
-    "join": "instep.client.join.session",
+    "join": "instep.client.join.joining",
     "load_model": "instep.state.load",
     "resume": "instep.client.submit",
     "train": "instep.client.submit",

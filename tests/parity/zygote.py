@@ -28,6 +28,7 @@ from pair import GLOBAL_BATCH, SEED, Pair
 from safetensors.torch import load_file
 
 import instep
+import instep.client.join.joining
 import instep.client.join.session
 import instep.worker.training.training
 from instep.errors import InstepError

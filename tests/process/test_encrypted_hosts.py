@@ -232,7 +232,7 @@ def forwarders(program: Started) -> dict[int, psutil.Process]:
         try:
             if (
                 process.name() == FORWARDER
-                or "instep.comm.encryption.forwarder" in process.cmdline()
+                or "instep.comm.encryption.forwarding" in process.cmdline()
             ):
                 found[process.ppid()] = process
         except psutil.Error:

@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 import instep
-from instep.client.join.session import check_same
+from instep.client.join.joining import check_same
 from instep.errors import SpecError
 from instep.job.spec import JobSpec
 from instep.job.train import TrainSpec

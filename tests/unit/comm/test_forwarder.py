@@ -21,9 +21,10 @@ import torch
 from test_tls import WRONG, answer_to, copy, showing
 from torch._C._distributed_c10d import HashStore, Store
 
-from instep.comm.encryption import forwarder, tls
+from instep.comm.encryption import forwarder, forwarding, tls
 from instep.comm.encryption.certificates import Authority, Credentials, Identity
-from instep.comm.encryption.forwarder import Forwarder, inside
+from instep.comm.encryption.forwarder import Forwarder
+from instep.comm.encryption.forwarding import inside
 from instep.comm.torch_comm import TorchComm
 from instep.errors import PeerError
 
@@ -349,14 +350,14 @@ def test_callers_from_machines_without_a_worker_get_a_small_part_of_a_forwarder(
         on_ranks(both, total)
         count, seconds = strangers.result()
     least_s = min(step_s() for _ in range(20))  # the least: other programs want the cores too
-    assert 0 < count < 3 + 2 * forwarder.STRANGERS * seconds / least_s
+    assert 0 < count < 3 + 2 * forwarding.STRANGERS * seconds / least_s
 
 
 def test_the_limit_on_callers_outlives_a_time_without_files(authority):
     program = (
-        "from instep.comm.encryption import forwarder\n"
-        "forwarder.PROOF_S, forwarder.MOST_UNPROVEN = 3600.0, 8\n"
-        "forwarder._serve(0, 1)"
+        "from instep.comm.encryption import forwarding\n"
+        "forwarding.PROOF_S, forwarding.MOST_UNPROVEN = 3600.0, 8\n"
+        "forwarding.serve(0, 1)"
     )
     shown = asdict(authority.issue(Identity("worker", 0)))
     note = {"credentials": shown, "address": "127.0.0.1", "number": 0}

@@ -1,1 +1,1 @@
-"""Training inside processes that somebody else has started. Way in: `session.join`."""
+"""Training inside processes that somebody else has started. Way in: `joining.join`."""
