@@ -11,12 +11,13 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
+from instep.client.batch_options import NEXT, SIGNAL, _signal, sbatch_options
 from instep.client.job_checks import check_job
 from instep.errors import INTERRUPTED, RunError, SpecError
 from instep.job import file as spec_file
@@ -28,26 +29,10 @@ from instep.store.folder import numbered
 LOOK_S = 2.0
 """Seconds between two looks at a job."""
 
-SIGNALS = ("USR1", "USR2", "HUP", "INT", "QUIT", "ALRM", "XCPU")
-"""Those that Slurm may send before the time limit; TERM is what scancel sends."""
-
-SIGNAL = "USR1@60"
-"""Which of them, and how many seconds before; `signal` in `launch.options`."""
-
-NEXT = ("requeue", "submit")
-"""How a run whose time was over goes on: in the same job or in another; `next` in
-`launch.options`."""
 
 JOB = "submitted.toml"
 """The job file for the batch script, in its folder."""
 
-OURS = frozenset(
-    (
-        *("chdir", "error", "output", "open-mode", "job-name", "wrap", "requeue"),
-        *("nodes", "no-kill", "ntasks", "cpus-per-task", "gpus-per-node"),
-    )
-)
-"""Options of sbatch that the script sets itself, or that it cannot do without."""
 
 FORGOTTEN = "FORGOTTEN"
 """The state of a job that Slurm no longer knows."""
@@ -178,53 +163,6 @@ def check_nodes_fit(batch: Path) -> None:
             f"no nodes of this Slurm cluster have what the job asks for: partition {nodes}. Ask "
             "for less with launch.cpus, launch.nodes, workers and launch.options"
         ) from None
-
-
-def sbatch_options(given: Mapping[str, Any]) -> list[str]:
-    """Lines for sbatch from `launch.options`.
-
-    Raises:
-        SpecError: an option is no long option of sbatch, or is the script's own.
-    """
-    lines = []
-    for name, value in given.items():
-        if name == "signal":
-            _signal(value)
-        elif name == "next":
-            if value not in NEXT:
-                raise SpecError(
-                    f"launch.options.next = {value!r}: needs 'requeue', to go on in the same job, "
-                    "or 'submit', to go on in another."
-                )
-        elif name in OURS or not re.fullmatch(r"[a-z][a-z-]+", name):
-            raise SpecError(
-                f"launch.options.{name}: needs a long option of sbatch that instep does not set "
-                "itself, such as partition or time; nodes, cpus and gpus are keys of [launch]."
-            )
-        elif value is True:
-            lines.append(f"--{name}")
-        elif type(value) in (str, int) and "\n" not in str(value):
-            lines.append(f"--{name}={value}")
-        else:
-            raise SpecError(
-                f"launch.options.{name} = {value!r}: needs text, a whole number, or true."
-            )
-    return lines
-
-
-def _signal(value: object = SIGNAL) -> tuple[str, int]:
-    """Which signal Slurm sends before the time limit, and how many seconds before.
-
-    Raises:
-        SpecError: it is none.
-    """
-    found = re.fullmatch(r"([A-Z0-9]+)@(\d+)", value) if isinstance(value, str) else None
-    if found is None or found[1] not in SIGNALS or not 1 <= int(found[2]) < 1 << 16:
-        raise SpecError(
-            f"launch.options.signal = {value!r}: needs a signal and how many seconds before the "
-            f"time limit, from 1 to 65535, such as {SIGNAL!r}. Known: {', '.join(SIGNALS)}."
-        )
-    return found[1], int(found[2])
 
 
 def script(job: JobSpec, folder: Path, options: list[str], *, json_output: bool) -> str:

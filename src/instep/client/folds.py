@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from instep.client.submit import Run, resume_run, run_job
-from instep.control.resume import check_changes
+from instep.control.changed_job import check_changes
 from instep.errors import DIVERGED, INTERRUPTED, RunError, SpecError
 from instep.job.spec import JobSpec, as_table
 from instep.report.figures.summary import finite, summarise

@@ -217,7 +217,8 @@ def resume_run(
     Raises:
         InstepError: it cannot be resumed, or a worker failed; the text says why.
     """
-    from instep.control.resume import changed, prepare
+    from instep.control.changed_job import changed
+    from instep.control.resume import prepare
     from instep.store.run_folder import RunFolder
 
     open_standard_streams()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from instep.errors import RecipeError
 from instep.parallel.global_batch.cached import CachedGradients, LastEmbedded, of_one_pass, probe
 from instep.parallel.nested import on_tensors
+from instep.recipe.losses import checked, loss_of
 from instep.recipe.metrics import is_whole, number
 from instep.recipe.outputs import predictor
 from instep.recipe.recipe import Recipe
@@ -320,62 +321,6 @@ def _pair(batch: Any) -> tuple[Any, Any]:
             f"give compute_loss=lambda model, batch: {own} instead of loss."
         )
     return batch[0], batch[1]
-
-
-def loss_of(loss: Callable[[Any, Any], Any], outputs: Any, target: Any) -> Any:
-    """A recipe's loss of the outputs of its model.
-
-    Raises:
-        RecipeError: the outputs are no tensor, and the loss does not accept them.
-    """
-    try:
-        return loss(outputs, target)
-    except (TypeError, AttributeError, ValueError, KeyError, IndexError) as error:
-        if isinstance(outputs, Tensor):
-            raise
-        given = type(outputs).__name__
-        parts = f" ({', '.join(map(repr, outputs))})" if isinstance(outputs, Mapping) else ""
-        said = str(error).strip().splitlines()
-        raise RecipeError(
-            f"the model returns a {given}{parts}, which Recipe.loss cannot take "
-            f"({type(error).__name__}: {said[0] if said else 'no text'}). Give "
-            "compute_loss=lambda model, batch: ... instead of loss, and take from the outputs "
-            "what the loss is of."
-        ) from error
-
-
-def checked(loss: Any, name: str) -> Tensor:
-    """The loss itself, if it can be trained on.
-
-    Raises:
-        RecipeError: it is no tensor, no scalar, no floating-point number, or
-            (while gradients are recorded) does not depend on the parameters.
-    """
-    if not isinstance(loss, Tensor):
-        hint = (
-            " A loss that is a mean of something else than samples is an "
-            "instep.WeightedLoss(total, weight)."
-            if name.endswith("compute_loss") and isinstance(loss, tuple)
-            else ""
-        )
-        raise RecipeError(
-            f"Recipe.{name} returned {a_or_an(loss)}, but a scalar tensor is wanted.{hint}"
-        )
-    if loss.numel() != 1:
-        raise RecipeError(
-            f"Recipe.{name} returned a tensor of shape {list(loss.shape)}, but a scalar is wanted: "
-            "the mean over the samples of the batch."
-        )
-    if not loss.is_floating_point():
-        raise RecipeError(
-            f"Recipe.{name} returned {loss.dtype}, but a floating-point loss is wanted."
-        )
-    if torch.is_grad_enabled() and not loss.requires_grad:
-        raise RecipeError(
-            f"the loss that Recipe.{name} returned does not depend on the model's parameters: "
-            "something detached it (no_grad, .item(), .data, or a new torch.tensor)."
-        )
-    return loss.reshape(()) if loss.dim() else loss
 
 
 SHORT = {torch.bfloat16, torch.float16}

@@ -4,7 +4,8 @@ import subprocess
 
 import pytest
 
-from instep.client.batch import check_size, sbatch_options, script
+from instep.client.batch import check_size, script
+from instep.client.batch_options import sbatch_options
 from instep.errors import SpecError
 from instep.job.file import build
 

@@ -6,7 +6,7 @@ import pytest
 
 import instep
 from instep.client.job_checks import with_options
-from instep.control.resume import changed, check_changes
+from instep.control.changed_job import changed, check_changes
 from instep.errors import SpecError
 from instep.job import file as spec_file
 from instep.job import sync as sync_of_job

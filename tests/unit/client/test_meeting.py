@@ -9,7 +9,7 @@ import time
 import pytest
 
 from instep.client import running
-from instep.client.join import hosting, meeting
+from instep.client.join import meet, meeting
 from instep.client.join.meeting import ENDPOINT as NAME
 from instep.client.join.meeting import MeetingFile, find, write
 from instep.comm.protocol import connection
@@ -145,20 +145,20 @@ def gone():
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(hosting, "LATE_S", 0.1)
-    monkeypatch.setattr(hosting, "FORMER_S", 0.6)
-    monkeypatch.setattr(hosting, "AGAIN_S", 0.1)
+    monkeypatch.setattr(meet, "LATE_S", 0.1)
+    monkeypatch.setattr(meet, "FORMER_S", 0.6)
+    monkeypatch.setattr(meet, "AGAIN_S", 0.1)
 
 
 def test_a_master_of_this_start_that_refuses_connections_is_named_at_once(
     tmp_path, gone, quick, monkeypatch
 ):
-    monkeypatch.setattr(hosting, "FORMER_S", 600.0)
+    monkeypatch.setattr(meet, "FORMER_S", 600.0)
     at, began = MeetingFile(tmp_path / "meeting"), time.monotonic()
     write(at, gone)
     with pytest.raises(RunError, match=r"127.0.0.1:\d+, .*\(Connection refused\)"):
-        hosting.meet(at, 1)
-    assert time.monotonic() - began < hosting.FORMER_S
+        meet.meet(at, 1)
+    assert time.monotonic() - began < meet.FORMER_S
 
 
 def test_what_a_former_start_may_have_left_is_waited_out_longer_but_not_for_ever(
@@ -168,19 +168,19 @@ def test_what_a_former_start_may_have_left_is_waited_out_longer_but_not_for_ever
     write(at, gone)
     monkeypatch.setattr(meeting, "started_at", lambda: time.time() + 1)  # after the note
     with pytest.raises(RunError, match=r"\(Connection refused\)"):
-        hosting.meet(at, 1)
-    assert time.monotonic() - began >= hosting.FORMER_S
+        meet.meet(at, 1)
+    assert time.monotonic() - began >= meet.FORMER_S
 
 
 def test_once_process_0_has_removed_what_was_left_its_own_is_waited_for(
     tmp_path, gone, quick, monkeypatch
 ):
     at, found = MeetingFile(tmp_path / "meeting"), []
-    monkeypatch.setattr(hosting, "FORMER_S", 0.2)
+    monkeypatch.setattr(meet, "FORMER_S", 0.2)
     write(at, gone)
     monkeypatch.setattr(meeting, "started_at", lambda: time.time() + 1)
-    waiting = threading.Thread(target=lambda: found.append(hosting.meet(at, 1)))
-    monkeypatch.setattr(hosting, "Member", _refused_once(found))
+    waiting = threading.Thread(target=lambda: found.append(meet.meet(at, 1)))
+    monkeypatch.setattr(meet, "Member", _refused_once(found))
     waiting.start()
     while not found:
         time.sleep(0.01)
@@ -212,4 +212,4 @@ def test_what_takes_a_connection_and_says_nothing_is_named_after_a_while(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         write(at, Endpoint(Address(*silent.getsockname()), "the token of a run"))
         with pytest.raises(RunError, match=r"127.0.0.1:\d+, .*does not answer, for 0.3 s"):
-            hosting.meet(at, 1)
+            meet.meet(at, 1)

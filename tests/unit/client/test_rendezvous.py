@@ -10,7 +10,7 @@ import time
 import pytest
 from cryptography import x509
 
-from instep.client.join import hosting, refusal, rendezvous
+from instep.client.join import meet, refusal, rendezvous, rendezvous_client
 from instep.client.join.meeting import ENDPOINT, MeetingFile, find, read, write
 from instep.client.join.placement import Placement
 from instep.client.join.refusal import announced, notes
@@ -165,15 +165,15 @@ def test_a_token_that_others_can_read_is_refused(at, tmp_path):
 
 
 def test_the_process_0_of_another_start_is_waited_out(at, monkeypatch):
-    monkeypatch.setattr(rendezvous, "NO_ANSWER_S", 0.5)
+    monkeypatch.setattr(rendezvous_client, "NO_ANSWER_S", 0.5)
     at(0, key="the last start")
     with pytest.raises(JoinError, match="the start the last start is there"):
         at(1).enter()
 
 
 def test_where_nobody_answers_address_port_and_firewall_are_named(at, port, monkeypatch, tmp_path):
-    monkeypatch.setattr(rendezvous, "NO_ANSWER_S", 0.3)
-    monkeypatch.setattr(rendezvous, "SAY_AFTER_S", 0.1)
+    monkeypatch.setattr(rendezvous_client, "NO_ANSWER_S", 0.3)
+    monkeypatch.setattr(rendezvous_client, "SAY_AFTER_S", 0.1)
     with pytest.raises(JoinError, match=r"there is no .*token here"):
         at(1).enter()
     (tmp_path / "token").write_text("ab" * 16 + "\n")
@@ -190,7 +190,8 @@ def test_another_torch_is_said_by_the_process_that_has_it(at, monkeypatch):
     def other_here():
         return (ours[0], ("torch", "1.0")) if threading.get_ident() == here else ours
 
-    monkeypatch.setattr(rendezvous, "versions", other_here)
+    for each in (rendezvous, rendezvous_client):
+        monkeypatch.setattr(each, "versions", other_here)
     with pytest.raises(SpecError, match=r"process 1 has torch 1\.0, and that of process 0 "):
         at(1).enter()
 
@@ -221,14 +222,14 @@ def test_a_master_whose_port_is_closed_is_named_with_the_reason(at, monkeypatch)
         except TimeoutError:
             raise PeerError("no master answers.") from None
 
-    monkeypatch.setattr(hosting, "_call", unreachable)
+    monkeypatch.setattr(meet, "_call", unreachable)
     with pytest.raises(RunError, match=r"at 127.0.0.1:4567, .*timed out.* open all ports"):
-        hosting.meet(one, 1)
+        meet.meet(one, 1)
 
 
 def test_a_master_whose_port_swallows_packets_is_named_after_some_seconds(at, monkeypatch):
     monkeypatch.setattr(channel, "CONNECT_S", 0.3)
-    monkeypatch.setattr(hosting, "AGAIN_S", 0.1)
+    monkeypatch.setattr(meet, "AGAIN_S", 0.1)
     zero, one = at(0), at(1)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as queue:
         with contextlib.suppress(TimeoutError):
@@ -236,17 +237,17 @@ def test_a_master_whose_port_swallows_packets_is_named_after_some_seconds(at, mo
                 queue.enter_context(socket.create_connection(full.getsockname(), timeout=0.1))
         write(zero, Endpoint(Address(*full.getsockname()), "the token of a run"))
         with pytest.raises(RunError, match=r"nothing can be reached there \(timed out\)"):
-            hosting.meet(one, 1)
+            meet.meet(one, 1)
 
 
 def test_a_master_that_is_gone_or_behind_a_firewall_that_refuses_is_named(at, monkeypatch):
-    monkeypatch.setattr(hosting, "LATE_S", 0.3)
+    monkeypatch.setattr(meet, "LATE_S", 0.3)
     zero, one = at(0), at(1)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         gone = Address(*taken.getsockname())
     write(zero, Endpoint(gone, "the token of a run"))
     with pytest.raises(RunError, match=rf"at 127.0.0.1:{gone.port}, .*\(Connection refused\)"):
-        hosting.meet(one, 1)
+        meet.meet(one, 1)
 
 
 def test_who_comes_late_to_a_process_0_that_failed_gets_the_cause(at, monkeypatch):
@@ -262,13 +263,13 @@ def test_who_comes_late_to_a_process_0_that_failed_gets_the_cause(at, monkeypatc
     time.sleep(0.5)
     one.enter()
     with pytest.raises(SpecError, match="no epoks"):
-        hosting.meet(one, 1)
+        meet.meet(one, 1)
     failing.join(2)
     assert not failing.is_alive()  # it does not stay once all know
 
 
 def test_a_process_0_that_was_there_and_is_gone_is_not_waited_for_without_end(at, monkeypatch):
-    monkeypatch.setattr(rendezvous, "LOST_S", 0.3)
+    monkeypatch.setattr(rendezvous_client, "LOST_S", 0.3)
     zero, one = at(0), at(1)
     one.enter()
     assert read(one) is None
@@ -279,7 +280,7 @@ def test_a_process_0_that_was_there_and_is_gone_is_not_waited_for_without_end(at
 
 
 def test_between_two_sessions_process_0_may_be_away_for_longer(at, monkeypatch):
-    monkeypatch.setattr(rendezvous, "LOST_S", 0.1)
+    monkeypatch.setattr(rendezvous_client, "LOST_S", 0.1)
     zero, _, again = at(0), at(1), at(1)
     again.enter()
     zero.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import instep
-from instep.control.resume import changed
+from instep.control.changed_job import changed
 from instep.errors import RecipeError, SpecError
 from instep.job import file as spec_file
 from instep.store.run_folder import RunFolder

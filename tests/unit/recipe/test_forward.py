@@ -9,7 +9,8 @@ from torch import nn
 import instep
 from instep.comm.alone import AloneComm
 from instep.errors import RecipeError
-from instep.recipe.forward import Forward, checked, to_device
+from instep.recipe.forward import Forward, to_device
+from instep.recipe.losses import checked
 from instep.recipe.recipe import Recipe
 
 CPU, META = torch.device("cpu"), torch.device("meta")

@@ -10,7 +10,8 @@ from torch import nn
 from instep.data.loader import Loader
 from instep.data.reading.generators import DrawDetector
 from instep.errors import RecipeError
-from instep.recipe.forward import Forward, loss_of
+from instep.recipe.forward import Forward
+from instep.recipe.losses import loss_of
 from instep.recipe.recipe import Recipe
 from instep.recipe.rehearsal import try_validation
 

@@ -14,7 +14,8 @@ import msgspec
 
 from instep.client.job_checks import check_job, with_options
 from instep.client.join import placement, refusal
-from instep.client.join.hosting import Host, meet
+from instep.client.join.hosting import Host
+from instep.client.join.meet import meet
 from instep.client.join.rendezvous import meeting_at
 from instep.client.join.script import print_job_if_asked
 from instep.client.join.session import Session

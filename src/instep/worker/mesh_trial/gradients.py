@@ -8,7 +8,6 @@ Steps and other replicas are not known here.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -35,8 +34,7 @@ from instep.parallel.gate import Verdict
 from instep.parallel.global_batch.reads import Reads
 from instep.parallel.shard.shardable import owners_of, unshardable
 from instep.parallel.two_blocks import TwoBlocks
-from instep.recipe.forward import SHORT, Forward, Measured, has_short
-from instep.recipe.rehearsal import first_batch
+from instep.recipe.forward import SHORT, Forward
 from instep.recipe.tuning import NOTHING, Begun
 from instep.state.boxes import box_of
 from instep.state.broadcast import broadcast_bytes
@@ -306,47 +304,6 @@ class MeshCheck:
         _, first, stop = position(STEP, self._samples, job.train.global_batch)
         weight = float(total.item()) / (stop - first) / passes.weight(size)
         return weight or 1.0, works.skipped if replica.tells else []
-
-
-def check_validation(
-    forward: Forward, loader: Loader, samples: int, replica: Replica, alone: Measured | None
-) -> None:
-    """Compare the loss of one validation batch with that of one process.
-
-    Args:
-        forward: runs the model that is split; all processes of the replica call this together.
-        loader: of the validation dataset.
-        samples: of a validation batch.
-        replica: with the model.
-        alone: what the first process of the replica has found with the whole model, if it has.
-
-    Raises:
-        RecipeError: it is another, or the model cannot be run so in evaluation.
-    """
-    read = first_batch(loader, samples)
-    if not read.size:
-        return
-    known = torch.full((1,), math.nan, dtype=torch.float64, device=forward.device)
-    if alone is not None:
-        known[0] = alone.values["loss"]
-    replica.comm.broadcast(known)
-    model, wanted = forward.model.eval(), float(known.item())
-    try:
-        with preserved():
-            found = forward.measure(read.batch, read.size)
-    finally:
-        model.train()
-    if found is None or math.isnan(wanted):
-        return
-    loss = found.values["loss"]
-    near = 0.02 if forward.precision != "float32" or has_short(model) else 1e-4
-    if not math.isclose(loss, wanted, rel_tol=near, abs_tol=near):
-        raise RecipeError(
-            f"[mesh] would validate another model than one process does: the loss of the first "
-            f"{read.size} validation samples adds up to {loss:.6g}, and in one process to "
-            f"{wanted:.6g}. The model computes otherwise in evaluation mode than when it trains. "
-            "Use another [mesh], or leave the section out."
-        )
 
 
 def _not_cut(model: nn.Module) -> set[str]:

@@ -11,8 +11,9 @@ from instep.engine.trial_result import Trial
 from instep.parallel.global_batch.reads import Reads
 from instep.recipe.build import build_optimizer
 from instep.recipe.tuning import Begun
-from instep.worker.mesh_trial.gradients import MeshCheck, check_validation
+from instep.worker.mesh_trial.gradients import MeshCheck
 from instep.worker.mesh_trial.optimizers import OptimizerCheck
+from instep.worker.mesh_trial.validation import check_validation
 from instep.worker.passes.activity import Activity
 from instep.worker.replica.layout import example_of, found_layout
 from instep.worker.replica.replica import Replica, check_model
