@@ -10,7 +10,8 @@ import msgspec
 from instep.comm.protocol.channel import Address
 from instep.engine.member import Member
 from instep.errors import PeerError
-from instep.server.tensor_channel import Door, Line, secret_of
+from instep.server.door import Door
+from instep.server.tensor_channel import Line, secret_of
 
 AGAIN_S = 0.05
 """How long to wait before another try to reach a server, which may be on its way."""

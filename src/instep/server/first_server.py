@@ -39,6 +39,7 @@ from instep.recipe.recipe import Recipe
 from instep.records import Attempt
 from instep.server.commits import Commits, Push
 from instep.server.connect import reach, tell
+from instep.server.door import Door, Guest
 from instep.server.messages import Answer, End, Give, Write
 from instep.server.micro_batches import Parcel, buffers_of, frozen_in
 from instep.server.peer_servers import Others, halfway, lost
@@ -46,7 +47,7 @@ from instep.server.request_queue import Desk
 from instep.server.server import Server
 from instep.server.shard import Holding
 from instep.server.shard_service import HELD, write_shard, written_by
-from instep.server.tensor_channel import Ask, Door, Guest
+from instep.server.tensor_channel import Ask
 from instep.state.files.staging import SAVING
 from instep.state.pieces import SHARD
 from instep.state.snapshot import model_tensors

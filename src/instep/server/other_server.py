@@ -12,10 +12,11 @@ from instep.comm.protocol.messages import Heartbeat
 from instep.engine.trial_result import Trial
 from instep.errors import PeerError
 from instep.server.connect import tell
+from instep.server.door import Door
 from instep.server.messages import Question
 from instep.server.server import Server
 from instep.server.shard_service import Further
-from instep.server.tensor_channel import LOOK_S, Door
+from instep.server.tensor_channel import LOOK_S
 from instep.worker.loop.after_commit import Step
 
 FLUSH_S = 1.0

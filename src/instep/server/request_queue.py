@@ -15,7 +15,8 @@ from torch import Tensor
 
 from instep.errors import PeerError
 from instep.server.commits import Commits
-from instep.server.tensor_channel import LOOK_S, Ask, Door, Grant, Guest
+from instep.server.door import Door, Guest
+from instep.server.tensor_channel import LOOK_S, Ask, Grant
 
 TOLD = 1000
 """Complete steps that are remembered for workers that do not know of them."""

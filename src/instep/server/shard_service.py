@@ -18,6 +18,7 @@ from typing import Any
 from instep.engine.state.host_copy import HostCopy
 from instep.errors import CheckpointError
 from instep.records import Attempt
+from instep.server.door import Guest
 from instep.server.messages import (
     Answer,
     Apply,
@@ -30,7 +31,6 @@ from instep.server.messages import (
     Write,
 )
 from instep.server.shard import Holding
-from instep.server.tensor_channel import Guest
 from instep.state.files.manifest import FileEntry
 from instep.state.files.room import LAST_RESERVE_BYTES, RESERVE_BYTES
 from instep.state.files.staging import write_tensors

@@ -58,3 +58,26 @@ def _per_byte(base: int) -> int:
     while room:
         count, room = count + 1, room // base
     return count
+
+
+def base_of(voters: int, *, ties: bool) -> int:
+    """Count the values that the sum of so many votes has; without any that abstains, every other
+    one. 0 where nobody votes."""
+    return (2 * voters + 1 if ties else voters + 1) if voters else 0
+
+
+def ballot(counts: Tensor, voters: int, *, ties: bool) -> tuple[Tensor, int]:
+    """Turn sums of votes into whole numbers from 0, and their base."""
+    numbers = counts + voters
+    return (numbers if ties else numbers >> 1), base_of(voters, ties=ties)
+
+
+def read_votes(numbers: Tensor, voters: int, base: int) -> Tensor:
+    """Read the sums that `ballot` was given, [n] int16."""
+    wide = numbers.to(torch.int16)
+    return (wide if base == 2 * voters + 1 else 2 * wide) - voters
+
+
+def none(like: Tensor) -> Tensor:
+    """Bytes of no ballot, [0] uint8, where another tensor is."""
+    return torch.zeros(0, dtype=torch.uint8, device=like.device)

@@ -239,26 +239,29 @@ class SignVote(Carrying):
         if not every:
             return torch.zeros(self._length, dtype=torch.int8, device=self._device)
         sent = [
-            ballots.pack(*_ballot(counts[part], mine, ties=bool(told[rank, owner])))
+            ballots.pack(*ballots.ballot(counts[part], mine, ties=bool(told[rank, owner])))
             if mine
-            else _nothing(counts)
+            else ballots.none(counts)
             for owner, part in enumerate(self._stretches)
         ]
-        bases = [_base(each, ties=bool(told[source, rank])) for source, each in enumerate(voters)]
+        bases = [
+            ballots.base_of(each, ties=bool(told[source, rank]))
+            for source, each in enumerate(voters)
+        ]
         sums = [ballots.size(own, base) if base else 0 for base in bases]
         total = torch.zeros(own, dtype=torch.int16, device=self._device)
         for payload, base, each in zip(self._swap(sent, sums), bases, voters, strict=True):
             if base:
-                total += _read(ballots.unpack(payload, own, base), each, base)
+                total += ballots.read_votes(ballots.unpack(payload, own, base), each, base)
         # with an odd number of votes nobody is in the middle, unless somebody abstains
         ties = [bool(told[:-1, owner].any()) or every % 2 == 0 for owner in range(len(sizes))]
-        result = ballots.pack(*_ballot(total.sign(), 1, ties=ties[rank]))
-        bases = [_base(1, ties=each) for each in ties]
+        result = ballots.pack(*ballots.ballot(total.sign(), 1, ties=ties[rank]))
+        bases = [ballots.base_of(1, ties=each) for each in ties]
         gets = [ballots.size(size, base) for size, base in zip(sizes, bases, strict=True)]
         come = self._swap([result] * len(sizes), gets)
         return torch.cat(
             [
-                _read(ballots.unpack(payload, size, base), 1, base).to(torch.int8)
+                ballots.read_votes(ballots.unpack(payload, size, base), 1, base).to(torch.int8)
                 for payload, size, base in zip(come, sizes, bases, strict=True)
             ]
         )
@@ -342,25 +345,3 @@ class SignVote(Carrying):
     def price(parameter_bytes: int, replicas: int) -> Price:
         """With a voter on each replica, and an odd number of them: a bit each way."""
         return Price(2 * (replicas - 1) / replicas * parameter_bytes / 32, 2 * (replicas - 1))
-
-
-def _base(voters: int, *, ties: bool) -> int:
-    """How many values the sum of so many votes has; without any that abstains, every other one. 0
-    where nobody votes."""
-    return (2 * voters + 1 if ties else voters + 1) if voters else 0
-
-
-def _ballot(counts: Tensor, voters: int, *, ties: bool) -> tuple[Tensor, int]:
-    """Sums of votes as whole numbers from 0, and their base."""
-    numbers = counts + voters
-    return (numbers if ties else numbers >> 1), _base(voters, ties=ties)
-
-
-def _read(numbers: Tensor, voters: int, base: int) -> Tensor:
-    """What `_ballot` was given [n] int16."""
-    wide = numbers.to(torch.int16)
-    return (wide if base == 2 * voters + 1 else 2 * wide) - voters
-
-
-def _nothing(like: Tensor) -> Tensor:
-    return torch.zeros(0, dtype=torch.uint8, device=like.device)

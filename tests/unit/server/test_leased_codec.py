@@ -31,10 +31,11 @@ from instep.comm.codecs.base import aligned, draw_key
 from instep.errors import PeerError, SpecError
 from instep.server.coding import Coding, Held, Pushes
 from instep.server.commits import Push
+from instep.server.door import Door
 from instep.server.messages import Answer, Pull, Stage
 from instep.server.micro_batches import Portions, buffers_of, pieces_of, whole_pieces
 from instep.server.request_queue import Desk
-from instep.server.tensor_channel import Ask, Door, Grant, Line
+from instep.server.tensor_channel import Ask, Grant, Line
 from instep.sync import norm
 from instep.sync.base import Piece, make_strategy
 from instep.sync.servers.leases import Unit

@@ -16,9 +16,10 @@ from instep.comm.encryption.tls import context
 from instep.comm.protocol import listener
 from instep.comm.protocol.channel import Address
 from instep.errors import PeerError
-from instep.server import tensor_channel as line_file
+from instep.server import door as door_file
+from instep.server.door import Door
 from instep.server.micro_batches import Parcel, buffers_of, whole_pieces
-from instep.server.tensor_channel import Ask, Door, Grant, Line
+from instep.server.tensor_channel import Ask, Grant, Line
 
 MODEL = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
 
@@ -146,7 +147,7 @@ def test_who_does_not_know_the_secret_is_not_let_in(doors, connected):
 
 @pytest.mark.parametrize("data", [b"", b"x" * 200, b"\xff" * 12, b"\0" * 12 + b"\xc1"])
 def test_what_is_no_message_ends_its_connection_alone(doors, connected, data, monkeypatch):
-    monkeypatch.setattr(line_file, "PROOF_S", 0.2)
+    monkeypatch.setattr(door_file, "PROOF_S", 0.2)
     door = doors()
     other = connected(door, 1)
     with socket.create_connection(door.address) as stranger:
@@ -234,7 +235,7 @@ HELLO = b"\x16\x03\x01\x02\0"
 
 @pytest.mark.parametrize("encrypted", [False, True], ids=["", "encrypted"])
 def test_the_time_for_a_proof_is_counted_while_bytes_drip(doors, connected, monkeypatch, encrypted):
-    monkeypatch.setattr(line_file, "PROOF_S", 0.4)
+    monkeypatch.setattr(door_file, "PROOF_S", 0.4)
     authority = Authority()
     ours, its = (authority.issue(Identity("worker", n)) if encrypted else None for n in (3, 9))
     door = doors(its)
@@ -255,7 +256,7 @@ def test_the_time_for_a_proof_is_counted_while_bytes_drip(doors, connected, monk
 @pytest.mark.parametrize("encrypted", [False, True], ids=["", "encrypted"])
 def test_the_oldest_caller_makes_room_for_a_worker(doors, connected, monkeypatch, encrypted):
     monkeypatch.setattr(listener, "MOST_UNPROVEN", 4)
-    monkeypatch.setattr(line_file, "PROOF_S", 60.0)
+    monkeypatch.setattr(door_file, "PROOF_S", 60.0)
     authority = Authority()
     ours, its = (authority.issue(Identity("worker", n)) if encrypted else None for n in (3, 9))
     door = doors(its)
@@ -289,7 +290,7 @@ def test_nobody_is_told_what_is_wrong(doors):
 
 
 def test_a_door_that_can_open_no_more_files_makes_room(doors, connected, monkeypatch):
-    monkeypatch.setattr(line_file, "PROOF_S", 60.0)
+    monkeypatch.setattr(door_file, "PROOF_S", 60.0)
     accept, accepted = socket.socket.accept, []
 
     def full_at_the_second(listener):

@@ -25,6 +25,7 @@ from instep.errors import PeerError, WorkerError
 from instep.job.train import TrainSpec
 from instep.server.coding import Coding, Held, Pushes
 from instep.server.commits import Commits, Push
+from instep.server.door import Door
 from instep.server.first_server import Serving
 from instep.server.messages import (
     Answer,
@@ -42,7 +43,7 @@ from instep.server.other_server import Following
 from instep.server.peer_servers import Others
 from instep.server.shard import Holding
 from instep.server.shard_service import Further, path_of, write_shard, written_by
-from instep.server.tensor_channel import Door, Line
+from instep.server.tensor_channel import Line
 from instep.state.pieces import SHARD
 from instep.sync.servers.leases import Unit
 from instep.sync.servers.server_async import ServerAsync
