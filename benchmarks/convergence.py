@@ -40,7 +40,8 @@ from instep.report.figures.outcomes import Outcome
 from instep.report.figures.ratios import ratio_of
 from instep.store.run_folder import RunFolder
 from instep.sync.all_reduce import AllReduce
-from instep.sync.base import Generation, Servers, make_strategy
+from instep.sync.base import make_strategy
+from instep.sync.generation import Generation, Servers
 from instep.system.host_memory import HostMemory
 
 WORKERS, BATCH, LENGTH, WIDTH, STEPS, OVER = 4, 8, 48, 64, 200, 40

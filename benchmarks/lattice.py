@@ -22,7 +22,7 @@ from turns import HERE, in_words, over, summed_up, write
 from instep.comm.alone import AloneComm
 from instep.engine.gradients import Gradients
 from instep.sync.all_reduce import AllReduce
-from instep.sync.base import Generation
+from instep.sync.generation import Generation
 
 sys.path.insert(0, str(HERE / "recipes"))
 BATCHES = {"mlp": 64, "gpt": 8, "conv": 32, "lstm": 32, "embedding": 128}

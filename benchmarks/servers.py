@@ -37,7 +37,8 @@ from instep.engine.served.optimizer import ServedUpdate
 from instep.engine.update import Update
 from instep.lab.netlab import Network, bits_per_s
 from instep.records import Attempt
-from instep.sync.base import Generation, Servers, make_strategy
+from instep.sync.base import make_strategy
+from instep.sync.generation import Generation, Servers
 from instep.system.host_memory import HostMemory
 
 WORKERS = 4

@@ -20,7 +20,8 @@ import numpy as np
 
 from instep.cli import main as instep
 from instep.report.figures.summary import summarise
-from instep.store.run_folder import Floats, RunFolder, step_ends
+from instep.store.run_files import Floats, step_ends
+from instep.store.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "pictures" / "killed.svg"

@@ -17,8 +17,9 @@ from instep.engine.gradients import Gradients
 from instep.engine.passes import share_of
 from instep.engine.state.buffers import Buffers
 from instep.records import Attempt
-from instep.sync.base import Generation, make_strategy
+from instep.sync.base import make_strategy
 from instep.sync.delayed import Delayed
+from instep.sync.generation import Generation
 
 TIMEOUT_S = 600.0
 

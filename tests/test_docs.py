@@ -25,7 +25,7 @@ from instep.engine.gradients import Gradients
 from instep.job import file as spec_file
 from instep.sync import STRATEGIES
 from instep.sync.all_reduce import AllReduce
-from instep.sync.base import Generation
+from instep.sync.generation import Generation
 
 ROOT = Path(__file__).resolve().parent.parent
 _BUILT = {".venv", "runs", "build", ".pytest_cache", ".hypothesis"}

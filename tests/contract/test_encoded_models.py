@@ -12,8 +12,9 @@ from instep.engine.gradients import Gradients
 from instep.errors import SpecError
 from instep.job import file as spec_file
 from instep.records import Attempt
-from instep.sync.base import Generation, make_strategy
+from instep.sync.base import make_strategy
 from instep.sync.clashes import check
+from instep.sync.generation import Generation
 from instep.sync.reducers import reducer_of
 from instep.sync.reducers.two_phase import TwoPhase
 from ranks import Death, Point, Script, World

@@ -11,7 +11,8 @@ from instep.comm.codecs import CODECS
 from instep.comm.memory import run_ranks
 from instep.engine.served.optimizer import ServedUpdate
 from instep.records import Attempt
-from instep.sync.base import Generation, Servers, make_strategy
+from instep.sync.base import make_strategy
+from instep.sync.generation import Generation, Servers
 from instep.system.host_memory import HostMemory
 
 AT_RANDOM = ", at random"

@@ -14,7 +14,8 @@ from instep.errors import SpecError
 from instep.job.sync import ROUND_OPTIONS
 from instep.records import Attempt
 from instep.sync import DEFAULTS, LEASED, SERVERS, STRATEGIES
-from instep.sync.base import Generation, Servers, make_strategy
+from instep.sync.base import make_strategy
+from instep.sync.generation import Generation, Servers
 from instep.system.host_memory import HostMemory
 
 NAMES = [name for name in STRATEGIES if name not in LEASED]

@@ -17,7 +17,7 @@ from instep.data.order import Order, position
 from instep.state.files.manifest import published
 from instep.state.load import load
 from instep.store.run_folder import RunFolder
-from instep.sync.base import SERVED
+from instep.sync.generation import SERVED
 
 pytestmark = pytest.mark.process
 

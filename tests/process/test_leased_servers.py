@@ -152,6 +152,16 @@ def test_a_run_resumes_with_another_number_of_servers(tmp_path: Path, then: int)
     assert again.summary["wire_bytes"] > 2 * size * len(run.ledger), "down and up, for each update"
 
 
+def test_servers_after_the_first_try_no_pass(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"name": "leased", "runs": tmp_path, "seed": 5, "quiet": True}
+    train = {"steps": 3, "global_batch": BATCH, "micro_batches": PARTS}
+    sync = {"name": "server_async", "servers": 2}
+    done = instep.train(f"{RECIPES / 'tiny.py'}:recipe", workers=1, train=train, sync=sync, **given)
+    tried = {event["worker"] for event in RunFolder(done.path).named("trial_progress")}
+    assert 0 in tried
+    assert 2 not in tried
+
+
 @pytest.mark.slow
 def test_callbacks_see_the_parameters_of_all_servers_at_their_step(tmp_path: Path) -> None:
     given: dict[str, Any] = {"name": "leased", "runs": tmp_path, "seed": 5, "quiet": True}

@@ -21,7 +21,7 @@ from instep.records import Attempt
 from instep.state.files.manifest import published
 from instep.state.pieces import Pieces, open_pieces
 from instep.sync.all_reduce import AllReduce
-from instep.sync.base import Generation
+from instep.sync.generation import Generation
 
 pytestmark = pytest.mark.process
 

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from instep.client.batch_options import NEXT, SIGNAL, _signal, sbatch_options
 from instep.client.job_checks import check_job
 from instep.errors import INTERRUPTED, RunError, SpecError
 from instep.job import file as spec_file
 from instep.job.spec import JobSpec
 from instep.launch.base import check_no_hosts
 from instep.launch.slurm_cluster import ask, nodes_of
+from instep.launch.slurm_options import NEXT, SIGNAL, sbatch_options, signal_of
 from instep.store.folder import numbered
 
 LOOK_S = 2.0
@@ -183,7 +183,7 @@ def script(job: JobSpec, folder: Path, options: list[str], *, json_output: bool)
     lines += ["--no-kill", "--requeue", "--open-mode=append"]
     lines += [f"--output={folder / 'output.log'}", f"--error={folder / 'progress.log'}"]
     lines += [f"--chdir={os.getcwd()}"]
-    name, seconds = _signal(launch.options.get("signal", SIGNAL))
+    name, seconds = signal_of(launch.options.get("signal", SIGNAL))
     lines += [f"--signal=B:{name}@{seconds}", *options]
     json = " --json" if json_output else ""
     return _SCRIPT.format(

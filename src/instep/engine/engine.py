@@ -35,8 +35,6 @@ from torch import Tensor, nn
 from instep.comm.alone import AloneComm
 from instep.comm.base import Comm
 from instep.comm.late_errors import LateErrors
-from instep.comm.over_hosts import over_hosts
-from instep.comm.torch_comm import TorchComm
 from instep.data.order import Position
 from instep.engine.alike import check_parameters
 from instep.engine.assignment import Lockstep
@@ -67,9 +65,9 @@ from instep.engine.update import Update
 from instep.errors import PeerError, Unrepeatable, WorkerError
 from instep.records import Attempt
 from instep.state.boxes import MeshRank
-from instep.sync.base import Generation, InMesh, Mover, Scattered, Servers, Strategy
+from instep.sync.base import Strategy
+from instep.sync.generation import Generation, InMesh, Mover, Scattered, Servers
 from instep.sync.norm import norm, squares
-from instep.system.processes import machine
 
 
 class _Staged(NamedTuple):
@@ -695,41 +693,3 @@ class Engine:
         self._handed_out = self._slots_filled = False
         self._half_moved = False
         return done
-
-
-def make_comms(
-    member: Member, device: torch.device, address: str = "127.0.0.1"
-) -> tuple[Comm, Comm]:
-    """The groups of this generation, listening on a local address: all members, and those that
-    have this one's place in their replicas; the same group, where a replica is one rank."""
-    form, mesh = member.form, member.job.mesh
-    assert form is not None
-
-    def among(members: Sequence[int], prefix: str) -> Comm:
-        if len(members) == 1:  # it moves nothing
-            return AloneComm()
-        return TorchComm(
-            member.store(prefix),
-            members.index(form.members[form.rank]),
-            len(members),
-            device=device,
-            address=address,
-            timeout_s=form.timeout_s,
-        )
-
-    everyone = among(form.members, "")
-    if mesh.ranks == 1:
-        if device.type == "cpu" and len(form.members) > 3 and not form.servers:
-
-            def of_ranks(ranks: Sequence[int], name: str) -> Comm:
-                return among([form.members[rank] for rank in ranks], name)
-
-            everyone = over_hosts(everyone, machine(), of_ranks)
-        return everyone, everyone
-    worker = form.members[form.rank]
-    try:
-        column = among(mesh.column(form.members, worker), f"column {worker % mesh.ranks} ")
-    except PeerError:
-        everyone.close()
-        raise
-    return everyone, column

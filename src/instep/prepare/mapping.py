@@ -7,13 +7,11 @@ another process to try. Nothing here knows processes. Way in: `Mapping`.
 from __future__ import annotations
 
 import pickle
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pyarrow as pa
 
 from instep.data.raw import FORMATS, Chunk, Piece, RawFormat
@@ -39,7 +37,7 @@ from instep.prepare.function import (
     several,
 )
 from instep.prepare.messages import Done, Map
-from instep.prepare.results import Noted, Wider, write
+from instep.prepare.results import Noted, Notices, Wider, kept_records, write
 
 _HEAD = 64
 """Samples that say what the columns are."""
@@ -50,11 +48,6 @@ _FIRST = 16
 _MOST_ROWS = 16384
 """Samples of one record batch."""
 
-_MOST_AGAIN = 4 << 20
-"""Bytes of records of one task that are tried again."""
-
-_MOST_KEPT = 1 << 16
-"""Characters of a bad record that are kept."""
 
 Origin = tuple[Piece, int, Any]
 """What a sample was made of: piece, place and record."""
@@ -115,7 +108,7 @@ class Mapping:
 
     def head(self, pieces: Sequence[Piece]) -> list[Column]:
         """The columns of the first samples."""
-        for batch in self._batches(pieces, _HEAD, None, _Notes(seeded=True, copies=True)):
+        for batch in self._batches(pieces, _HEAD, None, Notices(seeded=True, copies=True)):
             if batch.columns:
                 return batch.columns
         return []
@@ -128,7 +121,7 @@ class Mapping:
         """
         columns, seeded, copies = task.columns, False, False
         while True:
-            notes = _Notes(seeded, copies)
+            notes = Notices(seeded, copies)
             try:
                 batches = self._batches(task.pieces, _FIRST, columns, notes)
                 ends = partial(self._ended, task.key, notes)
@@ -143,7 +136,7 @@ class Mapping:
                 again = self._folder / f"{task.key}.again"
                 return Done(task.number, result, str(again) if notes.again else "")
 
-    def _ended(self, key: str, notes: _Notes) -> Noted:
+    def _ended(self, key: str, notes: Notices) -> Noted:
         """Keep records for another process to try, of this command or of a later one. Returns what
         the task has noticed."""
         if notes.again:
@@ -155,7 +148,7 @@ class Mapping:
         pieces: Sequence[Piece],
         first: int,
         columns: list[Column] | None,
-        notes: _Notes,
+        notes: Notices,
     ) -> Iterator[Encoded]:
         """The samples of pieces, in batches: the first has `first`, later ones are of even size."""
         held = _Held(first)
@@ -181,7 +174,7 @@ class Mapping:
             yield self._encoded(held.samples, held.of, columns, notes)
 
     def _whole(
-        self, piece: Piece, chunk: Chunk, columns: list[Column] | None, notes: _Notes
+        self, piece: Piece, chunk: Chunk, columns: list[Column] | None, notes: Notices
     ) -> Encoded:
         """The samples of a record batch, as it is."""
         assert isinstance(chunk.rows, pa.RecordBatch)
@@ -196,7 +189,7 @@ class Mapping:
         self._stop_at_bad(notes)
         return found
 
-    def _made(self, piece: Piece, chunk: Chunk, held: _Held, notes: _Notes) -> Iterator[None]:
+    def _made(self, piece: Piece, chunk: Chunk, held: _Held, notes: Notices) -> Iterator[None]:
         """Put the samples of a chunk's records where they wait, some at a time."""
         rows = chunk.rows.to_pylist() if isinstance(chunk.rows, pa.RecordBatch) else chunk.rows
         places = list(chunk.places)
@@ -209,7 +202,7 @@ class Mapping:
             at = stop
 
     def _given(
-        self, piece: Piece, rows: list[Any], places: list[int], notes: _Notes
+        self, piece: Piece, rows: list[Any], places: list[int], notes: Notices
     ) -> Sequence[Any]:
         """What is made of some records: a sample, several, None or a `Bad` of each."""
         mapper = self._mapper
@@ -246,7 +239,7 @@ class Mapping:
         function.seed(piece.number, place)
         return self._called(function, piece, [place], [row], 0)[0]
 
-    def _tried(self, function: Function, piece: Piece, place: int, row: Any, notes: _Notes) -> Any:
+    def _tried(self, function: Function, piece: Piece, place: int, row: Any, notes: Notices) -> Any:
         """What is made of a record that another process will try too."""
         kept = pickle.dumps(row)  # as it was before the function
         if notes.seeded:
@@ -266,7 +259,7 @@ class Mapping:
         places: list[int],
         given: Sequence[Any],
         held: _Held,
-        notes: _Notes,
+        notes: Notices,
     ) -> None:
         """Sort what was made of records into samples and bad records."""
         samples, of = held.samples, held.of
@@ -295,7 +288,7 @@ class Mapping:
         samples: list[Any],
         of: list[Origin],
         columns: list[Column] | None,
-        notes: _Notes,
+        notes: Notices,
     ) -> Encoded:
         """Samples as columns; the records of those that do not fit are bad."""
         found = encode(samples, columns)
@@ -305,7 +298,7 @@ class Mapping:
         self._stop_at_bad(notes)
         return found
 
-    def _stop_at_bad(self, notes: _Notes) -> None:
+    def _stop_at_bad(self, notes: Notices) -> None:
         if self._asked.unreadable == "stop" and notes.bad:
             bad = min(notes.bad, key=lambda bad: bad["place"])
             piece = Piece(bad["file"], bad["format"], 0, 0)
@@ -318,7 +311,7 @@ class Mapping:
         """The first record of a file whose samples differ here, in words; empty without one."""
         assert isinstance(self._mapper, Function), "only a function is tried again"
         self._mapper.copies = True
-        for piece, place, kept, digest, seeded in _kept_records(Path(file)):
+        for piece, place, kept, digest, seeded in kept_records(Path(file)):
             if seeded:
                 self._mapper.seed(piece.number, place)
             (given,) = self._called(self._mapper, piece, [place], [pickle.loads(kept)], 0)
@@ -326,78 +319,6 @@ class Mapping:
                 return self.where(piece, place)
         Path(file).unlink()
         return ""
-
-
-def _kept_records(file: Path) -> list[tuple[Piece, int, bytes, bytes, bool]]:
-    """The records of a result that are to be tried again.
-
-    Raises:
-        DataError: they are damaged; the result is removed with them.
-    """
-    try:
-        found: list[tuple[Piece, int, bytes, bytes, bool]] = pickle.loads(file.read_bytes())
-    except Exception:
-        file.with_suffix(".done").unlink(missing_ok=True)
-        file.unlink(missing_ok=True)
-        raise DataError(f"{file} is damaged. Give the same command again.") from None
-    return found
-
-
-class _Notes:
-    """What is noticed while a task reads.
-
-    Args:
-        seeded: whether the generators are seeded for each record.
-        copies: whether samples are copied as they are given.
-    """
-
-    def __init__(self, seeded: bool, copies: bool) -> None:
-        self.seeded, self.copies = seeded, copies
-        self.records = Counter[str]()
-        """Records of each file."""
-        self.given = 0
-        """Records that could be decoded."""
-        self.bad: list[dict[str, Any]] = []
-        self.again: list[tuple[Piece, int, bytes, bytes, bool]] = []
-        self._again_bytes = 0
-
-    def take_bad(self, piece: Piece, chunk: Chunk) -> None:
-        """Records that could not be decoded."""
-        texts = chunk.texts or [b""] * len(chunk.bad)
-        for (place, text), raw in zip(chunk.bad, texts, strict=True):
-            self.records[piece.path] += 1
-            self.add_bad(piece, place, text, raw)
-
-    def add_bad(self, piece: Piece, place: int, text: str, record: Any) -> None:
-        """A record that no sample was made of."""
-        bad = {"file": piece.path, "format": piece.format, "place": place, "error": text}
-        self.bad.append({**bad, **kept_text(record)})
-
-    def try_again(self, piece: Piece, place: int, kept: bytes, digest: bytes) -> None:
-        """A record that another process is to have too."""
-        if self._again_bytes + len(kept) <= _MOST_AGAIN:
-            self._again_bytes += len(kept)
-            self.again.append((piece, place, kept, digest, self.seeded))
-
-    def of_task(self) -> Noted:
-        """Count the records, and sort those that were bad."""
-        files = {bad["file"]: number for number, bad in reversed([*enumerate(self.bad)])}
-        self.bad.sort(key=lambda bad: (files[bad["file"]], bad["place"]))
-        places = Counter(file for file, _ in {(bad["file"], bad["place"]) for bad in self.bad})
-        only = {file: count for file, count in places.items() if count == self.records[file]}
-        return Noted(self.records.total(), self.bad, only)
-
-
-def kept_text(record: Any) -> dict[str, Any]:
-    """Make text of a bad record, as JSON if it was decoded; it is cut where it is long."""
-    if not isinstance(record, bytes | str):
-        try:
-            record = msgspec.json.encode(record, enc_hook=repr)
-        except (TypeError, ValueError):  # the function has changed it to something else
-            record = repr(record)
-    if isinstance(record, bytes):
-        record = record.decode(errors="replace")
-    return {"record": record[:_MOST_KEPT], "length": len(record)}
 
 
 def _image(row: dict[str, Any]) -> dict[str, Any] | Bad:

@@ -31,7 +31,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from instep.data.order import key
 from instep.errors import SpecError
 from instep.job.start import LoraSpec
-from instep.recipe.patterns import matched_by, names_of
+from instep.recipe.start.patterns import matched_by, names_of
 from instep.units import readable_count
 from instep.words import listed, plural
 

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from instep.errors import RecipeError, SpecError
 from instep.job.start import LoraSpec, StartSpec
 from instep.recipe import lora
-from instep.recipe.patterns import Names, matched_by, matches, matches_nothing, names_of
 from instep.recipe.start.file import start_file
+from instep.recipe.start.patterns import Names, matched_by, matches, matches_nothing, names_of
 from instep.state.export.adapter import adapted_layers
 from instep.state.files.sharded import files_of
 from instep.state.load import Fit, fit_model

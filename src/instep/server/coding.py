@@ -21,7 +21,7 @@ from torch import Tensor
 from instep.comm.codecs.base import aligned, draw_key
 from instep.errors import PeerError
 from instep.server.micro_batches import Parcel
-from instep.sync.base import Piece
+from instep.sync.generation import Piece
 from instep.sync.servers.leases import Unit
 from instep.sync.servers.server_async import ServerAsync
 from instep.sync.sums import Wide

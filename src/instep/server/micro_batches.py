@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from instep.data.order import Position, position, steps_in_epoch
 from instep.engine.passes import parts_of, positions_of
 from instep.job.train import TrainSpec
-from instep.sync.base import Piece
+from instep.sync.generation import Piece
 from instep.sync.servers.cuts import Packed, shares
 from instep.sync.servers.leases import Unit
 

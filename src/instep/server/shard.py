@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from instep.engine.served.leased_optimizer import LeasedUpdate
 from instep.server.coding import Coding, Given, Held, Wrapped, part_of
 from instep.server.micro_batches import Parcel, pieces_of
-from instep.sync.base import Piece
+from instep.sync.generation import Piece
 from instep.sync.servers.server_async import ServerAsync
 
 _PARAMETERS = "parameters/"

@@ -30,9 +30,10 @@ from instep.comm.base import Comm, Work
 from instep.comm.buckets import Bucket, laid_out_like, lay_out
 from instep.comm.codecs.base import Codec
 from instep.records import BEGINNING, Attempt, Law
-from instep.sync.base import Generation, Price, Result
+from instep.sync.base import Price, Result
 from instep.sync.carried_over import CarriedOver
 from instep.sync.gathering import Gathering, sparse_of
+from instep.sync.generation import Generation
 from instep.sync.reducers import Layout, Place, Reducer, Room, reducer_of
 from instep.sync.sparse_rows import with_rows
 from instep.sync.sums import Exact, Plain, Sums, Wide, sums_of

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from instep.comm.base import Comm
 from instep.records import BEGINNING, Attempt
-from instep.sync.base import Memory
+from instep.sync.generation import Memory
 from instep.sync.reducers import Layout
 
 

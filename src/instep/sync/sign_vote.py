@@ -27,7 +27,8 @@ from instep.comm.buckets import laid_out_like
 from instep.errors import SpecError
 from instep.records import Law
 from instep.sync import ballots
-from instep.sync.base import Generation, Price, Result
+from instep.sync.base import Price, Result
+from instep.sync.generation import Generation
 from instep.sync.rounds.carried import SUM, Move, Piece, moves_to
 from instep.sync.rounds.carrying import Carrying
 from instep.sync.sparse_rows import SparseRows, with_rows

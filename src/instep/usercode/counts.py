@@ -163,8 +163,9 @@ class _Kept(NamedTuple):
 class Counts:
     """The numbers that some functions, modules and objects keep, as they are now.
 
-    Whatever else is kept beside them is put back too; of what lists, dicts, sets and deques hold,
-    only another length is a change: a memory that grows, and that something reads.
+    Whatever else is kept beside them is put back too. Of what lists and dicts hold beside numbers,
+    and of sets and deques, only another length is a change: a memory that grows, and that something
+    reads.
 
     Args:
         keepers: functions, modules, or anything else, of which nothing is looked at.
@@ -267,9 +268,10 @@ def _copied(value: Any) -> Any:
 
 def _counts(value: Any, kept: Any) -> bool:
     if isinstance(kept, _HeldItems):
-        return type(value) in (list, *_DICTS) and len(kept) <= _SHORT
+        short = type(value) in (list, *_DICTS) and len(kept) <= _SHORT
+        return short and any(map(_is_number, kept))
     if type(value) is tuple:
-        return len(value) <= _SHORT
+        return len(value) <= _SHORT and any(map(_is_number, value))
     return _numeric(value) or isinstance(kept, (itertools.count, _Reached))
 
 

@@ -6,12 +6,13 @@ close over, read from their globals, have as defaults or as attributes.
 
 from __future__ import annotations
 
+import dis
 import sys
 import sysconfig
 from argparse import Namespace
 from collections import deque
 from collections.abc import Iterable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from types import (
     CellType,
     CodeType,
@@ -150,9 +151,10 @@ def _of_function(function: FunctionType) -> Iterator[Place]:
     yield from (Place(cell, "", name) for name, cell in cells if _filled(cell))
     space, names = function.__globals__, names_in(function.__code__)
     yield from (Place(space, name, name) for name in sorted(names & space.keys()))
-    for name in sorted(names):
-        module = space.get(name, sys.modules.get(name))
-        if type(module) is ModuleType and not _in_a_library(module.__name__):
+    modules = {name: space[name] for name in names & space.keys()}
+    modules |= {name: sys.modules.get(name) for name in _imports_in(function.__code__)}
+    for name, module in sorted(modules.items()):
+        if type(module) is ModuleType and not _in_a_library(vars(module).get("__name__")):
             own = sorted(names & vars(module).keys())
             yield from (Place(vars(module), key, f"{name}.{key}") for key in own)
     of = f"{function.__name__}."
@@ -190,6 +192,14 @@ def names_in(code: CodeType) -> set[str]:
     """Find the globals and attributes that a function names, and those within it."""
     inner = (each for each in code.co_consts if isinstance(each, CodeType))
     return {*code.co_names}.union(*map(names_in, inner))
+
+
+@lru_cache(1024)
+def _imports_in(code: CodeType) -> frozenset[str]:
+    """Find the modules that a function imports, and those within it."""
+    own = {each.argval for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME"}
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    return frozenset(own).union(*map(_imports_in, inner))
 
 
 def _of_a_library(made: FunctionType | type) -> bool:

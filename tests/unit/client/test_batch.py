@@ -5,9 +5,9 @@ import subprocess
 import pytest
 
 from instep.client.batch import check_size, script
-from instep.client.batch_options import sbatch_options
 from instep.errors import SpecError
 from instep.job.file import build
+from instep.launch.slurm_options import sbatch_options
 
 
 def job_with(**launch):

@@ -343,7 +343,7 @@ def test_the_wrong_number_of_samples_at_once_is_refused():
 
 
 def every_read_takes(seconds, monkeypatch):
-    """As the clock says that chooses how to read, whatever the machine."""
+    """Set the clock that decides how to read, whatever the machine."""
     ticks = count()
     clock = SimpleNamespace(perf_counter=lambda: seconds * next(ticks), process_time=lambda: 0.0)
     monkeypatch.setattr("instep.data.reading.choose.time", clock)

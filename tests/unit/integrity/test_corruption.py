@@ -16,7 +16,7 @@ from instep.errors import PeerError, Unrepeatable, WorkerError
 from instep.integrity.corruption import MOST_IN_DOUBT, CorruptionCheck
 from instep.job import file as spec_file
 from instep.sync.all_reduce import AllReduce
-from instep.sync.base import Generation
+from instep.sync.generation import Generation
 from instep.worker.loop.observed import Observed
 from marks import tail
 

@@ -201,13 +201,13 @@ def test_one_record_of_each_block_is_made_twice(raw, monkeypatch):
     """Drawn within the block; and the first of all."""
     monkeypatch.setattr(plan, "SMALLEST", 1 << 20)  # one task
     monkeypatch.setattr(function, "ONE_IN", 20)
-    places, again = [], mapping._Notes.try_again
+    places, again = [], mapping.Notices.try_again
 
     def noted(notes, piece, place, kept, digest):
         places.append(place)
         again(notes, piece, place, kept, digest)
 
-    monkeypatch.setattr(mapping._Notes, "try_again", noted)
+    monkeypatch.setattr(mapping.Notices, "try_again", noted)
     made(ask(sources=["c.jsonl"], map="clean.py:several"))
     wanted = {0, *(20 * block + key(function._OF_TRIALS, block) % 20 for block in range(8))}
     assert len(set(places)) == len([n for n in wanted if n < 150]) > 6

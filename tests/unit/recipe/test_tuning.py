@@ -15,8 +15,8 @@ from instep.engine.alike import check_parameters
 from instep.errors import CheckpointError, RecipeError, SpecError
 from instep.job.start import StartSpec
 from instep.recipe.build import build
-from instep.recipe.patterns import matched_by
 from instep.recipe.recipe import Recipe
+from instep.recipe.start.patterns import matched_by
 from instep.recipe.tuning import rated_by
 
 CPU = torch.device("cpu")

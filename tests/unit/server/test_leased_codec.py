@@ -37,7 +37,8 @@ from instep.server.micro_batches import Portions, buffers_of, pieces_of, whole_p
 from instep.server.request_queue import Desk
 from instep.server.tensor_channel import Ask, Grant, Line
 from instep.sync import norm
-from instep.sync.base import Piece, make_strategy
+from instep.sync.base import make_strategy
+from instep.sync.generation import Piece
 from instep.sync.servers.leases import Unit
 from instep.sync.servers.server_async import ServerAsync
 

@@ -10,7 +10,8 @@ from instep.comm.codecs import CODECS
 from instep.comm.memory import run_ranks
 from instep.errors import SpecError
 from instep.records import Attempt
-from instep.sync.base import Generation, make_strategy
+from instep.sync.base import make_strategy
+from instep.sync.generation import Generation
 from instep.sync.rounds.coded import Coded
 from instep.sync.rounds.segments import Segments
 from instep.system.host_memory import HostMemory

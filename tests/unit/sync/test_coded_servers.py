@@ -36,7 +36,8 @@ from instep.engine.served.optimizer import ServedUpdate, put_together
 from instep.engine.update import Update
 from instep.errors import SpecError
 from instep.records import Attempt
-from instep.sync.base import SERVED, Generation, Servers, make_strategy
+from instep.sync.base import make_strategy
+from instep.sync.generation import SERVED, Generation, Servers
 from instep.sync.servers.cuts import cut
 from instep.sync.servers.server_sync import ServerSync
 from instep.system.host_memory import HostMemory

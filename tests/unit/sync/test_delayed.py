@@ -12,8 +12,9 @@ from instep.comm.alone import AloneComm
 from instep.comm.memory import run_ranks
 from instep.errors import SpecError
 from instep.records import Attempt, Law
-from instep.sync.base import Generation, make_strategy
+from instep.sync.base import make_strategy
 from instep.sync.delayed import Delayed, InTurns
+from instep.sync.generation import Generation
 from instep.sync.sums import Exact
 from instep.system.host_memory import HostMemory
 

@@ -14,7 +14,8 @@ from instep.engine.gradients import Gradients
 from instep.errors import RecipeError, SpecError
 from instep.records import Attempt
 from instep.sync.all_reduce import AllReduce
-from instep.sync.base import Generation, make_strategy
+from instep.sync.base import make_strategy
+from instep.sync.generation import Generation
 from instep.worker.loop.momentum import move_momentum
 
 COUNT = 9000

@@ -17,7 +17,8 @@ from instep.errors import PeerError, SpecError
 from instep.job import file as spec_file
 from instep.records import Attempt
 from instep.sync.all_reduce import AllReduce
-from instep.sync.base import Generation, InMesh, make_strategy
+from instep.sync.base import make_strategy
+from instep.sync.generation import Generation, InMesh
 from instep.system.host_memory import HostMemory
 from ranks import FakeMember
 

@@ -9,7 +9,8 @@ from instep.comm.memory import run_ranks
 from instep.errors import SpecError
 from instep.job.sync import SyncSpec
 from instep.records import Attempt
-from instep.sync.base import Generation, make_strategy
+from instep.sync.base import make_strategy
+from instep.sync.generation import Generation
 from instep.sync.rounds.outer import Momentum, Outer
 from instep.sync.rounds.segments import Segments
 from instep.sync.rounds.streaming import Streaming

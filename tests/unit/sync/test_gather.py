@@ -8,7 +8,8 @@ from helpers import run_processes
 from instep.comm.codecs import CODECS
 from instep.comm.memory import run_ranks
 from instep.records import Attempt
-from instep.sync.base import Generation, make_strategy
+from instep.sync.base import make_strategy
+from instep.sync.generation import Generation
 from instep.sync.reducers import Place, reducer_of
 from instep.sync.reducers.gather import Gather
 

@@ -13,7 +13,7 @@ from instep.comm.alone import AloneComm
 from instep.comm.memory import run_ranks
 from instep.errors import SpecError, WorkerError
 from instep.sync.all_reduce import AllReduce
-from instep.sync.base import Generation
+from instep.sync.generation import Generation
 from instep.sync.lattice import WHOLE, Lattice, Report
 
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

@@ -15,7 +15,8 @@ from instep.errors import SpecError, WorkerError
 from instep.job.sync import OF_FRAGMENTS
 from instep.sync import ROUNDS, defaults_of
 from instep.sync.all_reduce import AllReduce
-from instep.sync.base import Generation, Price, make_strategy
+from instep.sync.base import Price, make_strategy
+from instep.sync.generation import Generation
 
 
 @pytest.mark.parametrize(

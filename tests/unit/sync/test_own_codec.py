@@ -9,7 +9,8 @@ from torch.nn import Parameter
 from instep.comm.codecs import CODECS
 from instep.comm.memory import run_ranks
 from instep.errors import SpecError
-from instep.sync.base import Generation, make_strategy
+from instep.sync.base import make_strategy
+from instep.sync.generation import Generation
 
 CODE = """
 import torch

@@ -17,7 +17,8 @@ from instep.comm.codecs.powersgd import PowerSGD
 from instep.comm.memory import run_ranks
 from instep.errors import SpecError
 from instep.records import Attempt
-from instep.sync.base import Generation, make_strategy
+from instep.sync.base import make_strategy
+from instep.sync.generation import Generation
 from instep.sync.reducers import Place
 from instep.sync.reducers.powersgd import PowerSgd
 

@@ -19,7 +19,8 @@ from instep.engine.served.optimizer import ServedUpdate, put_together
 from instep.engine.update import Update
 from instep.errors import RecipeError, SpecError, WorkerError
 from instep.records import Attempt
-from instep.sync.base import Generation, Piece, Servers, make_strategy
+from instep.sync.base import make_strategy
+from instep.sync.generation import Generation, Piece, Servers
 from instep.sync.servers.cuts import CUT, Packed, cut
 from instep.system.host_memory import HostMemory
 

@@ -11,7 +11,8 @@ from instep.comm.memory import MemoryComm, run_ranks
 from instep.errors import SpecError
 from instep.records import Attempt, Law
 from instep.sync import ballots
-from instep.sync.base import Generation, make_strategy
+from instep.sync.base import make_strategy
+from instep.sync.generation import Generation
 from instep.system.host_memory import HostMemory
 
 SHAPES = [(9, 10), (7,), (3, 40), ()]

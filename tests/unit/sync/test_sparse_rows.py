@@ -10,9 +10,10 @@ from instep.comm.memory import MemoryComm, run_ranks
 from instep.engine.gradients import Gradients
 from instep.records import Attempt
 from instep.sync.all_reduce import AllReduce
-from instep.sync.base import Generation, make_strategy
+from instep.sync.base import make_strategy
 from instep.sync.delayed import Delayed
 from instep.sync.gathering import sparse_mark, sparse_of
+from instep.sync.generation import Generation
 from instep.sync.sparse_rows import SparseRows
 
 STEPS, PARTS, SIZE = 5, 3, 2

@@ -8,7 +8,8 @@ from torch import nn
 
 from instep.comm.memory import run_ranks
 from instep.records import Attempt
-from instep.sync.base import Generation, make_strategy
+from instep.sync.base import make_strategy
+from instep.sync.generation import Generation
 from instep.sync.rounds.spread import Spread
 
 SHAPES, WEIGHTS = [(30, 20), (7,)], [0.1, 0.2, 0.3, 0.4]

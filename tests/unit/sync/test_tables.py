@@ -21,7 +21,8 @@ from instep.job import file as spec_file
 from instep.job.spec import JobSpec
 from instep.recipe.build import build_model, build_optimizer
 from instep.records import Attempt
-from instep.sync.base import Generation, Servers, make_strategy
+from instep.sync.base import make_strategy
+from instep.sync.generation import Generation, Servers
 from instep.system.host_memory import HostMemory
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch's optimizers

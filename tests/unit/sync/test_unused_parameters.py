@@ -12,7 +12,8 @@ from instep.comm.codecs.top_k import TopK
 from instep.comm.memory import run_ranks
 from instep.records import Attempt
 from instep.sync.all_reduce import AllReduce
-from instep.sync.base import Generation, make_strategy
+from instep.sync.base import make_strategy
+from instep.sync.generation import Generation
 from instep.sync.rounds.coded import Coded
 from instep.worker.loop.momentum import move_momentum
 

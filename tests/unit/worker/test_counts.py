@@ -736,6 +736,38 @@ def test_counts_of_backward_passes_of_modules_and_beside_other_things_are_seen(g
         assert vars(given["model"]).keys() == before.keys()
 
 
+class InTurns(nn.Linear):
+    """Keeps names and tensors, now of one kind and then of another: nothing comes of it."""
+
+    names, last = ("a",), None
+
+    def forward(self, x):
+        found = super().forward(x)
+        self.names = ("a", "b") if len(self.names) == 1 else ("a",)
+        self.last = [found.detach()] if self.last is None or type(self.last) is tuple else (found,)
+        return found
+
+
+NET = nn.Linear(3, 2)
+
+
+def of_a_global(model, batch):
+    """Do not use the model that is given."""
+    return functional.mse_loss(NET(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_names_and_tensors_that_change_are_no_counts(parts):
+    assert tried(parts, model=InTurns(3, 2)).verdict == "yes"
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_model_that_a_loss_has_of_its_own_keeps_no_gradient_of_the_trial(parts):
+    said = tried(parts, model=NET, loss=None, compute_loss=of_a_global).verdict
+    assert said.startswith("not shown: compute_loss uses a model that it was not given")
+    assert all(parameter.grad is None for parameter in NET.parameters())
+
+
 HISTORY = []
 
 

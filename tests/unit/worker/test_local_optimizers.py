@@ -10,7 +10,8 @@ from torch import nn
 from instep.comm.memory import run_ranks
 from instep.errors import RecipeError
 from instep.records import Attempt
-from instep.sync.base import Generation, make_strategy
+from instep.sync.base import make_strategy
+from instep.sync.generation import Generation
 from instep.sync.rounds.averaging import Averaging
 from instep.system.host_memory import HostMemory
 from instep.worker.rounds.local_optimizers import LocalOptimizers

@@ -19,7 +19,7 @@ from instep.engine.update import OF_UPDATE
 from instep.errors import RecipeError
 from instep.recipe.build import set_generators
 from instep.sync import norm
-from instep.sync.base import Piece
+from instep.sync.generation import Piece
 
 
 class LeasedUpdate(ServedUpdate):

@@ -23,7 +23,7 @@ from instep.engine.update import OF_UPDATE, Update, options_of
 from instep.errors import CheckpointError, RecipeError, SpecError
 from instep.recipe.build import set_generators
 from instep.recipe.optimizers.combined import parts_of
-from instep.sync.base import SERVED, Piece
+from instep.sync.generation import SERVED, Piece
 from instep.sync.norm import norm
 
 BY_ELEMENT = frozenset(

@@ -22,7 +22,8 @@ from instep.comm.codecs.none import Identity
 from instep.errors import SpecError
 from instep.records import Attempt, Law
 from instep.sync.all_reduce import AllReduce
-from instep.sync.base import Generation, InMesh, Price, Result
+from instep.sync.base import Price, Result
+from instep.sync.generation import Generation, InMesh
 from instep.sync.rounds.carried import Carried
 from instep.sync.rounds.coded import Coded
 from instep.sync.rounds.kept import KEPT, Kept

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from instep.comm.base import Comm, Work
 from instep.records import BEGINNING, Attempt
-from instep.sync.base import Memory
+from instep.sync.generation import Memory
 
 SUM = -1
 """Stands in a participant's place for the sum of all."""

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from instep.comm.base import Comm
 from instep.records import BEGINNING, Attempt
-from instep.sync.base import Generation
+from instep.sync.generation import Generation
 from instep.sync.rounds.carried import Carried, Piece
 
 

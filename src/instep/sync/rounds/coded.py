@@ -28,8 +28,9 @@ from instep.comm.codecs.base import Codec
 from instep.comm.codecs.none import Identity
 from instep.errors import SpecError
 from instep.records import Law
-from instep.sync.base import Generation, Price, Result
+from instep.sync.base import Price, Result
 from instep.sync.gathering import sparse_mark, sparse_of
+from instep.sync.generation import Generation
 from instep.sync.rounds.carried import SUM, Piece, kept_of
 from instep.sync.rounds.carrying import Carrying
 from instep.sync.rounds.checkpointed import laws_of, pieces_from, tensors_of

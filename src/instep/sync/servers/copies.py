@@ -16,7 +16,7 @@ from instep.comm.base import Comm
 from instep.comm.named import receive_named, send_named
 from instep.errors import WorkerError
 from instep.records import BEGINNING, Attempt
-from instep.sync.base import Memory, Mover
+from instep.sync.generation import Memory, Mover
 from instep.sync.servers.cuts import Packed, Part
 
 PARAMETERS = "parameters/"
@@ -69,7 +69,7 @@ def gather_parts(
     lacks: Attempt | None,
     room: Callable[[int], Packed],
 ) -> None:
-    """Give one server the parts of the others, if it lacks them; see `base.Scattered`.
+    """Give one server the parts of the others, if it lacks them; see `generation.Scattered`.
 
     Args:
         comm: every rank of it calls this.

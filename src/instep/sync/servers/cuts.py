@@ -19,7 +19,7 @@ from torch import Tensor
 
 from instep.comm.buckets import Bucket
 from instep.sync import norm
-from instep.sync.base import Piece
+from instep.sync.generation import Piece
 
 CUT = norm.BLOCK
 """Elements: no cut divides a block of the norm, or what processors add at once."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from instep.comm.codecs.base import Codec, draw_key
-from instep.sync.base import Piece
+from instep.sync.generation import Piece
 from instep.sync.servers.cuts import Packed, Segment
 from instep.sync.servers.pushes import payload_of
 

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from instep.sync.base import Memory
+from instep.sync.generation import Memory
 
 _ALIGNED = 64
 

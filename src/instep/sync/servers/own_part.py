@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from instep.records import Attempt
-from instep.sync.base import SERVED, Memory, Mover, Piece
+from instep.sync.generation import SERVED, Memory, Mover, Piece
 from instep.sync.servers.copies import PARAMETERS, of_part
 from instep.sync.servers.cuts import Packed, Part, Segment, pieces_of
 from instep.sync.servers.differences import Differences

@@ -27,7 +27,7 @@ their own, and travel as they are.
 
 Embeddings on servers (`tables.py`) take part in the same steps, and in the same slots.
 
-It knows nothing of how an optimizer works (`base.Mover`), nor of votes.
+It knows nothing of how an optimizer works (`generation.Mover`), nor of votes.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ from instep.comm.codecs.base import Codec
 from instep.errors import RecipeError, SpecError
 from instep.records import BEGINNING, Attempt, Law
 from instep.sync import norm
-from instep.sync.base import Generation, Memory, Mover, Piece, Price, Result
+from instep.sync.base import Price, Result
 from instep.sync.carried_over import CarriedOver
 from instep.sync.gathering import Gathering, check_switch
+from instep.sync.generation import Generation, Memory, Mover, Piece
 from instep.sync.reducers import Room
 from instep.sync.reducers.whole_buckets import WholeBuckets
 from instep.sync.servers.copies import gather_parts, lost, take_copies

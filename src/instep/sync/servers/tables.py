@@ -23,7 +23,7 @@ from torch import Tensor
 
 from instep.comm.base import Comm
 from instep.errors import RecipeError
-from instep.sync.base import Memory
+from instep.sync.generation import Memory
 from instep.sync.servers.kept_rows import Fill, KeptRows, RowMover, TableSpec, added_up
 
 _END = -1

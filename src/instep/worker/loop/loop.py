@@ -1,6 +1,6 @@
 """The main loop of a worker: form groups, run steps, validate and save, recover, finish.
 
-A recipe (`training.py`) and a user's own loop (`own/loop.py`) share it; they differ in who runs
+A recipe (`training/`) and a user's own loop (`own/loop.py`) share it; they differ in who runs
 a pass, and in what is built before. All workers run in lockstep: what must happen on all of
 them at the same step (stop, validate) follows from the step's number or from what the workers
 agreed on in that step. Only the rules of `[stop]` need the master (`stopping.py`).
@@ -27,7 +27,7 @@ from instep.data.samples import last_read
 from instep.data.samples.contents import Record
 from instep.engine.alike import check_lengths
 from instep.engine.assignment import Lockstep
-from instep.engine.engine import Engine, make_comms
+from instep.engine.engine import Engine
 from instep.engine.member import Member
 from instep.engine.observers import Observer
 from instep.engine.passes import Share
@@ -48,6 +48,7 @@ from instep.sync.rounds.streaming import Streaming
 from instep.worker.loop.after_commit import AfterCommit, Step
 from instep.worker.loop.announcer import Announcer
 from instep.worker.loop.callbacks import Callbacks
+from instep.worker.loop.comms import make_comms
 from instep.worker.loop.momentum import move_momentum
 from instep.worker.loop.saving import lend_model
 from instep.worker.loop.stopping import Stopping
@@ -287,7 +288,7 @@ class Loop(ABC):
         return self.member.form
 
     def _make_comms(self) -> tuple[Comm, Comm]:
-        """As `engine.make_comms`."""
+        """As `comms.make_comms`."""
         return make_comms(self.member, self.device, self.member.address)
 
     def _form(self) -> None:

@@ -57,7 +57,7 @@ from instep.worker.passes.base import Compute, Results
 from instep.worker.passes.late_trial import TRYING, LateTrial
 from instep.worker.passes.on_mesh import MeshPass, OnMesh
 from instep.worker.passes.ordinary import Ordinary
-from instep.worker.passes.run_again import RunAgain
+from instep.worker.passes.repeat import RepeatPass
 from instep.worker.passes.shared_steps import MembersChanged, SharedSteps
 from instep.worker.passes.whole_batch import WholeBatch
 from instep.worker.passes.works import Works
@@ -243,7 +243,7 @@ class Training(Loop):
                 model=model,
                 update=update,
                 state=self.state,
-                run_pass=RunAgain(self.engine, self._forward, loader, update),
+                run_pass=RepeatPass(self.engine, self._forward, loader, update),
                 set_aside=self._set_aside,
                 drop_after=self.after.drop_after,
             )
@@ -283,9 +283,7 @@ class Training(Loop):
         self.member.together = self.device.type != "cpu"  # NCCL takes long to notice a lost process
         self.member.interrupt, self.member.hold = self._interrupt, self.engine.records.hold
         if not self.member.others_have_state and self._replica is None:
-            self.state.trial = self._trials.run(
-                built=self._built
-            )  # else the others send the result
+            self.state.trial = self._try()  # else the others send the result
         began = time.time()
         self.member.at = self._heartbeat
         self._regroup()

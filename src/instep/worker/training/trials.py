@@ -42,11 +42,12 @@ class Trials:
         self.validated: Measured | None = None
         """Results of the first batch of the validation."""
 
-    def run(self, begun: Begun = NOTHING, built: Built | None = None) -> Trial:
+    def run(self, whole: Begun = NOTHING, built: Built | None = None) -> Trial:
         """Try passes, optimizer and validation.
 
         Args:
-            begun: of a model that is whole on no process; it is tried block by block.
+            whole: of a mesh: what its model was loaded from; where that is too large for one
+                process, the model is tried block by block.
             built: the optimizer, if it is made already.
 
         Raises:
@@ -55,8 +56,8 @@ class Trials:
         inputs, job = self._inputs, self._inputs.job
         given = inputs.forward, inputs.train, job, inputs.samples
         self._activity.enter(TRYING)
-        if not begun.small:
-            trial = try_blocks(*given, begun.fill)
+        if not whole.small:
+            trial = try_blocks(*given, whole.fill)
             return try_kept(inputs.forward, job, self._updates, trial, self._begun, built)
         began = time.time()
         trial = try_recipe(*given, tells_trial(inputs.member))

@@ -29,7 +29,7 @@ from instep.usercode.counts import Counts, unchanged
 from instep.worker.trial.first_batch import REMEDY, in_words, set_by_first
 from instep.worker.trial.moves import Moves
 from instep.worker.trial.named_globals import unchanged_globals
-from instep.worker.trial.sameness import NOTHING_TO_TRY
+from instep.worker.trial.sameness import NOTHING_TO_TRY, not_an_argument
 
 _NEAR, _NEAR_IN_SHORT = 1e-4, 1e-2
 
@@ -47,6 +47,7 @@ def run_again(
     """
     if not read.size:
         return NOTHING_TO_TRY
+    reached = False
     try:
         copies = _CopiesAgain(forward, seed)
         kept = (copies.model, *copies.losses, forward.recipe.weight)
@@ -62,12 +63,16 @@ def run_again(
         why = f"cannot be tried ({type(error).__name__}: {one_line(error)})"
         of = "whether the model or its loss keeps something from call to call that no checkpoint"
         return NOTHING_TO_TRY._replace(verdict=f"not shown: {of} has {why}")
+    finally:  # a loss may use the model without being given it
+        for parameter in forward.model.parameters():
+            reached |= parameter.grad is not None
+            parameter.grad = None
     short = any(parameter.element_size() < 4 for parameter in copies.model.parameters())
     near = _NEAR_IN_SHORT if short else _NEAR
     unknown = not math.isfinite(once) and not math.isfinite(again)
     if unknown or math.isclose(once, again, rel_tol=near, abs_tol=near * 1e-3):
         if not (how := in_words(counted, named)):
-            return NOTHING_TO_TRY
+            return not_an_argument(forward.weighing.name) if reached else NOTHING_TO_TRY
         gone = f"no checkpoint has it: a resumed run would begin without it. {REMEDY}"
         return NOTHING_TO_TRY._replace(verdict=f"not shown: {how}, and {gone}")
     return NOTHING_TO_TRY._replace(

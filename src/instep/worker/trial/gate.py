@@ -147,6 +147,7 @@ class Gate:
                     total = gradient * (found.weight or 1.0)
                     before = self._reference.get(name)
                     self._reference[name] = total if before is None else before.add_(total)
+            model.refuse_written()
         for gradient in self._reference.values():
             gradient.div_(weight or 1.0)
 

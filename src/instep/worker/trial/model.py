@@ -1,6 +1,6 @@
 """A copy of the model for the trial: its passes change nothing, and compute as exactly as possible.
 
-What is compared is in `sameness.py`.
+What is compared is in `sameness.py` and `compared/`.
 """
 
 from __future__ import annotations
@@ -109,7 +109,12 @@ class TrialModel:
 
     @torch.no_grad()
     def move_back(self) -> None:
-        """Restore the initial value of every parameter."""
+        """Restore the initial value of every parameter.
+
+        Raises:
+            RecipeError: passes wrote to one.
+        """
+        self.refuse_written()
         start = dict(self._original.model.named_parameters())
         for name, parameter in self.parameters.items():
             parameter.copy_(start[name])

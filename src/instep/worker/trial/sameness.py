@@ -8,8 +8,8 @@ gradients, and must change buffers alike. The parameters of the copy are moved f
 layer that starts at zero hides the layers behind it. The result is a verdict on the run
 (`same_as_one_machine`), and whether micro-batches may be merged into larger passes.
 
-Workers and steps are not known here; `reads.py` chooses the batches, `layers.py` names the layer
-that is the cause.
+Workers and steps are not known here; `reads.py` chooses the batches, `compared/` has what is
+compared, and names the layer that is the cause.
 """
 
 from __future__ import annotations
@@ -142,13 +142,16 @@ def try_out(
             "detached it (no_grad, .item(), .data, or a new torch.tensor)."
         )
     if reached and trial.same:
-        why = (
-            f"{weighed.name} uses a model that it was not given as an argument (a closure does), "
-            "and only its arguments can be tried. Use compute_loss(model, batch), and only that "
-            "model in it"
-        )
-        return _not_shown(why, trial.derived)._replace(each=each)
+        return not_an_argument(weighed.name)._replace(derived=trial.derived, each=each)
     return trial
+
+
+def not_an_argument(name: str) -> Trial:
+    """Return the result for a loss that has reached the model itself in the passes of a copy."""
+    return _not_shown(
+        f"{name} uses a model that it was not given as an argument (a closure does), and only its "
+        "arguments can be tried. Use compute_loss(model, batch), and only that model in it"
+    )
 
 
 def _not_shown(why: str, derived: str = "") -> Trial:
@@ -255,7 +258,9 @@ class _Comparison:
             else math.inf,
         )
         self._near = Nearness.of_model(self._model)
-        self._buffers = BufferMeans(self._model, self._forward, self._near.own, self._short)
+        self._buffers = BufferMeans(
+            self._model, self._forward, self._near.of_parameter, self._short
+        )
         self._once = self._begin
         spots = self._derive(itertools.chain([first], spots))
         moved = False
@@ -293,7 +298,7 @@ class _Comparison:
         apart = [calls_of(self._model, part, size) for part, size in pairs]
         with self._as_one(step):
             whole = calls_of(self._model, step.whole, sum(step.sizes))
-        if layer := first_that_sees_parts(self._model.model, apart, whole, self._near.own):
+        if layer := first_that_sees_parts(self._model.model, apart, whole, self._near.of_parameter):
             self._differs.append(
                 f"{layer} is called with parts of a batch, and train.batch_norm = 'global' joins "
                 "what each call sees on all workers: on another number of them other samples are "
@@ -585,7 +590,7 @@ class _Comparison:
         apart = [outputs_of(self._model, part) for part in spot.parts]
         with self._as_one(spot):
             whole = outputs_of(self._model, spot.whole)
-        name = first_that_mixes(apart, whole, self._near.own)
+        name = first_that_mixes(apart, whole, self._near.of_parameter)
         return layer_in_words(self._model.model, name) if name else ""
 
 

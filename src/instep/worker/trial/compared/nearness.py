@@ -21,8 +21,8 @@ class Nearness(NamedTuple):
     """Two gradients are the same if they differ by less than this share of the parameter's own, or
     of the whole gradient. Many models compute parts in float32 in any case."""
 
-    own: float
-    whole: float
+    of_parameter: float
+    of_gradient: float
 
     @classmethod
     def of_model(cls, model: TrialModel) -> Nearness:
@@ -39,11 +39,11 @@ class Nearness(NamedTuple):
     @property
     def shows_little(self) -> bool:
         """Whether a difference of a per cent would not show."""
-        return self.own >= _SHARES_IN_SHORT[0]
+        return self.of_parameter >= _SHARES_IN_SHORT[0]
 
     def close(self, one: float, other: float) -> bool:
         """Compare two losses."""
-        return math.isclose(one, other, rel_tol=self.own, abs_tol=self.own * 1e-3)
+        return math.isclose(one, other, rel_tol=self.of_parameter, abs_tol=self.of_parameter * 1e-3)
 
     def differing(
         self, names: Iterable[str], one: dict[str, Tensor], other: Mapping[str, Tensor]
@@ -64,10 +64,12 @@ class Nearness(NamedTuple):
             mine, theirs = one.get(name), other.get(name)
             if mine is not None and theirs is not None:
                 gap, own = float(mine.sub_(theirs).norm()), lengths[name]
+            elif mine is not None or theirs is not None:
+                (present,) = [each for each in (mine, theirs) if each is not None]
+                gap, own = float(present.double().norm()), 0.0
             else:
-                present = [each for each in (mine, theirs) if each is not None]
-                gap, own = sum(float(each.double().norm()) for each in present), 0.0
-            if not gap <= self.own * own + self.whole * length:
+                continue
+            if not gap <= self.of_parameter * own + self.of_gradient * length:
                 return name
         return ""
 
@@ -85,5 +87,5 @@ def mean_gradients(passes: Sequence[PassResult], shares: Sequence[float]) -> dic
             if name in mean:
                 mean[name].add_(gradient, alpha=share)
             else:
-                mean[name] = gradient.double() * share
+                mean[name] = gradient.to(torch.float64, copy=True).mul_(share)
     return mean

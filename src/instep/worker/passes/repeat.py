@@ -12,7 +12,7 @@ from instep.recipe.forward import Forward
 from instep.worker.passes.ordinary import weighted
 
 
-class RunAgain:
+class RepeatPass:
     """Runs passes without any effect but their gradients.
 
     Args:

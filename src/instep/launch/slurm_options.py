@@ -39,7 +39,7 @@ def sbatch_options(given: Mapping[str, Any]) -> list[str]:
     lines = []
     for name, value in given.items():
         if name == "signal":
-            _signal(value)
+            signal_of(value)
         elif name == "next":
             if value not in NEXT:
                 raise SpecError(
@@ -62,7 +62,7 @@ def sbatch_options(given: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _signal(value: object = SIGNAL) -> tuple[str, int]:
+def signal_of(value: object = SIGNAL) -> tuple[str, int]:
     """Which signal Slurm sends before the time limit, and how many seconds before.
 
     Raises:
