@@ -27,6 +27,7 @@ from instep.recipe.forward import Forward, Losses
 from instep.recipe.isolated import closed_over, isolated
 from instep.usercode.counts import Counts, unchanged
 from instep.worker.trial.first_batch import REMEDY, in_words, set_by_first
+from instep.worker.trial.model import gradients_dropped
 from instep.worker.trial.moves import Moves
 from instep.worker.trial.named_globals import unchanged_globals
 from instep.worker.trial.sameness import NOTHING_TO_TRY, not_an_argument
@@ -47,7 +48,6 @@ def run_again(
     """
     if not read.size:
         return NOTHING_TO_TRY
-    reached = False
     try:
         copies = _CopiesAgain(forward, seed)
         kept = (copies.model, *copies.losses, forward.recipe.weight)
@@ -64,9 +64,7 @@ def run_again(
         of = "whether the model or its loss keeps something from call to call that no checkpoint"
         return NOTHING_TO_TRY._replace(verdict=f"not shown: {of} has {why}")
     finally:  # a loss may use the model without being given it
-        for parameter in forward.model.parameters():
-            reached |= parameter.grad is not None
-            parameter.grad = None
+        reached = gradients_dropped(forward.model)
     short = any(parameter.element_size() < 4 for parameter in copies.model.parameters())
     near = _NEAR_IN_SHORT if short else _NEAR
     unknown = not math.isfinite(once) and not math.isfinite(again)

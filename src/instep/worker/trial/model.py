@@ -221,11 +221,7 @@ class TrialModel:
 
     def reached(self) -> bool:
         """Whether passes gave gradients to the original model; they are dropped again."""
-        found = False
-        for parameter in self._original.model.parameters():
-            found |= parameter.grad is not None
-            parameter.grad = None
-        return found
+        return gradients_dropped(self._original.model)
 
     def kept_by_loss(self, batch: Any, samples: int) -> str:
         """The name of a buffer of the loss, not of the model, that a pass changes; or empty."""
@@ -271,8 +267,16 @@ class TrialModel:
     @torch.no_grad()
     def _reset(self) -> None:
         self._buffers.put_back()
-        for parameter in self.model.parameters():
-            parameter.grad = None
+        gradients_dropped(self.model)
+
+
+def gradients_dropped(model: nn.Module) -> bool:
+    """Drop the gradients of all parameters; whether there were any."""
+    found = False
+    for parameter in model.parameters():
+        found |= parameter.grad is not None
+        parameter.grad = None
+    return found
 
 
 def _versions(model: nn.Module) -> list[int]:
