@@ -16,6 +16,7 @@ from instep.recipe.build import build_optimizer
 from instep.recipe.forward import Forward
 from instep.recipe.recipe import Recipe
 from instep.recipe.tuning import NOTHING
+from instep.worker.trial.gate import Gate, WholePass
 from instep.worker.trial.kept.kept import try_kept
 from instep.worker.trial.places import Places
 from instep.worker.trial.reads import shapes_in, try_recipe, try_step
@@ -396,6 +397,18 @@ def test_a_pass_that_writes_to_a_parameter_is_refused_whichever_it_is(above):
     forward = Forward(recipe, recipe.model, torch.device("cpu"), "float32")
     with pytest.raises(RecipeError, match="wrote to the parameter 'weight'"):
         try_recipe(forward, loader, job_of(), 64)
+
+
+def test_a_reference_for_a_mesh_is_refused_where_a_later_pass_writes_to_a_parameter():
+    model = Shrinking(0.5)
+    recipe = Recipe(model=model, train=[0], optimizer=lambda p: None, loss=nn.MSELoss())
+    forward = Forward(recipe, model, torch.device("cpu"), "float32")
+    passes = [
+        WholePass((torch.full((4, 8), value), torch.zeros(4, 1)), 4, [number], [4])
+        for number, value in enumerate((0.0, 1.0, 1.0))
+    ]
+    with pytest.raises(RecipeError, match="wrote to the parameter 'weight'"):
+        Gate(forward, 1).compute(passes)
 
 
 class Counting(nn.Linear):
