@@ -46,7 +46,7 @@ import psutil
 from instep.comm.encryption.certificates import Authority, Credentials
 from instep.comm.encryption.tls import Tls, context
 from instep.comm.protocol import messages as m
-from instep.comm.protocol.channel import LARGEST, _Frames, frame
+from instep.comm.protocol.channel import LARGEST, Frames, frame
 from instep.comm.protocol.connection import HEARTBEAT_S
 from instep.comm.protocol.endpoint import Endpoint, Switchboard
 from instep.control.journal import Begin, Journal
@@ -74,7 +74,7 @@ class Client:
         self.beats = self.acknowledged = 0
         self.tls: Tls | None = None
         self.group, self.size, self.known = "", 0, set[str]()
-        self._frames, self._unsent = _Frames(LARGEST), bytearray()
+        self._frames, self._unsent = Frames(LARGEST), bytearray()
         self.socket = socket.create_connection(endpoint.address)
         self.socket.setblocking(False)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -13,8 +13,9 @@ import pytest
 from started import RECIPES, TIMEOUT_S, Start
 
 from instep.comm.protocol import messages as m
-from instep.comm.protocol.channel import LARGEST, Peer
+from instep.comm.protocol.channel import LARGEST
 from instep.comm.protocol.endpoint import Switchboard
+from instep.comm.protocol.hub import Peer
 from instep.launch.local import LocalLauncher
 from instep.system.environment import SCHEDULERS
 from marks import slow

@@ -14,7 +14,7 @@ from started import RECIPES, TIMEOUT_S
 from test_fork_server import Master
 
 from instep.comm.protocol import messages as m
-from instep.comm.protocol.channel import Peer
+from instep.comm.protocol.hub import Peer
 from instep.launch.local import LocalLauncher
 from instep.system.memory_files import MemoryFiles
 from instep.system.processes import SPARE

@@ -19,7 +19,8 @@ from instep.comm.memory import run_ranks
 from instep.data.order import Order, position
 from instep.records import Attempt
 from instep.state.files.manifest import published
-from instep.state.pieces import Pieces, open_pieces
+from instep.state.open_pieces import open_pieces
+from instep.state.pieces import Pieces
 from instep.sync.all_reduce import AllReduce
 from instep.sync.generation import Generation
 

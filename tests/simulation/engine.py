@@ -359,7 +359,7 @@ class Suspend(BaseException):
 
 
 class Hub:
-    """As `comm.channel.Hub`: what the master's shell receives with, and sends by."""
+    """As `hub.Hub`: what the master's shell receives with, and sends by."""
 
     def __init__(self, wake: Callable[[], None], sent: Callable[[Peer, Any], None]) -> None:
         self._wake, self._sent = wake, sent

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from instep.comm.torch_comm import broken, in_rank_order
+from instep.comm.torch_work import broken, in_rank_order
 
 
 def all_gather(group: ProcessGroup, out: Tensor, part: Tensor, tag: int = 0) -> Any:

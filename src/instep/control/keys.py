@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import islice
 
-from instep.comm.protocol.channel import LARGEST, Peer
+from instep.comm.protocol.channel import LARGEST
+from instep.comm.protocol.hub import Peer
 from instep.comm.protocol.messages import StoreGet, StoreValue
 
 

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from instep.comm.protocol import messages as m
-from instep.comm.protocol.channel import MOST_UNTRUSTED, Peer
+from instep.comm.protocol.channel import MOST_UNTRUSTED
 from instep.comm.protocol.endpoint import Switchboard
+from instep.comm.protocol.hub import Peer
 from instep.control.decisions import endings
 from instep.control.decisions.actions import (
     Action,

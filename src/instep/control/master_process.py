@@ -21,8 +21,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from instep.comm.encryption.certificates import Authority
-from instep.comm.protocol.channel import Peer
 from instep.comm.protocol.endpoint import Switchboard
+from instep.comm.protocol.hub import Peer
 from instep.control.hosts.hosts import Process
 from instep.control.journal import Journal
 from instep.control.master import Master

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from instep.comm.encryption.tls import context
 from instep.comm.protocol import messages as m
-from instep.comm.protocol.channel import Hub, Peer
+from instep.comm.protocol.hub import Hub, Peer
 from instep.errors import JoinError, SpecError
 from instep.launch.join_folder import JoinFolder
 from instep.words import plural

@@ -56,7 +56,7 @@ from instep.sync.servers.leases import Lease
 from instep.sync.servers.server_async import ServerAsync
 from instep.system.host_memory import NoRoom
 from instep.worker.loop.parts import Parts, Shards
-from instep.worker.loop.saving import could_not_write
+from instep.worker.loop.shard_files import could_not_write
 from instep.worker.passes.base import Compute, Results
 
 

@@ -87,7 +87,7 @@ def _tensors(checkpoint: Path) -> dict[str, Reader]:
     """The whole tensors of a checkpoint, as `GROUP/NAME`; each is read when it is asked for."""
     import torch
 
-    from instep.state.pieces import open_pieces
+    from instep.state.open_pieces import open_pieces
     from instep.state.snapshot import DTYPES, raw_bytes
 
     def kept(read: Callable[[], torch.Tensor]) -> tuple[str, bytes]:

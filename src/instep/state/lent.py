@@ -17,8 +17,9 @@ from torch import Tensor
 
 from instep.comm.base import Comm
 from instep.state.boxes import read_cut
+from instep.state.open_pieces import open_pieces
 from instep.state.packing import pack_state, unpack_state
-from instep.state.pieces import Piece, Pieces, open_pieces
+from instep.state.pieces import Piece, Pieces
 from instep.state.snapshot import DTYPES, TYPES, Snapshot, raw_bytes
 
 _OPTIONS = "lent options"

@@ -11,7 +11,7 @@ import pytest
 from instep.client.predict.batches import START, Batches
 from instep.client.predict.pace import FIRST_S, Pace
 from instep.client.predict.replicas import Process, Replica
-from instep.comm.protocol.channel import Peer
+from instep.comm.protocol.hub import Peer
 from instep.comm.protocol.messages import READING
 from instep.job.mesh import MeshSpec
 from instep.system.lease import Lease

@@ -222,7 +222,7 @@ def test_a_master_whose_port_is_closed_is_named_with_the_reason(at, monkeypatch)
         except TimeoutError:
             raise PeerError("no master answers.") from None
 
-    monkeypatch.setattr(meet, "_call", unreachable)
+    monkeypatch.setattr(meet, "call", unreachable)
     with pytest.raises(RunError, match=r"at 127.0.0.1:4567, .*timed out.* open all ports"):
         meet.meet(one, 1)
 

@@ -9,15 +9,8 @@ import threading
 import pytest
 
 from helpers import random_bytes
-from instep.comm.protocol.channel import (
-    LARGEST,
-    MOST_UNTRUSTED,
-    Address,
-    Channel,
-    Hub,
-    _Frames,
-    frame,
-)
+from instep.comm.protocol.channel import LARGEST, MOST_UNTRUSTED, Address, Channel, _Frames, frame
+from instep.comm.protocol.hub import Hub
 from instep.comm.protocol.messages import Done, Emit, Release, Stop, StoreSet
 from instep.errors import PeerError
 
@@ -261,7 +254,8 @@ def test_new_connections_replace_unauthenticated_ones_and_never_trusted_ones():
 
 FULL = """
 import resource, socket, sys, time
-from instep.comm.protocol.channel import Channel, Hub
+from instep.comm.protocol.channel import Channel
+from instep.comm.protocol.hub import Hub
 from instep.comm.protocol.messages import Release
 hub = Hub()
 known = Channel.connect(hub.address)

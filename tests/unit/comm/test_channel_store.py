@@ -8,10 +8,10 @@ import pytest
 import torch
 from test_connection import TIMEOUT_S, Masters, until
 
-from instep.comm.protocol.channel import Hub
 from instep.comm.protocol.channel_store import ChannelStore
 from instep.comm.protocol.connection import MasterConnection
 from instep.comm.protocol.endpoint import Endpoint, Switchboard
+from instep.comm.protocol.hub import Hub
 from instep.comm.protocol.messages import (
     Ack,
     Form,

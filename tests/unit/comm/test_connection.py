@@ -10,9 +10,10 @@ import pytest
 
 from instep.comm.encryption import tls
 from instep.comm.encryption.certificates import Authority, Identity
-from instep.comm.protocol.channel import Address, Hub, listen
+from instep.comm.protocol.channel import Address, listen
 from instep.comm.protocol.connection import HEARTBEAT_S, MasterConnection
 from instep.comm.protocol.endpoint import Switchboard
+from instep.comm.protocol.hub import Hub
 from instep.comm.protocol.messages import (
     Ack,
     Built,

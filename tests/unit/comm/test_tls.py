@@ -17,8 +17,9 @@ from cryptography.hazmat.primitives import serialization
 from helpers import random_bytes
 from instep.comm.encryption import tls
 from instep.comm.encryption.certificates import Authority, Credentials, Identity
-from instep.comm.protocol.channel import MOST_HANDSHAKES, MOST_UNTRUSTED, Channel, frame
+from instep.comm.protocol.channel import MOST_UNTRUSTED, Channel, frame
 from instep.comm.protocol.endpoint import Endpoint, Switchboard
+from instep.comm.protocol.hub import MOST_HANDSHAKES
 from instep.comm.protocol.messages import Emit, Release, Stop, StoreSet
 from instep.errors import PeerError
 

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from instep.comm.alone import AloneComm
-from instep.comm.protocol.channel import LARGEST, Hub
+from instep.comm.protocol.channel import LARGEST
 from instep.comm.protocol.connection import LEASE_S
 from instep.comm.protocol.endpoint import Endpoint
+from instep.comm.protocol.hub import Hub
 from instep.comm.protocol.messages import (
     Ack,
     Broken,

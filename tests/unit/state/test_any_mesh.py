@@ -13,7 +13,8 @@ from instep.job.checkpoint import CheckpointSpec
 from instep.state.files.staging import save_model
 from instep.state.save import CheckpointWriter
 from instep.state.snapshot import COPIES, PART, parameters_sha256
-from instep.worker.loop.saving import Saver, lend_model, write_shards
+from instep.worker.loop.saving import Saver, lend_model
+from instep.worker.loop.shard_files import write_shards
 
 
 def save(comm, folder, own, mesh, step=3, run=None, left=None):

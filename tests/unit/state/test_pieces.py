@@ -26,7 +26,8 @@ from instep.state.export.whole import extract
 from instep.state.files.staging import SAVING, write_tensors
 from instep.state.intact import newest_intact
 from instep.state.load import load_model
-from instep.state.pieces import CUTS, open_pieces
+from instep.state.open_pieces import open_pieces
+from instep.state.pieces import CUTS
 from instep.state.save import CheckpointWriter, Shard
 from instep.state.snapshot import parameters_sha256
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from instep.errors import CheckpointError
 from instep.state.load import load, load_model
-from instep.state.pieces import open_pieces
+from instep.state.open_pieces import open_pieces
 from instep.state.restore import restore, restore_pieces
 from instep.state.save import CheckpointWriter
 from instep.state.snapshot import Snapshot, model_tensors, parameters_sha256

@@ -10,8 +10,8 @@ from instep.state.boxes import elements
 from instep.state.broadcast import broadcast_snapshot
 from instep.state.files import sending
 from instep.state.files.staging import write_tensors
+from instep.state.open_pieces import open_pieces
 from instep.state.packing import pack_state
-from instep.state.pieces import open_pieces
 from instep.state.save import CheckpointWriter
 from instep.state.snapshot import Snapshot
 

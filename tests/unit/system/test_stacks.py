@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from instep.data.reading.pool import _LoaderProcess
+from instep.data.reading.loader_process import _LoaderProcess
 from instep.data.reading.threads import ASK_READER, deepest_line, is_whole
 from instep.system.processes import Watched
 from instep.system.stacks import (

@@ -12,7 +12,7 @@ from instep.state.files.manifest import published
 from instep.state.load import load
 from instep.state.save import CheckpointWriter, Saved
 from instep.state.snapshot import Snapshot
-from instep.worker.loop.saving import write_shards
+from instep.worker.loop.shard_files import write_shards
 
 PARTS = {2: {"a/momentum/0:2": torch.tensor([1.0, 2.0])}, 3: {"a/momentum/2:3": torch.ones(1)}}
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from instep.comm.alone import AloneComm
 from instep.comm.memory import run_ranks
-from instep.comm.protocol.channel import Hub
 from instep.comm.protocol.endpoint import Endpoint, Switchboard
+from instep.comm.protocol.hub import Hub
 from instep.comm.protocol.messages import ON_REQUEST, Figures, Stop, Verdict, Welcome
 from instep.control.master import Master
 from instep.engine.member import Member

@@ -26,7 +26,7 @@ from instep.client.copying import check_not_elsewhere, followed
 from instep.client.job_checks import with_options
 from instep.client.join import meeting as meetings
 from instep.client.join import refusal
-from instep.client.join.meet import _call
+from instep.client.join.meet import call
 from instep.client.join.meeting import Meeting
 from instep.client.join.placement import Placement, host_address, is_loopback
 from instep.client.results import about, failure, finish, recipe_sha256, refused
@@ -215,7 +215,7 @@ class Host:
     def member(self) -> Member:
         """Process 0 is worker 0 of its own master."""
         board = self._switchboard
-        return _call(replace(board.endpoint, credentials=board.issue(Identity("worker", 0))), 0)
+        return call(replace(board.endpoint, credentials=board.issue(Identity("worker", 0))), 0)
 
     def formed(self) -> None:
         """All processes are here. The meeting stays open, so that a late process is refused."""

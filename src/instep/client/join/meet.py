@@ -58,7 +58,7 @@ def meet(meeting: Meeting, rank: int) -> Member:
             continue
         stale.add(endpoint.token)
         try:
-            member = _call(endpoint, rank)
+            member = call(endpoint, rank)
         except causes.Unwanted as error:
             late, timeout_s, former = error, LATE_S, False
         except PeerError as error:
@@ -93,7 +93,7 @@ _MET: set[str] = set()
 """Tokens of the masters that this process has joined already, in former sessions."""
 
 
-def _call(endpoint: Endpoint, number: int) -> Member:
+def call(endpoint: Endpoint, number: int) -> Member:
     """Become a member; retries if the master is lost before it answers, as it is replaced.
 
     Raises:

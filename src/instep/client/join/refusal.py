@@ -21,8 +21,9 @@ from instep.client.join import meeting as meetings
 from instep.client.join.meeting import Meeting
 from instep.client.join.placement import Placement, is_loopback
 from instep.comm.encryption.certificates import Authority
-from instep.comm.protocol.channel import MOST_UNTRUSTED, Peer
+from instep.comm.protocol.channel import MOST_UNTRUSTED
 from instep.comm.protocol.endpoint import Switchboard
+from instep.comm.protocol.hub import Peer
 from instep.comm.protocol.messages import VERSION, Hello, Refused, Welcome
 from instep.engine.member import Member
 from instep.errors import InstepError

@@ -25,7 +25,8 @@ from instep.client.join.rendezvous_client import AGAIN_S, RendezvousClient, toke
 from instep.comm.encryption.certificates import Authority, Identity
 from instep.comm.encryption.tls import context
 from instep.comm.protocol import messages as m
-from instep.comm.protocol.channel import MOST_UNTRUSTED, Address, Hub, Peer
+from instep.comm.protocol.channel import MOST_UNTRUSTED, Address
+from instep.comm.protocol.hub import Hub, Peer
 from instep.errors import JoinError, SpecError
 from instep.launch.gate import PROOF_S, REFUSED
 from instep.launch.node import versions

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from instep.client.host_watch import last_line
-from instep.comm.protocol.channel import Peer
 from instep.comm.protocol.endpoint import Switchboard
+from instep.comm.protocol.hub import Peer
 from instep.comm.protocol.messages import Adopt, Heartbeat, Signal, StartWorker
 from instep.errors import RunError
 from instep.launch.local import LocalLauncher

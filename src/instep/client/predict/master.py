@@ -25,8 +25,8 @@ from instep.client.predict.pace import Pace
 from instep.client.predict.replicas import Process, Replica
 from instep.client.results import failure
 from instep.comm.protocol import messages as m
-from instep.comm.protocol.channel import Peer
 from instep.comm.protocol.endpoint import Switchboard
+from instep.comm.protocol.hub import Peer
 from instep.control.decisions.endings import signal_name
 from instep.control.keys import Keys
 from instep.control.watch import away_s

@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from instep.client.predict.batches import START
-from instep.comm.protocol.channel import Peer
+from instep.comm.protocol.hub import Peer
 from instep.comm.protocol.messages import READING
 from instep.job.mesh import MeshSpec
 from instep.system.lease import Lease

@@ -14,7 +14,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from instep.comm.encryption.certificates import Authority, Credentials, Identity
-from instep.comm.protocol.channel import Address, Hub, listen
+from instep.comm.protocol.channel import Address, listen
+from instep.comm.protocol.hub import Hub
 
 if TYPE_CHECKING:
     import ssl

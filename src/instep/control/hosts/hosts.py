@@ -16,7 +16,7 @@ from typing import Protocol
 
 from instep.comm.encryption.certificates import Credentials, Identity
 from instep.comm.protocol import messages as m
-from instep.comm.protocol.channel import Peer
+from instep.comm.protocol.hub import Peer
 from instep.control.decisions.phases import Role
 from instep.control.watch import away_s
 from instep.job.mesh import MeshSpec

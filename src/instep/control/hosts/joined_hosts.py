@@ -13,7 +13,7 @@ from dataclasses import replace
 import msgspec
 
 from instep.comm.protocol import messages as m
-from instep.comm.protocol.channel import Peer
+from instep.comm.protocol.hub import Peer
 from instep.control.decisions.events import Event, HostJoined, Noticed, Scaled
 from instep.control.decisions.membership import refuse_scale
 from instep.control.decisions.state import State

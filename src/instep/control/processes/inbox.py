@@ -15,7 +15,7 @@ from typing import Any
 
 from instep.comm.encryption.certificates import Credentials, Identity
 from instep.comm.protocol import messages as m
-from instep.comm.protocol.channel import Peer
+from instep.comm.protocol.hub import Peer
 from instep.control.decisions import endings
 from instep.control.decisions.events import (
     Broke,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from instep.comm.protocol.channel import Peer
+from instep.comm.protocol.hub import Peer
 from instep.comm.protocol.messages import AnyMessage, Whereabouts
 from instep.control.decisions.events import Event
 

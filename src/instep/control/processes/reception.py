@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from instep.comm.protocol import messages as m
-from instep.comm.protocol.channel import Peer
+from instep.comm.protocol.hub import Peer
 from instep.control.decisions import crash_loop
 from instep.control.decisions.events import HostJoined, Joined, Reconnected
 from instep.control.decisions.phases import Phase

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from instep.comm.protocol import messages as m
-from instep.comm.protocol.channel import Hub, Peer
+from instep.comm.protocol.hub import Hub, Peer
 from instep.control.hosts.hosts import Hosts, LocalProcess, Process, RemoteProcess
 from instep.control.hosts.joined_hosts import JoinedHosts
 from instep.system.lease import Lease

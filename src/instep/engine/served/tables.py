@@ -20,7 +20,8 @@ from instep.errors import CheckpointError, RecipeError, SpecError
 from instep.job.spec import JobSpec
 from instep.parallel.embeddings import is_sparse, leave_out, take_out
 from instep.recipe.build import Built
-from instep.state.pieces import ROWS, open_pieces
+from instep.state.open_pieces import open_pieces
+from instep.state.pieces import ROWS
 from instep.sync.servers.kept_rows import TableSpec
 from instep.sync.servers.tables import Tables
 

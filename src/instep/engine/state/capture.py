@@ -31,8 +31,9 @@ from instep.recipe.optimizers.combined import parts_of
 from instep.state.boxes import MeshRank
 from instep.state.files.manifest import is_meshed, read_manifest
 from instep.state.load import load
+from instep.state.open_pieces import open_pieces
 from instep.state.packing import pack_state, unpack_state
-from instep.state.pieces import SHARD, held_pieces, open_pieces
+from instep.state.pieces import SHARD, held_pieces
 from instep.state.restore import restore as restore_model
 from instep.state.restore import restore_pieces
 from instep.state.sized import sized, take_shapes

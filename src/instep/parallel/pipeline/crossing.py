@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from instep.errors import RecipeError
-from instep.parallel.pipeline.stages import Arrival
+from instep.parallel.pipeline.arrivals import Arrival
 
 
 class Boundary(NamedTuple):

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from instep.comm.dtensors import local_part
+from instep.parallel.pipeline.arrivals import Arrival, Passed
 from instep.parallel.pipeline.blocks import Call, find
 from instep.parallel.pipeline.choose import choose, stages_of
 from instep.parallel.pipeline.crossing import Entry, go_back
 from instep.parallel.pipeline.links import Form, Incoming, Links, form_of
 from instep.parallel.pipeline.parts import cut, rows_in
 from instep.parallel.pipeline.schedule import Action, orders
-from instep.parallel.pipeline.stages import Arrival, Passed, Runner
+from instep.parallel.pipeline.stages import Runner
 from instep.parallel.pipeline.trial import compare_parts, total_of
 
 _LEAVES = 64

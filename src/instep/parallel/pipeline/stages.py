@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,38 +33,10 @@ from instep.parallel.pipeline.absent import (
     become,
     kind_of,
 )
+from instep.parallel.pipeline.arrivals import Arrival, Passed, Receive, StageDone, StagePass
 from instep.parallel.pipeline.blocks import Chain
 from instep.parallel.pipeline.calls import intercepted
 from instep.parallel.pipeline.draws import Draws, Key, seed
-
-
-class Arrival(NamedTuple):
-    """One tensor that a stage needs from the stage before."""
-
-    place: int
-    """Among the leaves of the arguments of the stage's first block."""
-    like: Absent
-    """Its shape, type and device."""
-
-
-Receive = Callable[[list[Arrival]], Sequence[Tensor]]
-"""Gets the tensors that a stage needs, as new objects; they may be part of a graph. Called again
-with the same where a pass is repeated."""
-
-
-class Passed(NamedTuple):
-    """A forward pass through one stage."""
-
-    leaves: list[Any]
-    """The leaves of the arguments of the next stage's first block; empty for the last stage."""
-    result: Any
-    """What the call returned; None for others than the last stage."""
-    empty: bool = False
-    """Nothing in the batch counts, so that the call did not call the model."""
-
-
-class _Done(BaseException):
-    """The next stage's first block was called. Not an Exception: user's code must not catch it."""
 
 
 class Runner:
@@ -98,7 +70,7 @@ class Runner:
             module: type(module) for block in chain.blocks.values() for module in block.modules()
         }
         self._draws = Draws()
-        self._pass: _Pass | None = None
+        self._pass: StagePass | None = None
         self.examined = False
         """Whether the trial is over: every process then knows the same of each block."""
 
@@ -170,7 +142,7 @@ class Runner:
         """
         self.show(first, stop)
         while True:
-            now = _Pass(first, stop, key, receive)
+            now = StagePass(first, stop, key, receive)
             passed = self._once(now, call)
             if not self._draws.more():
                 return passed
@@ -182,12 +154,12 @@ class Runner:
                     "place."
                 )
 
-    def _once(self, now: _Pass, call: Callable[[], Any]) -> Passed:
+    def _once(self, now: StagePass, call: Callable[[], Any]) -> Passed:
         self._pass = now
         self._draws.set(now.key, "")
         try:
             result = call()
-        except _Done:
+        except StageDone:
             return Passed(now.sent, None)
         except NeedsValues as error:
             place = self._names[max(now.next - 1, 0)]
@@ -230,7 +202,7 @@ class Runner:
             )
         if place == now.stop:
             now.sent = list(leaves((args, kwargs)))
-            raise _Done
+            raise StageDone
         now.next += 1
         if place < now.first:
             out = self._skipped(name, run, args, kwargs)
@@ -248,7 +220,7 @@ class Runner:
         self._draws.set(now.key, f"after {name}")
         return out
 
-    def _arrive(self, now: _Pass, args: Any, kwargs: Any) -> None:
+    def _arrive(self, now: StagePass, args: Any, kwargs: Any) -> None:
         """Let what is absent become what comes from the stage before, wherever it is known."""
         arrivals: dict[int, Arrival] = {}
         for place, leaf in enumerate(leaves((args, kwargs))):
@@ -330,29 +302,13 @@ class Runner:
             self._alike[name] = on_tensors(out, absent)
         self._seen.add(name)
 
-    def _in_the_way(self, now: _Pass, what: str) -> RecipeError:
+    def _in_the_way(self, now: StagePass, what: str) -> RecipeError:
         """The refusal of a stage that needs more than what its first block is called with."""
         return RecipeError(
             f"mesh.stages cannot cut this model in front of {self._names[now.first]!r}: only what "
             "that block is called with crosses the cut, and other activations from before it are "
             f"needed: {what}. Cut it elsewhere (mesh.cuts), or leave mesh.stages out."
         )
-
-
-class _Pass:
-    """A forward pass that is under way."""
-
-    def __init__(self, first: int, stop: int, key: Key, receive: Receive) -> None:
-        self.first, self.stop, self.key, self.receive = first, stop, key, receive
-        self.next = 0
-        """Index of the block that is called next."""
-        self.arrived: dict[int, tuple[Tensor, int]] = {}
-        """By id, the tensors that came from the stage before, each with its version then."""
-        self.sent: list[Any] = []
-
-    def changed(self) -> bool:
-        """Whether something that came was changed in place."""
-        return any(tensor._version != version for tensor, version in self.arrived.values())
 
 
 def _signature(leaf: Any) -> Any:

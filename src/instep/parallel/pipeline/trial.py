@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from instep.errors import InstepError, RecipeError, one_line
 from instep.parallel.pipeline.absent import Absent
+from instep.parallel.pipeline.arrivals import Arrival, Passed, Receive
 from instep.parallel.pipeline.blocks import Call
 from instep.parallel.pipeline.crossing import Boundary, Entry, go_back
 from instep.parallel.pipeline.draws import Draws
 from instep.parallel.pipeline.parts import cut
-from instep.parallel.pipeline.stages import Arrival, Passed, Receive, Runner
+from instep.parallel.pipeline.stages import Runner
 
 _KEY = 20, 0
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from instep.comm.direct import all_gather, wait
-from instep.comm.torch_comm import in_rank_order
+from instep.comm.torch_work import in_rank_order
 
 _DENSE = -1
 

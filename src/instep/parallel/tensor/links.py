@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from instep.comm.torch_comm import broken
+from instep.comm.torch_work import broken
 from instep.errors import RecipeError
 from instep.parallel.tensor.plan import Crossing
 

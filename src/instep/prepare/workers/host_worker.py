@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from instep.comm.protocol.channel import Peer
+from instep.comm.protocol.hub import Peer
 from instep.prepare.messages import Beat, Task
 from instep.prepare.workers.files import Arrivals
 

@@ -21,8 +21,8 @@ import msgspec
 from instep import errors
 from instep.comm.encryption.certificates import Identity
 from instep.comm.protocol import messages as m
-from instep.comm.protocol.channel import Peer
 from instep.comm.protocol.endpoint import Switchboard
+from instep.comm.protocol.hub import Peer
 from instep.errors import InstepError, PeerError, RunError
 from instep.job.launch import LaunchSpec
 from instep.launch.base import Launcher

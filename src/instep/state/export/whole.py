@@ -32,7 +32,8 @@ from instep.state.files.staging import (
     sync,
     sync_path,
 )
-from instep.state.pieces import Pieces, open_pieces
+from instep.state.open_pieces import open_pieces
+from instep.state.pieces import Pieces
 from instep.state.snapshot import DTYPES, TYPES, raw_bytes, tied_names
 
 PART_BYTES = 1 << 24

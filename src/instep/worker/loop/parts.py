@@ -11,7 +11,7 @@ from instep.engine.engine import Engine
 from instep.engine.member import Member
 from instep.errors import CheckpointError
 from instep.state.save import Shard
-from instep.worker.loop.saving import write_shards
+from instep.worker.loop.shard_files import write_shards
 
 Shards: TypeAlias = dict[str, Shard] | CheckpointError
 """Files that several members have written, by the name of their group; or why there are none."""

@@ -5,17 +5,10 @@ The writing itself is in `state/save.py`.
 
 from __future__ import annotations
 
-import json
-import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from instep.comm.base import Comm
@@ -24,19 +17,16 @@ from instep.engine.engine import Engine
 from instep.engine.member import Member
 from instep.engine.served.tables import ServedTables
 from instep.engine.state.capture import STRATEGY
-from instep.engine.state.loading import who_sees
-from instep.engine.state.parts import captured_parts, rank_state
+from instep.engine.state.parts import captured_parts
 from instep.errors import CheckpointError, RunError
 from instep.job.file import dump
 from instep.state.boxes import Cut, MeshRank
 from instep.state.export.hugging_face import keep_config
 from instep.state.export.whole import Lent, lend, save_whole
-from instep.state.files.manifest import MANIFEST, FileEntry, published, reason
+from instep.state.files.manifest import published
 from instep.state.files.room import LAST_RESERVE_BYTES, RESERVE_BYTES
-from instep.state.files.sending import receive_file, send_file
-from instep.state.files.staging import SAVING, save_model, write_tensors
+from instep.state.files.staging import save_model
 from instep.state.intact import discard_after
-from instep.state.pieces import CUTS, SHARD, TABLE
 from instep.state.retention import Best, facts_of
 from instep.state.save import CheckpointWriter, Saved, Shard
 from instep.state.snapshot import (
@@ -48,9 +38,7 @@ from instep.state.snapshot import (
     tied_names,
 )
 from instep.store.folder import RESUMED_FROM, run_id
-
-_ROW = 33
-"""Size and SHA-256 of a file, in numbers."""
+from instep.worker.loop.shard_files import number_of, unsaved_s, why_unwritten
 
 
 class Saver:
@@ -80,7 +68,7 @@ class Saver:
             text = "the model's configuration was not kept, so that `instep export` can write no "
             member.emit("warning", text=f"{text}folder for from_pretrained: {error}")
         self._every_s, self._now = member.job.checkpoint.every_s, now
-        self._saved_s = now() - _unsaved_s(member.run)
+        self._saved_s = now() - unsaved_s(member.run)
         self._newest = self._last = 0  # saved in this session; the one to be saved as its last
         self._unsaved: CheckpointError | None = None  # why the newest save failed, if it did
         self._job, self._id = dump(member.job), run_id(member.run)
@@ -193,7 +181,7 @@ class Saver:
     def _warn(self, error: CheckpointError) -> None:
         """Warn once while the cause stays the same; every save tries again."""
         before, self._unsaved = self._unsaved, error
-        if before is None or _number(before) != _number(error):
+        if before is None or number_of(before) != number_of(error):
             self._member.emit("warning", text=str(error))
 
     def hand_over(self) -> None:
@@ -251,7 +239,7 @@ class Saver:
             )
             raise RunError(
                 f"training is over with step {step}, but {' and '.join(missing)} could not be "
-                f"saved in {self._member.run}: {_why(cause)}. {newest} "
+                f"saved in {self._member.run}: {why_unwritten(cause)}. {newest} "
                 "Make room, or get access, then resume the run."
             )
 
@@ -302,159 +290,3 @@ def _own_model(member: Member, model: nn.Module) -> tuple[dict[str, Tensor], dic
     parts = captured_parts(model_tensors(model), {}, {}, model, rank)
     own = {name.removeprefix("model/"): tensor for name, tensor in parts.own.items()}
     return own, {name.removeprefix("model/"): cut for name, cut in parts.cuts.items()}
-
-
-class _File(NamedTuple):
-    """A file of a checkpoint that one member writes."""
-
-    path: Path
-    writer: int
-    """Its rank among the members."""
-    who: str
-    """For messages."""
-
-
-def write_shards(
-    engine: Engine,
-    member: Member,
-    own: Mapping[str, Tensor] = MappingProxyType({}),
-    *,
-    last: bool = False,
-) -> dict[str, Shard] | CheckpointError:
-    """Have servers, and the ranks of the first replica if it is a mesh, write what they alone have
-    of the last commit; all members call it.
-
-    Training pauses until all files are written.
-
-    Args:
-        engine: has just committed a step.
-        member: this one.
-        own: on a mesh, state that single workers have, summed over the ranks of this place in
-            all replicas, as `KIND/PARAMETER`.
-        last: whether the commit is the last of this session.
-
-    Returns:
-        By the name of the group, the files that the checkpoint will contain; or the error, if a
-        member could not write its part.
-
-    Raises:
-        PeerError: a member went away meanwhile.
-    """
-    comm, form, step = engine.comm, member.form, engine.state.progress.step
-    assert form is not None, "no generation yet"
-    folder = member.run / "checkpoints"
-    files, mine = dict[str, _File](), dict[str, tuple[Mapping[str, Tensor], dict[str, str]]]()
-    parts = member.job.mesh.ranks if member.job.mesh.ranks > 1 else 0
-    servers, tables = comm.size - len(form.servers), engine.tables
-    for kind, first, workers in (
-        (f"{PART}-", 0, form.members[:parts] if parts else ()),
-        (SHARD, servers, form.servers),
-        (TABLE, servers, form.servers if tables is not None else ()),
-    ):
-        for number, worker in enumerate(workers):
-            path = folder / f"{SAVING}{step}-{kind}{number}-{form.generation}"
-            who = f"{'server' if first == servers else 'worker'} {worker}"
-            files[f"{kind}{number}"] = _File(path, first + number, who)
-    if comm.rank < parts:
-        snapshot = engine.state.capture(engine.buffers.moved)
-        groups = snapshot.tensors.items()
-        remembered = {group: state for group, state in groups if group.startswith(STRATEGY)}
-        rank = MeshRank(member.job.mesh, member.number)
-        tensors, cuts = rank_state(own, remembered, engine.model, rank)
-        tensors |= snapshot.tensors[PART]
-        cuts |= {name: cut for name, cut in snapshot.cuts.items() if name in tensors}
-        mine[f"{PART}-{comm.rank}"] = tensors, {CUTS: json.dumps(cuts)}
-    if shard := engine.own.shard():
-        mine[f"{SHARD}{comm.rank - servers}"] = shard, {}
-    if tables is not None and comm.rank >= servers:
-        mine[f"{TABLE}{comm.rank - servers}"] = tables.shard()
-    reserve = LAST_RESERVE_BYTES if last else RESERVE_BYTES
-    return _write_files(comm, member, step, files, mine, engine.device, reserve)
-
-
-def _write_files(
-    comm: Comm,
-    member: Member,
-    step: int,
-    files: Mapping[str, _File],
-    mine: Mapping[str, tuple[Mapping[str, Tensor], dict[str, str]]],
-    device: torch.device,
-    reserve: int,
-) -> dict[str, Shard] | CheckpointError:
-    """Each member writes its own, rank 0 also those of members that do not see the run's folder;
-    all learn whether all could. As `write_shards`."""
-    told, sees = torch.zeros(len(files), _ROW, dtype=torch.int64), who_sees(member, comm, device)
-    for row, (group, file) in enumerate(files.items()):
-        own, entry = mine.get(group), None
-        try:
-            if not sees[file.writer]:
-                if comm.rank == file.writer:
-                    send_file(comm, 0, own, device=device)
-                elif comm.rank == 0:
-                    entry = receive_file(
-                        comm, file.writer, file.path, device=device, reserve=reserve
-                    )
-            elif own is not None:
-                entry = write_tensors(file.path, *own, reserve)
-        except CheckpointError as error:
-            cause = error.__cause__
-            told[row, 0] = -1 - ((cause.errno or 0) if isinstance(cause, OSError) else 0)
-            if int(told[row, 0]) == -1:  # the error has no number
-                member.emit("warning", text=f"no checkpoint of step {step}: {error}")
-        if entry is not None:
-            told[row] = torch.tensor([entry.size_bytes, *bytes.fromhex(entry.sha256)])
-    comm.all_reduce(told).wait()
-    written = {
-        group: Shard(file.path, FileEntry(size, bytes(digest).hex()))
-        for (group, file), (size, *digest) in zip(files.items(), told.tolist(), strict=True)
-        if size > 0
-    }
-    failed = [file for file, row in zip(files.values(), told.tolist(), strict=True) if row[0] < 0]
-    if not failed:
-        return written
-    for shard_file in written.values() if comm.rank == 0 else ():
-        shard_file.path.unlink(missing_ok=True)
-    code = next(-1 - size for size in told[:, 0].tolist() if size < 0)
-    return could_not_write(step, failed[0].who, failed[0].path.parent, code)
-
-
-def could_not_write(step: int, who: str, folder: Path, code: int) -> CheckpointError:
-    """What to raise, or tell, where one of those that write a checkpoint could not.
-
-    Args:
-        step: of the checkpoint.
-        who: could not.
-        folder: where.
-        code: of the system's error; 0 if its log has the cause.
-    """
-    cause = OSError(code, os.strerror(code)) if code else None
-    why = reason(cause) if cause else "its log says why"
-    unsaved = CheckpointError(
-        f"no checkpoint of step {step}: {who} could not write its part "
-        f"in {folder}: {why}. Earlier ones are untouched."
-    )
-    unsaved.__cause__ = cause
-    return unsaved
-
-
-def _unsaved_s(run: Path) -> float:
-    """Seconds since the last save, or since the session began, for a worker that starts to save.
-
-    The worker that saved before may be dead, so the times of files are used: `job.toml` is
-    written at the start of a session.
-    """
-    checkpoints = sorted((run / "checkpoints").glob(f"*/{MANIFEST}"))
-    written = []
-    for file in [run / "job.toml", *checkpoints]:
-        with suppress(OSError):  # deleted meanwhile
-            written.append(file.stat().st_mtime)
-    return max(0.0, time.time() - max(written, default=math.inf))
-
-
-def _why(cause: BaseException | None) -> str:
-    return reason(cause) if isinstance(cause, OSError) else str(cause)
-
-
-def _number(error: CheckpointError) -> object:
-    """Identifies the cause; the text contains figures that change."""
-    return getattr(error.__cause__, "errno", str(error))

@@ -38,7 +38,8 @@ from instep.engine.state.committed import Commit
 from instep.engine.update import Update
 from instep.errors import PeerError, SpecError
 from instep.job.spec import JobSpec
-from instep.recipe.build import check_optimizer, check_scheduler, set_generators
+from instep.recipe.build import set_generators
+from instep.recipe.optimizers.checks import check_optimizer, check_scheduler
 from instep.state.retention import best_rule
 from instep.worker.loop.loop import Loop
 from instep.worker.own.as_loader import AsLoader
