@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from helpers import random_bytes
-from instep.comm.protocol.channel import LARGEST, MOST_UNTRUSTED, Address, Channel, _Frames, frame
+from instep.comm.protocol.channel import LARGEST, MOST_UNTRUSTED, Address, Channel, Frames, frame
 from instep.comm.protocol.hub import Hub
 from instep.comm.protocol.messages import Done, Emit, Release, Stop, StoreSet
 from instep.errors import PeerError
@@ -82,7 +82,7 @@ def test_every_split_of_two_frames_gives_the_same_two_messages():
     words = [Stop(rule="a"), StoreSet(key="k", value=b"\x00" * 9)]
     data = b"".join(map(frame, words))
     for cut in range(len(data) + 1):
-        frames = _Frames()
+        frames = Frames()
         assert frames.feed(data[:cut]) + frames.feed(data[cut:]) == words
 
 
@@ -303,4 +303,4 @@ def test_a_process_that_can_open_no_more_files_does_not_spin_and_serves_its_conn
 def test_a_message_whose_text_is_no_utf_8_is_no_message():
     sent = bytes(frame(Emit(name="ABCDEFG", fields={}))).replace(b"ABCDEFG", b"ABC\xffEFG")
     with pytest.raises(PeerError, match="no message arrived"):
-        _Frames().feed(sent)
+        Frames().feed(sent)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from instep.data.reading.loader_process import _LoaderProcess
+from instep.data.reading.loader_process import LoaderProcess
 from instep.data.reading.threads import ASK_READER, deepest_line, is_whole
 from instep.system.processes import Watched
 from instep.system.stacks import (
@@ -188,7 +188,7 @@ def test_a_log_that_has_not_grown_or_is_not_there_says_nothing(tmp_path):
 
 
 def test_a_stack_that_waits_for_a_loader_process_is_told_from_others():
-    code = _LoaderProcess._message.__code__
+    code = LoaderProcess._message.__code__
     line = f'  File "{code.co_filename}", line 300 in {code.co_name}\n'
     assert waits_for_loader('  File "/usr/lib/selectors.py", line 415 in select\n' + line)
     assert not waits_for_loader(line.replace("pool.py", "readers.py"))
