@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 RECIPE = Path(__file__).resolve().parent / "recipes" / "storm.py"
@@ -95,9 +96,13 @@ def storm(run: Path, seed: int) -> str:
         answer = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         return f"code {done.returncode}: {done.stderr.strip()[-400:]}"
+    broken = Path(answer.get("run", run.parent / f"{run.name}-disturbed"))
     if answer.get("holds") and not done.returncode:
-        shutil.rmtree(run.parent / f"{run.name}-disturbed", ignore_errors=True)
+        shutil.rmtree(broken, ignore_errors=True)
         return ""
+    with suppress(OSError):  # else the next one might take its name
+        broken.rename(run.parent / f"failed-{run.name}-{seed}")
+        (run.parent / f"failed-{run.name}-{seed}.txt").write_text(done.stderr + done.stdout)
     faults = answer.get("faults", [str(answer)])
     if faults and all("the run ended before" in fault for fault in faults) and seed < 3 * AGAIN:
         return storm(run, seed + AGAIN)

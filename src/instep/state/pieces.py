@@ -6,7 +6,7 @@ optimizer's state (groups `shard-N`) and every so many rows of embeddings (group
 all are pieces of tensors that have the names `model/NAME`, `aside/NAME` and
 `optimizer/PARAMETER/STATE` (`optimizer-TURN/...` where a step has several updates). A file is
 compared with its SHA-256 before the first of its data is used.
-Way in: `open_pieces` for a folder, `held_pieces` for a snapshot in memory.
+Way in: `open_pieces.py` for a folder, `held_pieces` for a snapshot in memory.
 """
 
 from __future__ import annotations

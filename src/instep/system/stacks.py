@@ -25,7 +25,7 @@ ASK = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
 """The signal that asks for the stack; user code rarely handles it."""
 
 _READERS = Path(data.__file__).parent / "reading" / "readers.py"
-_POOL = _READERS.with_name("pool.py")
+_LOADER = _READERS.with_name("loader_process.py")
 
 
 def stack_file(run: Path, worker: int) -> Path:
@@ -75,7 +75,7 @@ def waits_for_reader(stack: str) -> bool:
 
 def waits_for_loader(stack: str) -> bool:
     """Whether it waits for a loader process, whose own line the worker has told."""
-    return _is_in(stack, _POOL, "_message")
+    return _is_in(stack, _LOADER, "_message")
 
 
 def _is_in(stack: str, file: Path, name: str) -> bool:

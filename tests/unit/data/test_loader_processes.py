@@ -45,7 +45,7 @@ def test_no_process_descriptor_or_memory_outlives_close():
         next(loaded)
     assert not any(psutil.pid_exists(pid) for pid in pids)
     assert psutil.Process().children() == children  # those of other tests' fork server
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert {*os.listdir("/proc/self/fd")} <= before  # other tests' may have been closed meanwhile
 
 
 def test_a_killed_process_is_replaced_and_no_batch_changes():

@@ -32,7 +32,7 @@ from instep.state.intact import newest_intact
 from instep.state.load import load_model
 from instep.state.save import CheckpointWriter
 from instep.state.snapshot import COPIES, PART
-from instep.worker.loop import saving
+from instep.worker.loop import shard_files
 
 
 class Net(nn.Module):
@@ -214,7 +214,7 @@ def dies(rank, folder):
     own = SimpleNamespace(capture=lambda step: part(rank, step), model=nn.Module())
     save(comm, folder, own, MeshSpec(shard=3), 1)
     if rank == 1:
-        saving.write_tensors = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        shard_files.write_tensors = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     try:
         save(comm, folder, own, MeshSpec(shard=3), 2, run=1)
     except PeerError:

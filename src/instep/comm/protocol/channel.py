@@ -1,4 +1,4 @@
-"""Messages over a stream socket: the worker's end, and the master's many ends.
+"""Messages over a stream socket: the worker's end; the master's many ends are in `hub.py`.
 
 A frame is four bytes of length, big-endian, then one message. A frame longer
 than `LARGEST` or one that is no message closes the connection it came on.
