@@ -191,4 +191,4 @@ def test_a_stack_that_waits_for_a_loader_process_is_told_from_others():
     code = LoaderProcess._message.__code__
     line = f'  File "{code.co_filename}", line 300 in {code.co_name}\n'
     assert waits_for_loader('  File "/usr/lib/selectors.py", line 415 in select\n' + line)
-    assert not waits_for_loader(line.replace("pool.py", "readers.py"))
+    assert not waits_for_loader(line.replace("loader_process.py", "readers.py"))

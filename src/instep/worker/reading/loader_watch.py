@@ -2,8 +2,8 @@
 
 While a worker waits for a read in a loader process, its own CPU time does not show whether the
 read loops or the storage stalls. So the thread that sends heartbeats watches the loader
-processes too. `data/reading/loader_process.py` replaces the killed process and repeats its reads. Pure but
-for the two functions that it is given.
+processes too. `data/reading/loader_process.py` replaces the killed process and repeats its reads.
+Pure but for the two functions that it is given.
 """
 
 from __future__ import annotations
