@@ -19,7 +19,6 @@ from instep.errors import PeerError
 LOOK = timedelta(seconds=0.1)
 """How often a waiting thread checks whether the group was interrupted."""
 
-
 _INTERRUPTED = "the exchange was interrupted: the members change."
 
 _MINE = (

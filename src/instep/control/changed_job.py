@@ -40,14 +40,12 @@ FIXED = {
 }
 """What may not change when a run is resumed, and why."""
 
-
 FIXED_BITS = {
     "mesh": "sums within a replica are cut along it, and round otherwise",
     "train.threads": "sums are cut among threads, and round otherwise",
     "train.device": "another kind of device rounds otherwise",
 }
 """What else may not, if the bits must stay the same."""
-
 
 FIXED_KEPT = {"mesh": "each of its ranks keeps a part of what participants or voters remember"}
 """What else may not, where participants or voters remember something."""

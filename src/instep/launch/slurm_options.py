@@ -11,15 +11,12 @@ from instep.errors import SpecError
 SIGNALS = ("USR1", "USR2", "HUP", "INT", "QUIT", "ALRM", "XCPU")
 """Those that Slurm may send before the time limit; TERM is what scancel sends."""
 
-
 SIGNAL = "USR1@60"
 """Which of them, and how many seconds before; `signal` in `launch.options`."""
-
 
 NEXT = ("requeue", "submit")
 """How a run whose time was over goes on: in the same job or in another; `next` in
 `launch.options`."""
-
 
 OURS = frozenset(
     (

@@ -16,7 +16,7 @@ import copy
 import itertools
 import operator
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import GeneratorType
 from typing import Any, NamedTuple, cast
@@ -54,25 +54,16 @@ class _HeldItems(tuple[Any, ...]):
         items.keys = tuple(held)
         return items
 
-    def same(self, held: Any) -> bool:
-        """Whether the same objects are held."""
+    def same(self, held: Any, still: Callable[[Any, Any], bool]) -> bool:
+        """Whether as many are held, each of which is still the one that was, as `still` says."""
         if len(held) != len(self):
             return False
         if isinstance(held, set):
             return all(item in held for item in self)
         if isinstance(held, dict):
             pairs = zip(self.keys, self, strict=True)
-            return all(key in held and _is_still(held[key], value) for key, value in pairs)
-        return all(map(_is_still, held, self))
-
-    def same_numbers(self, held: Any) -> bool:
-        """Whether the numbers among them, which only a list or a dict shows, are the same."""
-        if len(held) != len(self):
-            return False
-        if isinstance(held, dict):
-            pairs = zip(self.keys, self, strict=True)
-            return all(key in held and _still_counts(held[key], value) for key, value in pairs)
-        return all(map(_still_counts, held, self))
+            return all(key in held and still(held[key], value) for key, value in pairs)
+        return all(map(still, held, self))
 
     def put_into(self, held: Any) -> None:
         """Let an object hold them."""
@@ -135,7 +126,7 @@ class _Kept(NamedTuple):
         if type(now) is not type(self.value):
             return False
         if isinstance(kept, _HeldItems):
-            return kept.same_numbers(now)
+            return kept.same(now, _still_counts)
         if type(kept) is tuple:
             return len(now) == len(kept) and all(map(_still_counts, now, kept))
         return alike(now, kept) if _numeric(kept) else repr(now) == repr(kept)
@@ -143,7 +134,7 @@ class _Kept(NamedTuple):
     def _restored(self) -> Any:
         value, kept = self.value, self.as_it_was
         if isinstance(kept, _HeldItems):
-            if not kept.same(value):
+            if not kept.same(value, _is_still):
                 kept.put_into(value)
         elif isinstance(kept, Tensor) and kept is not value:
             if not alike(value, kept):

@@ -150,10 +150,10 @@ def _of_function(function: FunctionType) -> Iterator[Place]:
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     yield from (Place(cell, "", name) for name, cell in cells if _filled(cell))
     space, names = function.__globals__, names_in(function.__code__)
-    yield from (Place(space, name, name) for name in sorted(names & space.keys()))
-    modules = {name: space[name] for name in names & space.keys()}
-    modules |= {name: sys.modules.get(name) for name in _imports_in(function.__code__)}
-    for name, module in sorted(modules.items()):
+    read = {name: space[name] for name in sorted(names & space.keys())}
+    yield from (Place(space, name, name) for name in read)
+    imported = {name: sys.modules.get(name) for name in sorted(_imports_in(function.__code__))}
+    for name, module in (read | imported).items():
         if type(module) is ModuleType and not _in_a_library(vars(module).get("__name__")):
             own = sorted(names & vars(module).keys())
             yield from (Place(vars(module), key, f"{name}.{key}") for key in own)

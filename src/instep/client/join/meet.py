@@ -18,15 +18,12 @@ from instep.system import causes
 AGAIN_S = 10.0
 """How long to retry a master that was lost before it answered."""
 
-
 LATE_S = 2.0
 """How long a process that the run refused, or that found nobody, waits for another start."""
-
 
 FORMER_S = 60.0
 """The same, where what it found may be left of a former start, whose process 0 was killed. Process
 0 removes that when it begins."""
-
 
 _CLOSED = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 """Nothing answers, since the network is closed there."""

@@ -21,27 +21,21 @@ from instep.units import readable_seconds
 NO_ANSWER_S = 300.0
 """How long process 0 may not be there: hosts may be started by hand."""
 
-
 ANSWER_S = 5.0
 """How long to wait for a connection, and for an answer."""
 
-
 LOST_S = 30.0
 """How long process 0 may not be there once it has been: it is not started again."""
-
 
 LOOKS = 500
 """How often a second all processes together look for notes: process 0 reads a checkpoint meanwhile,
 and has two requests of each look to answer."""
 
-
 LONGEST_S = 1.0
 """Between two looks, however many processes there are."""
 
-
 SHORTEST = 32
 """Characters of a token; of hexadecimal digits, 128 bits."""
-
 
 AGAIN_S = 0.2
 """Between two attempts to connect, or to listen."""

@@ -28,14 +28,11 @@ if TYPE_CHECKING:
     from instep.comm.encryption.certificates import Identity
     from instep.comm.encryption.tls import Tls
 
-
 MOST_HANDSHAKES = 4
 """Steps of TLS handshakes, of about 1 ms each, before messages are read again."""
 
-
 ACCEPTED = 32
 """New connections that are accepted before messages are read again."""
-
 
 FULL_S = 0.5
 """How long no connection is accepted after the process could open no more files."""

@@ -26,10 +26,8 @@ from instep.errors import DataError
 SLOTS = 2
 """Batches that each process may be ahead."""
 
-
 _MAX_LOST = 5
 """Processes in a row that may die on one slice: the next would meet the same."""
-
 
 _GRACE_S = 1.0
 """How long `close` waits for a process in the middle of a slice before it kills it."""

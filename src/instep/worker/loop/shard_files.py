@@ -29,9 +29,7 @@ from instep.state.files.sending import receive_file, send_file
 from instep.state.files.staging import SAVING, write_tensors
 from instep.state.pieces import CUTS, SHARD, TABLE
 from instep.state.save import Shard
-from instep.state.snapshot import (
-    PART,
-)
+from instep.state.snapshot import PART
 
 _ROW = 33
 """Size and SHA-256 of a file, in numbers."""
