@@ -7,12 +7,15 @@ close over, read from their globals, have as defaults or as attributes.
 from __future__ import annotations
 
 import dis
+import gc
 import sys
 import sysconfig
 from argparse import Namespace
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import lru_cache, partial
+from itertools import islice
 from types import (
     CellType,
     CodeType,
@@ -24,33 +27,46 @@ from types import (
 )
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
+from torch.nn.modules import module as of_modules
 
 _STDLIB = sysconfig.get_path("stdlib")
-_DEEP = 6
+_DEEP, _FEW, _MOST = 8, 100, 20_000
+"""From a keeper to what is looked at; items of what is walked into; places in all."""
 
 _NAMESPACES = SimpleNamespace, Namespace
 _WRAPPED = partial, property, staticmethod, classmethod
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 _OF_TORCH = frozenset(vars(nn.Module()))
+_ITEMS = list, tuple, deque, set, frozenset
+_CACHE = type(lru_cache(lambda: None))
+_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device))
+"""Of which nothing is looked at further."""
 
 
 class Place(NamedTuple):
     """Where something is kept, and its name for a person."""
 
     holder: Any
-    """A cell, a class, a dict (of an object's attributes, of globals, or of defaults), or an object
-    with slots."""
+    """A cell, a class, a dict (of an object's attributes, of globals, or of the user's), a list, or
+    an object with slots."""
     key: Any
     name: str
+    is_item: bool = False
+    """Of a list, dict, tuple or set of the user's: no code has its name."""
 
     def get(self) -> Any:
         """Return what is there; None if nothing is."""
         space = self.space
         if type(space) is CellType:
             return space.cell_contents if _filled(space) else None
-        if type(space) in (dict, MappingProxyType):
+        if issubclass(type(space), dict):
+            return dict.get(space, self.key)
+        if type(space) is MappingProxyType:
             return space.get(self.key)
+        if issubclass(type(space), list):
+            return space[self.key] if self.key < len(space) else None
         try:
             return object.__getattribute__(space, self.key)
         except AttributeError:
@@ -60,7 +76,7 @@ class Place(NamedTuple):
         """Let something be there."""
         if type(self.holder) is CellType:
             self.holder.cell_contents = value
-        elif type(self.holder) is dict:
+        elif issubclass(type(self.holder), (dict, list)):
             self.holder[self.key] = value
         else:
             setattr(self.holder, self.key, value)
@@ -73,50 +89,89 @@ class Place(NamedTuple):
 
 
 def kept_by(keepers: Iterable[Any]) -> Iterator[Any]:
-    """Yield what functions close over or read from globals, and what dicts and lists of it have."""
+    """Yield what functions close over or read from globals, and what lists and dicts of it have."""
     for place in places(keepers):
-        value = place.get()
-        many = value.values() if isinstance(value, dict) else value
-        yield from many if isinstance(value, (dict, list, tuple)) else (value,)
+        yield place.get()
 
 
 def places(keepers: Iterable[Any]) -> Iterator[Place]:
     """Find what keepers keep: functions, modules, and anything else of the user's."""
-    seen, waiting = set[int](), deque((keeper, 0) for keeper in keepers)
-    while waiting:
-        keeper, depth = waiting.popleft()
+    seen, left = set[int](), _MOST
+    waiting = deque((keeper, 0, "") for keeper in keepers)
+    while waiting and left:
+        keeper, depth, name = waiting.popleft()
         kind = type(keeper)  # what an object says of its own class may be anything
         if kind is MethodType:
-            waiting.append((keeper.__self__, depth))
+            waiting.append((keeper.__self__, depth, name))
             keeper, kind = keeper.__func__, type(keeper.__func__)
-        if id(keeper) in seen or depth > _DEEP:
+        if kind in _PLAIN or issubclass(kind, torch.Tensor) or id(keeper) in seen or depth > _DEEP:
             continue
         seen.add(id(keeper))
-        if issubclass(kind, nn.Module):
-            for prefix, module in keeper.named_modules():
-                for place in _attributes(module, f"{prefix}." if prefix else ""):
-                    yield place
-                    waiting.append((place.get(), depth + 1))
-                hooks = (each for of in _HOOKS for each in getattr(module, of).values())
-                waiting += [(each, depth + 1) for each in (type(module), *hooks)]
-        elif issubclass(kind, _WRAPPED):
-            if kind is partial:
-                given = dict(enumerate(keeper.args)) | keeper.keywords
-                yield from (Place(given, key, f"partial.{key}") for key in given)
-            waiting.append((_within(keeper), depth))
-        elif kind is FunctionType or issubclass(kind, type):
-            if not _of_a_library(keeper):
-                of = _of_function(keeper) if kind is FunctionType else _of_class(keeper)
-                for place in of:
-                    yield place
-                    waiting.append((place.get(), depth + 1))
-        elif kind in _NAMESPACES or not _of_a_library(kind):
-            for place in _attributes(keeper, f"{kind.__name__}."):
-                yield place
-                waiting.append((place.get(), depth + 1))
-            if own := _own(keeper):
+        for place in islice(_kept_in(keeper, name), left):
+            left -= 1
+            yield place
+            waiting.append((place.get(), depth + 1, place.name))
+        waiting += [(each, depth + 1, name) for each in _referred_to(keeper)]
+
+
+def _kept_in(keeper: Any, name: str) -> Iterator[Place]:
+    """What a keeper, which is called `name`, has itself."""
+    kind = type(keeper)
+    if issubclass(kind, nn.Module):
+        for prefix, module in keeper.named_modules():
+            yield from _of_module(module, f"{prefix}." if prefix else "")
+    elif kind is partial:
+        given = dict(enumerate(keeper.args)) | keeper.keywords
+        yield from (Place(given, key, f"partial.{key}") for key in given)
+    elif kind is FunctionType or issubclass(kind, type):
+        if not _of_a_library(keeper):
+            yield from _of_function(keeper) if kind is FunctionType else _of_class(keeper)
+    else:
+        if issubclass(kind, (dict, *_ITEMS)):
+            yield from _items(keeper, name)
+        if kind in _NAMESPACES or is_of_user(kind):
+            yield from _attributes(keeper, f"{kind.__name__}.")
+            if own := own_of(keeper):
                 yield Place({"": own}, "", kind.__name__)
-            waiting.append((kind, depth + 1))
+
+
+def _referred_to(keeper: Any) -> Iterator[Any]:
+    """What may keep something for it, and has no place of its own."""
+    kind = type(keeper)
+    if issubclass(kind, nn.Module):
+        for module in keeper.modules():
+            yield type(module)
+            yield from (each for of in _HOOKS for each in getattr(module, of).values())
+        for of in _HOOKS:  # of all modules
+            yield from getattr(of_modules, f"_global{of}", {}).values()
+    elif kind is _CACHE:
+        yield from gc.get_referents(keeper)  # the function, and what it returned
+    elif issubclass(kind, _WRAPPED):
+        yield _within(keeper)
+    elif kind is not FunctionType and not issubclass(kind, type) and is_of_user(kind):
+        yield kind
+
+
+def _items(keeper: Any, name: str) -> Iterator[Place]:
+    """Those of a short list, dict, tuple or set that may keep something."""
+    of_dict, own = issubclass(type(keeper), dict), issubclass(type(keeper), (dict, list))
+    pairs = list[tuple[Any, Any]]()
+    with suppress(Exception):  # the user's class may say anything of itself
+        if len(keeper) <= _FEW:
+            pairs = list(dict.items(keeper) if of_dict else enumerate(keeper))
+    for key, item in pairs:
+        if type(item) not in _PLAIN:
+            yield Place(keeper if own else {key: item}, key, name + _index(key), True)
+
+
+def _index(key: Any) -> str:
+    return f"[{key!r}]" if isinstance(key, (int, str)) else "[...]"
+
+
+def _of_module(module: nn.Module, path: str) -> Iterator[Place]:
+    yield from _attributes(module, path)
+    for own in (module._parameters, module._buffers):
+        yield from (Place(own, key, path + key) for key in own)
 
 
 def _within(
@@ -128,11 +183,13 @@ def _within(
 
 
 def _attributes(keeper: Any, path: str) -> Iterator[Place]:
-    """All of a user's object; those of a library's object that are not its own affair."""
-    private, own = not _of_a_library(type(keeper)), _own(keeper)
+    """All of a user's object; of a library's object, numbers and what is not its own affair."""
+    private, own = is_of_user(type(keeper)), own_of(keeper)
     of_torch = _OF_TORCH if isinstance(keeper, nn.Module) else ()
-    for key in own:
-        if type(key) is str and (key[:1] != "_" or (private and key not in of_torch)):
+    for key, value in list(own.items()):
+        if type(key) is not str or (key[:1] == "_" and key in of_torch):
+            continue
+        if key[:1] != "_" or private or type(value) in (int, float):
             yield Place(own, key, path + key)
     if private:
         yield from (Place(keeper, name, path + name) for name in _slots(type(keeper)))
@@ -153,10 +210,14 @@ def _of_function(function: FunctionType) -> Iterator[Place]:
     read = {name: space[name] for name in sorted(names & space.keys())}
     yield from (Place(space, name, name) for name in read)
     imported = {name: sys.modules.get(name) for name in sorted(_imports_in(function.__code__))}
-    for name, module in (read | imported).items():
+    modules = deque((read | imported).items())
+    while modules:
+        name, module = modules.popleft()
         if type(module) is ModuleType and not _in_a_library(vars(module).get("__name__")):
-            own = sorted(names & vars(module).keys())
-            yield from (Place(vars(module), key, f"{name}.{key}") for key in own)
+            for key in sorted(names & vars(module).keys()):
+                yield Place(vars(module), key, f"{name}.{key}")
+                if f"{module.__name__}.{key}" in sys.modules:  # of a package
+                    modules.append((f"{name}.{key}", vars(module)[key]))
     of = f"{function.__name__}."
     yield from (Place(function.__dict__, name, of + name) for name in function.__dict__)
     yield Place({"": function.__dict__}, "", function.__name__)
@@ -173,14 +234,14 @@ def _of_function(function: FunctionType) -> Iterator[Place]:
 def _of_class(kind: type) -> Iterator[Place]:
     """The attributes of a user's class and of the user's classes that it inherits from."""
     for each in kind.__mro__:
-        if not _of_a_library(each):
+        if is_of_user(each):
             for key, value in vars(each).items():
                 if key[:2] != "__" or type(value) is FunctionType:
                     yield Place(each, key, f"{each.__name__}.{key}")
 
 
-def _own(keeper: Any) -> dict[Any, Any]:
-    """The attributes of an object, if they lie where they usually do."""
+def own_of(keeper: Any) -> dict[Any, Any]:
+    """Return the attributes of an object, if they lie where they usually do."""
     try:
         own = object.__getattribute__(keeper, "__dict__")
     except Exception:  # it has none
@@ -200,6 +261,11 @@ def _imports_in(code: CodeType) -> frozenset[str]:
     own = {each.argval for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME"}
     inner = (each for each in code.co_consts if isinstance(each, CodeType))
     return frozenset(own).union(*map(_imports_in, inner))
+
+
+def is_of_user(kind: type) -> bool:
+    """Whether a class is the user's."""
+    return not _in_a_library(kind.__module__)
 
 
 def _of_a_library(made: FunctionType | type) -> bool:

@@ -1,5 +1,7 @@
 """What the trial reads, what it refuses, and which batches of a run it has not seen."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -256,14 +258,18 @@ def test_frozen_weights_of_8_bits_are_tried_in_more(dtype):
 class Weighed(nn.Module):
     """Notes what each pass takes: a third forward, and in float64 five times as long."""
 
-    taken = (torch.zeros(()),)  # a number would be seen, and put back
+    taken = threading.local()  # a number would be seen, and put back
 
     def forward(self, x):
         work = len(x) * (5.0 if x.dtype is torch.float64 else 1.0)
-        Weighed.taken[0].add_(work / 3)
+        Weighed.taken.samples += work / 3
         x = x.clone() if x.requires_grad else x.clone().requires_grad_()
-        x.register_hook(lambda _: Weighed.taken[0].add_(work * 2 / 3) and None)
+        x.register_hook(lambda _: self.took(work * 2 / 3))
         return x
+
+    @staticmethod
+    def took(samples):
+        Weighed.taken.samples += samples
 
 
 @pytest.mark.parametrize(
@@ -282,11 +288,12 @@ def test_all_passes_of_a_trial_take_ten_steps_at_most(batch, parts, batch_norm):
     data = torch.utils.data.TensorDataset(torch.randn(1000, 64), torch.randn(1000, 1))
     recipe = Recipe(model=model, train=data, optimizer=lambda p: None, loss=nn.MSELoss())
     loader = Loader(data, seed=7, shuffle=False, processes=0)
-    job, said, _ = job_of(batch, parts, batch_norm=batch_norm), [], Weighed.taken[0].zero_()
+    job, said = job_of(batch, parts, batch_norm=batch_norm), []
+    Weighed.taken.samples = 0.0
     forward = Forward(recipe, model, torch.device("cpu"), "float32")
     trial = try_recipe(forward, loader, job, 1000, lambda *done: said.append(done))
     assert trial.verdict == "yes"
-    assert 0 < Weighed.taken[0] <= 10 * batch
+    assert 0 < Weighed.taken.samples <= 10 * batch
     assert said[-1] == (len(said) - 1,) * 2
 
 

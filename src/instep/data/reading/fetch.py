@@ -131,6 +131,7 @@ class Fetch:
         self._read_batch = batch_reader(dataset) if collate is None and augment is None else None
         self._many = offers(dataset, "__getitems__")
         self._generators = generators.DrawDetector()
+        self._before = None if self.plain else self._counts()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle what it was made of, and which contents it records: for a process like this."""
@@ -257,21 +258,40 @@ class Fetch:
         return contents.found
 
     def counted(self) -> str:
-        """Find what each reading of the same sample changes in Python: its name, or empty."""
-        if self.plain:
+        """Find what the reading of samples changes in Python, so that it depends on what was read
+        before: its name, or empty."""
+        before, self._before = self._before, None
+        if before is None:
             return ""
         self.told.tell(0)
         self.read_by = os.getpid()
         with generators.preserved(), suppress(Exception):  # that comes when its step does
-            self._first_sample()  # which builds what is built once
-            counts = Counts((*objects_of(self.dataset), self._augment, self._collate))
-            self._first_sample()
-            return counts.changed()
+            self._sample_alone(0)  # which builds what is built once
+            counts = self._counts()
+            self._sample_alone(0)
+            if found := counts.changed():
+                return found
+            del counts  # it may hold what is open
+            last = self.samples - 1
+            first, *others = [min(last, self.samples * n // 4 + n) for n in range(4)]
+            for place in others:
+                self._sample_alone(place)
+            if table := before.grown():  # a cache of samples, or numbers of labels?
+                before.put_back()
+                alone = self._sample_alone(first)
+                before.put_back()
+                for place in others:
+                    self._sample_alone(place)
+                return table if self._sample_alone(first) != alone else ""
         return ""
 
-    def _first_sample(self) -> None:
+    def _counts(self) -> Counts:
+        return Counts((*objects_of(self.dataset), self._augment, self._collate))
+
+    def _sample_alone(self, place: int) -> int:
+        """Read a batch of one sample; returns what it contains."""
         seed_for_sample(self.seed, 0, 0)  # what was drawn last may be kept
-        self._batch(Slice(0, 0, 1))
+        return content_of(self._batch(Slice(0, place, place + 1))[0])
 
     @property
     def _current(self) -> last_read.CurrentRead:

@@ -54,11 +54,17 @@ def run_again(
         with unchanged(*kept) as before, unchanged_globals(*kept):
             once = copies.run(read)
             counts = copies.counts()
-            again, named = copies.run(read), ""
+            losses, named = [(once, copies.run(read))], ""
             counted = counts.changed()
-            if not counted and (found := before.first_set()) and (second := other()) is not None:
+            if not counted and (second := other()) is not None and second.size:
+                found, after = before.first_set(), copies.run(second)
                 before.put_back()
-                named = _CopiesAgain(forward, seed).set_by_first(found, read, second)
+                anew = _CopiesAgain(forward, seed)
+                if found and not (named := anew.set_by_first(found, read, second)):
+                    before.put_back()
+                    anew = _CopiesAgain(forward, seed)
+                if not named:
+                    losses += [(anew.run(second), after), (once, anew.run(read))]
     except Exception as error:  # of the user's code, which the first step will call too
         why = f"cannot be tried ({type(error).__name__}: {one_line(error)})"
         of = "whether the model or its loss keeps something from call to call that no checkpoint"
@@ -67,18 +73,28 @@ def run_again(
         reached = gradients_dropped(forward.model)
     short = any(parameter.element_size() < 4 for parameter in copies.model.parameters())
     near = _NEAR_IN_SHORT if short else _NEAR
-    unknown = not math.isfinite(once) and not math.isfinite(again)
-    if unknown or math.isclose(once, again, rel_tol=near, abs_tol=near * 1e-3):
+    again = next((place for place, each in enumerate(losses) if not _same(*each, near)), None)
+    if again is None:
         if not (how := in_words(counted, named)):
             return not_an_argument(forward.weighing.name) if reached else NOTHING_TO_TRY
         gone = f"no checkpoint has it: a resumed run would begin without it. {REMEDY}"
         return NOTHING_TO_TRY._replace(verdict=f"not shown: {how}, and {gone}")
+    when = "when the same batch is run again"
+    how = "it counts calls in Python, has a list or a value that each call changes, or draws from "
+    how += "a generator of its own"
+    if again:
+        when = "for a batch after another one than at first"
+        how = "what the first batch sets, the largest value so far"
     return NOTHING_TO_TRY._replace(
-        verdict="no: the model or its loss gives another result when the same batch is run again, "
-        "as it keeps something from call to call (it counts calls in Python, has a list or a value "
-        "that each call changes, or draws from a generator of its own), and no checkpoint has "
-        "that: a resumed run would begin without it. Keep it in a buffer of the model"
+        verdict=f"no: the model or its loss gives another result {when}, as it keeps something "
+        f"from call to call ({how}), and no checkpoint has that: a resumed run would begin without "
+        "it. Keep it in a buffer of the model"
     )
+
+
+def _same(one: float, other: float, near: float) -> bool:
+    unknown = not math.isfinite(one) and not math.isfinite(other)
+    return unknown or math.isclose(one, other, rel_tol=near, abs_tol=near * 1e-3)
 
 
 class _CopiesAgain:

@@ -99,9 +99,11 @@ class TrialModel:
         self.committed = self._buffers.values
         self.draws: Callable[[], Any] = nullcontext
         self._casts: Callable[[], Any] = nullcontext
+        self._moved = False
 
     def move(self) -> None:
         """Move every parameter away from its initial value."""
+        self._moved = True
         moves = Moves(self.model, self._seed)
         for name, parameter in self.parameters.items():
             moves.move(name, parameter)
@@ -115,6 +117,7 @@ class TrialModel:
             RecipeError: passes wrote to one.
         """
         self.refuse_written()
+        self._moved = False
         start = dict(self._original.model.named_parameters())
         for name, parameter in self.parameters.items():
             parameter.copy_(start[name])
@@ -166,8 +169,12 @@ class TrialModel:
     def fresh(self) -> TrialModel:
         """Make another copy, whose passes begin anew, and compute with it from now on."""
         copied = self._original.again()
-        other = TrialModel(self.forward, copied, self._original, self._seed)
-        other.draws = self.draws
+        if self._wide is not None:
+            copied.widen(self._wide)
+        other = TrialModel(self.forward, copied, self._original, self._seed, self._wide)
+        other.draws, other._casts = self.draws, self._casts
+        if self._moved:
+            other.move()
         self.forward.compute_with(*copied)
         return other
 

@@ -225,6 +225,8 @@ class _Comparison:
         self._shapes = Watch()
         self._once: PassResult | None = None
         """The first micro-batch's, if it need not be run again."""
+        self._later: PassResult | None = None
+        """The last one's of the first spot, after others."""
 
     def verdict(
         self,
@@ -237,8 +239,9 @@ class _Comparison:
         self._first = first = next(spots)
         counts = self._counts()
         drew, seconds = self._try_once(first)
-        if found := counts.first_set():
-            counts.put_back()
+        found = counts.first_set()
+        counts.put_back()
+        if found:
             self._model = self._model.fresh()
             self._set_by_first = first_batch.set_by_first(
                 found,
@@ -246,6 +249,7 @@ class _Comparison:
                 lambda: self._model.run(first.parts[-1], first.sizes[-1], backward=False),
                 lambda: self._model.run(first.parts[0], first.sizes[0], backward=False),
             )
+            counts.put_back()
         constant = drew and not self._cuts
         self._known |= self._forward.weighs_itself
         self._model.draws = ConstantDraws if constant else nullcontext
@@ -278,6 +282,9 @@ class _Comparison:
         self._try_sizes()
         self._check_again(first, self._begin)
         self._model.refuse_written()
+        if not self._differs and not self._counted and not self._set_by_first:
+            counts.put_back()
+            self._check_first(first)
         trial = self._judge(drew, moved)
         return trial._replace(shapes=self._shapes.known) if trial.same else trial
 
@@ -430,6 +437,16 @@ class _Comparison:
                 "micro-batch"
             ]
 
+    def _check_first(self, spot: Spot) -> None:
+        """Run a micro-batch that was run after another one as the first of a fresh copy."""
+        model = self._model = self._model.fresh()
+        if not self._same(model.run(spot.parts[-1], spot.sizes[-1], backward=False), self._later):
+            self._differs.append(
+                "the model or its loss gives another result for a batch after another one than at "
+                "first, as it keeps something from call to call (what the first batch sets, the "
+                "largest value so far), and a step calls it once for each micro-batch"
+            )
+
     def _counts(self) -> Counts:
         """Note what the model, its losses and the weight keep in Python now."""
         forward = self._forward
@@ -524,6 +541,8 @@ class _Comparison:
             apart, pairs, self._once = [self._once], pairs[1:], None
         backward = not spot.loss_alone
         apart += [self._run(part, size, backward=backward) for part, size in pairs]
+        if spot is self._first:
+            self._later = apart[-1] if len(apart) > 1 else None
         with self._as_one(spot):
             return apart, self._model.run(spot.whole, sum(spot.sizes), backward=backward)
 

@@ -1,0 +1,501 @@
+"""What the user's code keeps is seen however it lies, and by what comes of it for other batches."""
+
+import functools
+import multiprocessing
+import random
+import sys
+import types
+from collections import deque
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.data import Dataset, TensorDataset
+
+from instep.data.loader import Loader
+from instep.job.spec import JobSpec
+from instep.job.train import TrainSpec
+from instep.recipe.forward import Forward
+from instep.recipe.recipe import Recipe
+from instep.usercode.counts import Counts, unchanged
+from instep.worker.trial.reads import try_recipe
+
+LATE = 1000
+PARTS = pytest.mark.parametrize("parts", [1, 4])
+
+
+def tried(parts, **given):
+    """The verdict of a trial, with 64 samples whose size grows."""
+    torch.manual_seed(0)
+    grows = torch.linspace(0.1, 3.0, 64).unsqueeze(1)
+    recipe = Recipe(
+        **{
+            "model": nn.Linear(3, 2),
+            "train": TensorDataset(torch.randn(64, 3) * grows, torch.randn(64, 2)),
+            "loss": nn.MSELoss(),
+            "optimizer": lambda p: torch.optim.SGD(p, lr=0.1),
+            "weight": lambda batch: len(batch[0]),
+        }
+        | given
+    )
+    loader = Loader(
+        recipe.train,
+        seed=7,
+        shuffle=False,
+        processes=0,
+        augment=recipe.augment,
+        collate=recipe.collate,
+    )
+    forward = Forward(recipe, recipe.model, torch.device("cpu"), "float32")
+    train = TrainSpec(global_batch=16, micro_batches=parts)
+    job = JobSpec(recipe="a.py:recipe", train=train, workers=1)
+    with closing(loader):
+        return try_recipe(forward, loader, job, 64).verdict
+
+
+def late(loss, calls):
+    return loss * (1 if calls < LATE else 2)
+
+
+# ---- where it lies
+
+
+class Meter:
+    def __init__(self):
+        self.calls = 0
+
+    def count(self):
+        self.calls += 1
+        return self.calls
+
+
+class Attributes(dict):
+    """Items that are attributes too."""
+
+    __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
+
+
+class Numbers(NamedTuple):
+    calls: int = 0
+
+
+@dataclass(frozen=True)
+class Frozen:
+    calls: int = 0
+
+
+@functools.cache
+def the_meter():
+    return Meter()
+
+
+@functools.lru_cache(4)
+def a_meter(name):
+    return Meter()
+
+
+METERS, NESTED, BY_NAME = [Meter()], {"state": {"calls": 0}}, {"meter": Meter()}
+SPACE, FROZEN, NUMBERS = Attributes(calls=0), Frozen(), Numbers()
+COUNTED, ON, TURN = np.int64(0), False, iter([0] * (2 * LATE))
+TENSORS, RECENT, MANY = [torch.zeros(())], deque([0] * 4, maxlen=4), torch.zeros(20_000)
+DRAWS, SHARED = random.Random(7), multiprocessing.Value("i", 0)
+TWICE = [[0], [0]]
+
+package = types.ModuleType("package_of_a_test")
+package.inner = types.ModuleType("package_of_a_test.inner")
+
+
+@pytest.fixture(autouse=True)
+def with_a_package(monkeypatch):
+    package.inner.calls = 0
+    for each in (package, package.inner):
+        each.__file__ = __file__
+        monkeypatch.setitem(sys.modules, each.__name__, each)
+
+
+def in_a_list():
+    return METERS[0].count()
+
+
+def in_a_dict_in_a_dict():
+    NESTED["state"]["calls"] += 1
+    return NESTED["state"]["calls"]
+
+
+def in_a_list_in_a_list():
+    TWICE[1][0] += 1
+    return TWICE[1][0]
+
+
+def in_an_object_in_a_dict():
+    return BY_NAME["meter"].count()
+
+
+def in_a_dict_of_the_users():
+    SPACE.calls += 1
+    return SPACE.calls
+
+
+def in_a_tuple_with_names():
+    global NUMBERS
+    NUMBERS = NUMBERS._replace(calls=NUMBERS.calls + 1)
+    return NUMBERS.calls
+
+
+def in_a_frozen_object():
+    global FROZEN
+    FROZEN = replace(FROZEN, calls=FROZEN.calls + 1)
+    return FROZEN.calls
+
+
+def in_a_cached_object():
+    return the_meter().count()
+
+
+def in_a_cached_object_of_some():
+    return a_meter("train").count()
+
+
+def in_a_module_of_a_package():
+    package.inner.calls += 1
+    return package.inner.calls
+
+
+def in_a_number_of_numpy():
+    global COUNTED
+    COUNTED += 1
+    return COUNTED
+
+
+def in_a_flag():
+    global ON
+    ON = not ON
+    return 0
+
+
+def in_an_iterator():
+    return next(TURN)
+
+
+def in_a_list_of_tensors():
+    TENSORS[0] = TENSORS[0] + 1
+    return float(TENSORS[0])
+
+
+def in_a_full_deque():
+    RECENT.append(RECENT[-1] + 1)
+    return RECENT[-1]
+
+
+def in_a_large_tensor():
+    MANY[7] += 1
+    return float(MANY[7])
+
+
+def in_a_generator_of_its_own():
+    return LATE if DRAWS.random() < 1e-9 else 0
+
+
+def in_memory_of_many_processes():
+    SHARED.value += 1
+    return SHARED.value
+
+
+@PARTS
+@pytest.mark.parametrize(
+    "count",
+    [
+        in_a_list,
+        in_a_dict_in_a_dict,
+        in_a_list_in_a_list,
+        in_an_object_in_a_dict,
+        in_a_dict_of_the_users,
+        in_a_tuple_with_names,
+        in_a_frozen_object,
+        in_a_cached_object,
+        in_a_cached_object_of_some,
+        in_a_module_of_a_package,
+        in_a_number_of_numpy,
+        in_a_flag,
+        in_an_iterator,
+        in_a_list_of_tensors,
+        in_a_full_deque,
+        in_a_large_tensor,
+        in_a_generator_of_its_own,
+        in_memory_of_many_processes,
+    ],
+    ids=lambda count: count.__name__,
+)
+def test_a_count_is_seen_and_put_back_wherever_it_lies(count, parts):
+    def loss(outputs, target):
+        return late(functional.mse_loss(outputs, target), count())
+
+    before, generator = count(), DRAWS.getstate()
+    verdict = tried(parts, loss=loss)
+    assert verdict.startswith("not shown: each pass changes")
+    DRAWS.setstate(generator)
+    whole = count() if count not in (in_a_large_tensor,) else before + 1  # without a copy
+    assert whole in (before, before + 1)
+
+
+def test_a_private_number_on_a_model_of_torch_is_seen():
+    model = nn.Sequential(nn.Linear(3, 2))
+    model._calls = 0
+
+    def compute_loss(model, batch):
+        model._calls += 1
+        return late(functional.mse_loss(model(batch[0]), batch[1]), model._calls)
+
+    verdict = tried(4, model=model, loss=None, compute_loss=compute_loss)
+    assert verdict.startswith("not shown: each pass changes '_calls'")
+
+
+@PARTS
+def test_a_count_in_a_hook_of_all_modules_is_seen(parts):
+    calls = [0]
+
+    def hook(module, inputs, outputs):
+        calls[0] += 1
+        return late(outputs, calls[0]) if type(module) is nn.Linear else None
+
+    handle = register_module_forward_hook(hook)
+    try:
+        assert tried(parts).startswith("not shown: each pass changes")
+    finally:
+        handle.remove()
+    assert calls == [0]
+
+
+class Counting(nn.Module):
+    """A loss with a buffer, which is no buffer of the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, outputs, target):
+        self.calls += 1
+        return late(functional.mse_loss(outputs, target), float(self.calls))
+
+
+CRITERION = Counting()
+
+
+@PARTS
+def test_a_buffer_of_a_loss_is_seen(parts):
+    assert tried(parts, loss=Counting()).startswith("not shown: each pass changes 'calls'")
+
+
+@PARTS
+def test_a_buffer_of_a_module_that_a_loss_names_is_seen_and_put_back(parts):
+    def compute_loss(model, batch):
+        return CRITERION(model(batch[0]), batch[1])
+
+    verdict = tried(parts, loss=None, compute_loss=compute_loss)
+    assert verdict.startswith("not shown: each pass changes 'calls'")
+    assert CRITERION.calls == 0
+
+
+class Following(nn.Linear):
+    """With a teacher that is in a list, so that it is not of the model."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.teacher = [nn.Linear(*sizes).requires_grad_(False)]
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.teacher[0].weight.lerp_(self.weight, 1e-4)
+        return super().forward(x) + self.teacher[0](x)
+
+
+@PARTS
+def test_a_teacher_in_a_list_is_seen(parts):
+    assert not tried(parts, model=Following(3, 2)).startswith("yes")
+
+
+# ---- what comes of it for another batch
+
+
+class Normalised(nn.Linear):
+    """Is centred by its first batch (Kingma, Dhariwal 2018, section 3.1)."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.begun, self.centre = False, torch.zeros(sizes[1])
+
+    def forward(self, x):
+        found = super().forward(x)
+        if not self.begun:
+            self.begun, self.centre = True, found.detach().mean(0)
+        return found - self.centre
+
+
+class Maximum:
+    def __init__(self, *, of_least=False):
+        self.most, self.turn = 0.0, min if of_least else max
+
+    def __call__(self, outputs, target):
+        loss = functional.mse_loss(outputs, target)
+        self.most = self.turn(self.most or float(loss), float(loss))
+        return loss / self.most
+
+
+class Least(Maximum):
+    def __init__(self):
+        super().__init__(of_least=True)
+
+
+class Relative(Maximum):
+    """To the first loss, by a sentinel that is a list (GradNorm, Chen et al. 2018)."""
+
+    def __init__(self):
+        self.first = []
+
+    def __call__(self, outputs, target):
+        loss = functional.mse_loss(outputs, target)
+        if not self.first:
+            self.first.append(float(loss.detach()))
+        return loss / self.first[0]
+
+
+class RelativeToZero(Relative):
+    """By a sentinel that is a number."""
+
+    def __init__(self):
+        self.first = 0.0
+
+    def __call__(self, outputs, target):
+        loss = functional.mse_loss(outputs, target)
+        self.first = self.first or float(loss.detach())
+        return loss / self.first
+
+
+class Classes:
+    def __init__(self):
+        self.seen = set()
+
+    def __call__(self, outputs, target):
+        self.seen |= {int(each) for each in (target[:, 0] * 4).round()}
+        return functional.mse_loss(outputs, target) * len(self.seen)
+
+
+@PARTS
+@pytest.mark.parametrize("loss", [Maximum, Least, Relative, RelativeToZero, Classes])
+def test_what_settles_on_one_batch_is_seen_by_another(loss, parts):
+    verdict = tried(parts, loss=loss())
+    assert verdict.startswith(("no: the model or its loss gives another result", "not shown: "))
+    assert "keeps something" in verdict or "by its batch" in verdict or "each pass" in verdict
+
+
+@PARTS
+def test_what_a_flag_guards_is_seen_by_another_batch(parts):
+    verdict = tried(parts, model=Normalised(3, 2))
+    assert verdict.startswith("no: the model or its loss gives another result for a batch after")
+
+
+@PARTS
+def test_a_cache_by_size_changes_nothing(parts):
+    masks = {}
+
+    def loss(outputs, target):
+        mask = masks.setdefault(len(outputs), torch.ones(len(outputs), 1))
+        return functional.mse_loss(outputs * mask, target)
+
+    assert tried(parts, loss=loss) == "yes"
+
+
+# ---- reading
+
+
+class Labelled(Dataset):
+    """Numbers its labels as they come."""
+
+    def __init__(self, names="abcd"):
+        self.known, self.names = {}, names
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        label = self.known.setdefault(self.names[index % len(self.names)], len(self.known))
+        return torch.full((3,), index / 64), torch.full((2,), float(label))
+
+
+class Cached(Labelled):
+    """Keeps its samples."""
+
+    def __getitem__(self, index):
+        if index not in self.known:
+            self.known[index] = torch.full((3,), index / 64), torch.zeros(2)
+        return self.known[index]
+
+
+@PARTS
+def test_labels_that_are_numbered_as_they_come_are_said(parts):
+    said = tried(parts, train=Labelled())
+    assert said.startswith("not shown: each reading of a sample changes 'Labelled.known'")
+    assert tried(parts, train=Cached()) == "yes"
+    assert tried(parts, train=Labelled(["a"])) == "yes"
+
+
+@PARTS
+@pytest.mark.parametrize("what", ["augment", "collate"])
+def test_nested_counts_of_reading_are_said(what, parts):
+    calls = {"of": [0]}
+
+    def augment(sample, generator):
+        calls["of"][0] += 1
+        return sample
+
+    def collate(samples):
+        calls["of"][0] += 1
+        return tuple(map(torch.stack, zip(*samples, strict=True)))
+
+    said = tried(parts, **{what: locals()[what]})
+    assert said.startswith("not shown: each reading of a sample changes")
+
+
+# ---- what is put back
+
+
+def test_what_a_cache_has_from_a_trial_is_dropped():
+    made = []
+
+    @functools.cache
+    def built(name):
+        made.append(name)
+        return Meter()
+
+    with unchanged(lambda: built):
+        built("a").count()
+    assert built("a").count() == 1
+    assert made == ["a"]
+
+
+def test_a_list_of_the_users_is_filled_again_without_its_own_methods():
+    class Loud(list):
+        def append(self, item):
+            raise AssertionError("this is for the user's own calls")
+
+        clear = extend = append
+
+    held = Loud([1, 2])
+    counts = Counts([lambda: held])
+    list.append(held, 3)
+    assert counts.changed() == "held"
+    counts.put_back()
+    assert held == [1, 2]
+
+
+def test_very_much_that_is_held_is_not_all_looked_at():
+    held = [[[Meter() for _ in range(30)] for _ in range(30)] for _ in range(30)]
+    with unchanged(lambda: held):
+        held[0][0][0].count()
+    assert held[0][0][0].calls in (0, 1)
