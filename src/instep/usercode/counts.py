@@ -74,15 +74,16 @@ class Counts:
     Args:
         keepers: functions, modules, objects. The first module is the one that checkpoints have the
             parameters and buffers of.
+        but: objects that are not looked at.
     """
 
-    def __init__(self, keepers: Iterable[Any]) -> None:
+    def __init__(self, keepers: Iterable[Any], but: Iterable[Any] = ()) -> None:
         keepers = list(keepers)
         modules = [each for each in keepers if isinstance(each, nn.Module)]
         in_checkpoints = {
             id(each) for module in modules[:1] for each in (*module.parameters(), *module.buffers())
         }
-        every = [(place, place.get()) for place in places(keepers)]
+        every = [(place, place.get()) for place in places(keepers, but)]
         self._kept = [
             _Kept.of(place, value)
             for place, value in every

@@ -94,9 +94,14 @@ def kept_by(keepers: Iterable[Any]) -> Iterator[Any]:
         yield place.get()
 
 
-def places(keepers: Iterable[Any]) -> Iterator[Place]:
-    """Find what keepers keep: functions, modules, and anything else of the user's."""
-    seen, left = set[int](), _MOST
+def places(keepers: Iterable[Any], but: Iterable[Any] = ()) -> Iterator[Place]:
+    """Find what keepers keep: functions, modules, and anything else of the user's.
+
+    Args:
+        keepers: where to begin.
+        but: objects that are not looked at.
+    """
+    seen, left = set(map(id, but)), _MOST
     waiting = deque((keeper, 0, "") for keeper in keepers)
     while waiting and left:
         keeper, depth, name = waiting.popleft()

@@ -21,9 +21,12 @@ from torch.utils.data import Dataset, TensorDataset
 from instep.data.loader import Loader
 from instep.job.spec import JobSpec
 from instep.job.train import TrainSpec
+from instep.recipe.build import build_optimizer
 from instep.recipe.forward import Forward
 from instep.recipe.recipe import Recipe
+from instep.recipe.tuning import NOTHING
 from instep.usercode.counts import Counts, unchanged
+from instep.worker.trial.kept.kept import try_kept
 from instep.worker.trial.reads import try_recipe
 
 LATE = 1000
@@ -56,7 +59,9 @@ def tried(parts, **given):
     train = TrainSpec(global_batch=16, micro_batches=parts)
     job = JobSpec(recipe="a.py:recipe", train=train, workers=1)
     with closing(loader):
-        return try_recipe(forward, loader, job, 64).verdict
+        trial = try_recipe(forward, loader, job, 64)
+    built = build_optimizer(recipe, recipe.model, 10)
+    return try_kept(forward, job, 10, trial, NOTHING, built).verdict
 
 
 def late(loss, calls):
@@ -409,6 +414,60 @@ def test_a_cache_by_size_changes_nothing(parts):
         return functional.mse_loss(outputs * mask, target)
 
     assert tried(parts, loss=loss) == "yes"
+
+
+# ---- steps
+
+
+class OfItsClass(torch.optim.SGD):
+    steps = 0
+
+    def step(self, closure=None):
+        OfItsClass.steps += 1
+        for group in self.param_groups:
+            group["lr"] = late(0.1, OfItsClass.steps)
+        return super().step(closure)
+
+
+PROGRESS = {"of": 0.0}
+
+
+def with_a_hook(parameters):
+    optimizer, calls = torch.optim.SGD(parameters, lr=0.1), [0]
+
+    def hook(optimizer, args, given):
+        calls[0] += 1
+
+    optimizer.register_step_post_hook(hook)
+    return optimizer
+
+
+def telling(optimizer, steps):
+    def rate(step):
+        PROGRESS["of"] = step / steps
+        return 1.0
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+
+
+def with_a_list(optimizer, steps):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 0.9**step])
+
+
+@PARTS
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"optimizer": OfItsClass}, "OfItsClass.steps"),
+        ({"optimizer": with_a_hook}, ""),
+        ({"scheduler": telling}, "PROGRESS"),
+        ({"scheduler": with_a_list}, ""),
+    ],
+)
+def test_what_steps_count_outside_state_dicts_is_said(given, named, parts):
+    said = tried(parts, **given)
+    assert said.startswith(f"not shown: {named}, which each step changes," if named else "yes")
+    assert (OfItsClass.steps, PROGRESS) == (0, {"of": 0.0})
 
 
 # ---- reading

@@ -26,6 +26,7 @@ from instep.recipe.build import set_generators
 from instep.recipe.isolated import isolated
 from instep.state.packing import pack_state, unpack_state
 from instep.sync import SERVERS
+from instep.usercode.counts import Counts
 from instep.worker.trial.kept.differing import differ, equal, other_values
 from instep.worker.trial.kept.stand_in import Maker, StandIn
 from instep.worker.trial.named_globals import globals_of, unchanged_globals
@@ -55,7 +56,9 @@ def try_optimizer(maker: Maker, trial: Trial, sync: str) -> Trial:
         unlike = _differing(first, anew)  # the time, say
         name = " and ".join(dict.fromkeys(type(each).__name__ for each in first.optimizers))
         for number in range(STEPS):
+            counts = Counts(first.called, but=first.stateful)
             _take(number, maker, first)
+        counted = counts.changed()
     except Exception as error:  # of the user's functions
         if maker.copy_models():  # a hook of theirs may use the model
             return try_optimizer(maker, trial, sync)
@@ -74,6 +77,8 @@ def try_optimizer(maker: Maker, trial: Trial, sync: str) -> Trial:
     still = _differing(first, anew) if named else ()
     if lost := next((each for each in named if each in still), ""):
         return _may_be_lost(trial, lost)
+    if counted:
+        return _may_be_lost(trial, f"{counted}, which each step changes,", "")
     if any(bool(own.isnan().any()) for own in first.parameters.values()):
         why = "gives NaN with made-up gradients, so whether a checkpoint has all that it keeps"
         return _if_same(trial, f"{name} {why} cannot be tried")
@@ -174,10 +179,12 @@ def _lost(trial: Trial, name: str, named: list[str]) -> Trial:
     )
 
 
-def _may_be_lost(trial: Trial, named: str) -> Trial:
+def _may_be_lost(
+    trial: Trial, named: str, how: str = " and has another value after loading"
+) -> Trial:
     return _if_same(
         trial,
-        f"{named} is not in state_dict() and has another value after loading: "
+        f"{named} is not in state_dict(){how}: "
         f"{_WHO}. That changed nothing in the few steps that were tried, and may later. Keep it "
         "in state_dict(): as self.state['name'], or in param_groups",
     )

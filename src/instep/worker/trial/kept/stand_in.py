@@ -70,6 +70,23 @@ class StandIn(NamedTuple):
         """Those of the recipe, one by one."""
         return [part for optimizer, _ in self.made for part in parts_of(optimizer)]
 
+    @property
+    def called(self) -> Iterator[Any]:
+        """What decides of steps, beside the objects that state dicts are of: classes, and functions
+        of schedulers. Hooks mostly follow the model for a person."""
+        for optimizer, scheduler in self.made:
+            for each in (optimizer, *parts_of(optimizer)):
+                yield type(each)
+            if scheduler is not None:
+                yield type(scheduler)
+                yield from vars(scheduler).values()
+
+    @property
+    def stateful(self) -> list[Any]:
+        """The objects that state dicts are of."""
+        made = [each for pair in self.made for each in pair if each is not None]
+        return [*made, *self.optimizers]
+
     def step(self, gradients: Iterable[tuple[str, Tensor]], number: int, seed: int) -> None:
         """Take a step of all, and of their schedulers."""
         for name, gradient in gradients:
