@@ -159,8 +159,8 @@ EVENTS = {
     "lora_added": "layers (names), trained, total (values of parameters), text",
     "trial_progress": "worker, done, of (comparisons of micro-batches with whole batches)",
     "passes_chosen": "worker, merged, reason",
-    "same_as_one_machine": "verdict (yes; no: what differs; not shown: why), step (where a batch "
-    "of this step has changed the verdict; else left out)",
+    "same_as_one_machine": "verdict (yes; no: what differs; not shown: why), step (that "
+    "has changed the verdict: by its batch, or a callback after it; else left out)",
     "work_dealt": "generation, step (the first with this distribution), members, micro_batches "
     "(of each), speeds (of each; their ratios count), reason (speed, or trial)",
     "loaders_started": "worker, pids (of its loader processes; a killed one is replaced)",

@@ -6,12 +6,15 @@ epoch of training. Workers and steps are not known here.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from instep.data.loader import Loader, Read, Slice
 from instep.data.reading.generators import preserved
 from instep.errors import RecipeError
 from instep.parallel.copies import copied
 from instep.recipe.forward import Forward, Measured
 from instep.recipe.metrics import WholeMetrics
+from instep.usercode.counts import unchanged
 
 
 def called_backward() -> RecipeError:
@@ -24,7 +27,16 @@ def called_backward() -> RecipeError:
     )
 
 
-def try_validation(forward: Forward, loader: Loader, samples: int) -> Measured | None:
+class Rehearsed(NamedTuple):
+    """A validation batch that was tried."""
+
+    found: Measured | None = None
+    """None if no sample can be read, or the model cannot be copied."""
+    changed: str = ""
+    """What it has changed in Python that training has too."""
+
+
+def try_validation(forward: Forward, loader: Loader, samples: int) -> Rehearsed:
     """Compute loss and metrics of one validation batch, in eval mode, on a copy of the model.
 
     Args:
@@ -32,24 +44,22 @@ def try_validation(forward: Forward, loader: Loader, samples: int) -> Measured |
         loader: of the validation dataset.
         samples: of a validation batch.
 
-    Returns:
-        What was found; None if no sample can be read, or the model cannot be copied.
-
     Raises:
         InstepError: the loss or a metric is not a number, or no sample can be read.
     """
     read = first_batch(loader, samples)
     if not read.size:
-        return None
+        return Rehearsed()
     try:
         model = copied(forward.model)
     except Exception:  # the module cannot be copied: the first validation will show it
-        return None
-    with preserved(), forward.on(model.eval(), forward.precision):
+        return Rehearsed()
+    training = model.eval(), *forward.losses, forward.recipe.weight
+    with preserved(), forward.on(model, forward.precision), unchanged(*training) as counts:
         found = forward.measure(read.batch, read.size)
         if found is not None:
             WholeMetrics(forward.recipe.metrics).rehearse(found.outputs, found.targets)
-        return found
+        return Rehearsed(found, counts.changed())
 
 
 def first_batch(loader: Loader, samples: int) -> Read:

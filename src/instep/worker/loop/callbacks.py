@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -56,6 +56,8 @@ class Callbacks:
         self._callbacks = [(each, methods(each)) for each in callbacks]
         self.gather: Callable[[], None] = lambda: None
         """Called before each call, which may read the model."""
+        self.during: Callable[[str], AbstractContextManager[None]] = lambda call: nullcontext()
+        """Entered around each call, with its name."""
         self._steps: Calls | None = None
         self._saves: Calls | None = None
         self._logged: dict[str, float] = {}
@@ -171,7 +173,7 @@ class Callbacks:
                 self._since = time.monotonic()
                 self.present = f"{type(callback).__name__}.{moment}"
                 context = replace(self._last, repeated=what is Due.AGAIN)
-                with self._guarded(), torch.no_grad():
+                with self._guarded(), self.during(self.present), torch.no_grad():
                     getattr(callback, moment)(context, *more)
                 self.present = ""
         calls.end(course, step)

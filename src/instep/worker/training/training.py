@@ -71,6 +71,7 @@ from instep.worker.rounds import own_data, round_checks
 from instep.worker.rounds.probe import Probe
 from instep.worker.rounds.round_update import RoundUpdate
 from instep.worker.rounds.rounds import Rounds
+from instep.worker.training.callback_writes import CallbackWrites
 from instep.worker.training.devices import check_device
 from instep.worker.training.entry import Entry, take_host_copy
 from instep.worker.training.inputs import Inputs, check_validation_parts
@@ -208,6 +209,8 @@ class Training(Loop):
         )
         if self._replica is not None:  # all that a state is given to is there
             take_host_copy(self.engine, self._replica)
+        weighed = *self._forward.losses, recipe.weight
+        self.callbacks.during = CallbackWrites(member, self.state, model, weighed).during
         self._validation = Validation(
             inputs,
             self.engine,

@@ -64,7 +64,13 @@ class Trials:
         trial = try_kept(inputs.forward, job, self._updates, trial, self._begun, built)
         inputs.member.phases["trial"] = time.time() - began
         if inputs.validate is not None and inputs.member.number == 0:
-            self.validated = try_validation(inputs.forward, inputs.validate, inputs.first_batch)
+            rehearsed = try_validation(inputs.forward, inputs.validate, inputs.first_batch)
+            self.validated = rehearsed.found
+            if rehearsed.changed and trial.same:
+                why = f"the validation changes {rehearsed.changed!r}, which is kept in Python and "
+                why += "which training may read: how much a worker validates depends on how many "
+                why += "there are, and no checkpoint has it"
+                trial = trial._replace(verdict=f"not shown: {why}")
         if job.sync.votes:
             return trial._replace(merge=False, reason="each micro-batch is a voter")
         if job.sync.rounds is None:
