@@ -33,7 +33,7 @@ class Rehearsed(NamedTuple):
     found: Measured | None = None
     """None if no sample can be read, or the model cannot be copied."""
     changed: str = ""
-    """What it has changed in Python that training has too."""
+    """A name in Python that training has too, of a value that it has changed."""
 
 
 def try_validation(forward: Forward, loader: Loader, samples: int) -> Rehearsed:

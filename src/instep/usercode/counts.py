@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from instep.usercode.kinds import OTHER, Items, Kind, copy_of, has_numbers, kind_of, numeric
+from instep.usercode.kinds import OTHER, Items, Kind, copy_of, has_numbers, kind_of
+from instep.usercode.numbers import numeric
 from instep.usercode.places import Place, modules_of_the_user, places
 from instep.usercode.unread import unread
 
@@ -48,7 +49,7 @@ class _Kept(NamedTuple):
         return noted and len(now) != len(self.noted)
 
     def changed(self) -> bool:
-        """Whether what counts of it is another now."""
+        """Check whether what counts of it is another now."""
         with suppress(Exception):
             if self.kind is not OTHER:
                 now = self.place.get()
@@ -105,7 +106,7 @@ class Counts:
         return ""
 
     def grown(self) -> str:
-        """The name of the first memory that has more, or less, by now; empty if none has."""
+        """Name the first memory that has more, or less, by now; empty if none has."""
         return next((each.place.name for each in self._kept if each.grown()), "")
 
     def first_set(self) -> dict[str, Any]:

@@ -14,8 +14,6 @@ import random
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from decimal import Decimal
-from fractions import Fraction
 from functools import lru_cache
 from multiprocessing.sharedctypes import Synchronized
 from types import GeneratorType
@@ -25,25 +23,26 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from instep.usercode.numbers import (
+    LONG,
+    alike,
+    is_large_tensor,
+    is_number,
+    is_small_array,
+    is_small_tensor,
+)
 from instep.usercode.places import is_of_user, own_of
 
-_SHORT, _LONG = 1000, 10_000
+_SHORT = 1000
 _BASES = OrderedDict, dict, list, set, deque
-_LOOSE = set, deque
-"""Of which only another length is a change, and what else is in a full `deque`."""
-_WHOLE = torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
-_REAL = torch.float16, torch.bfloat16, torch.float32, torch.float64
-_NUMBERS = bool, int, float, complex, Decimal, Fraction
 _COPIED: tuple[Any, ...] = type(iter([])), type(iter(())), type(iter(range(0))), itertools.count
 """Iterators that a copy can stand for."""
 _ITERATORS = GeneratorType, itertools.cycle
 """That nobody can put back."""
-_ROUNDED = 1e-5
-"""Relative: what the order of a GPU's sums may change."""
 
 
 class Kind(NamedTuple):
-    """What can be done with values of one kind."""
+    """Operations on values of one kind."""
 
     of: Callable[[Any], bool]
     """Whether a value is of it."""
@@ -61,33 +60,10 @@ def kind_of(value: Any) -> Kind:
 
 
 def has_numbers(noted: Any) -> bool:
-    """Whether there is a number in what was noted of a value, or it is as good as one."""
+    """Look for a number in what was noted of a value, or it is as good as one."""
     if isinstance(noted, _Object):
         return bool(noted.numbers)
     return not isinstance(noted, tuple) or any(map(is_number, noted))
-
-
-def alike(one: Any, other: Any) -> bool:
-    """Compare two numbers, arrays or tensors, up to the order of a GPU's sums."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
-            return False
-        near = _ROUNDED if one.is_cuda else 0.0
-        with torch.no_grad():
-            return torch.allclose(one, other, rtol=near, atol=0.0, equal_nan=True)
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        return np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
-    return type(one) is type(other) and bool(one == other or (one != one and other != other))
-
-
-def is_number(value: Any) -> bool:
-    """Whether it is one, of Python or numpy."""
-    return type(value) in _NUMBERS or isinstance(value, (np.number, np.bool_))
-
-
-def numeric(value: Any) -> bool:
-    """Whether it is a number, or a small array or tensor."""
-    return is_number(value) or _is_small_tensor(value) or _is_small_array(value)
 
 
 def copy_of(value: Any) -> Any:
@@ -112,7 +88,7 @@ class Items(tuple[Any, ...]):
         return items
 
     def same(self, held: Any, still: Callable[[Any, Any], bool]) -> bool:
-        """Whether as many are held, each of which is still the one that was, as `still` says."""
+        """Check that as many are held, each of which is still the one that was, as `still` says."""
         if len(held) != len(self):
             return False
         if issubclass(type(held), set):
@@ -136,7 +112,7 @@ class Items(tuple[Any, ...]):
 
 
 def holds(value: Any) -> bool:
-    """Whether it is a list, a set, a deque or a dict, or inherits from one."""
+    """Check for a list, a set, a deque or a dict, or what inherits from one."""
     return issubclass(type(value), _BASES)
 
 
@@ -165,34 +141,6 @@ def _still_counts(one: Any, kept: Any) -> bool:
 
 
 # ---- arrays and tensors
-
-
-def _is_dense(value: Any) -> bool:
-    return (
-        type(value) in (Tensor, nn.Parameter)
-        and value.dtype in (*_WHOLE, *_REAL)
-        and value.layout is torch.strided
-        and not (value.is_meta or value.is_nested)
-        # its memory is its own, and there
-        and value.untyped_storage().nbytes() >= value.numel() * value.element_size()
-    )
-
-
-def _is_small_tensor(value: Any) -> bool:
-    return _is_dense(value) and value.numel() <= _LONG
-
-
-def _is_large_tensor(value: Any) -> bool:
-    return _is_dense(value) and not value.is_inference()
-
-
-def _is_small_array(value: Any) -> bool:
-    return (
-        type(value) is np.ndarray
-        and value.size <= _LONG
-        and value.dtype.kind in "biufc"
-        and value.flags.writeable
-    )
 
 
 def _put_into_tensor(value: Tensor, kept: Tensor) -> Tensor:
@@ -230,7 +178,7 @@ class _Written:
 
 
 def _reached(iterator: Any) -> tuple[Any, ...]:
-    """How far a generator or a cycle has come."""
+    """Find how far a generator or a cycle has come."""
     if isinstance(iterator, itertools.cycle):
         _, arguments, state = cast(tuple[Any, ...], iterator.__reduce__())
         return operator.length_hint(arguments[0]), len(state[0])
@@ -287,7 +235,7 @@ class _Object:
         return cls(value, {key: each for key, each in own_of(value).items() if is_number(each)})
 
     def same(self, now: Any) -> bool:
-        """Whether it is there, or one with the same numbers: what it has is looked at itself."""
+        """Check that it is there, or one with the same numbers: what it has is looked at itself."""
         if now is self.value:
             return True
         other = _Object.of(now).numbers
@@ -325,7 +273,7 @@ _KINDS = (
     Kind(is_number, lambda value: value, alike, lambda value, noted: noted),
     Kind(
         holds,
-        lambda held: Items.of(held) if len(held) <= _LONG else (),
+        lambda held: Items.of(held) if len(held) <= LONG else (),
         _held_counts,
         _put_into,
     ),
@@ -335,9 +283,9 @@ _KINDS = (
         _tuple_counts,
         lambda value, kept: value,
     ),
-    Kind(_is_small_tensor, lambda value: value.detach().clone(), alike, _put_into_tensor),
-    Kind(_is_large_tensor, _Written.of, lambda now, kept: kept.same(now), _as_it_is),
-    Kind(_is_small_array, copy.copy, alike, _put_into_array),
+    Kind(is_small_tensor, lambda value: value.detach().clone(), alike, _put_into_tensor),
+    Kind(is_large_tensor, _Written.of, lambda now, kept: kept.same(now), _as_it_is),
+    Kind(is_small_array, copy.copy, alike, _put_into_array),
     Kind(
         _is(*_COPIED),
         copy.copy,

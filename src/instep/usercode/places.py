@@ -42,7 +42,7 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 _ITEMS = list, tuple, deque, set, frozenset
 _CACHE = type(lru_cache(lambda: None))
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device))
-"""Of which nothing is looked at further."""
+"""Types in which nothing is looked for."""
 
 
 class Place(NamedTuple):
@@ -54,7 +54,7 @@ class Place(NamedTuple):
     key: Any
     name: str
     is_item: bool = False
-    """Of a list, dict, tuple or set of the user's: no code has its name."""
+    """Whether it is in a list, dict, tuple or set of the user's, so that no code has its name."""
 
     def get(self) -> Any:
         """Return what is there; None if nothing is."""
@@ -120,7 +120,7 @@ def places(keepers: Iterable[Any], but: Iterable[Any] = ()) -> Iterator[Place]:
 
 
 def _kept_in(keeper: Any, name: str) -> Iterator[Place]:
-    """What a keeper, which is called `name`, has itself."""
+    """Find what a keeper, which is called `name`, has itself."""
     kind = type(keeper)
     if issubclass(kind, nn.Module):
         for prefix, module in keeper.named_modules():
@@ -141,7 +141,7 @@ def _kept_in(keeper: Any, name: str) -> Iterator[Place]:
 
 
 def _referred_to(keeper: Any) -> Iterator[Any]:
-    """What may keep something for it, and has no place of its own."""
+    """Find what may keep something for it, and has no place of its own."""
     kind = type(keeper)
     if issubclass(kind, nn.Module):
         for module in keeper.modules():
@@ -158,7 +158,7 @@ def _referred_to(keeper: Any) -> Iterator[Any]:
 
 
 def _items(keeper: Any, name: str) -> Iterator[Place]:
-    """Those of a short list, dict, tuple or set that may keep something."""
+    """Items of a short list, dict, tuple or set that may keep something."""
     of_dict, own = issubclass(type(keeper), dict), issubclass(type(keeper), (dict, list))
     pairs = list[tuple[Any, Any]]()
     with suppress(Exception):  # the user's class may say anything of itself
@@ -188,7 +188,7 @@ def _within(
 
 
 def _attributes(keeper: Any, path: str) -> Iterator[Place]:
-    """All of a user's object; of a library's object, numbers and what is not its own affair."""
+    """Attributes: all of a user's object; of a library's, numbers and what is not its affair."""
     private, own = is_of_user(type(keeper)), own_of(keeper)
     of_torch = _OF_TORCH if isinstance(keeper, nn.Module) else ()
     for key, value in list(own.items()):
@@ -269,7 +269,7 @@ def _imports_in(code: CodeType) -> frozenset[str]:
 
 
 def is_of_user(kind: type) -> bool:
-    """Whether a class is the user's."""
+    """Check that a class is the user's."""
     return not _in_a_library(kind.__module__)
 
 

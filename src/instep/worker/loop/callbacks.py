@@ -35,6 +35,7 @@ _CHANGE = 0.005
 """A learning rate is logged when it has changed by this share of the largest one so far."""
 
 
+During = Callable[[str], AbstractContextManager[None]]
 Planned = Iterator[tuple[int, str, tuple[Any, ...]]]
 """Calls of a step: number of the callback, method, and what it gets beside the context."""
 
@@ -56,8 +57,7 @@ class Callbacks:
         self._callbacks = [(each, methods(each)) for each in callbacks]
         self.gather: Callable[[], None] = lambda: None
         """Called before each call, which may read the model."""
-        self.during: Callable[[str], AbstractContextManager[None]] = lambda call: nullcontext()
-        """Entered around each call, with its name."""
+        self._during: During = lambda call: nullcontext()
         self._steps: Calls | None = None
         self._saves: Calls | None = None
         self._logged: dict[str, float] = {}
@@ -69,6 +69,10 @@ class Callbacks:
         """The call that is being made, or has raised."""
         self._since = 0.0
         self._told_long = set[str]()
+
+    def watch(self, during: During) -> None:
+        """Enter a context around each call, which is given its name."""
+        self._during = during
 
     def form(self, *, anew: bool) -> None:
         """A generation begins; `anew`: from a checkpoint, or from the run's beginning."""
@@ -173,7 +177,7 @@ class Callbacks:
                 self._since = time.monotonic()
                 self.present = f"{type(callback).__name__}.{moment}"
                 context = replace(self._last, repeated=what is Due.AGAIN)
-                with self._guarded(), self.during(self.present), torch.no_grad():
+                with self._guarded(), self._during(self.present), torch.no_grad():
                     getattr(callback, moment)(context, *more)
                 self.present = ""
         calls.end(course, step)

@@ -92,25 +92,23 @@ class LateTrial:
     def _say(self, verdict: str, odd: str, step: int) -> None:
         """The verdict is another one from this step on."""
         kind, _, why = verdict.partition(": ")
-        why = f"in step {step} a sample has the shape {odd}; {why}"
-        say_late(self._member, self._state, kind, why, step)
+        verdict = f"{kind}: in step {step} a sample has the shape {odd}; {why}"
+        say_late(self._member, self._state, self._trial._replace(verdict=verdict), step)
 
 
-def say_late(member: Member, state: CommittedState, kind: str, why: str, step: int) -> None:
+def say_late(member: Member, state: CommittedState, trial: Trial, step: int) -> None:
     """Let the verdict be another one from now on.
 
     Args:
         member, state: the worker's.
-        kind: `no`, or `not shown`.
-        why: that is so.
-        step: from which on it is.
+        trial: with the other verdict.
+        step: from which on it holds.
 
     Raises:
         SpecError: the job wants no other result than that of one machine, by `check.strict`.
     """
-    assert state.trial is not None, "the workers have agreed on one"
-    verdict = f"{kind}: {why}"
-    state.trial = state.trial._replace(verdict=verdict)
-    member.emit("same_as_one_machine", verdict=verdict, step=step)
+    state.trial = trial
+    member.emit("same_as_one_machine", verdict=trial.verdict, step=step)
     if member.job.check.strict:
-        raise SpecError(f"check.strict = true trains no further. Same as one machine: {verdict}.")
+        text = f"check.strict = true trains no further. Same as one machine: {trial.verdict}."
+        raise SpecError(text)

@@ -1,4 +1,4 @@
-"""What a callback changes that training reads: one worker calls it, and the others do not know."""
+"""Changes by a callback to what training reads: one worker calls it, and others do not know."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from instep.engine.member import Member
 from instep.engine.state.committed import CommittedState
-from instep.usercode.kinds import alike, is_number
+from instep.usercode.numbers import alike, is_number
 from instep.usercode.places import Place, places
 from instep.worker.passes.late_trial import say_late
 
@@ -55,7 +55,8 @@ class CallbackWrites:
         if changed:
             why = f"{call} has changed {changed[0]!r}, which the model or its loss may read: "
             why += "callbacks are called on one worker, and others do not have the change"
-            say_late(self._member, self._state, "not shown", why, self._state.progress.step)
+            late = trial._replace(verdict=f"not shown: {why}")
+            say_late(self._member, self._state, late, self._state.progress.step)
 
 
 def _another(now: Any, value: Any) -> bool:

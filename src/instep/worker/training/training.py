@@ -210,7 +210,7 @@ class Training(Loop):
         if self._replica is not None:  # all that a state is given to is there
             take_host_copy(self.engine, self._replica)
         weighed = *self._forward.losses, recipe.weight
-        self.callbacks.during = CallbackWrites(member, self.state, model, weighed).during
+        self.callbacks.watch(CallbackWrites(member, self.state, model, weighed).during)
         self._validation = Validation(
             inputs,
             self.engine,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from instep.usercode.counts import Counts
-from instep.usercode.kinds import alike
+from instep.usercode.numbers import alike
 
 REMEDY = (
     "If it only counts for a person to see, leave it out; else keep it in a buffer of the model"

@@ -151,7 +151,7 @@ class TrialModel:
             copied = self._original.again()  # passes may have changed the other one
             copied.widen(wide)
             other = TrialModel(self.forward, copied, self._original, self._seed, wide)
-            other.draws, other._casts = self.draws, casts
+            other._draw_as(self, casts)
             other.move()
             since = time.process_time()
             try:
@@ -172,11 +172,14 @@ class TrialModel:
         if self._wide is not None:
             copied.widen(self._wide)
         other = TrialModel(self.forward, copied, self._original, self._seed, self._wide)
-        other.draws, other._casts = self.draws, self._casts
+        other._draw_as(self, self._casts)
         if self._moved:
             other.move()
         self.forward.compute_with(*copied)
         return other
+
+    def _draw_as(self, other: TrialModel, casts: Callable[[], Any]) -> None:
+        self.draws, self._casts = other.draws, casts
 
     def run(self, batch: Any, samples: int, *, backward: bool = True) -> PassResult | None:
         """One pass from the initial buffers; None if no sample of the batch counts.

@@ -226,7 +226,7 @@ class _Comparison:
         self._once: PassResult | None = None
         """The first micro-batch's, if it need not be run again."""
         self._later: PassResult | None = None
-        """The last one's of the first spot, after others."""
+        """Result of the last one of the first spot, after others."""
 
     def verdict(
         self,

@@ -72,8 +72,8 @@ class StandIn(NamedTuple):
 
     @property
     def called(self) -> Iterator[Any]:
-        """What decides of steps, beside the objects that state dicts are of: classes, and functions
-        of schedulers. Hooks mostly follow the model for a person."""
+        """Code that decides of steps, beside the objects that state dicts are of: classes, and
+        functions of schedulers. Hooks mostly follow the model for a person."""
         for optimizer, scheduler in self.made:
             for each in (optimizer, *parts_of(optimizer)):
                 yield type(each)
@@ -83,7 +83,7 @@ class StandIn(NamedTuple):
 
     @property
     def stateful(self) -> list[Any]:
-        """The objects that state dicts are of."""
+        """Objects that state dicts are of."""
         made = [each for pair in self.made for each in pair if each is not None]
         return [*made, *self.optimizers]
 

@@ -1,0 +1,73 @@
+"""Numbers: of Python, of numpy, and those in small arrays and tensors."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+LONG = 10_000
+"""Numbers of which a copy is made at most."""
+_WHOLE = torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
+_REAL = torch.float16, torch.bfloat16, torch.float32, torch.float64
+_NUMBERS = bool, int, float, complex, Decimal, Fraction
+_ROUNDED = 1e-5
+"""Relative: what the order of a GPU's sums may change."""
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Compare two numbers, arrays or tensors, up to the order of a GPU's sums."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+            return False
+        near = _ROUNDED if one.is_cuda else 0.0
+        with torch.no_grad():
+            return torch.allclose(one, other, rtol=near, atol=0.0, equal_nan=True)
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
+    return type(one) is type(other) and bool(one == other or (one != one and other != other))
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is one, of Python or numpy."""
+    return type(value) in _NUMBERS or isinstance(value, (np.number, np.bool_))
+
+
+def numeric(value: Any) -> bool:
+    """Whether it is a number, or a small array or tensor."""
+    return is_number(value) or is_small_tensor(value) or is_small_array(value)
+
+
+def _is_dense(value: Any) -> bool:
+    return (
+        type(value) in (Tensor, nn.Parameter)
+        and value.dtype in (*_WHOLE, *_REAL)
+        and value.layout is torch.strided
+        and not (value.is_meta or value.is_nested)
+        # its memory is its own, and there
+        and value.untyped_storage().nbytes() >= value.numel() * value.element_size()
+    )
+
+
+def is_small_tensor(value: Any) -> bool:
+    """Whether a tensor can be copied."""
+    return _is_dense(value) and value.numel() <= LONG
+
+
+def is_large_tensor(value: Any) -> bool:
+    """Whether it is one, of which autograd knows how often it was written to."""
+    return _is_dense(value) and not value.is_inference()
+
+
+def is_small_array(value: Any) -> bool:
+    """Whether an array of numpy's can be copied, and written to."""
+    return (
+        type(value) is np.ndarray
+        and value.size <= LONG
+        and value.dtype.kind in "biufc"
+        and value.flags.writeable
+    )
