@@ -491,6 +491,7 @@ class _Comparison:
         passes, whole = self._passes(spot)
         if whole is not None and not math.isfinite(whole.loss):
             self._model.move_back()  # the loss is not finite there
+            self._later = None
             self._begin = self._model.run(self._first.parts[0], self._first.sizes[0])
             passes, whole = self._passes(spot)
         apart = [each for each in passes if each is not None]
@@ -541,7 +542,7 @@ class _Comparison:
             apart, pairs, self._once = [self._once], pairs[1:], None
         backward = not spot.loss_alone
         apart += [self._run(part, size, backward=backward) for part, size in pairs]
-        if spot is self._first:
+        if spot is self._first and self._later is None:
             self._later = apart[-1] if len(apart) > 1 else None
         with self._as_one(spot):
             return apart, self._model.run(spot.whole, sum(spot.sizes), backward=backward)
