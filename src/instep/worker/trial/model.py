@@ -99,11 +99,9 @@ class TrialModel:
         self.committed = self._buffers.values
         self.draws: Callable[[], Any] = nullcontext
         self._casts: Callable[[], Any] = nullcontext
-        self._moved = False
 
     def move(self) -> None:
         """Move every parameter away from its initial value."""
-        self._moved = True
         moves = Moves(self.model, self._seed)
         for name, parameter in self.parameters.items():
             moves.move(name, parameter)
@@ -117,7 +115,6 @@ class TrialModel:
             RecipeError: passes wrote to one.
         """
         self.refuse_written()
-        self._moved = False
         start = dict(self._original.model.named_parameters())
         for name, parameter in self.parameters.items():
             parameter.copy_(start[name])
@@ -131,7 +128,11 @@ class TrialModel:
         self._versions = _versions(self.model)
 
     def moved(
-        self, batch: Any, samples: int, most_s: float = math.inf
+        self,
+        batch: Any,
+        samples: int,
+        most_s: float = math.inf,
+        note: Callable[[TrialModel], None] = lambda model: None,
     ) -> tuple[TrialModel, PassResult | None]:
         """The same in float64, if model and loss can; on a GPU in float32, which is faster there.
         Its parameters are moved. Small differences show only then.
@@ -140,6 +141,7 @@ class TrialModel:
             batch: of the first pass.
             samples: in it.
             most_s: CPU seconds of a pass; if it takes more, the model computes in its own type.
+            note: given the model before its first pass.
 
         Returns:
             The model, and what the first pass gave.
@@ -151,11 +153,12 @@ class TrialModel:
             copied = self._original.again()  # passes may have changed the other one
             copied.widen(wide)
             other = TrialModel(self.forward, copied, self._original, self._seed, wide)
-            other._draw_as(self, casts)
+            other.draws, other._casts = self.draws, casts
             other.move()
             since = time.process_time()
             try:
                 with self.forward.on(copied.model, "float32", copied.losses):
+                    note(other)
                     result = other.run(batch, samples)
             except Exception:  # a part of it needs its own type
                 continue
@@ -164,22 +167,16 @@ class TrialModel:
             self.forward.compute_with(*copied)
             return other, result
         self.move()
+        note(self)
         return self, self.run(batch, samples)
 
     def fresh(self) -> TrialModel:
         """Make another copy, whose passes begin anew, and compute with it from now on."""
         copied = self._original.again()
-        if self._wide is not None:
-            copied.widen(self._wide)
-        other = TrialModel(self.forward, copied, self._original, self._seed, self._wide)
-        other._draw_as(self, self._casts)
-        if self._moved:
-            other.move()
+        other = TrialModel(self.forward, copied, self._original, self._seed)
+        other.draws = self.draws
         self.forward.compute_with(*copied)
         return other
-
-    def _draw_as(self, other: TrialModel, casts: Callable[[], Any]) -> None:
-        self.draws, self._casts = other.draws, casts
 
     def run(self, batch: Any, samples: int, *, backward: bool = True) -> PassResult | None:
         """One pass from the initial buffers; None if no sample of the batch counts.

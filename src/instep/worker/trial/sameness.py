@@ -227,6 +227,8 @@ class _Comparison:
         """The first micro-batch's, if it need not be run again."""
         self._later: PassResult | None = None
         """Result of the last one of the first spot, after others."""
+        self._unrun = Counts(())
+        """Whatever the model and its losses keep before their first pass."""
 
     def verdict(
         self,
@@ -260,6 +262,7 @@ class _Comparison:
             most_s=min(_DEARER, self._whole / first.sizes[0]) * seconds
             if seconds > _SLOW_S
             else math.inf,
+            note=self._note,
         )
         self._near = Nearness.of_model(self._model)
         self._buffers = BufferMeans(
@@ -283,7 +286,6 @@ class _Comparison:
         self._check_again(first, self._begin)
         self._model.refuse_written()
         if not self._differs and not self._counted and not self._set_by_first:
-            counts.put_back()
             self._check_first(first)
         trial = self._judge(drew, moved)
         return trial._replace(shapes=self._shapes.known) if trial.same else trial
@@ -438,14 +440,22 @@ class _Comparison:
             ]
 
     def _check_first(self, spot: Spot) -> None:
-        """Run a micro-batch that was run after another one as the first of a fresh copy."""
-        model = self._model = self._model.fresh()
-        if not self._same(model.run(spot.parts[-1], spot.sizes[-1], backward=False), self._later):
+        """Run a micro-batch that was run after another one as the first."""
+        self._unrun.put_back()
+        try:
+            first = self._model.run(spot.parts[-1], spot.sizes[-1], backward=False)
+        except Exception:  # of the user's code, half of whose state may be put back
+            return
+        if not self._same(first, self._later):
             self._differs.append(
                 "the model or its loss gives another result for a batch after another one than at "
                 "first, as it keeps something from call to call (what the first batch sets, the "
                 "largest value so far), and a step calls it once for each micro-batch"
             )
+
+    def _note(self, model: TrialModel) -> None:
+        self._model = model
+        self._unrun = self._counts()
 
     def _counts(self) -> Counts:
         """Note what the model, its losses and the weight keep in Python now."""
