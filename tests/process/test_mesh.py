@@ -506,3 +506,20 @@ def test_ranks_that_are_killed_at_random_moments_leave_no_trace(run: Start, work
     for generation in program.events("generation_started"):
         members = generation["members"]
         assert {n // 2 for n in members} == {n // 2 for n in members if n % 2}
+
+
+@pytest.mark.tail
+@pytest.mark.parametrize(
+    ("mesh", "step"),
+    [({"shard": 2}, 9), ({"stages": 2, "pipeline_batches": 2}, STEPS), slow({"tensor": 2}, 9)],
+    ids=str,
+)
+def test_a_step_is_in_the_ledger_whose_writer_dies_before_it_is(run: Start, tmp_path, mesh, step):
+    """Whoever takes its place has its memory, and writes what it had not."""
+    keys = [f"mesh.{name}={value}" for name, value in mesh.items()]
+    keys += [f'arguments.file="{tmp_path / "died"}"', f"arguments.step={step}"]
+    program = run("dies_unwritten.py:recipe", *QUICK, "workers=2", *keys)
+    assert program.end() == 0, program.stderr
+    assert len(program.events("worker_lost")) == 1
+    assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0
+    check_equal(program, plain_loop(pieces=2 if "stages" in mesh else 0))

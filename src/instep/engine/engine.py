@@ -241,7 +241,7 @@ class Engine:
             self._drop()
         self.strategy.resolve(there.generation)
         if comm.rank == there.root:
-            self.records.mend(self.state.progress.step)
+            self.records.mend(self.state.progress.step, self.state.rows)
         fresh = not self.state.held
         servers = [form.members.index(number) for number in form.servers]
         if isinstance(self.strategy, Scattered) and {*there.holders} <= {*servers}:
@@ -372,7 +372,7 @@ class Engine:
             observer.over()
         for comm in comms:
             comm.close()
-        self.records.end(self.assignment.records())
+        self.records.end()
 
     def _drop(self) -> None:
         """The step under way does not happen."""
@@ -643,7 +643,7 @@ class Engine:
         self.clock.lap(since, "update")
         if not counts:
             return done
-        written = self.records.write(self.assignment.records())
+        written = self.records.write(self.state.rows)
         self.records.tell(done, staged.samples, self.clock, written)
         why, form = self.assignment.measured(staged.where, self._computing), self.member.form
         if why and self.comm.rank == 0 and form is not None:
@@ -688,7 +688,7 @@ class Engine:
         done = Commit(
             step, agreed.loss, found, told, ends, agreed.skipped, saves=agreed.saves, losses=losses
         )
-        self.state.commit(done, staged.where)
+        self.state.commit(done, staged.where, self.assignment.records() if counts else ())
         self._staged, self._in_doubt = None, False
         self._handed_out = self._slots_filled = False
         self._half_moved = False

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from instep.comm.memory import run_ranks
-from instep.engine.state.committed import CommittedState
+from instep.data.order import position
+from instep.engine.state.committed import Commit, CommittedState
 from instep.engine.state.host_copy import HostCopy
 from instep.engine.turns import TurnState
 from instep.records import Attempt
@@ -163,3 +164,17 @@ def test_a_copy_has_what_the_optimizers_of_participants_keep(files, monkeypatch)
             wanted.commit_round()
         torch.testing.assert_close(fresh.kept(), wanted.kept(), rtol=0, atol=0)
         assert fresh.kept()[0][0]["step"] == 3
+
+
+def test_a_copy_has_the_rows_that_the_writer_of_the_ledger_may_not_have_written(files, monkeypatch):
+    rank, fresh = Rank(), Rank(1)
+    rows = [(1, 0, 0, 1, worker, 0, 4 * worker, 4) for worker in range(2)]
+    done = Commit(1, 0.5, None, told=False, ends=False)
+    rank.state.commit(done, position(1, 64, 8), rows)
+    copy, other = copies_of(files, monkeypatch)
+    for each in (copy, other):
+        each.keep(rank.state.for_another(), Attempt(0, 1, 1))
+    again = copies_of(files, monkeypatch)
+    (_, snapshot), _ = run_ranks(2, lambda comm: again[comm.rank].of_all(comm, CPU))
+    fresh.state.take(snapshot, "the memory of this host")
+    assert (fresh.state.last, fresh.state.rows) == (done, rows)

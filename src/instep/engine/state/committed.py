@@ -73,6 +73,9 @@ class CommittedState:
         self.progress = Progress()
         self.last: Commit | None = None
         """Of this session; None before its first step."""
+        self.rows: Sequence[tuple[int, ...]] = ()
+        """Records of that step in the ledger, so that another process can write what its writer has
+        not."""
         self.settled = 0
         """Up to which step what follows a commit has been done by every member."""
         self.ended = False
@@ -158,7 +161,8 @@ class CommittedState:
         if snapshot is not None:
             self.restore(snapshot, checkpoint)
             self.own = snapshot.tensors.get("own", {})
-        self.last, self.settled, self.ended = None, self.progress.step, ends
+        self.last, self.rows = None, ()
+        self.settled, self.ended = self.progress.step, ends
 
     def copy(self, comm: Comm, root: int, *, mine: bool) -> None:
         """Members that could not load what the others have just loaded copy it from rank `root`;
@@ -247,6 +251,7 @@ class CommittedState:
         """All that another process needs to be where this one is; its tensors are the live ones."""
         own = self.capture()
         own.facts["last"] = pack_state(list(self.last or ()))[1]
+        own.facts["rows"] = [list(row) for row in self.rows]
         own.facts["trial"] = list(self.trial or ())
         own.facts["owners"] = list(self.owners)
         own.facts["made"] = [[g, *made] for g, made in self._made.items()]
@@ -261,19 +266,26 @@ class CommittedState:
         self.restore(taken, source)
         last = unpack_state({}, taken.facts["last"])
         self.last = Commit(*last) if last else None
+        self.rows = [tuple(row) for row in taken.facts["rows"]]
         self._made = {g: (course, step) for g, course, step in taken.facts["made"]}
         self.trial = Trial(*taken.facts["trial"]) if taken.facts["trial"] else None
         self.owners = tuple(taken.facts["owners"])
         self.generation = max(self.generation, 0)  # its giver may be gone before the first step
 
-    def commit(self, done: Commit, where: Position) -> None:
-        """A step counts, at this place in the data; or one of its turns that is not the last."""
+    def commit(self, done: Commit, where: Position, rows: Sequence[tuple[int, ...]] = ()) -> None:
+        """A step counts, at this place in the data; or one of its turns that is not the last.
+
+        Args:
+            done: the step, or turn.
+            where: its samples.
+            rows: of the step, in the ledger.
+        """
         count, before = where.size - done.skipped, self.progress
         loss, samples = (before.epoch_loss, before.epoch_samples) if where.first else (0.0, 0)
         if len(before.turns) < self._each - 1:
             self.progress = before._replace(turns=(*before.turns, done.loss))
         else:
-            self.last = done
+            self.last, self.rows = done, rows
             if self.average is not None:
                 with self._evaluated():
                     self.average.update()

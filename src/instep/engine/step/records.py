@@ -28,7 +28,6 @@ class StepRecords:
     def __init__(self, member: Member) -> None:
         self._member = member
         self._ledger: Ledger | None = None
-        self._last: list[tuple[int, ...]] = []  # of the last step of a generation that is over
 
     @property
     def ledger(self) -> Ledger:
@@ -36,24 +35,19 @@ class StepRecords:
         assert self._ledger is not None, "rank 0 writes the ledger"
         return self._ledger
 
-    def mend(self, step: int) -> None:
-        """Cut the ledger to this step, the last one; or write down the last, if it lacks that."""
+    def mend(self, step: int, rows: Sequence[tuple[int, ...]]) -> None:
+        """Cut the ledger to the last step, or write its rows down, if they are not there."""
         if self.mends:
             member = self._member
-            mend(member.run / "ledger.bin", step, self._last, wait=member.waits_for_writer)
+            mend(member.run / "ledger.bin", step, rows, wait=member.waits_for_writer)
 
     def begin(self) -> None:
         """Open the ledger: this rank writes it in the generation that begins."""
         member = self._member
         self._ledger = Ledger(member.run / "ledger.bin", wait=member.waits_for_writer)
 
-    def end(self, rows: list[tuple[int, ...]]) -> None:
-        """Close it; the generation is over.
-
-        Args:
-            rows: of the last step.
-        """
-        self._last = rows or self._last
+    def end(self) -> None:
+        """Close it; the generation is over."""
         if self._ledger is not None:
             self._ledger.close()
             self._ledger = None
