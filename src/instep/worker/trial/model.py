@@ -153,7 +153,7 @@ class TrialModel:
             copied = self._original.again()  # passes may have changed the other one
             copied.widen(wide)
             other = TrialModel(self.forward, copied, self._original, self._seed, wide)
-            other.draws, other._casts = self.draws, casts
+            other._draw_as(self, casts)
             other.move()
             since = time.process_time()
             try:
@@ -174,9 +174,12 @@ class TrialModel:
         """Make another copy, whose passes begin anew, and compute with it from now on."""
         copied = self._original.again()
         other = TrialModel(self.forward, copied, self._original, self._seed)
-        other.draws = self.draws
+        other._draw_as(self, nullcontext)
         self.forward.compute_with(*copied)
         return other
+
+    def _draw_as(self, other: TrialModel, casts: Callable[[], Any]) -> None:
+        self.draws, self._casts = other.draws, casts
 
     def run(self, batch: Any, samples: int, *, backward: bool = True) -> PassResult | None:
         """One pass from the initial buffers; None if no sample of the batch counts.
