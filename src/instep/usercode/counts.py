@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from instep.usercode.kinds import OTHER, Items, Kind, copy_of, has_numbers, kind_of
+from instep.usercode.held import Items, has_numbers
+from instep.usercode.kinds import OTHER, Kind, copy_of, kind_of
 from instep.usercode.numbers import numeric
 from instep.usercode.places import Place, modules_of_the_user, places
 from instep.usercode.unread import unread
@@ -53,8 +54,9 @@ class _Kept(NamedTuple):
         with suppress(Exception):
             if self.kind is not OTHER:
                 now = self.place.get()
-                same = type(now) is type(self.value) and self.kind.same(now, self.noted)
-                return not same and has_numbers(self.noted)
+                if type(now) is type(self.value):
+                    return not self.kind.same(now, self.noted)
+                return has_numbers(self.noted)
         return False
 
     def put_back(self) -> None:
@@ -90,18 +92,25 @@ class Counts:
             for place, value in every
             if value is not None and id(value) not in in_checkpoints
         ]
-        self._unset = [place for place, value in every if value is None]
-        self._attributes = [
-            (f"{path}." if path else "", vars(each), [*vars(each)])
-            for module in modules
+        self._unset = [(place, place.there) for place, value in every if value is None]
+        modules += [value for _, value in every if issubclass(type(value), nn.Module)]
+        attributes = {
+            id(each): (f"{path}." if path else "", vars(each), [*vars(each)])
+            for module in reversed(modules)
             for path, each in module.named_modules()
-        ]
+        }
+        self._attributes = list(attributes.values())
         self._asked = 0
 
-    def changed(self) -> str:
-        """The name of the first number, or memory, that is another by now; empty if none is."""
+    def changed(self, *, memories: bool = True) -> str:
+        """Name the first number that is another by now, or memory; empty if none is.
+
+        Args:
+            memories: whether to look at the lengths of lists, sets and dicts too.
+        """
         for each in self._kept:
-            if (each.grown() or each.changed()) and not self._unread(each.place.get()):
+            changed = memories if each.grown() else each.changed()
+            if changed and not self._unread(each.place.get()):
                 return each.place.name
         return ""
 
@@ -111,7 +120,7 @@ class Counts:
 
     def first_set(self) -> dict[str, Any]:
         """Copy what is set now and was not: numbers, small arrays and tensors, by name."""
-        found = {place.name: place.get() for place in self._unset}
+        found = {place.name: place.get() for place, _ in self._unset}
         for path, now, before in self._attributes:
             found |= {f"{path}{key}": now[key] for key in now.keys() - before}
         for each in self._kept:
@@ -124,10 +133,10 @@ class Counts:
         """Restore what was kept at each place."""
         for each in self._kept:
             each.put_back()
-        for place in self._unset:
+        for place, there in self._unset:
             if place.get() is not None:
                 with suppress(Exception):
-                    place.put(None)
+                    place.put(None) if there else place.drop()
         for _, now, before in self._attributes:
             for key in now.keys() - before:
                 del now[key]

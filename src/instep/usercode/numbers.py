@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-LONG = 10_000
+LONG = 50_000
 """Numbers of which a copy is made at most."""
 _WHOLE = torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
 _REAL = torch.float16, torch.bfloat16, torch.float32, torch.float64
+_COMPLEX = torch.complex64, torch.complex128
 _NUMBERS = bool, int, float, complex, Decimal, Fraction
 _ROUNDED = 1e-5
 """Relative: what the order of a GPU's sums may change."""
@@ -45,7 +46,7 @@ def numeric(value: Any) -> bool:
 def _is_dense(value: Any) -> bool:
     return (
         type(value) in (Tensor, nn.Parameter)
-        and value.dtype in (*_WHOLE, *_REAL)
+        and value.dtype in (*_WHOLE, *_REAL, *_COMPLEX)
         and value.layout is torch.strided
         and not (value.is_meta or value.is_nested)
         # its memory is its own, and there
@@ -66,7 +67,7 @@ def is_large_tensor(value: Any) -> bool:
 def is_small_array(value: Any) -> bool:
     """Whether an array of numpy's can be copied, and written to."""
     return (
-        type(value) is np.ndarray
+        issubclass(type(value), np.ndarray)
         and value.size <= LONG
         and value.dtype.kind in "biufc"
         and value.flags.writeable

@@ -10,12 +10,14 @@ import dis
 import gc
 import sys
 import sysconfig
+import threading
 from argparse import Namespace
-from collections import deque
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import lru_cache, partial, partialmethod, singledispatchmethod
 from itertools import islice
+from queue import Queue
 from types import (
     CellType,
     CodeType,
@@ -32,11 +34,11 @@ from torch import nn
 from torch.nn.modules import module as of_modules
 
 _STDLIB = sysconfig.get_path("stdlib")
-_DEEP, _FEW, _MOST = 8, 100, 20_000
+_DEEP, _FEW, _MOST = 8, 300, 20_000
 """From a keeper to what is looked at; items of what is walked into; places in all."""
 
-_NAMESPACES = SimpleNamespace, Namespace
-_WRAPPED = partial, property, staticmethod, classmethod
+_NAMESPACES = SimpleNamespace, Namespace, UserDict, UserList, ChainMap, threading.local, Queue
+_WRAPPED = partial, property, staticmethod, classmethod, partialmethod, singledispatchmethod
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 _OF_TORCH = frozenset(vars(nn.Module()))
 _ITEMS = list, tuple, deque, set, frozenset
@@ -71,6 +73,15 @@ class Place(NamedTuple):
             return object.__getattribute__(space, self.key)
         except AttributeError:
             return None
+
+    @property
+    def there(self) -> bool:
+        """Whether there is such a place, or none yet."""
+        return self.key in self.space if type(self.space) is dict else True
+
+    def drop(self) -> None:
+        """Let there be no such place."""
+        self.holder.pop(self.key, None)
 
     def put(self, value: Any) -> None:
         """Let something be there."""
@@ -109,7 +120,7 @@ def places(keepers: Iterable[Any], but: Iterable[Any] = ()) -> Iterator[Place]:
         if kind is MethodType:
             waiting.append((keeper.__self__, depth, name))
             keeper, kind = keeper.__func__, type(keeper.__func__)
-        if kind in _PLAIN or issubclass(kind, torch.Tensor) or id(keeper) in seen or depth > _DEEP:
+        if kind in _PLAIN or id(keeper) in seen or depth > _DEEP:
             continue
         seen.add(id(keeper))
         for place in islice(_kept_in(keeper, name), left):
@@ -125,6 +136,8 @@ def _kept_in(keeper: Any, name: str) -> Iterator[Place]:
     if issubclass(kind, nn.Module):
         for prefix, module in keeper.named_modules():
             yield from _of_module(module, f"{prefix}." if prefix else "")
+    elif issubclass(kind, torch.Tensor):
+        yield from (Place(own_of(keeper), key, f"{name}.{key}") for key in own_of(keeper))
     elif kind is partial:
         given = dict(enumerate(keeper.args)) | keeper.keywords
         yield from (Place(given, key, f"partial.{key}") for key in given)
@@ -152,9 +165,9 @@ def _referred_to(keeper: Any) -> Iterator[Any]:
     elif kind is _CACHE:
         yield from gc.get_referents(keeper)  # the function, and what it returned
     elif issubclass(kind, _WRAPPED):
-        yield _within(keeper)
-    elif kind is not FunctionType and not issubclass(kind, type) and is_of_user(kind):
-        yield kind
+        yield from _within(keeper)
+    elif kind is not FunctionType and kind is not type and is_of_user(kind):
+        yield kind  # a class, or that of a class
 
 
 def _items(keeper: Any, name: str) -> Iterator[Place]:
@@ -179,12 +192,13 @@ def _of_module(module: nn.Module, path: str) -> Iterator[Place]:
         yield from (Place(own, key, path + key) for key in own)
 
 
-def _within(
-    keeper: partial[Any] | property | staticmethod[..., Any] | classmethod[Any, ..., Any],
-) -> Any:
-    if isinstance(keeper, partial):
-        return keeper.func
-    return keeper.fget if isinstance(keeper, property) else keeper.__func__
+def _within(keeper: Any) -> Iterator[Any]:
+    if isinstance(keeper, property):
+        yield from (keeper.fget, keeper.fset)
+    elif isinstance(keeper, singledispatchmethod):
+        yield from keeper.dispatcher.registry.values()
+    else:
+        yield keeper.func if isinstance(keeper, (partial, partialmethod)) else keeper.__func__
 
 
 def _attributes(keeper: Any, path: str) -> Iterator[Place]:
@@ -214,7 +228,10 @@ def _of_function(function: FunctionType) -> Iterator[Place]:
     space, names = function.__globals__, names_in(function.__code__)
     read = {name: space[name] for name in sorted(names & space.keys())}
     yield from (Place(space, name, name) for name in read)
-    imported = {name: sys.modules.get(name) for name in sorted(_imports_in(function.__code__))}
+    set_later = operands(function.__code__, "STORE_GLOBAL") - read.keys()
+    yield from (Place(space, name, name) for name in sorted(set_later))
+    modules_in = operands(function.__code__, "IMPORT_NAME")
+    imported = {name: sys.modules.get(name) for name in sorted(modules_in)}
     modules = deque((read | imported).items())
     while modules:
         name, module = modules.popleft()
@@ -231,7 +248,7 @@ def _of_function(function: FunctionType) -> Iterator[Place]:
     arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
     first = len(arguments) - len(function.__defaults__ or ())
     for key, value in defaults.items():
-        if isinstance(value, (list, dict)):  # only what can be changed there
+        if type(value) not in _PLAIN:  # only what can be changed there
             name = arguments[first + key] if isinstance(key, int) else key
             yield Place(defaults, key, of + name)
 
@@ -248,7 +265,8 @@ def _of_class(kind: type) -> Iterator[Place]:
 def own_of(keeper: Any) -> dict[Any, Any]:
     """Return the attributes of an object, if they lie where they usually do."""
     try:
-        own = object.__getattribute__(keeper, "__dict__")
+        of_thread = issubclass(type(keeper), threading.local)
+        own = keeper.__dict__ if of_thread else object.__getattribute__(keeper, "__dict__")
     except Exception:  # it has none
         return {}
     return own if type(own) is dict else {}
@@ -261,11 +279,11 @@ def names_in(code: CodeType) -> set[str]:
 
 
 @lru_cache(1024)
-def _imports_in(code: CodeType) -> frozenset[str]:
-    """Find the modules that a function imports, and those within it."""
-    own = {each.argval for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME"}
+def operands(code: CodeType, operation: str) -> frozenset[str]:
+    """Find the names that an operation of a function has, and of those within it."""
+    own = {each.argval for each in dis.get_instructions(code) if each.opname == operation}
     inner = (each for each in code.co_consts if isinstance(each, CodeType))
-    return frozenset(own).union(*map(_imports_in, inner))
+    return frozenset(own).union(*(operands(each, operation) for each in inner))
 
 
 def is_of_user(kind: type) -> bool:

@@ -1,6 +1,6 @@
 """What the trial reads, what it refuses, and which batches of a run it has not seen."""
 
-import threading
+import os
 
 import pytest
 import torch
@@ -258,18 +258,18 @@ def test_frozen_weights_of_8_bits_are_tried_in_more(dtype):
 class Weighed(nn.Module):
     """Notes what each pass takes: a third forward, and in float64 five times as long."""
 
-    taken = threading.local()  # a number would be seen, and put back
+    samples = "INSTEP_TEST_SAMPLES"  # in the environment: a number would be seen, and put back
 
     def forward(self, x):
         work = len(x) * (5.0 if x.dtype is torch.float64 else 1.0)
-        Weighed.taken.samples += work / 3
+        self.took(work / 3)
         x = x.clone() if x.requires_grad else x.clone().requires_grad_()
         x.register_hook(lambda _: self.took(work * 2 / 3))
         return x
 
     @staticmethod
     def took(samples):
-        Weighed.taken.samples += samples
+        os.environ[Weighed.samples] = str(float(os.environ[Weighed.samples]) + samples)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ class Weighed(nn.Module):
         *((64, parts, "global") for parts in (8, 16)),
     ],
 )
-def test_all_passes_of_a_trial_take_ten_steps_at_most(batch, parts, batch_norm):
+def test_all_passes_of_a_trial_take_ten_steps_at_most(batch, parts, batch_norm, monkeypatch):
     torch.manual_seed(0)
     model = nn.Sequential(Weighed(), nn.Linear(64, 512), nn.BatchNorm1d(512), nn.Linear(512, 1))
     if batch_norm == "micro_batch":
@@ -289,11 +289,11 @@ def test_all_passes_of_a_trial_take_ten_steps_at_most(batch, parts, batch_norm):
     recipe = Recipe(model=model, train=data, optimizer=lambda p: None, loss=nn.MSELoss())
     loader = Loader(data, seed=7, shuffle=False, processes=0)
     job, said = job_of(batch, parts, batch_norm=batch_norm), []
-    Weighed.taken.samples = 0.0
+    monkeypatch.setenv(Weighed.samples, "0")
     forward = Forward(recipe, model, torch.device("cpu"), "float32")
     trial = try_recipe(forward, loader, job, 1000, lambda *done: said.append(done))
     assert trial.verdict == "yes"
-    assert 0 < Weighed.taken.samples <= 10 * batch
+    assert 0 < float(os.environ[Weighed.samples]) <= 10 * batch
     assert said[-1] == (len(said) - 1,) * 2
 
 

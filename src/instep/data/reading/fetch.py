@@ -268,14 +268,16 @@ class Fetch:
         with generators.preserved(), suppress(Exception):  # that comes when its step does
             self._sample_alone(0)  # which builds what is built once
             counts = self._counts()
-            self._sample_alone(0)
-            if found := counts.changed():
-                return found
-            del counts  # it may hold what is open
             last = self.samples - 1
             first, *others = [min(last, self.samples * n // 4 + n) for n in range(4)]
-            for place in others:
+            self._sample_alone(first)
+            if found := counts.changed():
+                return found
+            for place in (*others, last, first):
                 self._sample_alone(place)
+            if found := counts.changed(memories=False):
+                return found
+            del counts  # it may hold what is open
             if table := before.grown():  # a cache of samples, or numbers of labels?
                 before.put_back()
                 alone = self._sample_alone(first)

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -190,6 +190,20 @@ def mean_of(forward: Forward, batches: Iterable[Any], *, seed: int) -> str:
         return model.mean_of(itertools.islice(batches, DERIVES))
 
 
+class _Told(NamedTuple):
+    """A pass in a few numbers."""
+
+    loss: float
+    norms: dict[str, float]
+    """Norms of the gradients, by parameter."""
+
+    @classmethod
+    def of(cls, result: PassResult | None) -> _Told | None:
+        if result is None:
+            return None
+        return cls(result.loss, {name: float(g.norm()) for name, g in result.gradients.items()})
+
+
 class _Comparison:
     """The trial itself: it collects what differs, by name."""
 
@@ -225,7 +239,7 @@ class _Comparison:
         self._shapes = Watch()
         self._once: PassResult | None = None
         """The first micro-batch's, if it need not be run again."""
-        self._later: PassResult | None = None
+        self._later: _Told | None = None
         """Result of the last one of the first spot, after others."""
         self._unrun = Counts(())
         """Whatever the model and its losses keep before their first pass."""
@@ -255,7 +269,7 @@ class _Comparison:
         constant = drew and not self._cuts
         self._known |= self._forward.weighs_itself
         self._model.draws = ConstantDraws if constant else nullcontext
-        self._model, self._begin = self._model.moved(
+        self._model, self._once = self._model.moved(
             first.parts[0],
             first.sizes[0],
             # a cheap model is tried in float64 whatever that takes
@@ -268,7 +282,7 @@ class _Comparison:
         self._buffers = BufferMeans(
             self._model, self._forward, self._near.of_parameter, self._short
         )
-        self._once = self._begin
+        self._begun = _Told.of(self._once)
         spots = self._derive(itertools.chain([first], spots))
         moved = False
         for number, (spot, level) in enumerate(zip(spots, itertools.cycle(LEVELS), strict=False)):
@@ -283,7 +297,7 @@ class _Comparison:
             self._try_global_layers(step)
         self._model.draws = ConstantDraws if constant else nullcontext
         self._try_sizes()
-        self._check_again(first, self._begin)
+        self._check_again(first, self._begun)
         self._model.refuse_written()
         if not self._differs and not self._counted and not self._set_by_first:
             self._check_first(first)
@@ -419,7 +433,7 @@ class _Comparison:
         self._run(spot.parts[0], spot.sizes[0])
         return drew, time.process_time() - since
 
-    def _check_again(self, spot: Spot, once: PassResult | None) -> None:
+    def _check_again(self, spot: Spot, once: _Told | None) -> None:
         """Run a micro-batch again; if its loss differs, that is the reason for the verdict.
 
         What changes is looked at twice: what is kept of the last batch alone is the same then.
@@ -443,7 +457,7 @@ class _Comparison:
         """Run a micro-batch that was run after another one as the first."""
         self._unrun.put_back()
         try:
-            first = self._model.run(spot.parts[-1], spot.sizes[-1], backward=False)
+            first = _Told.of(self._model.run(spot.parts[-1], spot.sizes[-1]))
         except Exception:  # of the user's code, half of whose state may be put back
             return
         if not self._same(first, self._later):
@@ -462,18 +476,20 @@ class _Comparison:
         forward = self._forward
         return Counts((self._model.model, *forward.losses, forward.recipe.weight))
 
-    def _run_counted(self, spot: Spot) -> tuple[PassResult | None, str]:
+    def _run_counted(self, spot: Spot) -> tuple[_Told | None, str]:
         """A pass, forward and backward, and the name of what it changes in Python."""
         counts = self._counts()
         result = self._model.run(spot.parts[0], spot.sizes[0])
-        return result, counts.changed()
+        return _Told.of(result), counts.changed()
 
-    def _same(self, one: PassResult | None, other: PassResult | None) -> bool:
+    def _same(self, one: _Told | None, other: _Told | None) -> bool:
         if one is None or other is None:
             return True  # nothing in it counts
         if not math.isfinite(one.loss) and not math.isfinite(other.loss):
             return True  # unknown
-        return self._near.close(one.loss, other.loss)
+        return self._near.close(one.loss, other.loss) and all(
+            self._near.close(norm, other.norms.get(name, 0.0)) for name, norm in one.norms.items()
+        )
 
     # ---- what a Hugging Face model's loss is a mean of
 
@@ -502,7 +518,7 @@ class _Comparison:
         if whole is not None and not math.isfinite(whole.loss):
             self._model.move_back()  # the loss is not finite there
             self._later = None
-            self._begin = self._model.run(self._first.parts[0], self._first.sizes[0])
+            self._begun = _Told.of(self._model.run(self._first.parts[0], self._first.sizes[0]))
             passes, whole = self._passes(spot)
         apart = [each for each in passes if each is not None]
         if whole is None or not apart:
@@ -553,7 +569,7 @@ class _Comparison:
         backward = not spot.loss_alone
         apart += [self._run(part, size, backward=backward) for part, size in pairs]
         if spot is self._first and self._later is None:
-            self._later = apart[-1] if len(apart) > 1 else None
+            self._later = _Told.of(apart[-1]) if len(apart) > 1 else None
         with self._as_one(spot):
             return apart, self._model.run(spot.whole, sum(spot.sizes), backward=backward)
 
