@@ -102,28 +102,33 @@ def _still_counts(one: Any, kept: Any, deep: int = 3) -> bool:
             return True
         return all(_still_counts(*pair, deep - 1) for pair in zip(mine, other, strict=True))
     if is_object(one):
-        return OfObject.of(kept).same(one)
+        return OfObject.of(kept).same(one, deep - 1)
     return True
 
 
 @dataclass(frozen=True)
 class OfObject:
-    """An object of the user's, which another one may replace, and its numbers."""
+    """An object of the user's, which another one may replace, and its attributes."""
 
     value: Any
-    numbers: dict[Any, Any]
+    own: dict[Any, Any]
 
     @classmethod
     def of(cls, value: Any) -> OfObject:
-        return cls(value, {key: each for key, each in own_of(value).items() if is_number(each)})
+        return cls(value, {**own_of(value)})
 
-    def same(self, now: Any) -> bool:
+    @property
+    def numbers(self) -> list[Any]:
+        """Those of its attributes that are some."""
+        return [each for each in self.own.values() if is_number(each)]
+
+    def same(self, now: Any, deep: int = 3) -> bool:
         """Check that it is there, or one with the same numbers: what it has is looked at itself."""
         if now is self.value:
             return True
-        other = OfObject.of(now).numbers
-        return other.keys() == self.numbers.keys() and all(
-            map(alike, other.values(), self.numbers.values())
+        other = own_of(now)
+        return all(
+            _still_counts(other[key], kept, deep) for key, kept in self.own.items() if key in other
         )
 
 

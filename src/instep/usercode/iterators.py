@@ -56,4 +56,4 @@ def _numbers_in(value: Any) -> Iterator[Any]:
     elif issubclass(type(value), (dict, list, tuple)) and len(value) <= _FEW:
         yield from filter(is_number, Items.of(value))
     elif is_object(value):
-        yield from OfObject.of(value).numbers.values()
+        yield from OfObject.of(value).numbers

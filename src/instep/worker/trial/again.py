@@ -32,6 +32,9 @@ from instep.worker.trial.moves import Moves
 from instep.worker.trial.named_globals import unchanged_globals
 from instep.worker.trial.sameness import NOTHING_TO_TRY, not_an_argument
 
+_Numbers = tuple[float, float]
+"""The loss of a pass, and the norm of its gradient."""
+
 _NEAR, _NEAR_IN_SHORT = 1e-4, 1e-2
 
 
@@ -92,9 +95,11 @@ def run_again(
     )
 
 
-def _same(one: float, other: float, near: float) -> bool:
-    unknown = not math.isfinite(one) and not math.isfinite(other)
-    return unknown or math.isclose(one, other, rel_tol=near, abs_tol=near * 1e-3)
+def _same(one: _Numbers, other: _Numbers, near: float) -> bool:
+    if not math.isfinite(one[0]) and not math.isfinite(other[0]):
+        return True  # unknown
+    pairs = zip(one, other, strict=True)
+    return all(math.isclose(*each, rel_tol=near, abs_tol=near * 1e-3) for each in pairs)
 
 
 class _CopiesAgain:
@@ -123,8 +128,8 @@ class _CopiesAgain:
         """Note what they keep in Python now."""
         return Counts((self.model, *self.losses, self._forward.recipe.weight))
 
-    def run(self, read: Read) -> float:
-        """Run a pass from the same parameters, buffers and generators, and return its loss."""
+    def run(self, read: Read) -> _Numbers:
+        """Run a pass from the same parameters, buffers and generators."""
         self._buffers.put_back()
         with torch.no_grad():  # a pass may write to them
             for parameter, kept in self._parameters:
@@ -133,10 +138,13 @@ class _CopiesAgain:
         forward = self._forward
         with forward.on(self.model, forward.precision, self.losses):
             result = forward.loss(on_tensors(read.batch, Tensor.clone), read.size)
+        squares = 0.0
         if result is not None and result.loss.requires_grad:
             result.loss.backward()
+            given = [p.grad for p in self.model.parameters() if p.grad is not None]
+            squares = sum(float(each.to_dense().norm()) ** 2 for each in given)
             self.model.zero_grad()
-        return 0.0 if result is None else float(result.loss.detach())
+        return (0.0 if result is None else float(result.loss.detach())), math.sqrt(squares)
 
     def set_by_first(self, found: Mapping[str, Any], same: Read, other: Read) -> str:
         """Find what the first pass of others, with the same batch, has set by it."""
