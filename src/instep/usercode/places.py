@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache, partial, partialmethod, singledispatchmethod
 from itertools import islice
-from queue import Queue
 from types import (
     CellType,
     CodeType,
@@ -37,7 +36,7 @@ _STDLIB = sysconfig.get_path("stdlib")
 _DEEP, _FEW, _MOST = 8, 300, 20_000
 """From a keeper to what is looked at; items of what is walked into; places in all."""
 
-_NAMESPACES = SimpleNamespace, Namespace, UserDict, UserList, ChainMap, threading.local, Queue
+_NAMESPACES = SimpleNamespace, Namespace, UserDict, UserList, ChainMap, threading.local
 _WRAPPED = partial, property, staticmethod, classmethod, partialmethod, singledispatchmethod
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 _OF_TORCH = frozenset(vars(nn.Module()))
