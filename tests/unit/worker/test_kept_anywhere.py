@@ -2,12 +2,14 @@
 
 import contextvars
 import functools
+import gc
 import itertools
 import multiprocessing
 import random
 import sys
 import threading
 import types
+import weakref
 from collections import UserDict, deque
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -22,6 +24,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.data import Dataset, TensorDataset
 
 from instep.data.loader import Loader
+from instep.data.reading.fetch import Fetch, Slice
 from instep.job.spec import JobSpec
 from instep.job.train import TrainSpec
 from instep.recipe.build import build_optimizer
@@ -702,6 +705,34 @@ def test_nested_counts_of_reading_are_said(what, parts):
 
     said = tried(parts, **{what: locals()[what]})
     assert said.startswith("not shown: each reading of a sample changes")
+
+
+class Samples(list):
+    """A list to which there may be weak references."""
+
+
+class Reloaded(Labelled):
+    """Has other samples in each epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.samples = Samples([0.0] * 64)
+
+    def set_epoch(self, epoch):
+        self.samples = Samples([float(epoch)] * 64)
+
+    def __getitem__(self, index):
+        return torch.full((3,), self.samples[index]), torch.zeros(2)
+
+
+def test_what_a_dataset_lets_go_of_in_a_later_epoch_is_gone():
+    data = Reloaded()
+    fetch, first = Fetch(data, seed=7, shuffle=False, tells=True), weakref.ref(data.samples)
+    for epoch in range(2):
+        (inputs, _), *_ = fetch(Slice(epoch, 0, 1))
+        assert float(inputs[0, 0]) == epoch
+    gc.collect()
+    assert first() is None
 
 
 # ---- what is put back

@@ -154,6 +154,8 @@ class Fetch:
         if self.plain:
             return self._batch(part)
         self.read_by = os.getpid()
+        if part.epoch:
+            self._before = None  # it has what the dataset may let go of
         self.told.tell(part.epoch)
         self._generators.remember()
         try:
