@@ -113,13 +113,13 @@ class Places:
         return found
 
     def _in_any_case(self, wide: float) -> float:
-        """Samples of the passes beside, if they passed in float32: of the first, and of it again;
-        the loss of one as the first of a copy, and of one of each other size; with global batch
+        """Samples of the passes beside, if they passed in float32: of the first, of it again, and
+        of another as the first; the loss of one of each other size; with global batch
         normalisation that of a step as several workers have it."""
         first, *_ = self.micro_batches(1)
         size, step = first.stop - first.first, 2 * self._train.global_batch
-        alone = sum(self.sizes()) + (step if self._train.batch_norm == "global" else 0)
-        return size + wide * (size + ALONE * alone)
+        alone = sum(self.sizes()) - size + (step if self._train.batch_norm == "global" else 0)
+        return size + wide * (2 * size + ALONE * alone)
 
     def micro_batches(self, step: int) -> list[Slice]:
         """The micro-batches of a step, in order."""
