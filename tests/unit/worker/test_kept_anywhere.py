@@ -479,7 +479,7 @@ class Maximum:
 
     def __call__(self, outputs, target):
         loss = functional.mse_loss(outputs, target)
-        self.most = self.turn(self.most or float(loss), float(loss))
+        self.most = self.turn(self.most or float(loss.detach()), float(loss.detach()))
         return loss / self.most
 
 
@@ -560,7 +560,7 @@ def by_a_global(outputs, target):
     global FIRST_LOSS
     loss = functional.mse_loss(outputs, target)
     if "FIRST_LOSS" not in globals():
-        FIRST_LOSS = float(loss)
+        FIRST_LOSS = float(loss.detach())
     return loss / FIRST_LOSS
 
 
