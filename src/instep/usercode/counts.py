@@ -2,9 +2,7 @@
 
 They may decide what happens only later, after a warm-up say, where no trial comes. A run calls a
 loss once for each micro-batch, each reader has a dataset of its own, and no checkpoint has such
-numbers. Seen are numbers, counters and cycles of `itertools`, how far a generator has come, small
-arrays and tensors that are no buffers, and the numbers in short lists, dicts and tuples, at all
-`places`.
+numbers. Seen is what one of the `kinds` counts, at all `places`.
 
 What a place has is put back whatever it is, so that a flag and what it guards stay together. The
 user's objects may be anything: what cannot be copied or compared is left alone.

@@ -270,23 +270,23 @@ class Fetch:
         with generators.preserved(), suppress(Exception):  # that comes when its step does
             self._sample_alone(0)  # which builds what is built once
             counts = self._counts()
-            last = self.samples - 1
-            first, *others = [min(last, self.samples * n // 4 + n) for n in range(4)]
-            self._sample_alone(first)
+            self._sample_alone(0)
             if found := counts.changed():
                 return found
-            for place in (*others, last, first):
+            last = self.samples - 1
+            others = [min(last, self.samples * n // 4 + n) for n in (1, 2, 3)]
+            for place in (*others, last, 0):
                 self._sample_alone(place)
             if found := counts.changed(memories=False):
                 return found
             del counts  # it may hold what is open
             if table := before.grown():  # a cache of samples, or numbers of labels?
                 before.put_back()
-                alone = self._sample_alone(first)
+                alone = self._sample_alone(0)
                 before.put_back()
                 for place in others:
                     self._sample_alone(place)
-                return table if self._sample_alone(first) != alone else ""
+                return table if self._sample_alone(0) != alone else ""
         return ""
 
     def _counts(self) -> Counts:

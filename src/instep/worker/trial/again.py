@@ -26,7 +26,7 @@ from instep.recipe.build import set_generators
 from instep.recipe.forward import Forward, Losses
 from instep.recipe.isolated import closed_over, isolated
 from instep.usercode.counts import Counts, unchanged
-from instep.worker.trial.first_batch import REMEDY, in_words, set_by_first
+from instep.worker.trial.first_batch import REMEDY, another_result, in_words, set_by_first
 from instep.worker.trial.model import gradients_dropped
 from instep.worker.trial.moves import Moves
 from instep.worker.trial.named_globals import unchanged_globals
@@ -82,16 +82,9 @@ def run_again(
             return not_an_argument(forward.weighing.name) if reached else NOTHING_TO_TRY
         gone = f"no checkpoint has it: a resumed run would begin without it. {REMEDY}"
         return NOTHING_TO_TRY._replace(verdict=f"not shown: {how}, and {gone}")
-    when = "when the same batch is run again"
-    how = "it counts calls in Python, has a list or a value that each call changes, or draws from "
-    how += "a generator of its own"
-    if again:
-        when = "for a batch after another one than at first"
-        how = "what the first batch sets, the largest value so far"
     return NOTHING_TO_TRY._replace(
-        verdict=f"no: the model or its loss gives another result {when}, as it keeps something "
-        f"from call to call ({how}), and no checkpoint has that: a resumed run would begin without "
-        "it. Keep it in a buffer of the model"
+        verdict=f"no: {another_result(later=again > 0)}, and no checkpoint has that: a resumed run "
+        "would begin without it. Keep it in a buffer of the model"
     )
 
 

@@ -17,6 +17,27 @@ REMEDY = (
 )
 
 
+def another_result(
+    *,
+    later: bool,
+    who: str = "the model or its loss",
+    kept: str = "it counts calls in Python, "
+    "has a list or a value that each call changes, or draws from a generator of its own",
+) -> str:
+    """Say that a pass depends on earlier ones.
+
+    Args:
+        later: whether on those with other batches; else on one with the same.
+        who: gives another result.
+        kept: from call to call, where the batch was the same.
+    """
+    when = "when the same batch is run again"
+    if later:
+        when = "for a batch after another one than at first"
+        kept = "what the first batch sets, the largest value so far"
+    return f"{who} gives another result {when}, as it keeps something from call to call ({kept})"
+
+
 def in_words(counted: str, first: str) -> str:
     """Say what passes change, or what the first one has set by its batch; empty if nothing."""
     if counted:

@@ -253,7 +253,7 @@ class _Comparison:
         """Compare spot after spot, until something differs."""
         say(0)
         self._first = first = next(spots)
-        counts = self._counts()
+        counts = self._counts(self._model)
         drew, seconds = self._try_once(first)
         found = counts.first_set()
         counts.put_back()
@@ -261,7 +261,7 @@ class _Comparison:
             self._model = self._model.fresh()
             self._set_by_first = first_batch.set_by_first(
                 found,
-                self._counts(),
+                self._counts(self._model),
                 lambda: self._model.run(first.parts[-1], first.sizes[-1], backward=False),
                 lambda: self._model.run(first.parts[0], first.sizes[0], backward=False),
             )
@@ -443,15 +443,9 @@ class _Comparison:
             again, self._counted = self._run_counted(spot)
         if not self._same(once, again):
             buffer = self._model.kept_by_loss(spot.parts[0], spot.sizes[0])
-            who, how = "the model or its loss", "it counts calls in Python, has a list or a value "
-            how += "that each call changes, or draws from a generator of its own"
-            if buffer:
-                who, how = self._name, f"in its buffer {buffer!r}"
-            self._differs[:] = [
-                f"{who} gives another result when the same batch is run again, as it keeps "
-                f"something from call to call ({how}), and a step calls it once for each "
-                "micro-batch"
-            ]
+            by_buffer = {"who": self._name, "kept": f"in its buffer {buffer!r}"} if buffer else {}
+            why = first_batch.another_result(later=False, **by_buffer)
+            self._differs[:] = [f"{why}, and a step calls it once for each micro-batch"]
 
     def _check_first(self, spot: Spot) -> None:
         """Run a micro-batch that was run after another one as the first."""
@@ -461,24 +455,20 @@ class _Comparison:
         except Exception:  # of the user's code, half of whose state may be put back
             return
         if not self._same(first, self._later):
-            self._differs.append(
-                "the model or its loss gives another result for a batch after another one than at "
-                "first, as it keeps something from call to call (what the first batch sets, the "
-                "largest value so far), and a step calls it once for each micro-batch"
-            )
+            why = first_batch.another_result(later=True)
+            self._differs.append(f"{why}, and a step calls it once for each micro-batch")
 
     def _note(self, model: TrialModel) -> None:
-        self._model = model
-        self._unrun = self._counts()
+        self._unrun = self._counts(model)
 
-    def _counts(self) -> Counts:
-        """Note what the model, its losses and the weight keep in Python now."""
+    def _counts(self, model: TrialModel) -> Counts:
+        """Note what a model, its losses and the weight keep in Python now."""
         forward = self._forward
-        return Counts((self._model.model, *forward.losses, forward.recipe.weight))
+        return Counts((model.model, *forward.losses, forward.recipe.weight))
 
     def _run_counted(self, spot: Spot) -> tuple[_Told | None, str]:
         """A pass, forward and backward, and the name of what it changes in Python."""
-        counts = self._counts()
+        counts = self._counts(self._model)
         result = self._model.run(spot.parts[0], spot.sizes[0])
         return _Told.of(result), counts.changed()
 
