@@ -58,7 +58,7 @@ def plain_loop(recipe, compute_loss, monkeypatch):
 
 
 @pytest.mark.tail
-@pytest.mark.parametrize("kind", ["per_sample", slow("contrast")])
+@pytest.mark.parametrize("kind", ["per_sample", "twins", slow("contrast")])
 def test_three_workers_give_the_parameters_and_statistics_of_a_plain_loop(
     run: Start, monkeypatch, kind
 ):
@@ -83,9 +83,14 @@ def check_against_a_plain_loop(run: Start, monkeypatch, kind, *settings):
     options = (*QUICK, "workers=3", 'train.batch_norm="global"', *settings)
     program = run(f"looks_at_the_batch.py:{kind}", *options)
     assert program.end() == 0, program.stderr
-    loss = {"per_sample": recipes.each, "contrast": of_the_batch}[kind]
+    losses = {"per_sample": recipes.each, "contrast": of_the_batch, "twins": of_twins}
+    loss = losses[kind]
     check_equal(program, plain_loop(getattr(recipes, kind), loss, monkeypatch), 1e-12)
     return program
+
+
+def of_twins(model, batch):
+    return recipes.cross_correlation(model, *recipes.embed(model, batch))
 
 
 def of_the_batch(model, batch):

@@ -113,6 +113,11 @@ def _of_torch(loss: Any) -> _TorchLoss | None:
     return _TorchLoss(kind, settings) if kind else None
 
 
+def is_of_torch(loss: Any) -> bool:
+    """Whether a loss is one of torch's own."""
+    return _of_torch(loss) is not None
+
+
 def weighing(weight: Weigh | None, loss: Any, *, collates: bool = False) -> Weighing:
     """How the batches of a recipe are weighed, as far as the recipe shows.
 

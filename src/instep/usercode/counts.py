@@ -11,7 +11,7 @@ user's objects may be anything: what cannot be copied or compared is left alone.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -100,13 +100,16 @@ class Counts:
         self._attributes = list(attributes.values())
         self._asked = 0
 
-    def changed(self, *, memories: bool = True) -> str:
+    def changed(self, *, memories: bool = True, among: Container[str] | None = None) -> str:
         """Name the first number that is another by now, or memory; empty if none is.
 
         Args:
             memories: whether to look at the lengths of lists, sets and dicts too.
+            among: the names that count; all if None.
         """
         for each in self._kept:
+            if among is not None and each.place.name not in among:
+                continue
             changed = memories if each.grown() else each.changed()
             if changed and not self._unread(each.place.get()):
                 return each.place.name

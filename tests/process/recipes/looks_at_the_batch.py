@@ -37,6 +37,7 @@ class Mortal(nn.Dropout):
 class Towers(nn.Module):
     def __init__(self, sees_batch, mark=""):
         super().__init__()
+        self.among = nn.BatchNorm1d(5, affine=False)
         middle = nn.SyncBatchNorm(8) if sees_batch else nn.Tanh()
         self.image = nn.Sequential(nn.Linear(6, 8), middle, Mortal(mark), nn.Linear(8, 5))
         self.text = nn.Linear(4, 5)
@@ -60,6 +61,13 @@ def batch_loss(model, embeddings, targets):
     return functional.cross_entropy(image @ text.T * model.temperature.exp(), right)
 
 
+def cross_correlation(model, embeddings, targets):
+    """That of Barlow Twins: batch normalisation in the loss, of both views."""
+    image, text = (model.among(view) for view in embeddings)
+    found = image.T @ text / len(image)
+    return (found - torch.eye(5, dtype=found.dtype)).square().mean()
+
+
 def each(model, batch):
     return (model.image(batch[0])[:, :4] - batch[1]).square().mean()
 
@@ -68,15 +76,19 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def contrast(sees_batch: bool = True, mark: str = "") -> instep.Recipe:
+def contrast(sees_batch: bool = True, mark: str = "", loss=batch_loss) -> instep.Recipe:
     return instep.Recipe(
         model=Towers(sees_batch, mark).double(),
         train=pairs(),
         validate=pairs(20),
         embed=embed,
-        batch_loss=batch_loss,
+        batch_loss=loss,
         optimizer=sgd,
     )
+
+
+def twins(mark: str = "") -> instep.Recipe:
+    return contrast(mark=mark, loss=cross_correlation)
 
 
 def per_sample(mark: str = "") -> instep.Recipe:

@@ -4,6 +4,7 @@ import copy
 import pickle
 from contextlib import closing
 from functools import cached_property
+from multiprocessing import Value
 
 import numpy as np
 import pytest
@@ -66,6 +67,46 @@ def test_what_a_loop_says_to_its_dataset_reaches_every_reader(processes, calls):
             if calls != "set_epoch":
                 data.level, data.transform.strength = told[1:] = 10 * epoch, epoch
             assert [read(reads) for _ in range(3)] == [[told]] * 3
+
+
+class SharedEpoch(Dataset):
+    """Has its epoch in memory that processes share, as OpenCLIP does."""
+
+    def __init__(self):
+        self.epoch = Value("i", 0)
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return torch.tensor([self.epoch.value, 0, 0, index])
+
+
+class SharedCount(SharedEpoch):
+    """Counts what it gives."""
+
+    def __getitem__(self, index):
+        with self.epoch.get_lock():
+            self.epoch.value += 1
+        return torch.tensor(index)
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_what_lies_in_shared_memory_holds_from_the_next_batch_on(processes):
+    data = SharedEpoch()
+    with closing(loader(data, processes)) as it:
+        reads = it.read(epochs())
+        assert read(reads) == [[0, 0, 0]]
+        for epoch in range(1, 4):
+            data.epoch.value = epoch
+            assert [read(reads) for _ in range(3)] == [[[epoch, 0, 0]]] * 3
+
+
+def test_a_count_of_reading_in_shared_memory_has_nothing_read_again():
+    data = SharedCount()
+    with closing(loader(data, 2)) as it:
+        assert len(list(it.read(epochs()))) == 12
+    assert 4 * 24 <= data.epoch.value <= 4 * 24 + 2  # and the first one, to look at
 
 
 class Handing(Dataset):

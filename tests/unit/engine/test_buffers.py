@@ -56,6 +56,23 @@ def test_a_step_is_the_mean_of_its_passes_by_weight_and_counts_once():
     assert int(model.count) == 1
 
 
+def test_statistics_that_only_the_pass_of_the_whole_batch_moves_are_its_own():
+    """Torch does not count what a BatchNorm writes to them."""
+    model = nn.BatchNorm1d(2)
+    buffers, plain = Buffers(model), nn.BatchNorm1d(2)
+    for step in range(3):
+        for number in range(2):
+            buffers.after_pass(0.5, number)
+        batch = torch.full((4, 2), float(step)) + torch.arange(4.0)[:, None]
+        model(batch)
+        plain(batch)
+        buffers.after_pass(1.0, 2, beside=True)
+        committed(model, buffers)
+        torch.testing.assert_close(model.running_mean, plain.running_mean)
+        torch.testing.assert_close(model.running_var, plain.running_var)
+    assert int(model.num_batches_tracked) == 3
+
+
 def in_place(model):
     model.mean.add_(1)
 

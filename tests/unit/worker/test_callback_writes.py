@@ -16,11 +16,22 @@ from instep.recipe.recipe import Recipe
 from instep.recipe.rehearsal import try_validation
 from instep.worker.training.callback_writes import CallbackWrites
 
-SCALE, SEEN = 1.0, []
+SCALE, SEEN, CRITERION = 1.0, [], nn.CrossEntropyLoss()
+
+
+class Curriculum(TensorDataset):
+    visible = 8
+
+
+DATA = Curriculum(torch.zeros(4, 3), torch.zeros(4))
 
 
 class Weighted(nn.Linear):
     alpha = None
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("running", torch.zeros(2))
 
     def forward(self, x):
         if not self.training:
@@ -41,8 +52,25 @@ def on_the_model(model):
     model.alpha = 0.5
 
 
+def class_weights(model):
+    CRITERION.weight = torch.ones(2)
+
+
+def the_same_tensor(model):
+    DATA.tensors[0][0] += 1
+
+
+def the_dataset(model):
+    DATA.visible = 16
+
+
 def nothing(model):
     SEEN.append(SCALE)
+    DATA.tensors[0][0].sum()
+
+
+def its_statistics(model):
+    model.running.add_(1)  # which are put back, and refused elsewhere
 
 
 def watching(model, *, strict=False):
@@ -52,13 +80,23 @@ def watching(model, *, strict=False):
     state = SimpleNamespace(
         trial=Trial(True, "", "yes"), progress=SimpleNamespace(step=7), events=events
     )
-    return CallbackWrites(member, state, model, (loss,)), state
+    return CallbackWrites(member, state, model, (loss, CRITERION, DATA)), state
 
 
 @pytest.mark.parametrize(
-    ("call", "named"), [(in_globals, "SCALE"), (on_the_model, "alpha"), (nothing, "")]
+    ("call", "named"),
+    [
+        (in_globals, "SCALE"),
+        (on_the_model, "alpha"),
+        (class_weights, "weight"),
+        (the_same_tensor, "Curriculum.tensors[0]"),
+        (the_dataset, "visible"),
+        (nothing, ""),
+        (its_statistics, ""),
+    ],
 )
 def test_what_a_callback_changes_that_training_reads_is_said_once(call, named):
+    CRITERION.weight = None
     model = Weighted(3, 2)
     writes, state = watching(model)
     for _ in range(2):

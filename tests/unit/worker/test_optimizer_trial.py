@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.optim import lr_scheduler
 
 import instep
@@ -26,11 +27,10 @@ from instep.worker.trial.kept.stand_in import Maker
 YES = Trial(True, "a trial showed no difference", "yes")
 
 
-def maker(optimizer, dtype=torch.float32, scheduler=None, model=None):
+def maker(optimizer, dtype=torch.float32, scheduler=None, model=None, **loss):
     model = model or nn.Sequential(nn.Linear(24, 96), nn.Tanh(), nn.Linear(96, 96)).to(dtype)
-    recipe = instep.Recipe(
-        model=model, train=[0], loss=nn.MSELoss(), optimizer=optimizer, scheduler=scheduler
-    )
+    loss = loss or {"loss": nn.MSELoss()}
+    recipe = instep.Recipe(model=model, train=[0], optimizer=optimizer, scheduler=scheduler, **loss)
     return Maker(recipe, model, 7, 10)
 
 
@@ -108,6 +108,26 @@ def average_aside(parameters):
     return optimizer
 
 
+class NormsOfTheWarmUp:
+    """ZClip: it collects norms, and clips by them after its warm-up."""
+
+    def __init__(self):
+        self.norms = []
+
+    def __call__(self, optimizer, args, given):
+        gradients = [each.grad for each in optimizer.param_groups[0]["params"]]
+        if len(self.norms) < 25:
+            self.norms.append(max(float(each.norm()) for each in gradients))
+        else:
+            torch.nn.utils.clip_grads_with_norm_(gradients, max(self.norms), torch.tensor(1e9))
+
+
+def clipped_late(parameters):
+    optimizer = Own(parameters)
+    optimizer.register_step_pre_hook(NormsOfTheWarmUp())
+    return optimizer
+
+
 KEPT = {"sgd": Own, "state": InState, "groups": InGroups, "aside": average_aside}
 LOST = {"attribute": InAttribute, "every sixth": EverySixth, "closure": in_closure}
 
@@ -115,6 +135,33 @@ LOST = {"attribute": InAttribute, "every sixth": EverySixth, "closure": in_closu
 @pytest.mark.parametrize("name", KEPT)
 def test_what_a_state_dict_has_is_kept(name):
     assert try_optimizer(maker(KEPT[name]), YES, "all_reduce") == YES
+
+
+def test_what_a_hook_before_steps_collects_is_said():
+    verdict = try_optimizer(maker(clipped_late), YES, "all_reduce").verdict
+    assert verdict.startswith("not shown: NormsOfTheWarmUp.norms, which each step changes,")
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_an_average_that_a_hook_keeps_is_said_where_the_loss_reads_it(reads):
+    model = nn.Linear(3, 2)
+    teacher = torch.optim.swa_utils.AveragedModel(model)
+
+    def make(parameters):
+        optimizer = Own(parameters)
+        optimizer.register_step_post_hook(lambda *_: teacher.update_parameters(model))
+        return optimizer
+
+    def taught(student, batch):
+        return functional.mse_loss(student(batch[0]), teacher(batch[0]))
+
+    def plain(student, batch):
+        return functional.mse_loss(student(batch[0]), batch[1])
+
+    made = maker(make, model=model, compute_loss=taught if reads else plain)
+    verdict = try_optimizer(made, YES, "all_reduce").verdict
+    assert verdict.startswith("not shown: n_averaged, which each step" if reads else "yes")
+    assert int(teacher.n_averaged) == 0
 
 
 @pytest.mark.parametrize("name", LOST)
@@ -310,6 +357,22 @@ class Rotating(Own):
                 parameter.sub_(basis @ (turned / (turned.abs() + 1e-30)), alpha=0.01)
 
 
+class RotatingLate(Rotating):
+    """Begins with its sixth step, as Shampoo may."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.param_groups[0]["steps"] = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.param_groups[0]["steps"] += 1
+        if self.param_groups[0]["steps"] > 5:
+            super().step()
+        else:
+            Own.step(self)
+
+
 STEADY = {
     "sgd": own_class(torch.optim.SGD, lr=0.1, momentum=0.9),
     "adamw": own_class(torch.optim.AdamW, lr=1e-3),
@@ -340,6 +403,7 @@ def muon(parameters):
         (muon, torch.float64, []),  # casts both gradients to the same bfloat16
         (Rotating, torch.float32, ["Rotating"]),
         (Rotating, torch.float64, ["Rotating"]),
+        (RotatingLate, torch.float32, ["RotatingLate"]),
     ],
 )
 def test_an_optimizer_that_amplifies_rounding_is_named(made, dtype, named):

@@ -1,6 +1,8 @@
 """What the trial reads, what it refuses, and which batches of a run it has not seen."""
 
 import os
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 from instep.data.loader import Loader
 from instep.data.order import position
+from instep.engine.passes import share_of
 from instep.errors import RecipeError
 from instep.job.spec import JobSpec
 from instep.job.train import TrainSpec
@@ -18,6 +21,7 @@ from instep.recipe.build import build_optimizer
 from instep.recipe.forward import Forward
 from instep.recipe.recipe import Recipe
 from instep.recipe.tuning import NOTHING
+from instep.worker.passes.late_trial import LateTrial
 from instep.worker.trial.gate import Gate, WholePass
 from instep.worker.trial.kept.kept import try_kept
 from instep.worker.trial.places import Places
@@ -125,6 +129,67 @@ def test_samples_in_order_of_length_are_tried_where_the_length_changes(first, mi
     forward.derive(trial.derived, trial.each)
     late = try_step(forward, loader, job, steps[7])
     assert late.verdict.startswith("no: nn.MSELoss is" if mixes else "yes")
+
+
+def hard(model, batch):
+    """Mean over the samples whose loss is above a threshold, as online hard example mining has it;
+    of all where none are."""
+    each = (model(batch[0]) - batch[1]).square().mean((1, 2))
+    above = each[each > 1.0]
+    return (above if len(above) else each).mean()
+
+
+def late_trial(loss, model):
+    model[2].bias.data += 30.0  # all are hard at the start
+    data = Sequences(320, ())
+    recipe = Recipe(model=model, train=data, optimizer=lambda p: None, weight=count, **loss)
+    loader, job = Loader(data, seed=7, shuffle=False, processes=0), job_of()
+    forward = Forward(recipe, model, torch.device("cpu"), "float32")
+    trial = try_recipe(forward, loader, job, 320)
+    assert trial.verdict == "yes"
+    said = []
+    state = SimpleNamespace(trial=trial)
+    member = SimpleNamespace(job=job, emit=lambda kind, **given: said.append(given))
+    activity = SimpleNamespace(during=lambda phase: nullcontext())
+    late = LateTrial(member, forward, loader, state, activity, alone=True)
+    late.begin(trial)
+    return late, state, said
+
+
+def count(batch):
+    return float(len(batch[0]))
+
+
+def mean(outputs, target):
+    return (outputs - target).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "mixes"),
+    [({"compute_loss": hard}, True), ({"loss": mean}, False)],
+    ids=["hard", "all"],
+)
+def test_a_loss_that_leaves_samples_out_once_they_are_learnt_is_named_then(loss, mixes):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    late, state, said = late_trial(loss, model)
+    where = position(4, 320, 16)
+    shares = [share_of(where, 4, 2, rank, merge=False) for rank in (0, 1)]
+    model[2].bias.data -= 30.0
+    before = [each.detach().clone() for each in model.parameters()]
+    drawn = torch.get_rng_state()
+    for step, share in ((15, shares[0]), (16, shares[1]), (65, shares[0])):
+        late.try_trained(where, share, step)
+        assert not said
+    for step in (64, 256):
+        late.try_trained(where, shares[0], step)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert len(said) == mixes
+    if mixes:
+        assert said[0]["step"] == 64
+        assert said[0]["verdict"].startswith("no: in step 64, compute_loss ")
+    assert state.trial.same is not mixes
 
 
 def test_only_different_shapes_of_one_place_were_compared_with_each_other():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Iterator
+from multiprocessing.sharedctypes import Synchronized
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -78,7 +79,14 @@ def snapshot(each: Any) -> dict[str, Any]:
     return {name: AttributeSeen(value, _state(value)) for name, value in attributes(each).items()}
 
 
+def is_shared(value: Any) -> bool:
+    """Whether a value lies in memory that other processes see too."""
+    return isinstance(value, Synchronized)
+
+
 def _state(value: Any) -> Any:
+    if isinstance(value, Synchronized):
+        return value.value
     if isinstance(value, torch.Tensor):
         return None if value.is_inference() else value._version
     if isinstance(value, np.ndarray):

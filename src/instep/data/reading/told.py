@@ -29,9 +29,10 @@ from weakref import WeakSet
 import numpy as np
 from torch.utils.data import ConcatDataset, Subset
 
-from instep.data.reading.noticed import is_setting, is_simple, objects_of, same, snapshot
+from instep.data.reading.noticed import is_setting, is_shared, is_simple, objects_of, same, snapshot
 from instep.data.reading.own_writes import Writes, codes_of_reading, set_by_reading
 from instep.errors import DataError
+from instep.usercode.places import operands
 
 SET_EPOCH = "set_epoch()"
 """Stands for the method among the names of attributes."""
@@ -63,6 +64,7 @@ class Told:
         self._numbers = {id(each): number for number, each in enumerate(self._objects)}
         self._set_by_loop = set[tuple[int, str]]()  # since the last scan
         self._set_here = set[tuple[int, str]]()  # by reading, in this process
+        self._shared_changed = False
         _LISTENING.add(self)
         for each in self._objects:
             _listen(type(each))
@@ -86,6 +88,11 @@ class Told:
     def _codes_of_reading(self) -> frozenset[CodeType]:
         return codes_of_reading(self._objects)
 
+    @cached_property
+    def _sets_values_of_others(self) -> bool:
+        """Whether reading may change a value that processes share, as a count does."""
+        return any("value" in operands(code, "STORE_ATTR") for code in self._codes_of_reading)
+
     @property
     def changes(self) -> list[Change]:
         """All that was said so far, for another process that reads the dataset."""
@@ -97,9 +104,10 @@ class Told:
         Raises:
             DataError: what was set cannot be sent to another process.
         """
+        self._shared_changed = False
         self._scan()
         before, self._known = self._known, dict(self._said)
-        return before != self._known
+        return self._shared_changed or before != self._known
 
     def wrote(self, target: Any, name: str, frame: FrameType) -> None:
         """Some code sets an attribute of an object."""
@@ -140,7 +148,10 @@ class Told:
 
     def _note(self, number: int, name: str, before: Any, token: Any) -> None:
         value = token[0]
-        if is_simple(value):
+        if is_shared(value) and before is not None and before[0] is value:
+            # other processes see it; what they have read before it is read again
+            self._shared_changed |= not self._sets_values_of_others
+        elif is_simple(value):
             self._said[number, name] = value
         elif before is None or before[0] is None:
             if is_setting(value):

@@ -87,6 +87,8 @@ class Buffers:
         """Of the buffers to which the passes of this step gave another shape."""
         self._agreed: _Agreed | None = None  # staged until `apply`
         self._uncounted: set[int] = set()
+        self._seldom: set[int] = set()
+        """Those of them that a pass beside those of the samples moved first."""
         self.moved: set[int] = set()
         """The identity (`id`) of each buffer that a committed step has moved."""
         self._compared = False
@@ -113,10 +115,11 @@ class Buffers:
                 only with the buffers that it changes.
         """
         self._refuse()
+        known = set(self._uncounted)
         moved = self._moved()
         self._compared = True
-        if beside:
-            moved = [i for i in moved if self._differs(i)]
+        self._seldom |= self._uncounted - known if beside else set()
+        moved = [i for i in moved if not (beside or i in self._seldom) or self._differs(i)]
         if not weight:
             for index in moved:
                 self._restore(index)

@@ -1,24 +1,30 @@
-"""Batches whose shapes the trial before step 1 did not compare: tried when they come.
+"""Tries what the trial before step 1 could not see, when it comes and before it counts.
 
 Code of the user's may pad to the longest sample, and a long one is seldom. Where a batch has a
-shape that was not compared with others in one step, its step is tried before it counts; the verdict
-may be another one from there on.
+shape that was not compared with others in one step, its step is tried. And a loss of the user's may
+do something else once the model is trained: leave out samples whose loss is small, begin after a
+warm-up. So two micro-batches are compared again in steps that become rare. The verdict may be
+another one from there on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 from instep.data.loader import Loader, Read
 from instep.data.order import Position
 from instep.data.reading.generators import preserved
 from instep.engine.member import Member
+from instep.engine.passes import Share
 from instep.engine.state.committed import CommittedState
 from instep.engine.trial_result import Trial
 from instep.errors import SpecError
 from instep.recipe.forward import Forward
+from instep.recipe.weights import is_of_torch
+from instep.system.memory import room
 from instep.worker.passes.activity import Activity
-from instep.worker.trial.reads import shapes_in, try_step
+from instep.worker.trial.reads import shapes_in, try_step, try_trained
 from instep.worker.trial.shapes import Watch
 
 TRYING = "trying a batch"
@@ -26,6 +32,13 @@ TRYING = "trying a batch"
 
 _TRIES = 3
 """Steps with batches of another shape, but of one shape in the step, which are tried."""
+
+_FIRST, _RARER = 16, 4
+"""The first step in which a trained model is tried, and how many times later each other one is."""
+
+_COPIES = 16
+"""Room for so many copies of the model is wanted: parameters and gradients in float64, apart and as
+one batch."""
 
 
 class LateTrial:
@@ -71,6 +84,32 @@ class LateTrial:
                 self._try_odd(where, odd, step)
             yield read
 
+    def try_trained(self, where: Position, share: Share, step: int) -> None:
+        """Try the model as it is now, if it is time and this worker has the step's first sample.
+
+        Raises:
+            SpecError: the result may be another than that of one machine, and `check.strict`.
+        """
+        first = share.passes[0].samples.first if share.passes else -1
+        if not (_is_time(step) and first == where.first and self._trial.same and self._may()):
+            return
+        before, found = self._trial, self._trial
+        with self._activity.during(TRYING), preserved(), suppress(Exception):
+            found = try_trained(self._forward, self._loader, self._job, where)
+        self._forward.derive(before.derived, before.each)
+        if found.verdict.startswith("no: "):
+            verdict = f"no: in step {step}, {found.verdict.removeprefix('no: ')}"
+            say_late(self._member, self._state, before._replace(verdict=verdict), step)
+
+    def _may(self) -> bool:
+        """Whether the loss is the user's, and there is room and time for more copies."""
+        recipe, model = self._forward.recipe, self._forward.model
+        own = recipe.compute_loss is not None or not is_of_torch(recipe.loss)
+        if not own or not self._alone or recipe.turns or recipe.embed is not None:
+            return False
+        size = sum(p.numel() * p.element_size() for p in model.parameters())
+        return self._forward.device.type == "cpu" and _COPIES * size < room(self._job.workers)
+
     def _try_odd(self, where: Position, odd: str, step: int) -> None:
         if not self._alone:
             why = "whether that changes the result was not tried"
@@ -94,6 +133,13 @@ class LateTrial:
         kind, _, why = verdict.partition(": ")
         verdict = f"{kind}: in step {step} a sample has the shape {odd}; {why}"
         say_late(self._member, self._state, self._trial._replace(verdict=verdict), step)
+
+
+def _is_time(step: int) -> bool:
+    rare = _FIRST
+    while rare < step:
+        rare *= _RARER
+    return step == rare
 
 
 def say_late(member: Member, state: CommittedState, trial: Trial, step: int) -> None:

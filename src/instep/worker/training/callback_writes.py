@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from instep.engine.member import Member
 from instep.engine.state.committed import CommittedState
-from instep.usercode.numbers import alike, is_number
-from instep.usercode.places import Place, places
+from instep.usercode.numbers import alike, is_number, is_small_array
+from instep.usercode.places import Place, own_of, places
 from instep.worker.passes.late_trial import say_late
 
 
 class CallbackWrites:
-    """Looks at the numbers that the model and its losses name, around calls of callbacks.
+    """Looks at the numbers that the model, its losses and the dataset name, around calls of
+    callbacks; and at their tensors and arrays, but for those that checkpoints have.
 
     Args:
         member, state: the worker's.
         model: that is trained.
-        keepers: its losses, and what weighs them.
+        keepers: its losses, what weighs them, and what batches are made by.
     """
 
     def __init__(
@@ -44,20 +46,49 @@ class CallbackWrites:
             return
         if self._places is None:  # the first step may have made some
             self._places = list(places((self._model, *self._keepers)))
-        before = [(place, place.get()) for place in self._places]
-        numbers = [(place, value) for place, value in before if value is None or is_number(value)]
-        attributes = [(vars(each), [*vars(each)]) for each in self._model.modules()]
+        own = {id(each) for each in (*self._model.parameters(), *self._model.buffers())}
+        before = [_Before.of(place) for place in self._places]
+        owners = (*self._model.modules(), *self._keepers)
+        attributes = [(own_of(each), [*own_of(each)]) for each in owners]
         yield
-        changed = [place.name for place, value in numbers if _another(place.get(), value)]
+        changed = [
+            each.place.name for each in before if id(each.value) not in own and each.changed()
+        ]
         changed += [
             name for now, known in attributes for name in now.keys() - known if is_number(now[name])
         ]
         if changed:
-            why = f"{call} has changed {changed[0]!r}, which the model or its loss may read: "
+            why = f"{call} has changed {changed[0]!r}, which training may read: "
             why += "callbacks are called on one worker, and others do not have the change"
             late = trial._replace(verdict=f"not shown: {why}")
             say_late(self._member, self._state, late, self._state.progress.step)
 
 
-def _another(now: Any, value: Any) -> bool:
-    return now is not value and (now is None or is_number(now)) and not alike(now, value)
+class _Before(NamedTuple):
+    """Content of a place, as far as a change of it can be seen."""
+
+    place: Place
+    value: Any
+    version: int
+    copied: Any
+
+    @classmethod
+    def of(cls, place: Place) -> _Before:
+        value = place.get()
+        counted = isinstance(value, Tensor) and not value.is_inference()
+        copied = copy.copy(value) if is_small_array(value) else None
+        return cls(place, value, value._version if counted else -1, copied)
+
+    def changed(self) -> bool:
+        """Check whether the place has another number, tensor or array, or the same one changed."""
+        now = self.place.get()
+        if now is self.value:
+            if self.copied is not None:
+                return not alike(now, self.copied)
+            return self.version >= 0 and now._version != self.version
+        was = self.value is None or _counts(self.value)
+        return was and (now is None or _counts(now)) and not alike(now, self.value)
+
+
+def _counts(value: Any) -> bool:
+    return is_number(value) or is_small_array(value) or isinstance(value, Tensor)

@@ -209,7 +209,7 @@ class Training(Loop):
         )
         if self._replica is not None:  # all that a state is given to is there
             take_host_copy(self.engine, self._replica)
-        weighed = *self._forward.losses, recipe.weight
+        weighed = *self._forward.losses, recipe.weight, recipe.train, recipe.collate
         self.callbacks.watch(CallbackWrites(member, self.state, model, weighed).during)
         self._validation = Validation(
             inputs,
@@ -469,6 +469,7 @@ class Training(Loop):
         self, where: Position, share: Share, loads: Iterator[Read]
     ) -> Generator[Step, None, Results]:
         yield from ()  # only own loops yield in the middle of a step
+        self._late.try_trained(where, share, self.step)
         if self.recipe.collates:
             loads = self._late.tried(where, loads, self.step)
         try:

@@ -133,15 +133,18 @@ class TrialModel:
         samples: int,
         most_s: float = math.inf,
         note: Callable[[TrialModel], None] = lambda model: None,
+        *,
+        trained: bool = False,
     ) -> tuple[TrialModel, PassResult | None]:
         """The same in float64, if model and loss can; on a GPU in float32, which is faster there.
-        Its parameters are moved. Small differences show only then.
+        Its parameters are moved, unless they are trained. Small differences show only then.
 
         Args:
             batch: of the first pass.
             samples: in it.
             most_s: CPU seconds of a pass; if it takes more, the model computes in its own type.
             note: given the model before its first pass.
+            trained: whether to leave the parameters where training has them.
 
         Returns:
             The model, and what the first pass gave.
@@ -154,7 +157,8 @@ class TrialModel:
             copied.widen(wide)
             other = TrialModel(self.forward, copied, self._original, self._seed, wide)
             other._draw_as(self, casts)
-            other.move()
+            if not trained:
+                other.move()
             since = time.process_time()
             try:
                 with self.forward.on(copied.model, "float32", copied.losses):
@@ -166,7 +170,8 @@ class TrialModel:
                 break
             self.forward.compute_with(*copied)
             return other, result
-        self.move()
+        if not trained:
+            self.move()
         note(self)
         return self, self.run(batch, samples)
 

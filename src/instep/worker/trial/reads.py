@@ -67,20 +67,48 @@ def try_recipe(
 
 
 def try_step(forward: Forward, loader: Loader, job: JobSpec, where: Position) -> Trial:
-    """The same for the micro-batches of one step, as the model is now.
+    """The same for the micro-batches of one step, near where the model is now.
+
+    Args:
+        forward, loader, job: as for `try_recipe`.
+        where: the step.
+    """
+    return _try_place(forward, loader, job, where, Places(job, loader.samples).step(where))
+
+
+def try_trained(forward: Forward, loader: Loader, job: JobSpec, where: Position) -> Trial:
+    """Try the first two micro-batches of a step, with the model as it is now.
 
     Args:
         forward, loader, job: as for `try_recipe`.
         where: the step.
     """
     place = Places(job, loader.samples).step(where)
+    place = place._replace(parts=place.parts[:2])
+    return _try_place(forward, loader, job, where, place, trained=True)
+
+
+def _try_place(
+    forward: Forward,
+    loader: Loader,
+    job: JobSpec,
+    where: Position,
+    place: Place,
+    *,
+    trained: bool = False,
+) -> Trial:
     if len(place.parts) < 2:
         return NOTHING_TO_TRY
     with closing(loader.read(place.slices)) as reads:
-        spots = _spots(reads, [place])
-        seed, whole = key(job.seed, OF_PASS, 0), where.size
-        # hooks are those of the engine
-        return try_out(forward, spots, whole=whole, seed=seed, cuts=_cuts(job), hooks=False)
+        return try_out(
+            forward,
+            _spots(reads, [place]),
+            whole=where.size,
+            seed=key(job.seed, OF_PASS, 0),
+            cuts=_cuts(job),
+            hooks=False,  # which are those of the engine
+            trained=trained,
+        )
 
 
 def shapes_in(loader: Loader, job: JobSpec, where: Position) -> list[tuple[Shape, ...]]:

@@ -84,6 +84,7 @@ def try_out(
     say: Callable[[int], None] = lambda done: None,
     hooks: bool = True,
     shares: Callable[[], Spot | None] = lambda: None,
+    trained: bool = False,
 ) -> Trial:
     """Test whether micro-batches give the same result separately as in one batch.
 
@@ -97,6 +98,8 @@ def try_out(
         say: called at the start, and after each comparison, with how many are done.
         hooks: whether those on the model's gradients are the user's.
         shares: reads a step as several workers have it; asked with `cuts`.
+        trained: whether the parameters stay where training has them; then only a difference that
+            shows in float64 counts.
 
     Raises:
         RecipeError: the loss is a sum, or cannot be computed of a micro-batch of one of `sizes`; or
@@ -128,7 +131,9 @@ def try_out(
         except Exception as error:  # a user's module may raise anything
             why = f"the model cannot be copied to try it ({_first_line(error)})"
             return _not_shown(why)._replace(each=each)
-        tried = _Comparison(model, forward, weighed, whole, seed=seed, cuts=cuts, sizes=sizes)
+        tried = _Comparison(
+            model, forward, weighed, whole, seed=seed, cuts=cuts, sizes=sizes, trained=trained
+        )
         counts = Counts((forward.model, *forward.tried, recipe.weight))
         try:
             trial = tried.verdict(spots, say, shares)._replace(each=each)
@@ -217,7 +222,9 @@ class _Comparison:
         seed: int,
         cuts: bool,
         sizes: Iterable[OtherSize],
+        trained: bool,
     ) -> None:
+        self._trained = trained
         self._sizes, self._ran = {each.size: each for each in sizes}, set[int]()
         self._seed, self._cuts = seed, cuts
         self._model, self._forward = model, forward
@@ -259,12 +266,7 @@ class _Comparison:
         counts.put_back()
         if found:
             self._model = self._model.fresh()
-            self._set_by_first = first_batch.set_by_first(
-                found,
-                self._counts(self._model),
-                lambda: self._model.run(first.parts[-1], first.sizes[-1], backward=False),
-                lambda: self._model.run(first.parts[0], first.sizes[0], backward=False),
-            )
+            self._set_by_first = self._find_set_by_first(found, first)
             counts.put_back()
         constant = drew and not self._cuts
         self._known |= self._forward.weighs_itself
@@ -277,8 +279,12 @@ class _Comparison:
             if seconds > _SLOW_S
             else math.inf,
             note=self._note,
+            trained=self._trained,
         )
         self._near = Nearness.of_model(self._model)
+        if self._trained and not self._near.is_exact:
+            return NOTHING_TO_TRY
+        self._near = self._near.of_trained() if self._trained else self._near
         self._buffers = BufferMeans(
             self._model, self._forward, self._near.of_parameter, self._short
         )
@@ -432,6 +438,15 @@ class _Comparison:
         since = time.process_time()
         self._run(spot.parts[0], spot.sizes[0])
         return drew, time.process_time() - since
+
+    def _find_set_by_first(self, found: dict[str, Any], spot: Spot) -> str:
+        """Name what the first pass sets otherwise when another micro-batch is the first."""
+        return first_batch.set_by_first(
+            found,
+            self._counts(self._model),
+            lambda: self._model.run(spot.parts[-1], spot.sizes[-1], backward=False),
+            lambda: self._model.run(spot.parts[0], spot.sizes[0], backward=False),
+        )
 
     def _check_again(self, spot: Spot, once: _Told | None) -> None:
         """Run a micro-batch again; if its loss differs, that is the reason for the verdict.
@@ -589,7 +604,8 @@ class _Comparison:
             by = (
                 "collate pads samples to the longest of their batch, and what it adds counts. Pad "
                 "to one length, or leave padding out of the loss with a mask and compute_loss, "
-                "which may return instep.WeightedLoss(total, weight)"
+                "which may return instep.WeightedLoss(total, weight). Or it is a mean of something "
+                "else (class weights, targets that are not ignored): Recipe.weight can say of what"
             )
         elif self._forward.recipe.weight:
             by = "Recipe.weight is not what it is a mean of, or it compares the samples of a batch"

@@ -15,6 +15,9 @@ SHORT = torch.bfloat16, torch.float16
 
 _SHARES = {torch.float64: (2e-5, 1e-6), torch.float32: (2e-3, 2e-5)}
 _SHARES_IN_SHORT = 1e-1, 1e-2
+_WIDER = 10.0
+"""Times as much: what a model computes in float32 in any case is rounded to a share of what cancels
+in the mean."""
 
 
 class Nearness(NamedTuple):
@@ -40,6 +43,15 @@ class Nearness(NamedTuple):
     def shows_little(self) -> bool:
         """Whether a difference of a per cent would not show."""
         return self.of_parameter >= _SHARES_IN_SHORT[0]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all that takes part is computed in float64."""
+        return self.of_parameter <= _SHARES[torch.float64][0]
+
+    def of_trained(self) -> Nearness:
+        """Allow more, for gradients that have become small beside those of single samples."""
+        return Nearness(*(_WIDER * share for share in self))
 
     def close(self, one: float, other: float) -> bool:
         """Compare two losses."""

@@ -31,9 +31,8 @@ from instep.worker.trial.kept.differing import differ, equal, other_values
 from instep.worker.trial.kept.stand_in import Maker, StandIn
 from instep.worker.trial.named_globals import globals_of, unchanged_globals
 
-STEPS, _MOST, _WORK = 2, 12, 2000
-"""Steps before saving; at most so many follow, for what happens every few steps; fewer where so
-many single updates are done."""
+STEPS = 2
+"""Steps before saving."""
 
 _WHO = "a resumed run, and a worker that takes another's place or joins, would begin without it"
 
@@ -56,9 +55,10 @@ def try_optimizer(maker: Maker, trial: Trial, sync: str) -> Trial:
         unlike = _differing(first, anew)  # the time, say
         name = " and ".join(dict.fromkeys(type(each).__name__ for each in first.optimizers))
         for number in range(STEPS):
-            counts = Counts(first.called, but=first.stateful)
+            counts = Counts((first.model, *first.called), but=first.stateful)
+            after = Counts((first.model, *first.called_after), but=first.stateful)
             _take(number, maker, first)
-        counted = counts.changed()
+        counted = counts.changed() or after.changed(among=maker.read_by_losses())
     except Exception as error:  # of the user's functions
         if maker.copy_models():  # a hook of theirs may use the model
             return try_optimizer(maker, trial, sync)
@@ -67,7 +67,7 @@ def try_optimizer(maker: Maker, trial: Trial, sync: str) -> Trial:
     try:
         _load(anew, first, saved)
         named = [each for each in _differing(first, anew) if each not in unlike]
-        for number in range(STEPS, STEPS + max(2, min(_MOST, _WORK // len(first.parameters)))):
+        for number in range(STEPS, STEPS + first.steps):
             _take(number, maker, first, anew)
             if not _alike(first, anew):
                 return _lost(trial, name, named)

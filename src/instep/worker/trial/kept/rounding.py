@@ -32,8 +32,8 @@ near 1, one that scales by norms below 10, an orthogonalisation in full precisio
 _NEAR = 2e-5
 """A difference that is none, in any type."""
 
-STEPS, _RANKS, _ROUNDINGS, _OF_MOVE = 3, (2, 8, 0), 256, 16
-"""Steps; rank of the gradients, which that of few samples is, and what is tried where that is
+_RANKS, _ROUNDINGS, _OF_MOVE = (2, 8, 0), 256, 16
+"""Rank of the gradients, which that of few samples is, and what is tried where that is
 refused; by how many roundings they differ, so
 that some element of a small parameter crosses a step of 16 bits; and how many are the move's."""
 
@@ -98,7 +98,7 @@ def amplifying(maker: Maker, *, rank: int = _RANKS[0]) -> tuple[list[str], float
         for p in group["params"]
     }
     found, worst = dict[str, None](), 0.0
-    for number in range(STEPS):
+    for number in range(one.steps):
         starts = [_values(each) for each in (one, other)]
         given = [(name, gradient) for name, gradient in maker.gradients(number, rank=rank)]
         rounded = list(_rounded(given, key(maker.seed, number)))

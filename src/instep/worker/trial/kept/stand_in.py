@@ -28,6 +28,7 @@ from instep.recipe.optimizers.combined import parts_of
 from instep.recipe.optimizers.plateau import Plateau
 from instep.recipe.recipe import Recipe
 from instep.recipe.tuning import NOTHING, Begun
+from instep.usercode.places import places
 
 SMALL, _SIDE = 1024, 16
 """Elements up to which a parameter keeps its shape; above, the longest that a dimension is."""
@@ -52,13 +53,25 @@ _CALLING = lr_scheduler.LambdaLR, lr_scheduler.MultiplicativeLR
 _METHODS = frozenset(("step", "get_lr", "state_dict", "load_state_dict"))
 
 
+_MOST, _WORK = 12, 2000
+"""Steps at most, for what happens every few of them; fewer where so many single updates are
+done."""
+
+
 class StandIn(NamedTuple):
     """Parameters, and what moves them."""
 
+    model: nn.Module
+    """Has them, and little else where that is enough."""
     parameters: dict[str, nn.Parameter]
     """By their names in the model; those that are trained."""
     made: Sequence[tuple[Optimizer, Any]]
     """Optimizers, each with its scheduler; one, or those of the turns."""
+
+    @property
+    def steps(self) -> int:
+        """Number of steps that are tried."""
+        return max(2, min(_MOST, _WORK // len(self.parameters)))
 
     @property
     def kept(self) -> bool:
@@ -72,14 +85,23 @@ class StandIn(NamedTuple):
 
     @property
     def called(self) -> Iterator[Any]:
-        """Code that decides of steps, beside the objects that state dicts are of: classes, and
-        functions of schedulers. Hooks mostly follow the model for a person."""
+        """Code that decides of steps, beside the objects that state dicts are of: classes, hooks
+        before steps, and functions of schedulers."""
         for optimizer, scheduler in self.made:
             for each in (optimizer, *parts_of(optimizer)):
                 yield type(each)
+                yield from each._optimizer_step_pre_hooks.values()
             if scheduler is not None:
                 yield type(scheduler)
                 yield from vars(scheduler).values()
+
+    @property
+    def called_after(self) -> Iterator[Any]:
+        """Hooks after steps. Mostly they follow the model for a person; what a loss reads of what
+        they change decides of later steps."""
+        for optimizer, _ in self.made:
+            for each in (optimizer, *parts_of(optimizer)):
+                yield from each._optimizer_step_post_hooks.values()
 
     @property
     def stateful(self) -> list[Any]:
@@ -165,7 +187,15 @@ class Maker:
         with preserved(), _quiet():
             built = build_optimizer(anew, model, *self._given)
         parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        return StandIn(parameters, _made(built))
+        return StandIn(model, parameters, _made(built))
+
+    def read_by_losses(self) -> set[str]:
+        """Find the names of what the losses read beside the model."""
+        recipe = self._recipe
+        losses = [recipe.loss, recipe.compute_loss, recipe.embed, recipe.batch_loss, recipe.weight]
+        losses += [turn.compute_loss for turn in recipe.turns]
+        named = places([each for each in losses if each is not None], (self._model,))
+        return {place.name for place in named}
 
     def gradients(self, number: int, *, rank: int = 0) -> Iterator[tuple[str, Tensor]]:
         """Made up, as large as gradients are.
