@@ -99,9 +99,9 @@ families: setup  ## 25 families of models on each kind of mesh against a plain P
 families-table: setup ## the same, and the table of the documents is written
 	$(BIN)/python -m pytest -m slow --families-table tests/families/test_families.py
 
-simulate: setup  ## ten thousand stories of the control plane (two to five minutes on two cores)
+simulate: setup  ## SEEDS stories of the control plane, ten thousand (ten minutes and more on two cores)
 	$(BIN)/python tests/simulation/leases.py --games 1500
-	$(BIN)/python tests/simulation/run.py --seeds 10000 --jobs 2
+	$(BIN)/python tests/simulation/run.py --seeds $(or $(SEEDS),10000) --jobs 2
 
 dist: setup      ## a wheel and a source archive in dist, and CHANGELOG.md from changes
 	$(BIN)/python docs/make_changelog.py

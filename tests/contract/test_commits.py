@@ -218,7 +218,7 @@ def test_a_vote_is_one_message_and_left_out_where_nothing_can_be_in_doubt(case):
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("count", [3, tail(15)])
+@pytest.mark.parametrize("count", [3, tail(7)])
 @each_of(FIRST)
 def test_a_rank_that_dies_at_any_message_leaves_one_commit_or_none(folder, case, votes, count):
     for number, script in enumerate(some_of(deaths(case, votes), count)):
@@ -226,7 +226,7 @@ def test_a_rank_that_dies_at_any_message_leaves_one_commit_or_none(folder, case,
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("count", [1, tail(5)])
+@pytest.mark.parametrize("count", [1, tail(2)])
 @each_of(FIRST)
 def test_a_result_that_is_lost_to_some_leaves_one_commit_or_none(folder, case, votes, count):
     some = [*some_of(losses(case, votes), count), *some_of(breaks(case, votes), count)]
@@ -240,7 +240,7 @@ def test_a_step_that_happens_although_all_were_in_doubt_has_its_loss_in_the_reco
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("count", [1, tail(6)])
+@pytest.mark.parametrize("count", [1, tail(2)])
 @each_of(FIRST)
 def test_a_rank_that_is_cut_off_from_the_master_in_a_commit_ends_with_the_others(
     folder, case, votes, count
@@ -416,7 +416,7 @@ def check_stories(folder, case, votes, count):
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("count", [1, tail(5)])
+@pytest.mark.parametrize("count", [1, tail(2)])
 @each_of(FIRST)
 def test_deaths_while_the_next_generation_forms_leave_one_commit_or_none(
     folder, case, votes, count
