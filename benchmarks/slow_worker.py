@@ -114,7 +114,7 @@ def told(run: RunFolder, sample_s: float, times: float) -> dict[str, Any]:
         "of_speeds_median_step": round(median_rate(run, first) / sum_of_speeds(run, first), 3),
         "dealt": [[e["step"], e["reason"], *e["micro_batches"]] for e in dealt],
         "share_of_the_slow": round(share_of_slow(run), 3),
-        "generations": len(run.generations),
+        "generations": len(run.members.generations),
         "repeated_samples": run.audit.repeated,
         "missing_samples": run.audit.missing,
         "load": round(os.getloadavg()[0], 1),

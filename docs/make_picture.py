@@ -84,7 +84,7 @@ def lanes(run: RunFolder, kills: list[Kill], first: float, last: float) -> Itera
     """When each worker trained, and when it was killed."""
     per_s = (RIGHT - LEFT) / (last - first)
     ends, begins = step_ends(run.steps), run.steps["begin"]
-    for lane, worker in enumerate(run.workers):
+    for lane, worker in enumerate(run.members.numbers):
         y, own = TOP + LANE * lane, run.steps["worker"] == worker
         order = np.argsort(begins[own])
         yield f'<text class="small" x="16" y="{y + 13}">worker {worker}</text>'
@@ -92,7 +92,10 @@ def lanes(run: RunFolder, kills: list[Kill], first: float, last: float) -> Itera
             x, width = LEFT + (start - first) * per_s, max((stop - start) * per_s, 1.0)
             yield f'<rect class="trains" x="{x:.1f}" y="{y}" width="{width:.1f}" height="16"/>'
     for kill in kills:
-        x, y = LEFT + (kill.time - first) * per_s, TOP + LANE * run.workers.index(kill.worker) + 8
+        x, y = (
+            LEFT + (kill.time - first) * per_s,
+            TOP + LANE * run.members.numbers.index(kill.worker) + 8,
+        )
         for to in (6, -6):
             yield f'<path class="kill" d="M{x - 6:.1f} {y - to}L{x + 6:.1f} {y + to}"/>'
         after = f"{kill.recovery_s * 1000:.0f} ms"

@@ -109,7 +109,7 @@ def check_audit(folder):
     """By counting, and by the samples that a participant was given."""
     run = RunFolder(folder)
     assert run.audit.exact
-    own, sizes = run.own_rounds, run.last("data_divided")["sizes"]
+    own, sizes = run.plan.own_rounds, run.last("data_divided")["sizes"]
     used = {}
     for epoch, first, stop in run.committed[["epoch", "first", "stop"]].tolist():
         for place in range(first, stop):

@@ -74,7 +74,7 @@ def test_workers_that_are_killed_at_random_moments_leave_no_trace(
     check_as_if_nothing_had_been(program, undisturbed)
     assert killed - after <= len(program.events("worker_lost")) <= killed
     assert killed >= 8
-    generations = RunFolder(program.run).generations
+    generations = RunFolder(program.run).members.generations
     lost = "was lost: the process was killed by SIGKILL"
     others = [g["reason"] for g in generations[1:] if lost not in g["reason"]]
     # on a slow machine all that have the state may be killed before a newcomer has it

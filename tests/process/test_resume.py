@@ -86,8 +86,8 @@ def test_a_stopped_run_resumes_with_the_next_batch_at_another_size(
     assert done.exit_code == 0
     check_same(run, undisturbed)
     folder = RunFolder(run)
-    assert [len(each["members"]) for each in folder.generations] == [2, 3]
-    assert [each["generation"] for each in folder.generations] == [1, 2]
+    assert [len(each["members"]) for each in folder.members.generations] == [2, 3]
+    assert [each["generation"] for each in folder.members.generations] == [1, 2]
     assert set(folder.ledger["generation"][folder.ledger["step"] > 10]) == {2}
     assert folder.spec.workers == 3
     means = [e["loss"] for e in folder.named("epoch_finished")]

@@ -152,7 +152,7 @@ def test_a_checkpoint_with_a_codec_is_taken_up_by_any_number_of_servers(
     if first == then:
         assert found["parameters_sha256"] == wanted["parameters_sha256"]
     assert again.summary["loss"] == pytest.approx(whole.summary["loss"], rel=1e-3)
-    assert len(RunFolder(again.path).generations[-1]["members"]) == 1 + then
+    assert len(RunFolder(again.path).members.generations[-1]["members"]) == 1 + then
 
 
 @pytest.mark.slow
@@ -218,7 +218,7 @@ def test_a_checkpoint_of_one_number_of_servers_is_taken_up_by_another(
         RunFolder(path).last("model_saved")["parameters_sha256"] for path in (again.path, wanted)
     ]
     assert found[0] == found[1]
-    assert len(RunFolder(again.path).generations[-1]["members"]) == 2 + then
+    assert len(RunFolder(again.path).members.generations[-1]["members"]) == 2 + then
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ def report(args: argparse.Namespace) -> int:
     folder = RunFolder(Path(args.run))
     other = RunFolder(Path(args.other)) if args.other else None
     for each in (folder, other):
-        if each is not None and not each.last_step and not each.failures:
+        if each is not None and not each.last_step and not each.members.failures:
             raise RunError(
                 f"{each.path} has nothing to report: no step was committed, and the run is "
                 f"{each.outcome}. Its logs are in {each.path / 'logs'}."

@@ -184,7 +184,7 @@ def scale(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"run": args.run, "workers": args.workers}))
     else:
-        servers = RunFolder(Path(args.run)).servers_at_the_end
+        servers = RunFolder(Path(args.run)).members.servers_at_the_end
         stay = f"; the {plural(servers, 'server')} stay" if servers else ""
         say(f"{plural(args.workers, 'worker')} from one of the next steps on{stay}")
         say(f"next    instep report {args.run}")

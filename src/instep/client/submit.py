@@ -346,5 +346,5 @@ def _servers(folder: Path) -> Collection[int]:
     from instep.store.run_folder import RunFolder
 
     with suppress(InstepError):
-        return RunFolder(folder).servers
+        return RunFolder(folder).members.servers
     return ()

@@ -120,7 +120,7 @@ def go_back(
     watched = job.stop.by_step or job.stop.by_metric
     figures = tuple(recorded(run.steps, run.validations, step)) if watched else ()
     return StartPoint(
-        step, checkpoint, len(run.generations), tuple(warnings), figures, run.times.seconds
+        step, checkpoint, len(run.members.generations), tuple(warnings), figures, run.times.seconds
     )
 
 
@@ -190,7 +190,7 @@ def _check_stop(run: RunFolder, job: JobSpec, step: int) -> None:
 
 
 def _check_unfinished(run: RunFolder, job: JobSpec, step: int) -> None:
-    train, batches = job.train, Batches.of_job(job, run.epoch_samples)
+    train, batches = job.train, Batches.of_job(job, run.plan.epoch_samples)
     steps = batches.length(job)
     if not 0 < steps <= step or not _has_its_model(run, step):
         return

@@ -163,7 +163,7 @@ def _recorded(run: RunFolder) -> Records:
 
 def _coverage(run: RunFolder, rows: Records) -> tuple[int, int]:
     """Samples of committed steps that were to be recorded, and how many were."""
-    samples, which = run.epoch_samples, run.spec.check.content
+    samples, which = run.plan.epoch_samples, run.spec.check.content
     if which == "off" or not samples:
         return 0, 0
     chosen, job = Selection(samples, run.spec.seed, which), run.spec

@@ -35,8 +35,8 @@ def write_trace(folder: RunFolder, path: Path) -> None:
     limit = folder.spec.report.trace_steps
     origin_s = folder.times.sessions[0][0] if folder.times.sessions else 0.0
     events = [*_process(0, "master"), *_instants(folder, origin_s)]
-    for worker in folder.workers:
-        events += _process(worker + 1, member(worker, folder.servers))
+    for worker in folder.members.numbers:
+        events += _process(worker + 1, member(worker, folder.members.servers))
         events += _spans(_ends(folder.steps_of(worker), limit), worker + 1, origin_s)
     text = json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
     check_room(path.parent, len(text))

@@ -20,6 +20,7 @@ from instep.data.participants import OwnRounds
 from instep.errors import CheckpointError, RunError, SpecError
 from instep.events import LEDGER
 from instep.job.file import build
+from instep.job.spec import JobSpec
 from instep.state.files.manifest import FOLDER, published, read_manifest
 from instep.store.audit import Audit, audit, audit_own, skipped_in
 from instep.store.ledger import is_intact
@@ -34,11 +35,41 @@ from instep.store.run_files import (
     steps_of,
     without_discarded,
 )
+from instep.store.run_members import RunMembers
 from instep.store.run_times import RunTimes
 from instep.store.run_traffic import RunTraffic
 from instep.words import command
 
 _WINDOW = 4096  # ledger records at the end in which to look for the last whole step
+
+
+class RunPlan:
+    """The steps that a run is to take.
+
+    Args:
+        spec: of the job.
+        ready: its newest `worker_ready` event; empty until a worker has sent one.
+        divided: its newest `data_divided` event; empty if there is none.
+    """
+
+    def __init__(self, spec: JobSpec, ready: Event, divided: Event) -> None:
+        self._spec, self._divided = spec, divided
+        self.epoch_samples = int(ready.get("samples") or 0)
+        """Samples of the training set; 0 until a worker has said so."""
+        self.steps: int | None = ready.get("last_step")
+        """In all; None before a worker has said so, and in the user's own loop."""
+
+    @cached_property
+    def own_rounds(self) -> OwnRounds | None:
+        """The data of their own that participants take; None where they have none."""
+        if not (self._divided and self._spec.own_data):
+            return None
+        return OwnRounds.of_job(self._spec, self._divided["sizes"])
+
+    @property
+    def batches(self) -> Batches:
+        """The batch of each step; empty while the size of the training set is unknown."""
+        return Batches.of_job(self._spec, self.epoch_samples)
 
 
 class RunFolder:
@@ -72,6 +103,8 @@ class RunFolder:
         order = np.lexsort((steps["begin"], steps["worker"], steps["step"]))
         self.steps: Records = steps[order]
         self.events = without_discarded(self.events)
+        self.members = RunMembers(self.events, self.steps, self.ledger, self.spec.workers)
+        self.plan = RunPlan(self.spec, self.last("worker_ready"), self.last("data_divided"))
 
     def named(self, event: str) -> list[Event]:
         """Every event of one name, oldest first."""
@@ -95,11 +128,6 @@ class RunFolder:
         return said[-1].get("verdict") if said else None
 
     @property
-    def generations(self) -> list[Event]:
-        """`generation_started` events: each change of the members."""
-        return self.named("generation_started")
-
-    @property
     def validations(self) -> list[Event]:
         """`validated` events."""
         return self.named("validated")
@@ -116,20 +144,10 @@ class RunFolder:
         return found
 
     @property
-    def checkpoints(self) -> list[Event]:
-        """`checkpoint_saved` events."""
-        return self.named("checkpoint_saved")
-
-    @property
     def saved_step(self) -> int:
         """The step of the newest checkpoint in the folder; 0 if there is none."""
         found = (FOLDER.fullmatch(path.name) for path in (self.path / "checkpoints").glob("step-*"))
         return max((int(each[1]) for each in found if each), default=0)
-
-    @property
-    def failures(self) -> list[Event]:
-        """`worker_failed` events."""
-        return self.named("worker_failed")
 
     @cached_property
     def ending(self) -> Event:
@@ -170,58 +188,6 @@ class RunFolder:
         return str(self.ending.get("outcome") or "unfinished")
 
     @cached_property
-    def workers(self) -> list[int]:
-        """Every worker and server in any record, in order of number."""
-        recorded = {int(w) for w in np.unique(self.steps["worker"])}
-        recorded |= {int(w) for w in np.unique(self.ledger["worker"])}
-        seen = {"worker_joined", "worker_ready", "worker_failed", "traffic"}
-        return sorted(recorded | {int(e["worker"]) for e in self.events if e["event"] in seen})
-
-    @cached_property
-    def servers(self) -> frozenset[int]:
-        """Those of `workers` that are parameter servers: they hold parameters and get no work."""
-        roles = {int(e["worker"]): e.get("role") for e in self.named("worker_joined")}
-        return frozenset(number for number, role in roles.items() if role == "server")
-
-    @cached_property
-    def team(self) -> int:
-        """How many workers computed at the end: those of the last generation."""
-        members = self.last("generation_started").get("members")
-        if isinstance(members, int):
-            return members
-        return len({*members} - self.servers) if members else self.spec.workers
-
-    @property
-    def servers_at_the_end(self) -> int:
-        """How many parameter servers the last generation had."""
-        members = self.last("generation_started").get("members")
-        return len({*members} & self.servers) if isinstance(members, list) else 0
-
-    @cached_property
-    def epoch_samples(self) -> int:
-        """Samples of the training set; 0 until a worker has said so."""
-        return int(self.last("worker_ready").get("samples") or 0)
-
-    @property
-    def planned_steps(self) -> int | None:
-        """Steps of the whole job; None before a worker has said so, and in the user's own loop."""
-        planned: int | None = self.last("worker_ready").get("last_step")
-        return planned
-
-    @cached_property
-    def own_rounds(self) -> OwnRounds | None:
-        """What participants take of data of their own; None where they have none."""
-        divided = self.last("data_divided")
-        if not (divided and self.spec.own_data):
-            return None
-        return OwnRounds.of_job(self.spec, divided["sizes"])
-
-    @property
-    def batches(self) -> Batches:
-        """What each step takes; nothing while the size of the training set is unknown."""
-        return Batches.of_job(self.spec, self.epoch_samples)
-
-    @cached_property
     def last_step(self) -> int:
         """The last committed step: as the run said at its end, or the last complete one.
 
@@ -234,12 +200,12 @@ class RunFolder:
         tail = self.ledger[-_WINDOW:]
         if not len(tail):
             return 0
-        if not self.epoch_samples:
+        if not self.plan.epoch_samples:
             return int(self.ledger["step"].max())
         steps, where = np.unique(tail["step"], return_inverse=True)
         taken = np.bincount(where, weights=tail["stop"] - tail["first"])
-        possible = self.planned_steps or 2 * len(self.ledger)  # a damaged record may say anything
-        own, batches = self.own_rounds, self.batches
+        possible = self.plan.steps or 2 * len(self.ledger)  # a damaged record may say anything
+        own, batches = self.plan.own_rounds, self.plan.batches
         parts = own.of if own is not None else lambda step: [batches.of(step)]
         known = [parts(step) if 0 < step <= possible else [] for step in steps.tolist()]
         due = np.array([sum(part.stop - part.first for part in each) for each in known])
@@ -265,9 +231,10 @@ class RunFolder:
     @cached_property
     def audit(self) -> Audit:
         """How often each sample is in the committed ledger, epoch by epoch."""
-        if self.own_rounds is not None:
-            return audit_own(self.committed, self.own_rounds, self.last_step)
-        return audit(self.committed, self.batches, last_step=self.last_step)
+        own = self.plan.own_rounds
+        if own is not None:
+            return audit_own(self.committed, own, self.last_step)
+        return audit(self.committed, self.plan.batches, last_step=self.last_step)
 
     @cached_property
     def altered_before(self) -> int:

@@ -137,7 +137,7 @@ def test_a_long_run_has_a_smoothed_line_and_a_short_one_has_none(tmp_path):
 
 def test_throughput_adds_up_to_the_samples_of_the_worker(tmp_path):
     folder = RunFolder(make_run(tmp_path / "digits"))
-    for worker in folder.workers:
+    for worker in folder.members.numbers:
         speed = throughput(folder, worker)
         taken = speed.sum() * folder.times.seconds / len(speed)
         assert taken == pytest.approx(folder.steps_of(worker)["samples"].sum())

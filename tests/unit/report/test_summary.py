@@ -53,7 +53,7 @@ def test_speed_is_over_the_training_period_alone(tmp_path):
 
 def test_the_parts_of_time_add_up_to_the_training_time_of_each_worker(tmp_path):
     folder = RunFolder(make_run(tmp_path / "digits"))
-    for worker in folder.workers:
+    for worker in folder.members.numbers:
         split = time_split(folder, worker)
         assert sum(split.values()) == pytest.approx(folder.times.training_seconds(worker))
     mean = summarise(folder)["time"]

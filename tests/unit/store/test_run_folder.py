@@ -27,12 +27,12 @@ from made_up_runs import (
 def test_a_folder_gives_back_what_the_run_wrote(tmp_path):
     folder = RunFolder(make_run(tmp_path / "digits"))
     assert folder.job["train"]["global_batch"] == folder.spec.train.global_batch == 64
-    assert (folder.workers, folder.team, folder.last_step) == ([0, 1], 2, 48)
-    assert (folder.epoch_samples, folder.batches) == (1000, Batches(1000, 64, 0, 64))
+    assert (folder.members.numbers, folder.members.team, folder.last_step) == ([0, 1], 2, 48)
+    assert (folder.plan.epoch_samples, folder.plan.batches) == (1000, Batches(1000, 64, 0, 64))
     assert [event["epoch"] for event in folder.validations] == [0, 1, 2]
-    assert len(folder.checkpoints) == len(folder.generations) == 1
+    assert len(folder.named("checkpoint_saved")) == len(folder.members.generations) == 1
     assert folder.traffic.by_worker == {0: Traffic(500_000, 9), 1: Traffic(500_001, 9)}
-    assert (folder.outcome, folder.failures) == ("completed", [])
+    assert (folder.outcome, folder.members.failures) == ("completed", [])
     assert len(folder.ledger) == len(folder.steps) == 96
 
 
@@ -96,7 +96,7 @@ def test_a_folder_with_nothing_but_a_job_is_a_run_of_no_steps(tmp_path):
         0.0,
         0.0,
     )
-    assert (folder.workers, folder.team) == ([], 2)
+    assert (folder.members.numbers, folder.members.team) == ([], 2)
 
 
 def test_time_between_two_sessions_does_not_count(tmp_path):
@@ -174,7 +174,11 @@ def test_what_was_taken_back_is_told_by_the_order_of_the_log_whatever_the_clocks
     again = {**events[0], "time": BEGIN_S - 900, "resumed_step": 18}  # by another host's clock
     later = [{**each, "time": BEGIN_S - 800, "path": "second"} for each in saved[1:]]
     write_events(path, [*events, *saved, again, *later])
-    kept = [e["path"] for e in RunFolder(path).checkpoints if "path" in e and e["step"] >= 18]
+    kept = [
+        e["path"]
+        for e in RunFolder(path).named("checkpoint_saved")
+        if "path" in e and e["step"] >= 18
+    ]
     assert kept == ["first 18", "second"]
 
 
@@ -202,7 +206,7 @@ FORMED = {"event": "generation_started", "generation": 2, "members": [0, 1]}
 
 def test_what_was_taken_back_because_of_corruption_is_left_out(tmp_path):
     folder = corrupted(tmp_path / "digits", FORMED)
-    assert [event["step"] for event in folder.checkpoints] == [9]
+    assert [event["step"] for event in folder.named("checkpoint_saved")] == [9]
     for worker in (0, 1):
         steps = folder.steps_of(worker)
         assert steps["step"].tolist() == list(range(1, 13))
@@ -221,7 +225,7 @@ def test_where_the_workers_did_not_go_back_by_themselves_corruption_takes_nothin
     tmp_path, after, last
 ):
     folder = corrupted(tmp_path / "digits", *after)
-    assert [event["step"] for event in folder.checkpoints] == [9, 18]
+    assert [event["step"] for event in folder.named("checkpoint_saved")] == [9, 18]
     assert folder.steps["step"].max() == last
 
 
@@ -379,7 +383,11 @@ def test_servers_are_told_from_workers_and_count_in_no_figure_of_workers(tmp_pat
             event["worker"] = 3
     write_events(path, events)
     folder = RunFolder(path)
-    assert (folder.servers, folder.team, folder.servers_at_the_end) == ({2, 3}, 2, 2)
+    assert (folder.members.servers, folder.members.team, folder.members.servers_at_the_end) == (
+        {2, 3},
+        2,
+        2,
+    )
     summary = summarise(folder)
     assert (summary["workers"], summary["servers"], summary["missing_samples"]) == (2, 2, 0)
     alone = summarise(RunFolder(with_servers(make_run(tmp_path / "other", workers=4))))

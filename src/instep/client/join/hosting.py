@@ -285,5 +285,5 @@ class Host:
 
 def is_complete(run: RunFolder, job: JobSpec) -> bool:
     """Whether a run completed, and the job asks for no more steps."""
-    length = Batches.of_job(job, run.epoch_samples).length(job)
+    length = Batches.of_job(job, run.plan.epoch_samples).length(job)
     return run.outcome == "completed" and 0 < length <= run.last_step

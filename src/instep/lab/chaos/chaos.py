@@ -133,7 +133,7 @@ def break_running(run: RunFolder, plan: Plan, say: Say) -> Verdict:
             f"--partitions {plan.partitions}: {run.path} is running, and a run can be put on "
             "emulated hosts only from its start. Give the job file, or leave --partitions out."
         )
-    last = run.planned_steps or 0
+    last = run.plan.steps or 0
     if not last and not plan.over_s:
         raise SpecError(f"the length of {run.path} is not known yet. Give --over SECONDS.")
     if not plan.over_s:

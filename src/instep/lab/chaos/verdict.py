@@ -155,7 +155,8 @@ class Verdict:
             yield f"{plural(released, 'hang')} not noticed by the run, and ended by instep chaos"
         still = sum(math.isnan(seconds) for seconds in self.recovery_s)
         if still and (self.going_on or not self._well):
-            yield f"after {still} injections no step of all {self.run.team} workers followed"
+            team = self.run.members.team
+            yield f"after {still} injections no step of all {team} workers followed"
 
     @property
     def holds(self) -> bool:
@@ -184,7 +185,7 @@ class Verdict:
             "faults": self.faults,
             "outcome": self.run.outcome,
             "steps": self.run.last_step,
-            "workers": self.run.team,
+            "workers": self.run.members.team,
             "determinism": self.run.spec.train.determinism,
             "injections": len(self.injected),
             "injected": len(self.done),
@@ -288,8 +289,8 @@ def judge(
         stuck_s: above 0 if it was given up after so long without a step.
     """
     raw = read_records(run.path / "steps.bin", STEPS)
-    raw = raw[~np.isin(raw["worker"], [*run.servers])]
-    formed = [float(e["time"]) for e in run.generations]
+    raw = raw[~np.isin(raw["worker"], [*run.members.servers])]
+    formed = [float(e["time"]) for e in run.members.generations]
     moments = [each.time for each in injected if not each.missed]
     back = [int(e["resumed_step"]) for e in run.named("went_back")]
     intended = {*back, *(e["clean_step"] for e in run.named("corruption_found"))}
@@ -322,8 +323,8 @@ def judge(
 
 def _members_at(run: RunFolder, moment: float) -> int:
     """How many workers the run had then; it may have grown or shrunk."""
-    before = [e for e in run.generations if float(e["time"]) <= moment]
-    return len({*before[-1]["members"]} - run.servers) if before else run.spec.workers
+    before = [e for e in run.members.generations if float(e["time"]) <= moment]
+    return len({*before[-1]["members"]} - run.members.servers) if before else run.spec.workers
 
 
 def _sha256(run: RunFolder | None) -> str | None:

@@ -64,7 +64,7 @@ def _sides(folder: RunFolder, split: Event) -> dict[str, int]:
         sides["neither"] = split["samples"] - sum(sides.values())
     else:
         sides = {
-            "train": folder.epoch_samples,
+            "train": folder.plan.epoch_samples,
             "validate": folder.last("worker_ready").get("validation_samples") or 0,
         }
     return {side: samples for side, samples in sides.items() if samples > 0}

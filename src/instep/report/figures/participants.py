@@ -24,7 +24,7 @@ class OfParticipants(NamedTuple):
 
 def of_participants(folder: RunFolder) -> OfParticipants | None:
     """What is known of each; None where participants have no data of their own."""
-    own = folder.own_rounds
+    own = folder.plan.own_rounds
     if own is None:
         return None
     validated = [e for e in folder.named("participants_validated") if e["step"] <= folder.last_step]

@@ -55,14 +55,14 @@ class Proof:
     def exact(self) -> bool:
         """Whether each sample that was due was used once, in the step in which it was due."""
         over = self.run.outcome in ("completed", "stopped")
-        known = self.run.epoch_samples > 0 or not len(self.run.ledger)
+        known = self.run.plan.epoch_samples > 0 or not len(self.run.ledger)
         sound = self.audit.exact and not self.untiled and not self.run.altered_before
         return sound and known and not (over and self.beyond)
 
     @property
     def fault(self) -> str:
         """What is not exact, in one sentence."""
-        if not self.run.epoch_samples:
+        if not self.run.plan.epoch_samples:
             return (
                 f"nothing can be proved about {self.run.path}: the size of its training set is not "
                 "in events.jsonl, and without it the ledger says too little."
@@ -92,11 +92,11 @@ class Proof:
             "exact": self.exact,
             "outcome": self.run.outcome,
             "last_step": self.run.last_step,
-            "planned_steps": self.run.planned_steps,
+            "planned_steps": self.run.plan.steps,
             "records": len(self.run.ledger),
             "beyond": self.beyond,
             "torn_bytes": self.torn_bytes,
-            "epoch_samples": self.run.epoch_samples,
+            "epoch_samples": self.run.plan.epoch_samples,
             "used": self.audit.used,
             "repeated": self.audit.repeated,
             "missing": self.audit.missing,
@@ -114,7 +114,7 @@ class Proof:
     def lines(self) -> list[str]:
         """The proof for a person; the last line is the next command."""
         lines = [self._coverage()]
-        if self.run.last_step and self.run.epoch_samples:
+        if self.run.last_step and self.run.plan.epoch_samples:
             lines += [*self._epochs(), self._steps()]
             if self.run.altered_before:
                 lines.append(f"fault   {altered_words(self.run.altered_before)}")
@@ -128,7 +128,7 @@ class Proof:
 
     def _coverage(self) -> str:
         run = self.run
-        planned = f" of {readable_count(run.planned_steps)}" if run.planned_steps else ""
+        planned = f" of {readable_count(run.plan.steps)}" if run.plan.steps else ""
         parts = [run.outcome, f"{readable_count(run.last_step)}{planned} steps committed"]
         parts.append(f"{plural(len(run.ledger), 'record')} in the ledger")
         if self.beyond:
@@ -138,17 +138,17 @@ class Proof:
         return "covers  " + ", ".join(parts)
 
     def _epochs(self) -> Iterator[str]:
-        samples = readable_count(self.run.epoch_samples)
-        if self.run.own_rounds is not None:
-            yield from self._own_epochs(self.run.own_rounds)
+        samples = readable_count(self.run.plan.epoch_samples)
+        if self.run.plan.own_rounds is not None:
+            yield from self._own_epochs(self.run.plan.own_rounds)
             return
         good = [epoch for epoch in self.audit.epochs if epoch.exact]
-        whole = [epoch.epoch + 1 for epoch in good if epoch.expected == self.run.epoch_samples]
+        whole = [epoch.epoch + 1 for epoch in good if epoch.expected == self.run.plan.epoch_samples]
         if whole:
             several = " each" if len(whole) > 1 else ""
             yield f"epoch   {ranges(whole)}: {samples} samples{several}, each exactly once"
         for epoch in good:
-            if epoch.expected != self.run.epoch_samples:
+            if epoch.expected != self.run.plan.epoch_samples:
                 so_far = f"{readable_count(epoch.expected)} of {samples}"
                 yield f"epoch   {epoch.epoch + 1}: {so_far} samples so far, each exactly once"
         yield from self._faults()
@@ -194,12 +194,12 @@ def prove(run: RunFolder) -> Proof:
     """Check everything that a run has committed by now; writes nothing."""
     file = run.path / "ledger.bin"
     size = file.stat().st_size if file.is_file() else 0
-    samples = run.epoch_samples
+    samples = run.plan.epoch_samples
     wrong: Iterable[int] = ()
-    if run.own_rounds is not None:
-        wrong = not_their_own(run.committed, run.own_rounds, run.last_step)
+    if run.plan.own_rounds is not None:
+        wrong = not_their_own(run.committed, run.plan.own_rounds, run.last_step)
     elif samples:
-        wrong = untiled(run.committed, run.batches, run.last_step)
+        wrong = untiled(run.committed, run.plan.batches, run.last_step)
     return Proof(
         run=run,
         torn_bytes=(size - LEDGER_START) % LEDGER.itemsize if size > LEDGER_START else 0,

@@ -52,15 +52,15 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
             for name, values in folder.logged.items()
             if not name.startswith(OWN)
         },
-        "workers": folder.team,
-        "servers": folder.servers_at_the_end,
+        "workers": folder.members.team,
+        "servers": folder.members.servers_at_the_end,
         "seconds": folder.times.seconds,
         "samples_per_second": folder.timed_samples / training_s if training_s > 0 else None,
         "unrecorded_steps": len(folder.unrecorded),
         "wire_bytes": sum(moved.sent_bytes for moved in folder.traffic.by_worker.values()),
         "time": mean_split(folder),
         "parameters_sha256": folder.last("model_saved").get("parameters_sha256"),
-        "generations": len(folder.generations),
+        "generations": len(folder.members.generations),
         "replica_restarts": {
             source: sum(each.source == source for each in again) for source in SOURCES
         },
@@ -128,7 +128,7 @@ def time_split(folder: RunFolder, worker: int) -> dict[str, float]:
 
 def mean_split(folder: RunFolder) -> dict[str, float]:
     """`time_split`, mean over the workers that recorded a step; servers do not count."""
-    recorded = {int(worker) for worker in np.unique(folder.steps["worker"])} - folder.servers
+    recorded = {int(w) for w in np.unique(folder.steps["worker"])} - folder.members.servers
     splits = [time_split(folder, worker) for worker in sorted(recorded)]
     share = 1 / max(1, len(splits))
     return {part: sum(split[part] for split in splits) * share for part in (*PARTS, "other")}
@@ -157,9 +157,9 @@ def _final_loss(folder: RunFolder) -> float | None:
     step, loss = committed_losses(folder)
     if folder.spec.train.steps is None and len(folder.committed):
         epoch = folder.committed["epoch"]
-        if folder.own_rounds is not None:  # the ledger has epochs of their own
+        if folder.plan.own_rounds is not None:  # the ledger has epochs of their own
             steps = folder.committed["step"].tolist()
-            epoch = np.array([folder.batches.of(step).epoch for step in steps])
+            epoch = np.array([folder.plan.batches.of(step).epoch for step in steps])
         kept = np.isin(step, folder.committed["step"][epoch == epoch.max()])
     else:
         kept = step > folder.last_step - LAST_STEPS
@@ -182,8 +182,8 @@ def _samples_of(folder: RunFolder, steps: np.ndarray[Any, Any]) -> np.ndarray[An
 
 
 def _finished_epochs(folder: RunFolder) -> int:
-    if folder.epoch_samples and folder.last_step:
-        return folder.batches.epochs(folder.last_step)
+    if folder.plan.epoch_samples and folder.last_step:
+        return folder.plan.batches.epochs(folder.last_step)
     return len({event["epoch"] for event in folder.named("epoch_finished")})
 
 

@@ -33,7 +33,7 @@ def throughput_strips(folder: RunFolder) -> Html:
     Of the processes of a replica that compute the same samples, one has them in its records.
     """
     counted = folder.steps["worker"][folder.steps["samples"] > 0]
-    workers = [int(w) for w in np.unique(counted) if w not in folder.servers]
+    workers = [int(w) for w in np.unique(counted) if w not in folder.members.servers]
     speeds = {worker: throughput(folder, worker) for worker in workers[:MOST_WORKERS]}
     top = max((float(speed.max()) for speed in speeds.values()), default=0.0)
     if top <= 0:
@@ -71,9 +71,9 @@ def _strip(heights: Any, marks: list[Html]) -> Html:
 
 
 def _marks(folder: RunFolder, worker: int) -> list[Html]:
-    chosen = [(e, "generation") for e in folder.generations[1:]]
-    chosen += [(e, "checkpoint") for e in folder.checkpoints]
-    chosen += [(e, "failure") for e in folder.failures if e.get("worker") == worker]
+    chosen = [(e, "generation") for e in folder.members.generations[1:]]
+    chosen += [(e, "checkpoint") for e in folder.named("checkpoint_saved")]
+    chosen += [(e, "failure") for e in folder.members.failures if e.get("worker") == worker]
     seconds = max(folder.times.seconds, 1e-9)
     lines = []
     for event, kind in chosen[-_MOST_MARKS:]:
@@ -89,7 +89,8 @@ def time_spent(runs: list[RunFolder], names: list[str]) -> Html:
         prefix = f"{name}, " if len(runs) > 1 else ""
         workers = [int(w) for w in np.unique(folder.steps["worker"])]
         for worker in workers[: MOST_WORKERS // len(runs)]:
-            rows.append((f"{prefix}{member(worker, folder.servers)}", time_split(folder, worker)))
+            who = member(worker, folder.members.servers)
+            rows.append((f"{prefix}{who}", time_split(folder, worker)))
     if not rows:
         return Html("")
     mean_of = f" The means are of {names[0]}." if len(runs) > 1 else ""
@@ -104,7 +105,8 @@ def time_spent(runs: list[RunFolder], names: list[str]) -> Html:
 def start_up(folder: RunFolder) -> Html:
     """Stacked bars: from the command to the first step, by phase."""
     newest = {int(e["worker"]): e.get("phases") or {} for e in folder.named("worker_ready")}
-    rows = [(member(w, folder.servers), p) for w, p in sorted(newest.items()) if p][:MOST_WORKERS]
+    servers = folder.members.servers
+    rows = [(member(w, servers), p) for w, p in sorted(newest.items()) if p][:MOST_WORKERS]
     if not rows:
         return Html("")
     parts = list(dict.fromkeys(phase for _, phases in rows for phase in phases))

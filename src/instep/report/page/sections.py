@@ -82,8 +82,8 @@ def verdict_line(summary: dict[str, Any], folder: RunFolder, name: str = "") -> 
     for words in filter(None, (gap_words(folder), idle_words(folder))):
         parts.append(tag("p", f"{words[0].upper()}{words[1:]}"))
     parts += [tag("p", network)] if (network := network_words(folder)) else []
-    if folder.outcome == "failed" and folder.failures:
-        parts.append(_cause(folder.failures[0], folder.servers))
+    if folder.outcome == "failed" and (failures := folder.members.failures):
+        parts.append(_cause(failures[0], folder.members.servers))
     return join(parts)
 
 
@@ -115,7 +115,7 @@ def who_did_what(folder: RunFolder) -> Html:
 
     Processes of one replica compute together: they have one row.
     """
-    done = folder.committed[~np.isin(folder.committed["worker"], [*folder.servers])]
+    done = folder.committed[~np.isin(folder.committed["worker"], [*folder.members.servers])]
     if not len(done):
         return Html("")
     ranks = folder.spec.mesh.ranks
@@ -148,8 +148,8 @@ def who_did_what(folder: RunFolder) -> Html:
     note = "Counted from the ledger of committed steps. "
     shared = "The workers of a replica compute together."
     note += "A slow worker is given less work." if ranks == 1 else shared
-    if folder.servers:
-        note += f" Not listed: {some_members(sorted(folder.servers), folder.servers)}."
+    if servers := folder.members.servers:
+        note += f" Not listed: {some_members(sorted(servers), servers)}."
     return section(f"Work of each {unit}", *body, note=note)
 
 
@@ -178,7 +178,7 @@ def audit_of_samples(folder: RunFolder) -> Html:
     )
     if folder.altered_before:
         note = f"The ledger was damaged: {altered_words(folder.altered_before)}."
-    if not folder.epoch_samples:
+    if not folder.plan.epoch_samples:
         note = "The size of the training set was not recorded, so nothing can be proved."
     head = ["epoch", "due", "used", "repeated", "missing", "not due"]
     groups = [
@@ -222,14 +222,14 @@ def _skipped_row(event: Event) -> list[str]:
 
 def changes_and_failures(folder: RunFolder) -> Html:
     """Which workers were members when, what failed, and the warnings."""
-    body = []
-    if folder.generations:
+    body, members = [], folder.members
+    if members.generations:
         head, row = ["generation", "members", "why", "at", "took"], partial(_generation_row, folder)
-        rows = listing(head, folder.generations, row, "generations", newest=True, numbers_from=3)
+        rows = listing(head, members.generations, row, "generations", newest=True, numbers_from=3)
         body.append(rows)
-    if folder.failures:
+    if members.failures:
         head, row = ["who", "step", "while", "cause", "where"], partial(_failure_row, folder)
-        rows = listing(head, folder.failures, row, "failures", numbers_from=9)
+        rows = listing(head, members.failures, row, "failures", numbers_from=9)
         body += [tag("h3", "Failures"), rows]
     ranks = folder.spec.mesh.ranks
     if again := restarts(folder.events, ranks):
@@ -256,7 +256,7 @@ def _generation_row(folder: RunFolder, event: Event) -> list[str]:
     members = event.get("members")
     names = str(members)
     if isinstance(members, list):
-        servers = [number for number in members if number in folder.servers]
+        servers = [number for number in members if number in folder.members.servers]
         names = ", ".join(str(number) for number in members if number not in servers)
         names += f"; {some_members(servers, servers)}" if servers else ""
     return [
@@ -270,14 +270,14 @@ def _generation_row(folder: RunFolder, event: Event) -> list[str]:
 
 def _failure_row(folder: RunFolder, event: Event) -> list[str]:
     where = " ".join(str(event[key]) for key in ("where", "line") if event.get(key))
-    place = [member(event.get("worker"), folder.servers)]
+    place = [member(event.get("worker"), folder.members.servers)]
     place += [str(event.get(key, "")) for key in ("step", "phase")]
     return [*place, shortened(cause_words(event)), tag("code", shortened(where))]
 
 
 def checkpoints(folder: RunFolder) -> Html:
     """What was saved, how large it is, and how long training paused for it."""
-    if not (saved := folder.checkpoints):
+    if not (saved := folder.named("checkpoint_saved")):
         return Html("")
     head = ["step", "file", "size", "training paused", "took"]
     rows = listing(head, saved, _checkpoint_row, "checkpoints", newest=True, numbers_from=2)

@@ -53,8 +53,8 @@ def _lines(summary: dict[str, Any], folder: RunFolder) -> Iterator[str]:
     if lost := _lost(summary["steps"], folder):
         yield f"lost    {lost}"
     yield from _skipped(folder)
-    if folder.outcome == "failed" and folder.failures:
-        yield from _cause(folder.failures[0], folder.servers)
+    if folder.outcome == "failed" and folder.members.failures:
+        yield from _cause(folder.members.failures[0], folder.members.servers)
     yield from filter(None, (_quality(summary, folder), _effort(summary)))
     if gap := gap_words(folder):
         yield f"gap     {gap}"

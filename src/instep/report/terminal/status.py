@@ -129,9 +129,9 @@ def _state_of(path: Path) -> State:
         state,
         sessions[0][0] if sessions else None,
         folder.times.seconds,
-        folder.team,
+        folder.members.team,
         folder.last_step,
-        folder.planned_steps,
+        folder.plan.steps,
         folder.last("validated").get("metrics") or {},
     )
 
