@@ -15,11 +15,7 @@ that is left. `engine/observers.py` says when each method is called.
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +26,7 @@ from instep.data.loader import Slice
 from instep.data.order import Position, micro_batch
 from instep.engine.dealing import Speeds
 from instep.engine.passes import Pass, Share, parts_of
-from instep.errors import PeerError, Unrepeatable, WorkerError
+from instep.errors import Unrepeatable, WorkerError
 from instep.integrity.clean_copy import CleanCopy
 from instep.integrity.repeats import (
     STATE_EVERY,
@@ -42,14 +38,12 @@ from instep.integrity.repeats import (
     repeats_every,
     repeats_of,
 )
+from instep.integrity.rollback import UNLIKE, Found, Rollback
 from instep.state.digest import MemoryWatch, combined, digests
 from instep.worker.loop.observed import Observed
 
 WATCH_SHARE = 0.005
 """Share of the time of a step in which parameters are checked."""
-
-MOST_IN_DOUBT = 3
-"""How often the members go back without knowing which worker is wrong; then the run ends."""
 
 COPY_EVERY = 4
 """Of the steps whose comparison succeeded, one in so many is copied, to go back to.
@@ -60,21 +54,6 @@ The first of a generation is copied as well: a new worker has no copy until then
 _NUMBERS = 6
 """For each rank: digests of its state, of its own gradient, and of the gradient that it repeated;
 two numbers each."""
-
-_UNLIKE = (
-    "Either one of them computes wrong values, or the model is not deterministic. To test the "
-    "model: instep run JOB --check-determinism"
-)
-
-
-class Found(NamedTuple):
-    """A difference that was found."""
-
-    what: str
-    """`parameter`, `state` or `gradient`."""
-    where: str
-    """A tensor's name, or which micro-batch."""
-    verdict: Verdict
 
 
 class GradientDigests:
@@ -116,25 +95,22 @@ class CorruptionCheck:
 
     def __init__(self, observed: Observed, copy: CleanCopy | None = None) -> None:
         model, update = observed.model, observed.update
-        self._observed, self._member = observed, observed.member
+        self._run_pass, self._train = observed.run_pass, observed.member.job.train
         self._model, self._optimizer = model, update.optimizer
-        self._copy = copy or CleanCopy(observed.state)
-        self._right = -1  # the last step whose state was checked; -1 if none was
+        self._rollback = Rollback(observed, copy or CleanCopy(observed.state), self._gather)
         self._watch = MemoryWatch(model.named_parameters(), WATCH_SHARE)
-        self._doubts = 0
         self._digests: GradientDigests | None = None
-        self._nobody_has_a_copy = self._going_back = False
 
     # ---- generations
 
     def generation(self, parameters: Sequence[nn.Parameter], comm: Comm) -> None:
         """A generation begins."""
         self._comm, self._parameters = comm, list(parameters)
+        self._rollback.generation(comm.rank, comm.size)
         self._digests = GradientDigests(len(parameters)) if comm.size > 1 else None
-        self._every = repeats_every(self._member.job.train.micro_batches, comm.size)
+        self._every = repeats_every(self._train.micro_batches, comm.size)
         self._repeats: list[Repeat] = []
         self._speeds: Speeds | None = None
-        self._kept = False  # whether a copy was made in this generation
         self._watch.record()
 
     def over(self) -> None:
@@ -142,42 +118,19 @@ class CorruptionCheck:
         self._digests = None
 
     def formed(self, *, anew: bool) -> None:
-        """Agree on the last step that was checked.
-
-        The first state, or that of a checkpoint, is copied: it counts as right.
-        """
-        if anew:
-            self._copy.keep()
-            self._right, self._kept = self._copy.step, True
-        if self._comm.size > 1:
-            self._right = max(known for (known,) in self._shared([self._right + 1])) - 1
-        # what was saved since the last check may be wrong
-        self._observed.drop_after(self._observed.state.progress.step)
+        """Agree on the last step that was checked; the state of a new group counts as right."""
+        self._rollback.formed(anew=anew)
 
     def go_back(self) -> bool:
-        """Restore the copy, if corruption was found.
-
-        A worker without a copy kills itself; its replacement copies the state of a peer.
-        """
-        if not self._going_back:
-            return False
-        self._going_back = False
-        if self._copy.step < 0:
-            if self._nobody_has_a_copy:  # again: rank 0 may have been lost before it did
-                self._observed.set_aside(max(0, self._right))
-            text = f"worker {self._member.number} has no copy to go back to, and is replaced."
-            self._member.emit("warning", text=text)
-            self._kill_itself()
-        self._copy.give_back()
-        self._right = min(self._right, self._copy.step)
-        return True
+        """Restore the copy, if corruption was found; whether it was."""
+        return self._rollback.go_back()
 
     # ---- a step
 
     def plan(
         self, planned: Iterator[tuple[Position, Share]], first: int, speeds: Speeds | None
     ) -> Iterator[tuple[Position, Share]]:
-        """The same plan, with an additional first pass in steps that repeat a micro-batch.
+        """Plan an additional first pass in steps that repeat a micro-batch.
 
         Args:
             planned: position and share of each step.
@@ -202,11 +155,12 @@ class CorruptionCheck:
         return Pass(Slice(where.epoch, first, stop), number, repeats=True)
 
     def _parts(self, where: Position) -> int:
-        return parts_of(where, self._member.job.train)
+        return parts_of(where, self._train)
 
     def begin_step(self, step: int, where: Position) -> None:
         """A step begins, or is tried again."""
         self._step, self._where = step, where
+        self._compares = self._comm.size > 1 and step % STATE_EVERY == 0
         self._repeats = self._repeats_of(step, where)
         self._own = self._other = 0
 
@@ -245,8 +199,8 @@ class CorruptionCheck:
             return
         how = "it is not what the last update made it"
         verdict = Verdict((self._comm.rank,), how=how)
-        self._report(Found("parameter", changed, verdict), self._step - 1)
-        self._kill_itself()
+        self._rollback.report(Found("parameter", changed, verdict), self._step, self._step - 1)
+        self._rollback.kill_itself(self._step)
 
     @property
     def size(self) -> int:
@@ -256,16 +210,13 @@ class CorruptionCheck:
     def notes(self) -> list[float]:
         """This worker's digests, in the places of its rank; the sum over ranks has those of all."""
         numbers = [0.0] * self.size
-        if self._comm.size > 1 and self._state_is_due():
+        if self._compares:
             at = _NUMBERS * self._comm.rank
             state = combined(digests(tensor for _, tensor in self._state()))
             numbers[at : at + _NUMBERS] = [
                 half for digest in (state, self._own, self._other) for half in _halves(digest)
             ]
         return numbers
-
-    def _state_is_due(self) -> bool:
-        return self._step % STATE_EVERY == 0
 
     def judge(self, notes: list[float]) -> None:
         """Compare the digests of all workers, with the same result on each.
@@ -278,19 +229,16 @@ class CorruptionCheck:
                 and form another group.
             WorkerError: there is a difference, and the run cannot continue.
         """
-        if self._comm.size == 1 or not self._state_is_due():
+        if not self._compares:
             return
         sent = [_joined(notes[at : at + 2]) for at in range(0, len(notes), 2)]
         states, own, other = sent[0::3], sent[1::3], sent[2::3]
         if found := self._compare_states(states) or self._compare_gradients(own, other):
-            self._act_on(found)
-        self._doubts = 0
-        if not self._repeats:
-            return
-        self._right = self._step - 1
-        if not self._kept or self._step // self._every % COPY_EVERY == 0:
-            self._copy.keep()
-            self._kept = True
+            self._rollback.act_on(found, self._step)
+        self._rollback.dispel_doubts()
+        if self._repeats:
+            copies = self._step // self._every % COPY_EVERY == 0
+            self._rollback.trust(self._step - 1, copies=copies)
 
     def unrepeatable(self, error: Unrepeatable) -> None:
         """All ran their passes again, and some gradients differ; every worker calls it.
@@ -298,10 +246,11 @@ class CorruptionCheck:
         Raises:
             PeerError, WorkerError: as `judge`, if those of one worker alone differ.
         """
-        mine = [bool(answer) for (answer,) in self._shared([int(error.mine)])]
+        mine = [bool(answer) for (answer,) in self._gather([int(error.mine)])]
         if sum(mine) == 1:
             how = "they were different when they were computed again"
-            self._act_on(Found("gradient", "all passes", Verdict((mine.index(True),), how=how)))
+            found = Found("gradient", "all passes", Verdict((mine.index(True),), how=how))
+            self._rollback.act_on(found, self._step)
 
     def committed(self) -> None:
         """Remember the parameters, which do not change until the next update."""
@@ -323,7 +272,7 @@ class CorruptionCheck:
         if len(set(states)) == 1:
             return None
         named = self._state()
-        tables = self._shared(digests(tensor for _, tensor in named))
+        tables = self._gather(digests(tensor for _, tensor in named))
         for (name, _), row in zip(named, zip(*tables, strict=True), strict=True):
             if len(set(row)) > 1:
                 return Found("state", name, by_majority(row))
@@ -339,7 +288,7 @@ class CorruptionCheck:
         if verdict is None:
             raise WorkerError(
                 f"workers computed different gradients for micro-batch {repeat.number} of step "
-                f"{self._step}, and again different ones when they repeated it. {_UNLIKE}"
+                f"{self._step}, and again different ones when they repeated it. {UNLIKE}"
             )
         return Found("gradient", f"micro-batch {repeat.number}", verdict)
 
@@ -349,13 +298,13 @@ class CorruptionCheck:
         part, answers = self._pass(self._where, repeat.number), list[int]()
         for factor in (1.0, 1.0, 0.0):
             self._digests.begin()
-            self._observed.run_pass(part, factor)
+            self._run_pass(part, factor)
             digest, zero = self._digests.end()
             answers.append(digest if factor else int(zero))
-        every = self._shared(answers)
+        every = self._gather(answers)
         return [Recomputed(first, second, bool(zero)) for first, second, zero in every]
 
-    def _shared(self, own: list[int]) -> list[list[int]]:
+    def _gather(self, own: list[int]) -> list[list[int]]:
         """The numbers of every rank, in the order of ranks; all ranks give equally many."""
         device = self._parameters[0].device
         table = torch.zeros(self._comm.size, len(own), 2, dtype=torch.float64, device=device)
@@ -363,91 +312,6 @@ class CorruptionCheck:
         table[self._comm.rank] = torch.tensor(halves, dtype=torch.float64, device=device)
         self._comm.all_reduce(table).wait()
         return [[_joined(halves) for halves in row] for row in table.tolist()]
-
-    # ---- what follows
-
-    def _act_on(self, found: Found) -> NoReturn:
-        verdict, rank = found.verdict, self._comm.rank
-        others = [r for r in range(self._comm.size) if r not in verdict.named] or [rank]
-        clean_step = self._clean_step(others)
-        if rank == others[0]:
-            self._report(found, clean_step)
-        if not self._member.recovers:
-            clean_step = -1  # the run ends, and the copies with it
-        self._discard_wrong_checkpoints(clean_step)
-        words = _in_words(found, self._numbers(verdict), self._step)
-        if not self._member.recovers:
-            raise WorkerError(words)
-        self._doubts += not verdict.named
-        if self._doubts >= MOST_IN_DOUBT:
-            raise WorkerError(f"{words} This happened {self._doubts} times. {_UNLIKE}")
-        self._nobody_has_a_copy = clean_step < 0
-        if rank in verdict.named:
-            self._kill_itself()
-        self._going_back = True
-        raise PeerError("corruption was found in the state or the gradient of a worker.")
-
-    def _discard_wrong_checkpoints(self, clean_step: int) -> None:
-        """Rank 0, which saves, discards them; the others wait, as all may be lost soon.
-
-        The run would then restart from the newest checkpoint.
-        """
-        if self._comm.rank == 0:
-            self._observed.set_aside(clean_step if clean_step >= 0 else max(0, self._right))
-        with suppress(PeerError):  # a lost worker changes nothing
-            self._shared([0])
-
-    def _clean_step(self, others: list[int]) -> int:
-        """The step that the remaining workers go back to; -1 if none of them has a copy.
-
-        All agree on it before one kills itself: afterwards no exchange would succeed.
-        """
-        try:
-            steps = self._shared([self._copy.step + 1])
-        except PeerError:  # a worker is lost already
-            return self._copy.step
-        return max(steps[rank][0] for rank in others) - 1
-
-    def _numbers(self, verdict: Verdict) -> tuple[list[int], list[int]]:
-        form = self._member.form
-        assert form is not None, "no generation yet"
-        named, suspects = ([form.members[r] for r in ranks] for ranks in verdict[:2])
-        return named, suspects
-
-    def _report(self, found: Found, clean_step: int) -> None:
-        named, suspects = self._numbers(found.verdict)
-        self._member.emit(
-            "corruption_found",
-            step=self._step,
-            workers=named,
-            suspects=suspects,
-            what=found.what,
-            where=found.where,
-            how=found.verdict.how,
-            clean_step=clean_step,
-        )
-
-    def _kill_itself(self) -> NoReturn:
-        if not self._member.recovers:
-            raise WorkerError(
-                f"worker {self._member.number} has a wrong value in memory at step {self._step}: "
-                "see corruption_found in events.jsonl. Resume the run on another machine: the "
-                "checkpoints before that step are right."
-            )
-        self._member.flush()
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError("SIGKILL was survived")
-
-
-def _in_words(found: Found, numbers: tuple[list[int], list[int]], step: int) -> str:
-    named, suspects = numbers
-    who = ", ".join(f"worker {n}" for n in named) or (
-        " or ".join(f"worker {n}" for n in suspects) + ", it is not known which,"
-    )
-    return (
-        f"{who} was found to have a wrong {found.what} at step {step} ({found.where}): "
-        f"{found.verdict.how}."
-    )
 
 
 def _halves(digest: int) -> tuple[float, float]:

@@ -13,7 +13,8 @@ from instep.engine.gradients import Gradients
 from instep.engine.passes import parts_of, share_of
 from instep.engine.update import Update
 from instep.errors import PeerError, Unrepeatable, WorkerError
-from instep.integrity.corruption import MOST_IN_DOUBT, CorruptionCheck
+from instep.integrity.corruption import CorruptionCheck
+from instep.integrity.rollback import MOST_IN_DOUBT
 from instep.job import file as spec_file
 from instep.sync.all_reduce import AllReduce
 from instep.sync.generation import Generation
