@@ -23,7 +23,7 @@ on taken to move in every pass.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -53,6 +53,34 @@ class Layout(NamedTuple):
     shape: tuple[int, ...]
 
 
+class FrozenParameters:
+    """Parameters that are not trained; no pass may write to one, as workers run different passes.
+
+    Args:
+        named: parameters of a model by name, also those that are trained.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self._named = [
+            (name, parameter) for name, parameter in named if not parameter.requires_grad
+        ]
+        self.note()
+
+    def note(self) -> None:
+        """Take what they are now for what passes must leave."""
+        self._versions = [parameter._version for _, parameter in self._named]
+
+    def refuse_written(self) -> None:
+        """Refuse a pass that wrote to one.
+
+        Raises:
+            RecipeError: names the parameter.
+        """
+        for (name, parameter), version in zip(self._named, self._versions, strict=True):
+            if parameter._version != version:
+                raise written(name, trained=False)
+
+
 class Buffers:
     """The buffers of one model, watched from pass to pass.
 
@@ -70,10 +98,7 @@ class Buffers:
             for module in model.modules()
             for name, buffer in module._buffers.items()
         ]
-        self._still = [
-            (name, p) for name, p in model.named_parameters() if not (p.requires_grad or alone)
-        ]
-        self._frozen: list[tuple[str, nn.Parameter, int]] = []
+        self._frozen = FrozenParameters(() if alone else model.named_parameters())
         unique = {
             (module, name) if buffer is None else id(buffer): (module, name, buffer)
             for module, name, buffer in owners
@@ -93,7 +118,6 @@ class Buffers:
         """The identity (`id`) of each buffer that a committed step has moved."""
         self._compared = False
         self._device = next((each.device for each in model.parameters()), torch.device("cpu"))
-        self._note_frozen()
 
     def __len__(self) -> int:
         return len(self._live)
@@ -114,7 +138,7 @@ class Buffers:
             beside: whether it is one beside those that compute the samples: then it has to do
                 only with the buffers that it changes.
         """
-        self._refuse()
+        self._frozen.refuse_written()
         known = set(self._uncounted)
         moved = self._moved()
         self._compared = True
@@ -174,16 +198,7 @@ class Buffers:
             committed.copy_(now)
             self.moved.add(id(self._live[index]))
             self._restore(index)
-        self._note_frozen()
-
-    def _note_frozen(self) -> None:
-        self._frozen = [(name, parameter, parameter._version) for name, parameter in self._still]
-
-    def _refuse(self) -> None:
-        """Refuse what a pass may not do, as workers run different numbers of passes."""
-        for name, parameter, version in self._frozen:
-            if parameter._version != version:
-                raise written(name, trained=False)
+        self._frozen.note()
 
     def _moved(self) -> list[int]:
         """Which buffers the pass has moved, or must be taken to have moved."""
