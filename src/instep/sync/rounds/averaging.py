@@ -64,7 +64,8 @@ class Averaging:
             median = combine == "median"
             self._mean = Coded(codec or Identity(), median=median, encode_vectors=encode_vectors)
         self.pull, self._outer = pull, outer
-        self._start_after = 0
+        self.start_after = 0
+        """Before the rounds, so many steps sum up gradients, and move by them as they are."""
         self._early = False  # this commit is one of them
         self._parameters: list[Parameter] = []
         self._given: list[Given] = []
@@ -83,23 +84,14 @@ class Averaging:
         """Lay out the buckets."""
         self._given, self._comm, self._parameters = [], comm, list(parameters)
         self._handed, self._mesh = None, generation.mesh
+        if isinstance(self._mean, Coded):
+            self._mean.start_after = self.start_after
         self._mean.start(parameters, comm, generation)
 
     @property
     def carried(self) -> Carried | None:
         """What belongs to participants and lies where they are computed; None without."""
         return self._mean.carried if isinstance(self._mean, Coded) else None
-
-    @property
-    def start_after(self) -> int:
-        """Before the rounds, so many steps sum up gradients, and move by them as they are."""
-        return self._start_after
-
-    @start_after.setter
-    def start_after(self, steps: int) -> None:
-        self._start_after = steps
-        if isinstance(self._mean, Coded):
-            self._mean.start_after = steps
 
     @property
     def laws(self) -> Mapping[str, Law]:
@@ -164,29 +156,23 @@ class Averaging:
     def prepare(self, step: int, scale: float) -> float:
         """Every rank hears how far participants are apart, and gets what they remember."""
         left = self._mean.prepare(step, scale)
-        self._next_spread = None if self._early else self._measured(scale)
+        self._next_spread, mesh = None, self._mesh
+        if not self._early:
+            agreed = self._agreed_on()
+            self._next_spread = spread(
+                self._given,
+                [mean if mean is None or scale == 1.0 else mean * scale for mean in agreed],
+                self._comm if mesh is None else mesh.everyone,
+                holders=[max(1, len(each)) for each in mesh.holders] if mesh else [1] * len(agreed),
+                replicas=self._comm.size,
+                first=self._comm.rank == 0,
+                device=self._parameters[0].device,
+                local=self.local,
+            )
         self._given = []
         if not self._early and self.kept is not None and not self.kept.stays:
             self.kept.exchange(self._comm)
         return left
-
-    def _measured(self, scale: float) -> Spread:
-        """How far this round's participants are apart."""
-        mesh, local = self._mesh, self.local
-        agreed = [mean if n not in local else None for n, mean in enumerate(self._agreed_on())]
-        given = [
-            each._replace(way=[(slot, way) for slot, way in each.way if slot not in local])
-            for each in self._given
-        ]
-        return spread(
-            given,
-            [mean if mean is None or scale == 1.0 else mean * scale for mean in agreed],
-            self._comm if mesh is None else mesh.everyone,
-            holders=[max(1, len(each)) for each in mesh.holders] if mesh else [1] * len(agreed),
-            replicas=self._comm.size,
-            first=self._comm.rank == 0,
-            device=self._parameters[0].device,
-        )
 
     def _agreed_on(self) -> list[Tensor | None]:
         """By parameter, what to take off it; the sums give that only once."""

@@ -8,7 +8,7 @@ same is given as probabilities; how it came to them, `worker/rounds/probe.py` kn
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -56,6 +56,7 @@ def spread(
     replicas: int,
     first: bool,
     device: torch.device,
+    local: Collection[int] = (),
 ) -> Spread:
     """Measure a round; every rank calls it.
 
@@ -67,10 +68,13 @@ def spread(
         replicas: how many of them there are.
         first: whether this rank is one of the first replica.
         device: of what `comm` sums.
+        local: parameters that stay with their participant, and do not count.
 
     Raises:
         PeerError: a rank went away.
     """
+    agreed = [None if slot in local else mean for slot, mean in enumerate(agreed)]
+    given = [e._replace(way=[w for w in e.way if w[0] not in local]) for e in given]
     seen = [(each.weight, each.predicted) for each in given if each.predicted is not None]
     own = torch.zeros(6, dtype=torch.float64)
     for each in given:
