@@ -38,9 +38,10 @@ from instep.control.decisions.decide import decide
 from instep.control.decisions.events import Event, Interrupted, Restarted, Tick, WentBack
 from instep.control.decisions.phases import TransitionError
 from instep.control.decisions.state import Blame, State, TimeLimit, first_members
-from instep.control.hosts.hosts import BACK_S, GATHER_S, Hosts, Process
+from instep.control.hosts.hosts import BACK_S, Hosts, Process
 from instep.control.hosts.joined_hosts import KEY as JOINED_HOSTS
 from instep.control.hosts.joined_hosts import JoinedHosts
+from instep.control.hosts.worker_starts import GATHER_S, WorkerStarts
 from instep.control.journal import Journal
 from instep.control.keys import Keys
 from instep.control.pacing import MANY, Pacing
@@ -127,18 +128,14 @@ class Master:
         self._keys, self._stack_requests = Keys(), StackRequests(run)
         self._watch, self._parted = Watch(ranks=job.mesh.ranks), Parted()
         known = journal.last() if journal is not None else None
-        self._hosts = Hosts(
-            job.launch.count if hosted else 0,
-            self._hub.send,
-            gather_s=GATHER_S if known is None else BACK_S,
-            mesh=job.mesh,
-            servers=job.server_hosts,
-            issue=switchboard.issue,
-        )
+        count, send = job.launch.count if hosted else 0, self._hub.send
+        self._hosts = hosts = Hosts(count, send, servers=job.server_hosts)
+        gather_s = GATHER_S if known is None else BACK_S
+        starts = WorkerStarts(hosts, gather_s=gather_s, mesh=job.mesh, issue=switchboard.issue)
         self._joined_hosts = JoinedHosts(
-            self._hosts, job, send=self._hub.send, emit=self._recorder.emit, keep=self._keep
+            hosts, starts, job, send=send, emit=self._recorder.emit, keep=self._keep
         )
-        self._roster = Roster(self._hub, self._hosts, self._joined_hosts)
+        self._roster = Roster(self._hub, hosts, starts, self._joined_hosts)
         self._make_parts(switchboard, gives_back=gives_back, run_id=run_id)
         if known is None:
             self._begin(about, start_point)

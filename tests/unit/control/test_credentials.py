@@ -12,6 +12,7 @@ from instep.comm.protocol import messages as m
 from instep.comm.protocol.channel import Channel
 from instep.comm.protocol.endpoint import Switchboard
 from instep.control.hosts.hosts import Hosts
+from instep.control.hosts.worker_starts import WorkerStarts
 from instep.control.master import Master
 from instep.errors import PeerError
 from instep.job import file as spec_file
@@ -86,13 +87,12 @@ def test_who_shows_what_it_says_is_welcome(board, shown, role):
 
 def test_a_host_gets_the_credentials_of_each_worker_that_it_is_to_start(authority):
     sent = []
-    hosts = Hosts(
-        2, lambda _, message: sent.append(message), mesh=MeshSpec(), issue=authority.issue
-    )
+    hosts = Hosts(2, lambda _, message: sent.append(message))
+    starts = WorkerStarts(hosts, mesh=MeshSpec(), issue=authority.issue)
     for number in (0, 1):
         hosts.joins(object(), number, 100 + number, 1.0)
     hosts.turn(1.0)
-    hosts.start(5, "log", {7: 0}, "server")
+    starts.start(5, "log", {7: 0}, "server")
     (order,) = sent
     context = tls.context(authority.issue(Identity("master")), server=True)
     accepts = tls.Tls(context, server=True, accepted=lambda _: True)

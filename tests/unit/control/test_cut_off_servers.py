@@ -37,13 +37,13 @@ def given_up(worker, silent_s, copied):
     workers[worker].beats(Heartbeat(), now - silent_s)
     hosts = Hosts(
         turn=lambda now: [],
-        has_become_ready=lambda now: False,
-        signal=lambda *_: None,
+        send=lambda *_: None,
         abandon=lambda *_: None,
     )
     process = RemoteProcess(hosts, 1, 77)
     roster = SimpleNamespace(
         hosts=hosts,
+        starts=SimpleNamespace(has_become_ready=lambda now: False),
         connections={},
         worker=workers.__getitem__,
         processes=lambda: {worker: process},

@@ -10,10 +10,10 @@ from instep.control.hosts.hosts import (
     BACK_S,
     BALANCE_S,
     FIRST_HEARTBEAT_S,
-    GATHER_S,
     Hosts,
     RemoteProcess,
 )
+from instep.control.hosts.worker_starts import GATHER_S, WorkerStarts
 from instep.job.mesh import MeshSpec
 from instep.system.limits import FLOOR_S
 
@@ -29,9 +29,8 @@ class Table:
 
     def __init__(self, count, **mesh):
         self.said = []
-        self.hosts = Hosts(
-            count, lambda peer, message: self.said.append((peer, message)), mesh=MeshSpec(**mesh)
-        )
+        self.hosts = Hosts(count, lambda peer, message: self.said.append((peer, message)))
+        self.starting = WorkerStarts(self.hosts, mesh=MeshSpec(**mesh))
         self.now = 100.0
         self.hosts.turn(self.now)
 
@@ -60,7 +59,7 @@ class Table:
     def start(self, workers, placed=(), of=0):
         """Have workers started; `placed` are the hosts of those that are there, by number."""
         for worker in workers:
-            self.hosts.start(worker, "log", dict(enumerate(placed)), of=of)
+            self.starting.start(worker, "log", dict(enumerate(placed)), of=of)
 
 
 @pytest.fixture
@@ -77,9 +76,9 @@ def test_the_first_workers_wait_for_all_hosts_but_not_for_ever():
     table.start(range(4))
     assert table.starts() == {}
     table.wait(GATHER_S - 1, 0, 1)
-    assert not table.hosts.ready(table.now)
+    assert not table.starting.ready(table.now)
     table.wait(1.2, 0, 1)
-    assert table.hosts.ready(table.now)
+    assert table.starting.ready(table.now)
     table.start(range(4))
     assert table.starts() == {0: 0, 1: 1, 2: 0, 3: 1}
 
@@ -89,40 +88,40 @@ def test_workers_start_where_the_fewest_are_and_only_once(three):
     assert three.starts() == {0: 0, 1: 1, 2: 2, 3: 0, 4: 1}
     three.start(range(5))
     assert three.starts() == {}
-    assert three.hosts.started(4, 1)
+    assert three.starting.started(4, 1)
     three.start([5], placed=[0, 1, 2, 0, 1])
     assert three.starts() == {5: 2}
 
 
 def test_hosts_that_come_get_workers_and_those_that_retire_lose_them(three):
-    three.hosts.add([3])
+    three.hosts.numbers.add([3])
     assert three.hosts.missing == [3]
     three.come(3)
     three.wait(BALANCE_S + 0.2, 0, 1, 2, 3)
     assert three.hosts.missing == []
     three.start([4], placed=[0, 1, 2, 0])
     assert three.starts() == {4: 3}
-    assert not three.hosts.are_idle([3])
-    assert three.hosts.started(4, 3)
-    three.hosts.retire([3])
+    assert three.starting.hosts == {3}
+    assert three.starting.started(4, 3)
+    three.hosts.numbers.retire([3])
     three.start([5], placed=[0, 1, 2, 0])
     assert three.starts() == {5: 1}
-    assert not three.hosts.has_left(3)
+    assert not three.hosts.numbers.has_left(3)
     assert three.hosts.remove([3]) == [peer(3)]
-    assert three.hosts.has_left(3)
+    assert three.hosts.numbers.has_left(3)
     assert not three.hosts.leaves(3, peer(3))
     assert three.hosts.missing == []
-    assert three.hosts.crowded({0: 0, 1: 1, 2: 2}) is None
+    assert three.starting.crowded({0: 0, 1: 1, 2: 2}) is None
 
 
 def test_a_process_with_memory_starts_on_the_host_that_has_it_while_that_one_lives(three):
     placed = {0: 0, 1: 1, 2: 1, 5: 1}
-    three.hosts.start(3, "log", placed, "server", home=1)
-    three.hosts.start(4, "log", placed)
+    three.starting.start(3, "log", placed, "server", home=1)
+    three.starting.start(4, "log", placed)
     assert three.starts() == {3: 1, 4: 2}
-    three.hosts.started(3, 1)
+    three.starting.started(3, 1)
     three.wait(FLOOR_S + 0.2, 0, 2)
-    three.hosts.start(3, "log", {0: 0, 1: 2}, "server", home=1)
+    three.starting.start(3, "log", {0: 0, 1: 2}, "server", home=1)
     assert three.starts()[3] == 0
 
 
@@ -160,9 +159,9 @@ def test_a_process_of_a_replica_starts_where_the_others_are_and_with_them_elsewh
     table = Table(2, tensor=2)
     table.come(0, 1)
     table.wait(1.0, 0, 1)
-    table.hosts.start(1, "log", {0: 1, 2: 0, 3: 1}, of=4)
+    table.starting.start(1, "log", {0: 1, 2: 0, 3: 1}, of=4)
     assert table.starts() == {1: 1}
-    table.hosts.started(1, 1)
+    table.starting.started(1, 1)
     table.wait(FLOOR_S + 0.2, 0)
     table.start([0, 1], of=4)
     assert table.starts() == {0: 0, 1: 0}
@@ -171,7 +170,7 @@ def test_a_process_of_a_replica_starts_where_the_others_are_and_with_them_elsewh
 def test_servers_are_spread_over_hosts_as_workers_are(three):
     three.start(range(4))
     for server in (4, 5):
-        three.hosts.start(server, "log", {}, "server")
+        three.starting.start(server, "log", {}, "server")
     assert three.starts() == {0: 0, 1: 1, 2: 2, 3: 0, 4: 1, 5: 2}
 
 
@@ -189,8 +188,8 @@ def test_another_host_starts_what_a_lost_one_was_to_start(three):
     three.wait(FLOOR_S + 0.2, 0, 1)
     three.start([0, 1, 2])
     assert three.starts() == {2: 0}
-    assert not three.hosts.started(2, 2)  # the lost host's word no longer counts
-    assert three.hosts.started(2, 0)
+    assert not three.starting.started(2, 2)  # the lost host's word no longer counts
+    assert three.starting.started(2, 0)
 
 
 def test_a_host_that_reconnects_is_asked_again_for_what_it_was_to_start(three):
@@ -293,14 +292,14 @@ def test_an_abandoned_process_is_killed_when_its_host_reconnects(three):
 
 def test_a_worker_moves_only_where_hosts_are_uneven_and_have_been_there_for_a_while(three):
     uneven = {0: 0, 1: 0, 4: 0, 2: 1}
-    assert three.hosts.crowded(uneven) is None
+    assert three.starting.crowded(uneven) is None
     three.wait(BALANCE_S, 0, 1, 2)
-    assert three.hosts.crowded(uneven) == 4
-    assert three.hosts.crowded(uneven, stay={4}) == 1
-    assert three.hosts.crowded(uneven, stay={0, 1, 4}) is None
-    assert three.hosts.crowded({0: 0, 1: 0, 2: 1, 3: 2}) is None
+    assert three.starting.crowded(uneven) == 4
+    assert three.starting.crowded(uneven, stay={4}) == 1
+    assert three.starting.crowded(uneven, stay={0, 1, 4}) is None
+    assert three.starting.crowded({0: 0, 1: 0, 2: 1, 3: 2}) is None
     three.wait(0.7, 0, 1)
-    assert three.hosts.crowded(uneven) is None
+    assert three.starting.crowded(uneven) is None
 
 
 def test_the_run_ends_with_its_hosts_only_when_all_have_ended_by_themselves(three):
@@ -322,39 +321,39 @@ def test_a_host_process_that_reconnects_replaces_its_former_connection(three):
 
 def test_workers_move_from_a_host_that_is_about_to_go_and_none_starts_there(three):
     placed = {0: 0, 1: 1, 2: 2, 3: 2}
-    three.hosts.drain([2])
-    assert three.hosts.to_move(placed, stay=()) == [2, 3]
-    assert three.hosts.to_move(placed, stay={3}) == [2]
+    three.hosts.numbers.drain([2])
+    assert three.starting.to_move(placed, stay=()) == [2, 3]
+    assert three.starting.to_move(placed, stay={3}) == [2]
     three.start([4, 5], placed=[0, 0, 1, 1])
     assert three.starts() == {4: 0, 5: 1}
-    three.hosts.drain([])
-    assert three.hosts.to_move(placed, stay=()) == []
+    three.hosts.numbers.drain([])
+    assert three.starting.to_move(placed, stay=()) == []
 
 
 def test_workers_stay_on_a_host_that_is_about_to_go_if_no_other_can_take_them(three):
-    assert three.hosts.ready(three.now)
-    three.hosts.drain([0, 1, 2])
-    assert three.hosts.to_move({0: 0, 1: 1}, stay=()) == []
-    three.hosts.drain([0])
+    assert three.starting.ready(three.now)
+    three.hosts.numbers.drain([0, 1, 2])
+    assert three.starting.to_move({0: 0, 1: 1}, stay=()) == []
+    three.hosts.numbers.drain([0])
     three.wait(FLOOR_S + 0.2, 0)
-    assert three.hosts.to_move({0: 0}, stay=()) == []
+    assert three.starting.to_move({0: 0}, stay=()) == []
     three.start([1])
     assert three.starts() == {1: 0}
 
 
 def test_a_host_that_is_about_to_go_is_given_back_once_it_is_empty_and_wanted_elsewhere(three):
-    three.hosts.drain([2])
+    three.hosts.numbers.drain([2])
     assert three.hosts.give_back([0, 1, 2], workers=3) is None
     assert three.hosts.give_back([0, 1], workers=3) == 2
     assert not three.hosts.leaves(2, peer(2))  # its end is no loss
     assert three.hosts.missing == []
-    three.hosts.take_again(3)
+    three.hosts.numbers.take_again(3)
     assert three.hosts.missing == [2]
     assert three.hosts.give_back([0, 1], workers=3) is None
 
 
 def test_all_hosts_have_failed_once_those_have_that_were_not_given_back(three):
-    three.hosts.drain([2])
+    three.hosts.numbers.drain([2])
     assert three.hosts.give_back([0, 1], workers=3) == 2
     assert not three.hosts.fails(0)
     assert three.hosts.fails(1)
@@ -367,12 +366,12 @@ def test_hosts_that_are_too_many_are_given_back_after_a_while_and_taken_again(th
     assert three.hosts.give_back([1], workers=1) == 2
     assert three.hosts.give_back([1], workers=1) == 0
     assert three.hosts.give_back([1], workers=1) is None
-    three.hosts.take_again(1)
+    three.hosts.numbers.take_again(1)
     assert three.hosts.missing == []
-    three.hosts.take_again(2)
+    three.hosts.numbers.take_again(2)
     assert three.hosts.missing == [0]
     three.come(0)
-    three.hosts.take_again(4)
+    three.hosts.numbers.take_again(4)
     assert three.hosts.missing == [2]
 
 
@@ -380,5 +379,6 @@ def test_a_host_that_was_asked_to_start_a_worker_is_not_given_back(three):
     three.wait(BALANCE_S, 0, 1, 2)
     three.start([1], placed=[0])
     assert three.starts() == {1: 1}
-    assert three.hosts.give_back([0], workers=1) == 2
-    assert three.hosts.give_back([0], workers=1) is None
+    used = {0, *three.starting.hosts}
+    assert three.hosts.give_back(used, workers=1) == 2
+    assert three.hosts.give_back(used, workers=1) is None

@@ -6,8 +6,9 @@ from test_changes import Story
 from instep.comm.protocol import messages as m
 from instep.control.decisions.actions import Start
 from instep.control.decisions.events import HostJoined, Noticed, Scaled
-from instep.control.hosts.hosts import GATHER_S, Hosts
+from instep.control.hosts.hosts import Hosts
 from instep.control.hosts.joined_hosts import LEAVE_S, LOST_S, JoinedHosts
+from instep.control.hosts.worker_starts import GATHER_S, WorkerStarts
 from instep.job.file import build
 from instep.job.mesh import MeshSpec
 
@@ -20,7 +21,8 @@ class Run(Story):
     def __init__(self, hosts=2):
         super().__init__(2)
         self.said, self.logs, self.kept, self.seen = [], [], {}, []
-        self.hosts = Hosts(hosts, self.send, mesh=MeshSpec())
+        self.hosts = Hosts(hosts, self.send)
+        self.starts = WorkerStarts(self.hosts, mesh=MeshSpec())
         self.placed = {0: 0, 1: 1}
         self.joined = self.another_master()
         for number in range(hosts):
@@ -29,6 +31,7 @@ class Run(Story):
     def another_master(self):
         return JoinedHosts(
             self.hosts,
+            self.starts,
             JOB,
             send=self.send,
             emit=lambda name, fields: self.logs.append((name, fields)),
@@ -125,7 +128,7 @@ def test_they_may_go_once_their_workers_have_left():
         ("client 3", m.Leave),
     ]
     assert not run.joined.is_client(3)
-    assert run.hosts.has_left(2)
+    assert run.hosts.numbers.has_left(2)
     assert run.add(1, 0).numbers == [3]  # a number is used once
 
 

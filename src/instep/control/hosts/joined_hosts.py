@@ -17,7 +17,8 @@ from instep.comm.protocol.hub import Peer
 from instep.control.decisions.events import Event, HostJoined, Noticed, Scaled
 from instep.control.decisions.membership import refuse_scale
 from instep.control.decisions.state import State
-from instep.control.hosts.hosts import GATHER_S, Hosts
+from instep.control.hosts.hosts import Hosts
+from instep.control.hosts.worker_starts import GATHER_S, WorkerStarts
 from instep.job.spec import JobSpec
 
 KEY = "joined-hosts"
@@ -53,6 +54,7 @@ class JoinedHosts:
 
     Args:
         hosts: all hosts of the run.
+        starts: of workers there.
         job: as run.
         send: sends a message to a client or a host.
         emit: writes an event to the log.
@@ -62,13 +64,14 @@ class JoinedHosts:
     def __init__(
         self,
         hosts: Hosts,
+        starts: WorkerStarts,
         job: JobSpec,
         *,
         send: Callable[[Peer, m.AnyMessage], None],
         emit: Callable[[str, Mapping[str, object]], None],
         keep: Callable[[str, bytes], None],
     ) -> None:
-        self._hosts, self._job = hosts, job
+        self._hosts, self._starts, self._job = hosts, starts, job
         self._send, self._emit, self._keep = send, emit, keep
         self._groups: list[Group] = []
         # by client
@@ -81,10 +84,10 @@ class JoinedHosts:
         """Know what the master before knew."""
         self._groups = msgspec.msgpack.decode(value, type=list[Group])
         for group in self._groups:
-            self._hosts.add(group.numbers)
+            self._hosts.numbers.add(group.numbers)
             self._last_heartbeat[group.client] = self._since[group.client] = now
             if group.leaving:
-                self._hosts.retire(group.numbers)
+                self._hosts.numbers.retire(group.numbers)
             if group.left:
                 self._hosts.remove(group.numbers)
 
@@ -108,7 +111,7 @@ class JoinedHosts:
         group = Group([*range(first, first + count)], workers)
         self._groups.append(group)
         self._last_heartbeat[group.client] = self._since[group.client] = now
-        self._hosts.add(group.numbers)
+        self._hosts.numbers.add(group.numbers)
         self._emit("hosts_added", {"hosts": group.numbers, "workers": workers})
         self._save()
         return group
@@ -191,7 +194,7 @@ class JoinedHosts:
         for group in self._groups:
             if group.client == client and not group.leaving:
                 group.leaving, self._since[client] = True, now
-                self._hosts.retire(group.numbers)
+                self._hosts.numbers.retire(group.numbers)
                 self._emit("hosts_leaving", {"hosts": group.numbers, "why": why})
                 self._save()
 
@@ -204,7 +207,7 @@ class JoinedHosts:
             yield from self._count(group, state, here)
         yield from map(Noticed, sorted(here))
         late = now - self._since[group.client] > LEAVE_S
-        if late or (not here and self._hosts.are_idle(group.numbers)):
+        if late or (not here and self._starts.hosts.isdisjoint(group.numbers)):
             yield from self._remove(group)
 
     def _remove(self, group: Group) -> Iterator[Event]:

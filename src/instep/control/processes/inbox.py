@@ -187,7 +187,7 @@ class Inbox:
             case m.HostEnded():
                 yield from self._host_ended(message)
             case m.HostsLeave(numbers=numbers):
-                self.roster.hosts.drain(numbers)
+                self.roster.hosts.numbers.drain(numbers)
             case m.Emit(name=name, fields=fields, again=earlier):
                 again = earlier or connection.resends > 0
                 self.recorder.record_event(name, fields, again=again)
@@ -201,7 +201,7 @@ class Inbox:
 
     def _host_ended(self, ended: m.HostEnded) -> Iterator[Event]:
         number = ended.number
-        if self.roster.hosts.has_left(number):
+        if self.roster.hosts.numbers.has_left(number):
             return
         if self.roster.hosts.fails(number):
             yield HostLost(ended.code, ended.detail)

@@ -62,7 +62,7 @@ class Liveness:
             if connection.lease is not None and (how := connection.lease.turn(now)):
                 self._end_host(connection.lease.pid, how)
                 yield HangUp(peer)
-        if self.roster.hosts.has_become_ready(now):
+        if self.roster.starts.has_become_ready(now):
             yield HostJoined()
         for worker, process in self.roster.processes().items():
             if isinstance(process, RemoteProcess):
@@ -126,7 +126,7 @@ class Liveness:
             if process.ended:
                 since = self.roster.worker(worker).ended_since(now)
                 # if its host is lost, nobody else reports the end
-                if not self.roster.hosts.is_there(process.host) or now - since > REPORT_S:
+                if process.host not in self.roster.hosts.connected or now - since > REPORT_S:
                     yield Exit(worker, process.pid, host=process.host)
             elif self._is_away_too_long(worker, process, now):
                 process.signal(signal.SIGKILL)
@@ -265,7 +265,7 @@ class Liveness:
         known = (host, pid) in self.roster.gone
         if worker in joined:  # by a fork server and by the one that replaced it
             return not (pid and known)
-        if not self.roster.hosts.started(worker, host):
+        if not self.roster.starts.started(worker, host):
             return False  # not needed
         if known and worker in self.state().needed:
             self.places.start(worker)  # a host that still knew it may have ignored us

@@ -31,7 +31,7 @@ class WorkerPlaces:
 
     def start(self, number: int) -> None:
         """Start a process under this number, on a host."""
-        if not self.roster.hosts.may_start(number):
+        if not self.roster.starts.may_start(number):
             return
         state, role = self.state(), self.state().member(number).role
         log = str(self.run / "logs" / f"{role}-{number}.log")
@@ -42,7 +42,7 @@ class WorkerPlaces:
         left, hello = state.drains or role == "server" or only, self.roster.worker(number).hello
         home = hello.host if left and hello is not None else None
         workers = len(state.wanted - state.servers)
-        self.roster.hosts.start(number, log, placed, role, of=workers, home=home)
+        self.roster.starts.start(number, log, placed, role, of=workers, home=home)
 
     def spread(self) -> Iterator[Noticed]:
         """Move workers from hosts that are about to go, or one to a host that has come back, when
@@ -54,16 +54,16 @@ class WorkerPlaces:
         if not self.roster.hosts.several:
             return
         state, members = self.state(), set(self.state().group)
-        self.roster.hosts.take_again(len(state.wanted - state.servers))
+        self.roster.hosts.numbers.take_again(len(state.wanted - state.servers))
         calm = state.phase == "training" and not (state.changing or state.stop or state.done)
         everywhere = self.roster.placed()
         settled = members == state.wanted == state.joined == everywhere.keys()
         if not (calm and settled and state.complete):
             return
         placed = {w: everywhere[w] for w in members}
-        moved = self.roster.hosts.to_move(placed, stay=state.servers)
+        moved = self.roster.starts.to_move(placed, stay=state.servers)
         crowded = (
-            self.roster.hosts.crowded(placed, stay=state.servers) if state.ranks == 1 else None
+            self.roster.starts.crowded(placed, stay=state.servers) if state.ranks == 1 else None
         )
         if not moved and crowded is not None:
             moved = [crowded]
@@ -76,7 +76,7 @@ class WorkerPlaces:
         if (client := self.roster.client) is None:
             return
         workers = len(self.state().wanted - self.state().servers)
-        number = self.roster.hosts.give_back(set(placed.values()), workers)
+        number = self.roster.hosts.give_back({*placed.values(), *self.roster.starts.hosts}, workers)
         if number is not None:
             self.recorder.emit("host_given_back", {"host": number})
             self.roster.hub.send(client, HostUnneeded(number=number))

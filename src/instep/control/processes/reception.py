@@ -126,13 +126,13 @@ class Reception:
         # on another machine these numbers are those of other programs
         if there := [each for each in there if worker(each[0]).machine == hello.machine]:
             self.roster.hub.send(peer, m.Adopt(workers=there))
-        self.roster.hosts.has_become_ready(now)  # which is what follows
+        self.roster.starts.has_become_ready(now)  # which is what follows
         yield HostJoined()
 
     def _welcome_worker(self, peer: Peer, hello: m.Hello, now: float) -> Observations:
         number, state = hello.number, self.state()
         self.roster.connect(peer, hello, now)
-        self.roster.hosts.started(number, hello.host)
+        self.roster.starts.started(number, hello.host)
         far, record = self.roster.is_remote(hello), self.roster.worker(number)
         if self.hosted:
             is_new = not record.is_process(hello.pid, far=far)
@@ -160,7 +160,7 @@ class Reception:
             return hello.number < 2 or self.roster.joined_hosts.is_client(hello.number)
         if hello.role == "host":
             replaced = self.roster.hosts.was_replaced(hello.number, hello.machine, hello.pid)
-            return not (replaced or self.roster.hosts.has_left(hello.number))
+            return not (replaced or self.roster.hosts.numbers.has_left(hello.number))
         number, state, record = hello.number, self.state(), self.roster.worker(hello.number)
         if self.roster.hosts.is_abandoned(hello.host, hello.pid) or record.is_abandoned:
             return False

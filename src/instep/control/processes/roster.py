@@ -12,6 +12,7 @@ from instep.comm.protocol import messages as m
 from instep.comm.protocol.hub import Hub, Peer
 from instep.control.hosts.hosts import Hosts, LocalProcess, Process, RemoteProcess
 from instep.control.hosts.joined_hosts import JoinedHosts
+from instep.control.hosts.worker_starts import WorkerStarts
 from instep.system.lease import Lease
 from instep.system.limits import FLOOR_S
 from instep.system.processes import machine
@@ -108,11 +109,14 @@ class Roster:
     Args:
         hub: has their connections.
         hosts: through which those of other machines are reached.
+        starts: of workers, on hosts.
         joined_hosts: those of them that came while the run was running.
     """
 
-    def __init__(self, hub: Hub, hosts: Hosts, joined_hosts: JoinedHosts) -> None:
-        self.hub, self.hosts, self.joined_hosts = hub, hosts, joined_hosts
+    def __init__(
+        self, hub: Hub, hosts: Hosts, starts: WorkerStarts, joined_hosts: JoinedHosts
+    ) -> None:
+        self.hub, self.hosts, self.starts, self.joined_hosts = hub, hosts, starts, joined_hosts
         self._machine = machine()
         self.connections: dict[Peer, Connection] = {}
         self.away: dict[int, float] = {}
