@@ -7,10 +7,12 @@ encoded, and where it goes, is in `exchange.py`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
+from instep.comm.buckets import laid_out_like
 from instep.comm.codecs.base import CUT
 
 _MOST_SEGMENTS, _LONGEST = 64, 16 * CUT
@@ -88,6 +90,29 @@ class Segments:
         for place, rank in enumerate(owners):
             found[rank] = marks[place], marks[place + 1]
         return found
+
+    def read(self, parameters: Sequence[Tensor], stretch: Stretch) -> Tensor:
+        """The parameters' values in a stretch, [elements] float32, in memory of its own."""
+        start, stop = stretch
+        found = [
+            parameter.detach().flatten()[max(start - place.start, 0) : stop - place.start].float()
+            for parameter, place in zip(parameters, self.places, strict=True)
+            if place.start < stop and start < place.stop
+        ]
+        device = parameters[0].device
+        return torch.cat(found) if found else torch.zeros(0, dtype=torch.float32, device=device)
+
+    def give(self, parameters: Sequence[Tensor], values: Mapping[Stretch, Tensor]) -> None:
+        """Give parameters the values of stretches [elements] as `.grad`, zero beside them."""
+        length, device = self.length if values else 0, parameters[0].device
+        flat = torch.zeros(length, dtype=torch.float32, device=device)
+        for (start, stop), each in values.items():
+            flat[start:stop] = each
+        for parameter, place in zip(parameters, self.places, strict=True):
+            parameter.grad = None
+            if any(place.start < stop and start < place.stop for start, stop in values):
+                part = flat[place].view(parameter.shape).to(parameter.dtype)
+                parameter.grad = laid_out_like(part, parameter)
 
 
 def _fragments(sizes: Sequence[int], count: int) -> list[Stretch]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from threading import Thread
 from typing import NamedTuple
 
@@ -26,39 +27,23 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from instep.comm.base import Comm
-from instep.comm.buckets import laid_out_like
 from instep.comm.codecs.base import Codec
 from instep.comm.codecs.none import Identity
 from instep.errors import SpecError
 from instep.records import Law
 from instep.sync.base import Price, Result
 from instep.sync.generation import Generation
-from instep.sync.rounds.carried import SUM, Piece, kept_of, within
+from instep.sync.rounds.carried import Piece, kept_of
 from instep.sync.rounds.carrying import Carrying
 from instep.sync.rounds.checkpointed import laws_of, pieces_from, tensors_of
 from instep.sync.rounds.coded import check_codec
-from instep.sync.rounds.exchange import Exchange
+from instep.sync.rounds.fragment_sum import Agreed, FragmentSum, left_out, places_left_out
 from instep.sync.rounds.kept import Kept
 from instep.sync.rounds.outer import OUTER, Outer
 from instep.sync.rounds.segments import Segments, Stretch
 from instep.sync.rounds.spread import Given, Spread, spread
 from instep.sync.sums import Wide
 from instep.words import plural
-
-
-class Agreed(NamedTuple):
-    """A fragment has agreed, and that is not committed yet."""
-
-    commit: int
-    """Whose local models."""
-    mean: Tensor
-    """Of how far participants are from the shared values, backwards."""
-    left: Mapping[Piece, Tensor]
-    """What the codec left out, that this rank is to hold."""
-    made: Collection[int]
-    """All that leave something out, on any rank."""
-    ways: Mapping[int, Tensor]
-    """By participant of this rank: how far it is."""
 
 
 class Late(NamedTuple):
@@ -99,7 +84,8 @@ class Streaming(Carrying):
         self._codec = check_codec(codec or Identity())
         self._fragments, self._outer, self._encode_vectors = fragments, outer, encode_vectors
         self.delay, self.mixing = delay, mixing
-        self._lossy = not isinstance(self._codec, Identity)
+        self._leaving = range(0 if isinstance(self._codec, Identity) else fragments)
+        """The fragments of which something is left out."""
         self.last: int | None = None
         """The number of the job's last commit, after which nothing is under way."""
         self.local: Collection[int] = ()
@@ -122,17 +108,7 @@ class Streaming(Carrying):
     @property
     def laws(self) -> Mapping[str, Law]:
         """Of each participant what it has of its own, and what is left out; one rank has it."""
-        return laws_of(self.carried, self._left_out)
-
-    @property
-    def _left_out(self) -> dict[int, list[int]]:
-        """What stands in pieces for what participants and sums have left out."""
-        if not self._lossy:
-            return {}
-        every = range(self._fragments)
-        made, participants = self.carried.made, range(SUM, self.participants)
-        found = {of: [within(of, f) for f in every] for of in participants}
-        return {of: whats for of, whats in found.items() if any(what in made for what in whats)}
+        return laws_of(self.carried, left_out(self.carried, self.participants, self._leaving))
 
     def start(self, parameters: Sequence[Parameter], comm: Comm, generation: Generation) -> None:
         """Cut the fragments, and take over what those that leave hold."""
@@ -154,9 +130,9 @@ class Streaming(Carrying):
             fragments=self._fragments,
         )
         owners = [rank for rank in range(comm.size) if rank not in generation.draining]
-        self._exchanges = [
-            Exchange(self._codec, segments, comm, owners, self._device, fragment)
-            for fragment in segments.fragments
+        self._sums = [
+            FragmentSum(self._codec, segments, comm, owners, self._device, self.carried, fragment)
+            for fragment in range(self._fragments)
         ]
         self._take_over(comm, generation, comm)
 
@@ -182,10 +158,7 @@ class Streaming(Carrying):
         """The fragments that agree at the end of this commit."""
         if self._attempt.number == self.last:
             return range(self._fragments)
-        return [] if self.delay else [self._turn(self._attempt.number)]
-
-    def _turn(self, commit: int) -> int:
-        return (commit - 1) % self._fragments
+        return [] if self.delay else [(self._attempt.number - 1) % self._fragments]
 
     def recall(self, participants: Collection[int]) -> None:
         """A commit begins: what these have of their own comes to this rank, and the fragment that
@@ -198,9 +171,10 @@ class Streaming(Carrying):
         found, self._holds = self.carried.fetch(participants)
         self.kept.recall(found)
         before, last = self._attempt.number - 1, self._attempt.number == self.last
-        fragment = self._turn(before)
+        fragment = (before - 1) % self._fragments
         if self.delay and not last and before > int(self._commits[fragment]):
-            shared = self._values(fragment)  # participants move the parameters meanwhile
+            # participants move the parameters meanwhile
+            shared = self._segments.read(self._parameters, self._segments.fragments[fragment])
             agreed = self.begin(lambda: self._agree_late(fragment, before, shared))
             self._late = Late(fragment, shared, agreed)
 
@@ -268,7 +242,9 @@ class Streaming(Carrying):
         for fragment in self._due:
             start, stop = self._segments.fragments[fragment]
             ways = {of: self._moved[of][start:stop] for of in kept if of in self._moved}
-            self._next[fragment] = self._agree(fragment, number, ways, gives, holds)
+            self._next[fragment] = self._sums[fragment].agree(
+                number, number, ways, gives, holds, self._next_shares
+            )
         self._stage(kept, gives)
         return notes
 
@@ -300,63 +276,8 @@ class Streaming(Carrying):
             held = self.carried.held[Piece(kept_of(of), 0, self.carried.lengths[of], commit)]
             assert self.kept is not None, "participants have models of their own"
             ways[of] = shared - self.kept.model_in(held)[start:stop]
-        return self._agree(fragment, commit, ways, gives, self._holds, self._shares)
-
-    @torch.no_grad()
-    def _agree(
-        self,
-        fragment: int,
-        commit: int,
-        ways: Mapping[int, Tensor],
-        gives: Sequence[Collection[int]],
-        holds: Sequence[Sequence[Piece]],
-        shares: Tensor | None = None,
-    ) -> Agreed:
-        """Sum up how far participants are from the shared values of a fragment.
-
-        Args:
-            ways: by participant of this rank; one without has nothing that counts.
-            gives: by rank, its participants.
-            holds: by rank, what it has.
-            shares: of the participants; those of this commit, if they are left out.
-        """
-        rank, exchange = self._comm.rank, self._exchanges[fragment]
-        shares = self._next_shares if shares is None else shares
-        (start, stop), (low, high) = exchange.own, (exchange.begin, exchange.end)
-        sizes = dict.fromkeys(gives[rank], high - low) | (
-            {SUM: stop - start} if stop > start else {}
-        )
-        given = {
-            of: torch.zeros(size, dtype=torch.float32, device=self._device)
-            for of, size in sizes.items()
-        }
-        room: dict[int, Tensor | None] = dict.fromkeys(given)
-        pieces: dict[Piece, Tensor] = {}
-        made: list[int] = []
-        if self._lossy:
-            whats = {of: within(of, fragment) for ranks in (*gives, [SUM]) for of in ranks}
-            made = list(whats.values())
-            known = {
-                of: (what, self.carried.made[what])
-                for of, what in whats.items()
-                if what in self.carried.made
-            }
-            of_what = {what: of for of, what in whats.items()}
-            begins = {SUM: start}
-            self.carried.bring(
-                list(exchange.moves(gives, holds, known)),
-                lambda move: given[of_what[move.of.of]][
-                    move.within(begins.get(of_what[move.of.of], low))
-                ],
-            )
-            for of in given:
-                begin, end = (start, stop) if of == SUM else (low, high)
-                left = room[of] = torch.empty(end - begin, dtype=torch.float32, device=self._device)
-                pieces[Piece(whats[of], begin, end, self._attempt.number)] = left
-        for of, way in ways.items():
-            given[of].add_(way * float(shares[of]))  # rounded as `Coded` does
-        mean = exchange.gather(exchange.add_up(given, room, gives, number=commit))
-        return Agreed(commit, mean, pieces, made, ways)
+        number = self._attempt.number
+        return self._sums[fragment].agree(commit, number, ways, gives, self._holds, self._shares)
 
     def prepare(self, step: int, scale: float) -> float:
         """Every rank hears how far participants are apart."""
@@ -387,43 +308,21 @@ class Streaming(Carrying):
             device=self._device,
         )
 
-    def _values(self, fragment: int) -> Tensor:
-        """The parameters' values in a fragment, [elements] float32, in memory of its own."""
-        start, stop = self._segments.fragments[fragment]
-        found = [
-            parameter.detach().flatten()[max(start - place.start, 0) : stop - place.start].float()
-            for parameter, place in zip(self._parameters, self._segments.places, strict=True)
-            if place.start < stop and start < place.stop
-        ]
-        return (
-            torch.cat(found) if found else torch.zeros(0, dtype=torch.float32, device=self._device)
-        )
-
     # ---- the commit
 
     def hand_out(self) -> None:
         """Give each parameter the mean, where it has a part in what agrees."""
-        self._give({fragment: agreed.mean for fragment, agreed in self._next.items()})
-
-    def _give(self, values: Mapping[int, Tensor]) -> None:
-        """As `.grad`, zero beside the fragments."""
-        flat = torch.zeros(
-            self._segments.length if values else 0, dtype=torch.float32, device=self._device
+        stretches = self._segments.fragments
+        self._segments.give(
+            self._parameters, {stretches[f]: agreed.mean for f, agreed in self._next.items()}
         )
-        stretches = {fragment: self._segments.fragments[fragment] for fragment in values}
-        for fragment, (start, stop) in stretches.items():
-            flat[start:stop] = values[fragment]
-        for parameter, place in zip(self._parameters, self._segments.places, strict=True):
-            parameter.grad = None
-            if any(place.start < stop and start < place.stop for start, stop in stretches.values()):
-                part = flat[place].view(parameter.shape).to(parameter.dtype)
-                parameter.grad = laid_out_like(part, parameter)
 
     @torch.no_grad()
     def apply(self, update: Callable[[], Result]) -> Result:
         """Move the shared values by what the outer rule makes of the mean."""
+        stretches = self._segments.fragments
         moved = {f: self._outer.moved(f, agreed.mean) for f, agreed in self._next.items()}
-        self._give({fragment: way for fragment, (way, _) in moved.items()})
+        self._segments.give(self._parameters, {stretches[f]: way for f, (way, _) in moved.items()})
         result = update()
         for fragment, (_, kept) in moved.items():
             self._outer.keep(fragment, kept)
@@ -464,16 +363,12 @@ class Streaming(Carrying):
 
     def own_state(self) -> dict[str, Tensor]:
         """What this rank holds of participants and sums; zero for what others hold."""
-        given = self.carried, self._segments, self._parameters, self._left_out, self._device
-        return tensors_of(*given)
+        left = left_out(self.carried, self.participants, self._leaving)
+        return tensors_of(self.carried, self._segments, self._parameters, left, self._device)
 
     def _from_checkpoint(self, state: Mapping[str, Tensor]) -> dict[Piece, Tensor]:
-        return pieces_from(state, self.carried, self._segments, self._places_of, self._device)
-
-    def _places_of(self, of: int) -> Iterator[Piece]:
-        for fragment, stretch in enumerate(self._segments.fragments):
-            what = within(of, fragment)
-            yield Piece(what, *stretch, self.carried.made.get(what, 0))
+        places = partial(places_left_out, self.carried, self._segments)
+        return pieces_from(state, self.carried, self._segments, places, self._device)
 
     @staticmethod
     def price(parameter_bytes: int, replicas: int) -> Price:
