@@ -34,7 +34,7 @@ from instep.sync.base import Price, Result
 from instep.sync.carried_over import CarriedOver
 from instep.sync.gathering import Gathering, sparse_of
 from instep.sync.generation import Generation
-from instep.sync.reducers import Layout, Place, Reducer, Room, reducer_of
+from instep.sync.reducers import Layout, Place, Reducer, Reduction, Room, reduction_of
 from instep.sync.sparse_rows import with_rows
 from instep.sync.sums import Exact, Plain, Sums, Wide, sums_of
 
@@ -47,6 +47,7 @@ class AllReduce(Gathering):
         overlap: send during the backward pass; off, all is sent after it.
         encode_vectors: encode also parameters of fewer than two dimensions.
         codec: how buckets look on the wire; None sends them as they are.
+        reduction: sums buckets; that of the codec, if it is left out.
 
     Raises:
         SpecError: an option is refused.
@@ -59,14 +60,15 @@ class AllReduce(Gathering):
         overlap: bool = True,
         encode_vectors: bool = False,
         codec: Codec | None = None,
+        reduction: Reduction | None = None,
     ) -> None:
         super().__init__(
             bucket_mb=bucket_mb, overlap=overlap, codec=codec, encode_vectors=encode_vectors
         )
         self._reducer: Reducer | None = None
-        self.laws: Mapping[str, Law] = {}
-        if codec is not None:
-            self.laws = dict.fromkeys(reducer_of(codec).kinds(codec), Law.SUM)
+        self._reduction = reduction_of(codec) if codec is not None else reduction
+        kinds = self._reduction.kinds if self._reduction is not None else ()
+        self.laws: Mapping[str, Law] = dict.fromkeys(kinds, Law.SUM)
         self._encode_vectors |= "momentum" in self.laws  # which they need too
         self._holders: Sequence[tuple[int, ...]] = ()
         self._carry = CarriedOver()  # what was dropped before
@@ -79,40 +81,16 @@ class AllReduce(Gathering):
         notes, parts, mesh = generation.notes, generation.parts, generation.mesh
         self._holders = mesh.holders if mesh is not None else ()
         self._gather(parameters, comm, self._make_sums(parameters, comm, parts), notes)
-        if self._reduces:
+        if self._reduction is not None:
             self._loaded = shared
-            self._reducer = self._carry_over(generation)
+            layout, room = self._carry_over(generation)
+            self._reducer = self._reduction.make(comm, layout, room)
             self._reducer.load_state(shared)
             self._loaded = None
 
     def _make_sums(self, parameters: Sequence[Parameter], comm: Comm, parts: int) -> Sums:
         """How gradients are added."""
         return sums_of(parameters, comm, parts, encoded=self.codec is not None)
-
-    def _types(
-        self, parameters: Sequence[Tensor], *, exact: bool
-    ) -> Mapping[torch.dtype, torch.dtype]:
-        """As `Sums.types`."""
-        if self.codec is not None:
-            return Wide(parameters).types
-        return Exact.types if exact else Plain.types
-
-    @property
-    def _reduces(self) -> bool:
-        """Whether a reducer sums buckets."""
-        return self.codec is not None
-
-    def _make_reducer(self, layout: Layout, slots: tuple[Tensor, Tensor] | None) -> Reducer:
-        assert self.codec is not None, "no other buckets are reduced"
-        staged = self._carry.stamp if slots is not None else None
-        room = Room(self._buckets[0].flat.device, slots, staged)
-        return reducer_of(self.codec)(self.codec, self._comm, layout, room)
-
-    def _make_layout(
-        self, places: Sequence[Sequence[Place]], size: int, idle: Sequence[int]
-    ) -> Layout:
-        assert self.codec is not None, "no other buckets are reduced"
-        return reducer_of(self.codec).layout(places, size, idle)
 
     def _keep(self) -> None:
         """What the group of before has dropped is carried over."""
@@ -121,13 +99,13 @@ class AllReduce(Gathering):
                 self._carry.keep(self._layout, self._comm.rank, self._reducer.carried)
             self._loaded, self._reducer = self.state(), None
 
-    def _carry_over(self, generation: Generation) -> Reducer:
+    def _carry_over(self, generation: Generation) -> tuple[Layout, Room]:
         """Lay out what is carried over, beginning with what was carried before."""
         draining = generation.draining
         comm, device, types = self._comm, self._buckets[0].flat.device, self._sums.types
         layout = self._laid_out(self._buckets, self._parameters, comm.size, draining)
         if not self.laws:
-            return self._make_reducer(layout, None)
+            return layout, Room(device)
         encoded = [(n, p) for n, p in enumerate(self._parameters) if self._is_encoded(p)]
         self._layout = layout
         slots = self._carry.start(
@@ -145,7 +123,7 @@ class AllReduce(Gathering):
             },
             device=device,
         )
-        return self._make_reducer(layout, slots)
+        return layout, Room(device, slots, self._carry.stamp)
 
     @property
     def start_in_doubt(self) -> int:
@@ -188,7 +166,7 @@ class AllReduce(Gathering):
     ) -> list[Bucket]:
         """With a codec, the buckets of those that are not encoded are the last."""
         plain = [number for number, p in enumerate(parameters) if not self._is_encoded(p)]
-        last = plain if self._reduces else ()
+        last = plain if self._reduction is not None else ()
         return lay_out(parameters, [self._bucket_bytes], spare, types, holders, last)
 
     def _send(self, number: int, bucket: Bucket) -> Work:
@@ -239,10 +217,6 @@ class AllReduce(Gathering):
             self._reducer.abandon()
         self._forget()
 
-    def _forget(self) -> None:
-        super()._forget()
-        self._sparse_rows.forget()
-
     def stop(self) -> None:
         """What was dropped is kept for the next group."""
 
@@ -267,7 +241,10 @@ class AllReduce(Gathering):
     ) -> None:
         """The residuals of a process that was perhaps one of more, or of fewer."""
         rank, size, exact, *idle = tensors["place"].tolist()
-        buckets = self._cut(parameters, self._types(parameters, exact=bool(exact)), holders)
+        types = Exact.types if exact else Plain.types
+        if self.codec is not None:
+            types = Wide(parameters).types
+        buckets = self._cut(parameters, types, holders)
         layout = self._laid_out(buckets, parameters, size, idle)
         if len(tensors["residual"]) == layout.room(rank):
             self._carry.keep(layout, rank, tensors["residual"])
@@ -285,7 +262,8 @@ class AllReduce(Gathering):
             for bucket in buckets
             if self._encodes(bucket)
         ]
-        return self._make_layout(places, size, idle)
+        assert self._reduction is not None, "no other buckets are reduced"
+        return self._reduction.layout(places, size, idle)
 
     @staticmethod
     def price(parameter_bytes: int, replicas: int) -> Price:

@@ -22,12 +22,12 @@ from torch.nn import Parameter
 from instep.comm.base import Comm
 from instep.comm.codecs.base import Codec
 from instep.errors import SpecError
-from instep.records import Attempt, Law
+from instep.records import Attempt
 from instep.sync.all_reduce import AllReduce
 from instep.sync.base import Result
 from instep.sync.gathering import check_switch
-from instep.sync.reducers import Layout, Place, Reducer, Room
-from instep.sync.reducers.late import KIND, Late, Waiting
+from instep.sync.reducers import Reduction
+from instep.sync.reducers.late import KIND, Late
 from instep.sync.sums import Exact, Plain, Sums
 
 _ROWS = "late-rows/"
@@ -45,9 +45,8 @@ class Delayed(AllReduce):
     """
 
     def __init__(self, *, bucket_mb: float = 8.0, overlap: bool = True) -> None:
-        super().__init__(bucket_mb=bucket_mb, overlap=overlap)
-        self.laws = {KIND: Law.SUM}
-        self._late: Late | None = None
+        late = Reduction((KIND,), Late.layout, Late)
+        super().__init__(bucket_mb=bucket_mb, overlap=overlap, reduction=late)
         self._rows_waiting: Mapping[int, Tensor] = {}  # of what waits, as `SparseRows.agreed`
         self.last: int | None = None
         """The number of the job's last commit, which leaves nothing for a later one."""
@@ -57,24 +56,8 @@ class Delayed(AllReduce):
             return Plain()
         return InTurns(Exact(parameters, comm, parts), Exact(parameters, comm, parts))
 
-    @property
-    def _reduces(self) -> bool:
-        """Always."""
-        return True
-
     def _is_encoded(self, parameter: Tensor) -> bool:
         return True
-
-    def _make_reducer(self, layout: Layout, slots: tuple[Tensor, Tensor] | None) -> Reducer:
-        assert isinstance(layout, Waiting), "as made below"
-        room = Room(self._buckets[0].flat.device, slots, self._carry.stamp)
-        self._late = Late(self._comm, layout, room)
-        return self._late
-
-    def _make_layout(
-        self, places: Sequence[Sequence[Place]], size: int, idle: Sequence[int]
-    ) -> Layout:
-        return Late.layout(places, size, idle)
 
     def begin_step(self, attempt: Attempt) -> None:
         """What the step before left is on its way while the passes compute."""
@@ -83,8 +66,8 @@ class Delayed(AllReduce):
 
     @property
     def _there(self) -> Late:
-        assert self._late is not None, "no generation yet"
-        return self._late
+        assert isinstance(self._reducer, Late), "no generation yet"
+        return self._reducer
 
     def exchange(self, notes: Tensor) -> Tensor | None:
         """As ever; where gradients did not fit their lattices, they are given again."""

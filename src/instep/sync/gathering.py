@@ -183,6 +183,7 @@ class Gathering(ABC):
         self._begin_step()
         for parameter in self._parameters:
             parameter.grad = None
+        self._sparse_rows.forget()
 
     def state(self) -> dict[str, Tensor]:
         """What the sums remember: nothing, or how fine their lattices are."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -189,6 +190,23 @@ class Reducer(Protocol):
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Take up what `state` gave, here or elsewhere, before the first step; other names may be
         among it, and those of the reducer's own may be missing."""
+
+
+class Reduction(NamedTuple):
+    """The reducer of a strategy, before a group is there."""
+
+    kinds: tuple[str, ...]
+    """Names of what a rank alone carries over: `Reducer.kinds`."""
+    layout: Callable[[Sequence[Sequence[Place]], int, Sequence[int]], Layout]
+    """Lays that out: `Reducer.layout`."""
+    make: Callable[[Comm, Layout, Room], Reducer]
+    """Makes it for the ranks of a group."""
+
+
+def reduction_of(codec: Codec) -> Reduction:
+    """The reduction by a codec."""
+    kind = reducer_of(codec)
+    return Reduction(kind.kinds(codec), kind.layout, partial(kind, codec))
 
 
 def reducer_of(codec: Codec) -> type[Reducer]:

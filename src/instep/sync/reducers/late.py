@@ -17,7 +17,7 @@ from torch import Tensor
 
 from instep.comm.base import Comm, Work
 from instep.comm.codecs.base import Codec
-from instep.sync.reducers import OWN_ROOM, Place, Room
+from instep.sync.reducers import OWN_ROOM, Layout, Place, Room
 from instep.sync.reducers.two_slots import TwoSlots
 from instep.sync.reducers.whole_buckets import WholeBuckets
 
@@ -63,7 +63,8 @@ class Late(TwoSlots[Waiting]):
         """Room for every element."""
         return Waiting(buckets)
 
-    def __init__(self, comm: Comm, layout: Waiting, room: Room = OWN_ROOM) -> None:
+    def __init__(self, comm: Comm, layout: Layout, room: Room = OWN_ROOM) -> None:
+        assert isinstance(layout, Waiting), "as `layout` gave it"
         super().__init__(comm, layout, room)
         self._held = [layout.cut(slot)[0] for slot in self._slots]
         self._sums = [torch.empty_like(part) for part in self._held[0]]
