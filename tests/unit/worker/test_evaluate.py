@@ -12,7 +12,7 @@ from instep.comm.memory import run_ranks
 from instep.data.loader import Loader
 from instep.recipe.forward import Forward
 from instep.recipe.recipe import Recipe
-from instep.worker.passes.evaluate import evaluate
+from instep.worker.passes.evaluate import Sharing, evaluate
 
 SIZES = [3, 0, 20, 14]
 """Samples of participants, of which one has none."""
@@ -43,7 +43,9 @@ def figures(comm, speeds=None, workers=None, sizes=()):
 
     forward.measure = counted
     try:
-        return evaluate(forward, loader, 37, 5, comm, speeds, workers, sizes=sizes), sum(taken)
+        return evaluate(forward, loader, 37, 5, comm, Sharing(speeds, workers), sizes=sizes), sum(
+            taken
+        )
     finally:
         loader.close()
 

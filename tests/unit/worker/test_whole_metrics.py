@@ -14,7 +14,7 @@ from instep.errors import RecipeError
 from instep.recipe.forward import Forward
 from instep.recipe.metrics import WholeMetrics, is_whole, number
 from instep.recipe.recipe import Recipe
-from instep.worker.passes.evaluate import evaluate
+from instep.worker.passes.evaluate import Sharing, evaluate
 from instep.worker.passes.in_order import decoded, encoded
 from lazily import Lazy
 
@@ -87,7 +87,7 @@ def found(comm, speeds=None, samples=SAMPLES, **given):
     loader = Loader(dataset, seed=0, shuffle=False, processes=0)
     forward = Forward(recipe, model, torch.device("cpu"), "float32")
     try:
-        return evaluate(forward, loader, samples, BATCH, comm, speeds).metrics
+        return evaluate(forward, loader, samples, BATCH, comm, Sharing(speeds)).metrics
     finally:
         loader.close()
 

@@ -7,8 +7,8 @@ at any number of workers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from instep.data.dealing import deal
 from instep.data.loader import Loader, Skipped, Slice
 from instep.errors import DataError, RecipeError
 from instep.parallel.nested import on_tensors
-from instep.recipe.forward import Forward
+from instep.recipe.forward import Forward, Measured
 from instep.recipe.metrics import WholeMetrics
 from instep.worker.passes.in_order import InOrder
 
@@ -41,18 +41,37 @@ class Evaluation(NamedTuple):
     Empty where the dataset is not divided."""
 
 
+class Sharing(NamedTuple):
+    """How ranks share the batches of a dataset."""
+
+    speeds: Sequence[float] | None = None
+    """Speed of each worker, if they differ; a slow one gets fewer batches, but not in lockstep."""
+    workers: int | None = None
+    """Their number; that of the ranks, if left out."""
+    rank: int | None = None
+    """Which worker this rank is, as others may be too; the one of its number, if left out."""
+    tells: bool = True
+    """Whether this rank tells what it computes; one does, of those that are one worker."""
+    lockstep: bool = False
+    """Whether ranks compute a batch together, so that all must run equally many."""
+
+    def own(self, comm: Comm, count: int) -> tuple[list[int], int]:
+        """Numbers of this rank's batches, and in lockstep how many fewer it has than another."""
+        dealt = deal(count, self.workers or comm.size, None if self.lockstep else self.speeds)
+        rank = comm.rank if self.rank is None else self.rank
+        own = list(dealt[rank]) if rank < len(dealt) else []
+        return own, (max(map(len, dealt)) - len(own)) * self.lockstep
+
+
 def evaluate(
     forward: Forward,
     loader: Loader,
     samples: int,
     batch: int,
     comm: Comm,
-    speeds: Sequence[float] | None = None,
-    workers: int | None = None,
-    rank: int | None = None,
-    tells: bool = True,
+    sharing: Sharing,
+    *,
     arrived: Callable[[], None] = lambda: None,
-    lockstep: bool = False,
     sizes: Sequence[int] = (),
     as_participant: Callable[[int], AbstractContextManager[None]] | None = None,
 ) -> Evaluation:
@@ -66,14 +85,8 @@ def evaluate(
         samples: in the dataset.
         batch: samples of one forward pass.
         comm: the workers that share the work.
-        speeds: of each worker, if they differ; a slow one gets fewer batches. In lockstep
-            none does.
-        workers: how many share the work; all ranks, if left out.
-        rank: which of these this one is; its rank in `comm`, if left out. Several ranks may be
-            the same one.
-        tells: whether this rank tells what it computes; one does, of those that are the same.
+        sharing: who computes which batch.
         arrived: called when this worker has finished and waits for the others.
-        lockstep: whether ranks compute a batch together, so that all must run equally many.
         sizes: samples of each participant, which stand one after the other; none where the dataset
             is not divided.
         as_participant: where it is divided: the model is a participant's, in this context.
@@ -82,81 +95,109 @@ def evaluate(
         DataError: no sample could be read.
         RecipeError: the loss is a mean over nothing.
     """
-    whole = WholeMetrics(forward.recipe.metrics)
-    names = ["loss", *(name for name in forward.recipe.metrics if name not in whole.names)]
     cuts, whose = _cuts(sizes or [samples], batch)
-    count = len(cuts)
-    # the last columns: samples read, samples in the batch, and the weight of the loss
-    table = torch.zeros(count, len(names) + 3, dtype=torch.float64)
+    table = _BatchTable(forward, comm, len(cuts))
     skipped: list[Skipped] = []
-    dealt = deal(count, workers or comm.size, None if lockstep else speeds)
-    rank = comm.rank if rank is None else rank
-    own = list(dealt[rank]) if rank < len(dealt) else []
-    beside = max(map(len, dealt)) - len(own) if lockstep else 0
-    in_order = InOrder(comm, count, lambda pair: whole.update(*pair), forward.device)
-    whole.reset()
-    was_training = forward.model.training
-    forward.model.eval()
-    try:
+    own, beside = sharing.own(comm, len(cuts))
+    with _eval_mode(forward):
         reads = loader.read(cuts[number] for number in own)
         for number, read in zip(own, reads, strict=True):
-            skipped += read.skipped if tells else []
+            skipped += read.skipped if sharing.tells else []
             if read.size:
                 with as_participant(whose[number]) if sizes and as_participant else nullcontext():
                     found = forward.measure(read.batch, read.size)
-                if tells and found is not None:
-                    values, weight = found.values, found.weight
-                    if whole.names:
-                        in_order.put(number, (found.outputs, found.targets))
-                    row = [*(values[name] for name in names), read.size, found.samples, weight]
-                    table[number] = torch.tensor(row, dtype=torch.float64)
+                if sharing.tells and found is not None:
+                    table.put(number, read.size, found)
             else:
-                beside += lockstep
+                beside += sharing.lockstep
         if beside:
             spare = first_readable(loader, samples)
             for _ in range(beside):
                 forward.measure(on_tensors(spare, Tensor.clone), 1)
-    finally:
-        forward.model.train(was_training)
-    shared = table.to(forward.device)
-    arrived()
-    comm.all_reduce(shared).wait()
-    table, taken, counts, weights = shared.to("cpu").split([len(names), 1, 1, 1], dim=1)
-    read_in_all = int(taken.sum())
-    if not read_in_all:
+    table.add_up(arrived)
+    if not table.samples:
         example = f"; of sample {skipped[0].sample}: {skipped[0].cause}" if skipped else ""
         raise DataError(f"none of the {samples} samples to validate on can be read{example}.")
-    if not float(weights.sum()):
-        raise RecipeError(
-            f"the {read_in_all} samples to validate on have the weight 0 together: there is "
-            "nothing that the loss could be a mean of."
-        )
-    of_all = _of_all(whole, in_order, comm, forward) if whole.names else {}
-    means = _means(table, counts, weights, torch.zeros(count, dtype=torch.int64), 1)[:, 0]
-    each: Sequence[Tensor] = ()
-    if sizes:
-        each = tuple(_means(table, counts, weights, torch.tensor(whose), len(sizes)))
-    by_name = dict(zip(names, means.tolist(), strict=True)) | of_all
-    return Evaluation(
-        {name: by_name[name] for name in ("loss", *forward.recipe.metrics)},
-        read_in_all,
-        skipped,
-        {name: values.tolist() for name, values in zip(names, each, strict=False)},
-    )
+    metrics = table.metrics()
+    return Evaluation(metrics, table.samples, skipped, table.of_groups(whose, len(sizes)))
 
 
-def _of_all(
-    whole: WholeMetrics, in_order: InOrder, comm: Comm, forward: Forward
-) -> dict[str, float]:
-    """Metrics of the whole dataset: rank 0 gets all batches, and tells the others."""
-    in_order.finish()
-    found = torch.zeros(len(whole.names), dtype=torch.float64, device=forward.device)
-    if comm.rank == 0:
-        forward.phase = "metrics"
-        found.copy_(torch.tensor(whole.compute(), dtype=torch.float64))
-    whole.reset()
-    comm.broadcast(found)
-    return dict(zip(whole.names, found.tolist(), strict=True))
+@contextmanager
+def _eval_mode(forward: Forward) -> Iterator[None]:
+    was_training = forward.model.training
+    forward.model.eval()
+    try:
+        yield
+    finally:
+        forward.model.train(was_training)
+
+
+class _BatchTable:
+    """The values of each batch: a rank's own, and after `add_up` those of all ranks."""
+
+    def __init__(self, forward: Forward, comm: Comm, count: int) -> None:
+        self._forward, self._comm = forward, comm
+        self._whole = whole = WholeMetrics(forward.recipe.metrics)
+        self._names = ["loss", *(n for n in forward.recipe.metrics if n not in whole.names)]
+        # the last columns: samples read, samples in the batch, and the weight of the loss
+        self._rows = torch.zeros(count, len(self._names) + 3, dtype=torch.float64)
+        self._in_order = InOrder(comm, count, lambda pair: whole.update(*pair), forward.device)
+        whole.reset()
+
+    def put(self, number: int, read: int, found: Measured) -> None:
+        """Keep the values of a batch, for which so many samples were read."""
+        if self._whole.names:
+            self._in_order.put(number, (found.outputs, found.targets))
+        row = [*(found.values[name] for name in self._names), read, found.samples, found.weight]
+        self._rows[number] = torch.tensor(row, dtype=torch.float64)
+
+    def add_up(self, arrived: Callable[[], None]) -> None:
+        """Get the rows of all ranks; `arrived` is called before this one waits for them."""
+        shared = self._rows.to(self._forward.device)
+        arrived()
+        self._comm.all_reduce(shared).wait()
+        self._rows = shared.to("cpu")
+
+    @property
+    def samples(self) -> int:
+        """Samples that were read."""
+        return int(self._rows[:, -3].sum())
+
+    def metrics(self) -> dict[str, float]:
+        """Mean loss and metrics, by name, and the metrics of the whole dataset.
+
+        Raises:
+            RecipeError: the loss is a mean over nothing.
+        """
+        if not float(self._rows[:, -1:].sum()):
+            raise RecipeError(
+                f"the {self.samples} samples to validate on have the weight 0 together: there is "
+                "nothing that the loss could be a mean of."
+            )
+        of_all = self._of_all() if self._whole.names else {}
+        means = self.of_groups([0] * len(self._rows), 1)
+        by_name = {name: mean for name, (mean,) in means.items()} | of_all
+        return {name: by_name[name] for name in ("loss", *self._forward.recipe.metrics)}
+
+    def of_groups(self, group: Sequence[int], groups: int) -> dict[str, list[float]]:
+        """Mean loss and metrics of each group of batches, by name; nothing without groups."""
+        if not groups:
+            return {}
+        table, _, counts, weights = self._rows.split([len(self._names), 1, 1, 1], dim=1)
+        means = _means(table, counts, weights, torch.tensor(group), groups)
+        return dict(zip(self._names, means.tolist(), strict=True))
+
+    def _of_all(self) -> dict[str, float]:
+        """Metrics of the whole dataset: rank 0 gets all batches, and tells the others."""
+        self._in_order.finish()
+        whole, forward = self._whole, self._forward
+        found = torch.zeros(len(whole.names), dtype=torch.float64, device=forward.device)
+        if self._comm.rank == 0:
+            forward.phase = "metrics"
+            found.copy_(torch.tensor(whole.compute(), dtype=torch.float64))
+        whole.reset()
+        self._comm.broadcast(found)
+        return dict(zip(whole.names, found.tolist(), strict=True))
 
 
 def _means(table: Tensor, counts: Tensor, weights: Tensor, group: Tensor, groups: int) -> Tensor:

@@ -11,7 +11,7 @@ from instep.engine.engine import Engine
 from instep.engine.skipping import SkipReporter
 from instep.worker.passes.activity import Activity
 from instep.worker.passes.base import Compute
-from instep.worker.passes.evaluate import evaluate
+from instep.worker.passes.evaluate import Sharing, evaluate
 from instep.worker.replica.replica import Replica
 from instep.worker.rounds.rounds import Rounds
 from instep.worker.training.inputs import Inputs
@@ -72,12 +72,14 @@ class Validation:
                 count,
                 inputs.validation_batch,
                 comm,
-                assignment.dealing.speeds,
-                mesh.batches_of(len(assignment.workers)),
-                mesh.batch_of(comm.rank),
-                tells=replica is None or replica.tells,
+                Sharing(
+                    assignment.dealing.speeds,
+                    mesh.batches_of(len(assignment.workers)),
+                    mesh.batch_of(comm.rank),
+                    tells=replica is None or replica.tells,
+                    lockstep=replica is not None,
+                ),
                 arrived=self._waits,
-                lockstep=replica is not None,
                 sizes=self._sizes,
                 as_participant=self._as_participant,
             )
