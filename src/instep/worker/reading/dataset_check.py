@@ -62,30 +62,11 @@ def check_datasets(
             if name in before
             else loader.fingerprint()
         )
-        if name in before and not now.same_as(before[name]):
-            text = _difference(name, before[name], now)
-            if loader is train and now.samples != before[name].samples:
-                raise DataError(
-                    f"{text} The order of an epoch follows from this number, so the run cannot be "
-                    "resumed. Put the dataset back as it was; or start a new run from the model "
-                    f"of this one: --set start.model={member.run}"
-                )
-            if member.job.data.changed == "refuse":
-                raise DataError(
-                    f"{text} Put it back as it was; or accept the dataset that is there now: "
-                    "--set data.changed=accept"
-                )
-            member.emit(
-                "warning", text=f"{text} Training continues with the dataset that is there now."
-            )
+        if name in before:
+            _check_contents(member, name, before[name], now)
         runs = loader.order.runs if isinstance(loader.order, Windowed | PartsOrder) else []
-        if runs and shards.get(name, runs) != runs:
-            raise DataError(
-                "the training dataset stands in other shards than when the run was started, and "
-                "the windowed order follows from them, so the run cannot be resumed. Put them back "
-                "as they were; or start a new run from the model of this one: "
-                f"--set start.model={member.run}"
-            )
+        if runs:
+            _check_shards(member.run, shards.get(name, runs), runs)
         if name == "training":
             differed = now.differed or (before[name].differed if name in before else [])
         if now.differed and name not in before:
@@ -101,6 +82,36 @@ def check_datasets(
             **({"parts": loader.order.bounds} if isinstance(loader.order, PartsOrder) else {}),
         )
     return differed[0] if differed else None
+
+
+def _check_contents(member: Member, name: str, before: Fingerprint, now: Fingerprint) -> None:
+    """Refuse a dataset whose samples have changed, or warn where the job accepts them."""
+    if now.same_as(before):
+        return
+    text = _difference(name, before, now)
+    if name == "training" and now.samples != before.samples:
+        raise DataError(
+            f"{text} The order of an epoch follows from this number, so the run cannot be "
+            "resumed. Put the dataset back as it was; or start a new run from the model "
+            f"of this one: --set start.model={member.run}"
+        )
+    if member.job.data.changed == "refuse":
+        raise DataError(
+            f"{text} Put it back as it was; or accept the dataset that is there now: "
+            "--set data.changed=accept"
+        )
+    member.emit("warning", text=f"{text} Training continues with the dataset that is there now.")
+
+
+def _check_shards(run: Path, before: object, now: object) -> None:
+    """Refuse shards that have changed, from which the order of an epoch follows."""
+    if before != now:
+        raise DataError(
+            "the training dataset stands in other shards than when the run was started, and "
+            "the windowed order follows from them, so the run cannot be resumed. Put them back "
+            "as they were; or start a new run from the model of this one: "
+            f"--set start.model={run}"
+        )
 
 
 def _absolute(folder: Shards) -> str:
