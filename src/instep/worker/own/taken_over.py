@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import MethodType
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 
 from instep.engine.state.committed import CommittedState
 from instep.errors import SpecError
+from instep.recipe.optimizers.two_points import TwoPoints
 
 _SAID = (
     "(its step() is taken over by instep: it moves once all processes have agreed on a gradient)"
@@ -50,16 +52,38 @@ class Takes(Protocol):
 
 def take_over(loop: Takes) -> Callable[[], None]:
     """Have `optimizer.step` and its kin go through the loop; returns what undoes it."""
-    optimizer, scheduler, scaler = loop.optimizer, loop.scheduler, loop.scaler
-    before: list[tuple[Any, str, Any]] = []
+    undo = ExitStack()
+    _take_optimizer(loop, undo)
+    if points := loop.state.two_points:  # the user's code switches, to validate
+        _take_switches(loop.optimizer, points, undo)
+    if loop.scheduler is not None:
+        _take_scheduler(loop, undo)
+    if loop.scaler is not None:
+        _take_scaler(loop, undo)
+    return undo.close
 
-    def take(owner: Any, name: str, ours: Callable[..., Any]) -> Any:
-        raw = getattr(owner, name)
-        before.append((owner, name, owner.__dict__.get(name)))
-        # the attributes too: a scheduler made before has marked the method
-        wrapped = functools.wraps(getattr(raw, "__func__", raw))(ours)
-        setattr(owner, name, MethodType(wrapped, owner))
-        return raw
+
+def _take(owner: Any, name: str, ours: Callable[..., Any], undo: ExitStack) -> Any:
+    """Put another method into an object; returns the one that it had."""
+    raw, was = getattr(owner, name), owner.__dict__.get(name)
+    # the attributes too: a scheduler made before has marked the method
+    wrapped = functools.wraps(getattr(raw, "__func__", raw))(ours)
+    setattr(owner, name, MethodType(wrapped, owner))
+    if was is None:
+        undo.callback(delattr, owner, name)
+    else:
+        undo.callback(setattr, owner, name, was)
+    return raw
+
+
+def _become(changed: Any, kind: type, undo: ExitStack) -> None:
+    """Change the class of an object to one that differs in methods only."""
+    undo.callback(setattr, changed, "__class__", type(changed))
+    changed.__class__ = kind
+
+
+def _take_optimizer(loop: Takes, undo: ExitStack) -> None:
+    optimizer = loop.optimizer
 
     def step(_: Any, closure: Any = None) -> None:
         if closure is not None:
@@ -74,69 +98,55 @@ def take_over(loop: Takes) -> Callable[[], None]:
         loop.zeroed(to_none=set_to_none)
         raw_zero(set_to_none)
 
-    raw_step, raw_zero = take(optimizer, "step", step), take(optimizer, "zero_grad", zero_grad)
-    kind = type(optimizer)
-    _become(optimizer, saying_so(kind))
-    if points := loop.state.two_points:  # the user's code switches, to validate
-
-        def train(_: Any, *args: Any, **kwargs: Any) -> Any:
-            done = raw_train(*args, **kwargs)
-            points.at_result = False
-            return done
-
-        def evaluate(_: Any, *args: Any, **kwargs: Any) -> Any:
-            done = raw_eval(*args, **kwargs)
-            points.at_result = True
-            return done
-
-        raw_train, raw_eval = take(optimizer, "train", train), take(optimizer, "eval", evaluate)
-    if scheduler is not None:
-
-        def advance(_: Any, *args: Any, **kwargs: Any) -> Any:
-            return loop.scheduler_step(raw_advance, *args, **kwargs)
-
-        # in a class of its own: a scheduler's state dict has every attribute of the instance
-        raw_advance, of_scheduler = scheduler.step, type(scheduler)
-        step_ = functools.wraps(of_scheduler.step)(advance)
-        members = {"step": step_, "__module__": of_scheduler.__module__}
-        _become(scheduler, type(of_scheduler.__name__, (of_scheduler,), members))
-    if scaler is not None:
-
-        def scaled_step(_: Any, moved: Any, *args: Any, **kwargs: Any) -> None:
-            if moved is not optimizer:  # the loop's hook names it
-                raw_scaled(moved, *args, **kwargs)
-                return
-            loop.optimizer_step(lambda: raw_scaled(moved, *args, **kwargs))
-
-        def update(_: Any, *args: Any, **kwargs: Any) -> Any:
-            return loop.after_move(raw_update, *args, **kwargs)
-
-        def unscale(_: Any, optimizer: Any) -> None:
-            loop.unscale(raw_unscale)
-
-        raw_scaled, raw_update, raw_unscale = (
-            take(scaler, "step", scaled_step),
-            take(scaler, "update", update),
-            take(scaler, "unscale_", unscale),
-        )
-
-    def give_back() -> None:
-        _become(optimizer, kind)
-        if scheduler is not None:
-            _become(scheduler, of_scheduler)
-        while before:
-            owner, name, was = before.pop()
-            if was is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, was)
-
-    return give_back
+    raw_step = _take(optimizer, "step", step, undo)
+    raw_zero = _take(optimizer, "zero_grad", zero_grad, undo)
+    _become(optimizer, saying_so(type(optimizer)), undo)
 
 
-def _become(changed: Any, kind: type) -> None:
-    """Change the class of an object to one that differs in methods only."""
-    changed.__class__ = kind
+def _take_switches(optimizer: Optimizer, points: TwoPoints, undo: ExitStack) -> None:
+    def train(_: Any, *args: Any, **kwargs: Any) -> Any:
+        done = raw_train(*args, **kwargs)
+        points.at_result = False
+        return done
+
+    def evaluate(_: Any, *args: Any, **kwargs: Any) -> Any:
+        done = raw_eval(*args, **kwargs)
+        points.at_result = True
+        return done
+
+    raw_train = _take(optimizer, "train", train, undo)
+    raw_eval = _take(optimizer, "eval", evaluate, undo)
+
+
+def _take_scheduler(loop: Takes, undo: ExitStack) -> None:
+    def advance(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return loop.scheduler_step(raw_advance, *args, **kwargs)
+
+    # in a class of its own: a scheduler's state dict has every attribute of the instance
+    raw_advance, kind = loop.scheduler.step, type(loop.scheduler)
+    step = functools.wraps(kind.step)(advance)
+    members = {"step": step, "__module__": kind.__module__}
+    _become(loop.scheduler, type(kind.__name__, (kind,), members), undo)
+
+
+def _take_scaler(loop: Takes, undo: ExitStack) -> None:
+    optimizer, scaler = loop.optimizer, loop.scaler
+
+    def scaled_step(_: Any, moved: Any, *args: Any, **kwargs: Any) -> None:
+        if moved is not optimizer:  # the loop's hook names it
+            raw_scaled(moved, *args, **kwargs)
+            return
+        loop.optimizer_step(lambda: raw_scaled(moved, *args, **kwargs))
+
+    def update(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return loop.after_move(raw_update, *args, **kwargs)
+
+    def unscale(_: Any, optimizer: Any) -> None:
+        loop.unscale(raw_unscale)
+
+    raw_scaled = _take(scaler, "step", scaled_step, undo)
+    raw_update = _take(scaler, "update", update, undo)
+    raw_unscale = _take(scaler, "unscale_", unscale, undo)
 
 
 def saying_so(kind: type[Optimizer]) -> type[Optimizer]:
