@@ -16,6 +16,7 @@ from instep.client.job_checks import check_job, with_options
 from instep.client.join import placement, refusal
 from instep.client.join.hosting import Host
 from instep.client.join.meet import meet
+from instep.client.join.meeting import Meeting
 from instep.client.join.rendezvous import meeting_at
 from instep.client.join.script import print_job_if_asked
 from instep.client.join.session import Session
@@ -89,24 +90,26 @@ def join(
     with refusal.announced(place, meeting):
         meeting.enter()
         job = _job(recipe, name, arguments, seed, network, sections, place.size)
-        hosts, launcher = job.launch.hosts, job.launch.on
-        if hosts or launcher:
-            given = f"hosts = {list(hosts)}" if hosts else f"on = {launcher!r}"
-            raise SpecError(
-                f"launch.{given}: instep.join starts no processes, on "
-                "other hosts either. Leave it out and start the script on each, as torchrun and "
-                "Slurm do; or use instep.train or instep run, which honour it."
-            )
-        if job.sync.name in SERVERS:
-            raise SpecError(
-                f"sync.name = {job.sync.name!r}: instep.join starts no processes, and servers are "
-                "some. Use instep.train or instep run with a recipe; or sync.name = 'all_reduce'."
-            )
+        _check_processes(job)
         check_job(job, resumed=resume)
+    return _meet(place, meeting, job, recipe, runs=Path(runs), quiet=quiet, resume=resume)
+
+
+def _meet(
+    place: placement.Placement,
+    meeting: Meeting,
+    job: JobSpec,
+    recipe: Callable[..., Any] | Recipe | None,
+    *,
+    runs: Path,
+    quiet: bool,
+    resume: bool,
+) -> Session:
+    """Begin the session of this process: process 0 starts the master, and the others find it."""
     host = None
     if place.rank == 0:
         own_loop = recipe is None
-        host = Host(place, job, Path(runs), meeting, quiet=quiet, resume=resume, own_loop=own_loop)
+        host = Host(place, job, runs, meeting, quiet=quiet, resume=resume, own_loop=own_loop)
         member = host.member()
     else:
         member = meet(meeting, place.rank)
@@ -121,6 +124,23 @@ def join(
         session.fail(error)
         raise
     return session
+
+
+def _check_processes(job: JobSpec) -> None:
+    """Refuse a job whose processes somebody would have to start."""
+    hosts, launcher = job.launch.hosts, job.launch.on
+    if hosts or launcher:
+        given = f"hosts = {list(hosts)}" if hosts else f"on = {launcher!r}"
+        raise SpecError(
+            f"launch.{given}: instep.join starts no processes, on "
+            "other hosts either. Leave it out and start the script on each, as torchrun and "
+            "Slurm do; or use instep.train or instep run, which honour it."
+        )
+    if job.sync.name in SERVERS:
+        raise SpecError(
+            f"sync.name = {job.sync.name!r}: instep.join starts no processes, and servers are "
+            "some. Use instep.train or instep run with a recipe; or sync.name = 'all_reduce'."
+        )
 
 
 def _within_script(script: Script, recipe: Callable[..., Any] | Recipe | None) -> Session:
