@@ -78,11 +78,8 @@ def engine_around(
         started=time.time(),
         form=Form(generation=1, rank=rank, members=list(range(size)), checkpoint=""),
         regroups=False,
-        fenced=False,
-        check_lease=lambda: None,
-        fence=lambda: None,
-        flush=lambda: None,
-        record=lambda *_: None,
+        lease=SimpleNamespace(fenced=False, check=lambda: None, fence=lambda: None),
+        records=SimpleNamespace(flush=lambda: None, add=lambda *_: None),
         emit=lambda *_, **__: None,
         waits_for_writer=lambda: False,
     )

@@ -50,7 +50,7 @@ from instep.comm.protocol.channel import LARGEST, Frames, frame
 from instep.comm.protocol.connection import HEARTBEAT_S
 from instep.comm.protocol.endpoint import Endpoint, Switchboard
 from instep.control.journal import Begin, Journal
-from instep.engine.member import FLUSH_S, TRAFFIC_S
+from instep.engine.membership import FLUSH_S, TRAFFIC_S
 from instep.events import STEPS
 from instep.job import file as spec_file
 from instep.store.folder import BEGINNING, make_run_folder

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from instep.comm.protocol.messages import Form
 from instep.data.batches import Batches
 from instep.engine.assignment import Lockstep
 from instep.engine.engine import Engine
+from instep.engine.membership import GenerationLease
 from instep.engine.served.optimizer import ServedUpdate
 from instep.engine.step.agreement import Weighed
 from instep.engine.turns import TurnState
@@ -175,27 +177,13 @@ class FakeMember:
         self.job, self.run, self.number, self.started = job, run, number, 0.0
         self.form: Form | None = None
         self.regroups = False
-        self._fenced = -1
+        self.lease = GenerationLease(SimpleNamespace(lapsed=False))  # type: ignore[arg-type]
+        self.records = self
         self.recorded: Callable[[], None] = lambda: None
         self.losses: dict[int, float] = {}
         """That it has recorded, by step."""
 
-    def fence(self) -> None:
-        """Nothing more is committed in this generation."""
-        assert self.form is not None
-        self._fenced = self.form.generation
-
-    @property
-    def fenced(self) -> bool:
-        """Whether that is so."""
-        return self.form is not None and self._fenced == self.form.generation
-
-    def check_lease(self) -> None:
-        """PeerError where that is so."""
-        if self.fenced:
-            raise PeerError("the master did not answer for too long: the others may continue.")
-
-    def record(self, ledger: bytes, steps: tuple[Any, ...]) -> None:
+    def add(self, ledger: bytes, steps: tuple[Any, ...]) -> None:
         """The step stands in the ledger, where this worker writes it."""
         self.recorded()
         step, _, _, loss, *_ = steps
@@ -379,7 +367,7 @@ class Rank:
         if self.assignment and not self.formed and point == Point("got", 1):
             self._prepared = -1  # the members have compared what they hold
         if Lapse(rank, point) in script.lapses:
-            self.member.fence()
+            self.member.lease.fence()
         if Death(rank, point) in script.deaths:
             raise Killed
         if Break(rank, point) in script.breaks:
@@ -438,7 +426,7 @@ class Rank:
                 self.engine.commit()
                 self.world.committed(self)
                 self._at("committed", self.commit)
-                self.member.check_lease()
+                self.member.lease.check()
 
     def _agree(self, step: int, where: Any, share: Any) -> bool:
         self.engine.begin_step(step, where)

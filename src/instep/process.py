@@ -21,7 +21,8 @@ from instep.comm.protocol.messages import PREDICTOR
 from instep.data.reading.choose import cores
 from instep.data.reading.process import own_file_offsets
 from instep.data.shards.urls.remote import use_cache
-from instep.engine.member import Member, Released, ReplicaBroken
+from instep.engine.member import Member, ReplicaBroken
+from instep.engine.membership import Released
 from instep.errors import PeerError, RecipeError, WorkerError
 from instep.recipe.build import call
 from instep.recipe.source_file import load_function

@@ -20,7 +20,7 @@ from instep.comm.protocol.messages import ON_REQUEST
 from instep.control.watch import WAITING
 from instep.data.batches import Batches
 from instep.engine.assignment import NOTHING_FINISHED, Lockstep, finished
-from instep.engine.member import FLUSH_S
+from instep.engine.membership import FLUSH_S
 from instep.engine.state.catch_up import NOWHERE, Place, beginning
 from instep.errors import PeerError
 from instep.events import STEPS

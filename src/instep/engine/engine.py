@@ -632,7 +632,7 @@ class Engine:
         Raises:
             PeerError: the others may have gone on without this worker; nothing has moved.
         """
-        self.member.check_lease()  # before anything moves
+        self.member.lease.check()  # before anything moves
         since, staged, counts = time.perf_counter(), self._staged, self.ends_step
         assert staged is not None, "agree() comes first"
         done = self._apply(move or self.update.apply)

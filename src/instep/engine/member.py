@@ -12,7 +12,6 @@ import tempfile
 import threading
 import time
 import tomllib
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,9 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
-import numpy as np
 
-from instep.comm.metered import tcp_traffic
 from instep.comm.protocol.channel_store import ChannelStore
 from instep.comm.protocol.connection import MasterConnection
 from instep.comm.protocol.endpoint import Endpoint
@@ -35,16 +32,12 @@ from instep.comm.protocol.messages import (
     Done,
     Emit,
     Failed,
-    Figures,
     Form,
     Formed,
     Heartbeat,
     Hello,
     Mark,
     Notice,
-    Predict,
-    Predicted,
-    Records,
     Refused,
     Regroup,
     Release,
@@ -52,12 +45,21 @@ from instep.comm.protocol.messages import (
     StoreSet,
     StoreValue,
     Verdict,
+    Welcome,
     keys_of_generation,
     keys_of_replica,
 )
+from instep.engine.membership import (
+    GenerationLease,
+    PredictionTurns,
+    RecordSender,
+    Released,
+    RunStore,
+    StopDecisions,
+)
 from instep.errors import PeerError
-from instep.events import STEPS
 from instep.job import file as spec_file
+from instep.job.spec import JobSpec
 from instep.store.folder import id_of
 from instep.system import causes
 from instep.system.addresses import address_towards
@@ -72,12 +74,6 @@ from instep.words import plural
 if TYPE_CHECKING:
     from instep.comm.encryption.forwarder import Forwarder
 
-FLUSH_S = 0.25
-"""How often records leave for the master."""
-
-TRAFFIC_S = 1.0
-"""How often the kernel is asked for the bytes sent and received."""
-
 LAST_WORD_S = 20.0
 """How long a worker that has failed waits for a master to report to: one that hangs is replaced in
 less."""
@@ -87,12 +83,48 @@ KILL_S = 2.0
 """How long a worker whose replica came apart waits for the master to kill it."""
 
 
-class Released(Exception):
-    """The run does not need this worker any more; no error."""
-
-
 class ReplicaBroken(Exception):
     """The group inside this worker's replica came apart, which lives as long as its processes."""
+
+
+def _welcomed(endpoint: Endpoint, number: int, *, forked: bool) -> tuple[MasterConnection, Welcome]:
+    """Connect to the master, as a worker that it accepts."""
+    hello = Hello(
+        token=endpoint.token,
+        role="worker",
+        number=number,
+        pid=os.getpid(),
+        host=endpoint.host,
+        machine=machine(),
+        node=platform.node(),
+    )
+    connection = MasterConnection(endpoint.address, hello, endpoint.context)
+    connection.lasting = forked  # another master may answer
+    welcome = connection.welcome()
+    if isinstance(welcome, Refused):
+        connection.close()
+        raise causes.as_error(welcome)
+    return connection, welcome
+
+
+def _forwarder(endpoint: Endpoint, number: int, address: str, *, forked: bool) -> Forwarder | None:
+    if endpoint.credentials is None:
+        return None
+    from instep.comm.encryption.forwarder import Forwarder
+
+    alone = forked and threading.active_count() == 1
+    fork = partial(Fork, name=FORWARDER) if alone else None
+    return Forwarder(number, address, endpoint.credentials, machine(), fork=fork)
+
+
+def _job_here(text: str) -> JobSpec:
+    """The job of the master, with paths as they are on this host."""
+    job = spec_file.build(tomllib.loads(text), source="the master")
+    return msgspec.structs.replace(
+        job,
+        recipe=recipe_here(job.recipe),
+        python_path=places_here(job.recipe, job.python_path),
+    )
 
 
 class Member:
@@ -117,41 +149,12 @@ class Member:
         self.credentials = endpoint.credentials
         """What this process shows on connections of its own, to `outside`; None where these are not
         encrypted."""
-        hello = Hello(
-            token=endpoint.token,
-            role="worker",
-            number=number,
-            pid=os.getpid(),
-            host=endpoint.host,
-            machine=machine(),
-            node=platform.node(),
-        )
-        self._connection = MasterConnection(endpoint.address, hello, endpoint.context)
-        self._connection.lasting = phases is not None  # forked: another master may answer
-        welcome = self._connection.welcome()
-        if isinstance(welcome, Refused):
-            self._connection.close()
-            raise causes.as_error(welcome)
-        self.forwarder: Forwarder | None = None
+        self._connection, welcome = _welcomed(endpoint, number, forked=phases is not None)
+        self.forwarder = _forwarder(endpoint, number, self.address, forked=phases is not None)
         """Encrypts what this worker sends to others; None if nothing does."""
-        if endpoint.credentials is not None:
-            from instep.comm.encryption.forwarder import Forwarder
-
-            alone = phases is not None and threading.active_count() == 1
-            self.forwarder = Forwarder(
-                number,
-                self.address,
-                endpoint.credentials,
-                machine(),
-                fork=partial(Fork, name=FORWARDER) if alone else None,
-            )
+        if self.forwarder is not None:
             self.address = self.forwarder.inside
-        job = spec_file.build(tomllib.loads(welcome.job), source="the master")
-        self.job = msgspec.structs.replace(
-            job,
-            recipe=recipe_here(job.recipe),
-            python_path=places_here(job.recipe, job.python_path),
-        )
+        self.job = _job_here(welcome.job)
         self.run = Path(welcome.run)
         """Its folder; only processes that see it touch it."""
         self.sees_run = not welcome.run_id or id_of(self.run) == welcome.run_id
@@ -176,14 +179,7 @@ class Member:
         """What `remember` of an earlier process was given; empty if there was none."""
         self._connection.lasting = not welcome.complete  # a lost master will be replaced
         if self._connection.lasting and self.role != PREDICTOR and given() >= 0:
-            outbox = Outbox(given())
-            self._connection.keep_in(outbox)
-            if outbox.lost:
-                self.warn(
-                    f"{plural(outbox.lost, 'message')} of worker {number} to the log of the run "
-                    "(what was logged, and records of its steps) were lost with its last process: "
-                    f"more than {ROOM >> 20} MiB of them waited for a master. No step was lost."
-                )
+            self._keep_messages(Outbox(given()))
         self.marks: Sequence[Mark] = welcome.marks
         """Samples at which processes have ended; the same for all members of a generation."""
         self.form: Form | None = None
@@ -195,16 +191,25 @@ class Member:
         """Aborts the present exchange; called by another thread."""
         self.hold: Callable[[], None] = lambda: None
         """Stops all writing for the present generation; called by another thread."""
-        self._fenced = -1  # the generation in which nothing more may be committed
         self._next: Form | None = None
-        self._stop: Stop | None = None
         self._regroup = -1  # the generation that is to be left at the next commit
         self._leaving = False
-        self._verdicts: deque[Verdict] = deque()
-        self._asked = self._answered = 0
-        self._ledger = bytearray()
-        self._steps: list[tuple[Any, ...]] = []
-        self._flushed = self._metered = self._forwarder_ran_at = time.monotonic()
+        self.lease = GenerationLease(self._connection)
+        self.stops = StopDecisions(self._connection, self._listen)
+        self.run_store = RunStore(self._connection, number)
+        self.predictions = PredictionTurns(self._connection)
+        self.records = RecordSender(self._connection, number)
+        self._forwarder_ran_at = time.monotonic()
+
+    def _keep_messages(self, outbox: Outbox) -> None:
+        """Keep messages where the next process finds them; it sends those of the last one."""
+        self._connection.keep_in(outbox)
+        if outbox.lost:
+            self.warn(
+                f"{plural(outbox.lost, 'message')} of worker {self.number} to the log of the run "
+                "(what was logged, and records of its steps) were lost with its last process: "
+                f"more than {ROOM >> 20} MiB of them waited for a master. No step was lost."
+            )
 
     def show_itself(self) -> None:
         """Send heartbeats from now on, though this worker is not ready yet.
@@ -247,6 +252,7 @@ class Member:
                 raise Released
             self._next = answer
         self._connection.wait_for_lease()
+        self.lease.begin(self._next.generation)
         self.form, self._next = self._next, None
         self.marks = self.form.marks
         return self.form
@@ -264,30 +270,9 @@ class Member:
 
     def _lapsed(self) -> None:
         """In the listening thread: the lease is over, and the others may continue without us."""
-        self.fence()
+        self.lease.fence()
         self.hold()
         self.interrupt()
-
-    def fence(self) -> None:
-        """Commit nothing more in the present generation."""
-        if self.form is not None:
-            self._fenced = self.form.generation
-
-    @property
-    def fenced(self) -> bool:
-        """Whether nothing more may be committed in the present generation.
-
-        Between hosts this is so once the master has not answered for a lease, and until the
-        next generation.
-        """
-        if self._connection.lapsed:
-            self.fence()
-        return self.form is not None and self._fenced == self.form.generation
-
-    def check_lease(self) -> None:
-        """Raise PeerError if nothing more may be committed in the present generation."""
-        if self.fenced:
-            raise PeerError("the master did not answer for too long: the others may continue.")
 
     def waits_for_writer(self) -> bool:
         """Whether to wait for another process that still has the ledger locked.
@@ -307,7 +292,7 @@ class Member:
     def superseded(self) -> bool:
         """Whether another generation begins, so that the present one can commit nothing more."""
         self._listen()
-        return self._next is not None or self.fenced
+        return self._next is not None or self.lease.fenced
 
     @property
     def regroups(self) -> bool:
@@ -328,7 +313,7 @@ class Member:
             holds: whether this worker holds the state of the run.
         """
         assert self.form is not None, "no generation yet"
-        self.flush()
+        self.records.flush()
         cause, mine = (str(error), error.mine) if error is not None else ("", False)
         generation = self.form.generation
         self._connection.send(Broken(generation=generation, cause=cause, mine=mine, holds=holds))
@@ -362,41 +347,12 @@ class Member:
         self.known = what
         self._connection.send(StoreSet(key=KNOWN, value=what))
 
-    def tell_all(self, key: str, value: bytes) -> None:
-        """Leave something for workers that do not see the run's folder; `told` returns it there."""
-        self._run_store.set(key, value)
-
-    def told(self, key: str) -> bytes:
-        """What another worker has left; waits for it. Set `phase` as for `replica_store`.
-
-        Raises:
-            Released: the run does not need this worker.
-            PeerError: there is no master any more.
-        """
-        return self._run_store.get(key)
-
-    def told_by_all(self, group: str, own: bytes) -> dict[str, bytes]:
-        """Leave something in a group of keys; what workers have left there so far, by number.
-
-        Raises:
-            Released: the run does not need this worker.
-            PeerError: there is no master any more.
-        """
-        store, key = self._run_store, f"{group}/{self.number}"
-        store.set(key, own)
-        store.get(key)
-        return store.found
-
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Be in a phase in this context, before there is a group."""
         before, self.phase = self.phase, phase
         yield
         self.phase = before
-
-    @property
-    def _run_store(self) -> ChannelStore:
-        return ChannelStore(self._connection, "run/", released=Released)
 
     def wait_to_be_killed(self, timeout_s: float = KILL_S) -> NoReturn:
         """The group inside this worker's replica came apart: usually another process was lost.
@@ -419,30 +375,14 @@ class Member:
                 time.sleep(0.01)
         raise ReplicaBroken
 
-    def stop_rule(self, step: int) -> str | None:
-        """The rule by which the run is to stop with this step, if it is; does not wait."""
-        self._listen()
-        stop = self._stop
-        return stop.rule if stop and (stop.after is None or step > stop.after) else None
-
-    def forget_stop(self, step: int) -> None:
-        """Forget a stop that came from a step after this one, to which the worker went back.
-
-        The master repeats the stop to the next generation if it still holds.
-        """
-        if self._stop is not None and self._stop.after is not None and self._stop.after >= step:
-            self._stop = None
-
     def _listen(self) -> None:
         if self._leaving:
             self._leaving = False
             self._connection.send(Notice())
         while (message := self._connection.poll()) is not None:
             match message:
-                case Stop():
-                    self._stop = message
-                case Verdict():
-                    self._verdicts.append(message)
+                case Stop() | Verdict():
+                    self.stops.take(message)
                 case Form():
                     self._next = message
                 case Regroup(generation=generation):
@@ -453,58 +393,14 @@ class Member:
                     self._connection.put_back(message)
                     return
 
-    def tell(self, figures: Figures) -> None:
-        """Send figures to the master; `verdict` returns the answer."""
-        self._asked += 1
-        self._connection.send(msgspec.structs.replace(figures, number=self._asked))
-
-    def verdict(self) -> Verdict:
-        """Wait for the answer to the oldest figures without one."""
-        while True:
-            waiting = self._verdicts
-            answer = waiting.popleft() if waiting else self._connection.wait_for(Verdict)
-            if answer.number > self._answered:  # else a second master has answered too
-                self._answered = answer.number
-                return answer
-
     def emit(self, name: str, **fields: Any) -> None:
         """Send an event for the run's log, after everything recorded before it."""
-        self.flush()
+        self.records.flush()
         self._connection.send(Emit(name=name, fields=fields))
 
     def warn(self, text: str) -> None:
         """Send a warning for the run's log at once, from any thread."""
         self._connection.send(Emit(name="warning", fields={"text": text}))
-
-    def record(self, ledger: bytes, steps: tuple[Any, ...]) -> None:
-        """Record one committed step.
-
-        Args:
-            ledger: its records, on the worker that has written them; elsewhere empty.
-            steps: how long it took, values in the order of `STEPS`'s fields.
-        """
-        self._ledger += ledger
-        self._steps.append(steps)
-        if time.monotonic() - self._flushed > FLUSH_S:
-            self.flush()
-
-    def flush(self) -> None:
-        """Send the records, and about once a second the traffic."""
-        now = time.monotonic()
-        self._flushed = now
-        if self._steps:
-            ledger, steps = bytes(self._ledger), np.array(self._steps, STEPS).tobytes()
-            self._ledger.clear()
-            self._steps.clear()
-            self._connection.send(Records(ledger=ledger, steps=steps))
-        if now - self._metered > TRAFFIC_S:
-            self.meter()
-
-    def meter(self) -> None:
-        """Report the bytes sent and received so far."""
-        self._metered = time.monotonic()
-        fields = {"worker": self.number, **tcp_traffic()._asdict()}
-        self._connection.send(Emit(name="traffic", fields=fields))
 
     def failed(self, word: Failed) -> None:
         """Send the last message of a failed worker; if the master is lost, wait for the next.
@@ -512,7 +408,7 @@ class Member:
         Raises:
             PeerError: the run is over; the text says why, if a master has said so.
         """
-        self.flush()
+        self.records.flush()
         self._connection.send(word)
         self._connection.wait_until_acknowledged(LAST_WORD_S)
         if self._connection.refusal is not None:
@@ -537,8 +433,8 @@ class Member:
         Returns:
             False if another generation begins instead: a member was lost before the end.
         """
-        self.flush()
-        self.meter()
+        self.records.flush()
+        self.records.meter()
         generation = self.form.generation if self.form else 0
         self._connection.send(Done(generation=generation, step=step, rule=rule, finite=finite))
         while self._next is None:
@@ -551,40 +447,6 @@ class Member:
                 return True
             self._next = answer
         return False
-
-    # ---- of a worker that predicts
-
-    def built(self) -> None:
-        """Report that this worker can predict."""
-        self._connection.send(Built(recovers=True))
-
-    def turns(self, *, wait: bool) -> list[list[int]]:
-        """Turns to predict that have arrived.
-
-        Args:
-            wait: wait for some; without it the list may be empty.
-
-        Raises:
-            Released: it was waited for, and there are no more.
-        """
-        found: list[list[int]] = []
-        while True:
-            waits = wait and not found
-            message = self._connection.receive() if waits else self._connection.poll()
-            match message:
-                case None:
-                    return found
-                case Predict(batches=batches):
-                    found.append(batches)
-                case Release() if waits:
-                    raise Released
-                case Release():
-                    self._connection.put_back(message)
-                    return found
-
-    def predicted(self, batch: int) -> None:
-        """Report that the part of a batch is in its place."""
-        self._connection.send(Predicted(batch=batch))
 
     def close(self) -> None:
         """Close the connection."""

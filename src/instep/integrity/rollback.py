@@ -181,7 +181,7 @@ class Rollback:
                 "see corruption_found in events.jsonl. Resume the run on another machine: the "
                 "checkpoints before that step are right."
             )
-        self._member.flush()
+        self._member.records.flush()
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("SIGKILL was survived")
 

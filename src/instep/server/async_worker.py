@@ -275,4 +275,4 @@ class Working(Training):
             if share is None:
                 continue
             row = (step, self.member.number, share.samples, loss, *share.clock.parts)
-            self.member.record(b"", (*row, recorded(norm)))
+            self.member.records.add(b"", (*row, recorded(norm)))

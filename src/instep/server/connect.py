@@ -37,7 +37,7 @@ def tell(member: Member, place: int, door: Door) -> None:
         door: of it.
     """
     where = _Where(*door.address, member.number, door.nonce)
-    member.tell_all(_key(place), msgspec.msgpack.encode(where))
+    member.run_store.set(_key(place), msgspec.msgpack.encode(where))
 
 
 def reach(member: Member, place: int, keep_up: Callable[[], None]) -> Line:
@@ -54,7 +54,7 @@ def reach(member: Member, place: int, keep_up: Callable[[], None]) -> Line:
     sums = member.job.sync.codec != "none"
     while True:
         try:
-            told = member.told(_key(place))
+            told = member.run_store.get(_key(place))
         except PeerError:
             if not member.superseded:
                 raise

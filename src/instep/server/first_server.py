@@ -273,7 +273,7 @@ class Serving(Server):
         self.desk.completed(step, figures.loss, figures.norm)
         clock = self.engine.clock
         row = (step, self.member.number, 0, figures.loss, *clock.parts, recorded(figures.norm))
-        self.member.record(self._written, row)
+        self.member.records.add(self._written, row)
         self._written, self.engine.clock = b"", Clock(begin=time.time())
         if not self.stopping.spec.non_finite:
             self.announcer.warn_of_loss(step, done.loss)
@@ -374,7 +374,7 @@ class Serving(Server):
         """
         written = self.engine.records.ledger.append([row])
         if not written:
-            self.member.fence()
+            self.member.lease.fence()
             raise PeerError("the master did not answer for too long: the others may continue.")
         self._written += written
 

@@ -114,7 +114,7 @@ class Following(Server):
             further.generation = self.state.generation
             take_in()
             if time.monotonic() - flushed > FLUSH_S:
-                self.member.flush()
+                self.member.records.flush()
                 flushed = time.monotonic()
         door.end(further.late)
         # the first server may yet have to do again what follows its last step

@@ -74,7 +74,7 @@ class Server(Training):
             PeerError: this process may have been replaced.
         """
         member = self.member
-        member.check_lease()
+        member.lease.check()
         if member.superseded:
             form = member.wait_for_group()
             self.state.inside(form.generation)

@@ -24,7 +24,8 @@ from instep.comm.protocol.messages import (
 )
 from instep.comm.torch_comm import TorchComm
 from instep.control.master import Master
-from instep.engine.member import Member, Released, ReplicaBroken
+from instep.engine.member import Member, ReplicaBroken
+from instep.engine.membership import Released
 from instep.errors import PeerError
 from instep.job import file as spec_file
 

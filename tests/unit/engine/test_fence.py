@@ -226,7 +226,7 @@ def test_it_stays_so_in_that_generation_though_the_master_be_back_and_ends_with_
 
 
 def test_a_step_that_moved_just_before_the_lease_ran_out_is_not_written(worker):
-    worker.update.optimizer.register_step_post_hook(lambda *_: worker.member.fence())
+    worker.update.optimizer.register_step_post_hook(lambda *_: worker.member.lease.fence())
     worker.advance(1)
     assert worker.steps == []
     assert worker.engine.assignment.records()  # for the worker that continues from it
@@ -237,14 +237,14 @@ def test_a_ledger_that_was_let_go_of_ends_the_generation(worker):
     worker.advance(1)
     assert worker.steps == []
     with pytest.raises(PeerError):
-        worker.member.check_lease()
+        worker.member.lease.check()
 
 
 def test_one_whose_place_another_has_is_told_so(master, worker):
     master.answers, master.refuses = False, True
     with pytest.raises(PeerError, match="another has its place"):
         worker.member.wait_for_group()
-    assert worker.member.fenced
+    assert worker.member.lease.fenced
 
 
 def test_on_one_machine_a_silent_master_changes_nothing(tmp_path):

@@ -43,6 +43,7 @@ class MasterConnection:
 
     def __init__(self, size, told, recovers=False):
         self.job, self.number, self.recovers, self.told = JOB, 0, recovers, told
+        self.records = self
         self.form = SimpleNamespace(members=[10 * (rank + 1) for rank in range(size)])
 
     def emit(self, name, **fields):

@@ -45,7 +45,9 @@ def after_one_step(
         records=SimpleNamespace(ledger=SimpleNamespace(while_held=while_held)),
     )
     job = SimpleNamespace(mesh=SimpleNamespace(ranks=1))
-    member = SimpleNamespace(run=folder, job=job, check_lease=lambda: None, emit=lambda *_, **__: 0)
+    member = SimpleNamespace(
+        run=folder, job=job, lease=SimpleNamespace(check=lambda: None), emit=lambda *_, **__: 0
+    )
     calls = Callbacks(member, engine, [callback], 1)
     calls.gather = gather
     calls.form(anew=False)

@@ -32,11 +32,12 @@ WHERE = Position(0, 0, 64)
 class MasterConnection:
     """A member that writes down what it is told to do, and what was on disk by then."""
 
-    fenced = False
+    lease = SimpleNamespace(fenced=False)
 
     def __init__(self, folder, job):
         self.run, self.job = folder, job
         self.told = []
+        self.records = self
 
     def flush(self):
         self.told.append(("flush", sorted(step for step, _ in published(self.run / "checkpoints"))))

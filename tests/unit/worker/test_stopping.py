@@ -177,7 +177,7 @@ def test_rules_on_validations_cost_a_step_nothing():
 def test_a_rule_that_remembers_steps_is_told_figures_after_the_records_of_their_steps():
     with Silent(rise=2) as master:
         times = (0.0,) * 7
-        master.member.record(b"", (1, 0, 8, 0.5, 1.0, *times, math.nan))
+        master.member.records.add(b"", (1, 0, 8, 0.5, 1.0, *times, math.nan))
         master.stopping.after_commit(1, 0.5, None, last=False)
         records, figures = master.heard()
         (record,) = np.frombuffer(records.steps, STEPS_OF)
@@ -193,7 +193,7 @@ def test_a_stop_and_a_verdict_that_arrive_together_are_both_heard(swapped):
         for word in reversed(words) if swapped else words:
             master.hub.send(master.peer, word)
         deadline = time.monotonic() + TIMEOUT_S
-        while not master.member.stop_rule(2):
+        while not master.member.stops.rule(2):
             assert time.monotonic() < deadline, "the Stop was lost"
         assert master.stopping.asked_to_stop(2)
         assert not master.stopping.verdict()
@@ -203,7 +203,7 @@ def test_a_stop_after_a_step_waits_for_that_step_to_count_wherever_training_stan
     with Silent() as master:
         master.hub.send(master.peer, Stop(rule="gradient_norm", after=7))
         deadline = time.monotonic() + TIMEOUT_S
-        while not master.member.stop_rule(8):
+        while not master.member.stops.rule(8):
             assert time.monotonic() < deadline, "the Stop was lost"
         assert [master.stopping.asked_to_stop(step) for step in (6, 7, 8)] == [False, False, True]
 
@@ -295,12 +295,12 @@ def test_a_stop_by_figures_that_were_undone_is_forgotten_until_it_is_said_again(
     with Silent() as master:
         master.hub.send(master.peer, Stop(rule="diverged", after=after))
         deadline = time.monotonic() + TIMEOUT_S
-        while not master.member.stop_rule(9):
+        while not master.member.stops.rule(9):
             assert time.monotonic() < deadline, "the Stop was lost"
         went_back(master, back_to)
         assert master.stopping.asked_to_stop(9) == stands
         master.hub.send(master.peer, Stop(rule="diverged", after=8))
-        while not master.member.stop_rule(9):
+        while not master.member.stops.rule(9):
             assert time.monotonic() < deadline, "the Stop was lost"
 
 

@@ -26,7 +26,8 @@ from instep.client.join.prepared import Prepared
 from instep.data.loader import Loader
 from instep.data.reading.choose import cores
 from instep.data.shards.urls.remote import use_cache
-from instep.engine.member import Member, Released
+from instep.engine.member import Member
+from instep.engine.membership import Released
 from instep.errors import InstepError, PeerError, SpecError, WorkerError
 from instep.process import Script
 from instep.recipe.build import call, seed_everything

@@ -64,11 +64,11 @@ class StepRecords:
         Where this worker has been cut off since parameters began to move, the ledger is left
         to the worker that continues from what it holds.
         """
-        if self._ledger is None or self._member.fenced:
+        if self._ledger is None or self._member.lease.fenced:
             return b""
         written = self._ledger.append(rows)
         if not written:  # another thread has let go of the file
-            self._member.fence()
+            self._member.lease.fence()
         return written
 
     def tell(self, done: Commit, samples: int, clock: Clock, written: bytes = b"") -> None:
@@ -81,4 +81,6 @@ class StepRecords:
             written: into the ledger.
         """
         number, norm = self._member.number, recorded(done.norm)
-        self._member.record(written, (done.step, number, samples, done.loss, *clock.parts, norm))
+        self._member.records.add(
+            written, (done.step, number, samples, done.loss, *clock.parts, norm)
+        )

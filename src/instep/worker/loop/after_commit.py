@@ -141,7 +141,7 @@ class AfterCommit:
             PeerError: a member was lost.
         """
         engine, stopping = self._engine, self.stopping
-        self._member.check_lease()
+        self._member.lease.check()
         where = self._batches.of(done.step)
         self._report_epoch(where, done.step)
         stopping.after_commit(done.step, done.loss, done.norm, last=done.ends)

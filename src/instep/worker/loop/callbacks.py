@@ -90,7 +90,7 @@ class Callbacks:
             self._steps.continue_after(progress.course, progress.step)
 
     def _writes(self, write: Callable[[], None]) -> bool:
-        self._member.check_lease()
+        self._member.lease.check()
         return self._engine.records.ledger.while_held(write)
 
     def behind(self) -> bool:

@@ -477,13 +477,13 @@ class Loop(ABC):
         """
         self.phase, broken = "saving", None
         try:
-            if not self.member.fenced:
+            if not self.member.lease.fenced:
                 self._finish_saving()
         except PeerError as error:
             if not self.member.recovers:
                 raise
             broken = error
-        fenced = self.member.fenced or broken is not None
+        fenced = self.member.lease.fenced or broken is not None
         if fenced or not self.member.done(self.step, self.after.rule, finite=self._finite):
             self._leave(broken)
             self._regroup()

@@ -78,7 +78,7 @@ class Saver:
             keep_every=member.job.checkpoint.keep_every,
             best=best,
             sync_first=[member.run / name for name in RESUMED_FROM],
-            may_publish=lambda: not member.fenced,
+            may_publish=lambda: not member.lease.fenced,
         )
 
     @property
@@ -128,7 +128,7 @@ class Saver:
             )  # also if it fails: a full disk is not tried again at every step
             try:
                 since = time.perf_counter() if since is None else since
-                self._member.flush()  # else the records would be older than the checkpoint
+                self._member.records.flush()  # else the records would be older than the checkpoint
                 snapshot = self._snapshot(engine, where)
                 if own and self._member.job.mesh.ranks == 1:
                     snapshot.tensors["own"] = dict(own)

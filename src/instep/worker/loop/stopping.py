@@ -56,7 +56,7 @@ class Stopping:
             self._rule, self._of_step = "", 0
         if self._diverged_at is not None and self._diverged_at > step:
             self._diverged_at = None
-        self._member.forget_stop(step)
+        self._member.stops.forget(step)
 
     @property
     def diverged(self) -> bool:
@@ -73,7 +73,7 @@ class Stopping:
         Raises:
             PeerError: the master is gone.
         """
-        rule = self._member.stop_rule(step)
+        rule = self._member.stops.rule(step)
         if rule == "diverged":  # it fired before this worker joined
             self._set_diverged(step)
         return (self.verdict() and step > self._of_step) or rule is not None
@@ -81,7 +81,7 @@ class Stopping:
     def verdict(self) -> bool:
         """Whether a rule has fired; waits for every verdict that was asked for."""
         while self._asked:
-            rule = self._member.verdict().rule
+            rule = self._member.stops.verdict().rule
             step = self._asked.popleft()
             if step is not None and rule and not self._rule:
                 self._rule, self._of_step = rule, step
@@ -162,8 +162,8 @@ class Stopping:
     def _tell(self, figures: Figures) -> None:
         if self._comm.rank == 0:
             if self.spec.rise is not None:  # its window is restored from the records
-                self._member.flush()
-            self._member.tell(figures)
+                self._member.records.flush()
+            self._member.stops.tell(figures)
             self._asked.append(figures.step)
 
 

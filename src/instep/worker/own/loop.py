@@ -387,7 +387,7 @@ class OwnLoop(Loop):
         with self.shared.together(f"the exchange of the gradients of step {self.step}"):
             step.agree(partial(self._exchange, passed, step.share))
         if step.agreed is not None:
-            self.member.check_lease()
+            self.member.lease.check()
 
     def _one_turn(
         self, where: Position, share: Share, loads: Iterator[Read]

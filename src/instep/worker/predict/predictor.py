@@ -127,7 +127,7 @@ class Predictor:
             self._check_dataset(loader)
         self._member.emit("dataset_known", samples=loader.samples)
         self._member.at = self._heartbeat
-        self._member.built()
+        self._member.predictions.ready()
         self._predict_all(loader, recipe, model, plan, device)
 
     def _model(self, recipe: Recipe, plan: Plan, device: torch.device) -> nn.Module:
@@ -180,7 +180,7 @@ class Predictor:
             forward.run = self._replica.run
         while True:
             self._phase, self._number = "waiting", -1
-            self._queue += self._member.turns(wait=True)
+            self._queue += self._member.predictions.arrived(wait=True)
             begun: deque[tuple[list[int], Slice]] = deque()
             reads = loader.read(self._slices(loader.samples, plan.batch, begun))
             while True:
@@ -205,7 +205,7 @@ class Predictor:
                 if self._writes(turn):
                     self._phase = "saving"
                     self._write(part, read, found, plan.format)
-                    self._member.predicted(self._number)
+                    self._member.predictions.predicted(self._number)
                 self._done += 1
 
     def _any_batch(self, loader: Loader) -> Any:
@@ -227,7 +227,7 @@ class Predictor:
     ) -> Iterator[Slice]:
         """The batches in hand; more may come while these are read ahead."""
         while True:
-            self._queue += self._member.turns(wait=False)
+            self._queue += self._member.predictions.arrived(wait=False)
             if not self._queue:
                 return
             turn = self._queue.popleft()

@@ -73,7 +73,7 @@ class PartedData:
         """Wait until every shard lies with somebody who is there."""
         member = self._member
         while True:
-            left = member.told_by_all(KEYS, self._own).values()
+            left = member.run_store.share(KEYS, self._own).values()
             doors = [msgspec.msgpack.decode(each, type=PeerDoor) for each in left]
             self._board.write([door for door in doors if door.worker != member.number])
             missing = next(self._missing(doors), None)

@@ -52,10 +52,10 @@ def found_layout(member: Member, model: nn.Module, example: Example, *, timed: b
 
     if not member.sees_run:
         member.phase = "meeting"
-        return msgspec.json.decode(member.told("layout"), type=Layout)
+        return msgspec.json.decode(member.run_store.get("layout"), type=Layout)
     layout = agreed_layout(member.run, member.job.mesh, model, example, timed=timed)
     if member.number == 0:
-        member.tell_all("layout", msgspec.json.encode(layout))
+        member.run_store.set("layout", msgspec.json.encode(layout))
     return layout
 
 
