@@ -180,12 +180,18 @@ class _BatchTable:
         return {name: by_name[name] for name in ("loss", *self._forward.recipe.metrics)}
 
     def of_groups(self, group: Sequence[int], groups: int) -> dict[str, list[float]]:
-        """Mean loss and metrics of each group of batches, by name; nothing without groups."""
+        """Mean loss and metrics of so many groups, by name; `group` is that of each batch."""
         if not groups:
             return {}
         table, _, counts, weights = self._rows.split([len(self._names), 1, 1, 1], dim=1)
-        means = _means(table, counts, weights, torch.tensor(group), groups)
-        return dict(zip(self._names, means.tolist(), strict=True))
+
+        def total(rows: Tensor) -> Tensor:
+            return rows.new_zeros(groups, rows.shape[1]).index_add_(0, torch.tensor(group), rows)
+
+        means = total(table * counts) / total(counts)
+        # by weight, as a batch's loss is its total
+        means[:, 0] = total(table[:, :1])[:, 0] / total(weights)[:, 0]
+        return dict(zip(self._names, means.T.tolist(), strict=True))
 
     def _of_all(self) -> dict[str, float]:
         """Metrics of the whole dataset: rank 0 gets all batches, and tells the others."""
@@ -198,17 +204,6 @@ class _BatchTable:
         whole.reset()
         self._comm.broadcast(found)
         return dict(zip(whole.names, found.tolist(), strict=True))
-
-
-def _means(table: Tensor, counts: Tensor, weights: Tensor, group: Tensor, groups: int) -> Tensor:
-    """[names, groups] of the rows of each group: by samples, but the loss by weight."""
-
-    def total(rows: Tensor) -> Tensor:
-        return rows.new_zeros(groups, rows.shape[1]).index_add_(0, group, rows)
-
-    means = total(table * counts) / total(counts)
-    means[:, 0] = total(table[:, :1])[:, 0] / total(weights)[:, 0]  # a batch's loss is its total
-    return means.T
 
 
 def first_readable(loader: Loader, samples: int) -> Any:
