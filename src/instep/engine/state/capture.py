@@ -8,6 +8,7 @@ strategy remembers, and the counters. When and where to it travels, others know.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -33,7 +34,7 @@ from instep.state.files.manifest import is_meshed, read_manifest
 from instep.state.load import load
 from instep.state.open_pieces import open_pieces
 from instep.state.packing import pack_state, unpack_state
-from instep.state.pieces import SHARD, held_pieces
+from instep.state.pieces import SHARD, Pieces, held_pieces
 from instep.state.restore import restore as restore_model
 from instep.state.restore import restore_pieces
 from instep.state.sized import sized, take_shapes
@@ -124,30 +125,35 @@ def capture(
     others = _outside(model, model_state)
     aside = {name: b for name, b in others.items() if moved is None or id(b) in moved}
     tensors = {"model": model_state} if rank is None else {}
+    snapshot = Snapshot(step=progress.step, tensors=tensors, facts=facts)
     for each in turns:
-        own, of = each.update, _of(each)
-        state = own.optimizer.state_dict()
-        if rank is None:
-            facts[f"parameters{of}"] = parameter_order(own.optimizer, model)
-        else:
-            state["state"] = beside(state["state"])
-        packed, facts[f"optimizer{of}"] = pack_state(state)
-        facts[f"classes{of}"] = _classes(own)
-        tensors[f"optimizer{of}"] = packed
-        if own.scheduler is not None:
-            packed, facts[f"scheduler{of}"] = pack_state(own.scheduler.state_dict())
-            tensors[f"scheduler{of}"] = packed
-        if remembered := each.strategy.state():
-            tensors[f"{STRATEGY}{of}"] = remembered
+        _capture_update(each, model, snapshot, meshed=rank is not None)
     if rank is None:
         if aside:
             tensors["aside"] = aside
-        return Snapshot(step=progress.step, tensors=tensors, facts=facts)
+        return snapshot
     optimizers = {f"optimizer{_of(each)}": each.update.optimizer for each in turns}
     parts = captured_parts(model_state, aside, optimizers, model, rank)
     tensors |= {PART: parts.own, COPIES: parts.copies}
     facts["mesh"] = mesh_of(rank)
-    return Snapshot(step=progress.step, tensors=tensors, facts=facts, cuts=parts.cuts)
+    return replace(snapshot, cuts=parts.cuts)
+
+
+def _capture_update(turn: Moved, model: nn.Module, snapshot: Snapshot, *, meshed: bool) -> None:
+    """Add what optimizer, scheduler and strategy of one update keep."""
+    tensors, facts, own, of = snapshot.tensors, snapshot.facts, turn.update, _of(turn)
+    state = own.optimizer.state_dict()
+    if meshed:
+        state["state"] = beside(state["state"])
+    else:
+        facts[f"parameters{of}"] = parameter_order(own.optimizer, model)
+    tensors[f"optimizer{of}"], facts[f"optimizer{of}"] = pack_state(state)
+    facts[f"classes{of}"] = _classes(own)
+    if own.scheduler is not None:
+        packed, facts[f"scheduler{of}"] = pack_state(own.scheduler.state_dict())
+        tensors[f"scheduler{of}"] = packed
+    if remembered := turn.strategy.state():
+        tensors[f"{STRATEGY}{of}"] = remembered
 
 
 def _of(turn: Moved) -> str:
@@ -183,15 +189,7 @@ def restore(
         CheckpointError: it is of another model or optimizer.
     """
     tensors, facts, update = snapshot.tensors, snapshot.facts, turns[0].update
-    pieces = snapshot.pieces
-    if PART in tensors:
-        pieces = held_pieces(snapshot, source)
-    shards = {
-        name: tensor
-        for group, named in tensors.items()
-        if group.startswith(SHARD)
-        for name, tensor in named.items()
-    }
+    pieces = held_pieces(snapshot, source) if PART in tensors else snapshot.pieces
     if pieces is not None:
         restore_pieces(pieces, model, all_names=rank is None or rank.has_all_names)
         saved = pieces.names("aside")
@@ -210,17 +208,7 @@ def restore(
         _check_classes(facts.get(f"classes{_of(each)}"), _classes(each.update))
     try:
         for each in turns:
-            own, of = each.update, _of(each)
-            group = f"optimizer{of}"
-            if pieces is not None:
-                restore_optimizer(pieces, group, own.optimizer, model)
-            else:
-                own.optimizer.load_state_dict(unpack_state(tensors.get(group, {}), facts[group]))
-                lay_out_state(own.optimizer.state)
-                own.optimizer.state.update(put_together(shards, model))
-            if own.scheduler is not None:
-                group = f"scheduler{of}"
-                own.scheduler.load_state_dict(unpack_state(tensors.get(group, {}), facts[group]))
+            _restore_update(each, model, snapshot, pieces)
         if facts["scaler"]:
             update.scaler.load_state_dict(facts["scaler"])
         loss, samples = unpack_state({}, facts["epoch_so_far"])
@@ -234,6 +222,25 @@ def restore(
         each.strategy.load_state(tensors.get(f"{STRATEGY}{_of(each)}", {}))
     done = tuple(unpack_state({}, facts["turns"])) if "turns" in facts else ()
     return Progress(snapshot.step, facts.get("course", 0), loss, samples, done)
+
+
+def _restore_update(
+    turn: Moved, model: nn.Module, snapshot: Snapshot, pieces: Pieces | None
+) -> None:
+    """Give optimizer and scheduler of one update what they kept."""
+    tensors, facts, own = snapshot.tensors, snapshot.facts, turn.update
+    group = f"optimizer{_of(turn)}"
+    if pieces is not None:
+        restore_optimizer(pieces, group, own.optimizer, model)
+    else:
+        own.optimizer.load_state_dict(unpack_state(tensors.get(group, {}), facts[group]))
+        lay_out_state(own.optimizer.state)
+        served = [named for name, named in tensors.items() if name.startswith(SHARD)]
+        shards = {name: tensor for named in served for name, tensor in named.items()}
+        own.optimizer.state.update(put_together(shards, model))
+    if own.scheduler is not None:
+        group = f"scheduler{_of(turn)}"
+        own.scheduler.load_state_dict(unpack_state(tensors.get(group, {}), facts[group]))
 
 
 def _classes(update: Update) -> dict[str, Any]:
