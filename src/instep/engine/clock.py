@@ -39,3 +39,9 @@ class Clock:
         setattr(self, part, getattr(self, part) + now - since - waited)
         self.wait += waited
         return now
+
+    def exchanged(self, took: float, waited: float) -> None:
+        """Add seconds of an exchange, which waited for other workers for all of them at most."""
+        waited = min(waited, took)
+        self.wait += waited
+        self.wire += took - waited

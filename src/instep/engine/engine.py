@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from instep.comm.alone import AloneComm
 from instep.comm.base import Comm
 from instep.comm.late_errors import LateErrors
+from instep.comm.protocol.messages import Form
 from instep.data.order import Position
 from instep.engine.alike import check_parameters
 from instep.engine.assignment import Lockstep
@@ -291,8 +292,7 @@ class Engine:
         if compare:
             whole = not isinstance(self.strategy, Scattered) or self.strategy.whole
             check_parameters(self.model, column, whole=whole)
-        member, form = self.member, assignment.form
-        self.assignment = assignment
+        self.assignment, form = assignment, assignment.form
         self.buffers = Buffers(self.model, parts=self._exact, alone=self._parts == 1)
         for observer in self.observers.values():
             observer.generation(self.parameters, comm)
@@ -305,14 +305,27 @@ class Engine:
             uncopied=len(self.copies.notes) if self.copies is not None else 0,
             **{name: observer.size for name, observer in self.observers.items()},
         )
-        self._base = member.started  # Unix seconds, the same in every worker
+        self._base = self.member.started  # Unix seconds, the same in every worker
         self.clock = Clock(begin=time.time())
         self._computing = [0.0] * comm.size
-        servers = None
+        self._start_strategies(comm, column, form)
+        if self.tables is not None:
+            self.tables.let_go()
+        self.gradients = [Gradients(slots, self._take) for slots in self._slots]
+        self._comm, self._column = comm, column
+        self.state.inside(form.generation)
+        self.state.owners = tuple(worker for worker in form.members if worker not in form.draining)
+        if comm.rank == 0:
+            self.records.begin()
+        if self.copies is not None:
+            self.copies.begin(len(form.members), from_peers=form.checkpoint is None)
+
+    def _start_strategies(self, comm: Comm, column: Comm, form: Form) -> None:
+        """Tell the strategy of each turn who agrees in the generation."""
+        meshed, servers = self._mesh.ranks > 1, None
         if form.servers:
             assert isinstance(self.update, Mover), "the optimizer of servers"
             servers = Servers([form.members.index(n) for n in form.servers], self.update)
-        meshed = self._mesh.ranks > 1
         column_members = self._mesh.column(form.members, form.members[form.rank])
         for turn, slots, holders in zip(self.turns, self._slots, self._holders, strict=True):
             turn.strategy.start(
@@ -330,16 +343,6 @@ class Engine:
                     mesh=InMesh(comm, holders) if meshed else None,
                 ),
             )
-        if self.tables is not None:
-            self.tables.let_go()
-        self.gradients = [Gradients(slots, self._take) for slots in self._slots]
-        self._comm, self._column = comm, column
-        self.state.inside(form.generation)
-        self.state.owners = tuple(worker for worker in form.members if worker not in form.draining)
-        if comm.rank == 0:
-            self.records.begin()
-        if self.copies is not None:
-            self.copies.begin(len(form.members), from_peers=form.checkpoint is None)
 
     @property
     def comm(self) -> Comm:
@@ -491,20 +494,13 @@ class Engine:
             RecipeError: nothing in the global batch counts.
             PeerError: another worker went away.
         """
-        for observer in self.observers.values():
-            observer.passes_done()
         since = self._passes_done()
         arrived = time.time()
         notes = self._own_notes(passes, skipped)
         for name, given in {"stop": stop, "saves": saves, "leaving": leaving}.items():
             notes[name] = [float(given)]
         notes["arrived"][self.comm.rank] = arrived - self._base
-        try:
-            summed = self._exchange(notes)
-        except Unrepeatable as error:
-            for observer in self.observers.values():
-                observer.unrepeatable(error)
-            raise
+        summed = self._exchange(notes)
         if summed is None:
             self.buffers.forget()
             return None
@@ -521,14 +517,10 @@ class Engine:
         if not leaving:
             course = self.state.progress.course
             agreed = agreed._replace(scale=self.strategy.prepare(self.step, agreed.scale))
-            staged = _Staged(course, self._number, self.step, self.where, agreed, samples)
-            self._prepare(staged)
-        blocked = time.perf_counter() - since
-        latest = self._base + max(said["arrived"])
-        self._base = latest
-        wait = min(max(0.0, latest - arrived), blocked)
-        self.clock.wait += wait
-        self.clock.wire += blocked - wait
+            self._prepare(_Staged(course, self._number, self.step, self.where, agreed, samples))
+        took = time.perf_counter() - since
+        self._base += max(said["arrived"])
+        self.clock.exchanged(took, max(0.0, self._base - arrived))
         self._computing = said["computing"]
         return agreed
 
@@ -538,9 +530,17 @@ class Engine:
         On a mesh the strategy knows one rank of each replica. Notes are for all ranks, and each
         adds what it has of the norm.
         """
-        if self._mesh.ranks == 1:
-            return self.strategy.exchange(self._notes.pack(notes))
-        fits = self.strategy.exchange(torch.zeros(0, dtype=torch.float64)) is not None
+        whole = self._mesh.ranks == 1
+        try:
+            packed = self._notes.pack(notes) if whole else torch.zeros(0, dtype=torch.float64)
+            found = self.strategy.exchange(packed)
+        except Unrepeatable as error:
+            for observer in self.observers.values():
+                observer.unrepeatable(error)
+            raise
+        if whole:
+            return found
+        fits = found is not None
         place = divmod(self.comm.rank, self._mesh.ranks)
         if not fits:
             notes["again"] = [1.0]
@@ -577,6 +577,8 @@ class Engine:
 
     def _passes_done(self) -> float:
         """The time now (of `perf_counter`), once a GPU is done with what it was given."""
+        for observer in self.observers.values():
+            observer.passes_done()
         since = time.perf_counter()
         if self.device.type != "cuda":
             return since
@@ -645,18 +647,9 @@ class Engine:
             return done
         written = self.records.write(self.state.rows)
         self.records.tell(done, staged.samples, self.clock, written)
-        why, form = self.assignment.measured(staged.where, self._computing), self.member.form
-        if why and self.comm.rank == 0 and form is not None:
-            micro_batches, speeds = self.assignment.dealt()
-            self.member.emit(
-                "work_dealt",
-                generation=form.generation,
-                step=done.step + 1,
-                members=self.assignment.workers,
-                micro_batches=micro_batches,
-                speeds=speeds,
-                reason=why,
-            )
+        why = self.assignment.measured(staged.where, self._computing)
+        if why and self.comm.rank == 0:
+            self.records.tell_deal(self.assignment, done.step + 1, why)
         self.clock = Clock(begin=time.time())
         return done
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from instep.engine.assignment import Lockstep
 from instep.engine.clock import Clock
 from instep.engine.member import Member
 from instep.engine.state.committed import Commit
@@ -83,4 +84,17 @@ class StepRecords:
         number, norm = self._member.number, recorded(done.norm)
         self._member.records.add(
             written, (done.step, number, samples, done.loss, *clock.parts, norm)
+        )
+
+    def tell_deal(self, assignment: Lockstep, step: int, why: str) -> None:
+        """Log who computes what from a step on, and why that has changed."""
+        micro_batches, speeds = assignment.dealt()
+        self._member.emit(
+            "work_dealt",
+            generation=assignment.form.generation,
+            step=step,
+            members=assignment.workers,
+            micro_batches=micro_batches,
+            speeds=speeds,
+            reason=why,
         )
