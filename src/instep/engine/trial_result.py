@@ -24,6 +24,11 @@ class Trial(NamedTuple):
     shapes: Sequence[Sequence[int]] = ()
     """For `trial.shapes.Watch`, where the user's code makes batches."""
 
+    @classmethod
+    def not_shown(cls, why: str, derived: str = "") -> Trial:
+        """Return the result of a trial that cannot show anything, and why."""
+        return cls(False, why, f"not shown: {why}", derived)
+
     def merged_always(self) -> Trial:
         """The result with `train.merge = "always"`."""
         verdict = self.verdict
@@ -47,3 +52,7 @@ class Trial(NamedTuple):
     def read(cls, data: bytes) -> Trial | None:
         """What `encoded` gave; None if there is nothing."""
         return msgspec.json.decode(data, type=cls) if data else None
+
+
+NOTHING_TO_TRY = Trial(True, "there is one micro-batch", "yes")
+"""The result for a job with one micro-batch in every step."""

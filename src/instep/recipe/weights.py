@@ -183,6 +183,15 @@ def is_sum(loss: Any) -> bool:
     return torch_loss is not None and torch_loss.settings.get("reduction", "mean") == "sum"
 
 
+def sum_refused(how: str) -> RecipeError:
+    """Return the error for a loss that is a sum over samples; `how` says by what it is known."""
+    return RecipeError(
+        f"{how}: it is a sum, and a sum over a global batch depends on its size. Divide "
+        "by the batch size (reduction='mean'), or return "
+        "instep.WeightedLoss(total, weight) from compute_loss."
+    )
+
+
 @torch.no_grad()
 def class_weights(target: Any, weight: Tensor | None = None, ignored: int = -100) -> float:
     """The sum of the class weights of all targets that count: cross entropy is a mean over it.

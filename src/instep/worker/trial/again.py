@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from instep.data.loader import Read
 from instep.engine.state.kept_buffers import KeptBuffers
-from instep.engine.trial_result import Trial
+from instep.engine.trial_result import NOTHING_TO_TRY, Trial
 from instep.errors import one_line
 from instep.parallel.copies import computed_anew
 from instep.parallel.global_batch.batch_norm import use_running_statistics
@@ -30,7 +30,7 @@ from instep.worker.trial.first_batch import REMEDY, another_result, in_words, se
 from instep.worker.trial.model import gradients_dropped
 from instep.worker.trial.moves import Moves
 from instep.worker.trial.named_globals import unchanged_globals
-from instep.worker.trial.sameness import NOTHING_TO_TRY, not_an_argument
+from instep.worker.trial.sameness import not_an_argument
 
 _Numbers = tuple[float, float]
 """The loss of a pass, and the norm of its gradient."""

@@ -1,6 +1,6 @@
 """A copy of the model for the trial: its passes change nothing, and compute as exactly as possible.
 
-What is compared is in `sameness.py` and `compared/`.
+What is compared is in `comparison.py` and `compared/`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from instep.recipe.rehearsal import called_backward
 from instep.recipe.weights import derive
 from instep.worker.trial.casts import WideCasts
 from instep.worker.trial.moves import Moves
+
+DERIVES = 4
+"""Spots, or steps, that may show what the loss of a Hugging Face model is a mean of."""
 
 
 class PassResult(NamedTuple):

@@ -13,7 +13,7 @@ from torch import nn
 from instep.data.loader import Loader, Read, Slice
 from instep.data.order import Position, key
 from instep.engine.passes import OF_PASS
-from instep.engine.trial_result import Trial
+from instep.engine.trial_result import NOTHING_TO_TRY, Trial
 from instep.job.spec import JobSpec
 from instep.parallel.nested import tensors_in
 from instep.parallel.two_blocks import TwoBlocks
@@ -21,10 +21,9 @@ from instep.recipe.forward import Forward
 from instep.system.kernels import per_machine
 from instep.worker.trial.again import run_again
 from instep.worker.trial.compared.spots import OtherSize, Spot
+from instep.worker.trial.model import DERIVES
 from instep.worker.trial.places import Place, Places
 from instep.worker.trial.sameness import (
-    DERIVES,
-    NOTHING_TO_TRY,
     combined,
     mean_of,
     try_out,

@@ -15,43 +15,23 @@ compared, and names the layer that is the cause.
 from __future__ import annotations
 
 import itertools
-import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from instep.data.reading.generators import DrawDetector
 from instep.engine.trial_result import Trial
-from instep.errors import InstepError, RecipeError
-from instep.parallel.draws import ByMicroBatch
-from instep.parallel.nested import tensors_in
 from instep.recipe.forward import Forward
-from instep.recipe.weights import Weighing, is_sum
+from instep.recipe.weights import Weighing, is_sum, sum_refused
 from instep.usercode.counts import Counts
-from instep.worker.trial import first_batch
-from instep.worker.trial.compared.buffer_means import BufferMeans
-from instep.worker.trial.compared.global_layers import calls_of, first_that_sees_parts
-from instep.worker.trial.compared.layers import first_that_mixes, layer_in_words, outputs_of
-from instep.worker.trial.compared.nearness import SHORT, Nearness, mean_gradients
 from instep.worker.trial.compared.spots import OtherSize, Spot
-from instep.worker.trial.constant_draws import LEVELS, ConstantDraws
+from instep.worker.trial.comparison import (
+    REMEDY,
+    SpotComparison,
+    first_line,
+)
+from instep.worker.trial.constant_draws import ConstantDraws
 from instep.worker.trial.hooked import hooked_parameter, refuse_stepping_hooks
-from instep.worker.trial.model import PassResult, TrialModel, trial_model
-from instep.worker.trial.shapes import Watch, differ
-
-DERIVES = 4
-"""Spots, or steps, that may show what the loss of a Hugging Face model is a mean of."""
-
-_SLOW_S, _DEARER = 0.05, 4.0
-"""If a pass takes more CPU seconds than the first, and in float64 the second times as many, it is
-tried in float32: a trial is to be short."""
-
-REMEDY = "With workers = 1 and train.micro_batches = 1 the run gives the result of one machine"
+from instep.worker.trial.model import DERIVES, trial_model
 
 
 def combined(trials: Mapping[str, Trial]) -> Trial:
@@ -63,10 +43,6 @@ def combined(trials: Mapping[str, Trial]) -> Trial:
     reason = next(each.reason for each in trials.values() if each.merge == merge)
     kind, _, why = worst.verdict.partition(": ")
     return Trial(merge, reason, f"{kind}: in the turn {name!r}, {why}" if why else kind)
-
-
-NOTHING_TO_TRY = Trial(True, "there is one micro-batch", "yes")
-"""The result for a job with one micro-batch in every step."""
 
 
 ANOTHER_SAW = "not shown: the trial of another worker did not give 'yes'"
@@ -105,74 +81,59 @@ def try_out(
         RecipeError: the loss is a sum, or cannot be computed of a micro-batch of one of `sizes`; or
             what `Forward.loss` raises.
     """
-    recipe = forward.recipe
     weighed = forward.weighing
-    if recipe.embed is not None:  # what is tried is a mean over embeddings
+    if forward.recipe.embed is not None:  # what is tried is a mean over embeddings
         weighed = Weighing(None, True, "Recipe.embed")
-    if is_sum(recipe.loss):
-        raise _sum(f"{weighed.name} has reduction = 'sum'")
-    if hooks and (hooked := hooked_parameter(forward.model)):
-        refuse_stepping_hooks(forward.model)
-        why = (
-            f"a hook on the gradient of {hooked!r} is called once for each micro-batch; one "
-            "machine would call it once in a step"
-        )
-        return Trial(False, why, f"no: {why}. {REMEDY}")
+    if is_sum(forward.recipe.loss):
+        raise sum_refused(f"{weighed.name} has reduction = 'sum'")
+    if hooks and (trial := _of_hooks(forward)):
+        return trial
     spots = iter(spots)
     spot = next(spots, None)
     if spot is None:
-        return _not_shown("the samples to try it with cannot be read")
+        return Trial.not_shown("the samples to try it with cannot be read")
     each = forward.numbers_of_one(spot.whole, sum(spot.sizes))
     forward.derive("", each)
-    spots = itertools.chain([spot], spots)
     with ExitStack() as stack:
         try:
             model = stack.enter_context(trial_model(forward, seed))
         except Exception as error:  # a user's module may raise anything
-            why = f"the model cannot be copied to try it ({_first_line(error)})"
-            return _not_shown(why)._replace(each=each)
-        tried = _Comparison(
+            why = f"the model cannot be copied to try it ({first_line(error)})"
+            return Trial.not_shown(why)._replace(each=each)
+        tried = SpotComparison(
             model, forward, weighed, whole, seed=seed, cuts=cuts, sizes=sizes, trained=trained
         )
-        counts = Counts((forward.model, *forward.tried, recipe.weight))
+        counts = Counts((forward.model, *forward.tried, forward.recipe.weight))
         try:
-            trial = tried.verdict(spots, say, shares)._replace(each=each)
+            trial = tried.verdict(itertools.chain([spot], spots), say, shares)._replace(each=each)
         finally:
             reached = model.reached()
             counts.put_back()
-    if tried.compared and tried.idle and not reached:
-        of = "the model" if forward.trained is None else "the turn"
-        raise RecipeError(
-            f"no parameter of {of} gets a gradient from {forward.named(weighed.name)}: something "
-            "detached it (no_grad, .item(), .data, or a new torch.tensor)."
-        )
+    if not reached:
+        tried.refuse_idle()
     if reached and trial.same:
         return not_an_argument(weighed.name)._replace(derived=trial.derived, each=each)
     return trial
 
 
+def _of_hooks(forward: Forward) -> Trial | None:
+    """The result for a model with hooks on its gradients, which need no trial."""
+    if not (hooked := hooked_parameter(forward.model)):
+        return None
+    refuse_stepping_hooks(forward.model)
+    why = (
+        f"a hook on the gradient of {hooked!r} is called once for each micro-batch; one "
+        "machine would call it once in a step"
+    )
+    return Trial(False, why, f"no: {why}. {REMEDY}")
+
+
 def not_an_argument(name: str) -> Trial:
     """Return the result for a loss that has reached the model itself in the passes of a copy."""
-    return _not_shown(
+    return Trial.not_shown(
         f"{name} uses a model that it was not given as an argument (a closure does), and only its "
         "arguments can be tried. Use compute_loss(model, batch), and only that model in it"
     )
-
-
-def _not_shown(why: str, derived: str = "") -> Trial:
-    return Trial(False, why, f"not shown: {why}", derived)
-
-
-def _sum(how: str) -> RecipeError:
-    return RecipeError(
-        f"{how}: it is a sum, and a sum over a global batch depends on its size. Divide "
-        "by the batch size (reduction='mean'), or return "
-        "instep.WeightedLoss(total, weight) from compute_loss."
-    )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def mean_of(forward: Forward, batches: Iterable[Any], *, seed: int) -> str:
@@ -193,459 +154,3 @@ def mean_of(forward: Forward, batches: Iterable[Any], *, seed: int) -> str:
             return ""
         model.draws = ConstantDraws
         return model.mean_of(itertools.islice(batches, DERIVES))
-
-
-class _Told(NamedTuple):
-    """A pass in a few numbers."""
-
-    loss: float
-    norms: dict[str, float]
-    """Norms of the gradients, by parameter."""
-
-    @classmethod
-    def of(cls, result: PassResult | None) -> _Told | None:
-        if result is None:
-            return None
-        return cls(result.loss, {name: float(g.norm()) for name, g in result.gradients.items()})
-
-
-class _Comparison:
-    """The trial itself: it collects what differs, by name."""
-
-    def __init__(
-        self,
-        model: TrialModel,
-        forward: Forward,
-        weighed: Weighing,
-        whole: int,
-        *,
-        seed: int,
-        cuts: bool,
-        sizes: Iterable[OtherSize],
-        trained: bool,
-    ) -> None:
-        self._trained = trained
-        self._sizes, self._ran = {each.size: each for each in sizes}, set[int]()
-        self._seed, self._cuts = seed, cuts
-        self._model, self._forward = model, forward
-        self._known, self._name = weighed.known or forward.derived, weighed.name
-        self._by_samples = weighed.weigh is None
-        self._whole = whole
-        self._derived = ""
-        self._short = {n for n, buffer in model.model.named_buffers() if buffer.dtype in SHORT}
-        self.idle = True
-        """Whether no parameter got a gradient in any pass."""
-        self._differs: list[str] = []
-        self.compared = 0
-        """Spots that could be compared."""
-        self._untried = "nothing counts in the batches that were tried"
-        self._not_cut = self._counted = self._set_by_first = ""
-        self._uncounted = ""
-        """A buffer that passes move, if the samples of batches cannot be counted."""
-        self._drew_elsewhere = False  # than from torch's generators
-        self._shapes = Watch()
-        self._once: PassResult | None = None
-        """The first micro-batch's, if it need not be run again."""
-        self._later: _Told | None = None
-        """Result of the last one of the first spot, after others."""
-        self._unrun = Counts(())
-        """Whatever the model and its losses keep before their first pass."""
-
-    def verdict(
-        self,
-        spots: Iterator[Spot],
-        say: Callable[[int], None],
-        shares: Callable[[], Spot | None],
-    ) -> Trial:
-        """Compare spot after spot, until something differs."""
-        say(0)
-        self._first = first = next(spots)
-        counts = self._counts(self._model)
-        drew, seconds = self._try_once(first)
-        found = counts.first_set()
-        counts.put_back()
-        if found:
-            self._model = self._model.fresh()
-            self._set_by_first = self._find_set_by_first(found, first)
-            counts.put_back()
-        constant = drew and not self._cuts
-        self._known |= self._forward.weighs_itself
-        self._model.draws = ConstantDraws if constant else nullcontext
-        self._model, self._once = self._model.moved(
-            first.parts[0],
-            first.sizes[0],
-            # a cheap model is tried in float64 whatever that takes
-            most_s=min(_DEARER, self._whole / first.sizes[0]) * seconds
-            if seconds > _SLOW_S
-            else math.inf,
-            note=self._note,
-            trained=self._trained,
-        )
-        self._near = Nearness.of_model(self._model)
-        if self._trained and not self._near.is_exact:
-            return NOTHING_TO_TRY
-        self._near = self._near.of_trained() if self._trained else self._near
-        self._buffers = BufferMeans(
-            self._model, self._forward, self._near.of_parameter, self._short
-        )
-        self._begun = _Told.of(self._once)
-        spots = self._derive(itertools.chain([first], spots))
-        moved = False
-        for number, (spot, level) in enumerate(zip(spots, itertools.cycle(LEVELS), strict=False)):
-            self._model.draws = partial(ConstantDraws, level) if constant else nullcontext
-            moved |= self._try_spot(spot)
-            say(number + 1)
-            if self._differs:
-                break
-        if constant and self._forward.recipe.turns and not self._differs:
-            self._compare_with_noise(first)
-        if self._cuts and not self._differs and (step := shares()) is not None:
-            self._try_global_layers(step)
-        self._model.draws = ConstantDraws if constant else nullcontext
-        self._try_sizes()
-        self._check_again(first, self._begun)
-        self._model.refuse_written()
-        if not self._differs and not self._counted and not self._set_by_first:
-            self._check_first(first)
-        trial = self._judge(drew, moved)
-        return trial._replace(shapes=self._shapes.known) if trial.same else trial
-
-    def _try_spot(self, spot: Spot) -> bool:
-        """Compare one; a size that the run does not have may be refused by the model."""
-        if not spot.made_up:
-            return self._compare(spot)
-        try:
-            return self._compare(spot)
-        except InstepError:
-            raise
-        except Exception:  # whatever a user's code raises
-            return False
-
-    def _try_global_layers(self, step: Spot) -> None:
-        """Name a layer that sees parts of the global batch, others on each number of workers."""
-        pairs = zip(step.parts, step.sizes, strict=True)
-        apart = [calls_of(self._model, part, size) for part, size in pairs]
-        with self._as_one(step):
-            whole = calls_of(self._model, step.whole, sum(step.sizes))
-        if layer := first_that_sees_parts(self._model.model, apart, whole, self._near.of_parameter):
-            self._differs.append(
-                f"{layer} is called with parts of a batch, and train.batch_norm = 'global' joins "
-                "what each call sees on all workers: on another number of them other samples are "
-                "normalised together"
-            )
-
-    def _try_sizes(self) -> None:
-        """Run a micro-batch of each size that the run has and that was not run yet."""
-        for size in {*self._sizes} - self._ran:
-            read = self._sizes[size].read()
-            if read.size == size:
-                self._run(read.batch, size, backward=False)
-
-    def _run(self, batch: Any, size: int, *, backward: bool = True) -> PassResult | None:
-        """Run one micro-batch.
-
-        Raises:
-            RecipeError: others can be computed, and those of this size cannot.
-        """
-        try:
-            result = self._model.run(batch, size, backward=backward)
-        except InstepError:
-            raise
-        except Exception as error:
-            if size not in self._sizes or size in self._ran or not self._ran:
-                raise
-            raise RecipeError(
-                f"{type(error).__name__}: {_first_line(error)}, {self._sizes[size].words}."
-            ) from error
-        self._ran.add(size)
-        return result
-
-    def _compare_with_noise(self, spot: Spot) -> None:
-        """Constant draws can hide what a layer does with noise, as BatchNorm in a generator."""
-        self._cuts, self._model.draws = True, nullcontext
-        try:
-            self._compare(spot)
-        except RecipeError:
-            self._not_cut = "what the forward pass draws cannot be drawn micro-batch by micro-batch"
-
-    def _judge(self, drew: bool, moved: bool) -> Trial:
-        if self._differs and self._drew_elsewhere:
-            return _not_shown(
-                "something draws from numpy's or Python's generators, so it gives other results "
-                "each time it is tried. Draw with torch's",
-                self._derived,
-            )
-        if self._differs:
-            why = "; ".join(self._differs)
-            return Trial(False, why, f"no: {why}. {REMEDY}", self._derived)
-        if not self.compared:
-            return _not_shown(self._untried)
-        if self._near.shows_little:
-            return _not_shown(
-                "the model can only be tried in its own 16 bits, which do not show a difference of "
-                "a per cent",
-                self._derived,
-            )
-        if not self._known:
-            why = (
-                f"{self._name} is your own function, and what it is a mean of may depend on the "
-                "contents of a batch"
-            )
-            return Trial(
-                False,
-                why,
-                f"not shown: {why}. Say it with Recipe.weight (where it is the samples of an "
-                "(inputs, target), weight=lambda batch: len(batch[0])), or return "
-                "instep.WeightedLoss(total, weight)",
-            )
-        if self._not_cut:
-            return _not_shown(self._not_cut)
-        if how := first_batch.in_words(self._counted, self._set_by_first):
-            return _not_shown(
-                f"{how}: a step calls it once for each micro-batch, and no checkpoint has it. "
-                f"{first_batch.REMEDY}",
-                self._derived,
-            )
-        if self._uncounted:
-            return _not_shown(
-                f"the buffer {self._uncounted!r} is a mean over samples, and the batches that "
-                "collate makes do not show how many they have. Let each tensor of a batch have "
-                "them in its first dimension",
-                self._derived,
-            )
-        if moved:
-            return Trial(False, "the model's buffers follow its batches", "yes", self._derived)
-        if drew:
-            reason = "the forward pass draws random numbers, as dropout does"
-            return Trial(False, reason, "yes", self._derived)
-        return Trial(True, "a trial showed no difference", "yes", self._derived)
-
-    # ---- one pass, twice
-
-    def _try_once(self, spot: Spot) -> tuple[bool, float]:
-        """Run a micro-batch; whether it draws random numbers, and its CPU seconds."""
-        drew = False
-
-        @contextmanager
-        def watched() -> Iterator[None]:
-            nonlocal drew
-            generators, on_gpus = DrawDetector(), _on_gpus()
-            yield
-            drew |= generators.drawn() or not all(map(torch.equal, _on_gpus(), on_gpus))
-            self._drew_elsewhere |= generators.drawn_beside_torch()
-
-        self._model.draws = watched
-        since = time.process_time()
-        self._run(spot.parts[0], spot.sizes[0])
-        return drew, time.process_time() - since
-
-    def _find_set_by_first(self, found: dict[str, Any], spot: Spot) -> str:
-        """Name what the first pass sets otherwise when another micro-batch is the first."""
-        return first_batch.set_by_first(
-            found,
-            self._counts(self._model),
-            lambda: self._model.run(spot.parts[-1], spot.sizes[-1], backward=False),
-            lambda: self._model.run(spot.parts[0], spot.sizes[0], backward=False),
-        )
-
-    def _check_again(self, spot: Spot, once: _Told | None) -> None:
-        """Run a micro-batch again; if its loss differs, that is the reason for the verdict.
-
-        What changes is looked at twice: what is kept of the last batch alone is the same then.
-        """
-        again, self._counted = self._run_counted(spot)
-        if self._counted and self._same(once, again):
-            again, self._counted = self._run_counted(spot)
-        if not self._same(once, again):
-            buffer = self._model.kept_by_loss(spot.parts[0], spot.sizes[0])
-            by_buffer = {"who": self._name, "kept": f"in its buffer {buffer!r}"} if buffer else {}
-            why = first_batch.another_result(later=False, **by_buffer)
-            self._differs[:] = [f"{why}, and a step calls it once for each micro-batch"]
-
-    def _check_first(self, spot: Spot) -> None:
-        """Run a micro-batch that was run after another one as the first."""
-        self._unrun.put_back()
-        try:
-            first = _Told.of(self._model.run(spot.parts[-1], spot.sizes[-1]))
-        except Exception:  # of the user's code, half of whose state may be put back
-            return
-        if not self._same(first, self._later):
-            why = first_batch.another_result(later=True)
-            self._differs.append(f"{why}, and a step calls it once for each micro-batch")
-
-    def _note(self, model: TrialModel) -> None:
-        self._unrun = self._counts(model)
-
-    def _counts(self, model: TrialModel) -> Counts:
-        """Note what a model, its losses and the weight keep in Python now."""
-        forward = self._forward
-        return Counts((model.model, *forward.losses, forward.recipe.weight))
-
-    def _run_counted(self, spot: Spot) -> tuple[_Told | None, str]:
-        """A pass, forward and backward, and the name of what it changes in Python."""
-        counts = self._counts(self._model)
-        result = self._model.run(spot.parts[0], spot.sizes[0])
-        return _Told.of(result), counts.changed()
-
-    def _same(self, one: _Told | None, other: _Told | None) -> bool:
-        if one is None or other is None:
-            return True  # nothing in it counts
-        if not math.isfinite(one.loss) and not math.isfinite(other.loss):
-            return True  # unknown
-        return self._near.close(one.loss, other.loss) and all(
-            self._near.close(norm, other.norms.get(name, 0.0)) for name, norm in one.norms.items()
-        )
-
-    # ---- what a Hugging Face model's loss is a mean of
-
-    def _derive(self, spots: Iterator[Spot]) -> Iterator[Spot]:
-        """Find it with the first spots; returns all spots."""
-        if self._known or self._forward.recipe.turns:
-            return spots
-        taken: list[Spot] = []
-
-        def batches() -> Iterator[Any]:
-            for spot in itertools.islice(spots, DERIVES):
-                taken.append(spot)
-                yield from () if spot.loss_alone else spot.parts
-
-        self._derived = self._model.mean_of(batches())
-        if self._derived:
-            self._known, self._once = True, None  # which was weighed by samples
-            self._forward.derive(self._derived)
-        return itertools.chain(taken, spots)
-
-    # ---- separately and as one batch
-
-    def _compare(self, spot: Spot) -> bool:
-        """Compare the micro-batches with all as one batch; whether buffers were changed."""
-        passes, whole = self._passes(spot)
-        if whole is not None and not math.isfinite(whole.loss):
-            self._model.move_back()  # the loss is not finite there
-            self._later = None
-            self._begun = _Told.of(self._model.run(self._first.parts[0], self._first.sizes[0]))
-            passes, whole = self._passes(spot)
-        apart = [each for each in passes if each is not None]
-        if whole is None or not apart:
-            return False
-        self.idle &= not any(each.gradients for each in apart)
-        buffers = self._buffers.compare(apart, spot, whole)
-        moved, layer = buffers.moved, buffers.layer
-        self._differs += buffers.differs
-        self._uncounted = self._uncounted or buffers.uncounted
-        weight = sum(each.weight for each in apart) or 1.0
-        share = [(each.weight or 1.0) / weight for each in apart]
-        loss = sum(w * each.loss for w, each in zip(share, apart, strict=True))
-        if not math.isfinite(whole.loss) or not math.isfinite(loss):
-            self._untried = "the loss is not finite on the batches that were tried"
-            return moved
-        self.compared += 1
-        worst = self._near.differing(
-            self._model.parameters, mean_gradients(apart, share), whole.gradients
-        )
-        alike = self._near.close(loss, whole.loss) and not worst
-        if alike and self._forward.recipe.collates:
-            self._shapes.compared(spot.each())
-        packed = self._packed(spot)
-        if not alike and not packed and spot.made_otherwise():
-            self._differs.append(
-                "the samples of a batch differ from those of its micro-batches: the dataset draws "
-                "from a generator of its own, or collate draws or looks at the whole batch"
-            )
-            return moved
-        if not alike:
-            self._refuse_sum(apart, whole)
-            layer = "" if packed else self._layer_that_mixes(spot)
-        seen = spot.sizes[0]  # the last may have been made longer
-        if layer:
-            self._differs.append(
-                f"{layer} looks at the other samples of its batch: it sees {seen} at a time; on "
-                f"one machine it would see {self._whole}"
-            )
-        elif not alike:
-            self._differs.append(self._by_loss(loss, whole.loss, worst, spot, packed))
-        return moved
-
-    def _passes(self, spot: Spot) -> tuple[list[PassResult | None], PassResult | None]:
-        pairs = list(zip(spot.parts, spot.sizes, strict=True))
-        apart: list[PassResult | None] = []
-        if spot is self._first and self._once is not None:
-            apart, pairs, self._once = [self._once], pairs[1:], None
-        backward = not spot.loss_alone
-        apart += [self._run(part, size, backward=backward) for part, size in pairs]
-        if spot is self._first and self._later is None:
-            self._later = _Told.of(apart[-1]) if len(apart) > 1 else None
-        with self._as_one(spot):
-            return apart, self._model.run(spot.whole, sum(spot.sizes), backward=backward)
-
-    @contextmanager
-    def _as_one(self, spot: Spot) -> Iterator[None]:
-        """In this context a pass over the whole spot draws for each part, if that is wanted."""
-        before = self._model.draws
-        if self._cuts:
-            keys = [self._seed] * len(spot.sizes)
-            self._model.draws = partial(ByMicroBatch, keys, spot.sizes)
-        yield
-        self._model.draws = before
-
-    def _packed(self, spot: Spot) -> str:
-        """The shape of a batch that is weighed by samples, but has no row for each of them."""
-        shape = next((list(t.shape) for t in tensors_in(spot.whole) if t.dim()), [])
-        weighed = not self._by_samples or self._forward.weighs_itself or self._derived
-        return "" if weighed or not shape or sum(spot.sizes) in shape[:2] else str(shape)
-
-    def _by_loss(self, apart: float, whole: float, worst: str, spot: Spot, packed: str) -> str:
-        if packed:
-            by = (
-                f"collate packs samples ({sum(spot.sizes)} of them into the shape {packed}), and "
-                "it is a mean of their contents, such as tokens: Recipe.weight can say of how many"
-            )
-        elif self._forward.recipe.collates and differ(spot.each()):
-            by = (
-                "collate pads samples to the longest of their batch, and what it adds counts. Pad "
-                "to one length, or leave padding out of the loss with a mask and compute_loss, "
-                "which may return instep.WeightedLoss(total, weight). Or it is a mean of something "
-                "else (class weights, targets that are not ignored): Recipe.weight can say of what"
-            )
-        elif self._forward.recipe.weight:
-            by = "Recipe.weight is not what it is a mean of, or it compares the samples of a batch"
-        else:
-            by = (
-                "it compares the samples of a batch, or is a mean of something else than samples, "
-                "which Recipe.weight can say"
-            )
-        many = len(spot.parts)
-        counted = "two" if many == 2 else str(many)
-        each = "both" if many == 2 else "all"
-        if worst and self._near.close(apart, whole):
-            what = (
-                f"has another gradient, of {worst!r}, for {counted} micro-batches than for {each}"
-            )
-        else:
-            what = f"is {apart:.6g} for {counted} micro-batches and {whole:.6g} for {each}"
-        return (
-            f"{self._name} {what} as one batch: {by}. It sees {spot.sizes[0]} samples at a time; "
-            f"on one machine it would see {self._whole}"
-        )
-
-    def _refuse_sum(self, apart: Sequence[PassResult], whole: PassResult) -> None:
-        """Refuse a loss whose value over the whole is the sum over the micro-batches."""
-        total = sum(each.loss for each in apart)
-        tiny = abs(total) < 1e-12
-        if self._known or len(apart) < 2 or tiny or not self._near.close(total, whole.loss):
-            return
-        summed = mean_gradients(apart, [1.0] * len(apart))
-        if not self._near.differing(self._model.parameters, summed, whole.gradients):
-            raise _sum(f"{self._name} is about twice as large with two micro-batches")
-
-    def _layer_that_mixes(self, spot: Spot) -> str:
-        apart = [outputs_of(self._model, part) for part in spot.parts]
-        with self._as_one(spot):
-            whole = outputs_of(self._model, spot.whole)
-        name = first_that_mixes(apart, whole, self._near.of_parameter)
-        return layer_in_words(self._model.model, name) if name else ""
-
-
-def _on_gpus() -> list[Tensor]:
-    there = torch.cuda.is_available() and torch.cuda.is_initialized()
-    return torch.cuda.get_rng_state_all() if there else []
