@@ -110,13 +110,7 @@ class OwnLoop(Loop):
         super().__init__(member, model, parameters, update, loader, samples, None, take=self._take)
         self._equip(scaler)
         self._cpu = cpu_clock()
-        member.at = lambda: Heartbeat(
-            step=self.step,
-            steps=self._done,
-            phase=self.phase,
-            progress=self._progress(),
-            cpu_s=self._cpu(),
-        )
+        member.at = self._heartbeat
         self.compute = Dealt()
         self._items: Generator[Any] | None = None
         self._left_epoch = 0  # the step that ended the epoch the loader left last
@@ -200,6 +194,15 @@ class OwnLoop(Loop):
     @property
     def _per_epoch(self) -> int:
         return steps_in_epoch(self.samples, self.job.per_commit.global_batch)
+
+    def _heartbeat(self) -> Heartbeat:
+        return Heartbeat(
+            step=self.step,
+            steps=self._done,
+            phase=self.phase,
+            progress=self._progress(),
+            cpu_s=self._cpu(),
+        )
 
     def _progress(self) -> int:
         """What changes while this worker gets something done.
