@@ -12,9 +12,8 @@ from gpt import recipe as gpt
 
 import instep
 from instep.engine.state.host_copy import HostCopy
-from instep.engine.trial_result import Trial
+from instep.engine.trial_result import NOTHING_TO_TRY, Trial
 from instep.records import Attempt
-from instep.worker.trial.sameness import NOTHING_TO_TRY
 
 
 def recipe(until: int = 0, block: int = 1, tried: int = 1, **size: int) -> instep.Recipe:

@@ -74,18 +74,13 @@ def try_out(
         say: called at the start, and after each comparison, with how many are done.
         hooks: whether those on the model's gradients are the user's.
         shares: reads a step as several workers have it; asked with `cuts`.
-        trained: whether the parameters stay where training has them; then only a difference that
-            shows in float64 counts.
+        trained: whether the parameters stay as they are, and a difference must show in float64.
 
     Raises:
         RecipeError: the loss is a sum, or cannot be computed of a micro-batch of one of `sizes`; or
             what `Forward.loss` raises.
     """
-    weighed = forward.weighing
-    if forward.recipe.embed is not None:  # what is tried is a mean over embeddings
-        weighed = Weighing(None, True, "Recipe.embed")
-    if is_sum(forward.recipe.loss):
-        raise sum_refused(f"{weighed.name} has reduction = 'sum'")
+    weighed = _weighing(forward)
     if hooks and (trial := _of_hooks(forward)):
         return trial
     spots = iter(spots)
@@ -98,8 +93,7 @@ def try_out(
         try:
             model = stack.enter_context(trial_model(forward, seed))
         except Exception as error:  # a user's module may raise anything
-            why = f"the model cannot be copied to try it ({first_line(error)})"
-            return Trial.not_shown(why)._replace(each=each)
+            return _not_copied(error)._replace(each=each)
         tried = SpotComparison(
             model, forward, weighed, whole, seed=seed, cuts=cuts, sizes=sizes, trained=trained
         )
@@ -114,6 +108,20 @@ def try_out(
     if reached and trial.same:
         return not_an_argument(weighed.name)._replace(derived=trial.derived, each=each)
     return trial
+
+
+def _weighing(forward: Forward) -> Weighing:
+    """How batches are weighed; a loss that is a sum is refused."""
+    weighed = forward.weighing
+    if forward.recipe.embed is not None:  # what is tried is a mean over embeddings
+        weighed = Weighing(None, True, "Recipe.embed")
+    if is_sum(forward.recipe.loss):
+        raise sum_refused(f"{weighed.name} has reduction = 'sum'")
+    return weighed
+
+
+def _not_copied(error: Exception) -> Trial:
+    return Trial.not_shown(f"the model cannot be copied to try it ({first_line(error)})")
 
 
 def _of_hooks(forward: Forward) -> Trial | None:
