@@ -122,7 +122,7 @@ def picture(broken: RunFolder, whole: RunFolder) -> str:
     (mine, theirs) = (each["parameters_sha256"] for each in summary.values())
     same = "the same bits" if mine == theirs else "OTHER BITS"
     first, last = float(broken.steps["begin"].min()), float(step_ends(broken.steps).max())
-    top = TOP + LANE * len(broken.workers) + 34
+    top = TOP + LANE * len(broken.members.numbers) + 34
     bottom = top + CURVE
     audit = broken.audit
     figures = (
@@ -134,7 +134,7 @@ def picture(broken: RunFolder, whole: RunFolder) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 860 {bottom + 46:.0f}">',
         f"<style>{STYLE}</style>",
         f'<rect class="paper" x=".5" y=".5" width="859" height="{bottom + 45:.0f}" rx="8"/>',
-        f'<text class="title" x="16" y="26">{len(broken.workers)} workers train;'
+        f'<text class="title" x="16" y="26">{len(broken.members.numbers)} workers train;'
         f" {len(kills)} times one of them is killed</text>",
         f'<text class="said" x="{RIGHT}" y="26" text-anchor="end">&#215; kill -9, and the time'
         " until all train again</text>",

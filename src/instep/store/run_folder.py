@@ -53,11 +53,14 @@ class RunPlan:
     """
 
     def __init__(self, spec: JobSpec, ready: Event, divided: Event) -> None:
-        self._spec, self._divided = spec, divided
-        self.epoch_samples = int(ready.get("samples") or 0)
-        """Samples of the training set; 0 until a worker has said so."""
+        self._spec, self._ready, self._divided = spec, ready, divided
         self.steps: int | None = ready.get("last_step")
         """In all; None before a worker has said so, and in the user's own loop."""
+
+    @cached_property
+    def epoch_samples(self) -> int:
+        """Samples of the training set; 0 until a worker has said so."""
+        return int(self._ready.get("samples") or 0)
 
     @cached_property
     def own_rounds(self) -> OwnRounds | None:

@@ -164,6 +164,22 @@ def test_an_average_that_a_hook_keeps_is_said_where_the_loss_reads_it(reads):
     assert int(teacher.n_averaged) == 0
 
 
+ROUNDS = [0]
+
+
+def test_a_count_of_a_hook_is_no_other_of_that_name_that_the_loss_reads():
+    def make(parameters):
+        ROUNDS = [0]
+        optimizer = Own(parameters)
+        optimizer.register_step_post_hook(lambda *_: ROUNDS.append(ROUNDS.pop() + 1))
+        return optimizer
+
+    def loss(model, batch):
+        return functional.mse_loss(model(batch[0]), batch[1]) * (1 + ROUNDS[0])
+
+    assert try_optimizer(maker(make, compute_loss=loss), YES, "all_reduce") == YES
+
+
 @pytest.mark.parametrize("name", LOST)
 def test_what_no_checkpoint_has_is_named(name):
     verdict = try_optimizer(maker(LOST[name]), YES, "all_reduce").verdict

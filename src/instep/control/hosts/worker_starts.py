@@ -50,9 +50,15 @@ class WorkerStarts:
         self._asked: dict[int, tuple[int, int]] = {}  # by worker: its host, and `changes` of that
         self._ready = self._said_ready = False
 
+    def _host_of(self, worker: int) -> int | None:
+        """The host that was asked to start it; it may not have got what was sent on a connection
+        that was lost since."""
+        host, seen = self._asked.get(worker, (None, 0))
+        return host if host is not None and self._hosts.changes[host] == seen else None
+
     @property
     def _underway(self) -> dict[int, int]:
-        """Worker to its host, which may not have got what was sent on a connection since lost."""
+        """Worker to its host."""
         changes = self._hosts.changes
         return {w: host for w, (host, seen) in self._asked.items() if changes[host] == seen}
 
@@ -75,8 +81,8 @@ class WorkerStarts:
 
     def may_start(self, worker: int) -> bool:
         """Whether hosts are ready to start a worker, and none has been asked to."""
-        underway = self._hosts.several and worker in self._underway
-        return self.ready(self._hosts.now) and not underway
+        ready = self.ready(self._hosts.now)
+        return ready and not (self._hosts.several and self._host_of(worker) is not None)
 
     def start(
         self,
@@ -124,7 +130,7 @@ class WorkerStarts:
 
     def started(self, worker: int, host: int) -> bool:
         """A worker has connected, or ended before that; whether it was to be started there."""
-        if self._underway.get(worker) != host:
+        if self._host_of(worker) != host:
             return not self._hosts.several
         del self._asked[worker]
         return True

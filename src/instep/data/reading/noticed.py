@@ -86,7 +86,7 @@ def is_shared(value: Any) -> bool:
 
 def _state(value: Any) -> Any:
     if isinstance(value, Synchronized):
-        return value.value
+        return value.get_obj().value  # whoever holds its lock may be dead
     if isinstance(value, torch.Tensor):
         return None if value.is_inference() else value._version
     if isinstance(value, np.ndarray):

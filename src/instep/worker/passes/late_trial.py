@@ -10,7 +10,6 @@ another one from there on.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 
 from instep.data.loader import Loader, Read
 from instep.data.order import Position
@@ -19,9 +18,10 @@ from instep.engine.member import Member
 from instep.engine.passes import Share
 from instep.engine.state.committed import CommittedState
 from instep.engine.trial_result import Trial
-from instep.errors import SpecError
+from instep.errors import SpecError, one_line
 from instep.recipe.forward import Forward
 from instep.recipe.weights import is_of_torch
+from instep.system.kernels import per_machine
 from instep.system.memory import room
 from instep.worker.passes.activity import Activity
 from instep.worker.trial.reads import shapes_in, try_step, try_trained
@@ -36,9 +36,9 @@ _TRIES = 3
 _FIRST, _RARER = 16, 4
 """The first step in which a trained model is tried, and how many times later each other one is."""
 
-_COPIES = 16
-"""Room for so many copies of the model is wanted: parameters and gradients in float64, apart and as
-one batch."""
+_COPIES, _BESIDE = 16, 4_000_000_000
+"""Room for so many copies of the model is wanted (parameters and gradients in float64, apart and as
+one batch), and for so many bytes of what their passes keep."""
 
 
 class LateTrial:
@@ -94,21 +94,26 @@ class LateTrial:
         if not (_is_time(step) and first == where.first and self._trial.same and self._may()):
             return
         before, found = self._trial, self._trial
-        with self._activity.during(TRYING), preserved(), suppress(Exception):
-            found = try_trained(self._forward, self._loader, self._job, where)
+        try:
+            with self._activity.during(TRYING), preserved():
+                found = try_trained(self._forward, self._loader, self._job, where)
+        except Exception as error:  # of the user's code, or no room
+            why = f"{type(error).__name__}: {one_line(error)}"
+            self._member.warn(f"the loss was not compared again in step {step} ({why}).")
         self._forward.derive(before.derived, before.each)
         if found.verdict.startswith("no: "):
             verdict = f"no: in step {step}, {found.verdict.removeprefix('no: ')}"
             say_late(self._member, self._state, before._replace(verdict=verdict), step)
 
     def _may(self) -> bool:
-        """Whether the loss is the user's, and there is room and time for more copies."""
+        """Whether the loss is the user's, and there is room for more copies."""
         recipe, model = self._forward.recipe, self._forward.model
         own = recipe.compute_loss is not None or not is_of_torch(recipe.loss)
         if not own or not self._alone or recipe.turns or recipe.embed is not None:
             return False
         size = sum(p.numel() * p.element_size() for p in model.parameters())
-        return self._forward.device.type == "cpu" and _COPIES * size < room(self._job.workers)
+        there = room(per_machine(self._job.workers, self._job.launch.count))
+        return self._forward.device.type == "cpu" and _COPIES * size + _BESIDE < there
 
     def _try_odd(self, where: Position, odd: str, step: int) -> None:
         if not self._alone:

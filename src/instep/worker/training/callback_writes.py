@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -15,23 +16,35 @@ from instep.usercode.numbers import alike, is_number, is_small_array
 from instep.usercode.places import Place, own_of, places
 from instep.worker.passes.late_trial import say_late
 
+_OF_DATA, _TINY = 1000, 1000
+"""Places of a dataset, and numbers in an array, that are looked at: it is done at each call."""
+
 
 class CallbackWrites:
     """Looks at the numbers that the model, its losses and the dataset name, around calls of
-    callbacks; and at their tensors and arrays, but for those that checkpoints have.
+    callbacks; and at tensors and small arrays of model and losses, but for those that checkpoints
+    have. A dataset may be read meanwhile, in a thread, which moves no number (the trial has seen
+    that), but may load a table.
 
     Args:
         member, state: the worker's.
         model: that is trained.
-        keepers: its losses, what weighs them, and what batches are made by.
+        keepers: its losses, and what weighs them.
+        data: what batches are made by.
     """
 
     def __init__(
-        self, member: Member, state: CommittedState, model: nn.Module, keepers: Iterable[Any]
+        self,
+        member: Member,
+        state: CommittedState,
+        model: nn.Module,
+        keepers: Iterable[Any],
+        data: Iterable[Any] = (),
     ) -> None:
         self._member, self._state, self._model = member, state, model
-        self._keepers = tuple(keepers)
+        self._keepers, self._data = tuple(keepers), tuple(data)
         self._places: list[Place] | None = None
+        self._of_data = list[Place]()
 
     @contextmanager
     def during(self, call: str) -> Iterator[None]:
@@ -46,9 +59,12 @@ class CallbackWrites:
             return
         if self._places is None:  # the first step may have made some
             self._places = list(places((self._model, *self._keepers)))
+            self._of_data = list(itertools.islice(places(self._data), _OF_DATA))
         own = {id(each) for each in (*self._model.parameters(), *self._model.buffers())}
         before = [_Before.of(place) for place in self._places]
-        owners = (*self._model.modules(), *self._keepers)
+        read = [(place, place.get()) for place in self._of_data]
+        read = [(place, value) for place, value in read if is_number(value)]
+        owners = (*self._model.modules(), *self._keepers, *self._data)
         attributes = [(own_of(each), [*own_of(each)]) for each in owners]
         yield
         changed = [
@@ -57,6 +73,7 @@ class CallbackWrites:
         changed += [
             name for now, known in attributes for name in now.keys() - known if is_number(now[name])
         ]
+        changed += [place.name for place, value in read if _another(place.get(), value)]
         if changed:
             why = f"{call} has changed {changed[0]!r}, which training may read: "
             why += "callbacks are called on one worker, and others do not have the change"
@@ -76,7 +93,7 @@ class _Before(NamedTuple):
     def of(cls, place: Place) -> _Before:
         value = place.get()
         counted = isinstance(value, Tensor) and not value.is_inference()
-        copied = copy.copy(value) if is_small_array(value) else None
+        copied = copy.copy(value) if _is_tiny(value) else None
         return cls(place, value, value._version if counted else -1, copied)
 
     def changed(self) -> bool:
@@ -90,5 +107,13 @@ class _Before(NamedTuple):
         return was and (now is None or _counts(now)) and not alike(now, self.value)
 
 
+def _another(now: Any, value: Any) -> bool:
+    return now is not value and (now is None or is_number(now)) and not alike(now, value)
+
+
 def _counts(value: Any) -> bool:
     return is_number(value) or is_small_array(value) or isinstance(value, Tensor)
+
+
+def _is_tiny(value: Any) -> bool:
+    return is_small_array(value) and value.size <= _TINY

@@ -209,8 +209,8 @@ class Training(Loop):
         )
         if self._replica is not None:  # all that a state is given to is there
             take_host_copy(self.engine, self._replica)
-        weighed = *self._forward.losses, recipe.weight, recipe.train, recipe.collate
-        self.callbacks.watch(CallbackWrites(member, self.state, model, weighed).during)
+        weighed, data = (*self._forward.losses, recipe.weight), (recipe.train, recipe.collate)
+        self.callbacks.watch(CallbackWrites(member, self.state, model, weighed, data).during)
         self._validation = Validation(
             inputs,
             self.engine,

@@ -58,7 +58,7 @@ def try_optimizer(maker: Maker, trial: Trial, sync: str) -> Trial:
             counts = Counts((first.model, *first.called), but=first.stateful)
             after = Counts((first.model, *first.called_after), but=first.stateful)
             _take(number, maker, first)
-        counted = counts.changed() or after.changed(among=maker.read_by_losses())
+        counted = counts.changed() or after.changed(among=maker.shared_with_losses())
     except Exception as error:  # of the user's functions
         if maker.copy_models():  # a hook of theirs may use the model
             return try_optimizer(maker, trial, sync)

@@ -32,6 +32,9 @@ near 1, one that scales by norms below 10, an orthogonalisation in full precisio
 _NEAR = 2e-5
 """A difference that is none, in any type."""
 
+_FIRST = 3
+"""Steps that are compared, beside the last: some optimizers begin with what amplifies later."""
+
 _RANKS, _ROUNDINGS, _OF_MOVE = (2, 8, 0), 256, 16
 """Rank of the gradients, which that of few samples is, and what is tried where that is
 refused; by how many roundings they differ, so
@@ -97,14 +100,15 @@ def amplifying(maker: Maker, *, rank: int = _RANKS[0]) -> tuple[list[str], float
         for group in each.param_groups
         for p in group["params"]
     }
-    found, worst = dict[str, None](), 0.0
-    for number in range(one.steps):
-        starts = [_values(each) for each in (one, other)]
-        given = [(name, gradient) for name, gradient in maker.gradients(number, rank=rank)]
+    found, worst, steps = dict[str, None](), 0.0, max(_FIRST, one.steps)
+    for number in range(steps):
+        compared = number < _FIRST or number == steps - 1
+        starts = [_values(each) for each in (one, other)] if compared else []
+        given = list(maker.gradients(number, rank=rank))
         rounded = list(_rounded(given, key(maker.seed, number)))
         one.step(given, number, maker.seed)
         other.step(rounded, number, maker.seed)
-        for name, own in one.parameters.items():
+        for name, own in one.parameters.items() if compared else ():
             if own.dtype not in (torch.float32, torch.float64) or own.grad is None:
                 continue
             move = (own.detach() - starts[0][name]).double()

@@ -189,13 +189,18 @@ class Maker:
         parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         return StandIn(model, parameters, _made(built))
 
-    def read_by_losses(self) -> set[str]:
-        """Find the names of what the losses read beside the model."""
+    def shared_with_losses(self) -> set[str]:
+        """Find the names of what the losses read that functions of the optimizer may change."""
         recipe = self._recipe
+        made = (recipe.optimizer, recipe.scheduler, recipe.parameters)
+        changed = {
+            (id(place.space), place.key)
+            for place in places([each for each in made if each is not None], (self._model,))
+        }
         losses = [recipe.loss, recipe.compute_loss, recipe.embed, recipe.batch_loss, recipe.weight]
         losses += [turn.compute_loss for turn in recipe.turns]
         named = places([each for each in losses if each is not None], (self._model,))
-        return {place.name for place in named}
+        return {place.name for place in named if (id(place.space), place.key) in changed}
 
     def gradients(self, number: int, *, rank: int = 0) -> Iterator[tuple[str, Tensor]]:
         """Made up, as large as gradients are.
