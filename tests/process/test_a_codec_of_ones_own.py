@@ -25,15 +25,17 @@ def test_what_the_guide_shows_trains_as_it_says(start: Start, tmp_path: Path, nu
     (tmp_path / f"{file}.py").write_text(code)
     for name in ("tiny", "slow_tiny"):
         (tmp_path / f"{name}.py").write_text((RECIPES / f"{name}.py").read_text("utf-8"))
-    job = tmp_path / "job.toml"
+    job, held = tmp_path / "job.toml", tmp_path / "held"
+    held.touch()
     job.write_text(
         'recipe = "slow_tiny.py:recipe"\nworkers = 2\n[train]\nsteps = 60\nglobal_batch = 16\n'
-        + section
+        f'[arguments]\nheld = "{held}"\n' + section
     )
     program = start("-m", "instep", "run", job)
     program.until(program.is_training, "training")
     pids = {int(e["worker"]): int(e["pid"]) for e in program.events("worker_joined")}
     os.kill(pids[1], signal.SIGKILL)
+    held.unlink()
     assert program.end() == 0, program.stderr
     program.check_nothing_is_left()
     assert not program.events("warning")
