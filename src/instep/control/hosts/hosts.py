@@ -208,9 +208,9 @@ class Hosts:
     # ---- hosts that can be used, and those that are given back
 
     @property
-    def connected(self) -> list[int]:
+    def connected(self) -> Collection[int]:
         """Numbers of the hosts that are there."""
-        return [*self._there]
+        return self._there.keys()
 
     @property
     def for_workers(self) -> list[int]:

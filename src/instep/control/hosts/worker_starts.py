@@ -59,8 +59,8 @@ class WorkerStarts:
     @property
     def _underway(self) -> dict[int, int]:
         """Worker to its host."""
-        changes = self._hosts.changes
-        return {w: host for w, (host, seen) in self._asked.items() if changes[host] == seen}
+        hosts = {worker: self._host_of(worker) for worker in self._asked}
+        return {worker: host for worker, host in hosts.items() if host is not None}
 
     @property
     def hosts(self) -> set[int]:

@@ -85,7 +85,7 @@ def is_shared(value: Any) -> bool:
 
 
 def _state(value: Any) -> Any:
-    if isinstance(value, Synchronized):
+    if is_shared(value):
         return value.get_obj().value  # whoever holds its lock may be dead
     if isinstance(value, torch.Tensor):
         return None if value.is_inference() else value._version

@@ -56,9 +56,12 @@ def try_optimizer(maker: Maker, trial: Trial, sync: str) -> Trial:
         name = " and ".join(dict.fromkeys(type(each).__name__ for each in first.optimizers))
         for number in range(STEPS):
             counts = Counts((first.model, *first.called), but=first.stateful)
-            after = Counts((first.model, *first.called_after), but=first.stateful)
+            hooks = [*first.called_after]
+            after = Counts((first.model, *hooks), but=first.stateful) if hooks else None
             _take(number, maker, first)
-        counted = counts.changed() or after.changed(among=maker.shared_with_losses())
+        counted = counts.changed()
+        if after is not None and not counted:
+            counted = after.changed(among=maker.shared_with_losses())
     except Exception as error:  # of the user's functions
         if maker.copy_models():  # a hook of theirs may use the model
             return try_optimizer(maker, trial, sync)
