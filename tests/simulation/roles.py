@@ -55,7 +55,7 @@ class SimulatedConnection(MasterConnection):
 
     def shows_itself(self) -> None:
         """From now on what arrives is taken in while the process is busy."""
-        self._thread = True  # type: ignore[assignment]
+        self.inbox.thread = True  # type: ignore[assignment]
 
     def takes_in(self) -> list[m.AnyMessage]:
         """What a listening thread does when something arrives."""
@@ -384,7 +384,7 @@ class Client(Process):
 
     def _life(self) -> Generator[float | None, None, int]:
         while True:
-            message = self.connection.poll()
+            message = self.connection.inbox.poll()
             if isinstance(message, m.Over):
                 self._world.over(message)
                 return 0
@@ -428,7 +428,7 @@ class Wisher(Process):
 
     def _life(self) -> Generator[float | None, None, int]:
         try:
-            while not isinstance(self.connection.poll(), m.Answer):
+            while not isinstance(self.connection.inbox.poll(), m.Answer):
                 yield None
         except PeerError:
             return 1  # the master was lost before it had answered
@@ -465,7 +465,7 @@ class Host(Process):
         self.engine.after(self.engine.between(0.001, 0.02), self._have_a_spare)
         try:
             while True:
-                while (message := self.connection.poll()) is not None:
+                while (message := self.connection.inbox.poll()) is not None:
                     if isinstance(message, m.Refused):
                         raise PeerError(message.text)
                     self._obey(message)

@@ -148,20 +148,20 @@ class Worker(Process):
 
     def _wait_for(self, *wanted: type[m.AnyMessage]) -> Wait:
         passed = []
-        while not isinstance(message := self.connection.poll(), wanted):
+        while not isinstance(message := self.connection.inbox.poll(), wanted):
             if message is None:
                 yield None
             else:
                 passed.append(message)
         for each in reversed(passed):
-            self.connection.put_back(each)
+            self.connection.inbox.put_back(each)
         return message
 
     def _listen(self) -> None:
         if self._leaving:
             self._leaving = False
             self.connection.send(m.Notice())
-        while (message := self.connection.poll()) is not None:
+        while (message := self.connection.inbox.poll()) is not None:
             match message:
                 case m.Stop():
                     self._stop = message
@@ -174,7 +174,7 @@ class Worker(Process):
                 case m.StoreValue():
                     pass
                 case _:
-                    self.connection.put_back(message)
+                    self.connection.inbox.put_back(message)
                     return
 
     def _flush(self) -> None:
@@ -298,7 +298,9 @@ class Worker(Process):
             self._leave()
         self.phase, until = "meeting", TIME.now + 2.0
         self.engine.after(2.0, self.wake)
-        while TIME.now < until and not isinstance(self.connection.poll(), (m.Form, m.Release)):
+        while TIME.now < until and not isinstance(
+            self.connection.inbox.poll(), (m.Form, m.Release)
+        ):
             yield None
 
     def loses_fellows(self) -> None:
@@ -398,7 +400,7 @@ class Worker(Process):
                     self.connection.question = None
                     if self.form is None:
                         raise Released
-                    self.connection.put_back(answer)
+                    self.connection.inbox.put_back(answer)
                     raise PeerError("the members changed while the group was forming.")
                 known |= {answer.key: answer.value, **answer.more}
             numbers.append(int(known[key]))

@@ -157,7 +157,7 @@ class _Joined:
 
     def _turn(self) -> bool:
         """One look; whether to go on."""
-        while (message := self._connection.poll()) is not None:
+        while (message := self._connection.inbox.poll()) is not None:
             match message:
                 case Over():
                     self._say("the run is over")

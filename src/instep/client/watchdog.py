@@ -152,7 +152,7 @@ class MasterWatchdog:
             # the first asks the workers to stop at the next commit
             with on_signals(self._ask, *SCHEDULERS):
                 while True:
-                    message = connection.look(LOOK_S)
+                    message = connection.inbox.look(LOOK_S)
                     if isinstance(message, Over):
                         self._over = True
                         return message
@@ -191,9 +191,9 @@ class MasterWatchdog:
         code = self._master.poll()
         if code is None:
             return
-        message = connection.look(LOOK_S)  # its last message may have arrived
+        message = connection.inbox.look(LOOK_S)  # its last message may have arrived
         if message is not None:
-            connection.put_back(message)
+            connection.inbox.put_back(message)
         elif code >= 0:
             log = self._run / "logs" / "master.log"
             if text := gone(self._run):

@@ -243,11 +243,11 @@ class Member:
             if self.at is not None:
                 if self.recovers and self.job.launch.count:
                     self._connection.keep()
-                if not self._connection.listens:
+                if not self._connection.inbox.thread:
                     self.show_itself()
         present = self.form.generation if self.form else -1
         while not self._next or self._next.generation <= present:
-            answer = self._connection.wait_for(Form, Release)
+            answer = self._connection.inbox.wait_for(Form, Release)
             if isinstance(answer, Release):
                 raise Released
             self._next = answer
@@ -366,7 +366,7 @@ class Member:
         """
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and self._next is None:
-            message = self._connection.poll()
+            message = self._connection.inbox.poll()
             if isinstance(message, Release):
                 raise Released
             if isinstance(message, Form):
@@ -379,7 +379,7 @@ class Member:
         if self._leaving:
             self._leaving = False
             self._connection.send(Notice())
-        while (message := self._connection.poll()) is not None:
+        while (message := self._connection.inbox.poll()) is not None:
             match message:
                 case Stop() | Verdict():
                     self.stops.take(message)
@@ -390,7 +390,7 @@ class Member:
                 case StoreValue():
                     pass  # of a group that did not form
                 case _:
-                    self._connection.put_back(message)
+                    self._connection.inbox.put_back(message)
                     return
 
     def emit(self, name: str, **fields: Any) -> None:
@@ -439,8 +439,8 @@ class Member:
         self._connection.send(Done(generation=generation, step=step, rule=rule, finite=finite))
         while self._next is None:
             if meanwhile is None:
-                answer = self._connection.wait_for(Release, Form)
-            elif (answer := self._connection.find(Release, Form)) is None:
+                answer = self._connection.inbox.wait_for(Release, Form)
+            elif (answer := self._connection.inbox.poll(Release, Form)) is None:
                 meanwhile()
                 continue
             if isinstance(answer, Release):

@@ -102,7 +102,7 @@ class StopDecisions:
         """Wait for the answer to the oldest figures without one."""
         while True:
             waiting = self._verdicts
-            answer = waiting.popleft() if waiting else self._connection.wait_for(m.Verdict)
+            answer = waiting.popleft() if waiting else self._connection.inbox.wait_for(m.Verdict)
             if answer.number > self._answered:  # else a second master has answered too
                 self._answered = answer.number
                 return answer
@@ -199,7 +199,7 @@ class PredictionTurns:
         found: list[list[int]] = []
         while True:
             waits = wait and not found
-            message = self._connection.receive() if waits else self._connection.poll()
+            message = self._connection.inbox.wait_for() if waits else self._connection.inbox.poll()
             match message:
                 case None:
                     return found
@@ -208,7 +208,7 @@ class PredictionTurns:
                 case m.Release() if waits:
                     raise Released
                 case m.Release():
-                    self._connection.put_back(message)
+                    self._connection.inbox.put_back(message)
                     return found
 
     def predicted(self, batch: int) -> None:

@@ -172,7 +172,7 @@ class Server:
         self._ending = True
 
     def _receive(self) -> None:
-        while (message := self._connection.poll()) is not None:
+        while (message := self._connection.inbox.poll()) is not None:
             match message:
                 case StartWorker(number=number):
                     there = self._workers.items()

@@ -130,7 +130,7 @@ def test_a_newer_generation_ends_the_wait_for_a_key_and_its_message_is_kept(word
             hub.send(peer, word)
             with pytest.raises(PeerError, match="members changed"):
                 waiting.result()
-        assert connection.poll() == word
+        assert connection.inbox.poll() == word
         connection.close()
     finally:
         hub.close()
@@ -153,7 +153,7 @@ def test_who_meets_while_its_master_is_lost_meets_with_the_help_of_the_next(mast
     member.show_itself()
     form, question = Form(generation=1, rank=0, members=[0, 1]), StoreGet(key="generation-1/1")
     masters.hub.send(masters.last, form)
-    until(lambda: member._connection._inbox)
+    until(lambda: member._connection.inbox._messages)
     masters.lose()  # the worker has not looked yet
     masters.begin()
     (hello,), _ = masters.heard(1)

@@ -93,7 +93,7 @@ def test_unacknowledged_messages_are_sent_again_to_the_next_master_in_order(mast
     assert masters.heard(4)[0] == [HELLO, *map(emit, range(3))]
     masters.lose()
     masters.begin()
-    assert connection.poll() is None
+    assert connection.inbox.poll() is None
     again, _ = masters.heard(4)
     assert again[0].resends == 3
     assert again[1:] == [*map(emit, range(3))]
@@ -105,19 +105,19 @@ def test_acknowledged_messages_are_not_sent_again(masters, connection):
     _, peer = masters.heard(4)
     masters.hub.send(peer, Ack(count=2))
     masters.hub.send(peer, Stop(rule="a"))
-    assert connection.wait_for(Stop) == Stop(rule="a")
+    assert connection.inbox.wait_for(Stop) == Stop(rule="a")
     masters.lose()
     masters.begin()
-    assert connection.poll() is None
+    assert connection.inbox.poll() is None
     again, peer = masters.heard(2)
     assert (again[0].resends, again[1:]) == (1, [emit(2)])
     connection.send(emit(3))
     masters.hub.send(peer, Ack(count=1))  # counted anew on each connection
     masters.hub.send(peer, Stop(rule="b"))
-    assert connection.wait_for(Stop) == Stop(rule="b")
+    assert connection.inbox.wait_for(Stop) == Stop(rule="b")
     masters.lose()
     masters.begin()
-    assert connection.poll() is None
+    assert connection.inbox.poll() is None
     assert masters.heard(2)[0][1:] == [emit(3)]
 
 
@@ -156,21 +156,21 @@ def test_an_unanswered_request_is_sent_again_also_if_it_was_acknowledged(masters
     for count in (1, 2):  # the last master had not, or had, heard it
         masters.hub.send(peer, Ack(count=count))
         masters.hub.send(peer, Stop(rule="a"))
-        assert connection.wait_for(Stop) == Stop(rule="a")
+        assert connection.inbox.wait_for(Stop) == Stop(rule="a")
         masters.lose()
         masters.begin()
-        assert connection.poll() is None
+        assert connection.inbox.poll() is None
         again, peer = masters.heard(2)
         assert (again[0].resends, again[1:]) == (1, [StoreGet(key="a")])
     for value in (b"first", b"second"):  # it was asked twice, and the last master has heard both
         masters.hub.send(peer, StoreValue(key="a", value=value))
     masters.hub.send(peer, Ack(count=1))
     masters.hub.send(peer, Stop(rule="a"))
-    assert connection.wait_for(StoreValue).value == b"first"
-    assert connection.poll() == Stop(rule="a")  # the second is in nobody's way
+    assert connection.inbox.wait_for(StoreValue).value == b"first"
+    assert connection.inbox.poll() == Stop(rule="a")  # the second is in nobody's way
     masters.lose()
     masters.begin()
-    assert connection.poll() is None
+    assert connection.inbox.poll() is None
     assert masters.heard(1)[0][0].resends == 0
 
 
@@ -205,7 +205,7 @@ def test_a_process_that_waits_waits_for_the_next_master_too(masters, connection)
     connection.send(Built(recovers=True))
     masters.heard(2)
     got = []
-    waiting = threading.Thread(target=lambda: got.append(connection.wait_for(Release)))
+    waiting = threading.Thread(target=lambda: got.append(connection.inbox.wait_for(Release)))
     waiting.start()
     masters.lose()
     masters.begin()
@@ -220,7 +220,7 @@ def test_without_a_listener_the_connection_ends(masters, connection):
     masters.heard(1)
     masters.close()
     with pytest.raises(PeerError, match="no master answers"):
-        connection.receive()
+        connection.inbox.wait_for()
     with pytest.raises(PeerError):
         connection.send(emit(1))
 
@@ -231,7 +231,7 @@ def test_a_connection_that_does_not_last_ends_with_its_master(masters):
     masters.lose()
     masters.begin()
     with pytest.raises(PeerError, match="the master is gone"):
-        connection.receive()
+        connection.inbox.wait_for()
     connection.close()
 
 
@@ -241,11 +241,11 @@ def test_a_master_that_refuses_a_reconnecting_process_ends_its_connection(master
     assert connection.welcome() == WELCOME
     masters.lose()
     masters.begin()
-    assert connection.poll() is None
+    assert connection.inbox.poll() is None
     _, peer = masters.heard(1)
     masters.hub.send(peer, Refused(kind="PeerError", text="another has its place.", exit_code=5))
     with pytest.raises(PeerError, match="another has its place"):
-        connection.receive()
+        connection.inbox.wait_for()
 
 
 @pytest.mark.parametrize("loses", [False, True])
@@ -267,7 +267,7 @@ def test_a_busy_process_sends_heartbeats_and_receives_at_once(masters, connectio
     while not arrived and time.monotonic() < deadline:
         time.sleep(0.01)
     assert arrived == [Stop(rule="a")]
-    assert connection.poll() == Stop(rule="a")
+    assert connection.inbox.poll() == Stop(rule="a")
 
 
 def test_sending_while_another_thread_receives_loses_nothing_over_many_masters(masters, connection):
@@ -403,8 +403,8 @@ def test_a_process_that_is_refused_when_it_reconnects_learns_so_and_its_lease_st
     connection._welcomed = True  # it was taken in before
     connection.listen(Heartbeat, lambda _: None, lambda: lapses.append(None))
     with pytest.raises(PeerError, match="it has its place"):
-        connection.receive()
-    until(lambda: not connection._thread.is_alive())
+        connection.inbox.wait_for()
+    until(lambda: not connection.inbox.thread.is_alive())
     assert connection.lapsed
     assert lapses
 
@@ -424,7 +424,7 @@ def test_a_master_that_accepts_connections_and_never_answers_is_given_up(
     connection.keep(0.1)
     connection.listen(Heartbeat, lambda _: None)
     with pytest.raises(PeerError, match="it does not answer"):
-        connection.receive()
+        connection.inbox.wait_for()
 
 
 def test_the_first_answer_is_not_waited_for_without_end(masters, connection, briefly):
@@ -483,7 +483,7 @@ def test_a_master_of_another_run_is_not_called_without_end(has_lease, monkeypatc
             connection.keep(0.1)
             connection.listen(Heartbeat, lambda _: None)
         with pytest.raises(StrangerError, match="no master of this run, or the clocks"):
-            connection.receive()
+            connection.inbox.wait_for()
     finally:
         connection.close()
         over.set()

@@ -24,6 +24,7 @@ class MasterConnection:
 
     def __init__(self):
         self.said, self.pipe, self.orders = [], -1, []
+        self.inbox = self
 
     def send(self, message):
         self.said.append((message, bool(wait_readable([self.pipe], 0))))

@@ -58,10 +58,10 @@ class ChannelStore(Store):
             self._connection.question = question = StoreGet(key=name, known=known)
             self._connection.send(question)
         while name not in self._known:
-            answer = self._connection.wait_for(StoreValue, Form, Release)
+            answer = self._connection.inbox.wait_for(StoreValue, Form, Release)
             if not isinstance(answer, StoreValue):  # this group will never form
                 self._connection.question = None
-                self._connection.put_back(answer)
+                self._connection.inbox.put_back(answer)
                 if self._released is not None and isinstance(answer, Release):
                     raise self._released
                 raise PeerError("the members changed while the group was forming.")

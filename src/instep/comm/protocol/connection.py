@@ -17,11 +17,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from instep.comm.protocol.channel import Address, Channel
+from instep.comm.protocol.master_inbox import MasterInbox
 from instep.comm.protocol.messages import (
     Ack,
     AnyMessage,
@@ -65,11 +66,6 @@ flooded with strangers."""
 MOST_STRANGERS = 5
 """Connections in a row to what is no master of this run; a single one may be an accident."""
 
-One = TypeVar("One", bound=AnyMessage)
-Other = TypeVar("Other", bound=AnyMessage)
-Third = TypeVar("Third", bound=AnyMessage)
-
-
 _KEPT = (Emit, Records)
 """What is for the run's log. Nobody else could tell it again."""
 
@@ -111,13 +107,10 @@ class MasterConnection:
         even if it was acknowledged. Of two replies the first counts."""
         self._unacknowledged: deque[AnyMessage] = deque()
         self._outbox: Outbox | None = None
-        self._inbox: deque[AnyMessage] = deque()
-        self._lock = threading.RLock()
-        self._arrived = threading.Condition(self._lock)
-        self._gone: PeerError | None = None
+        self.inbox = MasterInbox(self._take_in)
+        self._arrived = self.inbox.arrived  # its lock is held to send, too
         self.refusal: PeerError | None = None
         """Why the master, or who listens in its place, has ended the connection; if it has."""
-        self._thread: threading.Thread | None = None
         self._closed = self._welcomed = False
         self._dropped = 0  # messages of this connection that are no longer kept
         self._lease_s: float | None = None
@@ -138,18 +131,11 @@ class MasterConnection:
         Raises:
             PeerError: there is no master, or what listens there does not answer.
         """
-        deadline, passed = time.monotonic() + ANSWER_S, []
-        while not isinstance(message := self._first(deadline), (Welcome, Refused)):
-            passed.append(message)
-        self._welcomed = True
-        with self._lock:
-            self._inbox.extendleft(reversed(passed))
-        return message
-
-    def _first(self, deadline: float) -> AnyMessage:
+        deadline = time.monotonic() + ANSWER_S
         while (left_s := deadline - time.monotonic()) > 0:
-            if (message := self.look(left_s)) is not None:
-                return message
+            if (message := self.inbox.look(left_s, Welcome, Refused)) is not None:
+                self._welcomed = True
+                return message  # type: ignore[no-any-return]
         self.close()
         where = f"{self._address.host}:{self._address.port}"
         raise PeerError(f"what listens at {where} does not answer, for {ANSWER_S:g} s.")
@@ -171,7 +157,7 @@ class MasterConnection:
         """Whether the lease has expired, so that this process may have been replaced."""
         if self._lease_s is None:
             return False
-        return self._gone is not None or _now() - self._answered_at > self._lease_s
+        return self.inbox.gone is not None or _now() - self._answered_at > self._lease_s
 
     def wait_for_lease(self) -> None:
         """Wait until the lease is valid; for a process with a listening thread.
@@ -181,8 +167,8 @@ class MasterConnection:
         """
         with self._arrived:
             while self.lapsed:
-                if self._gone is not None:
-                    raise self._gone
+                if self.inbox.gone is not None:
+                    raise self.inbox.gone
                 self._arrived.wait(HEARTBEAT_S)
 
     def show(self, heartbeat: Callable[[], Heartbeat]) -> None:
@@ -195,7 +181,7 @@ class MasterConnection:
             self._reconnect()
 
     def _reconnect(self) -> None:
-        with self._lock:
+        with self._arrived:
             self._channel.close()
             self._severed = True
         channel, gone, why = None, None, "it does not answer"
@@ -210,7 +196,7 @@ class MasterConnection:
             gone = gone or PeerError(f"the master cannot be reached ({why}).")
         with self._arrived:
             self._reconnected_at = time.monotonic()
-            self._gone = self._gone or gone
+            self.inbox.gone = self.inbox.gone or gone
             if channel is not None and (self._closed or gone is not None):
                 channel.close()
             elif channel is not None:
@@ -249,9 +235,9 @@ class MasterConnection:
         Raises:
             PeerError: there is no master any more.
         """
-        with self._lock:
-            if self._gone is not None:
-                raise self._gone
+        with self._arrived:
+            if self.inbox.gone is not None:
+                raise self.inbox.gone
             if self.lasting:
                 self._unacknowledged.append(message)
                 if self._outbox is not None and isinstance(message, _KEPT):
@@ -261,13 +247,13 @@ class MasterConnection:
             except PeerError as error:
                 if not self.lasting:
                     raise
-                if self._thread is None and self._lease_s is None:  # else `show` notices
+                if self.inbox.thread is None and self._lease_s is None:  # else `show` notices
                     self._connect_to_next(error)
 
     def keep_in(self, outbox: Outbox) -> None:
         """From now on keep what a new process in the place of this one would send again, and send
         what an earlier one has left; before the first message."""
-        with self._lock:
+        with self._arrived:
             self._outbox = outbox
             for each in outbox.left:
                 message = decode(each)
@@ -286,97 +272,10 @@ class MasterConnection:
         with self._arrived:
             while (
                 self._unacknowledged
-                and not self._gone
+                and not self.inbox.gone
                 and (left_s := deadline - time.monotonic()) > 0
             ):
-                if self._thread is None:
-                    self._take_in(min(left_s, HEARTBEAT_S))
-                else:
-                    self._arrived.wait(min(left_s, HEARTBEAT_S))
-
-    # ---- what arrives
-
-    def poll(self) -> AnyMessage | None:
-        """The next message that has arrived, without waiting.
-
-        Raises:
-            PeerError: there is no master any more.
-        """
-        if self._thread is None:
-            self._take_in(0.0)
-        with self._lock:
-            return self._next()
-
-    def look(self, timeout_s: float) -> AnyMessage | None:
-        """The next message, if it arrives within a time; only without `listen`.
-
-        Raises:
-            PeerError: there is no master any more.
-        """
-        if not self._inbox:
-            self._take_in(timeout_s)
-        return self._next()
-
-    def receive(self) -> AnyMessage:
-        """The next message; waits for it.
-
-        Raises:
-            PeerError: there is no master any more.
-        """
-        with self._arrived:
-            while (message := self._next()) is None:
-                if self._thread is None:
-                    self._take_in(None)
-                else:
-                    self._arrived.wait()
-            return message
-
-    @overload
-    def wait_for(self, one: type[One], /) -> One: ...
-    @overload
-    def wait_for(self, one: type[One], other: type[Other], /) -> One | Other: ...
-    @overload
-    def wait_for(
-        self, one: type[One], other: type[Other], third: type[Third], /
-    ) -> One | Other | Third: ...
-    def wait_for(self, *wanted: type[Any]) -> Any:
-        """The next message of these classes; others that arrive before it stay for later."""
-        passed: list[AnyMessage] = []
-        while not isinstance(message := self.receive(), wanted):
-            passed.append(message)
-        with self._lock:
-            self._inbox.extendleft(reversed(passed))
-        return message
-
-    def find(self, *wanted: type[Any]) -> Any:
-        """The first message of these classes that has arrived, if one has; others stay for later.
-
-        Raises:
-            PeerError: there is no master any more.
-        """
-        if self._thread is None:
-            self._take_in(0.0)
-        with self._lock:
-            for place, message in enumerate(self._inbox):
-                if isinstance(message, wanted):
-                    del self._inbox[place]
-                    return message
-            if not self._inbox and self._gone is not None:
-                raise self._gone
-        return None
-
-    def put_back(self, message: AnyMessage) -> None:
-        """Put a message back, before all others."""
-        with self._arrived:
-            self._inbox.appendleft(message)
-            self._arrived.notify_all()
-
-    def _next(self) -> AnyMessage | None:
-        if self._inbox:
-            return self._inbox.popleft()
-        if self._gone is not None:
-            raise self._gone
-        return None
+                self.inbox.wait(min(left_s, HEARTBEAT_S))
 
     # ---- while the process is busy
 
@@ -394,18 +293,13 @@ class MasterConnection:
             on_lapse: called there repeatedly while the lease is expired, and once if there is no
                 master any more: otherwise the process could wait forever for a peer that hangs.
         """
-        self._thread = threading.Thread(
+        self.inbox.thread = threading.Thread(
             target=self._listen,
             args=(heartbeat, on_arrival, on_lapse),
             name="instep connection",
             daemon=True,
         )
-        self._thread.start()
-
-    @property
-    def listens(self) -> bool:
-        """Whether a thread listens."""
-        return self._thread is not None
+        self.inbox.thread.start()
 
     def _listen(
         self,
@@ -413,17 +307,17 @@ class MasterConnection:
         on_arrival: Callable[[AnyMessage], None],
         on_lapse: Callable[[], None],
     ) -> None:
-        while not self._closed and self._gone is None:
+        while not self._closed and self.inbox.gone is None:
             self.show(heartbeat)
             for message in self._take_in(HEARTBEAT_S):
                 on_arrival(message)
             if self.lapsed:
                 on_lapse()
-        if (self._gone is not None or self.lapsed) and not self._closed:
+        if (self.inbox.gone is not None or self.lapsed) and not self._closed:
             on_lapse()
 
     def _beat(self, heartbeat: Heartbeat) -> None:
-        with self._lock:
+        with self._arrived:
             if self._lease_s is not None:
                 self._heartbeats += 1
                 self._sent_at[self._heartbeats] = _now()
@@ -450,8 +344,7 @@ class MasterConnection:
         self._unanswered, self._strangers, self._tries_since = 0, 0, None
         with self._arrived:
             found = [message for message in messages if not self._is_own(message)]
-            self._inbox.extend(found)
-            self._arrived.notify_all()
+            self.inbox.add(found)
         return found
 
     def _is_own(self, message: AnyMessage) -> bool:
@@ -467,7 +360,7 @@ class MasterConnection:
             case Welcome() if self._welcomed:
                 pass
             case Refused(text=text) if self._welcomed:
-                self._gone = self.refusal = PeerError(text)
+                self.inbox.gone = self.refusal = PeerError(text)
             case StoreValue(key=key):
                 if self.question is None or self.question.key != key:
                     return True  # two masters were asked, and both have answered
@@ -484,7 +377,7 @@ class MasterConnection:
         if self._strangers >= MOST_STRANGERS:
             self._channel.close()
             where = f"{self._address.host}:{self._address.port}"
-            self._gone = StrangerError(
+            self.inbox.gone = StrangerError(
                 f"what listens at {where} is no master of this run, or the clocks of the two "
                 f"machines differ by more than a day: {error}"
             )
@@ -506,12 +399,12 @@ class MasterConnection:
                 break
             if self._introduce(channel):
                 return
-        self._gone = error
+        self.inbox.gone = error
 
     def close(self) -> None:
         """Close; a second call does nothing."""
         self._closed = True
-        with self._lock:
+        with self._arrived:
             self._channel.close()
 
 
