@@ -35,7 +35,7 @@ import torch
 from recipes.tells_moves import read, space_of
 from rivals.contender import end_tree, tail
 
-from instep.comm.protocol.connection import LEASE_S
+from instep.comm.protocol.heartbeat_lease import LEASE_S
 from instep.events import STEPS, read_events
 from instep.lab.netlab import OUTSIDE, Network, NetworkError
 from instep.store.run_files import step_ends

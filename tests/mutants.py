@@ -27,6 +27,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 CORE = (
     "checksums.py", "comm/codecs", "comm/protocol/connection.py", "comm/buckets.py",
+    "comm/protocol/heartbeat_lease.py", "comm/protocol/master_inbox.py",
+    "comm/protocol/unacknowledged.py",
     "control/decisions/decide.py", "control/decisions/generations.py",
     "control/decisions/losses.py", "control/decisions/membership.py",
     "control/decisions/replacing.py", "control/keys.py", "control/watch.py",

@@ -174,9 +174,10 @@ def _forgets(kind: type) -> Change:
 
     def change(real: Callable[..., Any]) -> Callable[..., Any]:
         def mutant(connection: MasterConnection, error: Any) -> Any:
-            kept = [each for each in connection._unacknowledged if not isinstance(each, kind)]
-            connection._unacknowledged.clear()
-            connection._unacknowledged.extend(kept)
+            messages = connection.unacknowledged.messages
+            kept = [each for each in messages if not isinstance(each, kind)]
+            messages.clear()
+            messages.extend(kept)
             return real(connection, error)
 
         return mutant
@@ -186,9 +187,9 @@ def _forgets(kind: type) -> Change:
 
 def _asks_once(real: Callable[..., Any]) -> Callable[..., Any]:
     def mutant(connection: MasterConnection, channel: Any) -> Any:
-        question, connection.question = connection.question, None
+        question, connection.unacknowledged.question = connection.unacknowledged.question, None
         introduced = real(connection, channel)
-        connection.question = question
+        connection.unacknowledged.question = question
         return introduced
 
     return mutant

@@ -392,12 +392,14 @@ class Worker(Process):
         for rank in range(count):
             key = f"{prefix}{rank}"
             if key not in known:
-                self.connection.question = question = m.StoreGet(key=key, known=len(known))
+                self.connection.unacknowledged.question = question = m.StoreGet(
+                    key=key, known=len(known)
+                )
                 self.connection.send(question)
             while key not in known:
                 answer = yield from self._wait_for(m.StoreValue, m.Form, m.Release)
                 if not isinstance(answer, m.StoreValue):
-                    self.connection.question = None
+                    self.connection.unacknowledged.question = None
                     if self.form is None:
                         raise Released
                     self.connection.inbox.put_back(answer)

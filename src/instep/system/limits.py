@@ -4,7 +4,7 @@ from __future__ import annotations
 
 FLOOR_S = 1.2
 """The shortest timeout: with the replacement a run pauses for less than 2 s. It is longer than
-`connection.LEASE_S`, after which a worker that is cut off commits nothing."""
+`heartbeat_lease.LEASE_S`, after which a worker that is cut off commits nothing."""
 
 LOOK_S = FLOOR_S / 4
 """A watchdog that looks more rarely did not run itself: no more is counted at a time."""

@@ -150,8 +150,8 @@ def test_what_no_master_has_acknowledged_outlives_the_process_that_sent_it(maste
 
 def test_an_unanswered_request_is_sent_again_also_if_it_was_acknowledged(masters, connection):
     connection.send(emit(0))
-    connection.question = StoreGet(key="a")
-    connection.send(connection.question)
+    connection.unacknowledged.question = StoreGet(key="a")
+    connection.send(connection.unacknowledged.question)
     _, peer = masters.heard(3)
     for count in (1, 2):  # the last master had not, or had, heard it
         masters.hub.send(peer, Ack(count=count))
@@ -192,7 +192,7 @@ def test_a_last_message_waits_for_the_next_master_up_to_a_timeout(masters, conne
     thread = threading.Thread(target=hears)
     thread.start()
     connection.wait_until_acknowledged(TIMEOUT_S)
-    assert not connection._unacknowledged
+    assert not connection.unacknowledged.messages
     thread.join()
     connection.send(emit(1))
     masters.hub.close()

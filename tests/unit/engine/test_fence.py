@@ -9,8 +9,8 @@ from torch import nn
 
 from instep.comm.alone import AloneComm
 from instep.comm.protocol.channel import LARGEST
-from instep.comm.protocol.connection import LEASE_S
 from instep.comm.protocol.endpoint import Endpoint
+from instep.comm.protocol.heartbeat_lease import LEASE_S
 from instep.comm.protocol.hub import Hub
 from instep.comm.protocol.messages import (
     Ack,

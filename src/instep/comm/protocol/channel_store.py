@@ -55,12 +55,12 @@ class ChannelStore(Store):
         if name not in self._known:
             group, _, _ = name.rpartition("/")
             known = sum(each.rpartition("/")[0] == group for each in self._known)
-            self._connection.question = question = StoreGet(key=name, known=known)
+            self._connection.unacknowledged.question = question = StoreGet(key=name, known=known)
             self._connection.send(question)
         while name not in self._known:
             answer = self._connection.inbox.wait_for(StoreValue, Form, Release)
             if not isinstance(answer, StoreValue):  # this group will never form
-                self._connection.question = None
+                self._connection.unacknowledged.question = None
                 self._connection.inbox.put_back(answer)
                 if self._released is not None and isinstance(answer, Release):
                     raise self._released

@@ -14,29 +14,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from instep.comm.protocol.channel import Address, Channel
+from instep.comm.protocol.heartbeat_lease import LEASE_S, HeartbeatLease
 from instep.comm.protocol.master_inbox import MasterInbox
 from instep.comm.protocol.messages import (
     Ack,
     AnyMessage,
-    Emit,
     Heartbeat,
     Hello,
-    Records,
     Refused,
-    StoreGet,
     StoreValue,
     Welcome,
-    decode,
-    encode,
 )
+from instep.comm.protocol.unacknowledged import MessageStore, Unacknowledged
 from instep.errors import PeerError, StrangerError
 
 if TYPE_CHECKING:
@@ -44,11 +38,6 @@ if TYPE_CHECKING:
 
 HEARTBEAT_S = 0.2
 """Seconds between two heartbeats of a process."""
-
-LEASE_S = 1.0
-"""How long after an acknowledged heartbeat its sender is certainly still a member. It is less than
-`limits.FLOOR_S`, after which the master may replace it. The difference allows for clocks that
-differ, and for a pause between the check and the write."""
 
 RECONNECT_S = 1.0
 """Seconds between two attempts to reconnect."""
@@ -65,21 +54,6 @@ flooded with strangers."""
 
 MOST_STRANGERS = 5
 """Connections in a row to what is no master of this run; a single one may be an accident."""
-
-_KEPT = (Emit, Records)
-"""What is for the run's log. Nobody else could tell it again."""
-
-
-class Outbox(Protocol):
-    """Keeps messages where the next process finds them; as `system.outbox.Outbox`."""
-
-    left: list[bytes]
-
-    def put(self, message: bytes) -> None:
-        """Keep one more."""
-
-    def drop(self) -> None:
-        """The oldest has been acknowledged."""
 
 
 class MasterConnection:
@@ -102,21 +76,13 @@ class MasterConnection:
         """Sent again to the next master; `generation` may be changed meanwhile."""
         self.lasting = False
         """Whether to wait for the next master if this one is lost."""
-        self.question: StoreGet | None = None
-        """A request without a reply: it is sent again to the next master, which may not know it,
-        even if it was acknowledged. Of two replies the first counts."""
-        self._unacknowledged: deque[AnyMessage] = deque()
-        self._outbox: Outbox | None = None
+        self.unacknowledged = Unacknowledged()
+        self._lease = HeartbeatLease()
         self.inbox = MasterInbox(self._take_in)
         self._arrived = self.inbox.arrived  # its lock is held to send, too
         self.refusal: PeerError | None = None
         """Why the master, or who listens in its place, has ended the connection; if it has."""
         self._closed = self._welcomed = False
-        self._dropped = 0  # messages of this connection that are no longer kept
-        self._lease_s: float | None = None
-        self._answered_at = 0.0  # when the newest heartbeat that was answered was sent
-        self._sent_at: dict[int, float] = {}  # of the heartbeats after that
-        self._heartbeats = 0
         self._severed = False
         self._unanswered = 0  # connections in a row on which nothing has arrived
         self._strangers = 0  # the same, at whose other end was no master of this run
@@ -133,9 +99,10 @@ class MasterConnection:
         """
         deadline = time.monotonic() + ANSWER_S
         while (left_s := deadline - time.monotonic()) > 0:
-            if (message := self.inbox.look(left_s, Welcome, Refused)) is not None:
+            message: Welcome | Refused | None = self.inbox.look(left_s, Welcome, Refused)
+            if message is not None:
                 self._welcomed = True
-                return message  # type: ignore[no-any-return]
+                return message
         self.close()
         where = f"{self._address.host}:{self._address.port}"
         raise PeerError(f"what listens at {where} does not answer, for {ANSWER_S:g} s.")
@@ -148,16 +115,15 @@ class MasterConnection:
 
     def keep(self, lease_s: float = LEASE_S) -> None:
         """From now on have a lease, which acknowledged heartbeats renew."""
-        self._answered_at, self._lease_s = _now() - lease_s, lease_s
+        self._lease.begin(lease_s)
         self._reconnected_at, self._beat_at = time.monotonic(), -HEARTBEAT_S
         self._channel.give_up_after(2 * lease_s)
 
     @property
     def lapsed(self) -> bool:
         """Whether the lease has expired, so that this process may have been replaced."""
-        if self._lease_s is None:
-            return False
-        return self.inbox.gone is not None or _now() - self._answered_at > self._lease_s
+        gone = self._lease.length_s is not None and self.inbox.gone is not None
+        return gone or self._lease.expired
 
     def wait_for_lease(self) -> None:
         """Wait until the lease is valid; for a process with a listening thread.
@@ -187,7 +153,7 @@ class MasterConnection:
         channel, gone, why = None, None, "it does not answer"
         try:
             channel = Channel.connect(self._address, RECONNECT_S / 2, self._context)
-            channel.give_up_after(2 * (self._lease_s or LEASE_S))
+            channel.give_up_after(2 * (self._lease.length_s or LEASE_S))
         except TimeoutError as error:
             why = str(error)
         except PeerError as error:  # the client is gone too
@@ -214,13 +180,10 @@ class MasterConnection:
         Returns:
             False if that connection is lost as well.
         """
-        if self.question is not None and self.question not in self._unacknowledged:
-            self._unacknowledged.append(self.question)
-        again = msgspec.structs.replace(self.hello, resends=len(self._unacknowledged))
-        self._channel, self._dropped = channel, 0
-        self._sent_at.clear()
+        self._channel = channel
+        self._lease.forget()
         try:
-            for message in (again, *self._unacknowledged):
+            for message in self.unacknowledged.again(self.hello):
                 channel.send(message)
         except PeerError:
             channel.close()
@@ -239,27 +202,21 @@ class MasterConnection:
             if self.inbox.gone is not None:
                 raise self.inbox.gone
             if self.lasting:
-                self._unacknowledged.append(message)
-                if self._outbox is not None and isinstance(message, _KEPT):
-                    self._outbox.put(encode(message))
+                self.unacknowledged.add(message)
             try:
                 self._channel.send(message)
             except PeerError as error:
                 if not self.lasting:
                     raise
-                if self.inbox.thread is None and self._lease_s is None:  # else `show` notices
+                if not (self.inbox.thread or self._lease.length_s):  # else `show` notices
                     self._connect_to_next(error)
 
-    def keep_in(self, outbox: Outbox) -> None:
+    def keep_in(self, store: MessageStore) -> None:
         """From now on keep what a new process in the place of this one would send again, and send
         what an earlier one has left; before the first message."""
         with self._arrived:
-            self._outbox = outbox
-            for each in outbox.left:
-                message = decode(each)
-                assert isinstance(message, _KEPT), "nothing else is put there"
-                self._unacknowledged.append(msgspec.structs.replace(message, again=True))
-            for message in list(self._unacknowledged):
+            self.unacknowledged.keep_in(store)
+            for message in list(self.unacknowledged.messages):
                 with suppress(PeerError):  # reading fails too, and reconnects
                     self._channel.send(message)
 
@@ -271,7 +228,7 @@ class MasterConnection:
         deadline = time.monotonic() + timeout_s
         with self._arrived:
             while (
-                self._unacknowledged
+                self.unacknowledged.messages
                 and not self.inbox.gone
                 and (left_s := deadline - time.monotonic()) > 0
             ):
@@ -317,15 +274,8 @@ class MasterConnection:
             on_lapse()
 
     def _beat(self, heartbeat: Heartbeat) -> None:
-        with self._arrived:
-            if self._lease_s is not None:
-                self._heartbeats += 1
-                self._sent_at[self._heartbeats] = _now()
-                heartbeat = msgspec.structs.replace(heartbeat, number=self._heartbeats)
-            try:
-                self._channel.send(heartbeat)
-            except PeerError:
-                pass  # reading fails too, and reconnects
+        with self._arrived, suppress(PeerError):  # reading fails too, and reconnects
+            self._channel.send(self._lease.sent(heartbeat))
 
     def _take_in(self, timeout_s: float | None) -> list[AnyMessage]:
         if self._severed:
@@ -350,22 +300,14 @@ class MasterConnection:
     def _is_own(self, message: AnyMessage) -> bool:
         match message:
             case Ack(count=count, heartbeat=heartbeat):
-                self._answered_at = self._sent_at.get(heartbeat, self._answered_at)
-                self._sent_at = {n: at for n, at in self._sent_at.items() if n > heartbeat}
-                for _ in range(min(count - self._dropped, len(self._unacknowledged))):
-                    handled = self._unacknowledged.popleft()
-                    if self._outbox is not None and isinstance(handled, _KEPT):
-                        self._outbox.drop()
-                self._dropped = count
+                self._lease.acknowledged(heartbeat)
+                self.unacknowledged.acknowledged(count)
             case Welcome() if self._welcomed:
                 pass
             case Refused(text=text) if self._welcomed:
                 self.inbox.gone = self.refusal = PeerError(text)
             case StoreValue(key=key):
-                if self.question is None or self.question.key != key:
-                    return True  # two masters were asked, and both have answered
-                self.question = None
-                return False
+                return not self.unacknowledged.answered(key)
             case _:
                 return False
         return True
@@ -381,7 +323,7 @@ class MasterConnection:
                 f"what listens at {where} is no master of this run, or the clocks of the two "
                 f"machines differ by more than a day: {error}"
             )
-        elif self._lease_s is None:
+        elif self._lease.length_s is None:
             self._connect_to_next(error)
         else:
             self._channel.close()
@@ -406,9 +348,3 @@ class MasterConnection:
         self._closed = True
         with self._arrived:
             self._channel.close()
-
-
-def _now() -> float:
-    """Seconds of a clock that also runs while the machine sleeps, if there is one."""
-    clock = getattr(time, "CLOCK_BOOTTIME", None)
-    return time.monotonic() if clock is None else time.clock_gettime(clock)

@@ -3,7 +3,7 @@
 A run on this machine has one host. In a run on several, the master reaches a process of
 another machine through its host only: the host sends it signals and reports its end. If
 the host itself is silent, the process counts as lost once it cannot commit any more
-(`comm/protocol/connection.py`, LEASE_S). What follows for the run is decided elsewhere.
+(`comm/protocol/heartbeat_lease.py`, LEASE_S). What follows for the run is decided elsewhere.
 """
 
 from __future__ import annotations
