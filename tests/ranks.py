@@ -269,7 +269,6 @@ class Rank:
             turns,
             ends=lambda step, *_: step == LAST,
             votes=world.votes,
-            split=OwnPart() if world.ranks > 1 else None,
         )
         self._prepare, self._prepared = self.engine._prepare, -1
         self.engine._prepare = self._note  # type: ignore[method-assign]
@@ -310,7 +309,8 @@ class Rank:
             strategy.kept = self.kept = LocalStates(
                 {OPTIMIZER: LocalOptimizers(self.local)}, parameters[0].device
             )
-        return TurnState(name, parameters, update, strategy)
+        number, split = int(name == "last"), OwnPart() if self.world.ranks > 1 else None
+        return TurnState(name, parameters, update, strategy, number=number, split=split)
 
     def _note(self, staged: Any) -> None:
         """Which commit was prepared last, beside the engine's own account."""
@@ -353,7 +353,7 @@ class Rank:
         worker = self.world.members[0]
         names = [f"model {name}" for name, _ in self.model.named_parameters()]
         whole = {name: worker.tensors()[name].clone() for name in names}
-        for slot, start, stop in self.engine.update.held:  # type: ignore[attr-defined]
+        for slot, start, stop in self.engine.turn.update.held:  # type: ignore[attr-defined]
             part = own[names[slot]].reshape(-1)[start:stop]
             whole[names[slot]].view(-1)[start:stop] = part
         return own | whole
@@ -439,12 +439,12 @@ class Rank:
             if isinstance(strategy, Streaming):
                 passes[part.number] = self._take_local_step(strategy, part, weight)
                 continue
-            self.engine.begin_pass(part, weight, last=number == len(share.passes) - 1)
+            self.engine.passes.begin(part, weight, last=number == len(share.passes) - 1)
             rows = slice(part.samples.first, part.samples.stop)
             loss = nn.functional.mse_loss(self.model(INPUTS[rows]), TARGETS[rows])
             self._remember(part.number, loss)
             loss.backward(inputs=self.engine.trained)
-            self.engine.end_pass(part, weight)
+            self.engine.passes.end(part, weight)
             if weight:
                 passes[part.number] = Weighed(float(loss.detach()) * part.size, float(part.size))
         samples = sum(part.size for part in share.passes if not part.repeats)
@@ -466,11 +466,11 @@ class Rank:
             for parameter, way in zip(parameters, ways, strict=True):
                 parameter.sub_(0.1 * way if way is not None else 0.0)
             self.kept.computed(part.number, self.kept.pack())
-            self.engine.begin_pass(part, weight, last=False, unit=part.number)
+            self.engine.passes.begin(part, weight, last=False, unit=part.number)
             for slot, (parameter, begin) in enumerate(zip(parameters, shared, strict=True)):
-                self.engine.gradient(slot, begin - parameter)
+                self.engine.passes.gradient(slot, begin - parameter)
                 parameter.copy_(begin)
-        self.engine.end_pass(part, weight)
+        self.engine.passes.end(part, weight)
         return Weighed(float(loss.detach()) * part.size, float(part.size))
 
     def _remember(self, participant: int, loss: Tensor) -> None:

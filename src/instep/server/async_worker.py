@@ -82,7 +82,7 @@ class Working(Training):
         by_element = cast(LeasedUpdate, self._update).by_element
         pieces = pieces_of(parameters, self.job.sync.servers, by_element=by_element)
         buffers = [buffers_of(model), *[[]] * (len(pieces) - 1)]  # with the first server's part
-        coding = Coding(cast(ServerAsync, self.engine.strategy), parameters)
+        coding = Coding(cast(ServerAsync, self.engine.turn.strategy), parameters)
         every = zip(pieces, buffers, strict=True)
         self._held = [Held(coding, *each) for each in every]  # of each server
         self._pushes = Pushes(coding, pieces, buffers)

@@ -179,7 +179,7 @@ class Serving(Server):
             buffers_of(self.engine.model),
             cast(LeasedUpdate, self._update),
             self._portions,
-            staleness=cast(ServerAsync, self.engine.strategy).staleness,
+            staleness=cast(ServerAsync, self.engine.turn.strategy).staleness,
             others=self._others,
             undo=self._undo,
             step=self.state.progress.step,

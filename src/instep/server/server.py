@@ -55,7 +55,7 @@ class Server(Training):
         return Holding(
             self.engine.parameters,
             cast(LeasedUpdate, self._update),
-            cast(ServerAsync, self.engine.strategy),
+            cast(ServerAsync, self.engine.turn.strategy),
             servers=self._servers,
             place=self._place,
             buffers=buffers,

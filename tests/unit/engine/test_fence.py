@@ -130,18 +130,18 @@ class Worker:
 
     def pass_and_agree(self, step):
         self.engine.begin_step(step, position(step, 640, 64))
-        self.engine.begin_pass(WHOLE, 1.0, last=True)
+        self.engine.passes.begin(WHOLE, 1.0, last=True)
         for slot, parameter in enumerate(self.parameters):
-            self.engine.strategy.gradient(slot, torch.ones_like(parameter))
+            self.engine.turn.strategy.gradient(slot, torch.ones_like(parameter))
         self.engine.agree({0: Weighed(64.0, 64)}, stop=False, samples=64)
 
     def agree(self, step):
         """The passes of a step, and what comes of them: all but the update."""
         self.engine.begin_step(step, position(step, 640, 64))
-        self.engine.begin_pass(WHOLE, 1.0, last=True)
+        self.engine.passes.begin(WHOLE, 1.0, last=True)
         loss = self.model(torch.arange(64.0)[:, None]).square().mean()
         loss.backward()
-        self.engine.end_pass(WHOLE, 1.0)
+        self.engine.passes.end(WHOLE, 1.0)
         self.engine.agree({0: Weighed(64 * float(loss.detach()), 64)}, stop=False, samples=64)
 
     @property

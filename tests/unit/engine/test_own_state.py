@@ -1,13 +1,12 @@
 """What one rank alone has goes to the rank that writes checkpoints, and to no other."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
 
 from instep.comm.memory import run_ranks
 from instep.engine.state.own_state import OwnState
+from instep.engine.turns import TurnState
 from instep.records import Law
 
 SIZE = 1000
@@ -51,8 +50,8 @@ def test_rank_0_gets_the_sum_and_states_that_one_rank_has_are_sent_once(ranks):
 
     def body(comm):
         counting = Counting(comm)
-        turn = SimpleNamespace(strategy=Remembers(comm), parameters=list(model.parameters()))
-        own = OwnState(None, None, model, turn, [], [])
+        turn = TurnState("", list(model.parameters()), None, Remembers(comm))
+        own = OwnState(None, None, model, turn)
         return own.summed(counting), counting.reduced
 
     results = run_ranks(ranks, body)

@@ -46,14 +46,15 @@ class Summing:
     def __init__(self, model):
         self.model, self.trained = model, [p for p in model.parameters() if p.requires_grad]
         self.sums = [torch.zeros_like(p) for p in self.trained]
-        self.clock, self.turn, self.taken, self.ends_step = Clock(), 0, 0, True
+        self.clock, self.passes, self.taken, self.ends_step = Clock(), self, 0, True
         self.buffers, self.weight, self.seen = (), 0.0, []
-        self.update = SimpleNamespace(scaler=torch.amp.GradScaler("cpu", enabled=False))
+        update = SimpleNamespace(scaler=torch.amp.GradScaler("cpu", enabled=False))
+        self.turn = SimpleNamespace(number=0, update=update)
 
-    def begin_pass(self, part, weight, *, last):
+    def begin(self, part, weight, *, last):
         self.weight = weight
 
-    def end_pass(self, part, share, *, left_out):
+    def end(self, part, share, *, left_out):
         self.seen.append([parameter.grad.clone() for parameter in self.trained])
         for parameter, total in zip(self.trained, self.sums, strict=True):
             total.add_(parameter.grad, alpha=self.weight)

@@ -48,10 +48,10 @@ def timed(monkeypatch):
     nothing = lambda *_, **__: None  # noqa: E731
     engine = SimpleNamespace(
         clock=Clock(begin=1.0),
-        begin_pass=nothing,
-        end_pass=nothing,
-        update=SimpleNamespace(scaler=SimpleNamespace(scale=lambda each: each)),
-        aside=nullcontext,
+        passes=SimpleNamespace(begin=nothing, end=nothing, aside=nullcontext),
+        turn=SimpleNamespace(
+            update=SimpleNamespace(scaler=SimpleNamespace(scale=lambda each: each))
+        ),
     )
     passes = WholeBatch.__new__(WholeBatch)
     passes._engine, passes._reads = engine, reads

@@ -64,6 +64,24 @@ class Beginning(NamedTuple):
     generation: int
     """The newest that one of them was inside, or may have been."""
 
+    def within_column(self, rank: int, members: int, ranks: int) -> Beginning:
+        """The same, by ranks of those that have one place in their replicas.
+
+        Args:
+            rank: of this member.
+            members: of the generation.
+            ranks: of a replica.
+
+        Raises:
+            PeerError: no member holds this part of the model.
+        """
+        if ranks == 1:
+            return self
+        own = [holder // ranks for holder in self.holders if (holder - rank) % ranks == 0]
+        if not own:
+            raise PeerError("no member holds this part of the model.")
+        return self._replace(root=own[0], shared=len(own) < members // ranks)
+
 
 def beginning(places: Sequence[Place]) -> Beginning:
     """From which commit a generation continues.

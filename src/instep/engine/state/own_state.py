@@ -6,7 +6,7 @@ names. When it counts follows from the commits that all agree on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -27,21 +27,13 @@ class OwnState:
         state: which commits happened.
         model: has the parameters.
         turn: with the strategy.
-        slots: what this rank has of each parameter.
-        holders: of each, on a mesh; see `Split`.
     """
 
     def __init__(
-        self,
-        member: Member,
-        state: CommittedState,
-        model: nn.Module,
-        turn: TurnState,
-        slots: Sequence[nn.Parameter],
-        holders: Sequence[tuple[int, ...]],
+        self, member: Member, state: CommittedState, model: nn.Module, turn: TurnState
     ) -> None:
         self._member, self._state, self._strategy = member, state, turn.strategy
-        self._slots, self._holders = slots, holders
+        self._slots, self._holders = turn.slots, turn.holders
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._names = [names[id(parameter)] for parameter in turn.parameters]
         self.memory = HostMemory() if turn.strategy.laws else None

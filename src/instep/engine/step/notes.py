@@ -2,7 +2,7 @@
 
 Every worker fills places of its own, or adds to a common one; after the sum
 each holds the same. A further note is a further name where `Notes` is made
-(`engine.py`). What a note means, this file does not know.
+(`agreement.py`). What a note means, this file does not know.
 """
 
 from __future__ import annotations

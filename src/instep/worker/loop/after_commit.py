@@ -199,7 +199,7 @@ class AfterCommit:
 
     def _find_rule(self, done: Commit) -> None:
         self.end(done.step, asked=done.told, why=self.stopping.not_finite(done.loss, done.norm))
-        apart = self.stopping.too_far_apart(spread_of(self._engine.strategy))
+        apart = self.stopping.too_far_apart(spread_of(self._engine.turn.strategy))
         if not done.told and apart:
             self.rule = SPREAD
             self.stopping.report(apart, done.step, SPREAD)

@@ -47,7 +47,7 @@ class Announcer:
             column: the ranks that have this one's place in their replicas.
             warns: whether a loss that is not finite does not end the run.
         """
-        strategy = self._engine.strategy
+        strategy = self._engine.turn.strategy
         if self._engine.comm.rank == 0:
             report_spread(self._member, spread_of(strategy), done.step)
         report_lost(self._member, self._member.job, strategy, tells=column.rank == 0)

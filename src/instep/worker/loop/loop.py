@@ -116,9 +116,9 @@ class Loop(ABC):
             move_momentum(update.optimizer, strategy, self.job.sync.codec)
             if isinstance(strategy, Delayed | Streaming):
                 strategy.last = last_step
-            turns = [TurnState("", parameters, update, strategy)]
+            turns = [TurnState("", parameters, update, strategy, split=split)]
         self.engine = Engine(
-            member, model, parameters, turns, ends=self._ends, more=more, split=split, take=take
+            member, model, parameters, turns, ends=self._ends, more=more, take=take
         )
         self._find_two_points(model)
         self.callbacks = Callbacks(member, self.engine, callbacks, samples)
@@ -408,7 +408,7 @@ class Loop(ABC):
         self, where: Position, share: Share, loads: Iterator[Read]
     ) -> Generator[Any, None, Commit]:
         """From samples to a commit; for each turn that is left, if a step has several."""
-        left = len(self.engine.turns) - self.engine.turn
+        left = len(self.engine.turns) - self.engine.turn.number
         if left > 1:
             reads = itertools.tee(itertools.islice(loads, len(share.passes)), left)
             for each in reads[:-1]:
@@ -460,7 +460,7 @@ class Loop(ABC):
         diverged = bool(self.stopping.not_finite(agreed.loss, norm))
         return (
             diverged
-            or bool(self.stopping.too_far_apart(spread_of(self.engine.strategy)))
+            or bool(self.stopping.too_far_apart(spread_of(self.engine.turn.strategy)))
             or step in (self.last_step, self.job.train.stop_after_steps)
         )
 

@@ -26,7 +26,7 @@ class Parts:
     @property
     def many(self) -> bool:
         """Whether a checkpoint has files that several members write."""
-        return bool(self._engine.strategy.laws) or self._member.job.mesh.ranks > 1
+        return bool(self._engine.turn.strategy.laws) or self._member.job.mesh.ranks > 1
 
     def write(self, due: bool, *, last: bool) -> tuple[bool, dict[str, Tensor], Shards]:
         """Have all write what they alone have, if a checkpoint is due: only the worker that saves

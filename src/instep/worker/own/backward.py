@@ -131,8 +131,8 @@ class Backward:
             where = self._engine.where
             factor = 0.0 if now.part.repeats else (now.weight or 1.0) / where.size
             last = now.last and not self._step.held_back
-            self._engine.begin_pass(now.part, factor, last=last)
-        self._engine.gradient(slot, gradient)
+            self._engine.passes.begin(now.part, factor, last=last)
+        self._engine.passes.gradient(slot, gradient)
 
     def _over(self) -> None:
         now, self._queued = self._step.now, False
@@ -149,4 +149,4 @@ class Backward:
         if not now.part.repeats:
             self._step.losses[now.part.number] = Weighed(now.total, now.weight)
         share = 0.0 if now.part.repeats else now.samples / where.size
-        self._engine.end_pass(now.part, share)
+        self._engine.passes.end(now.part, share)

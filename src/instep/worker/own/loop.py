@@ -143,7 +143,7 @@ class OwnLoop(Loop):
         Raises:
             SpecError: the job asks for what an own loop cannot give.
         """
-        if self.engine.strategy.laws:
+        if self.engine.turn.strategy.laws:
             delayed, codec = "sync.options.delayed = true", f"sync.codec = {self.job.sync.codec!r}"
             asked = delayed if self.job.sync.delayed else codec
             raise SpecError(
@@ -210,7 +210,7 @@ class OwnLoop(Loop):
         What the user's code does between two steps is its own affair, for as long as it takes.
         """
         between = self.present.now is None and self.phase == "your loop"
-        return self.engine.taken + (int(time.monotonic()) if between else 0)
+        return self.engine.passes.taken + (int(time.monotonic()) if between else 0)
 
     def join(self) -> None:
         """Form the group with the other workers, and get ready for the first batch.

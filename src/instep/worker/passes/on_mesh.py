@@ -148,10 +148,10 @@ class OnMesh(Talking):
         last = -1 if talks and self._replica.stages is None else len(share.passes) - 1
         works = self._works.of(where, share, loaded, step, clock, joins=talks)
         for number, work in enumerate(works):
-            begin = partial(engine.begin_pass, work.part, weight, last=number == last)
-            ran = self._passes.run(work, batch_size, clock, engine.update.scaler, begin)
+            begin = partial(engine.passes.begin, work.part, weight, last=number == last)
+            ran = self._passes.run(work, batch_size, clock, engine.turn.update.scaler, begin)
             losses |= ran.losses
-            engine.end_pass(work.part, ran.share, left_out=ran.left_out)
+            engine.passes.end(work.part, ran.share, left_out=ran.left_out)
             lap(clock, ran.since, "backward", self._reads)
         if self._reads is not None and self._reads.failed is not None:
             raise self._reads.failed

@@ -47,7 +47,7 @@ class Ordinary(Compute):
         """Run the passes, as `Compute.run` says."""
         clock = self._engine.clock
         losses, skipped = dict[int, Weighed](), list[Skipped]()
-        self._forward.take_turn(self._engine.turn)
+        self._forward.take_turn(self._engine.turn.number)
         last = len(share.passes) - 1
         for number, part in enumerate(share.passes):
             if self._left():
@@ -68,27 +68,27 @@ class Ordinary(Compute):
         """Run a pass; its loss by its number, where it counts."""
         engine, forward, since = self._engine, self._forward, time.perf_counter()
         batch = read.batch if engine.ends_step else on_tensors(read.batch, Tensor.clone)
-        set_generators(key_of_pass(self._seed, step, part.number, engine.turn))
-        taken = engine.taken
+        set_generators(key_of_pass(self._seed, step, part.number, engine.turn.number))
+        taken = engine.passes.taken
         self._activity.enter("forward")
         kept = forward.kept(batch, read.size)
         share = 0.0 if part.repeats else kept / batch_size
         left_out = 0 if part.repeats else read.size - kept
         moves = len(engine.buffers) > 0 and kept > 0 and forward.recipe.weight is None
         found = forward.loss(batch, read.size, always=moves)
-        if engine.taken != taken:  # the trial did not see this sample
+        if engine.passes.taken != taken:  # the trial did not see this sample
             raise called_backward()
         if found is None or not found.counts:  # no sample of it has a loss
-            engine.skip_pass(part, share, left_out=left_out)
+            engine.passes.skip(part, share, left_out=left_out)
             return {}
         total = float(found.loss.detach()) * found.factor
         since = engine.clock.lap(since, "forward")
         self._activity.enter("backward")
         # one that repeats another's counts nothing, and has its gradients, which are compared
         loss, left = weighted(found.loss, found.factor / batch_size)
-        engine.begin_pass(part, 0.0 if part.repeats else left, last=last)
-        engine.update.scaler.scale(loss).backward(inputs=engine.trained)
-        engine.end_pass(part, share, left_out=left_out)
+        engine.passes.begin(part, 0.0 if part.repeats else left, last=last)
+        engine.turn.update.scaler.scale(loss).backward(inputs=engine.trained)
+        engine.passes.end(part, share, left_out=left_out)
         engine.clock.lap(since, "backward")
         return {} if part.repeats else {part.number: Weighed(total, found.weight)}
 

@@ -29,7 +29,7 @@ class RepeatPass:
     def __call__(self, part: Pass, factor: float) -> None:
         """Run a pass of the present step, its loss times a factor."""
         engine, member = self._engine, self._engine.member
-        with engine.aside():
+        with engine.passes.aside():
             (read,) = self._loader.read([part.samples])
             set_generators(key(member.job.seed, OF_PASS, engine.step, part.number))
             found = self._forward.loss(read.batch, read.size)

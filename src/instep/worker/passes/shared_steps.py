@@ -109,33 +109,33 @@ class SharedSteps:
         share = Share([part], part.samples.first, part.samples.stop)
         losses, given, clock = dict[int, Weighed](), 0.0, engine.clock
         for work in self._works.of(Position(*cut), share, loads, keyed, clock, joins=False):
-            ran = self._pass.run(work, size, clock, engine.update.scaler)
+            ran = self._pass.run(work, size, clock, engine.turn.update.scaler)
             losses |= ran.losses
             given += ran.share
             clock.lap(ran.since, "backward")
         if not self._replica.tells:
             losses = {}
         own = next(iter(losses.values()), Weighed(0.0, 0.0))
-        comm, squares = self._replica.comm, engine.squares() if self._update.clips else 0.0
-        told = torch.zeros(2 + comm.size, dtype=torch.float64, device=engine.slots[0].device)
+        comm, squares = self._replica.comm, engine.turn.squares() if self._update.clips else 0.0
+        told = torch.zeros(2 + comm.size, dtype=torch.float64, device=engine.turn.slots[0].device)
         told[0], told[1], told[2 + comm.rank] = own.weight, float(left), squares
         comm.all_reduce(told).wait()
         whole, gone, *every = told.tolist()
         if gone:
             raise MembersChanged
         scale = self._pass.weight(size) * size / (whole or 1.0)
-        scale_gradients(engine.slots, scale)
+        scale_gradients(engine.turn.slots, scale)
         found = norm(every) * scale if self._update.clips else None
         if self.pull() and self._update.clips:
             found = self._norm()
-        give(engine.slots, engine.parameters)
+        give(engine.turn.slots, engine.parameters)
         skipped = self._works.skipped if self._replica.tells else []
         return SharedStep(own, given * size, skipped, whole, found)
 
     def _norm(self) -> float:
         """Of the whole gradient."""
-        comm = self._replica.comm
-        every = torch.zeros(comm.size, dtype=torch.float64, device=self._engine.slots[0].device)
-        every[comm.rank] = self._engine.squares()
+        comm, turn = self._replica.comm, self._engine.turn
+        every = torch.zeros(comm.size, dtype=torch.float64, device=turn.slots[0].device)
+        every[comm.rank] = turn.squares()
         comm.all_reduce(every).wait()
         return norm(every.tolist())

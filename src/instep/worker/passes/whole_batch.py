@@ -70,7 +70,7 @@ class WholeBatch(Talking):
         """The context of a pass, of which nothing stays unless it counts."""
         with ExitStack() as stack:
             if not work.counts:
-                stack.enter_context(self._engine.aside())
+                stack.enter_context(self._engine.passes.aside())
             stack.enter_context(in_pass(work, self._reads))
             yield
 
@@ -92,8 +92,8 @@ class WholeBatch(Talking):
                     total = float(found.loss.detach()) * factor if factor else 0.0
                     losses[work.part.number] = Weighed(total, found.weight)
                 since = self._lap(since, "forward")
-                engine.begin_pass(work.part, 1.0, last=False)
-                reads.backward(engine.update.scaler.scale(found.loss), factor / batch_size)
+                engine.passes.begin(work.part, 1.0, last=False)
+                reads.backward(engine.turn.update.scaler.scale(found.loss), factor / batch_size)
             if work.counts:
                 self._end_pass(work, batch_size)
             self._lap(since, "backward")
@@ -101,7 +101,7 @@ class WholeBatch(Talking):
 
     def _end_pass(self, work: LoadedPass, batch_size: int) -> None:
         kept = self._forward.kept(work.batch, work.size)
-        self._engine.end_pass(work.part, kept / batch_size, left_out=work.size - kept)
+        self._engine.passes.end(work.part, kept / batch_size, left_out=work.size - kept)
 
     def _embed(self, where: Position, works: list[LoadedPass], step: int) -> dict[int, Weighed]:
         """Embed all that this worker has, gather, compute the loss, and go back through each."""
@@ -115,7 +115,7 @@ class WholeBatch(Talking):
                 else:
                     cached.join_in(on_tensors(work.batch, Tensor.clone))
             if work.counts:
-                engine.skip_pass(work.part)  # only the second pass counts
+                engine.passes.skip(work.part)  # only the second pass counts
         cached.gather(engine.comm, self._job.train.micro_batches, self._forward.device)
         since = self._lap(since, "forward")
         losses = dict[int, Weighed]()
@@ -124,7 +124,7 @@ class WholeBatch(Talking):
         for number, work in enumerate(works):
             with self._pass(work):
                 last = number == len(works) - 1 and reads is None
-                engine.begin_pass(work.part, 1.0, last=last)
+                engine.passes.begin(work.part, 1.0, last=last)
                 if work.counts:
                     cached.backward(work.part.number, work.batch)
                 else:
@@ -146,10 +146,10 @@ class WholeBatch(Talking):
         part = Pass(Slice(where.epoch, where.first, where.stop), parts)
         with ExitStack() as stack:
             if not cached.counts:
-                stack.enter_context(engine.aside())
-            engine.begin_pass(part, 1.0, last=False)
-            loss = cached.loss(engine.update.scaler.scale)
+                stack.enter_context(engine.passes.aside())
+            engine.passes.begin(part, 1.0, last=False)
+            loss = cached.loss(engine.turn.update.scaler.scale)
         if not cached.counts:
             return {}
-        engine.end_pass(part, cached.rows / batch_size, beside=True)
+        engine.passes.end(part, cached.rows / batch_size, beside=True)
         return {0: Weighed(float(loss) * batch_size, float(batch_size))}

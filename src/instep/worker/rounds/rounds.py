@@ -46,7 +46,7 @@ from instep.worker.rounds.round_update import RoundUpdate
 def equip(engine: Engine, update: RoundUpdate, job: JobSpec) -> None:
     """Have participants do what the strategy wants of them: be drawn back to the round's
     beginning, and resume what they remember of their last rounds."""
-    strategy: object = engine.strategy
+    strategy: object = engine.turn.strategy
     assert isinstance(strategy, Averaging | Streaming), "participants are averaged"
     update.mu, strategy.start_after = strategy.pull, job.start_after
     parts: dict[str, Part] = {}
@@ -75,15 +75,15 @@ def give(engine: Engine, update: RoundUpdate, way: Way) -> dict[int, Weighed]:
     if update.local is not None and way.remembers and not part.repeats:
         update.local.computed(way.participant, way.remembers)
     if part.repeats or not way.whole:
-        engine.skip_pass(part)
+        engine.passes.skip(part)
         return {}
-    engine.begin_pass(part, way.whole / whole, last=False, unit=way.participant)
+    engine.passes.begin(part, way.whole / whole, last=False, unit=way.participant)
     for slot, moved in enumerate(way.moved):
         if moved is not None:
-            engine.gradient(slot, moved)
-    if way.predicted is not None and isinstance(engine.strategy, Averaging | Streaming):
-        engine.strategy.predicts(way.predicted)
-    engine.end_pass(part, way.size / whole)
+            engine.passes.gradient(slot, moved)
+    if way.predicted is not None and isinstance(engine.turn.strategy, Averaging | Streaming):
+        engine.turn.strategy.predicts(way.predicted)
+    engine.passes.end(part, way.size / whole)
     return {part.number: Weighed(way.total, way.weight)}
 
 
@@ -111,7 +111,7 @@ class Rounds(Compute):
         shared: SharedSteps | None = None,
     ) -> None:
         self._engine, self._forward, self._update = engine, forward, update
-        self._shared, update.slots = shared, engine.slots
+        self._shared, update.slots = shared, engine.turn.slots
         self._job, self._seed, self._batches = job, job.seed, batches
         self._left, self._activity = left, activity
         self._participants, self._ranks = job.per_commit.micro_batches, job.mesh.ranks
@@ -187,9 +187,9 @@ class Rounds(Compute):
         self._go_to(engine.state.progress.course, step)
         losses: dict[int, Weighed] = {}
         skipped: list[Skipped] = []
-        if isinstance(engine.strategy, Averaging | Streaming):
+        if isinstance(engine.turn.strategy, Averaging | Streaming):
             missing = [part for part in share.passes if part.samples not in self._there]
-            engine.strategy.recall([self._numbers[part.number] for part in missing])
+            engine.turn.strategy.recall([self._numbers[part.number] for part in missing])
         for part in share.passes:
             if part.samples in self._there:
                 way = self._ways[part.number]
@@ -239,7 +239,7 @@ class Rounds(Compute):
         Raises:
             PeerError: a rank was lost.
         """
-        strategy: object = self._engine.strategy
+        strategy: object = self._engine.turn.strategy
         if not isinstance(strategy, Streaming) or number != strategy.delay or not number:
             return
         since = time.perf_counter()
@@ -286,9 +286,9 @@ class Rounds(Compute):
         self._activity.enter("forward")
         place = step, participant.number, number
         set_generators(key(self._seed, OF_PASS, *place))
-        taken = engine.taken
+        taken = engine.passes.taken
         found = self._forward.loss(read.batch, read.size)
-        if engine.taken != taken:
+        if engine.passes.taken != taken:
             raise called_backward()
         if found is None:
             return False

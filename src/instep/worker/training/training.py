@@ -161,7 +161,7 @@ class Training(Loop):
         if self.job.mesh.offload == "optimizer":
             keep_on_host(built.optimizer)
         scaler = torch.amp.GradScaler("cuda", enabled=self.job.train.precision == "float16")
-        turns = make_turns(built, self.job, scaler)
+        turns = make_turns(built, self.job, scaler, replica)
         make_update = partial(RoundUpdate, job=self.job) if averages else Update
         if self.job.sync.name in SERVERS:
             make_update = LeasedUpdate if self.job.sync.name in LEASED else ServedUpdate
@@ -196,8 +196,8 @@ class Training(Loop):
         self.state.trial = trial
         if self.job.train.ema is not None:
             self.state.average = Average(model, self.job.train.ema)
-        if tables and isinstance(self.engine.strategy, ServerSync):
-            self.engine.tables, self.engine.strategy.tables = tables, tables.tables
+        if tables and isinstance(self.engine.turn.strategy, ServerSync):
+            self.engine.tables, self.engine.turn.strategy.tables = tables, tables.tables
             tables.tables.waiting = self.activity.waiting
         if isinstance(update, RoundUpdate) and self._replica is None:
             sizes = self._own_data.validation_sizes if self._own_data is not None else ()
@@ -310,7 +310,7 @@ class Training(Loop):
         return COMPILING if compiling() else self.phase
 
     def _heartbeat(self) -> Heartbeat:
-        done = self._forward.batches + self.engine.taken
+        done = self._forward.batches + self.engine.passes.taken
         if pids := self._inputs.pids:
             waits = self.phase in ("loading", "validation")
             at, known = (self.step, self.phase, done), self._done > 0
