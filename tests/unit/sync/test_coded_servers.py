@@ -265,7 +265,7 @@ def test_what_servers_undo_and_what_nobody_uses_leaves_no_trace(codec):
                 strategy.gradient(slot, gradients[slot] * (1 + comm.rank))
             strategy.exchange(torch.zeros(0, dtype=torch.float64))
             strategy.prepare(number, scales[number - 1])
-            wrong = strategy._guess._wrong
+            wrong = strategy._moves._guess._wrong
             left = strategy.own_state()
             strategy.apply(lambda: update.apply(number))  # noqa: B023
             after = strategy.own_state()

@@ -333,7 +333,7 @@ def test_where_a_step_is_not_like_the_last_servers_begin_it_again(odd, servers):
                 agreed = strategy.exchange(torch.zeros(0, dtype=torch.float64))
             before = servers and comm.rank == 2 and strategy._own.moved
             strategy.prepare(number, step.scale)
-            if before and strategy._guess._wrong > len(moved_in_vain):
+            if before and strategy._moves._guess._wrong > len(moved_in_vain):
                 moved_in_vain.append(number)
             strategy.hand_out()
             for parameter in parameters:

@@ -67,7 +67,7 @@ def gather_parts(
     servers: Sequence[int],
     memory: Memory | None,
     lacks: Attempt | None,
-    room: Callable[[int], Packed],
+    room: Callable[[int], Packed] | None,
 ) -> None:
     """Give one server the parts of the others, if it lacks them; see `generation.Scattered`.
 
@@ -77,7 +77,7 @@ def gather_parts(
         servers: their ranks.
         memory: of this rank; what the process before left may be there.
         lacks: on `root`, the commit whose parameters it has not all of, if there are such.
-        room: on `root`, where the part of a server goes.
+        room: on `root`, if it lacks some, where the part of a server goes.
 
     Raises:
         WorkerError: the part of a server is lost.
@@ -100,6 +100,7 @@ def gather_parts(
         if root in givers:
             continue
         if comm.rank == root:
+            assert room is not None, "it has been part of a commit"
             packed = room(server)
             if len(packed.flat):
                 comm.receive(packed.flat, givers[0]).wait()

@@ -7,7 +7,7 @@ the same whoever has which part. Nothing here knows servers' optimizers, nor wha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -83,8 +83,11 @@ class Pushes(Residuals[Codec]):
         self._stage()
 
 
-def check_codec(codec: Codec) -> None:
+def check_codec(codec: Codec, *, copy: bool = False) -> None:
     """Refuse a codec that servers cannot use.
+
+    Args:
+        copy: whether servers are to keep copies of each other's parts.
 
     Raises:
         SpecError: it is one.
@@ -92,6 +95,11 @@ def check_codec(codec: Codec) -> None:
     if hasattr(codec, "reducer") or not (codec.segmentable and codec.fixed_size):
         raise SpecError(
             "sync.codec: servers need a codec that is segmentable and of fixed size. Use int8."
+        )
+    if copy:
+        raise SpecError(
+            "sync.options.copy = true does not go with sync.codec: the server that keeps the copy "
+            "is sent sums as they are. Leave one of the two out."
         )
 
 
@@ -106,6 +114,14 @@ def layout_of(buckets: Iterable[Sequence[int]], parameters: Sequence[Tensor]) ->
         ("residual",),
         [[Place(str(slot), tuple(parameters[slot].shape)) for slot in slots] for slots in buckets],
     )
+
+
+def nothing_left(
+    parameters: Sequence[Tensor], encoded: Callable[[Tensor], bool]
+) -> dict[str, Tensor]:
+    """A worker's residuals, where there are none."""
+    every = [(slot, each) for slot, each in enumerate(parameters) if encoded(each)]
+    return {f"residual/{slot}": torch.zeros(p.shape, dtype=torch.float32) for slot, p in every}
 
 
 def payload_of(codec: Codec, segment: Segment) -> Tensor:

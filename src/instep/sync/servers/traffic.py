@@ -14,11 +14,10 @@ from torch import Tensor
 
 from instep.comm.base import Comm, Work
 from instep.comm.buckets import Bucket
-from instep.comm.codecs.base import Codec
 from instep.sync.arriving import summed
-from instep.sync.servers.cuts import Packed, Part, Segment
-from instep.sync.servers.differences import Differences
+from instep.sync.servers.cuts import Segment
 from instep.sync.servers.pushes import Pushes
+from instep.sync.servers.shared_parts import SharedParts
 
 AHEAD = 4
 """Segments of a worker that may be on their way to a server, for each server that there is. With
@@ -31,12 +30,8 @@ class Traffic:
     Args:
         comm: the group.
         servers: their ranks.
-        parts: of each server.
+        shared: the parts.
         buckets: where gradients lie.
-        new: by server, where its new parameters lie.
-        copies: whether the next server keeps a copy of each part.
-        codec: of the segments that `back` has a payload of; None where there are none.
-        back: with a codec, what goes back to the workers.
         pushes: with a codec, on a worker, what goes to the servers.
     """
 
@@ -44,24 +39,19 @@ class Traffic:
         self,
         comm: Comm,
         servers: Sequence[int],
-        parts: Sequence[Part],
+        shared: SharedParts,
         buckets: Sequence[Bucket],
-        new: Mapping[int, Packed],
-        *,
-        copies: bool,
-        codec: Codec | None = None,
-        back: Differences | None = None,
-        pushes: Pushes | None = None,
+        pushes: Pushes | None,
     ) -> None:
-        self._codec, self._pushes = codec, pushes
-        self._payloads = back.payloads if back is not None else {}
-        self._comm, self._servers, self._parts = comm, list(servers), parts
-        self._buckets, self._new, self._copies = buckets, new, copies
+        self._codec, self._pushes = shared.codec, pushes
+        self._payloads = shared.back.payloads if shared.back is not None else {}
+        self._comm, self._servers, self._parts = comm, list(servers), shared.parts
+        self._buckets, self._new, self._copies = buckets, shared.held, shared.copy
         self._workers = [rank for rank in range(comm.size) if rank not in self._servers]
         self._mine = self._servers.index(comm.rank) if comm.rank in self._servers else -1
         self._under_way: list[Work] = []
         self._segments: list[list[tuple[int, Segment]]] = [[] for _ in buckets]
-        for server, part in enumerate(parts):
+        for server, part in enumerate(self._parts):
             for segment in part.segments:
                 self._segments[segment.bucket].append((server, segment))
 
