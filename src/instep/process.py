@@ -168,8 +168,8 @@ class Script:
 
     def __init__(self, member: Member, local_rank: int) -> None:
         self.member, self.local_rank = member, local_rank
-        self.session: Any = None
-        """What `instep.join` gave the script; None before."""
+        self.part: Any = None
+        """The script's part in the run; None before it calls `instep.join`."""
         self.at = 0, "script"
         """The step and the phase in which it failed."""
 
@@ -195,9 +195,9 @@ class Script:
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise WorkerError(f"the script ended itself with exit code {end.code}.") from end
-        if self.session is None:
+        if self.part is None:
             raise RecipeError(f"{file} ended without a call of instep.join.")
-        if not self.session.closed:
+        if not self.part.closed:
             raise WorkerError(
                 "the script ended without session.close(): use `with instep.join(...) as session:`."
             )

@@ -17,6 +17,7 @@ from instep.client.join import placement, refusal
 from instep.client.join.hosting import Host
 from instep.client.join.meet import meet
 from instep.client.join.meeting import Meeting
+from instep.client.join.participation import Participation
 from instep.client.join.rendezvous import meeting_at
 from instep.client.join.script import print_job_if_asked
 from instep.client.join.session import Session
@@ -115,15 +116,15 @@ def _meet(
         member = meet(meeting, place.rank)
         meeting.close()
     member.show_itself()
-    session = Session(member, place, host)
+    part = Participation(member, place, host)
     try:
         if not resume:  # a run that continues has the job that it had
             check_same(with_options(job), member.job, place.rank)
-        session.begin(recipe)
+        part.begin(recipe)
     except BaseException as error:
-        session.fail(error)
+        part.fail(error)
         raise
-    return session
+    return Session(part)
 
 
 def _check_processes(job: JobSpec) -> None:
@@ -145,7 +146,7 @@ def _check_processes(job: JobSpec) -> None:
 
 def _within_script(script: Script, recipe: Callable[..., Any] | Recipe | None) -> Session:
     """The session of a worker that runs a script (`instep run script.py`)."""
-    if script.session is not None:
+    if script.part is not None:
         raise SpecError(
             "instep.join was called twice: under instep run a script trains one run. Start one "
             "for each."
@@ -158,9 +159,9 @@ def _within_script(script: Script, recipe: Callable[..., Any] | Recipe | None) -
         local_size=per_machine(workers, script.member.job.launch.count),
         key="",
     )
-    session = script.session = Session(script.member, place, None, script)
-    session.begin(recipe)
-    return session
+    part = script.part = Participation(script.member, place, None, script)
+    part.begin(recipe)
+    return Session(part)
 
 
 def _job(

@@ -15,7 +15,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, IterableDataset
 
+from instep.data.loader import Loader
 from instep.data.torch_loader import LoaderParts, Unused, columns_in, unpack_loader
+from instep.engine.member import Member
 from instep.errors import SpecError
 from instep.job.train import TrainSpec
 from instep.words import a_or_an
@@ -99,6 +101,25 @@ class Prepared(NamedTuple):
             found.get("scaler"),
             [*_lost(data[0], train, shuffled), *_lost_in_evaluations(data[1:], train)],
             order,
+        )
+
+    def reader(self, number: int, member: Member, collate: Any, augment: Any) -> Loader:
+        """The loader of a dataset, by its number in `data`.
+
+        Args:
+            number: 0 for what is trained on.
+            member: has the job, and passes warnings on.
+            collate: as of `Session.prepare`.
+            augment: as there.
+        """
+        parts = self.data[number].given
+        return Loader.of_job(
+            member.job,
+            parts,
+            "training" if number == 0 else "validation",
+            collate=collate if number == 0 else parts.collate or collate,
+            augment=augment,
+            say=lambda text: member.emit("warning", text=text),
         )
 
     def handed_back(self, loaders: Sequence[Any]) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""The part that a process has in a run that it has joined, or whose script it runs.
+"""A process's view of a run that it has joined, or whose script it runs.
 
 With a recipe, `Session.steps()` trains it; without one, `Session.prepare()` returns model,
 optimizer and loader for the user's own loop. With `join(resume=True)` both continue an earlier run,
@@ -7,92 +7,50 @@ if there is one.
 
 from __future__ import annotations
 
-import atexit
 import math
-import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from instep.client.join import placement
-from instep.client.join.hosting import Host
+from instep.client.join.participation import Participation
 from instep.client.join.prepared import Prepared
-from instep.data.loader import Loader
-from instep.data.reading.choose import cores
-from instep.data.shards.urls.remote import use_cache
-from instep.engine.member import Member
-from instep.engine.membership import Released
-from instep.errors import InstepError, PeerError, SpecError, WorkerError
-from instep.process import Script
-from instep.recipe.build import call, seed_everything
+from instep.errors import SpecError, WorkerError
 from instep.recipe.callbacks import checked_value
-from instep.recipe.recipe import Recipe
 from instep.recipe.weights import WeightedLoss
-from instep.system import causes
-from instep.system.kernels import set_kernels, share
 from instep.worker.loop.after_commit import Step
 from instep.worker.own.evaluation import EvaluationLoader
 from instep.worker.own.loop import OwnLoader, OwnLoop
 from instep.worker.own.rounds import OwnRounds
-from instep.worker.training.devices import check_device, check_encrypted, choose_device
+from instep.worker.training.devices import check_device
 from instep.worker.training.training import Training
-
-_OPEN = set[Path]()
-"""Runs of which this is process 0, and whose session is not closed."""
-
-
-@atexit.register
-def _warn_of_open_sessions() -> None:
-    failed = hasattr(sys, "last_value")  # an exception nobody caught, which says enough
-    for run in _OPEN if not failed else ():
-        print(
-            "instep: warning: the program ended without session.close(), so the run has no model "
-            f"and no report: {run}. Use `with instep.join(...) as session:`.",
-            file=sys.stderr,
-        )
 
 
 class Session:
     """This process's part in a run; use it in a `with` statement, or call `close` at the end."""
 
-    def __init__(
-        self,
-        member: Member,
-        place: placement.Placement,
-        host: Host | None,
-        script: Script | None = None,
-    ) -> None:
-        self._member, self._host, self._place, self._script = member, host, place, script
-        self._recipe: Recipe | None = None
-        self.job = member.job
-        self.run = member.run
-        self.device = torch.device("cpu")
+    def __init__(self, part: Participation) -> None:
+        self._part, self._member = part, part.member
+        self.job = part.member.job
+        self.run = part.member.run
+        self.device = part.device
         self.summary: dict[str, Any] | None = None
         """Of the finished run, on process 0."""
-        self._training: Training | None = None
-        self._loop: OwnLoop | None = None
-        self._readers: list[Loader] = []
-        self._closed = False
-        if host is not None:
-            _OPEN.add(self.run)
 
     @property
     def rank(self) -> int:
         """This process's number among those that train together now, from 0."""
         form = self._member.form
-        return form.rank if form is not None else self._place.rank
+        return form.rank if form is not None else self._part.place.rank
 
     @property
     def size(self) -> int:
         """How many processes train together now."""
         form = self._member.form
-        return len(form.members) if form is not None else self._place.size
+        return len(form.members) if form is not None else self._part.place.size
 
     @property
     def is_main_process(self) -> bool:
@@ -104,23 +62,6 @@ class Session:
         if self.is_main_process:
             print(*values, **options)
 
-    def begin(self, recipe: Callable[..., Any] | Recipe | None) -> None:
-        """Seed everything, choose a device, make the recipe if needed; `join` calls it."""
-        seed_everything(self.job.seed)
-        use_cache(self.job.data.cache, self.job.data.cache_gb)
-        self.device = choose_device(self.job, self._place.local_rank, self._place.local_size)
-        check_encrypted(self._member, self.device)
-        chosen = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 0
-        if self._script is not None:
-            chosen = share(cores(), self.job.workers, self.job.launch.count)
-        set_kernels(self.job.train, chosen or max(1, cores() // self._place.local_size))
-        if not self._member.complete:
-            arguments = dict(self.job.arguments)
-            if self._script is not None:
-                arguments.pop("argv", None)  # the script's own
-            made = call(recipe, arguments, self.job.seed) if callable(recipe) else recipe
-            self._recipe = made
-
     def steps(self) -> Iterator[Step]:
         """Train the recipe; yields every committed step, and closes the session after the last.
 
@@ -131,22 +72,23 @@ class Session:
             InstepError: the recipe cannot be trained, or a worker failed.
         """
         if self._member.complete:
-            self._end()
+            self.summary = self._part.end()
             return
-        if self._recipe is None:
+        part = self._part
+        if part.recipe is None:
             raise SpecError("steps() trains a recipe; give one: instep.join(recipe).")
         try:
-            self._training = Training(self._member, self._recipe, self.device)
-            self._training.join()
-            self._formed()
-            yield from self._training.steps()
+            part.training = Training(self._member, part.recipe, self.device)
+            part.training.join()
+            part.formed()
+            yield from part.training.steps()
         except GeneratorExit:
-            self.fail(WorkerError("the loop over session.steps() was left before its end."))
+            self._part.fail(WorkerError("the loop over session.steps() was left before its end."))
             raise
         except BaseException as error:
-            self.fail(error)
+            self._part.fail(error)
             raise
-        self._end()
+        self.summary = self._part.end()
 
     def prepare(
         self,
@@ -181,26 +123,27 @@ class Session:
         Raises:
             InstepError: the processes cannot train together.
         """
-        if self._loop is not None or self._training is not None:
+        part = self._part
+        if part.work is not None:
             raise SpecError("prepare() was called before: a session trains one model.")
         try:
             check_device(self.job, self.device)
             shuffled = self.job.data.shuffled
             given = Prepared.of(parts, scheduler, self.job.per_iteration, shuffled=shuffled)
-            self._readers = [
-                self._reader(given, n, collate, augment) for n in range(len(given.data))
+            part.readers = [
+                given.reader(n, self._member, collate, augment) for n in range(len(given.data))
             ]
-            for reader in self._readers:
+            for reader in part.readers:
                 reader.begin()
-            self._loop = loop = self._own_loop(given, advances=scheduler is not None)
+            part.loop = loop = self._own_loop(given, advances=scheduler is not None)
             loop.join()
         except BaseException as error:
-            self._close_readers()
-            self.fail(error)
+            part.close_readers()
+            self._part.fail(error)
             raise
-        self._formed()
+        part.formed()
         loaders: list[Any] = [OwnLoader(loop, given.data[0].given.info_dataset)]
-        for data, reader in zip(given.data[1:], self._readers[1:], strict=True):
+        for data, reader in zip(given.data[1:], self._part.readers[1:], strict=True):
             batch = data.batch or self.job.train.global_batch
             own = data.given.info_dataset
             loaders.append(EvaluationLoader(loop.shared, reader, reader.samples, batch, own))
@@ -213,35 +156,19 @@ class Session:
             given.model.to(self.device),
             given.optimizer,
             given.scheduler,
-            self._readers[0],
-            self._readers[0].samples,
+            self._part.readers[0],
+            self._part.readers[0].samples,
             given.scaler,
             given.lost,
             advances=advances,
         )
-
-    def _reader(self, given: Prepared, number: int, collate: Any, augment: Any) -> Loader:
-        parts = given.data[number].given
-        return Loader.of_job(
-            self.job,
-            parts,
-            "training" if number == 0 else "validation",
-            collate=collate if number == 0 else parts.collate or collate,
-            augment=augment,
-            say=lambda text: self._member.emit("warning", text=text),
-        )
-
-    def _close_readers(self) -> None:
-        for reader in self._readers:
-            reader.close()
-        self._readers = []
 
     @property
     def step(self) -> int:
         """The last committed step; above 0 at the start of a resumed run."""
         if self._member.complete:
             return self._member.last_step
-        at = self._training or self._loop
+        at = self._part.work
         return at.state.progress.step if at else 0
 
     def backward(self, loss: Tensor | WeightedLoss, **options: Any) -> None:
@@ -325,14 +252,14 @@ class Session:
 
     @property
     def _own(self) -> OwnLoop:
-        if self._loop is None:
+        if self._part.loop is None:
             raise SpecError("session.prepare(...) comes first.")
-        return self._loop
+        return self._part.loop
 
     @property
     def stopped(self) -> bool:
         """Whether the run is to stop: the loader yields no more batches, so leave the loop."""
-        return self._loop is not None and self._loop.state.over
+        return self._part.loop is not None and self._part.loop.state.over
 
     def sum(self, *values: float) -> tuple[float, ...]:
         """Sum numbers over the processes; every process calls it, and gets the same.
@@ -341,9 +268,9 @@ class Session:
             SpecError: in an iteration that is not the last of its step, or not every
                 process makes the same calls.
         """
-        if self._loop is not None:
-            return self._loop.shared.sum(values)
-        at = self._training
+        if self._part.loop is not None:
+            return self._part.loop.shared.sum(values)
+        at = self._part.training
         assert at is not None, "prepare() or steps() comes first"
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
         at.engine.comm.all_reduce(total).wait()
@@ -366,10 +293,6 @@ class Session:
         """
         return self._own.shared.gather(tensors)
 
-    def _formed(self) -> None:
-        if self._host is not None:
-            self._host.formed()
-
     def close(self) -> None:
         """Save the model, end the run with the others, and write the report; may be repeated.
 
@@ -377,82 +300,27 @@ class Session:
             SpecError: your own loop was left in the middle of a step, or not in all processes.
             InstepError: the model cannot be saved, or a worker failed.
         """
-        if self._closed:
+        if self._part.closed:
             return
         if self._member.complete:
-            self._end()
+            self.summary = self._part.end()
             return
-        if self._loop is not None:
+        if self._part.loop is not None:
             try:
-                self._loop.finish()
+                self._part.loop.finish()
             except BaseException as error:
-                self.fail(error)
+                self._part.fail(error)
                 raise
-            self._end()
-        elif self._training is None:
+            self.summary = self._part.end()
+        elif self._part.training is None:
             nothing = WorkerError(
                 "the session was closed before it trained anything: call session.prepare(...) and "
                 "loop over its loader, or session.steps() with a recipe."
             )
-            self.fail(nothing)
+            self._part.fail(nothing)
             raise nothing
-        self._closed = True
+        self._part.closed = True
         self._member.close()
-
-    @property
-    def closed(self) -> bool:
-        """Whether this process has finished its part in the run."""
-        return self._closed
-
-    @property
-    def at(self) -> tuple[int, str]:
-        """The step that is being computed, and the phase."""
-        at = self._training or self._loop
-        return (at.in_flight, at.doing) if at else (0, "preparing")
-
-    def _end(self) -> None:
-        self._closed = True
-        _OPEN.discard(self.run)
-        self._close_readers()
-        self._member.close()
-        if self._host is not None:
-            self.summary = self._host.end()
-
-    def fail(self, error: BaseException) -> None:
-        """Report an error, so that the run ends in every process with this as its cause.
-
-        Raises:
-            InstepError: the cause, if `error` is only a consequence of another process's error.
-        """
-        self._closed = True
-        _OPEN.discard(self.run)
-        at, over = self._training or self._loop, None
-        if self._script is not None:  # which sends the last message
-            self._script.at = self.at
-            if at is not None and isinstance(error, Released):
-                at.released()
-            elif at is not None:
-                at.close()
-            self._close_readers()
-            return
-        try:
-            self._member.failed(causes.failed(error, *self.at))
-        except PeerError as ended:  # says why, if the master has said so
-            over = ended
-        self._member.close()
-        try:
-            if self._host is not None:
-                self._host.end()
-        except InstepError as cause:
-            if isinstance(error, PeerError):
-                raise cause from error  # the cause, not its consequence
-        else:
-            if over is not None and self._host is None and type(error) is PeerError:
-                raise over from error
-        finally:
-            self._close_readers()
-            if at is not None:
-                at.close()  # last: it waits for collectives that are in flight
 
     def __enter__(self) -> Session:
         return self
@@ -463,7 +331,7 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is not None and not self._closed:
-            self.fail(error)
+        if error is not None and not self._part.closed:
+            self._part.fail(error)
         else:
             self.close()
