@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from instep import errors, events
+from instep import errors, events, vocabulary
 from instep.cli import COMMANDS
 from instep.cli.parsing import make_parser
 from instep.comm.codecs import CODECS
@@ -140,9 +140,9 @@ def test_every_error_has_its_heading_with_its_exit_code():
 
 def test_every_event_and_record_field_is_on_the_page_of_events():
     text = (ROOT / "docs/reference/events.md").read_text("utf-8")
-    names = [*events.EVENTS, *(events.LEDGER.names or ()), *(events.STEPS.names or ())]
+    names = [*vocabulary.EVENTS, *(events.LEDGER.names or ()), *(events.STEPS.names or ())]
     assert [name for name in names if f"`{name}`" not in text] == []
-    for name, fields in events.EVENTS.items():
+    for name, fields in vocabulary.EVENTS.items():
         row = next(line for line in text.splitlines() if line.startswith(f"| `{name}` |"))
         plain = re.sub(r"\(.*?\)", "", fields)
         missing = [f for f in re.findall(r"\b[a-z_0-9]+\b", plain) if f not in row]

@@ -13,9 +13,10 @@ from instep import errors
 from instep.data import SOURCES
 from instep.data.raw import FORMATS
 from instep.data.splits import SPLITS
-from instep.events import EVENTS, LEDGER, STEPS
+from instep.events import LEDGER, STEPS
 from instep.launch import LAUNCHERS
 from instep.sync import STRATEGIES
+from instep.vocabulary import EVENTS
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = sorted((ROOT / "src" / "instep").rglob("*.py"))

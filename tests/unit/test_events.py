@@ -10,7 +10,6 @@ import pytest
 import instep
 from instep.errors import RunError
 from instep.events import (
-    EVENTS,
     LEDGER,
     LEDGER_START,
     STEPS,
@@ -22,6 +21,7 @@ from instep.events import (
     read_records,
 )
 from instep.formats import FORMAT
+from instep.vocabulary import EVENTS
 
 
 def test_events_are_read_back_in_order_with_their_time(tmp_path):

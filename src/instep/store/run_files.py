@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 
 from instep.checksums import WrongChecksum
 from instep.errors import RunError, near_miss
-from instep.events import STEPS, read_events, read_records, wrong_in
+from instep.events import STEPS, read_events, read_records
 from instep.formats import FORMAT, other_format
 from instep.job.file import read_table
 from instep.store.step_log import CHECKSUMS_FILE, check_unchanged
+from instep.vocabulary import wrong_in
 
 Event = dict[str, Any]
 Records = np.ndarray[Any, np.dtype[Any]]
