@@ -70,7 +70,7 @@ def _values(action: argparse.Action) -> Values:
 
         return Values((*KINDS,))
     if name.startswith("SECTION.KEY="):
-        from instep.job.file import every_key
+        from instep.job.sentences import every_key
 
         return Values(("arguments.", *(f"{key}=" for key in every_key())), goes_on=True)
     if name in FOLDERS:

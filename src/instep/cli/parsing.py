@@ -117,7 +117,7 @@ def _check_options(argv: Sequence[str], parser: Parser) -> None:
 
 def _no_such_option(word: str, argv: Sequence[str], parser: Parser) -> str:
     """What to write instead: an option of this command, or a key of the job file."""
-    from instep.job.file import keys_by_name
+    from instep.job.sentences import keys_by_name
 
     given, _, value = word.partition("=")
     options = sorted(o for o in parser._option_string_actions if o.startswith("--"))

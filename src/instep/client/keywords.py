@@ -11,8 +11,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from instep.errors import SpecError, near_miss
-from instep.job.file import every_key, keys_by_name
 from instep.job.overrides import RENAMED
+from instep.job.sentences import every_key, keys_by_name
 
 
 def tables(call: str, own: Collection[str], given: Mapping[str, Any]) -> dict[str, Any]:
