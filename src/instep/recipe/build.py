@@ -20,17 +20,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from instep.data.reading import generators
-from instep.errors import InstepError, RecipeError, SpecError
+from instep.errors import RecipeError, SpecError
 from instep.job.start import LoraSpec, StartSpec
 from instep.recipe import tuning
 from instep.recipe.arguments import check_arguments
 from instep.recipe.large import Building, build_in_files, build_large
 from instep.recipe.lora import Adapted
-from instep.recipe.optimizers import two_points
-from instep.recipe.optimizers.checks import check_optimizer, check_scheduler, check_stepped_alone
-from instep.recipe.optimizers.combined import CombinedOptimizer
+from instep.recipe.optimizers.making import made_optimizer, made_scheduler
 from instep.recipe.optimizers.plateau import Plateau
-from instep.recipe.recipe import Recipe, Turn
+from instep.recipe.recipe import Recipe
 from instep.words import a_or_an, listed
 
 
@@ -182,10 +180,10 @@ def build_optimizer(
             recipe, model, first.optimizer, first.scheduler, parameters, loaded, adapted, turns
         )
     given = _for_optimizer(recipe, start, model, parameters, rated)
-    optimizer = _optimizer(recipe, given, model)
+    optimizer = made_optimizer(recipe, given, model)
     if start.learning_rates:
         tuning.check_rates(given, model, optimizer)
-    scheduler = _scheduler(recipe, optimizer, steps)
+    scheduler = made_scheduler(recipe, optimizer, steps)
     _check_plateaus(recipe, [scheduler])
     return Built(recipe, model, optimizer, scheduler, parameters, loaded, adapted)
 
@@ -262,8 +260,8 @@ def _built_turns(recipe: Recipe, model: nn.Module, steps: int) -> list[BuiltTurn
                 )
             owner[name] = turn.name
         parameters = [every[name] for name in names]
-        optimizer = _optimizer(turn, parameters, model, parameters, f"turns[{turn.name!r}]")
-        scheduler = _scheduler(turn, optimizer, steps, f"turns[{turn.name!r}]")
+        optimizer = made_optimizer(turn, parameters, model, parameters, f"turns[{turn.name!r}]")
+        scheduler = made_scheduler(turn, optimizer, steps, f"turns[{turn.name!r}]")
         built.append(BuiltTurn(turn.name, parameters, optimizer, scheduler))
     if left := [repr(name) for name, p in every.items() if p.requires_grad and name not in owner]:
         raise RecipeError(
@@ -271,46 +269,6 @@ def _built_turns(recipe: Recipe, model: nn.Module, steps: int) -> list[BuiltTurn
             "freeze them with requires_grad_(False), or start.freeze in the job."
         )
     return built
-
-
-def _optimizer(
-    of: Recipe | Turn,
-    given: Any,
-    model: nn.Module,
-    trained: Iterable[nn.Parameter] | None = None,
-    where: str = "Recipe",
-) -> Optimizer:
-    assert of.optimizer is not None
-    optimizer = _made(f"{where}.optimizer", of.optimizer, given)
-    if isinstance(optimizer, (list, tuple)) and all(isinstance(o, Optimizer) for o in optimizer):
-        optimizer = _combined(optimizer)
-    if type(optimizer).__name__ == "AcceleratedOptimizer":
-        raise RecipeError(
-            f"{where}.optimizer() returned what accelerator.prepare has made of an optimizer: "
-            "leave prepare out, and give the optimizer as it is."
-        )
-    if not isinstance(optimizer, Optimizer):
-        raise RecipeError(
-            f"{where}.optimizer() returned {a_or_an(optimizer)}, "
-            "but a torch.optim.Optimizer is wanted, or a list of them."
-        )
-    check_optimizer(optimizer, model, trained)
-    two_points.begin(optimizer)
-    return optimizer
-
-
-def _combined(optimizers: Sequence[Optimizer]) -> Optimizer:
-    if not optimizers:
-        raise RecipeError("Recipe.optimizer() returned an empty list, but an optimizer is wanted.")
-    for each in optimizers:
-        check_stepped_alone(each)
-    held = [id(p) for each in optimizers for group in each.param_groups for p in group["params"]]
-    if len(held) != len(set(held)):
-        raise RecipeError(
-            "Recipe.optimizer() returned several optimizers, and two of them hold the same "
-            "parameter. Give each its own."
-        )
-    return CombinedOptimizer(optimizers) if len(optimizers) > 1 else optimizers[0]
 
 
 def _for_optimizer(
@@ -351,28 +309,3 @@ def _check_parameters(model: nn.Module, *, frozen: bool) -> None:
             raise RecipeError(
                 f"the parameter {name!r} is complex ({parameter.dtype}), which instep cannot train."
             )
-
-
-def _scheduler(of: Recipe | Turn, optimizer: Optimizer, steps: int, where: str = "Recipe") -> Any:
-    if of.scheduler is None:
-        return None
-    tells = "steps" in inspect.signature(of.scheduler).parameters
-    given = (optimizer, steps) if tells else (optimizer,)
-    scheduler = _made(f"{where}.scheduler", of.scheduler, *given)
-    if not hasattr(scheduler, "step"):
-        raise RecipeError(
-            f"{where}.scheduler() returned {a_or_an(scheduler)}, which has no step()."
-        )
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        return Plateau(scheduler, f"{where}.scheduler")
-    check_scheduler(scheduler)
-    return scheduler
-
-
-def _made(name: str, factory: Callable[..., Any], *given: Any) -> Any:
-    try:
-        return factory(*given)
-    except InstepError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise RecipeError(f"{name}() refused what it was given: {error}.") from error
