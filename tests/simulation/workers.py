@@ -17,7 +17,7 @@ import numpy as np
 from instep.comm.protocol import messages as m
 from instep.comm.protocol.connection import HEARTBEAT_S
 from instep.comm.protocol.messages import ON_REQUEST
-from instep.control.watch import WAITING
+from instep.control.seen import WAITING
 from instep.data.batches import Batches
 from instep.engine.assignment import NOTHING_FINISHED, Lockstep, finished
 from instep.engine.membership import FLUSH_S

@@ -22,33 +22,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 from instep.comm.protocol.messages import COMPILING, READING, Heartbeat
+from instep.control.seen import MEETING, OF_A_STEP, WAITING, WORKED_S, Hang, KnownWorker, Silent
 from instep.system.limits import BUSY, FLOOR_S, LOOK_S, STEPS, UNKNOWN_S
-from instep.units import readable_seconds
 
 STILL_S = 0.5
 """A worker without a heartbeat for so long may be stopped together with others."""
-
-MEETING = "meeting"
-"""A worker forms its replica with the others, or runs a trial that they run together."""
-
-WAITING = frozenset([MEETING, "joining", "exchange", "saving", COMPILING])
-"""Activities in which a worker waits for others or for a compiler, and is not to blame."""
 
 MEETS_S = 2 * UNKNOWN_S
 """How long all processes of a replica may be idle in it: then they wait for each other for ever, as
 where a model takes other ways in one of them."""
 
-WORKED_S = 0.5
-"""Seconds of a processor after which a worker in it counts as having done something."""
-
 AFTER_A_PASS = frozenset(["joining", "exchange"])
 """Where a worker of a replica is after the passes of a step, or when it has left its group."""
-
-OF_A_STEP = frozenset(["forward", "backward", "update"])
-"""Activities of every step in which a worker computes. A read is none: a store may stall."""
 
 BLAMED_S = UNKNOWN_S / STEPS
 """At most so much is learnt from a read that was ended: it may be an endless loop."""
@@ -89,96 +76,6 @@ def _raise_to(longest: dict[str, float], phase: str, seconds: float) -> None:
     longest[phase] = max(longest.get(phase, 0.0), seconds)
 
 
-class Hang(NamedTuple):
-    """A worker that hangs."""
-
-    worker: int
-    step: int
-    phase: str
-    how: str
-    loops: bool = False
-    """Whether it keeps a processor busy with a read."""
-
-
-class Silent(NamedTuple):
-    """A worker that cannot be replaced, and was silent for too long."""
-
-    worker: int
-    seconds: float
-    """Since its last heartbeat."""
-    all: bool
-    """Whether all other workers were silent too."""
-
-    def cause(self, pid: int, node: str, *, stopped: bool, joined: bool) -> str:
-        """The cause to report.
-
-        Args:
-            pid: of its process; 0 if it is not known.
-            node: the name of its machine; empty if it is not known.
-            stopped: whether the system says that its process does not run.
-            joined: whether another program than instep started it.
-        """
-        where = f" (pid {pid}{f' on {node}' if node else ''})" if pid else ""
-        long = readable_seconds(self.seconds)
-        how = f"its process{where} gave no sign of life for {long}"
-        how += ", nor did any other worker" if self.all else " while others did"
-        how += (
-            ": it was stopped (SIGSTOP, Ctrl-Z)"
-            if stopped
-            else ": it may be stopped, or native code keeps the interpreter's lock"
-        )
-        return f"{how}. It cannot be replaced {'under instep.join' if joined else 'on GPUs'}."
-
-
-@dataclass
-class _Seen:
-    """What is known of a worker."""
-
-    last_heartbeat: float
-    """When its last heartbeat came."""
-    since: float
-    """When it made progress last, as far as is known."""
-    heartbeat: Heartbeat | None = None
-    cpu_s: float = 0.0
-    """What it had used when it made progress last."""
-    worked: float = 0.0
-    """When it made progress last, or had used `WORKED_S` of a processor since this was noted."""
-    worked_cpu_s: float = 0.0
-    """What it had used then."""
-    steps: int = 0
-    """That its process has committed."""
-    ready: bool = True
-    """Whether it is built."""
-    blamed_s: float = 0.0
-    """How long it had been busy with a read when it was found to hang; 0.0 if it was not."""
-    alone_s: float = 0.0
-    """How long it was silent while another was not."""
-
-    @property
-    def busy_s(self) -> float:
-        """How long a processor has been busy with it since its last progress."""
-        return max(0.0, self.heartbeat.cpu_s - self.cpu_s) if self.heartbeat else 0.0
-
-    def is_busy(self, now: float) -> bool:
-        """Whether it has just made progress, or a processor has been busy with it since then."""
-        return self.busy_s >= BUSY * (now - self.since)
-
-    @property
-    def has_read(self) -> bool:
-        """Whether it has finished the reads of a step, though it may not have reported it."""
-        return self.steps > 0 or (self.heartbeat is not None and self.heartbeat.steps > 0)
-
-    def reads_busily(self, now: float) -> bool:
-        """Whether it does something that may wait, and keeps a processor busy with it instead."""
-        if (
-            self.heartbeat is None
-            or self.heartbeat.phase in OF_A_STEP
-            or self.heartbeat.phase in WAITING
-        ):
-            return False
-        return self.is_busy(now)
-
-
 @dataclass
 class Watch:
     """Learns from the steps and heartbeats of a run's workers."""
@@ -191,7 +88,7 @@ class Watch:
     """How long a worker waits for the data of a step."""
     _stretches: dict[str, float] = field(default_factory=dict)
     _busy: dict[str, float] = field(default_factory=dict)
-    _seen: dict[int, _Seen] = field(default_factory=dict)
+    _seen: dict[int, KnownWorker] = field(default_factory=dict)
     _blamed: dict[int, tuple[int, str]] = field(default_factory=dict)
     """Step and phase of a busy read with which a worker was lost; until it commits."""
     _now: float | None = None
@@ -219,12 +116,12 @@ class Watch:
     def begins(self, worker: int, now: float, *, ready: bool = True) -> None:
         """Expect heartbeats of a worker; before it is ready only its reads have a timeout."""
         self.leaves(worker)
-        self._seen[worker] = _Seen(now, now, ready=ready)
+        self._seen[worker] = KnownWorker(now, now, ready=ready)
 
     def forms(self, worker: int, now: float) -> None:
         """A worker was sent `Form`; the time of its last heartbeat stays."""
-        before = self._seen.get(worker, _Seen(now, now))
-        self._seen[worker] = _Seen(
+        before = self._seen.get(worker, KnownWorker(now, now))
+        self._seen[worker] = KnownWorker(
             before.last_heartbeat, now, cpu_s=before.cpu_s, steps=before.steps
         )
 
@@ -376,7 +273,7 @@ class Watch:
             return False
         return any(other and self._holds_up(other, seen, seen.heartbeat, now) for other in others)
 
-    def _holds_up(self, one: _Seen, other: _Seen, at: Heartbeat, now: float) -> bool:
+    def _holds_up(self, one: KnownWorker, other: KnownWorker, at: Heartbeat, now: float) -> bool:
         if one.heartbeat is None or now - one.last_heartbeat > STILL_S:
             return True
         in_a_pass = one.heartbeat.phase in OF_A_STEP or one.heartbeat.phase in AFTER_A_PASS
@@ -391,11 +288,11 @@ class Watch:
             longest.setdefault(hang.worker // self.ranks, hang)
         return [hang for hang in hangs if hang in longest.values()]
 
-    def _may_hang(self, seen: _Seen, at: Heartbeat) -> bool:
+    def _may_hang(self, seen: KnownWorker, at: Heartbeat) -> bool:
         """Whether it must make progress; before it is ready that holds for its reads only."""
         return at.phase not in WAITING if seen.ready else at.phase == READING
 
-    def _is_silent(self, seen: _Seen, seconds: float, is_stopped: Callable[[], bool]) -> bool:
+    def _is_silent(self, seen: KnownWorker, seconds: float, is_stopped: Callable[[], bool]) -> bool:
         """Whether seconds without a sign are too many.
 
         A compiler may keep the interpreter's lock for longer than a step does.

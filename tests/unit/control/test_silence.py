@@ -3,7 +3,8 @@
 import pytest
 
 from instep.comm.protocol.messages import Heartbeat
-from instep.control.watch import ALL_SILENT_S, SILENT_S, Silent, Watch
+from instep.control.seen import Silent
+from instep.control.watch import ALL_SILENT_S, SILENT_S, Watch
 from instep.system.limits import FLOOR_S
 
 BEAT_S = 0.2

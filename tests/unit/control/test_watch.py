@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instep.comm.protocol.messages import Heartbeat
-from instep.control.watch import OF_A_STEP, SILENT_S, WAITING, Watch
+from instep.control.seen import OF_A_STEP, WAITING
+from instep.control.watch import SILENT_S, Watch
 from instep.system.limits import FLOOR_S, STEPS, UNKNOWN_S
 
 BEAT_S = 0.2

@@ -21,7 +21,8 @@ from instep.control.processes.placement import WorkerPlaces
 from instep.control.processes.roster import Roster
 from instep.control.processes.stack_requests import StackRequests
 from instep.control.recorder import Recorder
-from instep.control.watch import SILENT_S, Hang, Watch
+from instep.control.seen import Hang
+from instep.control.watch import SILENT_S, Watch
 from instep.system.limits import FLOOR_S, UNKNOWN_S
 from instep.system.processes import Watched
 
