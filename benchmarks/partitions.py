@@ -37,7 +37,8 @@ from rivals.contender import end_tree, tail
 
 from instep.comm.protocol.heartbeat_lease import LEASE_S
 from instep.events import STEPS, read_events
-from instep.lab.netlab import OUTSIDE, Network, NetworkError
+from instep.lab.namespaces import NetworkError
+from instep.lab.netlab import OUTSIDE, Network
 from instep.store.run_files import step_ends
 from instep.store.run_folder import RunFolder
 

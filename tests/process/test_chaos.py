@@ -10,7 +10,7 @@ import pytest
 from started import RECIPES, Start
 
 from instep.cli import main
-from instep.lab import netlab
+from instep.lab import namespaces, netlab
 from instep.store.run_folder import RunFolder
 from marks import slow
 
@@ -98,7 +98,7 @@ def test_a_run_survives_partitions_and_kills_of_its_hosts(tmp_path: Path, capsys
     asked = ("--kills", "3", "--hangs", "1", "--partitions", "3", "--seed", "7", "--json")
     assert main(["chaos", str(job), *asked, "--runs", str(tmp_path / "runs")]) == 0
     mine = str(os.getpid())
-    assert [name for name in netlab.networks() if name.split("-")[2] == mine] == []
+    assert [name for name in namespaces.networks() if name.split("-")[2] == mine] == []
     answer = json.loads(capsys.readouterr().out)
     assert answer["parameters_sha256"] == answer["undisturbed_parameters_sha256"]
     assert answer["repeated_samples"] == answer["missing_samples"] == 0

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from instep.lab import netlab
-from instep.lab.netlab import Network, NetworkError
+from instep.lab.namespaces import NetworkError
+from instep.lab.netlab import Network
 from instep.system.processes import wait_readable
 
 TOOL = ["-m", "instep", "netlab"]

@@ -15,41 +15,41 @@ machines. It knows nothing of runs. `netlab_shell.py` is its command line. Way i
 
 from __future__ import annotations
 
-import array
 import contextlib
-import ctypes
-import fcntl
 import json
 import os
 import re
 import signal
 import socket
-import struct
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from instep.errors import SpecError
-from instep.system.processes import stat_fields
+from instep.lab.namespaces import (
+    NEEDS,
+    NetworkError,
+    batch,
+    call,
+    creator_lives,
+    inside,
+    link_up,
+    loose_end,
+    namespaces,
+    networks,
+    processes_in,
+    started_at,
+    switch_off_offloads,
+    take_a_number,
+    without_others,
+)
 
 OUTSIDE = "outside"
 """This machine, as a host of the network."""
 
 MOST_HOSTS = 200
-_NAMESPACES = Path("/run/netns")
-_NAME = re.compile(r"(netlab-(\d+)-(\d+)-(\d+))-(switch|h\d+)")
 _UNITS = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-_OFFLOADS = {"TSO": 0x1F, "GSO": 0x24, "GRO": 0x2C}  # linux/ethtool.h, ETHTOOL_STSO and so on
-_SIOCETHTOOL, _CLONE_NEWNET = 0x8946, 0x40000000
-_NEEDS = "Linux with the programs ip and tc, and root (CAP_NET_ADMIN and CAP_SYS_ADMIN)"
-_Result = TypeVar("_Result")
-
-
-class NetworkError(SpecError):
-    """This machine cannot have such a network, or there is no such host."""
 
 
 class Traffic(NamedTuple):
@@ -92,16 +92,16 @@ class Network:
         self.not_set: list[str] = []
         """Offloads that could not be switched off; the counters then miss some headers."""
         self._programs: list[subprocess.Popen[Any]] = []
-        self._number = _take_a_number()
+        self._number = take_a_number()
         pid = os.getpid()
-        self.name = f"netlab-{self._number}-{pid}-{_started(pid)}"
+        self.name = f"netlab-{self._number}-{pid}-{started_at(pid)}"
         try:
             self._build()
             for host in self.hosts if limit else ():
                 self.slow(host, limit)
         except NetworkError as error:
             self.remove()
-            raise NetworkError(f"no emulated hosts here; they need {_NEEDS}: {error}") from error
+            raise NetworkError(f"no emulated hosts here; they need {NEEDS}: {error}") from error
         except BaseException:
             self.remove()
             raise
@@ -115,7 +115,7 @@ class Network:
             raise NetworkError(f"one network is wanted (--network K), but there is: {known}.")
         found = cls.__new__(cls)
         found.name, found._number = names[0], int(names[0].split("-")[1])
-        hosts = (m[5] for m in _namespaces() if m[1] == found.name and m[5] != "switch")
+        hosts = (m[5] for m in namespaces() if m[1] == found.name and m[5] != "switch")
         found.hosts = sorted(hosts, key=lambda host: int(host[1:]))
         found.not_set, found._programs = [], []
         return found
@@ -150,13 +150,13 @@ class Network:
         """A new IPv4 socket of this process in a host's namespace."""
         self._index(host)
         space = None if host == OUTSIDE else self._space(host)
-        return _inside(space, lambda: socket.socket(socket.AF_INET, kind))
+        return inside(space, lambda: socket.socket(socket.AF_INET, kind))
 
     def traffic(self, host: str) -> Traffic:
         """The counters of a host's interface; packets that a partition drops count as sent."""
         link = self._root_link if host == OUTSIDE else "eth0"
         self._index(host)
-        shown = _call("ip", *self._at(host), "-j", "-s", "link", "show", link)
+        shown = call("ip", *self._at(host), "-j", "-s", "link", "show", link)
         counted = json.loads(shown)[0]["stats64"]
         sent, received = counted["tx"], counted["rx"]
         return Traffic(sent["bytes"], received["bytes"], sent["packets"], received["packets"])
@@ -197,11 +197,11 @@ class Network:
         own = self._root_link if host == OUTSIDE else "eth0"
         for at, link in ((self._at(host), own), (self._at("switch"), f"port{index}")):
             if limit is None:
-                _call("tc", *at, "qdisc", "del", "dev", link, "root", may_fail=True)
+                call("tc", *at, "qdisc", "del", "dev", link, "root", may_fail=True)
                 continue
             burst = int(max(4 * 1514, limit / 8 * 0.002))  # 2 ms, and some whole packets
             what = f"tbf rate {limit:.0f}bit burst {burst} latency 50ms"
-            _call("tc", *at, "qdisc", "replace", "dev", link, "root", *what.split())
+            call("tc", *at, "qdisc", "replace", "dev", link, "root", *what.split())
 
     # ---- removing it
 
@@ -234,18 +234,18 @@ class Network:
 
     def _build(self) -> None:
         for host in ["switch", *self.hosts]:
-            _call("ip", "netns", "add", self._space(host))
+            call("ip", "netns", "add", self._space(host))
         switch = self._space("switch")
         places = [OUTSIDE, *self.hosts]
-        lines = [f"link set {_loose_end(self._number, os.getpid())} netns {switch} name port254"]
+        lines = [f"link set {loose_end(self._number, os.getpid())} netns {switch} name port254"]
         for host in self.hosts:
             port, own = f"port{self._index(host)}", self._space(host)
             lines.append(f"link add {port} netns {switch} type veth peer name eth0 netns {own}")
-        _batch([], lines)
+        batch([], lines)
         for host in places:
             self._set_up(host)
         ports = [f"port{self._index(host)}" for host in places]
-        _batch(self._at("switch"), [line for port in ports for line in _raise(port)])
+        batch(self._at("switch"), [line for port in ports for line in link_up(port)])
         self.heal()
 
     def _set_up(self, host: str) -> None:
@@ -253,15 +253,15 @@ class Network:
         link = self._root_link if host == OUTSIDE else "eth0"
         others = [each for each in [*self.hosts, OUTSIDE] if each != host]
         lines = [] if host == OUTSIDE else ["link set lo up"]
-        lines += [f"link set {link} address {self._hardware(host)}", *_raise(link)]
+        lines += [f"link set {link} address {self._hardware(host)}", *link_up(link)]
         lines += [f"addr add {self.address(host)}/24 dev {link}"]
         for other in others:
             known = f"{self.address(other)} lladdr {self._hardware(other)}"
             lines.append(f"neigh replace {known} nud permanent dev {link}")
-        _batch(self._at(host), lines)
+        batch(self._at(host), lines)
         for at, name in ((host, link), ("switch", f"port{self._index(host)}")):
             space = None if at == OUTSIDE else self._space(at)
-            self.not_set += [f"{what} of {at}" for what in _switch_off_offloads(space, name)]
+            self.not_set += [f"{what} of {at}" for what in switch_off_offloads(space, name)]
 
     def _hardware(self, host: str) -> str:
         return f"02:77:00:00:{self._number:02x}:{self._index(host):02x}"
@@ -274,41 +274,34 @@ class Network:
         wanted = [(f"port{self._index(host)}", bridge) for host, bridge in places]
         at = self._at("switch")
         there = {link["ifname"]: link.get("master") for link in json.loads(
-            _call("ip", *at, "-j", "link")
+            call("ip", *at, "-j", "link")
         )}  # fmt: skip
         new = dict.fromkeys(bridge for _, bridge in wanted if bridge not in there)
         lines = [f"link add {b} type bridge mcast_snooping 0" for b in new]
-        lines += [line for bridge in new for line in _raise(bridge)]
+        lines += [line for bridge in new for line in link_up(bridge)]
         lines += [f"link set {port} master {b}" for port, b in wanted if there[port] != b]
-        _batch(at, lines)
-
-
-def _raise(link: str) -> list[str]:
-    """Set a link up without an address of IPv6, so that the kernel sends nothing that is counted.
-
-    In two lines: one line that says both sets the link up first, and the address is there.
-    """
-    has_ipv6 = Path("/proc/sys/net/ipv6").exists()
-    return [*([f"link set {link} addrgenmode none"] if has_ipv6 else []), f"link set {link} up"]
+        batch(at, lines)
 
 
 def remove(name: str) -> None:
     """End every process in a network's hosts, and remove the network."""
-    spaces = [match[0] for match in _namespaces() if match[1] == name]
+    spaces = [match[0] for match in namespaces() if match[1] == name]
     deadline = time.monotonic() + 10
-    while pids := [pid for space in spaces for pid in _processes(space)]:
+    while pids := [pid for space in spaces for pid in processes_in(space)]:
         if time.monotonic() > deadline:
             raise NetworkError(f"processes {pids} in {name} do not end, though killed.")
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     number, creator = map(int, name.split("-")[1:3])
-    with _alone():  # else another one who removes it has freed the number, and somebody taken it
-        spaces = [match[0] for match in _namespaces() if match[1] == name]
-        link = f"netlab{number}" if spaces else _loose_end(number, creator)
-        _call("ip", "link", "del", link, may_fail=True)
+    with (
+        without_others()
+    ):  # else another one who removes it has freed the number, and somebody taken it
+        spaces = [match[0] for match in namespaces() if match[1] == name]
+        link = f"netlab{number}" if spaces else loose_end(number, creator)
+        call("ip", "link", "del", link, may_fail=True)
         for space in spaces:
-            _call("ip", "netns", "del", space, may_fail=True)
+            call("ip", "netns", "del", space, may_fail=True)
 
 
 def clean(*, living: bool = False) -> list[str]:
@@ -316,10 +309,10 @@ def clean(*, living: bool = False) -> list[str]:
     removed = [name for name in networks() if living or not creator_lives(name)]
     for name in removed:
         remove(name)
-    for link in json.loads(_call("ip", "-j", "link")):  # its creator died before it named it
+    for link in json.loads(call("ip", "-j", "link")):  # its creator died before it named it
         loose = re.fullmatch(r"nl\d+-(\d+)", link["ifname"])
         if loose and not Path(f"/proc/{loose[1]}").exists():
-            _call("ip", "link", "del", link["ifname"], may_fail=True)
+            call("ip", "link", "del", link["ifname"], may_fail=True)
     return removed
 
 
@@ -330,120 +323,3 @@ def why_not() -> str | None:
     except NetworkError as error:
         return str(error)
     return None
-
-
-def _take_a_number() -> int:
-    """The first free K; its link in this machine's own namespace reserves it."""
-    for number in range(256):
-        link = f"netlab{number}"
-        try:
-            loose = _loose_end(number, os.getpid())
-            with _alone():
-                _call("ip", "link", "add", link, "type", "veth", "peer", "name", loose)
-        except NetworkError as error:
-            if "exists" not in str(error):
-                raise NetworkError(
-                    f"no emulated hosts here; they need {_NEEDS}: {error}"
-                ) from error
-            continue
-        return number
-    raise NetworkError(
-        "there are 256 networks already; `instep netlab clean` removes those of ended processes."
-    )
-
-
-def _loose_end(number: int, pid: int) -> str:
-    """The other end of that link until it is plugged in; the name holds its creator's pid."""
-    return f"nl{number}-{pid}"
-
-
-@contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """Wait until no other process takes or frees a number, by a socket that nobody can leave."""
-    deadline = time.monotonic() + 30
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as held:
-        while time.monotonic() < deadline:
-            try:
-                held.bind("\0instep-netlab")
-                break
-            except OSError:
-                time.sleep(0.01)
-        yield
-
-
-def _namespaces() -> Iterator[re.Match[str]]:
-    names = sorted(os.listdir(_NAMESPACES)) if _NAMESPACES.is_dir() else []
-    return (match for name in names if (match := _NAME.fullmatch(name)))
-
-
-def networks() -> list[str]:
-    """The names of the networks on this machine."""
-    return list(dict.fromkeys(match[1] for match in _namespaces()))
-
-
-def _started(pid: int) -> str:
-    """When a process started, in the kernel's ticks: it tells two users of one pid apart."""
-    return "".join(stat_fields(pid)[19:20])
-
-
-def creator_lives(name: str) -> bool:
-    """Whether the process that made a network has not ended."""
-    _, _, pid, started = name.split("-")
-    return _started(int(pid)) == started
-
-
-def _processes(space: str) -> list[int]:
-    return [int(pid) for pid in _call("ip", "netns", "pids", space, may_fail=True).split()]
-
-
-def _inside(space: str | None, call: Callable[[], _Result]) -> _Result:
-    """Call it in a thread that has entered the namespace; sockets it makes stay there."""
-    results: list[_Result] = []
-    failures: list[Exception] = []
-
-    def enter_and_call() -> None:
-        try:
-            if space is not None:
-                with (_NAMESPACES / space).open() as file:
-                    libc = ctypes.CDLL(None, use_errno=True)
-                    if libc.setns(file.fileno(), _CLONE_NEWNET):
-                        raise NetworkError(f"{space}: {os.strerror(ctypes.get_errno())}.")
-            results.append(call())
-        except Exception as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=enter_and_call)
-    thread.start()
-    thread.join()
-    for failure in failures:
-        raise failure
-    return results[0]
-
-
-def _switch_off_offloads(space: str | None, link: str) -> list[str]:
-    """What `ethtool -K LINK tso off gso off gro off` does; the names of those that stay on."""
-    stay = []
-    with _inside(space, lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as ours:
-        for name, command in _OFFLOADS.items():
-            value = array.array("I", [command, 0])
-            request = struct.pack("16sP16x", link.encode(), value.buffer_info()[0])
-            try:
-                fcntl.ioctl(ours, _SIOCETHTOOL, request)
-            except OSError:
-                stay.append(name)
-    return stay
-
-
-def _batch(at: Sequence[str], lines: Sequence[str]) -> None:
-    _call("ip", *at, "-batch", "-", given="\n".join(lines) + "\n")
-
-
-def _call(program: str, *arguments: str, given: str | None = None, may_fail: bool = False) -> str:
-    command = [program, *arguments]
-    try:
-        done = subprocess.run(command, input=given, capture_output=True, text=True)
-    except FileNotFoundError:
-        raise NetworkError(f"the program {program} (of iproute2) is not installed.") from None
-    if done.returncode and not may_fail:
-        raise NetworkError(f"`{' '.join(command)}` says: {' '.join(done.stderr.split())}")
-    return done.stdout

@@ -13,7 +13,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from instep.lab.netlab import OUTSIDE, Network, clean, creator_lives, networks
+from instep.lab.namespaces import creator_lives, networks
+from instep.lab.netlab import OUTSIDE, Network, clean
 
 Answer = dict[str, Any]
 """What `--json` prints."""
