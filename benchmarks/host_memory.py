@@ -14,7 +14,8 @@ from collections.abc import Callable
 
 import torch
 
-from instep.system.host_memory import HostMemory, TensorSpec
+from instep.system.host_memory import HostMemory
+from instep.system.slots import TensorSpec
 
 
 def copy(gradient: torch.Tensor, _: torch.Tensor, left: torch.Tensor) -> None:

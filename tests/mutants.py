@@ -31,13 +31,13 @@ CORE = (
     "comm/protocol/unacknowledged.py",
     "control/decisions/decide.py", "control/decisions/generations.py",
     "control/decisions/losses.py", "control/decisions/membership.py",
-    "control/decisions/replacing.py", "control/keys.py", "control/watch.py",
-    "data/dealing.py",
-    "data/batches.py", "data/order.py", "data/partition", "data/raw", "data/reading", "data/shards",
+    "control/decisions/replacing.py", "control/keys.py", "control/seen.py", "control/watch.py",
+    "data/dealing.py", "data/batches.py", "data/order.py", "data/partition", "data/raw",
+    "data/reading", "data/shards",
     "data/splits", "data/windowed.py", "plain_file.py", "prepare",
     "recipe/forward.py", "recipe/weights.py", "state", "store/audit.py", "store/ledger.py",
     "store/step_log.py", "sync", "system/host_memory.py", "system/memory_files.py",
-    "system/outbox.py", "server", "engine", "worker/own", "worker/trial",
+    "system/outbox.py", "system/slots.py", "server", "engine", "worker/own", "worker/trial",
 )  # fmt: skip
 """What gives a wrong result if it is wrong; below `src/instep`."""
 

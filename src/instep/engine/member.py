@@ -65,8 +65,8 @@ from instep.system import causes
 from instep.system.addresses import address_towards
 from instep.system.environment import places_here, recipe_here
 from instep.system.forks import Fork
-from instep.system.host_memory import given
 from instep.system.limits import FLOOR_S
+from instep.system.memory_files import given
 from instep.system.outbox import ROOM, Outbox
 from instep.system.processes import FORWARDER, is_stopped, machine
 from instep.words import plural

@@ -36,7 +36,7 @@ from instep.errors import PeerError
 from instep.launch.spare import Spare
 from instep.plain_file import plain
 from instep.system.environment import END
-from instep.system.memory_files import MemoryFiles
+from instep.system.memory_files import MemoryFiles, give, give_back
 from instep.system.processes import (
     MEMBERS,
     Watched,
@@ -231,16 +231,15 @@ class Server:
             use_page(page)
             self._memory_files.keep_only(order.number, memory)
             from instep.process import main as work
-            from instep.system import host_memory
 
-            host_memory.give(memory)
+            give(memory)
             # workers of this host that live have a page each, also of a server before this one
             local_rank = page.number if page is not None else MOST_PAGES
             phases = {**self._phases, "forked": forked}
             endpoint = replace(self._endpoint, credentials=order.credentials)
             code = work(endpoint, order.number, local_rank, phases)
             if code == 0:
-                host_memory.give_back()
+                give_back()
         finally:
             try:
                 sys.stdout.flush()

@@ -30,17 +30,25 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from instep.errors import CheckpointError, WorkerError
+from instep.errors import WorkerError
 from instep.system.memory import room
-from instep.system.memory_files import OWNER, STAMPS
+from instep.system.memory_files import OWNER, given
+from instep.system.slots import (
+    LENGTH,
+    TensorSlot,
+    TensorSpec,
+    bytes_of,
+    check_layout,
+    decoded,
+    encoded,
+    mapped,
+)
 from instep.units import readable_bytes
 
 REGION = 1 << 42
 """Bytes of address space for each slot; memory is taken only for what is laid out."""
 
 _STAMP, _SUM, _STAMPED = struct.Struct("<QQQq"), struct.Struct("<I"), 64
-_LENGTH = struct.Struct("<Q")
-_ALIGNED = 64
 
 _LASTING = 5
 """Where in the file, in regions, `lasting` memory begins: behind the slots of both parts."""
@@ -54,10 +62,6 @@ _SLICE = 1 << 22
 
 _SPARE = 1 << 26
 """Bytes that are to be left for the rest of the machine: several may take a slice at once."""
-
-
-_WHOLE, _PAGES, _PAGE = 1 << 22, 8, 4096
-"""A checksum is over all bytes of a slot up to this size; of more, over one page in so many."""
 
 
 class NoRoom(WorkerError):
@@ -78,40 +82,12 @@ class NoRoom(WorkerError):
         )
 
 
-class TensorSpec(NamedTuple):
-    """What one tensor of a layout looks like."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 class Stamp(NamedTuple):
     """The commit of which a slot holds the state, and the generation in which it was staged."""
 
     course: int
     number: int
     generation: int
-
-
-class _Slot(NamedTuple):
-    head: bytes
-    tensors: dict[str, torch.Tensor]
-    words: torch.Tensor
-    """[n] int64: all of it."""
-
-    def checksum(self) -> int:
-        """Sums weighted by their place, as they cost less than the copy before. A slot that another
-        process writes differs in whole tensors, so one page in a few of a large slot tells."""
-        words, page = self.words, _PAGE // 8
-        large = len(words) > _WHOLE // 8
-        row = _PAGES * page if large else page
-        whole = len(words) // row * row
-        pages = words[:whole].view(-1, row)[:, :page]
-        sums = [pages.sum(1), words[whole:]]
-        if not large:  # finer: tensors that lie in one page
-            sums.append(pages.sum(0))
-        every = torch.cat(sums)
-        return int((every * torch.arange(1, 2 * len(every), 2)).sum())
 
 
 class HostMemory:
@@ -126,18 +102,18 @@ class HostMemory:
     def __init__(self, descriptor: int | None = None, *, part: int = 0) -> None:
         self._first = 2 * part  # of the file's slots
         # its own descriptor: `give_back` still needs the one that this process was given
-        given = os.dup(_given) if descriptor is None and _given >= 0 else descriptor
-        self.outlives = given is not None and given >= 0
+        file = os.dup(given()) if descriptor is None and given() >= 0 else descriptor
+        self.outlives = file is not None and file >= 0
         """Whether another process keeps the file too, so that it outlives this process."""
-        self._file = given if given is not None and given >= 0 else os.memfd_create("instep-alone")
+        self._file = file if file is not None and file >= 0 else os.memfd_create("instep-alone")
         self._close_file = weakref.finalize(self, os.close, self._file)
         if os.fstat(self._file).st_size < mmap.PAGESIZE:
             os.truncate(self._file, mmap.PAGESIZE)
         self._stamps = mmap.mmap(self._file, mmap.PAGESIZE)
         self._owner = self._stamps[OWNER]
-        self._slots: list[_Slot | None] = [None, None]
+        self._slots: list[TensorSlot | None] = [None, None]
         self._layout: dict[str, TensorSpec] = {}
-        self._head = _encoded({})
+        self._head = encoded({})
         self._staging: tuple[int, int, int, int] | None = None  # slot, course, number, generation
 
     def lay_out(self, layout: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
@@ -149,8 +125,8 @@ class HostMemory:
             NoRoom: this process may not take so much memory.
         """
         self._layout = {name: TensorSpec(*spec) for name, spec in layout.items()}
-        self._head = _encoded(self._layout)
-        size, left = _size(self._head, self._layout), room(1, shared=True)
+        self._head = encoded(self._layout)
+        size, left = bytes_of(self._head, self._layout), room(1, shared=True)
         if 2 * size - self._taken > left or size > REGION:
             raise NoRoom(2 * size, left)
         for slot in (0, 1):
@@ -218,7 +194,7 @@ class HostMemory:
             try:
                 held = self._slots[slot] = self._mapped(slot, self._head, self._layout)
             except OSError as error:
-                size = _size(self._head, self._layout)
+                size = bytes_of(self._head, self._layout)
                 raise NoRoom(2 * size, room(1, shared=True), str(error.strerror)) from error
         return dict(held.tensors)
 
@@ -272,7 +248,7 @@ class HostMemory:
                 if held is None:
                     return None
                 if layout is not None:
-                    _check(_decoded(held.head), layout)
+                    check_layout(decoded(held.head), layout)
                 return dict(held.tensors)
         return None
 
@@ -335,15 +311,15 @@ class HostMemory:
         """Where a slot lies in the file."""
         return (1 + self._first + slot) * REGION
 
-    def _left(self, slot: int) -> _Slot | None:
+    def _left(self, slot: int) -> TensorSlot | None:
         """A slot as the process before has left it; None if it has been damaged since."""
         begin = self._begin(slot)
         try:
-            (length,) = _LENGTH.unpack(os.pread(self._file, _LENGTH.size, begin))
+            (length,) = LENGTH.unpack(os.pread(self._file, LENGTH.size, begin))
             if length > _LONGEST:
                 return None
-            head = os.pread(self._file, _LENGTH.size + length, begin)
-            found, stamped = self._mapped(slot, head, _decoded(head)), self._stamped(slot)
+            head = os.pread(self._file, LENGTH.size + length, begin)
+            found, stamped = self._mapped(slot, head, decoded(head)), self._stamped(slot)
             return found if stamped and stamped[1] == found.checksum() else None
         except (
             struct.error,
@@ -356,80 +332,8 @@ class HostMemory:
         ):
             return None
 
-    def _mapped(self, slot: int, head: bytes, layout: Mapping[str, TensorSpec]) -> _Slot:
+    def _mapped(self, slot: int, head: bytes, layout: Mapping[str, TensorSpec]) -> TensorSlot:
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-        size = _size(head, layout)
+        size = bytes_of(head, layout)
         memory = mmap.mmap(self._file, size, flags=flags, offset=self._begin(slot))
-        tensors, place = {}, _aligned(len(head))
-        for name, (shape, dtype) in layout.items():
-            empty = torch.empty(shape, dtype=dtype, device="meta")
-            count = empty.numel()
-            tensors[name] = (
-                torch.frombuffer(memory, dtype=dtype, count=count, offset=place).view(shape)
-                if count
-                else torch.empty(shape, dtype=dtype)
-            )
-            place += _aligned(count * dtype.itemsize)
-        return _Slot(head, tensors, torch.frombuffer(memory, dtype=torch.int64))
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
-
-
-def _size(head: bytes, layout: Mapping[str, TensorSpec]) -> int:
-    """Bytes of a slot."""
-    sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in layout.values()]
-    return _aligned(len(head)) + sum(map(_aligned, sizes))
-
-
-def _encoded(layout: Mapping[str, TensorSpec]) -> bytes:
-    """A layout as it is written before its tensors."""
-    rows = [
-        (name, str(dtype).removeprefix("torch."), shape) for name, (shape, dtype) in layout.items()
-    ]
-    body = msgspec.json.encode(rows)
-    return _LENGTH.pack(len(body)) + body
-
-
-def _decoded(head: bytes) -> dict[str, TensorSpec]:
-    rows = msgspec.json.decode(head[_LENGTH.size :])
-    return {name: TensorSpec(tuple(shape), getattr(torch, dtype)) for name, dtype, shape in rows}
-
-
-def _check(found: Mapping[str, TensorSpec], wanted: Mapping[str, TensorSpec]) -> None:
-    for name in {**wanted, **found}:
-        here, there = (_said(each.get(name)) for each in (found, wanted))
-        if here != there:
-            raise CheckpointError(
-                f"the memory that a worker left on this host has {name!r} as {here}, and this "
-                f"worker needs {there}: it was another model or strategy. Resume the run."
-            )
-
-
-def _said(spec: TensorSpec | None) -> str:
-    if spec is None:
-        return "nothing"
-    return f"{str(spec.dtype).removeprefix('torch.')} {list(spec.shape)}"
-
-
-# ---- of this process
-
-_given = -1
-
-
-def give(descriptor: int) -> None:
-    """`HostMemory()` of this process uses this file from now on; none if below 0."""
-    global _given
-    _given = descriptor
-
-
-def given() -> int:
-    """The file of this process; below 0 if it has none."""
-    return _given
-
-
-def give_back() -> None:
-    """This process exits normally: no other is to take up its state."""
-    if _given >= 0:
-        os.pwrite(_given, bytes(STAMPS), 0)
+        return mapped(memory, head, layout)

@@ -130,3 +130,25 @@ def _has_open(pid: int, file: int) -> bool:
                 if os.path.samestat(os.stat(f"/proc/{pid}/fd/{name}"), found):
                     return True
     return False
+
+
+# ---- of this process
+
+_given = -1
+
+
+def give(descriptor: int) -> None:
+    """`HostMemory()` of this process uses this file from now on; none if below 0."""
+    global _given
+    _given = descriptor
+
+
+def given() -> int:
+    """The file of this process; below 0 if it has none."""
+    return _given
+
+
+def give_back() -> None:
+    """This process exits normally: no other is to take up its state."""
+    if _given >= 0:
+        os.pwrite(_given, bytes(STAMPS), 0)

@@ -7,7 +7,8 @@ from pathlib import Path
 import tiny
 import torch
 
-from instep.system.host_memory import HostMemory, TensorSpec
+from instep.system.host_memory import HostMemory
+from instep.system.slots import TensorSpec
 
 
 def recipe(folder, waits=True):

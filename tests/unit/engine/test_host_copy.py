@@ -14,7 +14,7 @@ from instep.engine.turns import TurnState
 from instep.records import Attempt
 from instep.state.snapshot import Snapshot, tied_names
 from instep.sync.rounds.averaging import Averaging
-from instep.system import host_memory
+from instep.system import memory_files
 from instep.worker.rounds.local_optimizers import LocalOptimizers
 from instep.worker.rounds.local_states import OPTIMIZER, LocalStates
 from instep.worker.rounds.round_update import RoundUpdate
@@ -40,7 +40,7 @@ def copies_of(files, monkeypatch):
     """One for each rank, as new processes have them."""
     found = []
     for file in files:
-        monkeypatch.setattr(host_memory, "_given", file)
+        monkeypatch.setattr(memory_files, "_given", file)
         found.append(HostCopy())
     return found
 

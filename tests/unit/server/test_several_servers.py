@@ -47,7 +47,7 @@ from instep.server.tensor_channel import Line
 from instep.state.pieces import SHARD
 from instep.sync.servers.leases import Unit
 from instep.sync.servers.server_async import ServerAsync
-from instep.system import host_memory
+from instep.system import memory_files
 from instep.worker.passes.activity import Activity
 from instep.worker.replica.fellows import NoFellows
 
@@ -107,9 +107,9 @@ class Part:
             place=place,
             buffers=[] if place else buffers_of(self.model),
         )
-        host_memory.give(memory)
+        memory_files.give(memory)
         self.copy = HostCopy()
-        host_memory.give(-1)
+        memory_files.give(-1)
 
 
 class Thread:

@@ -15,9 +15,10 @@ import torch
 
 from instep.errors import CheckpointError, WorkerError
 from instep.system import host_memory
-from instep.system.host_memory import REGION, HostMemory, NoRoom, Stamp, TensorSpec
+from instep.system.host_memory import REGION, HostMemory, NoRoom, Stamp
 from instep.system.memory_files import OWNER, MemoryFiles
 from instep.system.processes import name_process
+from instep.system.slots import TensorSpec
 
 SECRET = token_hex()
 """Of no other run of these tests, which may be under way at the same time."""
