@@ -120,9 +120,9 @@ class Working(Training):
             self.member.broken(holds=True)
         elif not self.member.superseded:
             return
-        before = self.phase
+        before = self.activity.phase
         self._regroup()
-        self.phase = before
+        self.activity.enter(before)
 
     # ---- units
 
@@ -140,7 +140,7 @@ class Working(Training):
         while True:
             lines = list[Line]()
             try:
-                self.phase = "joining"
+                self.activity.enter("joining")
                 for place in range(len(self._held)):
                     lines.append(reach(self.member, place, self._keep_up))
                 return self._work(*lines)
@@ -169,7 +169,8 @@ class Working(Training):
         clock = Clock(begin=time.time())
         while True:
             ask.known = self._known
-            self.phase, since = "exchange", time.perf_counter()
+            self.activity.enter("exchange")
+            since = time.perf_counter()
             if body:
                 self._stage(others, Stage(ask.token, ask.present))
             first.send(ask, body)
@@ -216,18 +217,19 @@ class Working(Training):
         """The gradient of one micro-batch, in `_pushes`; or nothing, if nothing in it counts."""
         last_read.set_step(self.step)
         epoch, unit = self._portions.where(self.step).epoch, Unit(grant.step, grant.number)
-        self.phase, since = "loading", time.perf_counter()
+        self.activity.enter("loading")
+        since = time.perf_counter()
         (read,) = self._loader.read([Slice(epoch, *self._portions.of(unit))], self._record)
         since = clock.lap(since, "load")
         self._skips.report(read.skipped, dataset="training", step=self.step, epoch=epoch)
         ask = Ask(grant.token, skipped=len(read.skipped))
         set_generators(key_of_pass(self.job.seed, unit.step, unit.number, 0))
-        self.phase = "forward"
+        self.activity.enter("forward")
         found = self._forward.loss(read.batch, read.size) if read.size else None
         since = clock.lap(since, "forward")
         if found is None:
             return ask
-        self.phase = "backward"
+        self.activity.enter("backward")
         for parameter in self.engine.parameters:
             parameter.grad = None
         found.loss.backward()

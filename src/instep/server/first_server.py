@@ -89,7 +89,7 @@ class Serving(Server):
             self._servers - 1,
             lambda place: reach(member, place, self._keep_up),
             self._keep_up,
-            lambda: (self.state.progress.course, self.commits.leases.version),
+            lambda: (self.engine.state.progress.course, self.commits.leases.version),
             member.number,
         )
         self.callbacks.gather = self._gather
@@ -130,8 +130,8 @@ class Serving(Server):
                 self._held = snapshot.tensors.pop(HELD)
                 rest = snapshot.tensors["model"]
                 snapshot.tensors["model"] = model_tensors(self.engine.model) | rest
-            self.state.take(snapshot, "the memory of this host")
-            self.state.settled = max(0, self.state.progress.step - 1)
+            self.engine.state.take(snapshot, "the memory of this host")
+            self.engine.state.settled = max(0, self.engine.state.progress.step - 1)
             self.member.holds = True
         super().join()
 
@@ -151,7 +151,7 @@ class Serving(Server):
     def _form(self) -> None:
         form = self.member.form
         assert form is not None, "no generation yet"
-        if form.checkpoint is None and self.member.others_have_state and not self.state.held:
+        if form.checkpoint is None and self.member.others_have_state and not self.engine.state.held:
             raise lost(self.member.number, self._servers)
         if form.checkpoint is not None:
             self._left = None
@@ -182,7 +182,7 @@ class Serving(Server):
             staleness=cast(ServerAsync, self.engine.turn.strategy).staleness,
             others=self._others,
             undo=self._undo,
-            step=self.state.progress.step,
+            step=self.engine.state.progress.step,
             left=left,
             first_token=time.time_ns(),  # above all of a server before this one
         )
@@ -225,7 +225,7 @@ class Serving(Server):
     def _take_until(self, step: int) -> None:
         """Take pushes until every unit up to this step is committed."""
         self._limit()
-        self._waits()
+        self.activity.enter("exchange")
         while self.commits.leases.complete < step:
             self._turn()
 
@@ -256,8 +256,8 @@ class Serving(Server):
     def _end_step(self, where: Position) -> Commit:
         step, begun, figures = self.step, self.commits.leases.begun, self.commits.complete()
         share_read(figures.skipped, where.size)
-        asked = self.stopping.asked_to_stop(step)
-        if asked or self.stopping.not_finite(figures.loss, figures.norm):
+        asked = self.after.stopping.asked_to_stop(step)
+        if asked or self.after.stopping.not_finite(figures.loss, figures.norm):
             self._ends_at = self._ends_at or begun
         if self.after.is_late:
             self._saves_at = self._saves_at or begun
@@ -269,13 +269,13 @@ class Serving(Server):
         ends = told or step in (self.last_step, self.job.train.stop_after_steps)
         done = Commit(step, figures.loss, figures.norm, told, ends, figures.skipped, saves=saves)
         self.engine.buffers.after_update()  # pushes have moved some
-        self.state.commit(done, where)
+        self.engine.state.commit(done, where)
         self.desk.completed(step, figures.loss, figures.norm)
         clock = self.engine.clock
         row = (step, self.member.number, 0, figures.loss, *clock.parts, recorded(figures.norm))
         self.member.records.add(self._written, row)
         self._written, self.engine.clock = b"", Clock(begin=time.time())
-        if not self.stopping.spec.non_finite:
+        if not self.after.stopping.spec.non_finite:
             self.announcer.warn_of_loss(step, done.loss)
         return done
 
@@ -315,10 +315,10 @@ class Serving(Server):
     def _entry(self, lease: Lease) -> tuple[int, ...]:
         """Of a commit, for the ledger."""
         step, number = lease.unit
-        epoch, course = self._portions.where(step).epoch, self.state.progress.course
+        epoch, course = self._portions.where(step).epoch, self.engine.state.progress.course
         at = self._portions.of(lease.unit)
         return (
-            step, epoch, course, self.state.generation, lease.worker, Kind.RANGE, number, *at
+            step, epoch, course, self.engine.state.generation, lease.worker, Kind.RANGE, number, *at
         )  # fmt: skip
 
     def _keep(self) -> None:
@@ -329,7 +329,7 @@ class Serving(Server):
             self._go_without_copies("another server has none.")
             return
         self._ledger_at = self.engine.records.ledger.size_bytes if self._row is not None else 0
-        snapshot = self.state.for_another()
+        snapshot = self.engine.state.for_another()
         if self._servers > 1:  # not what other servers have
             model, parameters = self.engine.model, {id(p) for p in self.engine.parameters}
             every = model.named_parameters(remove_duplicate=False)
@@ -343,7 +343,7 @@ class Serving(Server):
             **self.commits.state(),
         }
         version, generation = self.commits.leases.version, super()._group.generation
-        at = Attempt(self.state.progress.course, version, generation)
+        at = Attempt(self.engine.state.progress.course, version, generation)
         try:
             self._copy.keep(snapshot, at)
         except NoRoom as error:
@@ -382,7 +382,7 @@ class Serving(Server):
 
     def _gather(self) -> None:
         """Have the model whole: with the parts of the other servers, as of the last update."""
-        at = self.state.progress.course, self.commits.leases.version
+        at = self.engine.state.progress.course, self.commits.leases.version
         if self._servers == 1 or self._whole_at == at:
             return
         rooms = [Parcel(self.engine.parameters, each) for each in self._holding.shares[1:]]
@@ -399,9 +399,10 @@ class Serving(Server):
     def written_by_all(self, *, last: bool) -> Shards:
         """Have each server write a checkpoint of what it holds."""
         self._gather()
-        step, folder, names = self.state.progress.step, self.member.run / "checkpoints", self._names
+        state, folder, names = self.engine.state, self.member.run / "checkpoints", self._names
+        step = state.progress.step
         begins = str(folder / f"{SAVING}{step}-{SHARD}")
-        asked, own = Write(begins, f"-{self.state.generation}", last), list[Answer]()
+        asked, own = Write(begins, f"-{state.generation}", last), list[Answer]()
         told = self._others.must(
             asked, lambda: own.append(write_shard(asked, 0, self._holding, names))
         )
@@ -425,13 +426,13 @@ class Serving(Server):
         """Tell the other servers of the end; again, where a generation has begun meanwhile, since
         the run is over once all have ended in the same."""
         told = -1
-        while told != self.state.generation:
-            told = self.state.generation
-            self._others.must(End(self.step, self.after.rule, self._finite, told))
+        while told != self.engine.state.generation:
+            told = self.engine.state.generation
+            self._others.must(End(self.step, self.after.rule, self.after.finite, told))
 
     def finish(self) -> bool:
         """Tell all workers that the run is over, and save the model; as `Loop.finish`."""
-        self.desk.end(self.step, self.after.rule, finite=self._finite)
+        self.desk.end(self.step, self.after.rule, finite=self.after.finite)
         return super().finish()
 
     def _heartbeat(self) -> Heartbeat:

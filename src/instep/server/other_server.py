@@ -48,12 +48,12 @@ class Following(Server):
             self._open()
         elif self._further is None:
             self._open()
-        self.state.inside(form.generation)
+        self.engine.state.inside(form.generation)
         self.sized(len(form.members))
         member.formed()
 
     def _open(self) -> None:
-        member, progress = self.member, self.state.progress
+        member, progress = self.member, self.engine.state.progress
         assert member.form is not None, "no generation yet"
         at = progress.course, self._portions.before(progress.step)
         if self._copy.held() or (member.form.checkpoint is None and member.checkpoint is not None):
@@ -101,17 +101,17 @@ class Following(Server):
             if (arrived := door.next(LOOK_S)) is not None:
                 further.take_in(*arrived)
 
-        self._waits()
+        self.activity.enter("exchange")
         flushed = time.monotonic()
-        further.go_on(self.state.generation)
+        further.go_on(self.engine.state.generation)
         door.go_on()
-        while (end := further.end_in(self.state.generation)) is None:
+        while (end := further.end_in(self.engine.state.generation)) is None:
             try:
                 self._keep_up()
             except PeerError as error:  # another process may have this one's place
                 self.member.broken(error, holds=True)
                 return False
-            further.generation = self.state.generation
+            further.generation = self.engine.state.generation
             take_in()
             if time.monotonic() - flushed > FLUSH_S:
                 self.member.records.flush()

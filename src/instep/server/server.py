@@ -77,9 +77,9 @@ class Server(Training):
         member.lease.check()
         if member.superseded:
             form = member.wait_for_group()
-            self.state.inside(form.generation)
+            self.engine.state.inside(form.generation)
             self.sized(len(form.members))
             member.formed()
-        elif member.regroups and self._broken != self.state.generation:
-            self._broken = self.state.generation
+        elif member.regroups and self._broken != self.engine.state.generation:
+            self._broken = self.engine.state.generation
             member.broken(holds=True)

@@ -780,8 +780,7 @@ def test_the_first_server_tells_of_the_end_again_where_a_generation_has_begun_me
         state.generation = 5
 
     server.engine, server.step = SimpleNamespace(state=state), 3
-    server.after = SimpleNamespace(rule="steps")
-    state.last = None
+    server.after = SimpleNamespace(rule="steps", finite=True)
     server._others = SimpleNamespace(must=must)
     server._end_others()
     assert told == [4, 5]

@@ -169,7 +169,7 @@ class Session:
         if self._member.complete:
             return self._member.last_step
         at = self._part.work
-        return at.state.progress.step if at else 0
+        return at.engine.state.progress.step if at else 0
 
     def backward(self, loss: Tensor | WeightedLoss, **options: Any) -> None:
         """`loss.backward()`, with the loss recorded and weighted.
@@ -259,7 +259,7 @@ class Session:
     @property
     def stopped(self) -> bool:
         """Whether the run is to stop: the loader yields no more batches, so leave the loop."""
-        return self._part.loop is not None and self._part.loop.state.over
+        return self._part.loop is not None and self._part.loop.engine.state.over
 
     def sum(self, *values: float) -> tuple[float, ...]:
         """Sum numbers over the processes; every process calls it, and gets the same.

@@ -6,6 +6,7 @@ come to the same decisions, from the step's number or from what they agreed on i
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from instep.data.order import Position
 from instep.engine.engine import Engine
 from instep.engine.member import Member
 from instep.engine.state.committed import Commit
+from instep.engine.step.agreement import Agreement
 from instep.recipe.optimizers.plateau import Plateau
 from instep.state.retention import Best
 from instep.worker.loop.callbacks import Callbacks
@@ -192,6 +194,21 @@ class AfterCommit:
                 turn.update.scheduler.measured(step, loss)
 
     # ---- why the run ends
+
+    def ends(self, step: int, agreed: Agreement, norm: float | None) -> bool:
+        """Whether this session ends with a step, although no stop was asked for."""
+        diverged = bool(self.stopping.not_finite(agreed.loss, norm))
+        return (
+            diverged
+            or bool(self.stopping.too_far_apart(spread_of(self._engine.turn.strategy)))
+            or step in (self._last_step, self._member.job.train.stop_after_steps)
+        )
+
+    @property
+    def finite(self) -> bool:
+        """Whether the run ends with a loss that is finite."""
+        last = self._engine.state.last
+        return self.rule != NOT_FINITE and (last is None or math.isfinite(last.loss))
 
     def end_by(self, rule: str) -> None:
         """Say by what the run ends, unless something else is found."""

@@ -9,17 +9,16 @@ agreed on in that step. Only the rules of `[stop]` need the master (`stopping.py
 from __future__ import annotations
 
 import itertools
-import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
 
 from instep.comm.base import Comm
-from instep.comm.protocol.messages import NOT_FINITE, Form
+from instep.comm.protocol.messages import Form
 from instep.data.batches import Batches
 from instep.data.loader import Loader, Read
 from instep.data.order import Position
@@ -29,43 +28,32 @@ from instep.engine.alike import check_lengths
 from instep.engine.assignment import Lockstep
 from instep.engine.engine import Engine
 from instep.engine.member import Member
-from instep.engine.observers import Observer
 from instep.engine.passes import Share
 from instep.engine.skipping import SkipReporter
 from instep.engine.slots import Split
-from instep.engine.state.committed import Commit, CommittedState
+from instep.engine.state.committed import Commit
 from instep.engine.step.agreement import Agreement
 from instep.engine.turns import TurnState
 from instep.engine.update import Update
 from instep.errors import PeerError, SpecError
-from instep.job.spec import JobSpec
 from instep.recipe.optimizers.two_points import TwoPoints
 from instep.state.retention import Best
 from instep.sync import SERVERS
 from instep.sync.base import strategy_of
 from instep.sync.delayed import Delayed
 from instep.sync.rounds.streaming import Streaming
-from instep.worker.loop.after_commit import AfterCommit, Step
+from instep.worker.loop.after_commit import AfterCommit
 from instep.worker.loop.announcer import Announcer
 from instep.worker.loop.callbacks import Callbacks
 from instep.worker.loop.comms import make_comms
 from instep.worker.loop.momentum import move_momentum
 from instep.worker.loop.saving import lend_model
-from instep.worker.loop.stopping import Stopping
 from instep.worker.passes.activity import Activity
 from instep.worker.passes.base import Dealt, Results
-from instep.worker.replica.fellows import NoFellows
-from instep.worker.rounds.after_round import spread_of
+from instep.worker.replica.fellows import FellowFailed, NoFellows
 
 _ENDLESS = 2**40
 """Length of a loop that ends when the user leaves it."""
-
-
-class FellowFailed(PeerError):
-    """Another process of this replica lost a peer, and this one may not have noticed."""
-
-    def __init__(self) -> None:
-        super().__init__("another process of this replica has lost the group.")
 
 
 class Loop(ABC):
@@ -89,6 +77,7 @@ class Loop(ABC):
 
     compute: Dealt
     """Knows what the passes of a step read; there once the constructor is done."""
+    after: AfterCommit
 
     def __init__(
         self,
@@ -117,10 +106,12 @@ class Loop(ABC):
             if isinstance(strategy, Delayed | Streaming):
                 strategy.last = last_step
             turns = [TurnState("", parameters, update, strategy, split=split)]
-        self.engine = Engine(
-            member, model, parameters, turns, ends=self._ends, more=more, take=take
-        )
-        self._find_two_points(model)
+
+        def ends(step: int, agreed: Agreement, norm: float | None) -> bool:
+            return self.after.ends(step, agreed, norm)
+
+        self.engine = Engine(member, model, parameters, turns, ends=ends, more=more, take=take)
+        find_two_points(self.engine)
         self.callbacks = Callbacks(member, self.engine, callbacks, samples)
         self.after = AfterCommit(
             member,
@@ -142,13 +133,6 @@ class Loop(ABC):
         self._record: Record | None = None
         self._skips = SkipReporter(member)
         self._done = 0  # steps that this process has committed
-
-    def _find_two_points(self, model: nn.Module) -> None:
-        """Where an optimizer gives its result at another point, have that saved."""
-        points = TwoPoints((turn.update.optimizer for turn in self.engine.turns), model)
-        if points:
-            check_two_points(self.job, points.name)
-            self.state.two_points = points
 
     # ---- what a recipe and an own loop do differently
 
@@ -198,30 +182,6 @@ class Loop(ABC):
     # ---- groups
 
     @property
-    def state(self) -> CommittedState:
-        """Of the last commit."""
-        return self.engine.state
-
-    @property
-    def observers(self) -> Mapping[str, Observer]:
-        """The observers of steps, by name."""
-        return self.engine.observers
-
-    @property
-    def stopping(self) -> Stopping:
-        """The rules of `[stop]`; available once a group has formed."""
-        return self.after.stopping
-
-    @property
-    def phase(self) -> str:
-        """Phase of this worker, as `Activity` has it."""
-        return self.activity.phase
-
-    @phase.setter
-    def phase(self, phase: str) -> None:
-        self.activity.phase = phase
-
-    @property
     def in_flight(self) -> int:
         """The step that is being computed; 0 before the first."""
         return self.step
@@ -229,11 +189,11 @@ class Loop(ABC):
     @property
     def doing(self) -> str:
         """The phase, as precisely as it is known."""
-        return self.callbacks.present or self.phase
+        return self.callbacks.present or self.activity.phase
 
     def _regroup(self) -> None:
         """Join the next generation; if a member is lost meanwhile, the one after it."""
-        self.phase = "joining"
+        self.activity.enter("joining")
         while True:
             self.member.wait_for_group()
             self.fellows.meet()
@@ -248,16 +208,6 @@ class Loop(ABC):
                 return
             self._leave(broken or FellowFailed())
 
-    def _end_of_step(self) -> None:
-        """Continue only if all processes of this replica can: none may wait in a pass for one that
-        has left the group."""
-        if not self.fellows.agree(True):
-            raise FellowFailed
-
-    def _waits(self) -> None:
-        """From here on this worker only waits for others."""
-        self.phase = "exchange"
-
     def _interrupt(self) -> None:
         """Abort the exchange, or the forming of a group; called by another thread."""
         for comm in self._comms:
@@ -269,17 +219,17 @@ class Loop(ABC):
         Args:
             error: why the group broke; None if only its members change.
         """
-        self.phase = "leaving"
+        self.activity.enter("leaving")
         if error is not None:
             with suppress(OSError):  # a full disk must not end the run
                 print(f"instep: the group came apart: {error}", file=sys.stderr, flush=True)
         self.engine.leave()
         self._comms, self._regroups = (), False
-        went_back = [observer.go_back() for observer in self.observers.values()]
+        went_back = [observer.go_back() for observer in self.engine.observers.values()]
+        self.step = self.engine.state.progress.step
         if any(went_back):
-            self.after.go_back(self.state.progress.step)
-        self.step = self.state.progress.step
-        self.member.broken(error, holds=self.state.held)
+            self.after.go_back(self.step)
+        self.member.broken(error, holds=self.engine.state.held)
 
     @property
     def _group(self) -> Form:
@@ -315,16 +265,16 @@ class Loop(ABC):
             anew = self._group.checkpoint is not None
             self.callbacks.form(anew=anew)
             if self.callbacks.behind():
-                self.state.settled = min(self.state.settled, self.state.progress.step - 1)
+                engine.state.settled = min(engine.state.settled, engine.state.progress.step - 1)
         except PeerError:
             for each in self._comms:
                 each.close()
             raise
-        self.step = self.state.progress.step
+        self.step = self.engine.state.progress.step
         last_read.set_step(self.step)
         member.formed()
         self.after.regroup(comm)
-        for observer in self.observers.values():
+        for observer in self.engine.observers.values():
             observer.formed(anew=anew)
 
     # ---- steps
@@ -357,10 +307,11 @@ class Loop(ABC):
 
     def _generation(self) -> Iterator[Any]:
         self._model.train()
-        state = self.state
+        state = self.engine.state
         if state.last is not None and (state.settled < self.step or state.last.ends):
-            settled = self._settle(state.last)  # at the end too: the worker that saves may be lost
-            self._end_of_step()
+            # at the end too: the worker that saves may be lost
+            settled = self.after.settle(state.last)
+            self.fellows.go_on()
             yield settled
             if state.last.ends:
                 return
@@ -382,11 +333,11 @@ class Loop(ABC):
                 last_read.set_step(self.step)
                 done = yield from self._one_step(where, share, loads)
                 self._done += 1
-                settled = self._settle(done)
-                self._end_of_step()
+                settled = self.after.settle(done)
+                self.fellows.go_on()
                 yield settled
-                assert self.state.last is not None
-                ends = self.state.last.ends
+                assert self.engine.state.last is not None
+                ends = self.engine.state.last.ends
                 self._regroups &= not ends
                 if ends or self._regroups:
                     break
@@ -400,7 +351,7 @@ class Loop(ABC):
         last = self.last_step if self.last_step is not None else _ENDLESS
         assignment = self.engine.assignment
         planned = assignment.plan(first, last, merge=self._merge, whole=self.compute.whole)
-        for observer in self.observers.values():
+        for observer in self.engine.observers.values():
             planned = observer.plan(planned, first, assignment.dealing.speeds)
         return planned
 
@@ -425,9 +376,9 @@ class Loop(ABC):
             agreed = yield from self._agree(where, share, again)
             assert agreed is not None, "a strategy wanted a third attempt"
         self._regroups = agreed.regroups
-        self.phase = "update"
+        self.activity.enter("update")
         done = self._commit()
-        self.announcer.commit(done, self._comms[1], warns=not self.stopping.spec.non_finite)
+        self.announcer.commit(done, self._comms[1], warns=not self.after.stopping.spec.non_finite)
         return done
 
     def _agree(
@@ -443,10 +394,10 @@ class Loop(ABC):
         losses, skipped = passed
         epoch = self.engine.where.epoch
         self._skips.report(skipped, dataset="training", step=self.step, epoch=epoch)
-        self._waits()
+        self.activity.enter("exchange")
         return self.engine.agree(
             losses,
-            stop=self.stopping.asked_to_stop(self.step),
+            stop=self.after.stopping.asked_to_stop(self.step),
             skipped=len(skipped),
             samples=self.compute.samples(share),
             saves=self.after.is_late,
@@ -454,18 +405,6 @@ class Loop(ABC):
 
     def _commit(self) -> Commit:
         return self.engine.commit()
-
-    def _ends(self, step: int, agreed: Agreement, norm: float | None) -> bool:
-        """Whether this session ends with a step, although no stop was asked for."""
-        diverged = bool(self.stopping.not_finite(agreed.loss, norm))
-        return (
-            diverged
-            or bool(self.stopping.too_far_apart(spread_of(self.engine.turn.strategy)))
-            or step in (self.last_step, self.job.train.stop_after_steps)
-        )
-
-    def _settle(self, done: Commit) -> Step:
-        return self.after.settle(done)
 
     # ---- the end
 
@@ -475,7 +414,8 @@ class Loop(ABC):
         Returns:
             False if a member was lost before all had ended: continue training, then finish again.
         """
-        self.phase, broken = "saving", None
+        self.activity.enter("saving")
+        broken = None
         try:
             if not self.member.lease.fenced:
                 self._finish_saving()
@@ -484,7 +424,7 @@ class Loop(ABC):
                 raise
             broken = error
         fenced = self.member.lease.fenced or broken is not None
-        if fenced or not self.member.done(self.step, self.after.rule, finite=self._finite):
+        if fenced or not self.member.done(self.step, self.after.rule, finite=self.after.finite):
             self._leave(broken)
             self._regroup()
             return False
@@ -497,11 +437,6 @@ class Loop(ABC):
         with self.engine.reading():
             if not self.after.save_model(self.step) and self.job.mesh.ranks > 1:
                 lend_model(comm, self.member, self._model)
-
-    @property
-    def _finite(self) -> bool:
-        last = self.state.last
-        return self.after.rule != NOT_FINITE and (last is None or math.isfinite(last.loss))
 
     def released(self) -> None:
         """The run continues without this worker, which first finishes what it is saving."""
@@ -516,19 +451,24 @@ class Loop(ABC):
         self.engine.leave()
 
 
-def check_two_points(job: JobSpec, name: str) -> None:
-    """Refuse an optimizer with two points where no process has all of both.
+def find_two_points(engine: Engine) -> None:
+    """Where an optimizer gives its result at another point, have that saved.
 
     Raises:
-        SpecError: servers, rounds or a mesh.
+        SpecError: servers, rounds or a mesh, where no process has all of both points.
     """
+    points = TwoPoints((turn.update.optimizer for turn in engine.turns), engine.model)
+    if not points:
+        return
+    job = engine.member.job
     refused = {
         f"sync.name = {job.sync.name!r}": job.sync.name in SERVERS or job.sync.rounds is not None,
         "[mesh]": job.mesh.ranks > 1,
     }
     if wrong := next((key for key, there in refused.items() if there), ""):
         raise SpecError(
-            f"the optimizer {name} trains at one point and gives its result at another (train() "
-            f"and eval()), which {wrong} does not know: it would validate and save the wrong one. "
-            "Use sync.name = 'all_reduce' without [mesh]."
+            f"the optimizer {points.name} trains at one point and gives its result at another "
+            f"(train() and eval()), which {wrong} does not know: it would validate and save the "
+            "wrong one. Use sync.name = 'all_reduce' without [mesh]."
         )
+    engine.state.two_points = points

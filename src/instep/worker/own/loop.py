@@ -199,7 +199,7 @@ class OwnLoop(Loop):
         return Heartbeat(
             step=self.step,
             steps=self._done,
-            phase=self.phase,
+            phase=self.activity.phase,
             progress=self._progress(),
             cpu_s=self._cpu(),
         )
@@ -209,7 +209,7 @@ class OwnLoop(Loop):
 
         What the user's code does between two steps is its own affair, for as long as it takes.
         """
-        between = self.present.now is None and self.phase == "your loop"
+        between = self.present.now is None and self.activity.phase == "your loop"
         return self.engine.passes.taken + (int(time.monotonic()) if between else 0)
 
     def join(self) -> None:
@@ -231,7 +231,7 @@ class OwnLoop(Loop):
         self.announcer.ready(self._loader, self.samples, 0, None)
         self._items = self.run()
         self._left_epoch = self.step
-        self.phase = "your loop"
+        self.activity.enter("your loop")
 
     def _verdict(self) -> str:
         """Whether the run gives the result of one machine."""
@@ -249,7 +249,7 @@ class OwnLoop(Loop):
         self._rests = fresh and ends
         first = max(0, self.step - 1) // self._per_epoch + (ends and not fresh)
         for epoch in range(first, self.job.train.passes if count is None else count):
-            if self.state.over and not (fresh and self.step):
+            if self.engine.state.over and not (fresh and self.step):
                 return
             fresh = False
             if epoch != self._epoch_at:
@@ -272,18 +272,18 @@ class OwnLoop(Loop):
                 "the loop over the loader is not within `for epoch in session.epochs():`, as it "
                 "has to be under instep run: a worker that takes another's place begins there."
             )
-        if self._begun and not self.state.over:
+        if self._begun and not self.engine.state.over:
             raise self._left("its other batches are still to come")
         assert self._items is not None, "join() comes first"
         for item in self._items:
             if isinstance(item, Batch):
-                self.phase = "your loop"
+                self.activity.enter("your loop")
                 yield item.value
             elif item.ends_epoch and item.number > self._left_epoch:
                 self._left_epoch = item.number
-                self.phase = "your loop"
+                self.activity.enter("your loop")
                 return
-        self.phase = "your loop"
+        self.activity.enter("your loop")
         if self.step:
             self.shared.enter(after(self.step))
 
@@ -405,8 +405,9 @@ class OwnLoop(Loop):
         agreed, done = self.present.agreed, self.present.committed
         assert agreed is not None, "a strategy wanted a third attempt"
         assert done is not None, "optimizer.step() was not called"
-        self._regroups, self.phase = agreed.regroups, "update"
-        self.announcer.commit(done, self._comms[1], warns=not self.stopping.spec.non_finite)
+        self._regroups = agreed.regroups
+        self.activity.enter("update")
+        self.announcer.commit(done, self._comms[1], warns=not self.after.stopping.spec.non_finite)
         if done.step % self._per_epoch == 0:  # not where it is settled again: a newcomer rests then
             self._guard.compare(self.engine.comm)
         return done
@@ -418,12 +419,12 @@ class OwnLoop(Loop):
         self._leave(error)
         self._regroup()
         self._items = self.run()
-        self.phase = "your loop"
+        self.activity.enter("your loop")
 
     @property
     def in_flight(self) -> int:
         """The step that is being computed; 0 before there is a group."""
-        return self.state.progress.step + 1 if self.engine.started else self.step
+        return self.engine.state.progress.step + 1 if self.engine.started else self.step
 
     @property
     def _begun(self) -> bool:
@@ -450,16 +451,16 @@ class OwnLoop(Loop):
         """
         self._end_iteration()
         while True:
-            self.step = self.state.progress.step
+            self.step = self.engine.state.progress.step
             try:
                 agreed = None
                 while agreed is None:  # others may have had a step, whose gradients did not fit
                     # a rule may have fired at the very last step
-                    told = self.stopping.verdict()
+                    told = self.after.stopping.verdict()
                     with self.shared.together("session.close()"):
                         agreed = self.engine.agree({}, stop=told, leaving=True)
                 self._guard.compare(self.engine.comm)
-                if agreed.stop and not self.state.over:
+                if agreed.stop and not self.engine.state.over:
                     self.after.end_by(ON_REQUEST)
                 self.after.save_last(self.step)
                 if super().finish():
@@ -473,7 +474,7 @@ class OwnLoop(Loop):
     def _end_iteration(self) -> None:
         """Settle the step of an iteration that the loop was left in, or refuse to lose one."""
         step = self.present
-        if step.now is None or self.state.over or not (self._begun or step.exchanged):
+        if step.now is None or self.engine.state.over or not (self._begun or step.exchanged):
             return
         if step.comes_again and step.apart is None:
             raise self._left(

@@ -15,6 +15,13 @@ from instep.errors import PeerError
 from instep.worker.replica.replica import Replica
 
 
+class FellowFailed(PeerError):
+    """Another process of this replica lost a peer, and this one may not have noticed."""
+
+    def __init__(self) -> None:
+        super().__init__("another process of this replica has lost the group.")
+
+
 class NoFellows:
     """Stands for the other processes of a replica that has none."""
 
@@ -29,6 +36,16 @@ class NoFellows:
         """Ask whether all of them can continue; each calls it once after it has tried to join a
         group, and after every step."""
         return well
+
+    def go_on(self) -> None:
+        """After a step, continue only if all of them can: none may wait in a pass for one that has
+        left the group.
+
+        Raises:
+            FellowFailed: one of them cannot.
+        """
+        if not self.agree(True):
+            raise FellowFailed
 
     def broke(self, error: PeerError) -> None:
         """End, where the group inside a replica came apart: its processes start again.

@@ -193,9 +193,9 @@ class Training(Loop):
             self.fellows = Fellows(self._replica, member, self.engine, self._interrupt)
         if self._parted is not None:
             self.after.tell_epochs(self._tell_given)
-        self.state.trial = trial
+        self.engine.state.trial = trial
         if self.job.train.ema is not None:
-            self.state.average = Average(model, self.job.train.ema)
+            self.engine.state.average = Average(model, self.job.train.ema)
         if tables and isinstance(self.engine.turn.strategy, ServerSync):
             self.engine.tables, self.engine.turn.strategy.tables = tables, tables.tables
             tables.tables.waiting = self.activity.waiting
@@ -205,12 +205,12 @@ class Training(Loop):
             update.probe = probe.predictions
         self.compute = self._make_compute(update)
         self._late = LateTrial(
-            member, self._forward, loader, self.state, self.activity, alone=self._replica is None
+            member, self._forward, loader, self.engine.state, self.activity, alone=replica is None
         )
         if self._replica is not None:  # all that a state is given to is there
             take_host_copy(self.engine, self._replica)
         weighed, data = (*self._forward.losses, recipe.weight), (recipe.train, recipe.collate)
-        self.callbacks.watch(CallbackWrites(member, self.state, model, weighed, data).during)
+        self.callbacks.watch(CallbackWrites(member, self.engine.state, model, weighed, data).during)
         self._validation = Validation(
             inputs,
             self.engine,
@@ -219,7 +219,6 @@ class Training(Loop):
             self._skips,
             self._replica,
             self._own_data.validation_sizes if self._own_data is not None else (),
-            self._waits,
         )
         self._best()  # refuses a metric that does not exist, before anything is trained
         if self.job.check.content != "off" and member.sees_run and member.run.is_dir():
@@ -245,7 +244,7 @@ class Training(Loop):
                 member=member,
                 model=model,
                 update=update,
-                state=self.state,
+                state=self.engine.state,
                 run_pass=RepeatPass(self.engine, self._forward, loader, update),
                 set_aside=self._set_aside,
                 drop_after=self.after.drop_after,
@@ -286,7 +285,7 @@ class Training(Loop):
         self.member.together = self.device.type != "cpu"  # NCCL takes long to notice a lost process
         self.member.interrupt, self.member.hold = self._interrupt, self.engine.records.hold
         if not self.member.others_have_state and self._replica is None:
-            self.state.trial = self._try()  # else the others send the result
+            self.engine.state.trial = self._try()  # else the others send the result
         began = time.time()
         self.member.at = self._heartbeat
         self._regroup()
@@ -307,17 +306,17 @@ class Training(Loop):
 
     @property
     def _present(self) -> str:
-        return COMPILING if compiling() else self.phase
+        return COMPILING if compiling() else self.activity.phase
 
     def _heartbeat(self) -> Heartbeat:
         done = self._forward.batches + self.engine.passes.taken
         if pids := self._inputs.pids:
-            waits = self.phase in ("loading", "validation")
-            at, known = (self.step, self.phase, done), self._done > 0
+            waits = self.activity.phase in ("loading", "validation")
+            at, known = (self.step, self.activity.phase, done), self._done > 0
             self._loader_watch.turn(time.monotonic(), pids, at=at, waits=waits, known=known)
         self.callbacks.tell_if_long()
         # a callback may take as long as it likes
-        called_back = int(time.monotonic()) if self.phase == CALLBACKS else 0
+        called_back = int(time.monotonic()) if self.activity.phase == CALLBACKS else 0
         return Heartbeat(
             step=self.step,
             steps=self._done,
@@ -381,12 +380,12 @@ class Training(Loop):
         """What this worker is at, as precisely as it is known."""
         if self.callbacks.present:
             return self.callbacks.present
-        if self.phase == "forward":
+        if self.activity.phase == "forward":
             return self._forward.phase
         within = {"validation": "validation", TRYING: "the trial of a batch"}
-        if (outer := within.get(self.phase)) is not None:
+        if (outer := within.get(self.activity.phase)) is not None:
             return f"{outer} ({self._forward.phase})"
-        return self.phase
+        return self.activity.phase
 
     def _try(self) -> Trial:
         return self._trials.run(built=self._built)
@@ -401,12 +400,12 @@ class Training(Loop):
         trial = decided_by_job(
             self.job,
             self.recipe,
-            self.state.trial or self._try(),
+            self.engine.state.trial or self._try(),
             draws_by_block=replica is not None and replica.draws_by_block,
         )
         self._forward.derive(trial.derived, trial.each)
         self._late.begin(trial)
-        self.state.trial = trial = agreed(comm, self.device, trial, self._unrepeatable)
+        self.engine.state.trial = trial = agreed(comm, self.device, trial, self._unrepeatable)
         if replica is not None and comm.rank == 0 and not self.member.known:
             self.member.remember(trial.encoded())
         if self.job.check.strict and not trial.same:
@@ -416,8 +415,8 @@ class Training(Loop):
 
     @property
     def _trial(self) -> Trial:
-        assert self.state.trial is not None, "join() comes first"
-        return self.state.trial
+        assert self.engine.state.trial is not None, "join() comes first"
+        return self.engine.state.trial
 
     def _report_ready(self) -> None:
         member = self.member

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 from instep.data.order import Position
 from instep.engine.engine import Engine
@@ -28,7 +29,6 @@ class Validation:
         skips: told what could not be read.
         replica: of this process, if it is a mesh.
         sizes: samples of each participant, where they have validation sets of their own.
-        waits: called when from here on this worker only waits for others.
     """
 
     def __init__(
@@ -40,11 +40,10 @@ class Validation:
         skips: SkipReporter,
         replica: Replica | None,
         sizes: Sequence[int],
-        waits: Callable[[], None],
     ) -> None:
         self._inputs, self._engine, self._activity = inputs, engine, activity
         self._skips, self._replica = skips, replica
-        self._sizes, self._waits = sizes, waits
+        self._sizes = sizes
         self._as_participant = compute.as_participant if isinstance(compute, Rounds) else None
 
     def run(self, where: Position, step: int, *, scheduled: bool) -> dict[str, float] | None:
@@ -79,7 +78,7 @@ class Validation:
                     tells=replica is None or replica.tells,
                     lockstep=replica is not None,
                 ),
-                arrived=self._waits,
+                arrived=partial(self._activity.enter, "exchange"),
                 sizes=self._sizes,
                 as_participant=self._as_participant,
             )
