@@ -114,9 +114,9 @@ def stepper(case: str, rank: int, folder: Path) -> Callable[[], None]:
         engine.begin_step(engine.state.progress.step + 1, where)
         passes, whole = {}, where.stop - where.first
         for number, part in enumerate(share.passes):
-            engine.begin_pass(part, part.size / whole, last=number == len(share.passes) - 1)
-            engine.gradient(0, torch.ones_like(model.weight))
-            engine.end_pass(part, part.size / whole)
+            engine.passes.begin(part, part.size / whole, last=number == len(share.passes) - 1)
+            engine.passes.gradient(0, torch.ones_like(model.weight))
+            engine.passes.end(part, part.size / whole)
             passes[part.number] = Weighed(1.0 * part.size, float(part.size))
         engine.agree(passes, stop=False, samples=share.stop - share.first)
         engine.commit(lambda step: None)
