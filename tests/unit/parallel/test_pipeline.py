@@ -348,7 +348,7 @@ def test_frozen_parameters_get_no_gradient_and_stages_before_them_no_message():
         parameter.requires_grad_(name.startswith(("blocks.3", "head")))
     cut, whole = in_stages(copy.deepcopy(model), 6), in_stages(model, 6, stages=1)
     batch = batch_of(model, 6)
-    assert cut._boundaries[0].differentiable == (False,)
+    assert cut._cuts.boundaries[0].differentiable == (False,)
     same(gradients(cut, batch, 6), gradients(whole, batch, 6))
 
 

@@ -10,7 +10,6 @@ Replicas, optimizers and the job are not known here.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,18 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from instep.comm.dtensors import local_part
-from instep.parallel.pipeline.arrivals import Arrival, Passed
+from instep.parallel.pipeline.batch import BatchInParts
 from instep.parallel.pipeline.blocks import Call, find
 from instep.parallel.pipeline.choose import choose, stages_of
-from instep.parallel.pipeline.crossing import Entry, go_back
-from instep.parallel.pipeline.links import Form, Incoming, Links, form_of
+from instep.parallel.pipeline.links import Links
 from instep.parallel.pipeline.parts import cut, rows_in
 from instep.parallel.pipeline.schedule import Action, orders
 from instep.parallel.pipeline.stages import Runner
 from instep.parallel.pipeline.trial import compare_parts, total_of
-
-_LEAVES = 64
-"""Most tensors that cross one cut."""
 
 
 class Total(NamedTuple):
@@ -81,7 +76,7 @@ class Pipeline:
         assert len(cuts) == stages - 1, "each rank would choose for itself"
         self._runner, example, size = _examined(model, call, batch, samples, parts, cuts)
         chain = self._runner.chain
-        self._first, self._boundaries = choose(
+        self._cuts = choose(
             model,
             self._runner,
             call,
@@ -92,10 +87,10 @@ class Pipeline:
             cuts=cuts,
         )
         self._runner.examined = stages > 1
-        self._stop = [*self._first[1:], len(chain.blocks)]
+        stop = [*self._cuts.first[1:], len(chain.blocks)]
         self._chunks = stages // links.size
         self._orders: dict[tuple[int, bool], list[Action]] = {}
-        used = [self._runner.names(*stage) for stage in zip(self._first, self._stop, strict=True)]
+        used = [self._runner.names(*stage) for stage in zip(self._cuts.first, stop, strict=True)]
         self.holders = {
             name: sorted({s % self._links.size for s, names in enumerate(used) if name in names})
             for name in chain.parts
@@ -115,7 +110,7 @@ class Pipeline:
     @property
     def cuts(self) -> list[str]:
         """Names of the blocks that begin a stage, without the first stage."""
-        return [self.blocks[first] for first in self._first[1:]]
+        return [self.blocks[first] for first in self._cuts.first[1:]]
 
     @property
     def owned(self) -> set[str]:
@@ -140,11 +135,9 @@ class Pipeline:
             RecipeError: the model did not do what it did on the example.
             PeerError: a rank was lost.
         """
-        one = _Batch(self, batch, samples, key, call or self._call, backward=True)
-        with self._runner.ready(key):
-            one.run()
-        totals = [total_of(found) for found in one.results if found is not None]
-        weights = [float(found[1]) for found in one.results if found is not None]
+        results = self._results(batch, samples, key, call or self._call, backward=True)
+        totals = [total_of(found) for found in results if found is not None]
+        weights = [float(found[1]) for found in results if found is not None]
         return Total(
             sum(float(total.detach()) for total in totals if total is not None), sum(weights)
         )
@@ -159,7 +152,23 @@ class Pipeline:
             batch, samples, key, call: as for `run`.
             parts: how many; None: as many as in `run`.
         """
-        one = _Batch(self, batch, samples, key, call, backward=False, parts=parts)
+        return self._results(batch, samples, key, call, backward=False, parts=parts)
+
+    def _results(
+        self,
+        batch: Any,
+        samples: int,
+        key: int,
+        call: Call,
+        *,
+        backward: bool,
+        parts: int | None = None,
+    ) -> list[Any]:
+        each = cut(batch, samples, parts or self.parts, self._rows) if samples else []
+        order = self._order(len(each), backward)
+        one = BatchInParts(
+            self._links, self._runner, self._cuts, each, order, key, call, backward=backward
+        )
         with self._runner.ready(key):
             one.run()
         return one.results
@@ -190,9 +199,7 @@ class Pipeline:
             _set_grad(parameters[name], own)
         links.finish()
 
-    # ---- what a batch needs of it
-
-    def order(self, parts: int, backward: bool) -> list[Action]:
+    def _order(self, parts: int, backward: bool) -> list[Action]:
         """What this rank does with so many parts."""
         known = self._orders.get((parts, backward))
         if known is None:
@@ -272,161 +279,3 @@ def find_cuts(
         others=[cut(*other, parts)[0] for other in others],
     )
     return [names[first] for first in found.first[1:]], names
-
-
-class _Batch:
-    """One micro-batch on its way through this rank's stages.
-
-    What a forward pass needs from another rank is expected before the pass that comes before it on
-    this rank: gloo sends nothing until then. What has to be known for that is what parts of the
-    same size had. A part that has something else is sent again.
-    """
-
-    def __init__(
-        self,
-        owner: Pipeline,
-        batch: Any,
-        samples: int,
-        key: int,
-        call: Call,
-        *,
-        backward: bool,
-        parts: int | None = None,
-    ) -> None:
-        self._owner, self._links, self._runner = owner, owner._links, owner._runner
-        parts = parts or owner.parts
-        self._parts = cut(batch, samples, parts, owner._rows) if samples else []
-        self._key, self._call, self._backward = key, call, backward
-        self._stages = len(owner._first)
-        self._entries: dict[tuple[int, int], Entry] = {}
-        self._graphs: dict[tuple[int, int], tuple[list[Tensor], list[Incoming]]] = {}
-        self._usual: dict[tuple[int, int], list[Form]] = {}
-        self._ahead: deque[Action] = deque()
-        self._early: dict[tuple[int, int], list[Incoming]] = {}
-        self.results: list[Any] = []
-
-    def run(self) -> None:
-        """All that this rank has to do."""
-        order = self._owner.order(len(self._parts), self._backward)
-        self._ahead.extend(action for action in order if action.forward)
-        for forward, stage, part in order:
-            if forward:
-                self._ahead.popleft()
-                self._expect_next()
-                self._go_forward(stage, part)
-            else:
-                self._go_back(stage, part)
-        self._links.finish()
-
-    def _go_forward(self, stage: int, part: int) -> None:
-        batch, samples = self._parts[part]
-        owner, call = self._owner, self._call
-
-        received: list[Tensor] = []
-
-        def receive(arrivals: list[Arrival]) -> list[Tensor]:
-            boundary = owner._boundaries[stage - 1]
-            boundary.expect(arrivals, owner.cuts[stage - 1])
-            if not received:
-                received[:] = self._received(stage, part, arrivals)
-                self._expect_next()
-            self._entries[stage, part] = entry = Entry()
-            return entry.begin(received, boundary.differentiable)
-
-        first, stop = owner._first[stage], owner._stop[stage]
-        key = self._key, part
-        passed = self._runner.forward(first, stop, lambda: call(batch, samples), key, receive)
-        if passed.empty:  # on every stage
-            self._graphs[stage, part] = [], []
-            for each in self._early.pop((stage, part), []):
-                each.wait()
-            if stage + 1 < self._stages:
-                self._send_usual(stage + 1, part)
-            return
-        if stage + 1 == self._stages:
-            self.results.append(passed.result)
-            total = total_of(passed.result) if self._backward else None
-            self._graphs[stage, part] = ([total] if total is not None else [], [])
-            return
-        self._send(stage, part, passed)
-
-    # ---- messages
-
-    def _usual_of(self, stage: int, part: int) -> list[Form]:
-        """What crossed the cut in front of a stage in an earlier part of the same size; both ranks
-        at the cut know the same."""
-        return self._usual.get((stage, self._parts[part][1]), [])
-
-    def _is_usual(self, stage: int, part: int, forms: list[Form]) -> bool:
-        """Whether a part has what others of its size had, as the first one has."""
-        return self._usual.setdefault((stage, self._parts[part][1]), forms) == forms
-
-    def _expect_next(self) -> None:
-        """Begin to receive what the next forward pass needs, as soon as its forms are known."""
-        if not self._ahead or self._links.size == 1:
-            return
-        _, stage, part = self._ahead[0]
-        if (stage, part) not in self._early and (usual := self._usual_of(stage, part)):
-            self._early[stage, part] = self._expect(usual, stage, part)
-
-    def _expect(
-        self, forms: list[Form], stage: int, part: int, *, again: bool = False
-    ) -> list[Incoming]:
-        rank = self._rank(stage - 1)
-        return [
-            self._links.expect(form, rank, self._tag(stage, part, leaf, again=again))
-            for leaf, form in enumerate(forms)
-        ]
-
-    def _received(self, stage: int, part: int, arrivals: list[Arrival]) -> list[Tensor]:
-        forms = [form_of(arrival.like) for arrival in arrivals]
-        usual = self._is_usual(stage, part, forms)
-        coming = self._early.pop((stage, part), None)
-        coming = coming or self._expect(self._usual_of(stage, part), stage, part)
-        found = [each.wait() for each in coming]
-        if not usual:
-            found = [each.wait() for each in self._expect(forms, stage, part, again=True)]
-        return found
-
-    def _send(self, stage: int, part: int, passed: Passed) -> None:
-        boundary, rank = self._owner._boundaries[stage], self._rank(stage + 1)
-        sent = boundary.sent(passed.leaves, self._owner.cuts[stage])
-        usual = self._is_usual(stage + 1, part, [form_of(tensor) for tensor in sent])
-        if not usual:
-            self._send_usual(stage + 1, part)
-        for leaf, tensor in enumerate(sent):
-            self._links.send(tensor, rank, self._tag(stage + 1, part, leaf, again=not usual))
-        if self._backward:
-            going = boundary.returning(sent)
-            coming = [
-                self._links.expect(tensor, rank, self._tag(stage + 1, part, leaf, back=True))
-                for leaf, tensor in enumerate(going)
-            ]
-            self._graphs[stage, part] = going, coming
-
-    def _send_usual(self, stage: int, part: int) -> None:
-        """Something for a rank that expects what other parts had."""
-        for leaf, (shape, dtype, device) in enumerate(self._usual_of(stage, part)):
-            nothing = torch.zeros(shape, dtype=dtype, device=device)
-            self._links.send(nothing, self._rank(stage), self._tag(stage, part, leaf))
-
-    def _go_back(self, stage: int, part: int) -> None:
-        ends, coming = self._graphs.pop((stage, part))
-        self._runner.show(self._owner._first[stage], self._owner._stop[stage])
-        if stage + 1 < self._stages:
-            go_back(ends, [each.wait() for each in coming])
-        elif ends and ends[0].requires_grad:
-            torch.autograd.backward(ends[0])
-        if entry := self._entries.pop((stage, part), None):
-            for leaf, grad in enumerate(entry.gradients()):
-                tag = self._tag(stage, part, leaf, back=True)
-                self._links.send(grad, self._rank(stage - 1), tag)
-
-    def _rank(self, stage: int) -> int:
-        return stage % self._links.size
-
-    def _tag(
-        self, stage: int, part: int, leaf: int, *, back: bool = False, again: bool = False
-    ) -> int:
-        """Of a tensor that crosses the cut in front of a stage."""
-        return ((part * self._stages + stage) * 3 + back + 2 * again) * _LEAVES + leaf
