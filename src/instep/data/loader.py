@@ -116,6 +116,7 @@ class Loader:
             say,
             dataset if info_dataset is None else info_dataset,
         )
+        self._fetch.told.elsewhere = self._pool is not None
         self.skips = unreadable == "skip"
         """Whether samples that cannot be read are skipped."""
         self.agree: Callable[[Slice, Read], Read] = lambda part, read: read
@@ -240,6 +241,14 @@ class Loader:
         """Skip samples, or read them alone, from the next `read` on (`Fetch.mark`)."""
         self._fetch.mark(marks)
 
+    def tell(self, epoch: int) -> None:
+        """Tell the dataset of this process the epoch of what it trains on, wherever that is read.
+
+        `read` does so too before it hands out a slice.
+        """
+        if self._fetch.told.tells:
+            self._fetch.told.tell(epoch)
+
     def read(self, slices: Iterable[Slice], record: Record | None = None) -> Generator[Read]:
         """The batch of each slice, in order, and which of its samples were skipped.
 
@@ -321,6 +330,7 @@ class Loader:
         if ticket is None:
             return Read(None, 0)
         read, contents = self._taken(reader, part, ticket)
+        self.tell(part.epoch)
         if contents and record is not None:
             record.add(part.epoch, contents)
         return self.agree(part, read)

@@ -147,6 +147,44 @@ def test_a_recipes_dataset_is_told_each_epoch_and_one_read_beside_it_its_own(wra
             assert read(of_validation)[0][0] == 0
 
 
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_loss_sees_the_epoch_of_its_samples_and_a_scheduler_that_of_its_step(processes):
+    data = Told()
+    with closing(loader(data, processes, tells=True)) as it:
+        reads, seen = it.read(epochs()), []
+        for slice_ in epochs():
+            next(reads)  # while others of the next epoch may have been read
+            seen.append((data.epoch, slice_.epoch))
+        assert [own for own, _ in seen] == [epoch for _, epoch in seen]
+        it.tell(7)  # no sample of this epoch is read here
+        assert data.epoch == 7
+        it.tell(2)  # the run went back
+        assert data.epoch == 2
+
+
+def test_what_a_callback_sets_before_an_epoch_reaches_the_processes_with_it():
+    data = Told()
+    with closing(loader(data, 1, tells=True)) as it:
+        reads = it.read([Slice(0, 0, 8), *[Slice(1, 0, 8)] * 9])
+        assert read(reads) == [[0, 0, 0]]
+        data.level = 5
+        it.tell(1)
+        assert read(reads) == [[1, 5, 0]]
+
+
+def test_readers_beside_take_what_an_epoch_changes_for_no_setting_of_the_loops():
+    data = Told()
+    with (
+        closing(loader(data, 1, tells=True)) as told,
+        closing(loader(data, 1, name="validation")) as beside,
+    ):
+        reads, of_validation = told.read(epochs()), beside.read([Slice(0, 0, 8)] * 9)
+        for epoch in (0, 0, 0, 1):
+            assert read(reads) == [[epoch, 0, 0]]
+            assert read(of_validation) == [[0, 0, 0]]
+            assert data.epoch == epoch
+
+
 def test_a_validation_set_of_its_own_is_told_nothing():
     train, other = Told(), Told()
     with closing(loader(train, 0, tells=True)), closing(loader(other, 0)) as it:

@@ -11,7 +11,8 @@ Sets, dicts, long lists and arrays of which reading looks up items are also noti
 changes them in place, up to `_BYTES`; larger ones are not.
 
 A recipe has no loop: its dataset is told each epoch before a sample of it is read, as Accelerate
-does (`tell`).
+does (`tell`). So is the object of the process that trains, before the step that begins an epoch,
+wherever samples are read: a loss, a model or a scheduler may look at it.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class Told:
         self._datasets = list(_with_set_epoch(dataset))
         self.tells = tells
         """Whether `tell` is to be called for each slice."""
-        self._epoch: int | None = None
+        self.elsewhere = False
+        """Whether other processes read, and are to be told what is set here."""
+        self._epoch: int | None = None  # that the datasets here have been told last
         self._said: dict[tuple[int, str], Any] = {}
         self._known: dict[tuple[int, str], Any] = {}  # of `_said`, at the last `look`
         self._applied: dict[tuple[int, str], Any] = {}
@@ -71,14 +74,11 @@ class Told:
             _listen_to_writes(type(each))
 
     @property
-    def _shared(self) -> bool:
-        """Whether another reader of this process tells the epoch to a dataset of this one."""
+    def _sharing(self) -> list[Told]:
+        """The other readers of this process with a dataset of this one."""
         own = {id(each) for each in self._datasets}
-        return bool(own) and any(
-            told is not self and (told.tells or self.tells) and id(each) in own
-            for told in _LISTENING
-            for each in told._datasets
-        )
+        others = [told for told in list(_LISTENING) if told is not self]
+        return [told for told in others if any(id(each) in own for each in told._datasets)]
 
     @cached_property
     def _by_reading(self) -> dict[type, Writes]:
@@ -206,15 +206,20 @@ class Told:
 
     def tell(self, epoch: int) -> None:
         """Before a slice of this epoch is read; what the user's code has said goes first."""
-        shared = self._shared
-        if not (self.tells or shared) or any(name == SET_EPOCH for _, name in self._said):
+        if epoch == self._epoch or any(name == SET_EPOCH for _, name in self._said):
             return
-        if epoch == self._epoch and not shared:
+        every = [self, *self._sharing]
+        if not any(told.tells for told in every):
             return
+        for told in every:
+            if told.elsewhere:
+                told._scan()
+            told._epoch = None
         self._epoch = epoch
         for each in self._datasets:
             _quietly(each, epoch)
-        self._seen = [snapshot(each) for each in self._objects]
+        for told in every:
+            told._seen = [snapshot(each) for each in told._objects]
 
 
 def _quietly(target: Any, epoch: int) -> None:

@@ -385,6 +385,7 @@ class Loop(ABC):
         self, where: Position, share: Share, loads: Iterator[Read]
     ) -> Generator[Any, None, Agreement | None]:
         """Run this worker's passes, and agree with the others on the results."""
+        self._loader.tell(where.epoch)  # a worker without samples has a scheduler too
         self.engine.begin_step(self.step, where)
         passed = yield from self._passes(where, share, loads)
         return self._exchange(passed, share)
