@@ -2,16 +2,19 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.optim import lr_scheduler
 from torch.utils.data import TensorDataset
 
 from instep.data.loader import Loader
 from instep.engine.trial_result import Trial
 from instep.errors import SpecError
 from instep.recipe.forward import Forward
+from instep.recipe.optimizers.plateau import Plateau
 from instep.recipe.recipe import Recipe
 from instep.recipe.rehearsal import try_validation
 from instep.worker.training.callback_writes import CallbackWrites
@@ -77,14 +80,14 @@ def its_statistics(model):
     model.running.add_(1)  # which are put back, and refused elsewhere
 
 
-def watching(model, *, strict=False):
+def watching(model, *, strict=False, updates=()):
     events = list[dict[str, object]]()
     job = SimpleNamespace(check=SimpleNamespace(strict=strict))
     member = SimpleNamespace(job=job, emit=lambda kind, **given: events.append(given))
     state = SimpleNamespace(
         trial=Trial(True, "", "yes"), progress=SimpleNamespace(step=7), events=events
     )
-    return CallbackWrites(member, state, model, (loss, CRITERION), (DATA,)), state
+    return CallbackWrites(member, state, model, (loss, CRITERION), (DATA,), updates), state
 
 
 @pytest.mark.parametrize(
@@ -115,6 +118,80 @@ def test_what_a_callback_changes_that_training_reads_is_said_once(call, named):
     assert event["verdict"] == state.trial.verdict
     begins = f"not shown: Mine.on_step_end has changed {named!r}"
     assert state.trial.verdict.startswith(begins)
+
+
+class Clipping(torch.optim.SGD):
+    """Has numbers of its own."""
+
+    def __init__(self, parameters, **options):
+        super().__init__(parameters, **options)
+        self.limit, self.window = 5.0, np.zeros(4)
+
+
+def plateau(optimizer):
+    return Plateau(lr_scheduler.ReduceLROnPlateau(optimizer), "Recipe.scheduler")
+
+
+def chain(optimizer):
+    first, second = (lr_scheduler.LambdaLR(optimizer, lambda step: 1.0) for _ in range(2))
+    return lr_scheduler.SequentialLR(optimizer, [first, second], [5])
+
+
+def in_group(name, value):
+    return lambda o, s: o.param_groups[0].update({name: value})
+
+
+def state_of(optimizer):
+    return next(iter(optimizer.state.values()))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler", "call", "named"),
+    [
+        ("AdamW", None, in_group("lr", 0.5), "'lr' of AdamW"),
+        ("AdamW", None, in_group("betas", (0.9, 0.99)), "'betas' of AdamW"),
+        ("AdamW", None, in_group("weight_decay", 0.0), "'weight_decay' of AdamW"),
+        ("AdamW", None, lambda o, s: state_of(o)["exp_avg"].zero_(), "'exp_avg' of AdamW"),
+        ("AdamW", None, lambda o, s: o.state.clear(), "'step' of AdamW"),
+        ("SGD", None, lambda o, s: o.param_groups[0]["params"].pop(), "'params' of SGD"),
+        ("Clipping", None, lambda o, s: setattr(o, "limit", 1.0), "'limit' of Clipping"),
+        ("Clipping", None, lambda o, s: o.window.fill(1), "'window' of Clipping"),
+        (
+            "SGD",
+            chain,
+            lambda o, s: s._schedulers[1].base_lrs.clear(),
+            "'base_lrs' of SequentialLR",
+        ),
+        ("SGD", chain, lambda o, s: setattr(s, "last_epoch", 9), "'last_epoch' of SequentialLR"),
+        (
+            "SGD",
+            plateau,
+            lambda o, s: setattr(s._scheduler, "patience", 1),
+            "'patience' of Plateau",
+        ),
+        ("AdamW", chain, lambda o, s: (o.state_dict(), s.state_dict(), s.get_last_lr()), ""),
+        ("Clipping", plateau, lambda o, s: SEEN.append(o.param_groups[0]["lr"] + o.limit), ""),
+    ],
+)
+def test_what_a_callback_changes_of_an_optimizer_or_its_scheduler_is_said(
+    optimizer, scheduler, call, named
+):
+    model = nn.Linear(3, 2)
+    kind = Clipping if optimizer == "Clipping" else getattr(torch.optim, optimizer)
+    made = kind(model.parameters(), lr=0.1)
+    model(torch.ones(2, 3)).sum().backward()
+    made.step()
+    update = SimpleNamespace(optimizer=made, scheduler=scheduler and scheduler(made))
+    writes, state = watching(model, updates=[update])
+    with writes.during("Mine.on_evaluate"):
+        call(made, update.scheduler)
+    if not named:
+        assert (state.events, state.trial.verdict) == ([], "yes")
+        return
+    begins = f"not shown: Mine.on_evaluate has changed {named}, which training reads: callbacks are"
+    assert state.trial.verdict.startswith(begins)
+    assert "a scheduler of the recipe, such as ReduceLROnPlateau" in state.trial.verdict
+    assert len(state.events) == 1
 
 
 def test_strict_runs_end_there():

@@ -12,25 +12,31 @@ from torch import Tensor, nn
 
 from instep.engine.member import Member
 from instep.engine.state.committed import CommittedState
+from instep.engine.trial_result import Trial
+from instep.engine.update import Update
 from instep.usercode.numbers import alike, is_number, is_small_array
 from instep.usercode.places import Place, own_of, places
 from instep.worker.passes.late_trial import say_late
+from instep.worker.training.steering import Name, named, steering
 
 _OF_DATA, _TINY = 1000, 1000
 """Places of a dataset, and numbers in an array, that are looked at: it is done at each call."""
 
+_SCHEDULER = "; leave it to a scheduler of the recipe, such as ReduceLROnPlateau"
+
 
 class CallbackWrites:
     """Looks at the numbers that the model, its losses and the dataset name, around calls of
-    callbacks; and at tensors and small arrays of model and losses, but for those that checkpoints
-    have. A dataset may be read meanwhile, in a thread, which moves no number (the trial has seen
-    that), but may load a table.
+    callbacks; at tensors and small arrays of model and losses, but for those that checkpoints
+    have; and at what optimizers and schedulers have. A dataset may be read meanwhile, in a thread,
+    which moves no number (the trial has seen that), but may load a table.
 
     Args:
         member, state: the worker's.
         model: that is trained.
         keepers: its losses, and what weighs them.
         data: what batches are made by.
+        updates: of a step.
     """
 
     def __init__(
@@ -40,9 +46,10 @@ class CallbackWrites:
         model: nn.Module,
         keepers: Iterable[Any],
         data: Iterable[Any] = (),
+        updates: Iterable[Update] = (),
     ) -> None:
         self._member, self._state, self._model = member, state, model
-        self._keepers, self._data = tuple(keepers), tuple(data)
+        self._keepers, self._data, self._updates = tuple(keepers), tuple(data), tuple(updates)
         self._places: list[Place] | None = None
         self._of_data = list[Place]()
 
@@ -66,7 +73,11 @@ class CallbackWrites:
         read = [(place, value) for place, value in read if is_number(value)]
         owners = (*self._model.modules(), *self._keepers, *self._data)
         attributes = [(own_of(each), [*own_of(each)]) for each in owners]
+        steered = [steering(each) for each in self._updates]
         yield
+        if found := _steered(self._updates, steered):
+            self._say(trial, call, f"{found}, which training reads", _SCHEDULER)
+            return
         changed = [
             each.place.name for each in before if id(each.value) not in own and each.changed()
         ]
@@ -75,10 +86,23 @@ class CallbackWrites:
         ]
         changed += [place.name for place, value in read if _another(place.get(), value)]
         if changed:
-            why = f"{call} has changed {changed[0]!r}, which training may read: "
-            why += "callbacks are called on one worker, and others do not have the change"
-            late = trial._replace(verdict=f"not shown: {why}")
-            say_late(self._member, self._state, late, self._state.progress.step)
+            self._say(trial, call, f"{changed[0]!r}, which training may read")
+
+    def _say(self, trial: Trial, call: str, changed: str, remedy: str = "") -> None:
+        why = f"{call} has changed {changed}: "
+        why += f"callbacks are called on one worker, and others do not have the change{remedy}"
+        late = trial._replace(verdict=f"not shown: {why}")
+        say_late(self._member, self._state, late, self._state.progress.step)
+
+
+def _steered(updates: Iterable[Update], before: Iterable[dict[Name, Any]]) -> str:
+    """Name the first number of an update that is another one now."""
+    for update, was in zip(updates, before, strict=True):
+        now = steering(update)
+        for name in (*was, *now):
+            if name not in was or name not in now or was[name] != now[name]:
+                return named(name)
+    return ""
 
 
 class _Before(NamedTuple):
