@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.optim import lr_scheduler
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from instep.data.loader import Loader
 from instep.engine.trial_result import Trial
@@ -24,6 +24,11 @@ SCALE, SEEN, CRITERION = 1.0, [], nn.CrossEntropyLoss()
 
 class Curriculum(TensorDataset):
     visible = 8
+
+    def __getitem__(self, index):
+        if self.table is None:
+            self.table = torch.ones(3)
+        return super().__getitem__(index)
 
 
 DATA = Curriculum(torch.zeros(4, 3), torch.zeros(4))
@@ -64,7 +69,7 @@ def the_same_tensor(model):
 
 
 def while_a_table_is_loaded(model):
-    DATA.table = torch.ones(3)
+    DATA[0]
 
 
 def the_dataset(model):
@@ -80,14 +85,14 @@ def its_statistics(model):
     model.running.add_(1)  # which are put back, and refused elsewhere
 
 
-def watching(model, *, strict=False, updates=()):
+def watching(model, *, strict=False, updates=(), data=DATA):
     events = list[dict[str, object]]()
     job = SimpleNamespace(check=SimpleNamespace(strict=strict))
     member = SimpleNamespace(job=job, emit=lambda kind, **given: events.append(given))
     state = SimpleNamespace(
         trial=Trial(True, "", "yes"), progress=SimpleNamespace(step=7), events=events
     )
-    return CallbackWrites(member, state, model, (loss, CRITERION), (DATA,), updates), state
+    return CallbackWrites(member, state, model, (loss, CRITERION), (data,), updates), state
 
 
 @pytest.mark.parametrize(
@@ -192,6 +197,83 @@ def test_what_a_callback_changes_of_an_optimizer_or_its_scheduler_is_said(
     assert state.trial.verdict.startswith(begins)
     assert "a scheduler of the recipe, such as ReduceLROnPlateau" in state.trial.verdict
     assert len(state.events) == 1
+
+
+class Labelled(Dataset):
+    """Has labels in many forms, and keeps the shard that was read last."""
+
+    def __init__(self):
+        self.y, self.array, self.large = torch.zeros(9), np.zeros(9), np.zeros(1 << 20)
+        self.targets, self.items = [0] * 5000, [("a.png", 1), ("b.png", 2)]
+        self.named, self.parts = {"x": torch.zeros(3)}, (torch.zeros(2), torch.zeros(2))
+        self.pseudo = self.shard = None
+        self.half, self.shared = torch.zeros(3, dtype=torch.bfloat16), torch.zeros(3)
+        self.shared.share_memory_()
+        self.seen = {}
+
+    def __len__(self):
+        return len(self.targets)
+
+    def __getitem__(self, index):
+        self.shard = np.full(3, index)
+        self.seen[index] = 1
+        return self.array[index] + self.targets[index]
+
+
+@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: Subset(data, [1, 2])])
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda data: data.y.__setitem__(2, 1.0), "Labelled.y"),
+        (lambda data: data.y.numpy().__setitem__(2, 1.0), "Labelled.y"),
+        (lambda data: data.shared.fill_(1.0), "Labelled.shared"),
+        (lambda data: data.half.fill_(1.0), "Labelled.half"),
+        (lambda data: data.array.__setitem__(2, 1.0), "Labelled.array"),
+        (lambda data: data.large.fill(1.0), "Labelled.large"),
+        (lambda data: setattr(data, "array", np.ones(9)), "Labelled.array"),
+        (lambda data: setattr(data, "pseudo", torch.ones(9)), "Labelled.pseudo"),
+        (lambda data: setattr(data, "extra", torch.ones(9)), "extra"),
+        (lambda data: data.targets.__setitem__(slice(0, 90), [1] * 90), "Labelled.targets"),
+        (lambda data: data.items.reverse(), "Labelled.items"),
+        (lambda data: data.named["x"].fill_(1.0), "Labelled.named['x']"),
+        (lambda data: data.parts[1].fill_(1.0), "Labelled.parts[1]"),
+        (lambda data: [data[i] for i in range(9)], ""),
+        (lambda data: (data.y.sum(), data.large.mean(), data.y.clone().add_(1)), ""),
+    ],
+)
+def test_what_a_callback_writes_into_a_dataset_is_said(call, named, wrap):
+    data = Labelled()
+    writes, state = watching(nn.Linear(3, 2), data=wrap(data))
+    data[3]
+    with writes.during("Mine.on_step_end"):
+        call(data)
+    if named:
+        assert (
+            f"has changed {named!r}" in state.trial.verdict or f'"{named}"' in state.trial.verdict
+        )
+    else:
+        assert (state.events, state.trial.verdict) == ([], "yes")
+
+
+def test_tensors_of_torchs_own_dataset_and_of_collate_are_looked_at():
+    table, x = np.zeros(4), torch.zeros(4)
+    for data, call, named in [
+        (TensorDataset(x), lambda: x.fill_(1.0), "TensorDataset.tensors[0]"),
+        (lambda samples: table[samples], lambda: table.fill(1.0), "table"),
+    ]:
+        writes, state = watching(nn.Linear(3, 2), data=data)
+        with writes.during("Mine.on_step_end"):
+            call()
+        assert f"has changed {named!r}" in state.trial.verdict
+
+
+def test_memory_that_other_processes_may_write_to_is_left_to_torchs_counts(tmp_path):
+    data = Labelled()
+    data.array = np.memmap(tmp_path / "cache", dtype=np.float64, mode="w+", shape=9)
+    writes, state = watching(nn.Linear(3, 2), data=data)
+    with writes.during("Mine.on_step_end"):
+        data.array[0] = data.shared.numpy()[0] = 1.0  # as a loader process would
+    assert state.trial.verdict == "yes"
 
 
 def test_strict_runs_end_there():

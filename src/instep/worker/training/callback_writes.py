@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -17,19 +16,20 @@ from instep.engine.update import Update
 from instep.usercode.numbers import alike, is_number, is_small_array
 from instep.usercode.places import Place, own_of, places
 from instep.worker.passes.late_trial import say_late
+from instep.worker.training.dataset_values import DatasetLook, DatasetValues
 from instep.worker.training.steering import Name, named, steering
 
-_OF_DATA, _TINY = 1000, 1000
-"""Places of a dataset, and numbers in an array, that are looked at: it is done at each call."""
+_TINY = 1000
+"""Numbers in an array that are looked at: it is done at each call."""
 
 _SCHEDULER = "; leave it to a scheduler of the recipe, such as ReduceLROnPlateau"
 
 
 class CallbackWrites:
-    """Looks at the numbers that the model, its losses and the dataset name, around calls of
-    callbacks; at tensors and small arrays of model and losses, but for those that checkpoints
-    have; and at what optimizers and schedulers have. A dataset may be read meanwhile, in a thread,
-    which moves no number (the trial has seen that), but may load a table.
+    """Looks around calls of callbacks at the numbers that the model, its losses and the dataset
+    name; at tensors and arrays, but for those that checkpoints have; and at what optimizers and
+    schedulers have. A dataset may be read meanwhile, in a thread or by the callback, which moves no
+    number (the trial has seen that), but may load a table.
 
     Args:
         member, state: the worker's.
@@ -51,7 +51,7 @@ class CallbackWrites:
         self._member, self._state, self._model = member, state, model
         self._keepers, self._data, self._updates = tuple(keepers), tuple(data), tuple(updates)
         self._places: list[Place] | None = None
-        self._of_data = list[Place]()
+        self._of_data = DatasetValues(())
 
     @contextmanager
     def during(self, call: str) -> Iterator[None]:
@@ -66,12 +66,11 @@ class CallbackWrites:
             return
         if self._places is None:  # the first step may have made some
             self._places = list(places((self._model, *self._keepers)))
-            self._of_data = list(itertools.islice(places(self._data), _OF_DATA))
+            self._of_data = DatasetValues(self._data)
         own = {id(each) for each in (*self._model.parameters(), *self._model.buffers())}
         before = [_Before.of(place) for place in self._places]
-        read = [(place, place.get()) for place in self._of_data]
-        read = [(place, value) for place, value in read if is_number(value)]
-        owners = (*self._model.modules(), *self._keepers, *self._data)
+        read = DatasetLook(self._of_data)
+        owners = (*self._model.modules(), *self._keepers)
         attributes = [(own_of(each), [*own_of(each)]) for each in owners]
         steered = [steering(each) for each in self._updates]
         yield
@@ -84,7 +83,7 @@ class CallbackWrites:
         changed += [
             name for now, known in attributes for name in now.keys() - known if is_number(now[name])
         ]
-        changed += [place.name for place, value in read if _another(place.get(), value)]
+        changed += read.changed()
         if changed:
             self._say(trial, call, f"{changed[0]!r}, which training may read")
 
@@ -129,10 +128,6 @@ class _Before(NamedTuple):
             return self.version >= 0 and now._version != self.version
         was = self.value is None or _counts(self.value)
         return was and (now is None or _counts(now)) and not alike(now, self.value)
-
-
-def _another(now: Any, value: Any) -> bool:
-    return now is not value and (now is None or is_number(now)) and not alike(now, value)
 
 
 def _counts(value: Any) -> bool:

@@ -209,7 +209,8 @@ class Training(Loop):
         )
         if self._replica is not None:  # all that a state is given to is there
             take_host_copy(self.engine, self._replica)
-        weighed, data = (*self._forward.losses, recipe.weight), (recipe.train, recipe.collate)
+        weighed = (*self._forward.losses, recipe.weight)
+        data = (recipe.train, recipe.collate, recipe.augment)
         steered = [turn.update for turn in self.engine.turns]
         writes = CallbackWrites(member, self.engine.state, model, weighed, data, steered)
         self.callbacks.watch(writes.during)
