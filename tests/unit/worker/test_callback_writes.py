@@ -142,6 +142,24 @@ def chain(optimizer):
     return lr_scheduler.SequentialLR(optimizer, [first, second], [5])
 
 
+HELD, FACTOR = {"factor": 1.0}, 1.0
+
+
+def by_a_function(optimizer):
+    held = HELD
+    return lr_scheduler.LambdaLR(optimizer, lambda step: held["factor"] * FACTOR)
+
+
+class Halving(lr_scheduler.LRScheduler):
+    def get_lr(self):
+        return [each * FACTOR for each in self.base_lrs]
+
+
+def in_globals_of_a_scheduler(optimizer, scheduler):
+    global FACTOR
+    FACTOR = FACTOR / 2
+
+
 def in_group(name, value):
     return lambda o, s: o.param_groups[0].update({name: value})
 
@@ -174,6 +192,9 @@ def state_of(optimizer):
             lambda o, s: setattr(s._scheduler, "patience", 1),
             "'patience' of Plateau",
         ),
+        ("SGD", by_a_function, lambda o, s: HELD.update(factor=0.5), "'held' of LambdaLR"),
+        ("SGD", by_a_function, in_globals_of_a_scheduler, "'FACTOR' of LambdaLR"),
+        ("SGD", Halving, in_globals_of_a_scheduler, "'FACTOR' of Halving"),
         ("AdamW", chain, lambda o, s: (o.state_dict(), s.state_dict(), s.get_last_lr()), ""),
         ("Clipping", plateau, lambda o, s: SEEN.append(o.param_groups[0]["lr"] + o.limit), ""),
     ],

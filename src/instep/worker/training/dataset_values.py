@@ -119,7 +119,7 @@ class DatasetLook:
             else:
                 counts = _counts(value) and (present is None or _counts(present))
                 changed = counts and not (each.lazy and not is_number(value))
-                changed = changed and not alike(present, value)
+                changed = changed and not _alike(present, value)
             if changed:
                 yield each.place.name
         yield from self._values.added(self._names)
@@ -151,8 +151,17 @@ class DatasetLook:
         return b"".join(flat[start : start + _BLOCK].tobytes() for start in starts)
 
 
+def _alike(one: Any, other: Any) -> bool:
+    try:
+        return alike(one, other)
+    except (RuntimeError, TypeError):  # of a sparse one, say
+        return False
+
+
 def _simple(item: Any) -> Any:
-    return item if is_simple(item) else None
+    if not is_simple(item):
+        return None
+    return tuple(item) if isinstance(item, list) else item
 
 
 class _Listed(NamedTuple):
