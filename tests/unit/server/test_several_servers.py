@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from instep.engine.served.leased_optimizer import LeasedUpdate
-from instep.engine.served.optimizer import put_together
+from instep.engine.served.written import put_together
 from instep.engine.state.host_copy import HostCopy
 from instep.errors import PeerError, WorkerError
 from instep.job.train import TrainSpec

@@ -32,7 +32,8 @@ from instep.comm.codecs.base import draw_key
 from instep.comm.codecs.none import Identity
 from instep.comm.memory import MemoryComm, run_ranks
 from instep.engine.gradients import Gradients
-from instep.engine.served.optimizer import ServedUpdate, put_together
+from instep.engine.served.optimizer import ServedUpdate
+from instep.engine.served.written import put_together
 from instep.engine.update import Update
 from instep.errors import SpecError
 from instep.records import Attempt

@@ -15,7 +15,8 @@ from torch import nn
 from instep.comm.buckets import lay_out
 from instep.comm.memory import run_ranks
 from instep.engine.gradients import Gradients
-from instep.engine.served.optimizer import ServedUpdate, put_together
+from instep.engine.served.optimizer import ServedUpdate
+from instep.engine.served.written import put_together
 from instep.engine.update import Update
 from instep.errors import RecipeError, SpecError, WorkerError
 from instep.records import Attempt

@@ -351,9 +351,22 @@ class Counting(torch.optim.SGD):
         super().step()
 
 
+class Clipping(torch.optim.SGD):
+    """Clips by the norm of all rows of a batch, after some steps."""
+
+    def step(self, closure=None):
+        self.steps = getattr(self, "steps", 0) + 1
+        for parameter in [p for group in self.param_groups for p in group["params"]]:
+            if self.steps > 8 and parameter.grad is not None:
+                norm = parameter.grad.coalesce().values().norm()
+                parameter.grad = parameter.grad * min(1.0, float(20 / norm))
+        super().step()
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda p: Clipping(p, lr=0.1), "Clipping moves other rows.*or these otherwise"),
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "SGD moves other rows"),
         (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1), "SGD"),
         (lambda p: torch.optim.Adam(p), "Adam"),

@@ -9,8 +9,9 @@ that it makes for them is kept here. Who has which piece, the strategy knows
 from __future__ import annotations
 
 import copy
+import zlib
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +19,13 @@ from torch import Tensor, nn, optim
 
 from instep.comm.buckets import laid_out_like
 from instep.data.order import key
-from instep.engine.beside import BESIDE, beside, put_back, with_each
+from instep.engine.beside import BESIDE, beside, with_each
+from instep.engine.served.written import kept_as, taken
 from instep.engine.update import OF_UPDATE, Update, options_of
-from instep.errors import CheckpointError, RecipeError, SpecError
+from instep.errors import RecipeError, SpecError
 from instep.recipe.build import set_generators
 from instep.recipe.optimizers.combined import parts_of
+from instep.recipe.optimizers.made_up import STEPS, MadeUp, fitting, tried
 from instep.sync.generation import SERVED, Piece
 from instep.sync.norm import norm
 
@@ -42,9 +45,6 @@ BY_ELEMENT = frozenset(
     }
 )
 """Those that move an element by nothing but its own gradient and state."""
-
-NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
-"""The tensors in which numbers of an optimizer's state lie, under names that end with `:int`."""
 
 
 class ServedUpdate(Update):
@@ -165,44 +165,21 @@ class ServedUpdate(Update):
         Raises:
             RecipeError: they do not, or the optimizer keeps in its groups what it has learnt.
         """
-        optimizer, whole = self.optimizer, self.optimizer.state
+        optimizer, kept = self.optimizer, self._beside
         slots = {id(parameter): slot for slot, parameter in enumerate(self.parameters)}
         chosen = list[int]()  # coupling shows in any two: the smallest of each group
         for group in optimizer.param_groups:
             own = [slots[id(p)] for p in group["params"] if id(p) in slots and p.numel()]
             chosen += sorted(own, key=lambda slot: self.parameters[slot].numel())[:2]
-        generator = torch.Generator().manual_seed(0)
-        gradients = {
-            slot: [torch.randn(self.parameters[slot].shape, generator=generator) for _ in range(2)]
-            for slot in chosen
-        }
-        attributes = dict(vars(optimizer))
-        groups = [dict(group) for group in optimizer.param_groups]
-        options = [options_of(group) for group in groups]
-        ends, kept = list[dict[Piece, Tensor]](), self._beside
+        made = MadeUp({str(slot): self.parameters[slot].shape for slot in chosen}, 0)
+        ends = list[list[dict[Piece, int]]]()
         for together in ([chosen], [[slot] for slot in chosen]):
-            ends.append({})
+            ends.append([{} for _ in STEPS])
             for some in together:
-                self._beside = copy.deepcopy(beside(whole))
-                held = {
-                    Piece(slot, 0, self.parameters[slot].numel()): _like(self.parameters[slot])
-                    for slot in some
-                }
-                states = {
-                    piece: copy.deepcopy(dict(whole.get(self.parameters[piece.slot], {})))
-                    for piece in held
-                }
-                for turn in range(2):
-                    for piece, tried in held.items():
-                        gradient = gradients[piece.slot][turn].to(tried.dtype, copy=True)
-                        tried.grad = laid_out_like(gradient, tried)
-                    states = self._moved(held, states)
-                ends[-1].update({piece: tried.detach() for piece, tried in held.items()})
-                learnt = [options_of(group) for group in optimizer.param_groups] != options
-                vars(optimizer).update(attributes)
-                for group, before in zip(optimizer.param_groups, groups, strict=True):
-                    group.clear()
-                    group.update(before)
+                with tried(optimizer):
+                    options = [options_of(group) for group in optimizer.param_groups]
+                    self._try(some, made, ends[-1])
+                    learnt = [options_of(group) for group in optimizer.param_groups] != options
                 if learnt:
                     raise RecipeError(
                         f"the optimizer {type(optimizer).__name__} changes values of its "
@@ -210,12 +187,37 @@ class ServedUpdate(Update):
                         "would have its own. Use all_reduce."
                     )
         self._beside = kept
-        if not all(torch.equal(ends[0][piece], ends[1][piece]) for piece in ends[0]):
+        if ends[0] != ends[1]:
             raise RecipeError(
                 f"the optimizer {type(optimizer).__name__} moves parameters otherwise when it has "
                 "all of them than when it has one, so they cannot be shared out over servers. "
                 "Use all_reduce."
             )
+
+    def _try(self, slots: Sequence[int], made: MadeUp, ends: Sequence[dict[Piece, int]]) -> None:
+        """Move copies of some parameters by made-up gradients, and note the checksum of each."""
+        whole, state = [self.parameters[slot] for slot in slots], self.optimizer.state
+        held = {
+            Piece(slot, 0, parameter.numel()): _like(parameter)
+            for slot, parameter in zip(slots, whole, strict=True)
+        }
+        starts = [
+            parameter.detach() if parameter.any() else fitting(made.weight(str(slot)), parameter)
+            for slot, parameter in zip(slots, whole, strict=True)
+        ]
+        states = {
+            piece: copy.deepcopy(dict(state.get(parameter, {})))
+            for piece, parameter in zip(held, whole, strict=True)
+        }
+        self._beside = copy.deepcopy(beside(state))
+        for number, step in enumerate(STEPS):
+            for (piece, own), start in zip(held.items(), starts, strict=True):
+                own.data.copy_(start).mul_(step.scale)
+                gradient = fitting(made.gradient(str(piece.slot), number), own)
+                own.grad = laid_out_like(gradient, own)
+            states = self._moved(held, states)
+            for piece, own in held.items():
+                ends[number][piece] = _checksum(own.detach())
 
     def apply(self, step: int) -> float | None:
         """The servers have moved the parameters: the scheduler follows.
@@ -254,48 +256,17 @@ class ServedUpdate(Update):
                 self._states[piece][kept] = _fitting(own, self.held[piece])
 
 
-def kept_as(name: Any, value: Any, optimizer: object, where: str) -> tuple[str, Tensor]:
-    """What an optimizer keeps for a parameter, as a tensor with a name; `taken` is the inverse.
-
-    Args:
-        name, value: as in its state.
-        optimizer: whose it is, for the message.
-        where: the setting that has parameters in parts, for the message.
-
-    Raises:
-        RecipeError: it is neither a tensor nor a number; or a tensor that is no number, and of no
-            parameter.
-    """
-    kind = type(value)
-    if kind in NUMBERS:
-        name, value = f"{name}:{kind.__name__}", torch.tensor(value, dtype=NUMBERS[kind])
-    large = isinstance(value, Tensor) and value.dim() and str(name).startswith(BESIDE)
-    if large or not isinstance(value, Tensor) or type(name) is not str or "/" in name:
-        if str(name).startswith(BESIDE):
-            raise RecipeError(
-                f"the optimizer {type(optimizer).__name__} keeps {name.removeprefix(BESIDE)!r} for "
-                f"no parameter in its state: with {where} that can be a number. Use all_reduce."
-            )
-        raise RecipeError(
-            f"the optimizer {type(optimizer).__name__} keeps {name!r} as "
-            f"{kind.__name__} in its state: with {where} it can keep "
-            "tensors and numbers. Use an optimizer of torch.optim, or all_reduce."
-        )
-    return name, value
-
-
-def taken(name: str, value: Tensor) -> tuple[str, Any]:
-    """What an optimizer kept, and by which name; a tensor is copied."""
-    name, _, kind = name.partition(":")
-    numbers: dict[str, Any] = {number.__name__: number for number in NUMBERS}
-    return name, numbers[kind](value.item()) if kind else value.clone()
-
-
 def _like(parameter: nn.Parameter) -> nn.Parameter:
     """A copy to try something on."""
     tried = nn.Parameter(parameter.detach().clone())
     vars(tried).update(vars(parameter))
     return tried
+
+
+def _checksum(value: Tensor) -> int:
+    """A checksum of values; NaN equals NaN, and -0 equals 0."""
+    plain = value.nan_to_num().add(0.0).cpu().contiguous().view(-1)
+    return zlib.crc32(plain.view(torch.uint8).numpy().data)
 
 
 def _fitting(value: Any, own: Tensor) -> Any:
@@ -310,37 +281,3 @@ def _part(value: Any, piece: Piece, whole: nn.Parameter) -> Any:
     if value.shape == whole.shape and piece.stop - piece.start < whole.numel():
         return value.reshape(-1)[piece.start : piece.stop].clone()
     return value.clone()
-
-
-def put_together(shards: Mapping[str, Tensor], model: nn.Module) -> dict[Any, dict[str, Any]]:
-    """An optimizer's state for whole parameters, from that of pieces.
-
-    Args:
-        shards: as `PARAMETER/NAME/START:STOP`; of all servers.
-        model: has the parameters.
-
-    Raises:
-        CheckpointError: pieces are missing, or belong to another model.
-    """
-    parameters = dict(model.named_parameters())
-    pieces: defaultdict[tuple[str, str], list[tuple[int, int, Tensor]]] = defaultdict(list)
-    for name, tensor in shards.items():
-        parameter, kept, elements = name.rsplit("/", 2)
-        start, stop = elements.split(":")
-        pieces[parameter, kept].append((int(start), int(stop), tensor))
-    whole: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
-    for (name, kept), found in pieces.items():
-        found.sort(key=lambda piece: piece[:2])
-        own = parameters.get(name)
-        ends = [0, *(stop for _, stop, _ in found)]
-        if own is None or [start for start, *_ in found] != ends[:-1] or ends[-1] != own.numel():
-            raise CheckpointError(
-                f"the optimizer's {kept!r} for {name!r} is not in one piece in its shards."
-            )
-        joined = found[0][2]  # a number is the same in all pieces
-        if len(found) > 1 and joined.dim():
-            joined = torch.cat([tensor for *_, tensor in found]).view(own.shape)
-        kept, value = taken(kept, joined)
-        whole[own][kept] = value
-    put_back(whole)
-    return whole

@@ -18,14 +18,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instep.engine.beside import beside
-from instep.engine.served.optimizer import kept_as, taken
+from instep.engine.served.written import kept_as, taken
 from instep.engine.update import options_of
 from instep.errors import InstepError, RecipeError
 from instep.parallel.embeddings import Table
 from instep.recipe.optimizers.combined import name_of_part
+from instep.recipe.optimizers.made_up import STEPS, MadeUp, fitting, tried
 from instep.system.causes import sentence
 
 _WHERE = "an embedding on servers"
+_MOST = 3
+"""Rows that a batch of the trial has at most."""
 
 
 class RowUpdate:
@@ -63,12 +66,11 @@ class RowUpdate:
         """
         of = self._tables[table]
         optimizer, name = self._optimizer, type(self._optimizer).__name__
-        attributes = dict(vars(optimizer))
-        groups = [dict(group) for group in optimizer.param_groups]
-        options = [options_of(group) for group in groups]
         try:
-            alike, begin = self._tried(table)
-            learnt = [options_of(group) for group in optimizer.param_groups] != options
+            with tried(optimizer):
+                options = [options_of(group) for group in optimizer.param_groups]
+                alike, begin = self._tried(table)
+                learnt = [options_of(group) for group in optimizer.param_groups] != options
         except InstepError:
             raise
         except Exception as error:  # of whatever kind, from the user's optimizer
@@ -76,11 +78,6 @@ class RowUpdate:
                 f"the optimizer {name} cannot move rows of the embedding {of.name!r}, whose "
                 f"gradient is sparse: {sentence(error)}. {_REMEDY}"
             ) from error
-        finally:
-            vars(optimizer).update(attributes)
-            for group, before in zip(optimizer.param_groups, groups, strict=True):
-                group.clear()
-                group.update(before)
         if learnt or not alike:
             why = (
                 "changes values of its param_groups in its step"
@@ -96,14 +93,17 @@ class RowUpdate:
 
     def _tried(self, table: int) -> tuple[bool, dict[str, Tensor]]:
         """Whether some rows move alone as they do in a table, and what is kept before any step."""
-        generator = torch.Generator().manual_seed(0)
         like = self._tables[table].sample
-        whole = torch.randn(like.shape, generator=generator, dtype=like.dtype)
-        rows, count = whole.clone(), len(whole)
+        made = MadeUp({"rows": torch.Size((_MOST, like.shape[1]))}, 0)
+        whole = torch.randn(like.shape, generator=torch.Generator().manual_seed(0)).to(like.dtype)
+        start, rows, count = whole.clone(), whole.clone(), len(whole)
         kept, state = copy.deepcopy(self._made[table]), dict[str, Tensor]()
         begin: dict[str, Tensor] | None = None
-        for ids in (torch.tensor([1, 3]), torch.tensor([3, 4, 6])):
-            gradient = torch.randn(len(ids), like.shape[1], generator=generator, dtype=like.dtype)
+        for number, step in enumerate(STEPS):
+            ids = torch.tensor([1, 3]) if number % 2 == 0 else torch.tensor([3, 4, 6])
+            whole.copy_(start * step.scale)
+            rows.copy_(whole)
+            gradient = fitting(made.gradient("rows", number)[: len(ids)], like)
             kept = self._step(table, whole, ids, gradient, kept)
             if any(isinstance(each, Tensor) and each.is_sparse for each in kept.values()):
                 return False, {}  # SGD's momentum: it has the rows of former batches
@@ -113,24 +113,26 @@ class RowUpdate:
                     name: each[:1].clone() if _by_row(each, count) else torch.zeros_like(each)
                     for name, each in named.items()
                 }
-                made = self._named(self._made[table])
-                begin |= {name: each for name, each in made.items() if not _by_row(each, count)}
+                made_state = self._named(self._made[table])
+                begin |= {n: each for n, each in made_state.items() if not _by_row(each, count)}
                 state = {
                     name: of.expand(count, *of.shape[1:]).clone() if of.dim() else of.clone()
                     for name, of in begin.items()
                 }
-            own = {name: each[ids] if each.dim() else each for name, each in state.items()}
-            some = rows[ids]
-            own = self.move(table, some, gradient, own)
-            rows[ids] = some
-            for name, each in own.items():
-                if each.dim():
-                    state[name][ids] = each
-                else:
-                    state[name] = each
-        alike = torch.equal(rows, whole) and named.keys() == state.keys()
-        alike = alike and all(torch.equal(state[name], each) for name, each in named.items())
-        return alike, begin or {}
+            moved = {name: each.clone() for name, each in state.items()}
+            for place, row in enumerate(ids.tolist()):  # another server may have the others
+                own = {n: each[row : row + 1] if each.dim() else each for n, each in state.items()}
+                own = self.move(table, rows[row : row + 1], gradient[place : place + 1], own)
+                for name, each in own.items():
+                    if each.dim():
+                        moved[name][row] = each[0]
+                    else:
+                        moved[name] = each
+            state = moved
+            alike = named.keys() == state.keys() and _near(rows, whole, ids)
+            if not alike or not all(_near(state[name], each, ids) for name, each in named.items()):
+                return False, {}
+        return True, begin or {}
 
     def move(
         self, table: int, rows: Tensor, gradient: Tensor, state: Mapping[str, Tensor]
@@ -196,6 +198,18 @@ _REMEDY = (
     "Use SGD without momentum and weight decay, Adagrad, SparseAdam or instep.RowwiseAdagrad for "
     "it; Recipe.optimizer may return a list of optimizers."
 )
+
+
+def _near(one: Tensor, other: Tensor, ids: Tensor) -> bool:
+    """Whether two tables are equal, and their rows `ids` up to rounding: a row is summed otherwise
+    when it is one of several."""
+    if not other.dim() or not other.is_floating_point() or one.shape != other.shape:
+        return torch.equal(one, other)
+    one, other = one.nan_to_num().clone(), other.nan_to_num()
+    rounding = 8 * torch.finfo(other.dtype).eps * other[ids].norm()
+    if bool((one[ids] - other[ids]).norm() <= rounding):
+        one[ids] = other[ids]
+    return torch.equal(one, other)
 
 
 def _by_row(each: Tensor, rows: int) -> bool:

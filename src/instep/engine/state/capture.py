@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from instep.comm.buckets import laid_out_like
 from instep.engine.beside import beside
-from instep.engine.served.optimizer import put_together
+from instep.engine.served.written import put_together
 from instep.engine.state.parts import (
     captured_parts,
     mesh_of,

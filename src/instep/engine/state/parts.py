@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from instep.comm.buckets import laid_out_like
 from instep.comm.dtensors import is_split, split_like
 from instep.engine.beside import put_back
-from instep.engine.served.optimizer import kept_as, taken
+from instep.engine.served.written import kept_as, taken
 from instep.errors import CheckpointError, RecipeError
 from instep.parallel.host_state import placed
 from instep.state.boxes import Cut, MeshRank, cut_of, local, primary

@@ -1,13 +1,14 @@
 """Before a replica of several processes trains: do its optimizers move what one process would move?
 
 A process has a part of the parameters, and an optimizer may look at more: at the norm of a whole
-parameter, or of all of them. So both sides take two steps with the same made-up gradients, with
-optimizers that are thrown away, and the moves are compared. How gradients come about is compared
-by `mesh_check.py`.
+parameter, or of all of them. So both sides take the same steps with made-up gradients of many sizes
+(`recipe/optimizers/made_up.py`), with optimizers that are thrown away, and the moves are compared.
+How gradients come about is compared by `gradients.py`.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,14 +27,13 @@ from instep.parallel.copies import copied
 from instep.parallel.gate import NEAR, Box
 from instep.recipe.build import set_generators
 from instep.recipe.optimizers.combined import parts_of
+from instep.recipe.optimizers.made_up import STEPS, MadeUp, fitting, moving
 from instep.state.boxes import box_of
 from instep.worker.mesh_trial import gradients as mesh_check
 from instep.worker.replica.replica import Replica
 
 Build = Callable[[nn.Module], Optimizer]
 """Makes the recipe's optimizer for a model."""
-
-STEPS = 2
 
 BY_ELEMENT = frozenset(
     (
@@ -46,6 +46,10 @@ BY_ELEMENT = frozenset(
 
 _ROUNDING = 8
 """How many times the rounding of a parameter its moves may differ by."""
+
+_NEAR, _ZERO = len(STEPS), len(STEPS) + 1
+"""Rows of the table below those with the weights of moves: what they may differ by, and whether a
+parameter is zero."""
 
 
 class OptimizerCheck:
@@ -84,12 +88,15 @@ class OptimizerCheck:
         every = list(model.parameters())
         size = sum(parameter.numel() for parameter in every)
         small = small and size <= mesh_check.LARGEST and not any(p.is_meta for p in every)
+        self._made = MadeUp(self._trained, seed)
         self._reference: dict[str, Tensor] | None = None
+        self._table = torch.zeros(len(STEPS) + 2, len(self._trained), dtype=torch.float64)
         if first and needed and small:
             try:
                 own = copied(model)
                 with _put_back({**dict(model.named_parameters()), **dict(model.named_buffers())}):
-                    self._reference, _ = self._moves(own, dict(own.named_parameters()))
+                    held = dict(own.named_parameters())
+                    self._reference, _ = self._moves(own, held, known=False)
             except Exception:  # the user's optimizer may raise anything, and will again
                 self._reference = None
 
@@ -108,12 +115,15 @@ class OptimizerCheck:
         comm.broadcast(able)
         if not able.item():
             return self._unknown(model) if self._needed else ""
+        table = self._table.to(device)
+        comm.broadcast(table)
+        self._table = table.cpu()
         parameters = dict(model.named_parameters())
         slots = dict(zip(parameters, replica.slots(list(parameters.values())), strict=True))
         frozen = {name: slots.pop(name) for name in list(slots) if name not in self._trained}
         try:
             with _put_back({**frozen, **dict(model.named_buffers())}) as written:
-                moves, optimizer = self._moves(model, slots)
+                moves, optimizer = self._moves(model, slots, known=True)
             for _ in kept_tensors(optimizer, model):
                 pass  # raises if no checkpoint could have what it keeps
         except InstepError:
@@ -127,20 +137,19 @@ class OptimizerCheck:
             ) from error
         if self._stages > 1:
             self._judge_writes(replica, written, set(frozen))
-        sums = torch.zeros(len(self._trained), 3, dtype=torch.float64, device=device)
+        squares = torch.zeros(len(self._trained), dtype=torch.float64, device=device)
         for place, (name, shape) in enumerate(self._trained.items()):
-            known = torch.zeros(shape, dtype=torch.float64, device=device)
+            whole = torch.zeros(shape, dtype=torch.float64, device=device)
             if self._reference is not None:
-                known.copy_(self._reference[name])
-            comm.broadcast(known)
+                whole.copy_(self._reference[name])
+            comm.broadcast(whole)
             if name in moves:
-                move, slot = known[_slices(box_of(parameters[name]))], slots[name]
-                rounding = _ROUNDING * torch.finfo(slot.dtype).eps * slot.detach().norm()
-                sums[place, 0] = (moves[name] - move).square().sum()
-                sums[place, 1] = (NEAR * move.norm() + rounding).square()
-                sums[place, 2] = move.square().sum()
-        comm.all_reduce(sums).wait()
-        self._judge(sums.sqrt().cpu())
+                part = whole[_slices(box_of(parameters[name]))]
+                squares[place] = (moves[name] - part).square().sum()
+        comm.all_reduce(squares).wait()
+        self._judge(squares.sqrt().cpu())
+        if not self._table[:_NEAR].all():
+            return f"{self._named} makes NaN of made-up gradients"
         return ""
 
     def _unknown(self, model: nn.Module) -> str:
@@ -175,10 +184,13 @@ class OptimizerCheck:
             )
 
     def _judge(self, found: Tensor) -> None:
+        found = found / math.sqrt(len(STEPS))
         wrong = [
-            (name, apart / max(length, 1e-300))
-            for name, (apart, allowed, length) in zip(self._trained, found.tolist(), strict=True)
-            if not apart <= allowed
+            (name, apart)
+            for name, apart, near in zip(
+                self._trained, found.tolist(), self._table[_NEAR].tolist(), strict=True
+            )
+            if not apart <= near
         ]
         if wrong:
             name, by = wrong[0]
@@ -190,30 +202,57 @@ class OptimizerCheck:
             )
 
     def _moves(
-        self, model: nn.Module, held: Mapping[str, nn.Parameter]
+        self, model: nn.Module, held: Mapping[str, nn.Parameter], *, known: bool
     ) -> tuple[dict[str, Tensor], Optimizer]:
-        """The moves of all trained parameters that are `held` here, and what made them; parameters
+        """Sum the moves of all steps for the trained parameters that are `held` here; parameters
         are put back.
 
         Args:
             model: its parameters may be DTensors.
             held: this process's part of each, on the same memory.
+            known: whether the table has the weights of moves, which this finds out otherwise: each
+                move is about as long as any other then.
+
+        Returns:
+            The sums by name, and the optimizer that made them.
         """
         parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         before = {name: parameter.detach().clone() for name, parameter in held.items()}
         grads = [parameter.grad for parameter in parameters.values()]
+        places = {name: place for place, name in enumerate(self._trained)}
         with preserved():
             optimizer = self._build(model)
             self._named, self._options = type(optimizer).__name__, optimizer.defaults
+            moving(optimizer.param_groups)
+            if not known:
+                for name in parameters:
+                    self._table[_NEAR, places[name]] = _near(before[name])
+                    self._table[_ZERO, places[name]] = not before[name].any()
+            starts = {
+                name: _part(self._made.weight(name), parameters[name], held[name])
+                if self._table[_ZERO, places[name]]
+                else before[name]
+                for name in parameters
+            }
+            moves = {name: _wide(torch.zeros_like(each)) for name, each in starts.items()}
             try:
-                for step in range(1, 1 + STEPS):
+                for number, step in enumerate(STEPS):
                     for name, parameter in parameters.items():
-                        held[name].grad = self._gradient(name, parameter, held[name], step)
+                        held[name].data.copy_(starts[name]).mul_(step.scale)
+                        made = self._made.gradient(name, number)
+                        part = _part(made, parameter, held[name])
+                        held[name].grad = part.to_sparse(1) if name in self._sparse else part
                     own = list(parameters)
                     give([held[name] for name in own], list(parameters.values()))
-                    set_generators(key(self._seed, step))
+                    set_generators(key(self._seed, number + 1))
                     optimizer.step()
-                moves = {name: held[name].detach() - before[name] for name in parameters}
+                    for name, start in starts.items():
+                        move = _wide(held[name].detach()) - _wide(start) * step.scale
+                        if not known:
+                            weight = _weight(move, start, step.scale)
+                            self._table[number, places[name]] = weight
+                        if weight := float(self._table[number, places[name]]):
+                            moves[name].add_(move, alpha=weight)
                 return moves, optimizer
             finally:
                 with torch.no_grad():
@@ -223,12 +262,28 @@ class OptimizerCheck:
                 for parameter, grad in zip(parameters.values(), grads, strict=True):
                     parameter.grad = grad
 
-    def _gradient(self, name: str, parameter: Tensor, held: Tensor, step: int) -> Tensor:
-        """Made up, as large as gradients are: the part of it that is held here."""
-        generator = torch.Generator().manual_seed(key(self._seed, zlib.crc32(name.encode()), step))
-        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 10
-        part = noise[_slices(box_of(parameter))].to(held.device, held.dtype)
-        return part.to_sparse(1) if name in self._sparse else part
+
+def _part(whole: Tensor, parameter: Tensor, held: Tensor) -> Tensor:
+    """The part of a made-up tensor that belongs to the part of a parameter that is held here."""
+    return fitting(whole[_slices(box_of(parameter))], held)
+
+
+def _wide(value: Tensor) -> Tensor:
+    """In float32 at least, in which moves of 16 bits can be summed."""
+    return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
+def _near(value: Tensor) -> float:
+    """Bound the part of a move that may be rounding."""
+    return max(NEAR, _ROUNDING * torch.finfo(value.dtype).eps)
+
+
+def _weight(move: Tensor, start: Tensor, scale: float) -> float:
+    """Weigh a move so that it has a length of 1, or less where rounding is large; 0 if it is not
+    finite."""
+    rounding = _ROUNDING * torch.finfo(start.dtype).eps * scale * float(_wide(start).norm())
+    length = float(_wide(move).norm())
+    return 1 / max(length + rounding / _near(start), 1e-30) if math.isfinite(length) else 0.0
 
 
 @contextmanager

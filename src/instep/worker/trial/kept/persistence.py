@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.engine.beside import beside, with_each
-from instep.engine.served.optimizer import kept_as
+from instep.engine.served.written import kept_as
 from instep.engine.state.kept_buffers import KeptBuffers
 from instep.engine.trial_result import Trial
 from instep.engine.update import options_of
