@@ -185,6 +185,22 @@ def test_readers_beside_take_what_an_epoch_changes_for_no_setting_of_the_loops()
             assert data.epoch == epoch
 
 
+class Calling(Subset):
+    def set_epoch(self, epoch):
+        self.dataset.set_epoch(epoch)
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_dataset_that_calls_the_set_epoch_of_another_is_told_each_epoch(processes):
+    data = Told()
+    train = loader(Calling(data, range(24)), processes, tells=True)
+    with closing(train), closing(loader(data, processes, name="validation")) as beside:
+        reads, of_validation = train.read(epochs()), beside.read([Slice(0, 0, 8)] * 4)
+        for epoch in range(4):
+            assert [(read(reads)[0][0], data.epoch) for _ in range(3)] == [(epoch, epoch)] * 3
+            read(of_validation)
+
+
 def test_a_validation_set_of_its_own_is_told_nothing():
     train, other = Told(), Told()
     with closing(loader(train, 0, tells=True)), closing(loader(other, 0)) as it:

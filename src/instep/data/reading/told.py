@@ -44,6 +44,8 @@ Change = tuple[int, str, Any]
 _LISTENING: WeakSet[Told] = WeakSet()
 _SETTING_EPOCH: list[None] = []
 """One for each call of a `set_epoch` that is under way: it is made in other processes too."""
+_TELLING: list[None] = []
+"""One while the call is `Told.tell`'s, so that a dataset that hands it on is no loop that calls."""
 
 
 class Told:
@@ -76,9 +78,11 @@ class Told:
     @property
     def _sharing(self) -> list[Told]:
         """The other readers of this process with a dataset of this one."""
-        own = {id(each) for each in self._datasets}
         others = [told for told in list(_LISTENING) if told is not self]
-        return [told for told in others if any(id(each) in own for each in told._datasets)]
+        return [told for told in others if self._has_of(told) or told._has_of(self)]
+
+    def _has_of(self, other: Told) -> bool:
+        return any(id(each) in self._numbers for each in other._datasets)
 
     @cached_property
     def _by_reading(self) -> dict[type, Writes]:
@@ -226,8 +230,12 @@ def _quietly(target: Any, epoch: int) -> None:
     """Call `set_epoch` as no user's code does."""
     method = target.set_epoch
     unheard = getattr(getattr(method, "__func__", None), "__wrapped__", None)
-    with _setting_epoch():
-        unheard(method.__self__, epoch) if unheard else method(epoch)
+    _TELLING.append(None)
+    try:
+        with _setting_epoch():
+            unheard(method.__self__, epoch) if unheard else method(epoch)
+    finally:
+        _TELLING.pop()
 
 
 @contextmanager
@@ -250,7 +258,7 @@ def _listen(kind: type) -> None:
     def set_epoch(self: Any, *args: Any, **named: Any) -> Any:
         call = functools.partial(method, self, *args, **named)
         given = [*args, *named.values()]
-        for told in list(_LISTENING) if len(given) == 1 else ():
+        for told in list(_LISTENING) if len(given) == 1 and not _TELLING else ():
             call = functools.partial(told.heard, call, self, given[0])
         return call()
 
