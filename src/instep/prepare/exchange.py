@@ -21,7 +21,15 @@ import pyarrow as pa
 from instep.data.order import keys
 from instep.data.shards.columns import Column
 from instep.data.shards.encode import Encoded, encode
-from instep.data.shards.views import Array, View, based, batch_of, bytes_of, views_of
+from instep.data.shards.views import (
+    Array,
+    View,
+    based,
+    batch_of,
+    bytes_of,
+    from_numpy,
+    views_of,
+)
 from instep.data.shards.writer import BATCH_BYTES, ShardFile, ShardWriter
 from instep.errors import DataError, InstepError
 from instep.plain_file import beside_of, crc32_of, read_plain, replace_plain
@@ -182,7 +190,7 @@ def taken(
     table = pa.Table.from_batches([batch_of(columns, list(map(based, each))) for each in held])
     cuts = [0, len(order)] if whole else _cuts(len(order), table.nbytes)
     for first, stop in pairwise(cuts):
-        for batch in table.take(pa.array(order[first:stop])).combine_chunks().to_batches():
+        for batch in table.take(from_numpy(order[first:stop])).combine_chunks().to_batches():
             yield views_of(batch, columns)
 
 

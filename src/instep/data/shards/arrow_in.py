@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from instep.data.shards.columns import VARIES, Column, Misfit, converted, widened
 from instep.data.shards.encode import Encoded
-from instep.data.shards.views import Array, View
+from instep.data.shards.views import View, from_numpy, to_numpy
 
 _MICROSECONDS = pa.timestamp("us")
 
@@ -151,7 +151,7 @@ def _without_nulls(
             if array.null_count:
                 arrays[at] = array.fill_null(float("nan"))
             continue
-        empty = array.null_count and np.flatnonzero(np.asarray(array.is_null()))
+        empty = array.null_count and np.flatnonzero(to_numpy(array.is_null()))
         for row in empty.tolist() if array.null_count else ():
             missing.setdefault(row, f"column {names[at]!r} is empty")
         if _is_list(array.type) and _has_nulls(array):
@@ -159,8 +159,8 @@ def _without_nulls(
                 if array[row].as_py() is not None and _has_null(array[row].as_py()):
                     missing.setdefault(row, f"column {names[at]!r} has an empty element")
     if missing:
-        kept = pa.array([row not in missing for row in range(len(arrays[0]))])
-        arrays = [array.filter(kept) for array in arrays]
+        kept = from_numpy(np.delete(np.arange(len(arrays[0])), list(missing)))
+        arrays = [array.take(kept) for array in arrays]
     return arrays, sorted(missing.items())
 
 
@@ -186,7 +186,7 @@ def _column(name: str, array: pa.Array) -> tuple[Column, View]:
         view = View(flat[bounds[0] : bounds[-1]], bounds - bounds[0])
         return Column(name, "text" if pa.types.is_large_string(kind) else "bytes"), view
     if not _is_list(kind):
-        data = _numbers(array)
+        data = to_numpy(array)
         return Column(name, "number", data.dtype.name), View(data)
     return _list_column(name, array)
 
@@ -197,14 +197,14 @@ def _list_column(name: str, array: pa.Array) -> tuple[Column, View]:
         shape.append(fixed.list_size)
         offsets = None
     else:
-        offsets = np.asarray(pc.list_value_length(array)).astype(np.int64)
+        offsets = to_numpy(pc.list_value_length(array)).astype(np.int64)
         offsets = np.concatenate([[0], np.cumsum(offsets)])
         shape.append(VARIES)
     inner = array.flatten()
     while pa.types.is_fixed_size_list(inner.type):
         shape.append(inner.type.list_size)
         inner = inner.flatten()
-    data = _numbers(inner)
+    data = to_numpy(inner)
     column = Column(name, "array", data.dtype.name, tuple(shape))
     if offsets is None:
         return column, View(data.reshape(len(array), *shape))
@@ -216,9 +216,3 @@ def _list_column(name: str, array: pa.Array) -> tuple[Column, View]:
         column = Column(name, "array", data.dtype.name, tuple(shape))
         return column, View(data.reshape(len(array), *shape))
     return column, View(data.reshape(-1, *shape[1:]), offsets)
-
-
-def _numbers(array: pa.Array) -> Array:
-    if pa.types.is_boolean(array.type):
-        return np.asarray(array.cast(pa.uint8())).view(np.bool_)
-    return array.to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]

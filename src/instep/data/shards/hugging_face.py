@@ -23,7 +23,7 @@ from instep.data.shard_sizes import sizes_within
 from instep.data.shards.arrow_in import encode_batch
 from instep.data.shards.columns import Column, Misfit
 from instep.data.shards.rows import Rows
-from instep.data.shards.views import Array, View
+from instep.data.shards.views import Array, View, from_numpy, to_numpy
 from instep.errors import DataError
 from instep.plain_file import check_plain
 
@@ -246,6 +246,6 @@ def _shaped(array: pa.Array, shape: Sequence[int | None]) -> pa.Array:
         flat = pa.FixedSizeListArray.from_arrays(flat, size)
     if shape[0] is not None:
         return pa.FixedSizeListArray.from_arrays(flat, shape[0])
-    lengths = np.asarray(pc.list_value_length(array)).astype(np.int64)
+    lengths = to_numpy(pc.list_value_length(array)).astype(np.int64)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    return pa.LargeListArray.from_arrays(pa.array(offsets), flat)
+    return pa.LargeListArray.from_arrays(from_numpy(offsets), flat)

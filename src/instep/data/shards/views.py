@@ -153,6 +153,23 @@ def _elements(values: pa.Array, column: Column, first: int, count: int) -> Array
     return flat.reshape(-1, *column.row_shape) if column.row_shape else flat
 
 
+def to_numpy(array: pa.Array) -> Array:
+    """[rows]: the numbers of an Arrow array where none is missing, a view but for booleans.
+
+    `pa.Array.to_numpy` imports pandas, where that is installed: half a second in each process.
+    """
+    if pa.types.is_boolean(array.type):
+        return to_numpy(array.cast(pa.uint8())).view(np.bool_)
+    dtype = np.dtype(array.type.to_pandas_dtype())
+    return _numbers(array.buffers()[1], dtype, array.offset, len(array))
+
+
+def from_numpy(values: Array) -> pa.Array:
+    """An Arrow array over the memory of numbers [rows], without pandas as in `to_numpy`."""
+    data = pa.py_buffer(np.ascontiguousarray(values))
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, data])
+
+
 def _numbers(buffer: pa.Buffer | None, dtype: np.dtype, first: int, count: int) -> Array:
     if buffer is None or not count:
         return np.empty(0, dtype)
