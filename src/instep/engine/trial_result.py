@@ -23,6 +23,8 @@ class Trial(NamedTuple):
     """Numbers in the target of one sample, where they are counted (`Forward.derive`)."""
     shapes: Sequence[Sequence[int]] = ()
     """For `trial.shapes.Watch`, where the user's code makes batches."""
+    passing: Sequence[str] = ()
+    """Attributes of optimizers that each step makes anew: no checkpoint needs them."""
 
     @classmethod
     def not_shown(cls, why: str, derived: str = "") -> Trial:

@@ -59,6 +59,8 @@ class Update:
         self.known_norm: float | None = None
         """Of the gradient that `apply` finds, where other ranks have parts of it."""
         self.between = SchedulerSteps()
+        self.lost: list[str] = []
+        """Attributes of optimizer and scheduler that were others where its state is from."""
 
     def apply(self, step: int) -> float | None:
         """Move the parameters by their `.grad`; `step` is the one that this ends.

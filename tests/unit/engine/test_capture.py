@@ -198,3 +198,93 @@ def test_what_a_commit_gives_is_at_the_second_point_also_its_moving_average():
     state.average = None
     with state.averaged():
         assert torch.equal(model.weight, state.two_points.values()["weight"])
+
+
+class SlowWeights(torch.optim.SGD):
+    """Lookahead as people write it: slow weights in a list, moved in every twentieth step."""
+
+    def __init__(self, params):
+        params = list(params)
+        super().__init__(params, lr=0.1)
+        self.count, self.seen = 0, 0.0
+        self.slow = [each.detach().clone() for each in params]
+
+    def step(self, closure=None):
+        super().step()
+        self.count += 1
+        if self.count % 20 == 0:
+            self.slow = [each.detach().clone() for each in self.param_groups[0]["params"]]
+
+
+class InOwnState(torch.optim.SGD):
+    """What it keeps in `state` is not in its state dict."""
+
+    def step(self, closure=None):
+        super().step()
+        own = self.state[self.param_groups[0]["params"][0]]
+        own["memory"] = own.get("memory", 0) + 1
+
+    def state_dict(self):
+        return {**super().state_dict(), "state": {}}
+
+
+def stepped(model, update, steps):
+    for number in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.1)
+        update.apply(number)
+
+
+@pytest.mark.parametrize(
+    ("make", "steps", "lost"),
+    [
+        (SlowWeights, 19, ["SlowWeights.count"]),
+        (SlowWeights, 20, ["SlowWeights.count", "SlowWeights.slow"]),
+        (InOwnState, 3, ["InOwnState.state"]),
+        (lambda p: torch.optim.AdamW(p, lr=0.1), 3, []),
+    ],
+    ids=["count", "slow weights", "state", "of torch"],
+)
+def test_a_restored_state_names_what_optimizers_kept_beside_it(make, steps, lost):
+    torch.manual_seed(3)
+    model = nn.Linear(3, 2)
+    start = copy.deepcopy(model)
+    update = an_update(model, make(model.parameters()))
+    stepped(model, update, steps)
+    snapshot = capture(Progress(), model, [Turn("", update, Nothing())])
+    anew = an_update(start, make(start.parameters()))
+    state = CommittedState(start, [Turn("", anew, Nothing())])
+    assert state.lost == []
+    state.restore(snapshot, "a checkpoint")
+    assert state.lost == lost
+    state.restore(capture(Progress(), start, [Turn("", anew, Nothing())]), "itself")
+    assert state.lost == []
+
+
+def adam_of(model, names):
+    every = dict(model.named_parameters())
+    groups = [{"params": [every[n] for n in each]} for each in names]
+    return torch.optim.AdamW(groups, lr=0.1)
+
+
+def test_a_state_goes_to_the_parameters_of_its_names_in_whatever_order():
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    fresh = copy.deepcopy(model)
+    weights, biases = ["0.weight", "1.weight"], ["0.bias", "1.bias"]
+    update = an_update(model, adam_of(model, [weights, biases]))
+    for step in range(3):
+        model.zero_grad()
+        model(torch.randn(4, 3)).square().sum().backward()
+        update.apply(step)
+    snapshot = capture(Progress(), model, [Turn("", update, Nothing())])
+    other = an_update(fresh, adam_of(fresh, [weights[::-1], biases[::-1]]))
+    restore(snapshot, "a checkpoint", fresh, [Turn("", other, Nothing())])
+    names = dict(fresh.named_parameters())
+    for name, own in model.named_parameters():
+        mine, theirs = update.optimizer.state[own], other.optimizer.state[names[name]]
+        for key, value in mine.items():
+            assert torch.equal(value, theirs[key]), (name, key)
+    wrong = an_update(fresh, adam_of(fresh, [["0.weight", "1.bias"], ["1.weight", "0.bias"]]))
+    with pytest.raises(CheckpointError, match="groups of parameters has others now: "):
+        restore(snapshot, "a checkpoint", fresh, [Turn("", wrong, Nothing())])

@@ -148,10 +148,10 @@ def late_trial(loss, model):
     trial = try_recipe(forward, loader, job, 320)
     assert trial.verdict == "yes"
     said = []
-    state = SimpleNamespace(trial=trial)
+    state = SimpleNamespace(trial=trial, lost=[])
     member = SimpleNamespace(job=job, emit=lambda kind, **given: said.append(given))
     activity = SimpleNamespace(during=lambda phase: nullcontext())
-    late = LateTrial(member, forward, loader, state, activity, alone=True)
+    late = LateTrial(member, forward, loader, state, activity, last=40, alone=True)
     late.begin(trial)
     return late, state, said
 
@@ -190,6 +190,45 @@ def test_a_loss_that_leaves_samples_out_once_they_are_learnt_is_named_then(loss,
         assert said[0]["step"] == 64
         assert said[0]["verdict"].startswith("no: in step 64, compute_loss ")
     assert state.trial.same is not mixes
+
+
+class MixesLater(nn.Linear):
+    """Looks at the other samples once it is told to."""
+
+    begun = False
+
+    def forward(self, inputs):
+        return super().forward(inputs + inputs.mean(0) if self.begun else inputs)
+
+
+def test_a_layer_that_looks_at_its_batch_later_is_named_in_the_last_step_too():
+    torch.manual_seed(0)
+    model = nn.Sequential(MixesLater(1, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    late, _, said = late_trial({"loss": nn.MSELoss()}, model)
+    where = position(4, 320, 16)
+    share = share_of(where, 4, 2, 0, merge=False)
+    model[0].begun = True
+    late.try_trained(where, share, 39)
+    assert not said
+    late.try_trained(where, share, 40)
+    assert said[0]["verdict"].startswith("no: in step 40, ")
+
+
+def test_what_a_restored_optimizer_lacks_is_said_once_before_its_first_step():
+    model = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    late, state, said = late_trial({"loss": nn.MSELoss()}, model)
+    where = position(4, 320, 16)
+    share = share_of(where, 4, 2, 0, merge=False)
+    state.trial = state.trial._replace(passing=["Own.norm"])
+    late.try_trained(where, share, 7)
+    state.lost = ["Own.norm"]
+    late.try_trained(where, share, 8)
+    assert not said
+    state.lost = ["Own.norm", "Own.slow"]
+    late.try_trained(where, share, 9)
+    late.try_trained(where, share, 10)
+    assert [each["step"] for each in said] == [9]
+    assert said[0]["verdict"].startswith("not shown: Own.slow is not in state_dict(), and step 9")
 
 
 def test_only_different_shapes_of_one_place_were_compared_with_each_other():

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from instep.comm.buckets import laid_out_like
 from instep.engine.beside import beside
 from instep.engine.served.written import put_together
+from instep.engine.state.attributes import kept_beside, lost
 from instep.engine.state.parts import (
     captured_parts,
+    in_order,
     mesh_of,
     parameter_order,
     read_rank_state,
@@ -152,6 +154,8 @@ def _capture_update(turn: Moved, model: nn.Module, snapshot: Snapshot, *, meshed
     if own.scheduler is not None:
         packed, facts[f"scheduler{of}"] = pack_state(own.scheduler.state_dict())
         tensors[f"scheduler{of}"] = packed
+    if not meshed and (attributes := kept_beside(own.optimizer, own.scheduler, model)):
+        facts[f"attributes{of}"] = attributes
     if remembered := turn.strategy.state():
         tensors[f"{STRATEGY}{of}"] = remembered
 
@@ -233,7 +237,9 @@ def _restore_update(
     if pieces is not None:
         restore_optimizer(pieces, group, own.optimizer, model)
     else:
-        own.optimizer.load_state_dict(unpack_state(tensors.get(group, {}), facts[group]))
+        state = unpack_state(tensors.get(group, {}), facts[group])
+        before = facts.get(f"parameters{_of(turn)}", ())
+        own.optimizer.load_state_dict(in_order(state, before, own.optimizer, model))
         lay_out_state(own.optimizer.state)
         served = [named for name, named in tensors.items() if name.startswith(SHARD)]
         shards = {name: tensor for named in served for name, tensor in named.items()}
@@ -241,6 +247,8 @@ def _restore_update(
     if own.scheduler is not None:
         group = f"scheduler{_of(turn)}"
         own.scheduler.load_state_dict(unpack_state(tensors.get(group, {}), facts[group]))
+    saved = facts.get(f"attributes{_of(turn)}", {})
+    own.lost = lost(saved, kept_beside(own.optimizer, own.scheduler, model)) if saved else []
 
 
 def _classes(update: Update) -> dict[str, Any]:

@@ -113,6 +113,12 @@ class CommittedState:
             self.last = self.last._replace(told=True, ends=True)
 
     @property
+    def lost(self) -> list[str]:
+        """Attributes of optimizers and schedulers that no snapshot has, and that were others where
+        this state is from."""
+        return [name for each in self._turns for name in each.update.lost]
+
+    @property
     def number(self) -> int:
         """Of the last commit: that of its step; turns are numbered on, where a step has several."""
         return self.progress.step * self._each + len(self.progress.turns)

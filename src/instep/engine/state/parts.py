@@ -8,7 +8,7 @@ is read may be of any other mesh. Way in: `captured_parts`, `restore_optimizer`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from instep.errors import CheckpointError, RecipeError
 from instep.parallel.host_state import placed
 from instep.state.boxes import Cut, MeshRank, cut_of, local, primary
 from instep.state.pieces import Pieces
+from instep.words import listed
 
 
 class Parts(NamedTuple):
@@ -38,12 +39,49 @@ class Parts(NamedTuple):
 
 def parameter_order(optimizer: Optimizer, model: nn.Module) -> list[str]:
     """The names of an optimizer's parameters, in its order; empty for one of no model."""
+    every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return parameter_names(every, model)
+
+
+def parameter_names(parameters: Iterable[Tensor], model: nn.Module) -> list[str]:
+    """The names of parameters in a model, in the order given; empty for one of no model."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [
-        names.get(id(parameter), "")
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    ]
+    return [names.get(id(parameter), "") for parameter in parameters]
+
+
+def in_order(
+    state: dict[str, Any], before: Sequence[str], optimizer: Optimizer, model: nn.Module
+) -> dict[str, Any]:
+    """A state dict for the order that an optimizer has its parameters in now.
+
+    A recipe that goes through a set of names has them in another order in each process, and a state
+    dict knows them by their numbers.
+
+    Args:
+        state: of the same optimizer, in another process.
+        before: the names of its parameters there, in the order of their numbers.
+        optimizer: as the recipe makes it.
+        model: has its parameters.
+
+    Raises:
+        ValueError: a group has other parameters.
+    """
+    now = parameter_order(optimizer, model)
+    if list(before) == now or not all(before) or len({*before}) < len(before):
+        return state
+    number, groups = {name: at for at, name in enumerate(now)}, []
+    for saved, live in zip(state["param_groups"], optimizer.param_groups, strict=False):
+        names = {before[at] for at in saved["params"]}
+        own = parameter_names(live["params"], model)
+        if names != {*own}:
+            other = listed(sorted(names ^ {*own}), 4)
+            raise ValueError(f"one of its groups of parameters has others now: {other}")
+        groups.append({**saved, "params": [number[name] for name in own]})
+    kept = {
+        number[before[of]] if isinstance(of, int) else of: each
+        for of, each in state["state"].items()
+    }
+    return {**state, "state": kept, "param_groups": groups}
 
 
 def captured_parts(

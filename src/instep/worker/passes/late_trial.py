@@ -1,10 +1,10 @@
 """Tries what the trial before step 1 could not see, when it comes and before it counts.
 
 Code of the user's may pad to the longest sample, and a long one is seldom. Where a batch has a
-shape that was not compared with others in one step, its step is tried. And a loss of the user's may
-do something else once the model is trained: leave out samples whose loss is small, begin after a
-warm-up. So two micro-batches are compared again in steps that become rare. The verdict may be
-another one from there on.
+shape that was not compared with others in one step, its step is tried. And a loss or layer of the
+user's may do something else once the model is trained: leave out samples whose loss is small, mix
+those of a batch after a warm-up. So two micro-batches are compared again in steps that become rare,
+and in the last. The verdict may be another one from there on.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from instep.recipe.forward import Forward
 from instep.recipe.weights import is_of_torch
 from instep.system.kernels import per_machine
 from instep.system.memory import room
+from instep.usercode.places import is_of_user
 from instep.worker.passes.activity import Activity
 from instep.worker.trial.reads import shapes_in, try_step, try_trained
 from instep.worker.trial.shapes import Watch
@@ -47,6 +48,7 @@ class LateTrial:
     Args:
         member, forward, loader, state: the worker's.
         activity: told what is being done.
+        last: the step that ends the run, which is tried too; None if that is not known.
         alone: whether this process has the whole model, so that it can try a step.
     """
 
@@ -58,11 +60,12 @@ class LateTrial:
         state: CommittedState,
         activity: Activity,
         *,
+        last: int | None,
         alone: bool,
     ) -> None:
         self._member, self._job, self._forward = member, member.job, forward
         self._loader, self._state, self._activity = loader, state, activity
-        self._alone, self._watch = alone, Watch()
+        self._last, self._alone, self._watch = last, alone, Watch()
 
     def begin(self, trial: Trial) -> None:
         """Take this trial's shapes for those that are known."""
@@ -90,8 +93,10 @@ class LateTrial:
         Raises:
             SpecError: the result may be another than that of one machine, and `check.strict`.
         """
+        self._say_what_is_lost(step)
         first = share.passes[0].samples.first if share.passes else -1
-        if not (_is_time(step) and first == where.first and self._trial.same and self._may()):
+        is_time = _is_time(step) or step == self._last
+        if not (is_time and first == where.first and self._trial.same and self._may()):
             return
         before, found = self._trial, self._trial
         try:
@@ -105,10 +110,22 @@ class LateTrial:
             verdict = f"no: in step {step}, {found.verdict.removeprefix('no: ')}"
             say_late(self._member, self._state, before._replace(verdict=verdict), step)
 
+    def _say_what_is_lost(self, step: int) -> None:
+        if not (self._state.lost and self._trial.same and self._job.sync.rounds is None):
+            return
+        if lost := [each for each in self._state.lost if each not in self._trial.passing]:
+            verdict = (
+                f"not shown: {lost[0]} is not in state_dict(), and step {step} begins without what "
+                "it was in the step before. Keep it in state_dict(): as self.state['name'], or in "
+                "param_groups"
+            )
+            say_late(self._member, self._state, self._trial._replace(verdict=verdict), step)
+
     def _may(self) -> bool:
-        """Whether the loss is the user's, and there is room for more copies."""
+        """Whether loss or model have code of the user's, and there is room for more copies."""
         recipe, model = self._forward.recipe, self._forward.model
         own = recipe.compute_loss is not None or not is_of_torch(recipe.loss)
+        own = own or any(map(is_of_user, map(type, model.modules())))
         if not own or not self._alone or recipe.turns or recipe.embed is not None:
             return False
         size = sum(p.numel() * p.element_size() for p in model.parameters())

@@ -55,6 +55,7 @@ from instep.worker.loop.stopping import check_rules
 from instep.worker.passes.activity import Activity
 from instep.worker.passes.base import Compute, Results
 from instep.worker.passes.late_trial import TRYING, LateTrial
+from instep.worker.passes.unfreezing import Frozen
 from instep.worker.passes.on_mesh import MeshPass, OnMesh
 from instep.worker.passes.ordinary import Ordinary
 from instep.worker.passes.repeat import RepeatPass
@@ -204,9 +205,9 @@ class Training(Loop):
             probe = Probe(self._forward, validation, sizes or [inputs.validation_samples])
             update.probe = probe.predictions
         self.compute = self._make_compute(update)
-        self._late = LateTrial(
-            member, self._forward, loader, self.engine.state, self.activity, alone=replica is None
-        )
+        watched = member, self._forward, loader, self.engine.state, self.activity
+        self._late = LateTrial(*watched, last=self.last_step, alone=replica is None)
+        self._frozen = Frozen(model)
         if self._replica is not None:  # all that a state is given to is there
             take_host_copy(self.engine, self._replica)
         weighed = (*self._forward.losses, recipe.weight)
@@ -475,7 +476,9 @@ class Training(Loop):
         if self.recipe.collates:
             loads = self._late.tried(where, loads, self.step)
         try:
-            return self.compute.run(where, share, loads, self.step)
+            found = self.compute.run(where, share, loads, self.step)
+            self._frozen.check(self.step)
+            return found
         except MembersChanged:
             raise
         except PeerError as error:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from instep.engine.beside import beside, with_each
 from instep.engine.served.written import kept_as
+from instep.engine.state.attributes import kept_beside, lost
 from instep.engine.state.kept_buffers import KeptBuffers
 from instep.engine.trial_result import Trial
 from instep.engine.update import options_of
@@ -27,12 +28,17 @@ from instep.recipe.isolated import isolated
 from instep.state.packing import pack_state, unpack_state
 from instep.sync import SERVERS
 from instep.usercode.counts import Counts
-from instep.worker.trial.kept.differing import differ, equal, other_values
+from instep.usercode.digests import digest_of
+from instep.worker.trial.kept.nearly import equal
 from instep.worker.trial.kept.stand_in import Maker, StandIn
 from instep.worker.trial.named_globals import globals_of, unchanged_globals
 
 STEPS = 2
 """Steps before saving."""
+
+_SPIKE = 30.0
+"""How much larger the first gradient after loading is: what decides by the gradients of earlier
+steps is to decide something."""
 
 _WHO = "a resumed run, and a worker that takes another's place or joins, would begin without it"
 
@@ -70,26 +76,29 @@ def try_optimizer(maker: Maker, trial: Trial, sync: str) -> Trial:
     try:
         _load(anew, first, saved)
         named = [each for each in _differing(first, anew) if each not in unlike]
+        still = named
         for number in range(STEPS, STEPS + first.steps):
-            _take(number, maker, first, anew)
+            _take(number, maker, first, anew, times=_SPIKE if number == STEPS else 1.0)
             if not _alike(first, anew):
                 return _lost(trial, name, named)
+            if number == STEPS and named:
+                now = _differing(first, anew)
+                still = [each for each in named if each in now]
     except Exception as error:  # of the user's functions
         what = f"cannot load its own state_dict() ({type(error).__name__}: {one_line(error)})"
         return trial._replace(verdict=f"no: the optimizer {name} {what}: {_WHO}")
-    still = _differing(first, anew) if named else ()
-    if lost := next((each for each in named if each in still), ""):
-        return _may_be_lost(trial, lost)
     if counted:
         return _may_be_lost(trial, f"{counted}, which each step changes,", "")
+    if still:
+        return _may_be_lost(trial, still[0])
     if any(bool(own.isnan().any()) for own in first.parameters.values()):
         why = "gives NaN with made-up gradients, so whether a checkpoint has all that it keeps"
         return _if_same(trial, f"{name} {why} cannot be tried")
-    return trial
+    return trial._replace(passing=(*unlike, *named))
 
 
-def _take(number: int, maker: Maker, *stand_ins: StandIn) -> None:
-    given = list(maker.gradients(number))
+def _take(number: int, maker: Maker, *stand_ins: StandIn, times: float = 1.0) -> None:
+    given = [(name, gradient * times) for name, gradient in maker.gradients(number)]
     for each in stand_ins:
         each.step([(name, gradient.clone()) for name, gradient in given], number, maker.seed)
 
@@ -159,17 +168,10 @@ def _alike(one: StandIn, other: StandIn) -> bool:
 
 def _differing(one: StandIn, other: StandIn) -> list[str]:
     """Attributes of optimizers and schedulers that have other values in the other one."""
-    pairs = [
-        pair
-        for mine, theirs in zip(one.made, other.made, strict=True)
-        for pair in zip(mine[1:], theirs[1:], strict=True)
-    ]
-    pairs += zip(one.optimizers, other.optimizers, strict=True)
     return [
-        f"{type(mine).__name__}.{name}"
-        for mine, theirs in pairs
-        if mine is not None
-        for name in other_values(mine, theirs)
+        name
+        for mine, theirs in zip(one.made, other.made, strict=True)
+        for name in lost(kept_beside(*mine, one.model), kept_beside(*theirs, other.model))
     ]
 
 
@@ -208,7 +210,7 @@ def try_batch_loss(
     losses = list[float]()
     try:
         own, given = isolated([batch_loss, model], {})
-        buffers = KeptBuffers(given)
+        buffers, known = KeptBuffers(given), {id(given): "model"}
         with unchanged_globals(own):
             for turn in range(3):  # others between: a memory of equals may not change a mean
                 set_generators(seed)
@@ -217,8 +219,8 @@ def try_batch_loss(
                     inputs = on_tensors(embedded, Tensor.clone if turn % 2 == 0 else _others)
                     losses.append(float(own(given, *inputs)))
                 if turn == 0:
-                    once = isolated([own, globals_of(own)], {id(given): given})
-            kept = differ([own, globals_of(own)], once)
+                    once = digest_of([own, globals_of(own)], known)
+            kept = digest_of([own, globals_of(own)], known) != once
     except Exception as error:  # of the user's function, which the first step will call too
         why = f"{type(error).__name__}: {one_line(error)}"
         return _if_same(
