@@ -108,8 +108,9 @@ class _Walk:
             return self._each([value.func, value.args, value.keywords])
         if isinstance(value, GeneratorType):
             frame = value.gi_frame
-            at = [frame.f_lasti, dict(frame.f_locals)] if frame is not None else []
-            return self._each(at)
+            if frame is None:
+                return b"ended"
+            return self._each([frame.f_lasti, dict(frame.f_locals), value.gi_yieldfrom])
         if hasattr(value, "__dict__") or any("__slots__" in vars(k) for k in type(value).__mro__):
             return self._of_attributes(value)
         return pickle.dumps(value)

@@ -55,11 +55,11 @@ from instep.worker.loop.stopping import check_rules
 from instep.worker.passes.activity import Activity
 from instep.worker.passes.base import Compute, Results
 from instep.worker.passes.late_trial import TRYING, LateTrial
-from instep.worker.passes.unfreezing import Frozen
 from instep.worker.passes.on_mesh import MeshPass, OnMesh
 from instep.worker.passes.ordinary import Ordinary
 from instep.worker.passes.repeat import RepeatPass
 from instep.worker.passes.shared_steps import MembersChanged, SharedSteps
+from instep.worker.passes.unfreezing import Frozen
 from instep.worker.passes.whole_batch import WholeBatch
 from instep.worker.passes.works import Works
 from instep.worker.reading import data_split, dataset_check

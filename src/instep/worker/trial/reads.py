@@ -19,6 +19,7 @@ from instep.parallel.nested import tensors_in
 from instep.parallel.two_blocks import TwoBlocks
 from instep.recipe.forward import Forward
 from instep.system.kernels import per_machine
+from instep.usercode.places import places
 from instep.worker.trial.again import run_again
 from instep.worker.trial.compared.spots import OtherSize, Spot
 from instep.worker.trial.model import DERIVES
@@ -62,7 +63,7 @@ def try_recipe(
         forward.take_turn(number)
         trials[turn.name] = _try_loss(forward, loader, job, samples, say)
     trial = combined(trials) if trials else _try_loss(forward, loader, job, samples, say)
-    return trial._replace(verdict=_of_reading(loader)) if trial.same else trial
+    return trial._replace(verdict=_of_reading(loader, forward)) if trial.same else trial
 
 
 def try_step(forward: Forward, loader: Loader, job: JobSpec, where: Position) -> Trial:
@@ -183,8 +184,14 @@ def _try_loss(forward: Forward, loader: Loader, job: JobSpec, samples: int, say:
     return trial
 
 
-def _of_reading(loader: Loader) -> str:
-    """Yes, unless reading depends on what was read before."""
+def _of_reading(loader: Loader, forward: Forward) -> str:
+    """Yes, unless reading depends on what was read before, or on what training does meanwhile."""
+    if loader.mode != "inline" and (name := _model_within(forward)):
+        return (
+            f"not shown: what reads samples uses the model that is trained ({name}), and samples "
+            "are read ahead, in loader processes with the model as it was when they began. Let "
+            "compute_loss do that, which is given the model and the batch"
+        )
     if not (counted := loader.counted()):
         return "yes"
     return (
@@ -193,6 +200,15 @@ def _of_reading(loader: Loader) -> str:
         "and no checkpoint has it. If it only counts for a person to see, leave it out; else let "
         "a sample follow from its index and the epoch (set_epoch)"
     )
+
+
+def _model_within(forward: Forward) -> str:
+    """Name the place of the model, or of a part of it, in dataset, collate or augment."""
+    model, given = forward.model, forward.recipe.given["train"]
+    parts = {id(each) for each in (*model.modules(), *model.parameters(), *model.buffers())}
+    readers = given.dataset, given.collate, forward.recipe.collate, forward.recipe.augment
+    found = places([each for each in readers if each is not None], model.modules())
+    return next((place.name for place in found if id(place.get()) in parts), "")
 
 
 def _effort(model: nn.Module, spots: Iterable[Spot]) -> float:
