@@ -114,7 +114,12 @@ def _of_torch(loss: Any) -> _TorchLoss | None:
 
 
 def is_of_torch(loss: Any) -> bool:
-    """Whether a loss is one of torch's own."""
+    """Whether a loss is one of torch's own, and nothing of the user's is called with it."""
+    if isinstance(loss, nn.Module):
+        own = vars(loss)
+        hooks = own["_forward_pre_hooks"] | own["_forward_hooks"] | own["_backward_hooks"]
+        if hooks or "forward" in own:
+            return False
     return _of_torch(loss) is not None
 
 

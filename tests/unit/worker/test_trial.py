@@ -192,6 +192,24 @@ def test_a_loss_that_leaves_samples_out_once_they_are_learnt_is_named_then(loss,
     assert state.trial.same is not mixes
 
 
+def squared_when_small(loss):
+    loss.register_forward_hook(lambda module, given, found: found.square() if found < 99 else found)
+    return loss
+
+
+def test_a_hook_of_a_torch_loss_is_tried_with_the_trained_model():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    late, _, said = late_trial({"loss": squared_when_small(nn.MSELoss())}, model)
+    where = position(4, 320, 16)
+    share = share_of(where, 4, 2, 0, merge=False)
+    late.try_trained(where, share, 16)
+    assert not said
+    model[2].bias.data -= 30.0
+    late.try_trained(where, share, 64)
+    assert [each["verdict"][:15] for each in said] == ["no: in step 64,"]
+
+
 class MixesLater(nn.Linear):
     """Looks at the other samples once it is told to."""
 

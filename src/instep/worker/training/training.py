@@ -207,7 +207,7 @@ class Training(Loop):
         self.compute = self._make_compute(update)
         watched = member, self._forward, loader, self.engine.state, self.activity
         self._late = LateTrial(*watched, last=self.last_step, alone=replica is None)
-        self._frozen = Frozen(model)
+        self._unthawed = Frozen(model)
         if self._replica is not None:  # all that a state is given to is there
             take_host_copy(self.engine, self._replica)
         weighed = (*self._forward.losses, recipe.weight)
@@ -477,7 +477,7 @@ class Training(Loop):
             loads = self._late.tried(where, loads, self.step)
         try:
             found = self.compute.run(where, share, loads, self.step)
-            self._frozen.check(self.step)
+            self._unthawed.check(self.step)
             return found
         except MembersChanged:
             raise
