@@ -1,5 +1,6 @@
 """FSDP2 and tensor parallelism as torch makes them: saved, loaded, and copied between replicas."""
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from meshes import Held, Layout, body, on_ranks, turn_of
 from test_any_mesh import memory_of, save
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.parallel import (
@@ -61,15 +62,17 @@ def step(model, turn):
     turn.update.scheduler.step()
 
 
+@functools.cache
+def torchs_own(shard, tensor):
+    """A mesh of torch: its groups connect once, and not for each model."""
+    axes = ("replica", "shard", "tensor")
+    return init_device_mesh("cpu", (4 // (shard * tensor), shard, tensor), mesh_dim_names=axes)
+
+
 def sharded(mesh, rank, seed=0):
     """A model on the ranks of a replica, with its optimizer."""
     model = Net(seed)
-    size = mesh.shard * mesh.tensor
-    every = init_device_mesh(
-        "cpu",
-        (4 // size, mesh.shard, mesh.tensor),
-        mesh_dim_names=("replica", "shard", "tensor"),
-    )
+    every = torchs_own(mesh.shard, mesh.tensor)
     if mesh.tensor > 1:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         parallelize_module(model, every["tensor"], plan)
@@ -189,7 +192,7 @@ def work(rank, folder):
         assert torch.equal(full(value), alone.model.state_dict()[name])
 
     # what is no box is refused
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], _init_backend=False)  # nothing is sent
     rows = torch.zeros(4, 3)
     stripes = DTensor.from_local(rows, mesh, [_StridedShard(0, split_factor=3), Shard(1)])
     with pytest.raises(CheckpointError, match=r"w has the placements .* several stripes of it"):

@@ -248,7 +248,7 @@ def _restore_update(
         group = f"scheduler{_of(turn)}"
         own.scheduler.load_state_dict(unpack_state(tensors.get(group, {}), facts[group]))
     saved = facts.get(f"attributes{_of(turn)}", {})
-    own.lost = lost(saved, kept_beside(own.optimizer, own.scheduler, model)) if saved else []
+    own.lost[:] = lost(saved, kept_beside(own.optimizer, own.scheduler, model)) if saved else ()
 
 
 def _classes(update: Update) -> dict[str, Any]:
