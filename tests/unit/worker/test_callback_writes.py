@@ -40,6 +40,7 @@ class Weighted(nn.Linear):
     def __init__(self, *sizes):
         super().__init__(*sizes)
         self.register_buffer("running", torch.zeros(2))
+        self.activation = functional.gelu
 
     def forward(self, x):
         if not self.training:
@@ -76,6 +77,18 @@ def the_dataset(model):
     DATA.visible = 16
 
 
+def a_mode(model):
+    CRITERION.reduction = "sum"
+
+
+def an_activation(model):
+    model.activation = functional.relu
+
+
+def the_same_mode(model):
+    CRITERION.reduction, model.activation = "".join(["me", "an"]), functional.gelu
+
+
 def nothing(model):
     SEEN.append(SCALE)
     DATA.tensors[0][0].sum()
@@ -104,12 +117,16 @@ def watching(model, *, strict=False, updates=(), data=DATA):
         (the_same_tensor, "table"),
         (while_a_table_is_loaded, ""),
         (the_dataset, "visible"),
+        (a_mode, "reduction"),
+        (an_activation, "activation"),
+        (the_same_mode, ""),
         (nothing, ""),
         (its_statistics, ""),
     ],
 )
 def test_what_a_callback_changes_that_training_reads_is_said_once(call, named):
     CRITERION.weight, CRITERION.table, DATA.table = None, torch.zeros(3), None
+    CRITERION.reduction = "mean"
     model = Weighted(3, 2)
     writes, state = watching(model)
     for _ in range(2):

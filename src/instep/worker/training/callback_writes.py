@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -104,6 +106,10 @@ def _steered(updates: Iterable[Update], before: Iterable[dict[Name, Any]]) -> st
     return ""
 
 
+_MODES = str, Enum, FunctionType, BuiltinFunctionType
+"""What a loss or layer is switched by: `"huber"`, an activation."""
+
+
 class _Before(NamedTuple):
     """Content of a place, as far as a change of it can be seen."""
 
@@ -120,12 +126,14 @@ class _Before(NamedTuple):
         return cls(place, value, value._version if counted else -1, copied)
 
     def changed(self) -> bool:
-        """Check whether the place has another number, tensor or array, or the same one changed."""
+        """Check whether the place has another number, mode or tensor, or the same one changed."""
         now = self.place.get()
         if now is self.value:
             if self.copied is not None:
                 return not alike(now, self.copied)
             return self.version >= 0 and now._version != self.version
+        if isinstance(self.value, _MODES) and isinstance(now, _MODES):
+            return bool(now != self.value)
         was = self.value is None or _counts(self.value)
         return was and (now is None or _counts(now)) and not alike(now, self.value)
 
