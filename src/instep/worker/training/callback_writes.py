@@ -107,7 +107,7 @@ def _steered(updates: Iterable[Update], before: Iterable[dict[Name, Any]]) -> st
 
 
 _MODES = str, Enum, FunctionType, BuiltinFunctionType
-"""What a loss or layer is switched by: `"huber"`, an activation."""
+"""Types of values that switch a loss or layer: `"huber"`, an activation."""
 
 
 class _Before(NamedTuple):
