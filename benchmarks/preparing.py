@@ -5,8 +5,9 @@
 One raw file of each kind is made, and read once, so that it lies in the page cache. Then all
 alternatives take turns: JSON lines and CSV to arrays and text to tokens with one worker, with two,
 and `datasets.map(num_proc=2)` of the same function; Parquet to Arrow with one and two, and `cp` of
-the Arrow files that came of it. Needs the package datasets, but with --alone, where nothing takes
-turns with it. The last line is one JSON object.
+the Arrow files that came of it, as it is and with `sync`, as ours lie on the disk. Needs the
+package datasets, but with --alone, where nothing takes turns with it. The last line is one JSON
+object.
 """
 
 from __future__ import annotations
@@ -109,6 +110,7 @@ def took(command: list[str], folder: Path, peak: list[float] | None = None) -> f
     """Seconds of a command; the largest memory of any of its processes, in MB, is appended."""
     began = time.monotonic()
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process compiles all that it imports
     with open(folder / "log.txt", "ab") as log:
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, env=environment)
         most = 0.0
@@ -148,10 +150,10 @@ def theirs(kind: str, folder: Path) -> float:
     return took([sys.executable, "rival.py", kind, raw, "theirs"], folder)
 
 
-def copied(folder: Path) -> float:
-    """Seconds of `cp` of the shards that came of Parquet."""
+def copied(folder: Path, then: str = "true") -> float:
+    """Seconds of `cp` of the shards that came of Parquet, and of a command."""
     shutil.rmtree(folder / "copy", ignore_errors=True)
-    return took(["cp", "-r", "ours", "copy"], folder)
+    return took(["sh", "-c", f"cp -r ours copy && {then}"], folder)
 
 
 def measured(folder: Path, turns: int, kinds: list[str], alone: bool) -> dict[str, Any]:
@@ -165,6 +167,7 @@ def measured(folder: Path, turns: int, kinds: list[str], alone: bool) -> dict[st
         }
         if kind == "parquet":
             runs["cp"] = lambda: copied(folder)
+            runs["cp_synced"] = lambda: copied(folder, "sync -f copy")
         elif not alone:
             runs["datasets"] = lambda kind=kind: theirs(kind, folder)  # type: ignore[misc]
         times: dict[str, list[float]] = {name: [] for name in runs}
