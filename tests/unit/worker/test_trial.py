@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from msgspec import structs
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
@@ -208,6 +209,35 @@ def test_a_hook_of_a_torch_loss_is_tried_with_the_trained_model():
     model[2].bias.data -= 30.0
     late.try_trained(where, share, 64)
     assert [each["verdict"][:15] for each in said] == ["no: in step 64,"]
+
+
+class Bootstrapped(Sequences):
+    """Its targets are what the model says."""
+
+    def __init__(self, model):
+        super().__init__(320, ())
+        self.model = model
+
+    def __getitem__(self, index):
+        inputs, _ = super().__getitem__(index)
+        with torch.no_grad():
+            return inputs, self.model(inputs)
+
+
+@pytest.mark.parametrize("loaders", ["auto", 0])
+def test_a_dataset_that_uses_the_model_is_not_shown_where_it_may_be_read_ahead(loaders):
+    model = nn.Linear(1, 1).double()
+    data = Bootstrapped(model)
+    recipe = Recipe(model=model, train=data, optimizer=lambda p: None, loss=nn.MSELoss())
+    loader, job = Loader(data, seed=7, shuffle=False, processes=0), job_of()
+    job = structs.replace(job, data=structs.replace(job.data, loaders=loaders))
+    forward = Forward(recipe, model, torch.device("cpu"), "float32")
+    verdict = try_recipe(forward, loader, job, 320).verdict
+    if loaders == 0 and loader.mode == "inline":
+        assert verdict == "yes"
+    else:
+        said = "not shown: what reads samples uses the model that is trained (Bootstrapped.model),"
+        assert verdict.startswith(said)
 
 
 class MixesLater(nn.Linear):

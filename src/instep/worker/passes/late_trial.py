@@ -3,8 +3,8 @@
 Code of the user's may pad to the longest sample, and a long one is seldom. Where a batch has a
 shape that was not compared with others in one step, its step is tried. And a loss or layer of the
 user's may do something else once the model is trained: leave out samples whose loss is small, mix
-those of a batch after a warm-up. So two micro-batches are compared again in steps that become rare,
-and in the last. The verdict may be another one from there on.
+those of a batch after a warm-up. So some micro-batches are compared again in steps that become
+rare, and in the last. The verdict may be another one from there on.
 """
 
 from __future__ import annotations

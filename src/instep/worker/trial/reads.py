@@ -38,6 +38,9 @@ _LOOKED_AT = 512
 Say = Callable[[int, int], None]
 """Called with how many comparisons are done, and of how many."""
 
+_PARTS = 4
+"""Micro-batches of a step that are compared with each other once the model is trained."""
+
 
 def try_recipe(
     forward: Forward,
@@ -63,7 +66,7 @@ def try_recipe(
         forward.take_turn(number)
         trials[turn.name] = _try_loss(forward, loader, job, samples, say)
     trial = combined(trials) if trials else _try_loss(forward, loader, job, samples, say)
-    return trial._replace(verdict=_of_reading(loader, forward)) if trial.same else trial
+    return trial._replace(verdict=_of_reading(loader, forward, job)) if trial.same else trial
 
 
 def try_step(forward: Forward, loader: Loader, job: JobSpec, where: Position) -> Trial:
@@ -77,14 +80,14 @@ def try_step(forward: Forward, loader: Loader, job: JobSpec, where: Position) ->
 
 
 def try_trained(forward: Forward, loader: Loader, job: JobSpec, where: Position) -> Trial:
-    """Try the first two micro-batches of a step, with the model as it is now.
+    """Try the first micro-batches of a step, with the model as it is now.
 
     Args:
         forward, loader, job: as for `try_recipe`.
         where: the step.
     """
     place = Places(job, loader.samples).step(where)
-    place = place._replace(parts=place.parts[:2])
+    place = place._replace(parts=place.parts[:_PARTS])
     return _try_place(forward, loader, job, where, place, trained=True)
 
 
@@ -184,9 +187,10 @@ def _try_loss(forward: Forward, loader: Loader, job: JobSpec, samples: int, say:
     return trial
 
 
-def _of_reading(loader: Loader, forward: Forward) -> str:
+def _of_reading(loader: Loader, forward: Forward, job: JobSpec) -> str:
     """Yes, unless reading depends on what was read before, or on what training does meanwhile."""
-    if loader.mode != "inline" and (name := _model_within(forward)):
+    ahead = job.data.loaders != 0 or loader.mode != "inline"  # "auto" chooses by the time it takes
+    if ahead and (name := _model_within(forward)):
         return (
             f"not shown: what reads samples uses the model that is trained ({name}), and samples "
             "are read ahead, in loader processes with the model as it was when they began. Let "
