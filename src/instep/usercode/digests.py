@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from instep.usercode.places import is_filled
+
 _SIZE = 8
 _PLAIN = type(None), bool, int, float, complex, str, bytes, bytearray
 _NAMED = type, ModuleType
@@ -99,7 +101,7 @@ class _Walk:
 
     def _object(self, value: Any) -> bytes:
         if isinstance(value, FunctionType):
-            cells = [each.cell_contents for each in value.__closure__ or () if _filled(each)]
+            cells = [each.cell_contents for each in value.__closure__ or () if is_filled(each)]
             parts = [*cells, value.__defaults__, value.__kwdefaults__]
             return value.__qualname__.encode() + self._each(parts) + self._of_attributes(value)
         if isinstance(value, MethodType):
@@ -131,11 +133,3 @@ class _Walk:
             return b""
         named = [name.encode() + self.digest(each) for name, each in self.attributes(owner)]
         return b"".join(sorted(named))
-
-
-def _filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True

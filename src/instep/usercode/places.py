@@ -61,7 +61,7 @@ class Place(NamedTuple):
         """Return what is there; None if nothing is."""
         space = self.space
         if type(space) is CellType:
-            return space.cell_contents if _filled(space) else None
+            return space.cell_contents if is_filled(space) else None
         if issubclass(type(space), dict):
             return dict.get(space, self.key)
         if type(space) is MappingProxyType:
@@ -223,7 +223,7 @@ def _slots(kind: type) -> Iterator[str]:
 
 def _of_function(function: FunctionType) -> Iterator[Place]:
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    yield from (Place(cell, "", name) for name, cell in cells if _filled(cell))
+    yield from (Place(cell, "", name) for name, cell in cells if is_filled(cell))
     space, names = function.__globals__, names_in(function.__code__)
     read = {name: space[name] for name in sorted(names & space.keys())}
     yield from (Place(space, name, name) for name in read)
@@ -320,7 +320,8 @@ def modules_of_the_user() -> list[ModuleType]:
     ]
 
 
-def _filled(cell: CellType) -> bool:
+def is_filled(cell: CellType) -> bool:
+    """Whether a function's cell holds something, and not itself."""
     try:
         return cell.cell_contents is not cell
     except ValueError:

@@ -9,12 +9,14 @@ import torch
 from torch import nn
 
 from instep.data.order import Position
+from instep.engine.state.attributes import kept_beside
 from instep.engine.state.average import Average
 from instep.engine.state.capture import Progress, capture, restore
 from instep.engine.state.committed import Commit, CommittedState
 from instep.engine.update import Update
 from instep.errors import CheckpointError
 from instep.job.mesh import MeshSpec
+from instep.recipe.optimizers.combined import CombinedOptimizer
 from instep.recipe.optimizers.two_points import TwoPoints
 from instep.state.boxes import MeshRank
 from instep.worker.own.taken_over import take_over
@@ -288,3 +290,15 @@ def test_a_state_goes_to_the_parameters_of_its_names_in_whatever_order():
     wrong = an_update(fresh, adam_of(fresh, [["0.weight", "1.bias"], ["1.weight", "0.bias"]]))
     with pytest.raises(CheckpointError, match="groups of parameters has others now: "):
         restore(snapshot, "a checkpoint", fresh, [Turn("", wrong, Nothing())])
+
+
+def test_hooks_of_several_optimizers_are_told_apart_by_their_order():
+    def hooked(first, second):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        parts = [torch.optim.SGD(each.parameters(), lr=0.1) for each in model]
+        for part, number in zip(parts, (first, second), strict=True):
+            part.register_step_pre_hook(lambda *_, number=number: None)
+        return kept_beside(CombinedOptimizer(parts), None, model)
+
+    assert all(hooked(1, 2) == hooked(1, 2) for _ in range(20))
+    assert hooked(1, 2) != hooked(2, 1)

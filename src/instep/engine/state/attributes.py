@@ -7,12 +7,13 @@ schedulers of torch keep nothing so, and are not looked at.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
+from instep.parallel.nested import tensors_in
 from instep.recipe.optimizers.combined import CombinedOptimizer, parts_of
 from instep.recipe.optimizers.plateau import Plateau
 from instep.usercode.digests import digest_of, digests
@@ -44,14 +45,17 @@ def kept_beside(optimizer: Optimizer, scheduler: Any, model: nn.Module) -> dict[
     """
     parts = [*parts_of(optimizer), scheduler]
     every = [each for each in parts if _is_looked_at(each)]
-    hooks = [[*each._optimizer_step_pre_hooks.values()] for each in {optimizer, *parts[:-1]}]
+    hooks = [
+        [*each._optimizer_step_pre_hooks.values()]
+        for each in dict.fromkeys((optimizer, *parts[:-1]))
+    ]
     if not every and not any(hooks):
         return {}
     known = {id(model): "model", id(optimizer): "optimizer"}
     for names in (model.named_parameters(), model.named_buffers()):
         known |= {id(each): name for name, each in names}
     saved = optimizer.state_dict()
-    known |= {id(each): "saved" for each in _tensors_in(saved) if id(each) not in known}
+    known |= {id(each): "saved" for each in tensors_in(saved) if id(each) not in known}
     found = dict[str, str]()
     for each in every:
         name, own = type(each).__name__, vars(each)
@@ -73,14 +77,3 @@ def _is_looked_at(each: Any) -> bool:
     if each is None or isinstance(each, Plateau | CombinedOptimizer):
         return False
     return not type(each).__module__.startswith("torch.optim") or isinstance(each, _CALLING)
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors_in(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors_in(each)
