@@ -101,7 +101,7 @@ class LateTrial:
         before, found = self._trial, self._trial
         try:
             with self._activity.during(TRYING), preserved():
-                found = try_trained(self._forward, self._loader, self._job, where)
+                found = try_trained(self._forward, self._loader, self._job, where, share)
         except Exception as error:  # of the user's code, or no room
             why = f"{type(error).__name__}: {one_line(error)}"
             self._member.warn(f"the loss was not compared again in step {step} ({why}).")

@@ -12,7 +12,7 @@ from torch import nn
 
 from instep.data.loader import Loader, Read, Slice
 from instep.data.order import Position, key
-from instep.engine.passes import OF_PASS
+from instep.engine.passes import OF_PASS, Share
 from instep.engine.trial_result import NOTHING_TO_TRY, Trial
 from instep.job.spec import JobSpec
 from instep.parallel.nested import tensors_in
@@ -79,15 +79,25 @@ def try_step(forward: Forward, loader: Loader, job: JobSpec, where: Position) ->
     return _try_place(forward, loader, job, where, Places(job, loader.samples).step(where))
 
 
-def try_trained(forward: Forward, loader: Loader, job: JobSpec, where: Position) -> Trial:
+def try_trained(
+    forward: Forward, loader: Loader, job: JobSpec, where: Position, share: Share
+) -> Trial:
     """Try the first micro-batches of a step, with the model as it is now.
 
     Args:
         forward, loader, job: as for `try_recipe`.
         where: the step.
+        share: of the worker, which begins with the step. With `data.parts` two of its micro-batches
+            are enough: those of others may lie on another host.
     """
     place = Places(job, loader.samples).step(where)
-    place = place._replace(parts=place.parts[:_PARTS])
+    parts = place.parts[:_PARTS]
+    if job.data.parts:
+        stop = where.first
+        for own in share.passes:
+            stop = own.samples.stop if own.samples.first == stop else stop
+        parts = (*parts[:2], *(part for part in parts[2:] if part.stop <= stop))
+    place = place._replace(parts=parts)
     return _try_place(forward, loader, job, where, place, trained=True)
 
 
