@@ -111,12 +111,13 @@ dist: setup      ## a wheel and a source archive in dist, and CHANGELOG.md from 
 site: setup      ## the documents as a web site in build/site
 	$(BIN)/python docs/make_site.py build/site
 
-check: setup     ## format, lint, types, layers, limits, links of the documents; changes nothing
+check: setup     ## format, lint, types, layers, limits, figures and links of the documents; changes nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/test_house.py -k limit
+	$(BIN)/python docs/make_benchmarks.py --check
 	$(BIN)/python docs/make_site.py --check
 
 format: setup    ## let the tools mend what they can
