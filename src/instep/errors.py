@@ -22,7 +22,7 @@ from __future__ import annotations
 import linecache
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -38,6 +38,8 @@ class InstepError(Exception):
     """Root of the tree; its text is one complete sentence for a person."""
 
     exit_code = 1
+    beside: tuple[InstepError, ...] = ()
+    """Others that were found at the same moment, for who prints all of them."""
 
 
 class SpecError(InstepError):
@@ -112,6 +114,36 @@ class JoinError(InstepError):
     """A machine may not join a run, or has lost it."""
 
     exit_code = 9
+
+
+def caught(check: Callable[[], object]) -> Iterator[InstepError]:
+    """The error that a check raises, if it raises one of ours; for `raise_first`, or for a list."""
+    try:
+        check()
+    except InstepError as error:
+        yield error
+
+
+def raise_first(errors: Iterable[InstepError]) -> None:
+    """Raise the first of the reasons why something is refused; the others are not looked for.
+
+    Raises:
+        InstepError: there is one.
+    """
+    for error in errors:
+        raise error
+
+
+def raise_all(errors: Iterable[InstepError]) -> None:
+    """Raise the first of the reasons why something is refused, with the others `beside` it.
+
+    Raises:
+        InstepError: there is one.
+    """
+    found = [*errors]
+    if found:
+        found[0].beside = tuple(found[1:])
+        raise found[0]
 
 
 MOST_NAMES = 40

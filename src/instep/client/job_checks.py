@@ -1,14 +1,15 @@
 """Refuses a job before any process is started: parts that do not exist, or do not go together.
 
-What one section can check by itself is checked in `job/`. Ways in: `check_job`, `check_mesh` for
-processes that predict, `with_options` for what a run is to keep, and `open_switchboard` for the
-address that it listens on.
+What one section can check by itself is checked in `job/`. Ways in: `check_job`, `refusals` for all
+that is wrong, `check_mesh` for processes that predict, `with_options` for what a run is to keep,
+and `open_switchboard` for the address that it listens on.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
 from inspect import signature
 from pathlib import Path
 
@@ -20,8 +21,16 @@ from instep.comm.protocol.endpoint import Switchboard
 from instep.data.partition import PARTITIONS
 from instep.data.shards.urls.remote import cache_in
 from instep.data.splits import COLUMNS, SPLITS
-from instep.errors import RecipeError, SpecError, WorkerError, file_beside
-from instep.job.mesh import OF_AXIS, MeshSpec
+from instep.errors import (
+    InstepError,
+    RecipeError,
+    SpecError,
+    WorkerError,
+    caught,
+    file_beside,
+    raise_first,
+)
+from instep.job.mesh import MeshSpec, mismatches
 from instep.job.spec import JobSpec
 from instep.job.sync import ROUND_OPTIONS, SHARED, SyncSpec
 from instep.launch import LAUNCHERS
@@ -44,8 +53,7 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
     """Refuse a job before any process starts.
 
     Args:
-        job: to be run.
-        resumed: its model is in a checkpoint; the file it started from may be gone.
+        job, resumed: as for `refusals`.
 
     Raises:
         SpecError: a part by that name does not exist, or not in this version; or this is a
@@ -62,48 +70,66 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
             "a run was started while the recipe's file was being imported. Put the call under "
             "`if __name__ == '__main__':`."
         )
-    STRATEGIES.check(job.sync.name, "sync.name")
-    LAUNCHERS.check(job.launch.launcher, "launch.launcher")
-    CODECS.check(job.sync.codec, "sync.codec")
-    check_loggers(job.report.loggers)
-    check_url(job.checkpoint.copy_to)
-    _check_split(job)
-    _check_sync(job, resumed=resumed)
-    clashes.check(job)
-    check_mesh(job.mesh)
+    raise_first(refusals(job, resumed=resumed))
+
+
+def refusals(job: JobSpec, *, resumed: bool = False) -> Iterator[InstepError]:
+    """The reasons why a job cannot run, as far as that shows before any process starts.
+
+    What follows an error is looked for only when the next one is asked for.
+
+    Args:
+        job: to be run.
+        resumed: its model is in a checkpoint; the file it started from may be gone.
+    """
+    yield from (unknown := [*caught(lambda: STRATEGIES.check(job.sync.name, "sync.name"))])
+    yield from caught(lambda: LAUNCHERS.check(job.launch.launcher, "launch.launcher"))
+    yield from caught(lambda: CODECS.check(job.sync.codec, "sync.codec"))
+    yield from caught(lambda: check_loggers(job.report.loggers))
+    yield from caught(lambda: check_url(job.checkpoint.copy_to))
+    yield from _of_split(job)
+    if not unknown:
+        yield from _of_sync(job, resumed=resumed)
+    yield from clashes.refusals(job)
+    yield from map(SpecError, mismatches(job.mesh))
     file = Path(job.recipe.rpartition(":")[0])
     if given(job.recipe) is None and not file.is_file():
-        raise RecipeError(f"there is no recipe file {str(file)!r}. {file_beside(file, '*.py')}")
-    _check_arguments(job)
-    _check_own_codec(job)
+        yield RecipeError(f"there is no recipe file {str(file)!r}. {file_beside(file, '*.py')}")
+    yield from caught(lambda: _check_arguments(job))
+    yield from caught(lambda: _check_own_codec(job))
     if job.launch.hosts:
-        open_switchboard(job).close()
+        yield from caught(lambda: open_switchboard(job).close())
+    yield from caught(lambda: _check_start(job, resumed=resumed))
+
+
+def _check_start(job: JobSpec, *, resumed: bool) -> None:
+    """Refuse a model to start from that is not there, or damaged."""
     with cache_in(job.data.cache, job.data.cache_gb):
         model = None if resumed else start_file(job.start)
     if model is not None:
         check_hashes(model)
 
 
-def _check_split(job: JobSpec) -> None:
+def _of_split(job: JobSpec) -> Iterator[InstepError]:
     """Refuse parts without their order, a split that does not exist, a column it does not use."""
     data = job.data
     if data.parts and data.order != "windowed":
-        raise SpecError(
+        yield SpecError(
             f"data.parts = {data.parts} draws each micro-batch from one part, which data.order = "
             f"{data.order!r} does not. Set data.order = 'windowed', or leave data.parts out."
         )
     if job.own_data == "parts" and data.parts != job.sync.participants:
-        raise SpecError(
+        yield SpecError(
             f"sync.options.partition = 'parts' gives each participant a part, and data.parts = "
             f"{data.parts} with sync.participants = {job.sync.participants}. Set both to one "
             "number."
         )
     if data.split:
-        SPLITS.check(data.split, "data.split")
+        yield from caught(lambda: SPLITS.check(data.split, "data.split"))
     for key in ("groups", "times"):  # of labels much else speaks
         if (given := getattr(data, key)) and key not in COLUMNS.get(data.split, ()):
             uses = [f"'{name}'" for name, columns in COLUMNS.items() if key in columns]
-            raise SpecError(
+            yield SpecError(
                 f"data.{key} = {given!r}, and data.split = {data.split!r} does not use it. Leave "
                 f"it out, or set data.split to {listed(uses, 4)}."
             )
@@ -141,36 +167,7 @@ def check_mesh(mesh: MeshSpec) -> None:
     Raises:
         SpecError: names them.
     """
-    if mesh.shard > 1 and mesh.stages > 1 and mesh.zero == 3:
-        raise SpecError(
-            f"mesh.zero = 3 with mesh.stages = {mesh.stages}: the parts of a micro-batch go "
-            "through a stage in turn, and each would gather its parameters anew. Set mesh.zero "
-            "= 2: they are gathered once for a micro-batch."
-        )
-    default = MeshSpec()
-    for key, instead in _OF_SEVERAL.items():
-        if mesh.ranks == 1 and (given := getattr(mesh, key)) != getattr(default, key):
-            raise SpecError(
-                f"mesh.{key} = {given!r} is for a replica of several processes, and "
-                f"mesh.shard = 1. Leave the key out{instead}."
-            )
-    if mesh.sequence and mesh.stages > 1:
-        raise SpecError(
-            f"mesh.sequence = true with mesh.stages = {mesh.stages}: what crosses from stage to "
-            "stage is whole in this version. Leave one of the two out."
-        )
-    if mesh.same_batch > 1 and mesh.compile != "none":
-        raise SpecError(
-            f"mesh.compile = {mesh.compile!r} goes together with mesh.shard alone in this "
-            "version. Leave it out, or leave mesh.tensor and mesh.stages out."
-        )
-    for axis, keys in OF_AXIS.items():
-        for key in keys if getattr(mesh, axis) == 1 else ():
-            if (given := getattr(mesh, key)) != getattr(default, key):
-                raise SpecError(
-                    f"mesh.{key} = {given!r} is for mesh.{axis} above 1. Leave the key out, "
-                    f"or set mesh.{axis}."
-                )
+    raise_first(map(SpecError, mismatches(mesh)))
 
 
 def with_options(job: JobSpec, before: JobSpec | None = None) -> JobSpec:
@@ -198,75 +195,75 @@ def with_options(job: JobSpec, before: JobSpec | None = None) -> JobSpec:
         return replace(job, start=replace(job.start, version=local_copy(job.start)[1]))
 
 
-def _check_sync(job: JobSpec, *, resumed: bool) -> None:
+def _of_sync(job: JobSpec, *, resumed: bool) -> Iterator[InstepError]:
     """Refuse keys of `[sync]` that its strategy does not know or needs, and wrong options."""
     sync = job.sync
     if sync.name not in ROUNDS and sync.participants != SyncSpec().participants:
-        raise SpecError(
+        yield SpecError(
             f"sync.participants = {sync.participants}: {sync.name} agrees on every step. Leave the "
             "key out, or use sync.name = 'averaging'."
         )
     if sync.name not in ROUNDS and job.stop.spread is not None:
-        raise SpecError(
+        yield SpecError(
             f"stop.spread = {job.stop.spread:g}: {sync.name} has no participants that could be "
             "apart. Leave the key out, or use sync.name = 'averaging'."
         )
     if sync.name not in SERVERS and job.server_hosts:
-        raise SpecError(
+        yield SpecError(
             f"cluster.servers = {list(job.cluster.servers)}: {sync.name} has no servers. Leave "
             "the key out, or choose a strategy that has them."
         )
     if sync.name not in SERVERS and sync.servers != 1:
-        raise SpecError(
+        yield SpecError(
             f"sync.servers = {sync.servers}: {sync.name} has no servers. Leave the key out, or "
             "use sync.name = 'server_sync'."
         )
     hosts = max(job.launch.count, len(job.cluster.places))
     if sync.servers > (most := max(job.most_workers, hosts)):
-        raise SpecError(
+        yield SpecError(
             f"sync.servers = {sync.servers}: with more servers than a job can have workers "
             f"({job.most_workers}: {job.portions}), and hosts ({hosts or 1}), the links of "
             f"workers are the limit, and nothing is faster. Set sync.servers to at most {most}."
         )
     if sync.name == "server_sync" and sync.all_options.get("copy") and sync.servers < 2:
-        raise SpecError(
+        yield SpecError(
             f"sync.options.copy = true with sync.servers = {sync.servers}: another server keeps "
             "the copy. Set sync.servers = 2 or more, or leave it out."
         )
     if sync.name in LEASED and "copy" in sync.options:
-        raise SpecError(
+        yield SpecError(
             f"sync.options.copy: with sync.name = {sync.name!r} no other host has a copy. If the "
             f"host of a server is lost, the run ends with exit code {WorkerError.exit_code}, and "
             "instep resume continues from the newest checkpoint. Leave copy out, and set "
             "checkpoint.every to what may be trained again; or use sync.name = 'server_sync'."
         )
-    _check_partition(sync)
+    yield from _of_partition(sync)
     if not resumed:
-        _check_of_use(sync)
+        yield from _of_use(sync)
     apart = ROUND_OPTIONS if sync.name in ROUNDS else {}
     own = ":" in sync.codec  # is imported by the workers, with the recipe
     options = sync.options.keys() - apart or sync.codec_options
     if options and not own and not resumed:  # only then: it imports torch
         from instep.sync.base import strategy_of
 
-        strategy_of(sync)
+        yield from caught(lambda: strategy_of(sync))
 
 
-def _check_partition(sync: SyncSpec) -> None:
+def _of_partition(sync: SyncSpec) -> Iterator[InstepError]:
     """Refuse a partition that does not exist, or an option that it does not have."""
     if sync.rounds is None:
         return
     partition = sync.rounds.partition
     if partition != SHARED:
-        PARTITIONS.check(partition, "sync.options.partition")
+        yield from caught(lambda: PARTITIONS.check(partition, "sync.options.partition"))
     if partition != "labels" and "skew" in sync.options:
-        raise SpecError(
+        yield SpecError(
             f"sync.options.skew = {sync.options['skew']} with partition = {partition!r}: it says "
             "how uneven labels are dealt. Leave it out, or set partition = 'labels'."
         )
 
 
-def _check_of_use(sync: SyncSpec) -> None:
+def _of_use(sync: SyncSpec) -> Iterator[SpecError]:
     """Refuse an option that another one leaves without any effect."""
     options = sync.options
     unused: dict[str, str] = {}
@@ -284,18 +281,10 @@ def _check_of_use(sync: SyncSpec) -> None:
         if option in options:
             given = options[option]
             given = str(given).lower() if isinstance(given, bool) else given
-            raise SpecError(
+            yield SpecError(
                 f"sync.options.{option} = {given} does nothing with {why}. Leave it out, or "
                 f"set {why.partition(' ')[0]}."
             )
-
-
-_OF_SEVERAL = {
-    "checkpointing": ", or call torch.utils.checkpoint in the model",
-    "offload": "",
-    "compile": ", or call compile() on the model",
-    "build": "",
-}
 
 
 def open_switchboard(job: JobSpec) -> Switchboard:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from instep.job.base import Positive, Section
@@ -134,3 +134,45 @@ class MeshSpec(Section, frozen=True, kw_only=True):
     def column(self, members: Sequence[int], worker: int) -> list[int]:
         """Those of `members` that have the same place in their replicas as `worker`."""
         return [each for each in members if each % self.ranks == worker % self.ranks]
+
+
+_OF_SEVERAL = {
+    "checkpointing": ", or call torch.utils.checkpoint in the model",
+    "offload": "",
+    "compile": ", or call compile() on the model",
+    "build": "",
+}
+
+
+def mismatches(mesh: MeshSpec) -> Iterator[str]:
+    """The reasons why axes do not go together, or a key is of an axis that is not there."""
+    if mesh.shard > 1 and mesh.stages > 1 and mesh.zero == 3:
+        yield (
+            f"mesh.zero = 3 with mesh.stages = {mesh.stages}: the parts of a micro-batch go "
+            "through a stage in turn, and each would gather its parameters anew. Set mesh.zero "
+            "= 2: they are gathered once for a micro-batch."
+        )
+    default = MeshSpec()
+    for key, instead in _OF_SEVERAL.items():
+        if mesh.ranks == 1 and (given := getattr(mesh, key)) != getattr(default, key):
+            yield (
+                f"mesh.{key} = {given!r} is for a replica of several processes, and "
+                f"mesh.shard = 1. Leave the key out{instead}."
+            )
+    if mesh.sequence and mesh.stages > 1:
+        yield (
+            f"mesh.sequence = true with mesh.stages = {mesh.stages}: what crosses from stage to "
+            "stage is whole in this version. Leave one of the two out."
+        )
+    if mesh.same_batch > 1 and mesh.compile != "none":
+        yield (
+            f"mesh.compile = {mesh.compile!r} goes together with mesh.shard alone in this "
+            "version. Leave it out, or leave mesh.tensor and mesh.stages out."
+        )
+    for axis, keys in OF_AXIS.items():
+        for key in keys if getattr(mesh, axis) == 1 else ():
+            if (given := getattr(mesh, key)) != getattr(default, key):
+                yield (
+                    f"mesh.{key} = {given!r} is for mesh.{axis} above 1. Leave the key out, "
+                    f"or set mesh.{axis}."
+                )

@@ -6,7 +6,7 @@ What these parts make, is checked in `build.py`. Way in: `Recipe`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from instep.data.reading.batched import offers
 from instep.data.torch_loader import LoaderParts, columns_in, unpack_loader
-from instep.errors import RecipeError, near_miss
+from instep.errors import InstepError, RecipeError, caught, near_miss, raise_all
 from instep.recipe.callbacks import check_callbacks
 from instep.recipe.metrics import is_whole, no_metrics_without_targets
 from instep.words import a_or_an
@@ -168,13 +168,7 @@ class Recipe:
         Raises:
             RecipeError: a Recipe has no part of that name, or a required one is missing.
         """
-        parts = [f.name for f in fields(cls) if f.init]
-        for name in given:
-            if name not in parts:
-                raise RecipeError(f"a Recipe has no {name!r}. {near_miss(name, parts)}")
-        for name in ("model", "train", "optimizer"):
-            if name not in given and not (name == "optimizer" and "turns" in given):
-                raise RecipeError(f"a Recipe needs {name!r}, which was not given.")
+        raise_all(_of_names(given, [f.name for f in fields(cls) if f.init]))
         return super().__new__(cls)
 
     def with_data(self, given: Mapping[str, LoaderParts], **fields: Any) -> Recipe:
@@ -194,22 +188,42 @@ class Recipe:
         )
 
     def __post_init__(self) -> None:
-        _check_turns(self) if self.turns else _check_loss(self)
+        raise_all(self._refusals())
+
+    def _refusals(self) -> Iterator[InstepError]:
+        yield from _of_turns(self) if self.turns else _of_losses(self)
         for name in ("train", "validate"):
             if name == "train" or self.validate is not None:
-                self.given[name] = _apart(name, getattr(self, name))
-                object.__setattr__(self, name, self.given[name].dataset)
-                _check_dataset(name, self.given[name].dataset)
+                yield from self._of_dataset(name)
         for name in _FUNCTIONS:
             given = getattr(self, name)
             missing = given is None and name == "optimizer" and not self.turns
             if missing or (given is not None and not callable(given)):
                 hint = _HINTS.get(name, "")
-                raise RecipeError(
+                yield RecipeError(
                     f"Recipe.{name} is {a_or_an(given)}, but a function is wanted.{hint}"
                 )
-        _check_metrics(self.metrics)
-        check_callbacks(self.callbacks)
+        yield from _of_metrics(self.metrics)
+        yield from caught(lambda: check_callbacks(self.callbacks))
+
+    def _of_dataset(self, name: str) -> Iterator[InstepError]:
+        """Take a `DataLoader` apart, and refuse what is no dataset."""
+        try:
+            self.given[name] = unpack_loader(getattr(self, name))
+        except ValueError as error:
+            yield RecipeError(f"Recipe.{name} is a DataLoader that {error}.")
+            return
+        object.__setattr__(self, name, self.given[name].dataset)
+        yield from caught(lambda: _check_dataset(name, self.given[name].dataset))
+
+
+def _of_names(given: Mapping[str, Any], parts: Collection[str]) -> Iterator[InstepError]:
+    for name in given:
+        if name not in parts:
+            yield RecipeError(f"a Recipe has no {name!r}. {near_miss(name, parts)}")
+    for name in ("model", "train", "optimizer"):
+        if name not in given and not (name == "optimizer" and "turns" in given):
+            yield RecipeError(f"a Recipe needs {name!r}, which was not given.")
 
 
 _FUNCTIONS = (
@@ -232,18 +246,18 @@ _HINTS = {
 _LOSSES = ("loss", "compute_loss", "batch_loss")
 
 
-def _check_loss(recipe: Recipe) -> None:
+def _of_losses(recipe: Recipe) -> Iterator[InstepError]:
     losses = [name for name in _LOSSES if getattr(recipe, name) is not None]
     if (recipe.embed is None) != (recipe.batch_loss is None):
         given, missing = ("embed", "batch_loss")[:: 1 if recipe.embed is not None else -1]
-        raise RecipeError(
+        yield RecipeError(
             f"Recipe.{given} was given without {missing}: the two belong together. "
             "embed(model, batch) gives (embeddings, targets) of a micro-batch, and "
             "batch_loss(model, embeddings, targets) is the loss of the whole global batch."
         )
     if len(losses) != 1:
         given = "none was" if not losses else f"{' and '.join(losses)} were"
-        raise RecipeError(
+        yield RecipeError(
             f"a Recipe needs one of loss, compute_loss, and embed with batch_loss; {given} given. "
             "For a model that computes its own loss, as those of transformers do: "
             "compute_loss=lambda model, batch: model(**batch).loss."
@@ -251,68 +265,65 @@ def _check_loss(recipe: Recipe) -> None:
     for name in (*_LOSSES, "embed"):
         given = getattr(recipe, name)
         if given is not None and not callable(given):
-            raise RecipeError(f"Recipe.{name} is {a_or_an(given)}, but a function is wanted.")
-    if recipe.loss is None:
-        no_metrics_without_targets(losses[0], recipe.metrics, recipe.targets)
+            yield RecipeError(f"Recipe.{name} is {a_or_an(given)}, but a function is wanted.")
+    if recipe.loss is None and losses:
+        of = losses[0]
+        yield from caught(lambda: no_metrics_without_targets(of, recipe.metrics, recipe.targets))
     if recipe.batch_loss is not None and recipe.weight is not None:
-        raise RecipeError(
+        yield RecipeError(
             "Recipe.weight is of a micro-batch, but batch_loss is a loss over the whole global "
             "batch. Leave weight out."
         )
 
 
-def _check_turns(recipe: Recipe) -> None:
+def _of_turns(recipe: Recipe) -> Iterator[InstepError]:
     turns = recipe.turns
     if not isinstance(turns, (list, tuple)) or not all(isinstance(each, Turn) for each in turns):
-        raise RecipeError(
+        yield RecipeError(
             f"Recipe.turns is {a_or_an(turns)}, but a list of instep.Turn is wanted: "
             "[instep.Turn('discriminator', ...), instep.Turn('generator', ...)]."
         )
+        return
     for name in ("optimizer", "scheduler", "parameters", *_LOSSES, "embed"):
         if getattr(recipe, name) is not None:
-            raise RecipeError(
+            yield RecipeError(
                 f"Recipe.turns and Recipe.{name} were given: each turn has its own optimizer and "
                 f"compute_loss. Leave {name} out."
             )
-    no_metrics_without_targets("the compute_loss of a turn", recipe.metrics, recipe.targets)
+    of = "the compute_loss of a turn"
+    yield from caught(lambda: no_metrics_without_targets(of, recipe.metrics, recipe.targets))
     names = [turn.name for turn in turns]
     for name in names:
         if not isinstance(name, str) or not re.fullmatch("[A-Za-z0-9_]+", name):
-            raise RecipeError(f"a turn's name is {name!r}, but letters, digits and _ are wanted.")
+            yield RecipeError(f"a turn's name is {name!r}, but letters, digits and _ are wanted.")
         if names.count(name) > 1:
-            raise RecipeError(f"two turns are called {name!r}. Give each a name of its own.")
+            yield RecipeError(f"two turns are called {name!r}. Give each a name of its own.")
     for turn in turns:
         for name in ("parameters", "optimizer", "compute_loss", "scheduler"):
             given = getattr(turn, name)
             if not callable(given) and not (name == "scheduler" and given is None):
-                raise RecipeError(
+                yield RecipeError(
                     f"turns[{turn.name!r}].{name} is {a_or_an(given)}, but a function is wanted."
                 )
 
 
-def _check_metrics(metrics: Any) -> None:
+def _of_metrics(metrics: Any) -> Iterator[InstepError]:
     if not isinstance(metrics, Mapping):
-        raise RecipeError(
+        yield RecipeError(
             f"Recipe.metrics is {a_or_an(metrics)}, but a dict is wanted: "
             "name to metric(outputs, target)."
         )
+        return
     for name, metric in metrics.items():
         if not (callable(metric) or is_whole(metric)) or isinstance(metric, type):
-            raise RecipeError(
+            yield RecipeError(
                 f"Recipe.metrics[{name!r}] is {a_or_an(metric)}, not a function, nor an object "
                 "with update, compute and reset."
             )
     if "loss" in metrics:
-        raise RecipeError(
+        yield RecipeError(
             "Recipe.metrics: the name 'loss' is taken by the loss itself. Choose another."
         )
-
-
-def _apart(name: str, given: Any) -> LoaderParts:
-    try:
-        return unpack_loader(given)
-    except ValueError as error:
-        raise RecipeError(f"Recipe.{name} is a DataLoader that {error}.") from None
 
 
 def _are_columns(given: tuple[Any, ...]) -> bool:

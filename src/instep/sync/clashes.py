@@ -1,7 +1,7 @@
 """Which settings do not go together, and why: the one table, for the checks and for the page.
 
 `docs/make_together.py` writes `docs/concepts/what-goes-together.md` from it. What a setting needs
-by itself, and what its values may be, is checked where it is read. Way in: `check`.
+by itself, and what its values may be, is checked where it is read. Ways in: `check`, `refusals`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
-from instep.errors import SpecError
+from instep.errors import SpecError, raise_first
 from instep.job.spec import JobSpec
 from instep.sync import LEASED, ROUNDS, SERVERS
 
@@ -253,18 +253,27 @@ def clashes(job: JobSpec, recipe: Traits | None = None) -> Iterator[tuple[str, s
             yield pair
 
 
-def check(job: JobSpec, recipe: Traits | None = None) -> None:
-    """Refuse settings that do not go together.
+def refusals(job: JobSpec, recipe: Traits | None = None) -> Iterator[SpecError]:
+    """The reasons why settings do not go together: one for each pair, with both and the reason.
 
     Args:
         job: what is asked for.
         recipe: the same; left out where it has not been built.
+    """
+    for pair in clashes(job, recipe):
+        one, other = (SETTINGS[name].name.format(job=job) for name in pair)
+        yield SpecError(
+            f"{one} does not go with {other}: {CLASHES[pair]}. Leave one of the two out."
+        )
+
+
+def check(job: JobSpec, recipe: Traits | None = None) -> None:
+    """Refuse settings that do not go together.
+
+    Args:
+        job, recipe: as for `refusals`.
 
     Raises:
         SpecError: naming two of them, and the reason.
     """
-    for pair in clashes(job, recipe):
-        one, other = (SETTINGS[name].name.format(job=job) for name in pair)
-        raise SpecError(
-            f"{one} does not go with {other}: {CLASHES[pair]}. Leave one of the two out."
-        )
+    raise_first(refusals(job, recipe))

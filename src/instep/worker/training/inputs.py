@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from instep.data.loader import Loader
 from instep.engine.member import Member
-from instep.errors import RecipeError, SpecError
+from instep.errors import InstepError, RecipeError, SpecError
 from instep.job.spec import JobSpec
 from instep.recipe.forward import Forward
 from instep.recipe.recipe import Recipe
@@ -98,17 +99,13 @@ def _loader(member: Member, recipe: Recipe, name: str, own_data: OwnData | None)
     )
 
 
-def check_validation_parts(job: JobSpec, recipe: Recipe) -> None:
-    """Refuse a recipe that needs a validation and has none, or predicts where it cannot.
-
-    Raises:
-        RecipeError: names what is missing.
-        SpecError: `mesh.stages` with `targets`.
-    """
+def validation_refusals(job: JobSpec, recipe: Recipe) -> Iterator[InstepError]:
+    """The reasons why a validation cannot be: one that is needed is missing, or it would predict
+    where it cannot."""
     if recipe.validate is None and recipe.targets is not None:
-        raise RecipeError("Recipe.targets is for metrics of a validation. Give validate too.")
+        yield RecipeError("Recipe.targets is for metrics of a validation. Give validate too.")
     if job.mesh.stages > 1 and recipe.targets is not None:
-        raise SpecError(
+        yield SpecError(
             f"Recipe.targets with mesh.stages = {job.mesh.stages}: the outputs that metrics "
             "compare would need a second pass through all stages. Set mesh.stages = 1, or give "
             "loss and leave targets out."

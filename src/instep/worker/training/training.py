@@ -6,7 +6,7 @@ The loop around them is in `loop.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -34,7 +34,7 @@ from instep.engine.state.committed import Commit
 from instep.engine.trial_result import Trial
 from instep.engine.turns import make_turns
 from instep.engine.update import Update
-from instep.errors import PeerError, SpecError
+from instep.errors import InstepError, PeerError, SpecError, raise_first
 from instep.parallel.compiled import compiling
 from instep.parallel.global_batch.batch_norm import make_global
 from instep.parallel.host_state import keep_on_host
@@ -44,14 +44,13 @@ from instep.recipe.large import measured
 from instep.recipe.recipe import Recipe
 from instep.state.intact import discard_after
 from instep.state.retention import Best, best_rule
-from instep.sync import LEASED, SERVERS, clashes
+from instep.sync import LEASED, SERVERS
 from instep.sync.servers.server_sync import ServerSync
 from instep.system.malloc import return_unused_memory
 from instep.words import listed
 from instep.worker.loop.after_commit import CALLBACKS, Step
 from instep.worker.loop.loop import Loop
 from instep.worker.loop.observed import Observed, make_observers
-from instep.worker.loop.stopping import check_rules
 from instep.worker.passes.activity import Activity
 from instep.worker.passes.base import Compute, Results
 from instep.worker.passes.late_trial import TRYING, LateTrial
@@ -73,9 +72,9 @@ from instep.worker.rounds.probe import Probe
 from instep.worker.rounds.round_update import RoundUpdate
 from instep.worker.rounds.rounds import Rounds
 from instep.worker.training.callback_writes import CallbackWrites
-from instep.worker.training.devices import check_device
 from instep.worker.training.entry import Entry, take_host_copy
-from instep.worker.training.inputs import Inputs, check_validation_parts
+from instep.worker.training.inputs import Inputs
+from instep.worker.training.refusals import measured_by, refusals
 from instep.worker.training.trials import Trials, agreed, decided_by_job
 from instep.worker.training.validation import Validation
 
@@ -96,6 +95,8 @@ class Training(Loop):
     """
 
     compute: Compute
+    refuse: Callable[[Iterable[InstepError]], None] = staticmethod(raise_first)
+    """Told the reasons why job and recipe do not go together."""
 
     def __init__(self, member: Member, recipe: Recipe, device: torch.device) -> None:
         self.member, self.job, self.device = member, member.job, device
@@ -111,16 +112,11 @@ class Training(Loop):
         self._loader_watch, self._clock = LoaderWatch(), cpu_clock()
         early = EarlyReads(self._loader_watch)
         member.at = lambda: early.heartbeat(self._present, self._clock())
-        check_device(self.job, device)
-        check_rules(self.job.stop, recipe)
-        clashes.check(self.job, recipe)
-        check_validation_parts(self.job, recipe)
+        self.refuse(refusals(self.job, recipe, device))
         samples = len(recipe.train)
         fresh = member.checkpoint is None  # else the checkpoint has the parameters
         last_step = Batches.of_job(self.job, samples).length(self.job)
         averages = self.job.sync.rounds is not None
-        if averages:
-            round_checks.check_length(self.job, samples)
         embeds = recipe.batch_loss is not None
         model, begun = build_model(
             recipe,
@@ -224,7 +220,6 @@ class Training(Loop):
             self._replica,
             self._own_data.validation_sizes if self._own_data is not None else (),
         )
-        self._best()  # refuses a metric that does not exist, before anything is trained
         if self.job.check.content != "off" and member.sees_run and member.run.is_dir():
             # contents of samples as steps use them, for the audit
             self._record = Record(member.run / f"contents-{member.number}.bin")
@@ -353,8 +348,7 @@ class Training(Loop):
         return {"train": self.samples, "validate": self._inputs.validation_samples}
 
     def _best(self) -> Best | None:
-        measured = ("loss", *self.recipe.metrics) if self.recipe.validate is not None else ()
-        return best_rule(self.job.checkpoint, measured)
+        return best_rule(self.job.checkpoint, measured_by(self.recipe))
 
     @property
     def _merge(self) -> bool:

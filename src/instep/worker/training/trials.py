@@ -57,26 +57,44 @@ class Trials:
         given = inputs.forward, inputs.train, job, inputs.samples
         self._activity.enter(TRYING)
         if not whole.small:
-            trial = try_blocks(*given, whole.fill)
-            return try_kept(inputs.forward, job, self._updates, trial, self._begun, built)
+            return self.try_kept(try_blocks(*given, whole.fill), built)
         began = time.time()
-        trial = try_recipe(*given, tells_trial(inputs.member))
-        trial = try_kept(inputs.forward, job, self._updates, trial, self._begun, built)
+        trial = self.try_kept(try_recipe(*given, tells_trial(inputs.member)), built)
         inputs.member.phases["trial"] = time.time() - began
-        if inputs.validate is not None and inputs.member.number == 0:
-            rehearsed = try_validation(inputs.forward, inputs.validate, inputs.first_batch)
-            self.validated = rehearsed.found
-            if rehearsed.changed and trial.same:
-                why = f"the validation changes {rehearsed.changed!r}, which is kept in Python and "
-                why += "which training may read: how much a worker validates depends on how many "
-                why += "there are, and no checkpoint has it"
-                trial = trial._replace(verdict=f"not shown: {why}")
+        trial = self.try_validation(trial)
         if job.sync.votes:
             return trial._replace(merge=False, reason="each micro-batch is a voter")
         if job.sync.rounds is None:
             return trial
         reason = "each participant of a round is computed apart"
         return trial._replace(merge=False, reason=reason, verdict=round_checks.verdict(job))
+
+    def try_kept(self, trial: Trial, built: Built | None = None) -> Trial:
+        """Try what the optimizer and the loss keep, and add what it shows to a trial of passes.
+
+        Raises:
+            InstepError: the optimizer cannot be made, or take a step.
+        """
+        forward, job = self._inputs.forward, self._inputs.job
+        return try_kept(forward, job, self._updates, trial, self._begun, built)
+
+    def try_validation(self, trial: Trial) -> Trial:
+        """Try the first batch of the validation, on one worker, and add what it shows.
+
+        Raises:
+            InstepError: the loss or a metric cannot be computed.
+        """
+        inputs = self._inputs
+        if inputs.validate is None or inputs.member.number != 0:
+            return trial
+        rehearsed = try_validation(inputs.forward, inputs.validate, inputs.first_batch)
+        self.validated = rehearsed.found
+        if not rehearsed.changed or not trial.same:
+            return trial
+        why = f"the validation changes {rehearsed.changed!r}, which is kept in Python and "
+        why += "which training may read: how much a worker validates depends on how many "
+        why += "there are, and no checkpoint has it"
+        return trial._replace(verdict=f"not shown: {why}")
 
 
 def agreed(comm: Comm, device: torch.device, trial: Trial, unrepeatable: int | None) -> Trial:
