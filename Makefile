@@ -103,8 +103,7 @@ simulate: setup  ## SEEDS stories of the control plane, ten thousand (ten minute
 	$(BIN)/python tests/simulation/leases.py --games 1500
 	$(BIN)/python tests/simulation/run.py --seeds $(or $(SEEDS),10000) --jobs 2
 
-dist: setup      ## a wheel and a source archive in dist, and CHANGELOG.md from changes
-	$(BIN)/python docs/make_changelog.py
+dist: setup      ## a wheel and a source archive in dist
 	rm -rf dist build
 	$(BIN)/python -m build --no-isolation --outdir dist .
 
@@ -139,4 +138,4 @@ storms: setup    ## 200 short runs of every strategy and mesh, in which processe
 	$(BIN)/python benchmarks/storms.py --storms 200
 
 clean:           ## remove what make and the runs left
-	rm -rf .venv runs build dist CHANGELOG.md .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf .venv runs build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,16 +1,16 @@
-"""Write `CHANGELOG.md`: what a user can do now, by version, from the fragments in `changes/`.
+"""The changelog: versions are in `CHANGELOG.md`, what came since in the fragments of `changes/`.
 
-    python docs/make_changelog.py            write the file
-    python docs/make_changelog.py --check    exit 1 if it is not what would be written
+    python docs/make_changelog.py            print what came since the newest version
+    python docs/make_changelog.py 0.4.0      begin a version with it, and remove the fragments
 
-A version is a folder of `changes/`, with the fragments that it has; those of the next one lie in
-`changes/` itself. `make dist` writes the file anew; it is not in the repository.
+A version begins with a line for each fragment: its title. Then group and merge them by hand, as
+`CONTRIBUTING.md` says.
 """
 
 from __future__ import annotations
 
+import re
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,16 +18,15 @@ ROOT = Path(__file__).resolve().parent.parent
 CHANGES, FILE = ROOT / "changes", ROOT / "CHANGELOG.md"
 
 
+def fragments() -> list[Path]:
+    """What came since the newest version, the newest first."""
+    return sorted(CHANGES.glob("*.md"), reverse=True)
+
+
 def changelog() -> str:
-    """The whole file; the newest version and the newest fragments come first."""
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
-    earlier = [folder for folder in CHANGES.iterdir() if folder.is_dir() and folder.name != version]
-    earlier.sort(key=lambda folder: [*map(int, folder.name.split("."))], reverse=True)
-    parts = ["# Changes\n"]
-    for name, folder in [(version, CHANGES), *((each.name, each) for each in earlier)]:
-        parts.append(f"## {name}\n")
-        parts += [fragment(file) for file in sorted(folder.glob("*.md"), reverse=True)]
-    return "\n".join(parts)
+    """The file, with the fragments above its newest version, as the site shows it."""
+    since = [fragment(file) for file in fragments()]
+    return _above_the_newest("\n".join(["## Since then\n", *since])) if since else _versions()
 
 
 def fragment(file: Path) -> str:
@@ -43,12 +42,34 @@ def _below(lines: list[str]) -> Iterator[str]:
         yield f"##{line}" if line.startswith("#") else line
 
 
+def begin(version: str) -> None:
+    """Put a line for each fragment above the newest version, and remove the fragments."""
+    files = fragments()
+    lines = [f"- {file.read_text('utf-8').splitlines()[0].lstrip('# ')}." for file in files]
+    text = _above_the_newest("\n".join([f"## {version}\n", *lines, ""]))
+    FILE.write_text(text, encoding="utf-8")
+    for file in files:
+        file.unlink()
+
+
+def _versions() -> str:
+    return FILE.read_text("utf-8")
+
+
+def _above_the_newest(text: str) -> str:
+    opening, newest, rest = _versions().partition("\n## ")
+    return f"{opening}\n{text}{newest}{rest}"
+
+
 def main(arguments: list[str]) -> int:
-    """Write the file, or with `--check` compare it; returns the exit code."""
-    wanted = changelog()
-    if arguments == ["--check"]:
-        return int(not FILE.is_file() or FILE.read_text("utf-8") != wanted)
-    FILE.write_text(wanted, encoding="utf-8")
+    """Print what came since, or begin a version; returns the exit code."""
+    if not arguments:
+        print("\n".join(map(fragment, fragments())))
+    elif len(arguments) == 1 and re.fullmatch(r"\d+\.\d+\.\d+", arguments[0]):
+        begin(arguments[0])
+    else:
+        print(__doc__)
+        return 2
     return 0
 
 

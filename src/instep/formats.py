@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import re
 
-INSTEP = "0.2.0"
+INSTEP = "0.3.0"
 """The version of this instep; `pyproject.toml` has the same."""
 
 FORMAT = 2
 
-_READ_BY = {1: "0.1", 2: "0.2"}
+_READ_BY = {1: "0.1", 2: "0.3"}
 _VERSION = re.compile(r"(\d+\.\d+)(\.\w+)*", re.ASCII)
 
 

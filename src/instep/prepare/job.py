@@ -21,6 +21,7 @@ from instep.data.shards.columns import Column
 from instep.data.shards.digest import blocks_of, digest_of
 from instep.data.shards.manifest import Manifest, Shard, Source, lines_of, write_manifest
 from instep.errors import DataError, RunError
+from instep.formats import INSTEP
 from instep.prepare import plan
 from instep.prepare.asked import Asked, hash_of_file
 from instep.prepare.assemble import Planned, columns_of, figures_of, layout, moved
@@ -330,7 +331,7 @@ class Job:
     def _made_by(self) -> dict[str, Any]:
         """What has decided the samples, beside the sources."""
         versions = {
-            "instep": version("instep"),
+            "instep": INSTEP,
             "pyarrow": version("pyarrow"),
             "numpy": version("numpy"),
         }
