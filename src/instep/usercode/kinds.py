@@ -1,7 +1,8 @@
 """Kinds of what the user's code keeps in Python: how each is noted, compared and put back.
 
 What counts of it are numbers, of which there may be a few in a list, a dict, a tuple or an object;
-how far an iterator has come; and whether a generator of random numbers has drawn.
+how far an iterator has come; whether a generator of random numbers has drawn; and what an estimator
+of a library has learnt.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from instep.usercode.digests import digest_of
 from instep.usercode.held import (
     MANY,
     Items,
@@ -35,11 +37,14 @@ from instep.usercode.iterators import is_stepwise, reached
 from instep.usercode.numbers import (
     LONG,
     alike,
+    is_large_array,
     is_large_tensor,
     is_number,
     is_small_array,
     is_small_tensor,
+    sum_of_bytes,
 )
+from instep.usercode.places import is_of_user, own_of
 
 _COPIED: tuple[Any, ...] = type(iter([])), type(iter(())), type(iter(range(0))), itertools.count
 """Iterators that a copy can stand for."""
@@ -151,6 +156,32 @@ def _empty_again(function: Any, calls: int) -> Any:
     return function
 
 
+@dataclass(frozen=True)
+class _Fitted:
+    """Attributes that an estimator of a library had, and their digest."""
+
+    own: dict[Any, Any]
+    digest: str
+
+    @classmethod
+    def of(cls, value: Any) -> _Fitted:
+        return cls(copy.deepcopy(own_of(value)), digest_of(value, {}))
+
+    def put_into(self, value: Any) -> Any:
+        if digest_of(value, {}) != self.digest:
+            own = own_of(value)
+            own.clear()
+            own.update(copy.deepcopy(self.own))
+        return value
+
+
+def _is_estimator(value: Any) -> bool:
+    """Whether it learns as those of scikit-learn do, and is no class of the user's."""
+    kind = type(value)
+    named = hasattr(kind, "fit") and hasattr(kind, "get_params")
+    return named and bool(own_of(value)) and not is_of_user(kind)
+
+
 def _as_it_is(value: Any, _noted: Any) -> Any:
     return value
 
@@ -178,6 +209,7 @@ _KINDS = (
     Kind(is_small_tensor, lambda value: value.detach().clone(), alike, _put_into_tensor),
     Kind(is_large_tensor, _Written.of, lambda now, kept: kept.same(now), _as_it_is),
     Kind(is_small_array, copy.copy, alike, _put_into_array),
+    Kind(is_large_array, sum_of_bytes, lambda now, kept: sum_of_bytes(now) == kept, _as_it_is),
     Kind(
         _is(*_COPIED),
         copy.copy,
@@ -208,6 +240,12 @@ _KINDS = (
         lambda function: function.cache_info().currsize,
         lambda now, kept: True,
         _empty_again,
+    ),
+    Kind(
+        _is_estimator,
+        _Fitted.of,
+        lambda now, kept: digest_of(now, {}) == kept.digest,
+        lambda value, kept: kept.put_into(value),
     ),
     Kind(is_object, OfObject.of, lambda now, kept: kept.same(now), _as_it_is),
 )

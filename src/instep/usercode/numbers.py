@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -16,6 +17,8 @@ _WHOLE = torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.in
 _REAL = torch.float16, torch.bfloat16, torch.float32, torch.float64
 _COMPLEX = torch.complex64, torch.complex128
 _NUMBERS = bool, int, float, complex, Decimal, Fraction
+_IN_ORDER, _MOST = 1 << 24, 1 << 28
+"""Bytes of an array of which a checksum is taken that knows their order, and a sum at most."""
 _ROUNDED = 1e-5
 """Relative: what the order of a GPU's sums may change."""
 
@@ -66,9 +69,29 @@ def is_large_tensor(value: Any) -> bool:
 
 def is_small_array(value: Any) -> bool:
     """Whether an array of numpy's can be copied, and written to."""
+    return _is_written(value) and value.size <= LONG
+
+
+def is_large_array(value: Any) -> bool:
+    """Whether an array of numpy's can be written to, and read fast."""
+    return _is_written(value) and value.flags.forc and type(value) is not np.memmap
+
+
+def _is_written(value: Any) -> bool:
     return (
         issubclass(type(value), np.ndarray)
-        and value.size <= LONG
         and value.dtype.kind in "biufc"
-        and value.flags.writeable
+        and bool(value.flags.writeable)
     )
+
+
+def sum_of_bytes(array: np.ndarray) -> tuple[Any, ...]:
+    """Sum up what an array has, so that a number of it that is written to shows.
+
+    Args:
+        array: as `is_large_array`.
+    """
+    flat = array.ravel("K").view(np.uint8)
+    whole = flat[: min(len(flat), _MOST) // 8 * 8].view(np.uint64)
+    parts = zlib.crc32(flat[:_IN_ORDER].data), int(np.add.reduce(whole)), flat[-8:].tobytes()
+    return array.shape, array.dtype.str, *parts

@@ -48,8 +48,33 @@ class Weighted(nn.Linear):
         return super().forward(x) * (self.alpha or 1.0)
 
 
+SETTINGS, WEIGHTS, LOG = {"margin": 1.0, "mode": "mean"}, [1.0, 0.5], [1.0]
+
+
 def loss(outputs, target):
-    return functional.mse_loss(outputs, target) * SCALE
+    assert LOG
+    assert SETTINGS["margin"]
+    return functional.mse_loss(outputs, target, reduction=SETTINGS["mode"]) * SCALE * WEIGHTS[0]
+
+
+def in_settings(model):
+    SETTINGS["margin"] /= 2
+
+
+def a_mode_in_settings(model):
+    SETTINGS["mode"] = "sum" if SETTINGS["mode"] == "mean" else "mean"
+
+
+def a_new_setting(model):
+    SETTINGS[f"more {len(SETTINGS)}"] = 1.0
+
+
+def an_item(model):
+    WEIGHTS[1] += 0.5
+
+
+def a_longer_log(model):
+    LOG.append(2.0)
 
 
 def in_globals(model):
@@ -116,6 +141,11 @@ def watching(model, *, strict=False, updates=(), data=DATA):
         (class_weights, "weight"),
         (the_same_tensor, "table"),
         (while_a_table_is_loaded, ""),
+        (in_settings, "SETTINGS"),
+        (a_mode_in_settings, "SETTINGS"),
+        (a_new_setting, "SETTINGS"),
+        (an_item, "WEIGHTS"),
+        (a_longer_log, ""),
         (the_dataset, "visible"),
         (a_mode, "reduction"),
         (an_activation, "activation"),
@@ -245,6 +275,7 @@ class Labelled(Dataset):
         self.targets, self.items = [0] * 5000, [("a.png", 1), ("b.png", 2)]
         self.named, self.parts = {"x": torch.zeros(3)}, (torch.zeros(2), torch.zeros(2))
         self.pseudo = self.shard = None
+        self.transform, self.mode = torch.cos, "easy"
         self.half, self.shared = torch.zeros(3, dtype=torch.bfloat16), torch.zeros(3)
         self.shared.share_memory_()
         self.seen = {}
@@ -271,6 +302,9 @@ class Labelled(Dataset):
         (lambda data: setattr(data, "array", np.ones(9)), "Labelled.array"),
         (lambda data: setattr(data, "pseudo", torch.ones(9)), "Labelled.pseudo"),
         (lambda data: setattr(data, "extra", torch.ones(9)), "extra"),
+        (lambda data: setattr(data, "transform", torch.sin), "Labelled.transform"),
+        (lambda data: setattr(data, "mode", "hard"), "Labelled.mode"),
+        (lambda data: setattr(data, "augment", torch.abs), "augment"),
         (lambda data: data.targets.__setitem__(slice(0, 90), [1] * 90), "Labelled.targets"),
         (lambda data: data.items.reverse(), "Labelled.items"),
         (lambda data: data.named["x"].fill_(1.0), "Labelled.named['x']"),

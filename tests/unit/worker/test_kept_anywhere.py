@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from sklearn.preprocessing import StandardScaler
 from torch import nn
 from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook
@@ -39,7 +40,7 @@ LATE = 1000
 PARTS = pytest.mark.parametrize("parts", [1, 4])
 
 
-def tried(parts, **given):
+def tried(parts, *, tells=False, **given):
     """The verdict of a trial, with 64 samples whose size grows."""
     torch.manual_seed(0)
     grows = torch.linspace(0.1, 3.0, 64).unsqueeze(1)
@@ -60,6 +61,7 @@ def tried(parts, **given):
         processes=0,
         augment=recipe.augment,
         collate=recipe.collate,
+        tells=tells,
     )
     forward = Forward(recipe, recipe.model, torch.device("cpu"), "float32")
     train = TrainSpec(global_batch=16, micro_batches=parts)
@@ -121,6 +123,7 @@ OF_THREAD, OF_CONTEXT, BOX = threading.local(), contextvars.ContextVar("calls"),
 OF_THREAD.calls, MANY_METERS, PER_SAMPLE = 0, [Meter() for _ in range(150)], [0] * 2000
 STATES, RECENT_PAIRS, SLIDING = {"inner": {"calls": 0}}, deque([(0, "a")], maxlen=1), {0, 1}
 COMPLEX, COUNTS = torch.zeros(1, dtype=torch.complex64), np.zeros(20_000)
+MANY_NUMBERS = np.zeros(70_000)
 
 package = types.ModuleType("package_of_a_test")
 package.inner = types.ModuleType("package_of_a_test.inner")
@@ -300,6 +303,11 @@ def in_a_large_array():
     return COUNTS[7]
 
 
+def in_an_array_of_many():
+    MANY_NUMBERS[60_007] += 1
+    return MANY_NUMBERS[60_007]
+
+
 def in_a_default(meter=Meter()):  # noqa: B008
     return meter.count()
 
@@ -325,7 +333,7 @@ def in_memory_of_many_processes():
     return SHARED.value
 
 
-NOT_PUT_BACK = in_a_chain, in_a_loop_of_a_generator
+NOT_PUT_BACK = in_a_chain, in_a_loop_of_a_generator, in_an_array_of_many
 """Nobody can set these back."""
 
 
@@ -364,6 +372,7 @@ NOT_PUT_BACK = in_a_chain, in_a_loop_of_a_generator
         in_a_set_that_keeps_its_length,
         in_a_complex_tensor,
         in_a_large_array,
+        in_an_array_of_many,
         in_a_default,
         in_the_class_of_a_class,
     ],
@@ -390,6 +399,22 @@ def test_a_private_number_on_a_model_of_torch_is_seen():
 
     verdict = tried(4, model=model, loss=None, compute_loss=compute_loss)
     assert verdict.startswith("not shown: each pass changes '_calls'")
+
+
+@PARTS
+def test_what_an_estimator_of_a_library_learns_is_seen_and_put_back(parts):
+    scaler = StandardScaler()
+
+    def compute_loss(model, batch):
+        outputs = model(batch[0])
+        scaler.partial_fit(outputs.detach().numpy())
+        return late(functional.mse_loss(outputs, batch[1]), scaler.n_samples_seen_)
+
+    scaler.partial_fit(np.zeros((3, 2)))
+    verdict = tried(parts, loss=None, compute_loss=compute_loss)
+    assert verdict.startswith("not shown: each pass changes 'scaler'")
+    assert scaler.n_samples_seen_ == 3
+    assert not scaler.mean_.any()
 
 
 @PARTS
@@ -688,6 +713,79 @@ def test_labels_that_are_numbered_as_they_come_are_said(parts):
     assert said.startswith("not shown: each reading of a sample changes 'Labelled.known'")
     assert tried(parts, train=Cached()) == "yes"
     assert tried(parts, train=Labelled(["a"])) == "yes"
+
+
+class CropsOnce(Labelled):
+    """Keeps what it has drawn for a sample."""
+
+    def __getitem__(self, index):
+        if index not in self.known:
+            self.known[index] = torch.rand(3)
+        return self.known[index], torch.zeros(2)
+
+
+class DrawsBeside(Cached):
+    """Keeps a sample, and draws what it does with it."""
+
+    def __getitem__(self, index):
+        inputs, target = super().__getitem__(index)
+        return inputs + torch.rand(3), target
+
+
+@PARTS
+def test_a_cache_of_what_was_drawn_is_said(parts):
+    said = tried(parts, train=CropsOnce())
+    assert said.startswith("not shown: each reading of a sample changes 'CropsOnce.known'")
+    assert tried(parts, train=DrawsBeside()) == "yes"
+
+
+class Told(Labelled):
+    """Makes something of the epochs that it is told."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make, self.size, self.largest = make, 0.0, -1
+        self.pairs = [f"{n / 64}" for n in range(64)]
+        self.table, self.draws = np.arange(90_000.0), np.random.default_rng(1)
+
+    def set_epoch(self, epoch):
+        self.make(self, epoch)
+
+    def __getitem__(self, index):
+        inputs = torch.full((3,), float(self.pairs[index]) + self.table[-index] / 90_000)
+        return inputs + self.size, torch.zeros(2)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda data, epoch: random.Random(epoch).shuffle(data.pairs),
+        lambda data, epoch: setattr(data, "size", data.size + 0.1),
+        lambda data, epoch: np.random.default_rng(epoch).shuffle(data.table),
+        lambda data, epoch: setattr(data, "size", data.draws.random()),
+        lambda data, epoch: setattr(data, "largest", max(epoch, data.largest)),
+    ],
+    ids=["list", "number", "array", "generator", "largest"],
+)
+def test_a_set_epoch_that_depends_on_earlier_calls_is_said(make):
+    said = tried(4, train=Told(make), tells=True)
+    assert said.startswith("not shown: what set_epoch(epoch) leaves behind depends on the calls")
+    assert tried(4, train=Told(make)) == "yes"  # of what nobody calls
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda data, epoch: setattr(data, "size", 0.1 * epoch),
+        lambda data, epoch: setattr(data, "draws", np.random.default_rng(epoch)),
+        lambda data, epoch: setattr(data, "pairs", sorted(data.pairs, reverse=epoch % 2 == 1)),
+    ],
+    ids=["number", "generator", "list"],
+)
+def test_what_follows_from_the_epoch_alone_is_left_as_it_was(make):
+    data = Told(make)
+    assert tried(4, train=data, tells=True) == "yes"
+    assert (data.size, data.pairs[0]) == (0.0, "0.0")
 
 
 @PARTS

@@ -11,9 +11,11 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
+from instep.comm.memory import run_ranks
 from instep.data.loader import Loader
 from instep.data.order import position
 from instep.engine.passes import share_of
+from instep.engine.trial_result import Trial
 from instep.errors import RecipeError
 from instep.job.spec import JobSpec
 from instep.job.train import TrainSpec
@@ -23,6 +25,7 @@ from instep.recipe.forward import Forward
 from instep.recipe.recipe import Recipe
 from instep.recipe.tuning import NOTHING
 from instep.worker.passes.late_trial import LateTrial
+from instep.worker.training.trials import agreed
 from instep.worker.trial.gate import Gate, WholePass
 from instep.worker.trial.kept.kept import try_kept
 from instep.worker.trial.places import Places
@@ -659,3 +662,21 @@ def test_what_a_loss_over_the_global_batch_remembers_is_seen_however_it_is_cut(p
     trial = try_kept(forward, job, 10, trial, NOTHING, built)
     assert trial.verdict.startswith("no: batch_loss gives another result"), trial
     assert not memory.kept
+
+
+def test_every_worker_says_what_the_first_one_says_that_does_not_say_yes():
+    yes = Trial(True, "", "yes")
+    verdicts = ["yes", "not shown: 'größe' is kept in Python", "no: of another"]
+
+    def agree(comm):
+        trial = yes._replace(verdict=verdicts[comm.rank], merge=comm.rank != 2)
+        return agreed(comm, torch.device("cpu"), trial, None)
+
+    first, *others = run_ranks(3, agree)
+    assert [first.verdict, *(each.verdict for each in others)] == [verdicts[1], *verdicts[1:]]
+    assert not first.merge
+    unrepeatable = [None, 7, 7]
+    found = run_ranks(
+        3, lambda comm: agreed(comm, torch.device("cpu"), yes, unrepeatable[comm.rank])
+    )
+    assert all("sample 7 " in each.verdict for each in found)

@@ -30,7 +30,7 @@ from instep.data.reading.batched import (
     places_in_whole,
 )
 from instep.data.reading.noticed import objects_of
-from instep.data.reading.told import Told
+from instep.data.reading.told import SET_EPOCH, Told
 from instep.data.samples import last_read
 from instep.data.samples.contents import Selection, SliceContents, content_of
 from instep.data.samples.unreadable import (
@@ -51,6 +51,8 @@ Fetched = tuple[Any, Missed, list[list[int]]]
 """What came of a slice: the batch, what was skipped, index and content (`contents.py`) of some."""
 
 _OF_AUGMENT, _OF_GLOBALS, _OF_CONTENTS = 0, 1, 23
+_EPOCHS_S = 10.0
+"""After so many seconds calls of `set_epoch` are not made again to see what they do."""
 
 
 class Slice(NamedTuple):
@@ -261,7 +263,7 @@ class Fetch:
 
     def counted(self) -> str:
         """Find what the reading of samples changes in Python, so that it depends on what was read
-        before: its name, or empty."""
+        before: its name, `SET_EPOCH` if calls of that depend on earlier ones, or empty."""
         before, self._before = self._before, None
         if before is None:
             return ""
@@ -286,7 +288,32 @@ class Fetch:
                 before.put_back()
                 for place in others:
                     self._sample_alone(place)
-                return table if self._sample_alone(0) != alone else ""
+                if self._sample_alone(0) != alone:
+                    return table
+                kept = self._drawn_otherwise(0)
+                before.put_back()
+                if self._drawn_otherwise(0) != kept:
+                    return table
+            return self._of_earlier_epochs((*others, last, 0))
+        return ""
+
+    def _of_earlier_epochs(self, places: tuple[int, ...]) -> str:
+        """Find whether a call of `set_epoch` leaves more, or less, behind when it is made again."""
+        if not self.told.is_told:
+            return ""
+        before = self._counts()
+        began, known = time.monotonic(), dict[int, tuple[Counts, list[int]]]()
+        try:
+            for epoch in (0, 1, 1, 0):
+                self.told.tell_again(epoch)
+                counts, read = self._counts(), [self._sample_alone(place) for place in places]
+                seen, samples = known.setdefault(epoch, (counts, read))
+                if samples != read or seen.changed(memories=False):
+                    return SET_EPOCH
+                if time.monotonic() - began > _EPOCHS_S:
+                    break
+        finally:
+            before.put_back()
         return ""
 
     def _counts(self) -> Counts:
@@ -296,6 +323,13 @@ class Fetch:
         """Read a batch of one sample; returns what it contains."""
         seed_for_sample(self.seed, 0, 0)  # what was drawn last may be kept
         return content_of(self._batch(Slice(0, place, place + 1))[0])
+
+    def _drawn_otherwise(self, place: int) -> int:
+        """Read the sample at a place of epoch 0 with what another epoch draws, and nothing else of
+        that; returns what it contains."""
+        (index,) = self.indices(Slice(0, place, place + 1)).tolist()
+        seed_for_sample(self.seed, 1, index)
+        return content_of(self._sample(index))
 
     @property
     def _current(self) -> last_read.CurrentRead:

@@ -208,6 +208,16 @@ class Told:
                 self._objects[number].set_epoch(value)
         self._applied = said
 
+    @property
+    def is_told(self) -> bool:
+        """Whether `tell` has somebody to speak to."""
+        return any(told.tells and told._datasets for told in (self, *self._sharing))
+
+    def tell_again(self, epoch: int) -> None:
+        """Speak as `tell` does, whatever was said last."""
+        self._epoch = None
+        self.tell(epoch)
+
     def tell(self, epoch: int) -> None:
         """Before a slice of this epoch is read; what the user's code has said goes first."""
         if epoch == self._epoch or any(name == SET_EPOCH for _, name in self._said):

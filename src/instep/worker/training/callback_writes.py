@@ -24,6 +24,9 @@ from instep.worker.training.steering import Name, named, steering
 _TINY = 1000
 """Numbers in an array that are looked at: it is done at each call."""
 
+_FEW = 64
+"""Items of a dict or list that are looked at."""
+
 _SCHEDULER = "; leave it to a scheduler of the recipe, such as ReduceLROnPlateau"
 
 
@@ -122,13 +125,15 @@ class _Before(NamedTuple):
     def of(cls, place: Place) -> _Before:
         value = place.get()
         counted = isinstance(value, Tensor) and not value.is_inference()
-        copied = copy.copy(value) if _is_tiny(value) else None
+        copied = copy.copy(value) if _is_tiny(value) or _is_short(value) else None
         return cls(place, value, value._version if counted else -1, copied)
 
     def changed(self) -> bool:
         """Check whether the place has another number, mode or tensor, or the same one changed."""
         now = self.place.get()
         if now is self.value:
+            if isinstance(self.copied, (dict, list)):
+                return _has_others(now, self.copied)
             if self.copied is not None:
                 return not alike(now, self.copied)
             return self.version >= 0 and now._version != self.version
@@ -140,6 +145,25 @@ class _Before(NamedTuple):
 
 def _counts(value: Any) -> bool:
     return is_number(value) or is_small_array(value) or isinstance(value, Tensor)
+
+
+def _is_short(value: Any) -> bool:
+    return type(value) in (dict, list) and len(value) <= _FEW
+
+
+def _has_others(now: Any, before: Any) -> bool:
+    """Whether a dict or list has other numbers or modes; a longer list is a history."""
+    if isinstance(now, dict):
+        if any(is_number(now[key]) for key in now.keys() - before.keys()):
+            return True
+        pairs = [(now[key], before[key]) for key in now.keys() & before.keys()]
+    else:
+        pairs = list(zip(now, before, strict=True)) if len(now) == len(before) else []
+    kinds = *_MODES, int, float, complex
+    return any(
+        isinstance(one, kinds) and isinstance(other, kinds) and not alike(one, other)
+        for one, other in pairs
+    )
 
 
 def _is_tiny(value: Any) -> bool:

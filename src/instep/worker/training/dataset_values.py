@@ -1,4 +1,4 @@
-"""Numbers, tensors, arrays and lists that a dataset has, and whether they changed.
+"""Numbers, tensors, arrays, lists and transforms that a dataset has, and whether they changed.
 
 Datasets are large, so of arrays a bounded number of bytes is compared, and of lists some items.
 Torch counts what it writes to a tensor. Who changes them is not known here. Way in: `DatasetLook`.
@@ -74,7 +74,7 @@ class DatasetValues:
         """Yield the names of numbers, tensors and arrays that objects have got since `names`."""
         for each, known in before:
             for key, value in own_of(each).items():
-                if key not in known and _counts(value) and not self._is_lazy(each, key):
+                if key not in known and _is_setting(value) and not self._is_lazy(each, key):
                     yield key
 
 
@@ -115,9 +115,9 @@ class DatasetLook:
             if present is value:
                 changed = _differs(each, content, now[id(value)])
             elif value is None:
-                changed = _counts(present) and not each.lazy
+                changed = _is_setting(present) and not each.lazy
             else:
-                counts = _counts(value) and (present is None or _counts(present))
+                counts = _is_setting(value) and (present is None or _is_setting(present))
                 changed = counts and not (each.lazy and not is_number(value))
                 changed = changed and not _alike(present, value)
             if changed:
@@ -175,8 +175,9 @@ def _differs(each: DatasetValue, before: Any, now: Any) -> bool:
     return bool(before != now)
 
 
-def _counts(value: Any) -> bool:
-    return is_number(value) or isinstance(value, (Tensor, np.ndarray))
+def _is_setting(value: Any) -> bool:
+    """Whether it may say what samples are: numbers, a mode, a transform."""
+    return is_number(value) or isinstance(value, (Tensor, np.ndarray, str)) or callable(value)
 
 
 def _array_of(value: Tensor) -> np.ndarray[Any, Any] | None:

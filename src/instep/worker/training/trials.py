@@ -23,7 +23,9 @@ from instep.worker.rounds import round_checks
 from instep.worker.training.inputs import Inputs
 from instep.worker.trial.kept.kept import try_kept
 from instep.worker.trial.reads import try_blocks, try_recipe
-from instep.worker.trial.sameness import ANOTHER_SAW
+
+_LONGEST = 2000
+"""Bytes of a verdict that are told to other workers."""
 
 
 class Trials:
@@ -98,7 +100,8 @@ class Trials:
 
 
 def agreed(comm: Comm, device: torch.device, trial: Trial, unrepeatable: int | None) -> Trial:
-    """Merge only if every member's trial allows it; the verdict is `yes` only if all say `yes`.
+    """Merge only if every member's trial allows it; the verdict is `yes` only if all say `yes`, and
+    else what the first one says that does not.
 
     Args:
         comm: of the members; all call this.
@@ -108,15 +111,30 @@ def agreed(comm: Comm, device: torch.device, trial: Trial, unrepeatable: int | N
             whatever the trials showed.
     """
     sample = 0 if unrepeatable is None else 1 + unrepeatable
-    found = torch.tensor([trial.merge, trial.same, sample], dtype=torch.float64).to(device)
+    found = torch.zeros(comm.size, 3, dtype=torch.float64)
+    found[comm.rank] = torch.tensor([trial.merge, trial.same, sample])
+    found = found.to(device)
     comm.all_reduce(found).wait()
-    if trial.merge and float(found[0]) < comm.size:
+    merge, same, samples = found.cpu().T
+    if trial.merge and not merge.all():
         trial = trial._replace(merge=False, reason="another worker's trial showed a difference")
-    if trial.same and float(found[1]) < comm.size:
-        trial = trial._replace(verdict=ANOTHER_SAW)
-    if sample := int(found[2]):
+    if not same.all():
+        verdict = _said_by(comm, device, int(same.argmin()), trial.verdict)
+        trial = trial._replace(verdict=verdict) if trial.same else trial
+    if sample := int(samples.max()):
         trial = trial._replace(verdict=dataset_check.unrepeatable(sample - 1))
     return trial
+
+
+def _said_by(comm: Comm, device: torch.device, rank: int, verdict: str) -> str:
+    """Return the verdict of one of the members; all call this."""
+    row = torch.zeros(_LONGEST, dtype=torch.float64)
+    if comm.rank == rank:
+        said = list(verdict.encode()[:_LONGEST])
+        row[: len(said)] = torch.tensor(said, dtype=torch.float64)
+    row = row.to(device)
+    comm.all_reduce(row).wait()
+    return bytes(int(each) for each in row.tolist() if each).decode(errors="ignore")
 
 
 def decided_by_job(job: JobSpec, recipe: Recipe, trial: Trial, *, draws_by_block: bool) -> Trial:

@@ -12,6 +12,7 @@ from torch import nn
 
 from instep.data.loader import Loader, Read, Slice
 from instep.data.order import Position, key
+from instep.data.reading.told import SET_EPOCH
 from instep.engine.passes import OF_PASS, Share
 from instep.engine.trial_result import NOTHING_TO_TRY, Trial
 from instep.job.spec import JobSpec
@@ -208,6 +209,12 @@ def _of_reading(loader: Loader, forward: Forward, job: JobSpec) -> str:
         )
     if not (counted := loader.counted()):
         return "yes"
+    if counted == SET_EPOCH:
+        return (
+            "not shown: what set_epoch(epoch) leaves behind depends on the calls before it. A run "
+            "that is resumed, and a process that takes another's place, begin with a later epoch, "
+            "and a step may be read again. Let all of it follow from the epoch alone"
+        )
     return (
         f"not shown: each reading of a sample changes {counted!r}, which is kept in Python: how "
         "often a process reads, and which samples, depends on the number of workers and readers, "

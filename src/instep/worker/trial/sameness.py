@@ -45,10 +45,6 @@ def combined(trials: Mapping[str, Trial]) -> Trial:
     return Trial(merge, reason, f"{kind}: in the turn {name!r}, {why}" if why else kind)
 
 
-ANOTHER_SAW = "not shown: the trial of another worker did not give 'yes'"
-"""The verdict of a worker whose own trial gave `yes`."""
-
-
 def try_out(
     forward: Forward,
     spots: Iterable[Spot],
