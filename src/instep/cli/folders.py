@@ -16,19 +16,24 @@ from instep.errors import SpecError, near_miss
 
 def list_runs(args: argparse.Namespace) -> int:
     """List the runs of a folder: how each is or ended, and what it reached."""
+    from instep.report.terminal.choice import RunChoice
     from instep.report.terminal.status import state_lines, states_of
     from instep.words import command
 
-    states, unread = states_of(Path(args.runs))
+    states, unread = states_of(Path(args.runs), RunChoice(args.where, args.best))
     for line in unread:
         say_aside(f"instep: {line}")
     if args.json:
-        print(json.dumps([each._asdict() for each in states]))
+        print(json.dumps([each.as_table() for each in states]))
         return 0
-    for line in state_lines(states):
+    if not states and not unread:
+        say(f"no run in {args.runs} is chosen by these conditions")
+        return 0
+    for line in state_lines(states, (args.best or "").partition(":")[0]):
         say(line)
     if states:
-        say(f"next    {command('status', Path(args.runs) / states[-1].name)}")
+        last = states[0 if args.best else -1]
+        say(f"next    {command('status', Path(args.runs) / last.name)}")
     return 0
 
 
@@ -36,6 +41,10 @@ def list_runs_options(parser: Parser) -> None:
     """Options of `instep list`."""
     text = "folder of run folders (default: %(default)s)"
     parser.add_argument("runs", nargs="?", default="runs", help=text)
+    text = "order by the best validation, such as accuracy, loss or error:min"
+    parser.add_argument("--best", metavar="METRIC", help=text)
+    text = "only runs with KEY>VALUE (also >= < <= = !=): a metric, a column or a key of the job"
+    parser.add_argument("--where", action="append", default=[], metavar="CONDITION", help=text)
 
 
 def status(args: argparse.Namespace) -> int:

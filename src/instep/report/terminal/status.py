@@ -15,6 +15,7 @@ import numpy as np
 from instep.errors import RunError
 from instep.report.figures.progress import MEMORY_S, Progress
 from instep.report.figures.summary import finite
+from instep.report.terminal.choice import BestValidation, RunChoice
 from instep.report.terminal.screen import screen
 from instep.store.folder import is_running
 from instep.store.run_files import step_ends
@@ -97,34 +98,53 @@ class State(NamedTuple):
     step: int
     steps: int | None
     validation: dict[str, Any]
+    best: BestValidation | None = None
+    """Best validation, of the metric that was asked for."""
+
+    def as_table(self) -> dict[str, Any]:
+        """Plain data."""
+        best = None if self.best is None else self.best._asdict()
+        return {**self._asdict(), "best": best}
 
 
-def states_of(runs: Path) -> tuple[list[State], list[str]]:
-    """The runs in a folder, the oldest first, and what cannot be read, in words.
+def states_of(runs: Path, choice: RunChoice | None = None) -> tuple[list[State], list[str]]:
+    """Runs in a folder that are chosen, and what cannot be read, in words.
+
+    The oldest comes first, or the best of the metric of the choice; then runs that did not measure
+    it are left out.
 
     Raises:
         RunError: there is no such folder, or no run in it.
+        SpecError: no run has what the choice asks for.
     """
+    choice = choice or RunChoice()
     if not runs.is_dir():
         raise RunError(f"there is no folder {runs}. Give the folder that has the run folders.")
     if (runs / "job.toml").is_file():
         raise RunError(f"{runs} is a run itself: instep status {runs}")
+    paths = sorted(each.parent for each in runs.glob("*/job.toml"))
+    if not paths:
+        raise RunError(f"there is no run in {runs}. `instep run JOB --runs {runs}` makes one.")
     found, unread = list[State](), list[str]()
-    for path in sorted(each.parent for each in runs.glob("*/job.toml")):
+    for path in paths:
         try:
-            found.append(_state_of(path))
+            if (state := _state_of(path, choice)) is not None:
+                found.append(state)
         except RunError as error:
             unread.append(str(error))
-    if not found and not unread:
-        raise RunError(f"there is no run in {runs}. `instep run JOB --runs {runs}` makes one.")
-    return sorted(found, key=lambda each: each.began or 0.0), unread
+    choice.check(len(found))
+    found.sort(key=lambda each: each.began or 0.0)
+    if choice.metric:
+        measured = [(each.best, each) for each in found if each.best is not None]
+        found = [each for _, each in sorted(measured, key=lambda pair: choice.order(pair[0]))]
+    return found, unread
 
 
-def _state_of(path: Path) -> State:
+def _state_of(path: Path, choice: RunChoice) -> State | None:
     folder = RunFolder(path)
     state = "running" if is_running(path) else folder.outcome
     sessions = folder.times.sessions
-    return State(
+    listed = State(
         path.name,
         state,
         sessions[0][0] if sessions else None,
@@ -133,12 +153,15 @@ def _state_of(path: Path) -> State:
         folder.last_step,
         folder.plan.steps,
         folder.last("validated").get("metrics") or {},
+        choice.best_of(folder),
     )
+    return listed if choice.takes(folder, listed._asdict()) else None
 
 
-def state_lines(states: Sequence[State]) -> list[str]:
-    """A table of runs."""
-    rows = [("run", "state", "began", "took", "workers", "step", "validation")]
+def state_lines(states: Sequence[State], metric: str = "") -> list[str]:
+    """A table of runs, with the best of a metric if there is one."""
+    heads = ("run", "state", "began", "took", "workers", "step", "validation")
+    rows = [(*heads, *([f"best {metric}"] if metric else []))]
     for each in states:
         began = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.began)) if each.began else "-"
         steps = f"/{readable_count(each.steps)}" if each.steps else ""
@@ -151,6 +174,7 @@ def state_lines(states: Sequence[State]) -> list[str]:
                 readable_count(each.workers),
                 readable_count(each.step) + steps,
                 metrics_in_words({"metrics": each.validation}) or "-",
+                *([f"{each.best.value:.4g} at step {each.best.step}"] if each.best else []),
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
