@@ -80,9 +80,30 @@ def test_what_is_no_record_is_said_with_its_name(tmp_path, monkeypatch):
     said = ["'a.x' is there twice", "larger than", "'d.x' is no file, but a link"]
     for (_, text), wanted in zip(bad, said, strict=True):
         assert wanted in text
+    write(path, [("a.__key__", b"b"), ("a.x", b"1"), ("b\udcff.x", b"2"), ("c.x", b"3")])
+    rows, bad = read(reader, reader.cut(path, 1))
+    assert [row for row, _ in rows] == [{"__key__": "c", "x": b"3"}]
+    said = ["'a.__key__' has the name of the key's field", r"'b\udcff.x' is no UTF-8"]
+    for (_, text), wanted in zip(bad, said, strict=True):
+        assert wanted in text
     write(path, [("a.x", b"1"), ("b.x", b"2"), ("a.y", b"3")])
     with pytest.raises(DataError, match=r"a.tar has members of the key 'a' in two places"):
         reader.cut(path, 1)
+
+
+def test_a_file_behind_the_end_of_another_is_refused_with_its_place(tmp_path):
+    path, reader = tmp_path / "a.tar", FORMATS["tar"]()
+    write(path, [("a.x", b"1"), ("b.x", b"2")])
+    whole = path.read_bytes()
+    for behind in (b"", bytes(3_000_000)):
+        path.write_bytes(whole + behind)
+        rows, _ = read(reader, reader.cut(path, 1))
+        assert [row["__key__"] for row, _ in rows] == ["a", "b"]
+    for zeros in (0, 3_000_000):
+        path.write_bytes(whole + bytes(zeros) + whole)
+        place = rf"{len(whole) + zeros:,}: it may be several tar files.* tar --concatenate"
+        with pytest.raises(DataError, match=f"more begins at byte {place}"):
+            reader.cut(path, 1)
 
 
 def test_a_damaged_file_says_how_far_it_can_be_read(tmp_path):

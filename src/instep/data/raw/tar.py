@@ -21,6 +21,9 @@ from instep.errors import DataError, one_line
 LARGEST = 256 << 20
 """Bytes of a record at most."""
 
+_KEY = "__key__"
+"""The field of the key, of type str."""
+
 _BYTES, _RECORDS = 4 << 20, 1024
 """Of a chunk: about, and at most."""
 
@@ -83,7 +86,7 @@ class Tar(SingleFiles):
                 if wrong:
                     chunk.bad.append((place, wrong))
                     continue
-                record: dict[str, Any] = {"__key__": key}
+                record: dict[str, Any] = {_KEY: key}
                 for member in members:
                     record[member.field] = _data(piece.path, file, member.about)
                     size += member.about.size
@@ -159,6 +162,19 @@ def _members(
     file.seek(archive.offset)
     if file.read(tarfile.BLOCKSIZE).strip(b"\0"):
         raise _damaged(path, archive.offset, "no header of a member is there")
+    _check_end(path, file)
+
+
+def _check_end(path: str | Path, file: BinaryIO) -> None:
+    """Refuse more files behind the end of the first, which no program would read."""
+    while data := file.read(1 << 20):
+        if data.strip(b"\0"):
+            place = file.tell() - len(data.lstrip(b"\0"))
+            raise DataError(
+                f"{path} ends as a tar file, and more begins at byte {place:,}: it may be several "
+                "tar files, one behind the other. Name each by itself, or join them with "
+                "tar --concatenate."
+            )
 
 
 def _damaged(path: str | Path, place: int, said: str) -> DataError:
@@ -172,6 +188,10 @@ def _wrong(members: list[_Member]) -> str:
     """What is wrong with a record; empty if nothing is."""
     fields = [member.field for member in members]
     for member in members:
+        if member.field == _KEY:
+            return f"the member {member.about.name!r} has the name of the key's field"
+        if not member.about.name.isascii() and not _is_text(member.about.name):
+            return f"the name of the member {member.about.name!r} is no UTF-8"
         if not member.about.isreg():
             return f"the member {member.about.name!r} is no file, but a link or a device"
         if fields.count(member.field) > 1:
@@ -179,6 +199,14 @@ def _wrong(members: list[_Member]) -> str:
     if sum(member.about.size for member in members) > LARGEST:
         return f"the record is larger than {LARGEST >> 20:,} MB, and none may be"
     return ""
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # bytes that could not be decoded stand in it as halves of pairs
+        return False
+    return True
 
 
 def _data(path: str | Path, file: BinaryIO, about: tarfile.TarInfo) -> bytes:
