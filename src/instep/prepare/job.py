@@ -219,7 +219,7 @@ class Job:
 
     def _publish(self, shards: Sequence[Planned], columns: list[Column]) -> Manifest:
         """Write the manifest, once all that it names is on the disk."""
-        self._check_unchanged()
+        self.check_unchanged()
         path = self._folder.path
         sizes = [(path / shard.name).stat().st_size for shard in shards]
         blocks = self._blocks(shards)
@@ -243,11 +243,11 @@ class Job:
         )
         for shard in shards:
             sync(path / shard.name)
-        self._check_unchanged()  # since the hashes: else they are of others than the samples
+        self.check_unchanged()  # since the hashes: else they are of others than the samples
         write_manifest(path, manifest)
         return manifest
 
-    def _check_unchanged(self) -> None:
+    def check_unchanged(self) -> None:
         """Refuse what was made of sources, or with functions, that are others by now.
 
         Raises:

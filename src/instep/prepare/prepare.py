@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from instep.data.shards.manifest import Manifest
-from instep.errors import SpecError
+from instep.errors import DataError, RecipeError, SpecError
 from instep.prepare.asked import Asked, hash_of_file
 from instep.prepare.folder import Folder
 from instep.prepare.job import Job
@@ -128,6 +128,10 @@ def prepare(
             folder.remove_others(manifest, job.kept())
         except Interrupted:
             manifest = None
+        except (DataError, RecipeError):
+            with suppress(SpecError):  # a source is gone, which the error says itself
+                job.check_unchanged()  # else something would be said of a mixture of versions
+            raise
         finally:
             crew.close()
     return Prepared(

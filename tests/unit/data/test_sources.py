@@ -267,6 +267,17 @@ def test_a_folder_of_text_is_joined_by_name(tmp_path):
     assert bytes(listed[0][0].tolist()) == b"222"
 
 
+def test_text_that_changes_while_it_is_mapped_is_named(tmp_path):
+    path = tmp_path / "a.py"
+    path.write_bytes(b"a" * 100)
+    windows = text(path, length=10)
+    windows[0]
+    with open(path, "ab") as file:
+        file.write(b"b")
+    with pytest.raises(DataError, match=r"a.py has changed since it was opened\. Start again"):
+        windows[0]
+
+
 def test_too_little_text_and_no_text_are_errors(tmp_path):
     (tmp_path / "a.py").write_bytes(b"12345")
     with pytest.raises(DataError, match=r": 5 bytes, and one window of length 5 needs 6\."):

@@ -204,3 +204,17 @@ def test_what_megatron_itself_has_written_is_read(tmp_path):
         assert torch.equal(inputs, torch.cat(written)[:999])
         assert targets.eq(-100).nonzero().flatten().tolist() == [4, 24]
         assert documents.bincount().tolist() == [5, 20, 974]
+
+
+def test_a_file_that_changes_while_it_is_used_is_named_and_one_that_is_removed_stays(tmp_path):
+    for name in ("a.bin", "b.bin"):
+        np.arange(100, dtype=np.uint16).tofile(tmp_path / name)
+    dataset = tokens([tmp_path / "a.bin", tmp_path / "b.bin"], 10)
+    whole = dataset[0], dataset[12]
+    (tmp_path / "a.bin").unlink()
+    assert torch.equal(dataset[0][0], whole[0][0])
+    with open(tmp_path / "b.bin", "ab") as file:
+        file.write(bytes(2))
+    assert torch.equal(dataset[0][0], whole[0][0])
+    with pytest.raises(DataError, match=r"b.bin has changed since it was opened\. Start again"):
+        dataset[12]

@@ -171,9 +171,15 @@ def repeat(path):
             add(tar, name, b"1")
 
 
+def misname(path):
+    with tarfile.open(path, "w") as tar:
+        add(tar, "a\udcff.cls", b"1")
+
+
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
+        (misname, r"a.tar, record 'a\\udcff': the name of the member .* is no UTF-8"),
         (cut, "a.tar is damaged or cut short"),
         (compress, "a.tar is compressed, .* Decompress it"),
         (divide, "a.tar, record 'a': its members are in two places"),
@@ -187,6 +193,23 @@ def test_a_damaged_file_is_refused_in_words(tmp_path, harm, message):
     harm(tmp_path / "a.tar")
     with pytest.raises(DataError, match=message):
         webdataset(tmp_path / "a.tar")
+
+
+@pytest.mark.parametrize("how", ["in place", "another file", "longer"])
+def test_a_file_that_changes_while_it_is_used_is_named_and_never_mixed(tmp_path, how):
+    path = tmp_path / "a.tar"
+    write_tar(path, SAMPLES[:3])
+    dataset, written = pickle.loads(pickle.dumps(webdataset(path))), path.stat().st_mtime_ns
+    check(dataset[1], 1)
+    if how == "longer":
+        path.write_bytes(path.read_bytes() + bytes(512))
+    else:
+        new = path if how == "in place" else tmp_path / "new"
+        write_tar(new, SAMPLES[3:6])
+        new.replace(path)
+    os.utime(path, ns=(0, written + 10**9))  # a clock that is coarse has not moved yet
+    with pytest.raises(DataError, match=r"a.tar has changed since it was opened\. Start again"):
+        dataset[1]
 
 
 def test_no_file_at_all_is_refused_in_words(tmp_path):

@@ -419,6 +419,16 @@ def test_what_changes_while_it_is_used_is_named(name, does, after, folder):
     assert not Path("out/manifest.json").exists()
 
 
+@pytest.mark.process
+def test_an_error_in_a_changed_source_is_not_said_of_the_one_that_was_asked_for(folder):
+    write("a.jsonl", [{"id": number} for number in range(9)])
+    Path("spoils.py").write_text(
+        "def f(raw):\n    open('a.jsonl', 'a').write('no JSON')\n    raise KeyError('id')\n"
+    )
+    with pytest.raises(DataError, match=r"a.jsonl has changed while it was prepared"):
+        prepare(ask(sources=["a.jsonl"], map="spoils.py:f"), print, workers=1)
+
+
 def test_records_that_no_process_has_tried_again_yet_are_tried_by_the_next_command(folder):
     """Their results are kept; and where the records are damaged, made again."""
 

@@ -1,19 +1,55 @@
-"""Parts that the sources share: types, and reading by index."""
+"""Parts that the sources share: types, reading by index, and whether a file is as it was."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from instep.data.order import Indices
+from instep.errors import DataError
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
+State = tuple[int, int]
+"""Size and time of change of a file."""
+
 Sample = tuple[Tensor, Tensor]
 """(inputs, target)."""
+
+
+def state_of(file: int | Path) -> State:
+    """Look at a file, by its path or its descriptor.
+
+    Raises:
+        OSError: it is not there.
+    """
+    about = os.stat(file)
+    return about.st_size, about.st_mtime_ns
+
+
+def check_state(path: Path, before: State, file: int | None = None) -> None:
+    """Refuse a file that is not as it was: samples of two versions would be mixed.
+
+    Args:
+        path: of it; what is gone, and was mapped into memory, is as it was.
+        before: how it was.
+        file: its descriptor, if it is open.
+
+    Raises:
+        DataError: its size or its time of change is another.
+    """
+    with suppress(FileNotFoundError):
+        if state_of(path if file is None else file) != before:
+            raise DataError(
+                f"{path} has changed since it was opened. Start again, and leave it as it is "
+                "meanwhile."
+            )
 
 
 class BatchDataset:

@@ -8,10 +8,9 @@ size and time of change; one that cannot be written is made again by the next pr
 from __future__ import annotations
 
 import hashlib
-import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,10 +18,11 @@ import numpy as np
 from instep.data.order import Indices
 from instep.data.raw.tar import records_of
 from instep.data.shards.urls.remote import cache
+from instep.data.sources.files import State, state_of
 from instep.errors import DataError
 from instep.plain_file import check_plain, read_plain, replace_plain
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 class Index(NamedTuple):
@@ -39,6 +39,8 @@ class Index(NamedTuple):
     """[members]: first byte in the file."""
     size: Indices
     """[members]: bytes."""
+    state: State
+    """Size and time of change that the file had."""
 
     def members(self, record: int) -> list[tuple[str, int, int]]:
         """(field, offset, size) of each member of a record."""
@@ -60,55 +62,57 @@ def index_of(path: Path) -> Index:
     """
     try:
         check_plain(path)
-        about = os.stat(path)
         with open(path, "rb") as file:
-            head = file.read(4)
+            head, state = file.read(4), state_of(file.fileno())
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from None
     if head[:2] == b"\x1f\x8b" or head == b"\x28\xb5\x2f\xfd":
         raise DataError(
             f"{path} is compressed, so no sample can be read without all before it. Decompress it."
         )
-    if not about.st_size:
+    if not state[0]:
         raise DataError(f"{path} is empty: a tar file is expected.")
-    kept = _kept(path, about)
+    kept = _kept(path, state)
     with suppress(OSError, msgspec.MsgspecError, ValueError):
-        return _decoded(read_plain(kept))
-    found = _made(path)
+        return _decoded(read_plain(kept), state)
+    found = _made(path, state)
     with suppress(OSError):
         kept.parent.mkdir(parents=True, exist_ok=True)
         replace_plain(kept, _encoded(found))
     return found
 
 
-def _kept(path: Path, about: os.stat_result) -> Path:
-    said = f"{_FORMAT} {path.resolve()} {about.st_size} {about.st_mtime_ns}"
+def _kept(path: Path, state: State) -> Path:
+    said = f"{_FORMAT} {path.resolve()} {state[0]} {state[1]}"
     return cache() / "tars" / hashlib.sha256(said.encode(errors="surrogateescape")).hexdigest()[:32]
 
 
-def _made(path: Path) -> Index:
+def _made(path: Path, state: State) -> Index:
     keys, starts, members = list[str](), [0], list[tuple[int, int, int]]()
-    fields = dict[str, int]()
+    known = dict[str, int]()
     for key, stored in records_of(path):
         keys.append(key)
-        for field, offset, size in stored:
-            members.append((fields.setdefault(field, len(fields)), offset, size))
+        for each in stored:
+            members.append((known.setdefault(each.field, len(known)), each.offset, each.size))
         starts.append(len(members))
     table = np.array(members, np.int64).reshape(-1, 3)
-    return Index(keys, np.array(starts, np.int64), list(fields), *table.T.copy())
+    field, offset, size = table.T.copy()
+    return Index(keys, np.array(starts, np.int64), list(known), field, offset, size, state)
 
 
 def _encoded(index: Index) -> bytes:
-    arrays = [array.astype("<i8").tobytes() for array in (index.starts, *index[3:])]
+    arrays = [
+        array.astype("<i8").tobytes()
+        for array in (index.starts, index.field, index.offset, index.size)
+    ]
     return msgspec.msgpack.encode([index.keys, index.fields, *arrays])
 
 
-def _decoded(data: bytes) -> Index:
+def _decoded(data: bytes, state: State) -> Index:
     keys, fields, *arrays = msgspec.msgpack.decode(
         data, type=tuple[list[str], list[str], bytes, bytes, bytes, bytes]
     )
-    starts, *others = (np.frombuffer(array, "<i8").astype(np.int64) for array in arrays)
-    if len(starts) != len(keys) + 1 or {len(each) for each in others} != {int(starts[-1])}:
+    starts, field, offset, size = (np.frombuffer(array, "<i8").astype(np.int64) for array in arrays)
+    if len(starts) != len(keys) + 1 or {*map(len, (field, offset, size))} != {int(starts[-1])}:
         raise ValueError("damaged")
-    rest: Any = others
-    return Index(keys, starts, fields, *rest)
+    return Index(keys, starts, fields, field, offset, size, state)

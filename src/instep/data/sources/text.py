@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from instep.data.order import Indices
-from instep.data.sources.files import BatchDataset, Bytes
+from instep.data.sources.files import BatchDataset, Bytes, State, check_state, state_of
 from instep.errors import DataError
 from instep.words import folder_contents, listed
 
@@ -20,16 +20,23 @@ class TextWindows(BatchDataset):
 
     Sample `i` is (inputs [length] int64, target [length] int64), where target is
     inputs shifted by one; windows do not overlap.
+
+    Args:
+        data: all bytes.
+        length: of a window.
+        mapped: the file that they are mapped from, and how it was; None if they are in memory.
     """
 
-    def __init__(self, data: Bytes, length: int) -> None:
-        self.data, self.length = data, length
+    def __init__(self, data: Bytes, length: int, mapped: tuple[Path, State] | None = None) -> None:
+        self.data, self.length, self._mapped = data, length, mapped
 
     def __len__(self) -> int:
         return (len(self.data) - 1) // self.length
 
     def batch_of(self, indices: Indices) -> list[Tensor]:
         """[inputs, targets], each [count, length] int64, of [count] indices."""
+        if self._mapped is not None:
+            check_state(*self._mapped)
         places = (indices * self.length)[:, np.newaxis] + np.arange(self.length + 1)
         windows = self.data[places]
         return [torch.tensor(part, dtype=torch.int64) for part in (windows[:, :-1], windows[:, 1:])]
@@ -55,7 +62,9 @@ def text(
     paths = _text_paths(paths_or_folder, pattern)
     try:
         data: Bytes
-        if len(paths) == 1 and paths[0].stat().st_size > 0:
+        mapped = None
+        if len(paths) == 1 and (state := state_of(paths[0]))[0] > 0:
+            mapped = paths[0], state
             data = np.memmap(paths[0], np.uint8, "r")
         else:
             data = np.concatenate([np.fromfile(path, np.uint8) for path in paths])
@@ -66,7 +75,7 @@ def text(
             f"{listed(paths, 1)}: {len(data)} bytes, and one window of length {length} needs "
             f"{length + 1}. Give more text, or a smaller length."
         )
-    return TextWindows(data, length)
+    return TextWindows(data, length, mapped)
 
 
 def _text_paths(given: str | Path | Sequence[str | Path], pattern: str) -> list[Path]:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from instep.data.order import Indices
+from instep.data.sources.files import State, state_of
 from instep.errors import DataError
 from instep.plain_file import check_plain
 
@@ -37,6 +38,8 @@ class TokenFile(NamedTuple):
     tokens: int
     begins: Indices | None = None
     """[documents] int64, ascending: the first token of each; None if the file does not say."""
+    state: State = (0, 0)
+    """Size and time of change that the file had."""
 
     def open(self) -> np.ndarray[Any, Any]:
         """[tokens] of its dtype, mapped into memory."""
@@ -55,6 +58,7 @@ def token_file(path: Path, dtype: str | None) -> TokenFile:
     """
     try:
         check_plain(path)
+        state = state_of(path)
         found = _numpy(path) if path.suffix == ".npy" else _binary(path, dtype)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
@@ -67,7 +71,7 @@ def token_file(path: Path, dtype: str | None) -> TokenFile:
             f"{path} says itself that its tokens are {found.dtype.name}, and dtype = {dtype!r} was "
             "given. Leave dtype out."
         )
-    return found
+    return found._replace(state=state)
 
 
 def _numpy(path: Path) -> TokenFile:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from instep.data.order import Indices
-from instep.data.sources.files import BatchDataset
+from instep.data.sources.files import BatchDataset, check_state
 from instep.data.sources.token_files import TokenFile, token_file
 from instep.errors import DataError
 from instep.words import folder_contents, listed
@@ -53,6 +53,8 @@ class TokenWindows(BatchDataset):
         windows = np.empty((len(indices), self.length + 1), np.int64)
         begins = np.zeros(windows.shape, np.bool_)
         files = np.searchsorted(self._starts, indices, "right") - 1
+        for number in np.unique(files).tolist():
+            check_state(self.files[number].path, self.files[number].state)
         for row, (number, index) in enumerate(zip(files.tolist(), indices.tolist(), strict=True)):
             first = (index - int(self._starts[number])) * self.length
             windows[row] = self._tokens(number)[first : first + self.length + 1]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
+from instep.data.sources.files import State, check_state
 from instep.data.sources.tar_fields import decoded
 from instep.data.sources.tar_index import Index, index_of
 from instep.errors import DataError, near_miss, one_line
@@ -63,7 +64,7 @@ class TarSamples(Dataset[Any]):
             if field not in members:
                 said = near_miss(field, members)
                 raise DataError(f"{path}, sample {key!r} has no {field!r}. {said}")
-        found = _read(path, [members[field] for field in fields])
+        found = _read(path, index.state, [members[field] for field in fields])
         for field, data in zip(fields, found, strict=True):
             try:
                 sample[field] = decoded(field, data)
@@ -74,10 +75,11 @@ class TarSamples(Dataset[Any]):
         return sample if self.columns is None else {name: sample[name] for name in self.columns}
 
 
-def _read(path: Path, places: Sequence[Sequence[int]]) -> list[bytes]:
-    """Read the bytes at some (offset, size) of a file."""
+def _read(path: Path, state: State, places: Sequence[Sequence[int]]) -> list[bytes]:
+    """Read the bytes at some (offset, size) of a file that is as it was."""
     try:
         with open(path, "rb", buffering=0) as file:
+            check_state(path, state, file.fileno())
             found = [os.pread(file.fileno(), size, offset) for offset, size in places]
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from None
