@@ -17,6 +17,7 @@ from instep.comm.codecs.none import Identity
 from instep.sync.rounds.carried import SUM, Carried, Move, Piece, within
 from instep.sync.rounds.exchange import Exchange
 from instep.sync.rounds.segments import Segments
+from instep.sync.rounds.spread import Given
 
 
 class Agreed(NamedTuple):
@@ -32,6 +33,24 @@ class Agreed(NamedTuple):
     """All that leave something out, on any rank."""
     ways: Mapping[int, Tensor]
     """By participant of this rank: how far it is."""
+
+
+def given_by(
+    given: Mapping[int, Given], fragments: Mapping[int, Agreed], shares: Tensor
+) -> list[Given]:
+    """Return what participants gave, with how far they are in fragments that have agreed.
+
+    Args:
+        given: by participants that computed in this commit.
+        fragments: by number.
+        shares: [participants], the weights of the others.
+    """
+    ways: dict[int, list[tuple[int, Tensor]]] = {of: [] for of in given}
+    for fragment, agreed in fragments.items():
+        for of, way in agreed.ways.items():
+            ways.setdefault(of, []).append((fragment, way))
+    every = {of: given.get(of) or Given(of, float(shares[of]), []) for of in ways}
+    return [every[of]._replace(way=parts) for of, parts in ways.items()]
 
 
 class FragmentSum:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from instep.comm.buckets import laid_out_like
 from instep.comm.codecs.base import CUT
+from instep.errors import SpecError
+from instep.words import plural
 
 _MOST_SEGMENTS, _LONGEST = 64, 16 * CUT
 _NEAR = 0.05
@@ -125,3 +127,21 @@ def _fragments(sizes: Sequence[int], count: int) -> list[Stretch]:
         nearest = min(ends, key=lambda end: (abs(end - mark), end))
         marks.append(nearest if abs(nearest - mark) * count <= _NEAR * length else mark)
     return list(itertools.pairwise(marks))
+
+
+def check_fragments(parameters: Sequence[Tensor], fragments: int) -> None:
+    """Refuse a model that cannot be sent in so many fragments.
+
+    Raises:
+        SpecError: it cannot.
+    """
+    if any(parameter.dtype == torch.float64 for parameter in parameters):
+        raise SpecError(
+            "sync.options.fragments: the model has parameters of torch.float64, and fragments "
+            "are sent as float32. Use float32, or fragments = 1."
+        )
+    if fragments > (count := sum(parameter.numel() for parameter in parameters)):
+        raise SpecError(
+            f"sync.options.fragments = {fragments}: the model has {plural(count, 'number')} to "
+            "train, and each fragment needs one. Use fewer."
+        )

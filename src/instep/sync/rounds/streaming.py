@@ -17,10 +17,8 @@ shared ones. How a participant takes up a fragment, the worker knows
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from functools import partial
-from threading import Thread
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +27,6 @@ from torch.nn import Parameter
 from instep.comm.base import Comm
 from instep.comm.codecs.base import Codec
 from instep.comm.codecs.none import Identity
-from instep.errors import SpecError
 from instep.records import Law
 from instep.sync.base import Price, Result
 from instep.sync.generation import Generation
@@ -37,22 +34,13 @@ from instep.sync.rounds.carried import Piece, kept_of
 from instep.sync.rounds.carrying import Carrying
 from instep.sync.rounds.checkpointed import laws_of, pieces_from, tensors_of
 from instep.sync.rounds.coded import check_codec
-from instep.sync.rounds.fragment_sum import Agreed, FragmentSum, left_out, places_left_out
+from instep.sync.rounds.fragment_sum import Agreed, FragmentSum, given_by, left_out, places_left_out
 from instep.sync.rounds.kept import Kept
+from instep.sync.rounds.late import Late, in_thread
 from instep.sync.rounds.outer import OUTER, Outer
-from instep.sync.rounds.segments import Segments, Stretch
+from instep.sync.rounds.segments import Segments, Stretch, check_fragments
 from instep.sync.rounds.spread import Given, Spread, spread
 from instep.sync.sums import Wide
-from instep.words import plural
-
-
-class Late(NamedTuple):
-    """A fragment is under way while participants take their steps."""
-
-    fragment: int
-    shared: Tensor
-    """Its shared values."""
-    agreed: Future[Agreed]
 
 
 class Streaming(Carrying):
@@ -112,16 +100,7 @@ class Streaming(Carrying):
 
     def start(self, parameters: Sequence[Parameter], comm: Comm, generation: Generation) -> None:
         """Cut the fragments, and take over what those that leave hold."""
-        if any(parameter.dtype == torch.float64 for parameter in parameters):
-            raise SpecError(
-                "sync.options.fragments: the model has parameters of torch.float64, and fragments "
-                "are sent as float32. Use float32, or fragments = 1."
-            )
-        if self._fragments > (count := sum(parameter.numel() for parameter in parameters)):
-            raise SpecError(
-                f"sync.options.fragments = {self._fragments}: the model has "
-                f"{plural(count, 'number')} to train, and each fragment needs one. Use fewer."
-            )
+        check_fragments(parameters, self._fragments)
         Wide(parameters)
         self._parameters, self._comm, self._device = list(parameters), comm, parameters[0].device
         self._segments = segments = Segments(
@@ -154,6 +133,11 @@ class Streaming(Carrying):
         self._late = None
 
     @property
+    def _models(self) -> Kept:
+        assert self.kept is not None, "participants have models of their own"
+        return self.kept
+
+    @property
     def _due(self) -> Sequence[int]:
         """The fragments that agree at the end of this commit."""
         if self._attempt.number == self.last:
@@ -167,9 +151,8 @@ class Streaming(Carrying):
         Raises:
             PeerError: a rank went away.
         """
-        assert self.kept is not None, "participants have models of their own"
         found, self._holds = self.carried.fetch(participants)
-        self.kept.recall(found)
+        self._models.recall(found)
         before, last = self._attempt.number - 1, self._attempt.number == self.last
         fragment = (before - 1) % self._fragments
         if self.delay and not last and before > int(self._commits[fragment]):
@@ -225,10 +208,9 @@ class Streaming(Carrying):
     @torch.no_grad()
     def exchange(self, notes: Tensor) -> Tensor:
         """All talking."""
-        assert self.kept is not None, "participants have models of their own"
         comm, rank, number = self._comm, self._comm.rank, self._attempt.number
         self.landed()
-        kept = dict(self.kept.computed_here())
+        kept = dict(self._models.computed_here())
         row = self.carried.row({of: len(state) for of, state in kept.items()})
         lengths = torch.zeros(comm.size, dtype=torch.float64)
         lengths[rank] = len(row)
@@ -274,8 +256,7 @@ class Streaming(Carrying):
         ways = {}
         for of in gives[self._comm.rank]:
             held = self.carried.held[Piece(kept_of(of), 0, self.carried.lengths[of], commit)]
-            assert self.kept is not None, "participants have models of their own"
-            ways[of] = shared - self.kept.model_in(held)[start:stop]
+            ways[of] = shared - self._models.model_in(held)[start:stop]
         number = self._attempt.number
         return self._sums[fragment].agree(commit, number, ways, gives, self._holds, self._shares)
 
@@ -285,28 +266,18 @@ class Streaming(Carrying):
         for fragment in self._due:
             agreed = self._next[fragment]
             self._next[fragment] = agreed._replace(mean=agreed.mean * scale)
-        self._next_spread = self._measured() if self._next else None
+        self._next_spread = None
+        if self._next:
+            self._next_spread = spread(
+                given_by(self._given, self._next, self._shares),
+                [self._next[f].mean if f in self._next else None for f in range(self._fragments)],
+                self._comm,
+                holders=[1] * self._fragments,
+                replicas=self._comm.size,
+                first=self._comm.rank == 0,
+                device=self._device,
+            )
         return 1.0
-
-    def _measured(self) -> Spread:
-        """How far participants were apart, in the fragments that agree."""
-        ways: dict[int, list[tuple[int, Tensor]]] = {of: [] for of in self._given}
-        for fragment, agreed in self._next.items():
-            for of, way in agreed.ways.items():
-                ways.setdefault(of, []).append((fragment, way))
-        given = []
-        for of, parts in ways.items():
-            own = self._given.get(of) or Given(of, float(self._shares[of]), [])
-            given.append(own._replace(way=parts))
-        return spread(
-            given,
-            [self._next[f].mean if f in self._next else None for f in range(self._fragments)],
-            self._comm,
-            holders=[1] * self._fragments,
-            replicas=self._comm.size,
-            first=self._comm.rank == 0,
-            device=self._device,
-        )
 
     # ---- the commit
 
@@ -329,8 +300,7 @@ class Streaming(Carrying):
             self._commits[fragment] = self._next[fragment].commit
         self._shares, self.spread = self._next_shares, self._next_spread
         self.carried.apply()
-        assert self.kept is not None, "participants have models of their own"
-        self.kept.apply()
+        self._models.apply()
         self._end()
         return result
 
@@ -374,17 +344,3 @@ class Streaming(Carrying):
     def price(parameter_bytes: int, replicas: int) -> Price:
         """Of all fragments together, with as many participants as replicas."""
         return Price(2 * (replicas - 1) / replicas * parameter_bytes, 2 * (replicas - 1))
-
-
-def in_thread(compute: Callable[[], Agreed]) -> Future[Agreed]:
-    """Have another thread compute it."""
-    future = Future[Agreed]()
-
-    def run() -> None:
-        try:
-            future.set_result(compute())
-        except BaseException as error:  # of whoever waits for it
-            future.set_exception(error)
-
-    Thread(target=run, name="streaming", daemon=True).start()
-    return future
