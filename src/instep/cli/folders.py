@@ -1,4 +1,4 @@
-"""The commands that look into folders of runs: which there are, where one is, what it printed."""
+"""The commands for folders of runs: which there are, where one is, what it printed, cleaning."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from instep.cli.parsing import Parser
 from instep.cli.saying import say, say_aside
@@ -45,6 +47,66 @@ def list_runs_options(parser: Parser) -> None:
     parser.add_argument("--best", metavar="METRIC", help=text)
     text = "only runs with KEY>VALUE (also >= < <= = !=): a metric, a column or a key of the job"
     parser.add_argument("--where", action="append", default=[], metavar="CONDITION", help=text)
+
+
+def clean(args: argparse.Namespace) -> int:
+    """Remove what runs that are over have left, after a question; never of a running run."""
+    from instep.store.cleaning import Kinds, Removal, removals, remove
+    from instep.units import readable_bytes
+
+    if args.json and not (args.yes or args.dry_run):
+        raise SpecError("--json asks no question: add --yes, or --dry-run.")
+    kinds = Kinds(args.checkpoints, args.failed)
+    found, alone = removals(Path(args.runs), kinds)
+
+    def told(removed: list[Removal]) -> str:
+        size = readable_bytes(sum(each.size_bytes for each in removed))
+        return f"{len(removed)} {'path' if len(removed) == 1 else 'paths'}, {size}"
+
+    if not args.json:
+        for each in found:
+            say(f"{readable_bytes(each.size_bytes):>9}   {each.path}   {each.why}")
+    gone = list[Removal]()
+    if found and not args.dry_run and (args.yes or _agreed(f"remove {told(found)}?")):
+        gone, not_removed = remove(found, kinds)
+        alone += not_removed
+    for line in alone:
+        say_aside(f"note    {line}")
+    if args.json:
+        print(json.dumps({"found": _plain(found), "removed": _plain(gone), "left_alone": alone}))
+    elif args.dry_run or not found:
+        say(f"would remove {told(found)}" if found else "nothing to remove")
+    else:
+        say(f"removed {told(gone)}" if gone else "nothing was removed")
+    return 0
+
+
+def _agreed(question: str) -> bool:
+    """Whether the user says yes.
+
+    Raises:
+        SpecError: nobody can be asked.
+    """
+    if not sys.stdin.isatty():
+        raise SpecError(f"{question} Standard input is no terminal: add --yes, or --dry-run.")
+    say(f"{question} [y/N] ", aside=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _plain(removed: Sequence[Any]) -> list[dict[str, Any]]:
+    return [{**each._asdict(), "run": str(each.run), "path": str(each.path)} for each in removed]
+
+
+def clean_options(parser: Parser) -> None:
+    """Options of `instep clean`."""
+    add = parser.add_argument
+    add("runs", nargs="?", default="runs", help="folder of run folders (default: %(default)s)")
+    add("--dry-run", action="store_true", help="say what would be removed, and remove nothing")
+    add("--yes", action="store_true", help="remove it without a question")
+    text = "also checkpoints of runs that ended well and have their model"
+    add("--checkpoints", action="store_true", help=text)
+    text = "also whole folders of runs that failed and have no checkpoint"
+    add("--failed", action="store_true", help=text)
 
 
 def status(args: argparse.Namespace) -> int:

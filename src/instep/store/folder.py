@@ -137,6 +137,15 @@ def is_running(folder: Path) -> bool:
     return bool(_is_locked(folder))
 
 
+def is_over(folder: Path) -> bool:
+    """Whether no process holds the lock; False too where the file system has no locks.
+
+    Raises:
+        RunError: the lock cannot be tried.
+    """
+    return _is_locked(folder) is False
+
+
 def _is_locked(folder: Path) -> bool | None:
     """The same; None where that is not known, as the file system has no locks."""
     try:
@@ -183,7 +192,7 @@ def make_run_folder(runs: Path, job: JobSpec, *, named: bool) -> Path:
                 folder.mkdir()
                 break
             except FileExistsError:
-                if named and _nothing_came_of(folder):
+                if named and _was_given_up(folder):
                     _set_aside(folder)
                     folder.mkdir()
                     break
@@ -221,14 +230,16 @@ def _check_job(text: str) -> None:
         )
 
 
-def _nothing_came_of(folder: Path) -> bool:
-    """Whether a run was interrupted or killed before its first step: its name can be
-    given to another."""
+def _was_given_up(folder: Path) -> bool:
+    return (folder / ID).is_file() and is_over(folder) and nothing_came_of(folder)
+
+
+def nothing_came_of(folder: Path) -> bool:
+    """Whether a run that is over was interrupted or killed before its first step: its name can
+    be given to another."""
     from instep.store.run_folder import RunFolder
 
     known = (*_FILES, "journal.sqlite-*", "endpoint.json", "logs/*", "checkpoints/.saving-*")
-    if not (folder / ID).is_file() or _is_locked(folder) is not False:
-        return False
     ours = {path for pattern in known for path in folder.glob(pattern)}
     if any(path.is_file() and path not in ours for path in folder.rglob("*")):
         return False
