@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import tiny
 import torch
 from torch.nn import functional
@@ -83,6 +84,25 @@ def after_a_failure() -> None:
     session = instep.join(tiny.recipe, resume=True, **{**recipe, "name": "left-2"})
     assert len(list(session.steps())) == 7
     assert session.run == numbered.run
+    recipe["name"] = "held"
+    session = instep.join(tiny.recipe, **recipe)
+    next(steps := session.steps())
+    assert "session.steps() was left before its end" in refused(session.close)
+    steps.close()
+    session = instep.join(tiny.recipe, resume=True, **recipe)
+    assert len(list(session.steps())) == 7
+
+
+def a_second_dataset_that_cannot_be_read() -> None:
+    """The loader processes of the first one end with the session."""
+    before = {each.pid for each in psutil.Process().children(recursive=True)}
+    made = tiny.recipe()
+    session = instep.join(name="empty", data={"loaders": 1}, **COMMON)
+    nothing = torch.utils.data.TensorDataset(torch.zeros(0, 3))
+    optimizer = torch.optim.SGD(made.model.parameters(), lr=0.01)
+    said = refused(lambda: session.prepare(made.model, optimizer, made.train, nothing))
+    assert "has no samples" in said, said
+    assert {each.pid for each in psutil.Process().children(recursive=True)} <= before
 
 
 def a_model_that_cannot_be_saved() -> None:
@@ -139,5 +159,6 @@ def left_in_the_middle() -> None:
 if __name__ == "__main__":
     longer_than_the_job_says()
     after_a_failure()
+    a_second_dataset_that_cannot_be_read()
     a_model_that_cannot_be_saved()
     left_in_the_middle()

@@ -28,6 +28,12 @@ from instep.worker.own.rounds import OwnRounds
 from instep.worker.training.devices import check_device
 from instep.worker.training.training import Training
 
+_LEFT = "the loop over session.steps() was left before its end."
+_NOTHING = (
+    "the session was closed before it trained anything: call session.prepare(...) and loop over "
+    "its loader, or session.steps() with a recipe."
+)
+
 
 class Session:
     """This process's part in a run; use it in a `with` statement, or call `close` at the end."""
@@ -83,7 +89,8 @@ class Session:
             part.formed()
             yield from part.training.steps()
         except GeneratorExit:
-            self._part.fail(WorkerError("the loop over session.steps() was left before its end."))
+            if not self._part.closed:
+                self._part.fail(WorkerError(_LEFT))
             raise
         except BaseException as error:
             self._part.fail(error)
@@ -130,9 +137,8 @@ class Session:
             check_device(self.job, self.device)
             shuffled = self.job.data.shuffled
             given = Prepared.of(parts, scheduler, self.job.per_iteration, shuffled=shuffled)
-            part.readers = [
-                given.reader(n, self._member, collate, augment) for n in range(len(given.data))
-            ]
+            for number in range(len(given.data)):
+                part.readers.append(given.reader(number, self._member, collate, augment))
             for reader in part.readers:
                 reader.begin()
             part.loop = loop = self._own_loop(given, advances=scheduler is not None)
@@ -312,15 +318,10 @@ class Session:
                 self._part.fail(error)
                 raise
             self.summary = self._part.end()
-        elif self._part.training is None:
-            nothing = WorkerError(
-                "the session was closed before it trained anything: call session.prepare(...) and "
-                "loop over its loader, or session.steps() with a recipe."
-            )
-            self._part.fail(nothing)
-            raise nothing
-        self._part.closed = True
-        self._member.close()
+            return
+        unfinished = WorkerError(_NOTHING if self._part.training is None else _LEFT)
+        self._part.fail(unfinished)
+        raise unfinished
 
     def __enter__(self) -> Session:
         return self
