@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from instep.cli import folders, models, networks, preparing, results, running, starting
+from instep.cli import checking, folders, models, networks, preparing, results, running, starting
 from instep.cli.parsing import Command, parsed
 from instep.cli.saying import say_aside
 from instep.errors import INTERRUPTED, InstepError, RunError
@@ -23,6 +23,7 @@ from instep.system.output import open_standard_streams
 
 COMMANDS = {
     "init": Command(starting.init, starting.init_options, "init vision"),
+    "check": Command(checking.check, checking.check_options, "check job.toml --workers 4"),
     "run": Command(running.run, running.run_options, "run job.toml --workers 4"),
     "resume": Command(running.resume, running.resume_options, "resume runs/net --workers 3"),
     "scale": Command(running.scale, running.scale_options, "scale runs/net --workers 8"),
