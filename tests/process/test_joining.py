@@ -274,6 +274,10 @@ def test_the_hint_to_resume_a_joined_run_is_not_a_command(
 EARLY_WORDS = """
 import os, sys, time
 import instep
+from instep.client.join import refusal
+
+if os.environ.get("WAITS"):
+    refusal.BRIEFLY_S = refusal.DOOR_S = 600.0  # a late process may be slow to come
 
 def recipe():
     import tiny
@@ -371,6 +375,7 @@ def test_where_all_meet_at_an_address_a_late_process_gets_the_cause_too(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     where = {"INSTEP_RENDEZVOUS": f"127.0.0.1:{port}", "INSTEP_TOKEN_FILE": str(tmp_path / "token")}
+    where["WAITS"] = "1"
     (zero, one), go = early(start, tmp_path, wrong="recipe", late=1, **where)
     events = tmp_path / "runs" / "early" / "events.jsonl"
     zero.until(lambda: events.exists() and "worker_failed" in events.read_text(), "failed")
