@@ -215,7 +215,7 @@ class Predictions:
         """Put a batch's part in its place.
 
         Raises:
-            OSError: it cannot be written; nothing is left behind.
+            RunError: it cannot be written; nothing is left behind.
         """
         line = json.dumps({**head, "batch": number}).encode() + b"\n"
         digest = _digest(line, body)
@@ -226,6 +226,11 @@ class Predictions:
             with open(os.open(beside, flags, 0o666), "wb") as file:
                 file.writelines([digest, b"\n", line, body])
             beside.replace(path)
+        except OSError as error:
+            raise RunError(
+                f"{self.path} cannot be written: {error.strerror or error}. Free some room, and "
+                "give the same command again."
+            ) from None
         finally:
             beside.unlink(missing_ok=True)
 

@@ -19,7 +19,8 @@ import pytest
 from PIL import Image
 from test_prepare import ask, made
 
-from instep.errors import DataError, InstepError, RecipeError, SpecError
+from disks import Disk
+from instep.errors import DataError, InstepError, RecipeError, RunError, SpecError
 from instep.prepare.prepare import prepare
 from instep.prepare.workers.failed import failed_by
 from instep.prepare.workers.printed import MOST, Printed
@@ -391,6 +392,20 @@ def test_what_cannot_be_written_is_said_with_its_cause_and_remedy(number: int, s
     failed = failed_by(OSError(number, "as the system says"), 3)
     assert re.search(f"cannot be written: {said}.* what is done is kept.$", failed.text)
     assert failed.kind == "RunError"
+    assert failed_by(OSError(number, "as the system says"), 3, "a/out").text.startswith("a/out can")
+
+
+@pytest.mark.process
+def test_a_full_disk_is_named_with_its_folder(folder: Path) -> None:
+    disk = Disk(folder / "disk", 1 << 20)
+    try:
+        asked = ask(sources=[write(JSON * 2000, "a.jsonl")], to="disk/out")
+        said = r"/disk/out/\.preparing cannot be written: its disk is full\. Free some, and give"
+        with pytest.raises(RunError, match=said):
+            prepare(asked, print, workers=1)
+        assert not any(Path("disk").rglob("manifest.json"))
+    finally:
+        disk.close()
 
 
 def test_what_a_function_prints_without_end_keeps_its_begin_and_its_end(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Parts of predictions: whole or not there, and put together in order, each sample once."""
 
 import json
+import resource
 
 import numpy as np
 import pytest
@@ -122,6 +123,22 @@ def test_a_changed_byte_of_a_part_is_found(tmp_path, at):
     assert not folder.out.exists()
     folder.drop(1)
     assert folder.done() == {0, 2}
+
+
+def test_a_part_that_finds_no_room_is_one_sentence_and_leaves_nothing(tmp_path):
+    folder = folder_of(tmp_path / "all.safetensors", only=[0])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        said = (
+            r"all\.safetensors\.parts cannot be written: File too large\. Free some room, and give"
+        )
+        with pytest.raises(RunError, match=said):
+            folder.write(1, {}, bytes(2000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert folder.done() == {0}
+    assert not list(folder.path.glob(".*"))
 
 
 def test_a_part_that_is_missing_or_of_other_batches_is_found(tmp_path):

@@ -39,7 +39,7 @@ from instep.data.samples.unreadable import (
     describe_error,
     read_with_retries,
 )
-from instep.errors import DataError
+from instep.errors import DataError, RunError
 from instep.usercode.counts import Counts
 from instep.words import listed
 
@@ -424,6 +424,8 @@ class Fetch:
             current.start_named(index, self._file_of(index))
         try:
             return [read_with_retries(lambda: self._keyed_sample(epoch, index))]
+        except RunError:  # a fault of this machine, as a full disk, is none of the sample
+            raise
         except Exception as error:
             cause = describe_error(error)
             if not self.skip:

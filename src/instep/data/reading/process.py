@@ -32,7 +32,7 @@ from instep.data.reading.fetch import Fetch, Slice
 from instep.data.reading.threads import ASK_READER
 from instep.data.samples.last_read import Page, memory_file, use_page
 from instep.data.samples.unreadable import describe_error
-from instep.errors import DataError
+from instep.errors import DataError, RunError
 
 STOP = b""
 """Sent in place of a task: the process ends."""
@@ -262,7 +262,7 @@ def _answer(task: Task, slot: Slot, work: Work | None, wrong: DataError | None) 
             wire.write(tensors, places, slot.room(size))
         return encode(Reply(task.ticket, skeleton, places, size))
     except Exception as error:
-        text = str(error) if isinstance(error, DataError) else describe_error(error)
+        text = str(error) if isinstance(error, DataError | RunError) else describe_error(error)
         trace = _clean(traceback.format_exc())
         return encode(Reply(task.ticket, error=_clean(text), trace=trace))
 

@@ -18,14 +18,15 @@ _FULL = {
 }
 
 
-def failed_by(error: OSError, number: int) -> Failed:
+def failed_by(error: OSError, number: int, folder: str = "the folder of --to") -> Failed:
     """The end of a command by what the system says.
 
     Args:
         error: of a file.
         number: of the task.
+        folder: that is written to.
     """
-    what = error.filename or "the folder of --to"
+    what = error.filename or folder
     if (why := _FULL.get(error.errno or 0)) is not None:
         text = f"{what} cannot be written: {why}, and give the same command again: what is done is "
         return Failed(number, "RunError", f"{text}kept.")

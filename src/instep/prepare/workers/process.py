@@ -95,7 +95,7 @@ def main() -> int:
             return 0
         while True:
             task = msgspec.msgpack.decode(connection.recv_bytes(), type=Task)
-            answer = _answer(doer, task)
+            answer = _answer(doer, task, setup.folder)
             if setup.sends and isinstance(task, Map) and isinstance(answer, Done):
                 for part in parts_of(Path(setup.folder), task.key):
                     speaker.say(part)
@@ -104,13 +104,13 @@ def main() -> int:
         return 0
 
 
-def _answer(doer: Doer, task: Task) -> Done | Failed:
+def _answer(doer: Doer, task: Task, folder: str) -> Done | Failed:
     try:
         return doer.do(task)
     except InstepError as error:
         return Failed(task.number, type(error).__name__, str(error))
     except OSError as error:
-        return failed_by(error, task.number)
+        return failed_by(error, task.number, folder)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import threading
 import zlib
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -19,10 +20,11 @@ import numpy as np
 import pytest
 from test_data_shards import written
 
+from instep.data.loader import Loader, Slice
 from instep.data.shards.manifest import Shard, write_manifest
 from instep.data.shards.urls import download, remote, room
 from instep.data.sources import shards
-from instep.errors import DataError, SpecError
+from instep.errors import DataError, RunError, SpecError
 from instep.job.file import absolute, build
 from instep.plain_file import crc32_of
 from instep.worker.reading.dataset_check import _absolute
@@ -282,8 +284,14 @@ def test_a_cache_that_cannot_be_written_is_named_at_once(serve, tmp_path):
     dataset, limits = shards(url(serve)), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
-        with pytest.raises(DataError, match=r"cache .* File too large\. Free some .*INSTEP_CACHE"):
+        said = r"^the cache .* File too large\. Free some .*INSTEP_CACHE to another folder\.$"
+        with pytest.raises(RunError, match=said):
             dataset[0]
+        with (
+            pytest.raises(RunError, match=said),  # which is no sample that cannot be read
+            closing(Loader(dataset, seed=1, shuffle=False, unreadable="skip")) as loader,
+        ):
+            list(loader.read([Slice(0, 0, 2)]))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not [path for path in (tmp_path / "cache").rglob("*.arrow*") if path.stat().st_size]

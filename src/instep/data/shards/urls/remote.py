@@ -22,7 +22,7 @@ from instep.data.shards.urls.download import WrongBytes, copied, file_system, tr
 from instep.data.shards.urls.locks import locked
 from instep.data.shards.urls.marks import MARK_NS, touch
 from instep.data.shards.urls.room import CacheRoom
-from instep.errors import DataError, SpecError
+from instep.errors import RunError, SpecError
 from instep.plain_file import crc32_of
 from instep.words import shown_url
 
@@ -128,6 +128,7 @@ class Remote:
 
         Raises:
             DataError: it cannot be read, or is not what the manifest says.
+            RunError: the cache cannot be written.
         """
         path = self._folder / f"{shard.bytes}-{shard.crc32 or 0:08x}-{shard.file}"
         while not _has(path, shard):
@@ -147,8 +148,8 @@ class Remote:
                 raise self._unwritable(error) from None
         return path
 
-    def _unwritable(self, error: OSError) -> DataError:
-        return DataError(
+    def _unwritable(self, error: OSError) -> RunError:
+        return RunError(
             f"the cache {self._folder} cannot be written: {error.strerror}. Free some room, or set "
             f"{CACHE} to another folder."
         )
