@@ -213,6 +213,38 @@ def test_a_mesh_is_said_to_be_tried_at_the_start(check):
     assert found["job"]["replicas"] == 2
 
 
+@pytest.mark.parametrize("axis", ["tensor", "stages"])
+def test_cuts_of_a_mesh_are_found_in_one_process(check, axis, tmp_path):
+    net = "nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))"
+    (tmp_path / "net.py").write_text(RECIPE.replace("model=Net()", f"model={net}"))
+    code, found, err = check(f"workers = 4\n[mesh]\n{axis} = 2\n")
+    assert (code, found["refusals"]) == (0, [])
+    if axis == "stages":
+        assert len(found["mesh"]["cuts"]) == 1
+        assert "stages     begin with the first module" in err
+    else:
+        assert {"0", "2"} >= set(found["mesh"]["tensor"]) > set()
+        assert "tensor     cuts 0 by" in err
+
+
+def test_a_split_that_is_refused_leaves_the_rest_checked(check):
+    code, found, _ = check("[data]\nsplit = 'random'\n")
+    assert code == 3
+    (refusal,) = found["refusals"]
+    assert "there can be one validation set" in refusal["text"]
+    assert found["same_as_one_machine"]["verdict"] == "yes"
+    assert any("data.split" in text for text in found["not_tried"])
+
+
+def test_a_model_that_is_refused_leaves_the_data_checked(check, tmp_path):
+    (tmp_path / "net.py").write_text(RECIPE.replace("model=Net()", "model=nn.ReLU()"))
+    code, found, _ = check("")
+    assert code == 3
+    (refusal,) = found["refusals"]
+    assert (refusal["stage"], "no parameters to train" in refusal["text"]) == ("model", True)
+    assert found["data"]["batch"][0]["shape"] == [8, 6]
+
+
 def test_rounds_are_cut_into_participants(check):
     text = (
         "workers = 2\n[train]\nglobal_batch = 16\n[sync]\nname = 'averaging'\nparticipants = 4\n"

@@ -50,6 +50,10 @@ def check_recipe(job: JobSpec, findings: Findings) -> None:
     device = findings.tried("job", lambda: choose_device(job, 0, local)) or torch.device("cpu")
     findings.say("building model, data and optimizer")
     rehearsal = Rehearsal(LoneMember(_alone(job), _tell(findings)), recipe, device, findings)
+    if not rehearsal.is_divided:
+        findings.leave_out("data.split: it is refused, and all else is checked without it")
+        job = _undivided(job)
+        rehearsal = Rehearsal(LoneMember(_alone(job), _tell(findings)), recipe, device, findings)
     try:
         _note_data(job, rehearsal, findings)
         findings.say("trying passes, optimizer and validation")
@@ -72,6 +76,20 @@ def _alone(job: JobSpec) -> JobSpec:
     replace = msgspec.structs.replace
     data = replace(job.data, parts=0) if job.data.parts else job.data
     return replace(job, mesh=MeshSpec(), workers=job.workers // job.mesh.ranks, data=data)
+
+
+def _undivided(job: JobSpec) -> JobSpec:
+    """The job with all data to train on."""
+    given: dict[str, Any] = {
+        "split": "",
+        "validation": None,
+        "folds": None,
+        "fold": 0,
+        "embargo": None,
+    }
+    given |= {"labels": "", "groups": "", "times": "", "gap": 0.0}
+    data = msgspec.structs.replace(job.data, **given)
+    return msgspec.structs.replace(job, data=data)
 
 
 def _tell(findings: Findings) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import closing
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -86,16 +86,35 @@ class Rehearsal(Training):
         """The optimizer and the scheduler, with the model."""
         return vars(self).get("_built")
 
-    @property
+    @cached_property
     def loader(self) -> Loader | None:
-        """Reads the training dataset, in this process."""
-        return self._inputs.train if "_inputs" in vars(self) else None
+        """Reads the training dataset, in this process; also where there is no model."""
+        if "_inputs" in vars(self):
+            return self._inputs.train
+        return self._findings.tried("data", self._own_loader) if self.is_divided else None
+
+    def _own_loader(self) -> Loader:
+        recipe = self.recipe
+        return Loader.of_job(
+            self.job,
+            recipe.given["train"],
+            "training",
+            processes=0,
+            collate=recipe.collate,
+            augment=recipe.augment,
+            say=self._findings.warn,
+        )
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether the sides of the datasets are known."""
+        return "recipe" in vars(self)
 
     def lengths(self) -> dict[str, int]:
         """Samples of each dataset: of the sides of a split, if there is one."""
-        validate = self.recipe.validate if "recipe" in vars(self) else None
-        if "recipe" not in vars(self):
+        if not self.is_divided:
             return {}
+        validate = self.recipe.validate
         return {"train": len(self.recipe.train), "validate": len(validate) if validate else 0}
 
     def micro_batch(self) -> Read | None:
@@ -117,9 +136,9 @@ class Rehearsal(Training):
 
     def end(self) -> None:
         """Close what reads the datasets."""
-        if "_inputs" in vars(self):
-            for each in self._inputs.loaders:
-                each.close()
+        inputs = vars(self).get("_inputs")
+        for each in inputs.loaders if inputs is not None else filter(None, [self.loader]):
+            each.close()
 
     # ---- trials
 
@@ -180,10 +199,11 @@ class Rehearsal(Training):
         layout = findings.tried("mesh", find)
         if layout is None:
             return False
+        plan = layout.plan
         findings.parts["mesh"] = {
             "cuts": list(layout.cuts),
-            "tensor": dict(layout.plan.cuts) if layout.plan is not None else {},
+            "tensor": {name: cut.style for name, cut in plan.cuts.items()} if plan else {},
         }
-        if layout.plan is not None and not layout.plan.cuts:
+        if plan is not None and not plan.cuts:
             findings.warn(f"mesh.tensor = {job.mesh.tensor} cuts no layer of this model.")
         return bool(layout.draws)

@@ -48,6 +48,7 @@ def _lines(name: str, table: Table) -> Iterator[str]:
         yield _line("passes", f"micro-batches are {merged}: {found['reason']}")
     if "job" in table:
         yield from _of_job(table["job"])
+    yield from _of_mesh(table.get("mesh", {}))
     yield from _of_data(table)
     yield from _of_model(table)
     for text in table["warnings"]:
@@ -71,6 +72,14 @@ def _of_job(job: Table) -> Iterator[str]:
     if axes:
         of = plural(job["replicas"], "replica")
         yield _line("mesh", f"{', '.join(axes)}: {of} of {job['workers'] // job['replicas']}")
+
+
+def _of_mesh(mesh: Table) -> Iterator[str]:
+    if cuts := mesh.get("cuts"):
+        yield _line("stages", f"begin with the first module, {', '.join(cuts)}")
+    if layers := mesh.get("tensor"):
+        told = ", ".join(f"{name} by {style}" for name, style in layers.items())
+        yield _line("tensor", f"cuts {told}")
 
 
 def _of_data(table: Table) -> Iterator[str]:
