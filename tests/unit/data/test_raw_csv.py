@@ -194,3 +194,6 @@ def test_a_record_that_is_too_long_is_refused_with_its_line(tmp_path, monkeypatc
                     rows_of(form, pieces)
             else:
                 assert len(rows_of(form, pieces)[0]) == 3
+    path.write_text("x,y\n1,2\n1," + "z" * 2000 + "\n3,4\n")
+    with pytest.raises(DataError, match=r"line 3: the record is longer .* Cut it up, or remove it"):
+        rows_of(form, settled(form, form.cut(path, 1 << 20)))

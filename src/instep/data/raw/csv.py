@@ -143,10 +143,12 @@ def _ends(piece: Piece, place: int, splitter: Splitter) -> bool:
 
 
 def _too_long(piece: Piece, place: int, splitter: Splitter) -> DataError:
-    hint = " Perhaps a quote that opens in it is not closed." if splitter.state == QUOTED else ""
+    hint = "Cut it up, or remove it."
+    if splitter.state == QUOTED:
+        hint = "Perhaps a quote that opens in it is not closed."
     return DataError(
         f"{piece.path}, line {line_of(piece.path, place, returns=True)}: the record is longer than "
-        f"{LONGEST >> 20:,} MB, and none may be.{hint}"
+        f"{LONGEST >> 20:,} MB, and none may be. {hint}"
     )
 
 
