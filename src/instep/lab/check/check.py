@@ -82,7 +82,7 @@ def _note_left_out(job: JobSpec, findings: Findings) -> None:
     if job.mesh.ranks > 1:
         findings.leave_out(
             f"[mesh] {job.mesh.axes}: at its start a run compares gradients, optimizer and "
-            "validation of a replica with one process"
+            "validation of a replica with one process; figures here are of the whole model"
         )
     if servers_of(job.sync):
         findings.leave_out(f"servers of {job.sync.name}: a run starts them")
