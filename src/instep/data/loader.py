@@ -188,7 +188,7 @@ class Loader:
             DataError: it cannot be read, and is not to be skipped.
         """
         if self._pool is None:
-            self._fetch(Slice(0, 0, 1))
+            self._fetch.first()
 
     def fingerprint(self) -> Fingerprint:
         """What the dataset is recognised by; read where samples are read."""

@@ -22,10 +22,11 @@ from sklearn.preprocessing import StandardScaler
 from torch import nn
 from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from instep.data.loader import Loader
 from instep.data.reading.fetch import Fetch, Slice
+from instep.errors import DataError
 from instep.job.spec import JobSpec
 from instep.job.train import TrainSpec
 from instep.recipe.build import build_optimizer
@@ -786,6 +787,74 @@ def test_what_follows_from_the_epoch_alone_is_left_as_it_was(make):
     data = Told(make)
     assert tried(4, train=data, tells=True) == "yes"
     assert (data.size, data.pairs[0]) == (0.0, "0.0")
+
+
+def drawing(data, epoch):
+    random.shuffle(data.pairs)
+    data.size = float(torch.rand(())) + np.random.rand()
+
+
+def test_what_set_epoch_draws_follows_from_seed_and_epoch():
+    found = []
+    for epochs in ((0, 1, 2), (2,), (1, 2, 1, 2)):
+        data = Told(lambda data, epoch: setattr(data, "size", np.random.rand() + random.random()))
+        fetch = Fetch(data, seed=7, shuffle=False, tells=True)
+        before = torch.get_rng_state()
+        for epoch in epochs:
+            (inputs, _), *_ = fetch(Slice(epoch, 0, 2))
+        assert torch.equal(torch.get_rng_state(), before)
+        found.append(inputs)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert tried(4, train=Told(drawing), tells=True).startswith("not shown: what set_epoch")
+
+
+class Grows(Labelled):
+    """Has another length in the second epoch, or in the third."""
+
+    def __init__(self, when):
+        super().__init__()
+        self.when, self.size = when, 64
+
+    def __len__(self):
+        return self.size
+
+    def set_epoch(self, epoch):
+        self.size = 72 if epoch == self.when else 64
+
+    def __getitem__(self, index):
+        return torch.full((3,), index / 64), torch.zeros(2)
+
+
+def test_a_dataset_whose_length_changes_is_refused():
+    said = r"set_epoch\(1\) changes the length of the dataset, from 64 to 72 samples"
+    with pytest.raises(DataError, match=said):
+        tried(4, train=Grows(1), tells=True)
+    assert tried(4, train=Grows(2), tells=True) == "yes"  # it is said when it comes
+    fetch = Fetch(Subset(Grows(2), range(64)), seed=7, shuffle=False, tells=True)
+    fetch(Slice(2, 0, 1))
+    fetch = Fetch(Grows(2), seed=7, shuffle=False, tells=True)
+    fetch(Slice(1, 0, 1))
+    with pytest.raises(DataError, match="from 64 to 72"):
+        fetch(Slice(2, 0, 1))
+
+
+def test_a_collate_that_wants_pairs_is_not_given_one_sample():
+    def pairs(samples):
+        assert len(samples) % 2 == 0, "Batch size should be even"
+        return tuple(map(torch.stack, zip(*samples, strict=True)))
+
+    loader = Loader(
+        TensorDataset(torch.randn(64, 3), torch.randn(64, 2)),
+        seed=7,
+        shuffle=False,
+        processes=0,
+        collate=pairs,
+    )
+    loader.begin()
+    assert tried(4, collate=pairs) == "yes"
+    counted = tried(4, collate=pairs, train=RareCount(-1))
+    assert counted.startswith("not shown: each reading of a sample changes 'RareCount.calls'")
 
 
 @PARTS

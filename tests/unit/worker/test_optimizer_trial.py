@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.optim import lr_scheduler
 
 import instep
+from instep.engine.state.attributes import kept_beside
 from instep.engine.trial_result import Trial
 from instep.errors import RecipeError
 from instep.job.spec import JobSpec
@@ -309,6 +310,49 @@ class Sharpness(Own):
         assert closure is not None, "SAM requires a closure"
 
 
+class Curved(Own):
+    def step(self, closure=None):
+        raise RuntimeError("set create_graph to True: no gradient has a grad_fn")
+
+
+class Both(torch.optim.Optimizer):
+    """Hands all on to two others, and is no `Optimizer` itself but by name."""
+
+    def __init__(self, parameters):
+        every = list(parameters)
+        self.both = [torch.optim.SGD(every[:1], lr=0.1), torch.optim.Adam(every[1:], lr=0.1)]
+
+    @property
+    def param_groups(self):
+        return [group for each in self.both for group in each.param_groups]
+
+    @property
+    def state(self):
+        return {p: of for each in self.both for p, of in each.state.items()}
+
+    def zero_grad(self, set_to_none=True):
+        for each in self.both:
+            each.zero_grad(set_to_none)
+
+    def step(self, closure=None):
+        for each in self.both:
+            each.step()
+
+    def state_dict(self):
+        return {str(number): each.state_dict() for number, each in enumerate(self.both)}
+
+    def load_state_dict(self, state):
+        for number, each in enumerate(self.both):
+            each.load_state_dict(state[str(number)])
+
+
+def test_an_optimizer_without_what_torchs_own_begins_with_is_tried_and_kept():
+    assert try_optimizer(maker(Both), YES, "all_reduce") == YES
+    model = nn.Linear(3, 2)
+    kept = kept_beside(Both(model.parameters()), None, model)
+    assert "a hook before steps" not in kept
+
+
 class Looking(Own):
     def state_dict(self):
         return {**super().state_dict(), "slow": collections.deque([torch.zeros(2)])}
@@ -324,6 +368,7 @@ class Listing(Own):
     ("made", "sync", "message"),
     [
         (Sharpness, "all_reduce", "Sharpness.step.. wants a closure"),
+        (Curved, "all_reduce", "Curved.step.. wants gradients that have a graph"),
         (Looking, "all_reduce", "Looking keeps what no checkpoint can have.*deque"),
         (Listing, "server_sync", "Listing keeps 'last' for no parameter"),
     ],

@@ -105,7 +105,7 @@ def test_a_seldom_length_is_tried_in_the_step_that_has_it(loss, kind):
     assert watch.odd(odd.batch, odd.size) == "[9, 1] instead of [4, 1]"
     late = try_step(forward, loader, job, where)
     assert late.verdict.startswith(kind)
-    assert "collate pads samples to the longest" in late.verdict or kind == "yes"
+    assert "one does that pads to the longest" in late.verdict or kind == "yes"
     watch.learn(late.shapes)
     assert (watch.odd(odd.batch, odd.size) == "") == (kind == "yes")
 

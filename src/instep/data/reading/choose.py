@@ -27,6 +27,7 @@ from instep.data.reading.fetch import Fetch, Slice
 from instep.data.reading.pool import Pool
 from instep.data.reading.process import Work
 from instep.data.reading.readers import Ahead, Reader
+from instep.data.reading.side_effects import side_effect
 from instep.data.reading.template import Say
 from instep.data.samples.fingerprint import fingerprint
 from instep.errors import DataError
@@ -131,7 +132,7 @@ class Handler:
         if part == FINGERPRINT:
             return fingerprint(fetch.samples, fetch.seed, fetch.content).to_plain()
         if part == COUNTED:
-            return fetch.counted()
+            return side_effect(fetch)
         if part.epoch == OF_CONTENTS:
             return fetch.contents(part.first, part.stop)
         return fetch(part)

@@ -30,7 +30,7 @@ from instep.data.reading.batched import (
     places_in_whole,
 )
 from instep.data.reading.noticed import objects_of
-from instep.data.reading.told import SET_EPOCH, Told
+from instep.data.reading.told import Told
 from instep.data.samples import last_read
 from instep.data.samples.contents import Selection, SliceContents, content_of
 from instep.data.samples.unreadable import (
@@ -51,8 +51,6 @@ Fetched = tuple[Any, Missed, list[list[int]]]
 """What came of a slice: the batch, what was skipped, index and content (`contents.py`) of some."""
 
 _OF_AUGMENT, _OF_GLOBALS, _OF_CONTENTS = 0, 1, 23
-_EPOCHS_S = 10.0
-"""After so many seconds calls of `set_epoch` are not made again to see what they do."""
 
 
 class Slice(NamedTuple):
@@ -124,7 +122,7 @@ class Fetch:
         """The process in which the dataset's own code has read; 0 if it has not."""
         self.selection: Selection | None = None
         """The samples whose content is recorded."""
-        self.told = Told(() if self.plain else dataset, tells=tells)
+        self.told = Told(() if self.plain else dataset, tells=tells, seed=seed)
         """What the user's code says to the dataset while the run goes on."""
         self._augment, self.skip = augment, skip
         self.order = order or (Order(self.samples, seed) if shuffle else None)
@@ -133,7 +131,7 @@ class Fetch:
         self._read_batch = batch_reader(dataset) if collate is None and augment is None else None
         self._many = offers(dataset, "__getitems__")
         self._generators = generators.DrawDetector()
-        self._before = None if self.plain else self._counts()
+        self._before = None if self.plain else self.counts()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle what it was made of, and which contents it records: for a process like this."""
@@ -154,7 +152,7 @@ class Fetch:
         if part.first == part.stop:
             return None, [], []
         if self.plain:
-            return self._batch(part)
+            return self.batch(part)
         self.read_by = os.getpid()
         if part.epoch:
             self._before = None  # it has what the dataset may let go of
@@ -163,7 +161,7 @@ class Fetch:
         try:
             if not self.draws:
                 try:
-                    fetched = self._batch(part)
+                    fetched = self.batch(part)
                 except DataError:
                     if not self._generators.drawn():
                         raise
@@ -171,10 +169,24 @@ class Fetch:
                     if not self._generators.drawn():
                         return fetched
                 self.draws = True
-            return self._batch(part)
+            return self.batch(part)
         finally:
             if self.draws:
                 self._generators.restore()
+
+    def first(self) -> None:
+        """Read the first sample. The user's `collate` may want more than one.
+
+        Raises:
+            DataError: as a call.
+        """
+        collate = self._collate
+        if collate is not collate_by_torch:
+            self._collate = lambda samples: None
+        try:
+            self(Slice(0, 0, 1))
+        finally:
+            self._collate = collate
 
     def indices(self, part: Slice) -> Indices:
         """The samples of a slice, [stop - first] int64."""
@@ -236,7 +248,7 @@ class Fetch:
         try:
             with generators.preserved():
                 seed_for_sample(self.seed, 0, index)
-                return content_of(read_with_retries(lambda: self._sample(index)))
+                return content_of(read_with_retries(lambda: self.sample(index)))
         finally:
             self._current.clear()
 
@@ -257,85 +269,25 @@ class Fetch:
                 with suppress(Exception):  # an unreadable one is reported when its step comes
                     if self.draws:
                         seed_for_sample(self.seed, 0, index)
-                    contents.add(index, self._sample(index))
+                    contents.add(index, self.sample(index))
         self._current.clear()
         return contents.found
 
-    def counted(self) -> str:
-        """Find what the reading of samples changes in Python, so that it depends on what was read
-        before: its name, `SET_EPOCH` if calls of that depend on earlier ones, or empty."""
+    def taken_counts(self) -> Counts | None:
+        """Give what was counted before anything was read; None if given, or nobody counts."""
         before, self._before = self._before, None
-        if before is None:
-            return ""
-        self.told.tell(0)
-        self.read_by = os.getpid()
-        with generators.preserved(), suppress(Exception):  # that comes when its step does
-            self._sample_alone(0)  # which builds what is built once
-            counts = self._counts()
-            self._sample_alone(0)
-            if found := counts.changed():
-                return found
-            last = self.samples - 1
-            others = [min(last, self.samples * n // 4 + n) for n in (1, 2, 3)]
-            for place in (*others, last, 0):
-                self._sample_alone(place)
-            if found := counts.changed(memories=False):
-                return found
-            del counts  # it may hold what is open
-            if table := before.grown():  # a cache of samples, or numbers of labels?
-                before.put_back()
-                alone = self._sample_alone(0)
-                before.put_back()
-                for place in others:
-                    self._sample_alone(place)
-                if self._sample_alone(0) != alone:
-                    return table
-                kept = self._drawn_otherwise(0)
-                before.put_back()
-                if self._drawn_otherwise(0) != kept:
-                    return table
-            return self._of_earlier_epochs((*others, last, 0))
-        return ""
+        return before
 
-    def _of_earlier_epochs(self, places: tuple[int, ...]) -> str:
-        """Find whether a call of `set_epoch` leaves more, or less, behind when it is made again."""
-        if not self.told.is_told:
-            return ""
-        before = self._counts()
-        began, known = time.monotonic(), dict[int, tuple[Counts, list[int]]]()
-        try:
-            for epoch in (0, 1, 1, 0):
-                self.told.tell_again(epoch)
-                counts, read = self._counts(), [self._sample_alone(place) for place in places]
-                seen, samples = known.setdefault(epoch, (counts, read))
-                if samples != read or seen.changed(memories=False):
-                    return SET_EPOCH
-                if time.monotonic() - began > _EPOCHS_S:
-                    break
-        finally:
-            before.put_back()
-        return ""
-
-    def _counts(self) -> Counts:
+    def counts(self) -> Counts:
+        """Count what its objects and functions keep now."""
         return Counts((*objects_of(self.dataset), self._augment, self._collate))
-
-    def _sample_alone(self, place: int) -> int:
-        """Read a batch of one sample; returns what it contains."""
-        seed_for_sample(self.seed, 0, 0)  # what was drawn last may be kept
-        return content_of(self._batch(Slice(0, place, place + 1))[0])
-
-    def _drawn_otherwise(self, place: int) -> int:
-        """Read the sample at a place of epoch 0 with what another epoch draws, and nothing else of
-        that; returns what it contains."""
-        (index,) = self.indices(Slice(0, place, place + 1)).tolist()
-        seed_for_sample(self.seed, 1, index)
-        return content_of(self._sample(index))
 
     @property
     def _current(self) -> last_read.CurrentRead:
         return last_read.current_read(self.name)
 
-    def _batch(self, part: Slice) -> Fetched:
+    def batch(self, part: Slice) -> Fetched:
+        """Read a slice as it comes: the dataset is told nothing, and draws are not looked at."""
         indices, missed = self.indices(part), Missed()
         recorded = self.selection(*part) if self.selection is not None else []
         contents = SliceContents(indices[recorded].tolist() if recorded else [])
@@ -439,9 +391,10 @@ class Fetch:
     def _keyed_sample(self, epoch: int, index: int) -> Any:
         if self.draws:
             seed_for_sample(self.seed, epoch, index)
-        return self._sample(index)
+        return self.sample(index)
 
-    def _sample(self, index: int) -> Any:
+    def sample(self, index: int) -> Any:
+        """Read one sample, by index."""
         if self._many or not hasattr(self.dataset, "__getitem__"):
             return self.dataset.__getitems__([index])[0]
         return self.dataset[index]

@@ -30,10 +30,15 @@ from weakref import WeakSet
 import numpy as np
 from torch.utils.data import ConcatDataset, Subset
 
+from instep.data.order import key
+from instep.data.reading.generators import preserved, seed_all
 from instep.data.reading.noticed import is_setting, is_shared, is_simple, objects_of, same, snapshot
 from instep.data.reading.own_writes import Writes, codes_of_reading, set_by_reading
 from instep.errors import DataError
 from instep.usercode.places import operands
+
+_OF_EPOCH = 29
+"""Number of what a key is drawn for, beside those of `fetch.py`: a call of `set_epoch`."""
 
 SET_EPOCH = "set_epoch()"
 """Stands for the method among the names of attributes."""
@@ -54,7 +59,9 @@ class Told:
     Made before loader processes are forked, so that an object has one number in all of them.
     """
 
-    def __init__(self, dataset: Any, *, tells: bool = False) -> None:
+    def __init__(self, dataset: Any, *, tells: bool = False, seed: int = 0) -> None:
+        self._dataset, self._seed = dataset, seed
+        self._length = len(dataset) if tells else None
         self._objects = list(objects_of(dataset))
         self._datasets = list(_with_set_epoch(dataset))
         self.tells = tells
@@ -219,7 +226,14 @@ class Told:
         self.tell(epoch)
 
     def tell(self, epoch: int) -> None:
-        """Before a slice of this epoch is read; what the user's code has said goes first."""
+        """Before a slice of this epoch is read; what the user's code has said goes first.
+
+        What it draws meanwhile from the global generators follows from the job's seed and the
+        epoch.
+
+        Raises:
+            DataError: the dataset has another length now.
+        """
         if epoch == self._epoch or any(name == SET_EPOCH for _, name in self._said):
             return
         every = [self, *self._sharing]
@@ -230,10 +244,19 @@ class Told:
                 told._scan()
             told._epoch = None
         self._epoch = epoch
-        for each in self._datasets:
-            _quietly(each, epoch)
+        with preserved():
+            seed_all(key(self._seed, epoch, _OF_EPOCH))
+            for each in self._datasets:
+                _quietly(each, epoch)
         for told in every:
             told._seen = [snapshot(each) for each in told._objects]
+        if self._length is not None and (now := len(self._dataset)) != self._length:
+            raise DataError(
+                f"set_epoch({epoch}) changes the length of the dataset, from {self._length:,} to "
+                f"{now:,} samples: a run has as many in each epoch. Let len() stay, and a sample "
+                "follow from its index and the epoch; or train the stages as runs, each from the "
+                "model of the one before (start.model)."
+            )
 
 
 def _quietly(target: Any, epoch: int) -> None:

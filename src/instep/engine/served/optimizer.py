@@ -24,7 +24,7 @@ from instep.engine.served.written import kept_as, taken
 from instep.engine.update import OF_UPDATE, Update, options_of
 from instep.errors import RecipeError, SpecError
 from instep.recipe.build import set_generators
-from instep.recipe.optimizers.combined import parts_of
+from instep.recipe.optimizers.combined import parts_of, step_hooks
 from instep.recipe.optimizers.made_up import STEPS, MadeUp, fitting, tried
 from instep.sync.generation import SERVED, Piece
 from instep.sync.norm import norm
@@ -86,7 +86,7 @@ class ServedUpdate(Update):
         """
         optimizer = self.optimizer
         every = {id(each): each for each in (optimizer, *parts_of(optimizer))}.values()
-        if any(o._optimizer_step_pre_hooks or o._optimizer_step_post_hooks for o in every):
+        if any(any(step_hooks(each)) for each in every):
             raise RecipeError(
                 f"the optimizer has step hooks, which look at whole parameters: with {self.where} "
                 "each server has only a part. Leave them out (averages of the weights, as EMA), "

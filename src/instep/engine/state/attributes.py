@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
 from instep.parallel.nested import tensors_in
-from instep.recipe.optimizers.combined import CombinedOptimizer, parts_of
+from instep.recipe.optimizers.combined import CombinedOptimizer, parts_of, step_hooks
 from instep.recipe.optimizers.plateau import Plateau
 from instep.usercode.digests import digest_of, digests
 
@@ -45,10 +45,7 @@ def kept_beside(optimizer: Optimizer, scheduler: Any, model: nn.Module) -> dict[
     """
     parts = [*parts_of(optimizer), scheduler]
     every = [each for each in parts if _is_looked_at(each)]
-    hooks = [
-        [*each._optimizer_step_pre_hooks.values()]
-        for each in dict.fromkeys((optimizer, *parts[:-1]))
-    ]
+    hooks = [step_hooks(each)[0] for each in dict.fromkeys((optimizer, *parts[:-1]))]
     if not every and not any(hooks):
         return {}
     known = {id(model): "model", id(optimizer): "optimizer"}
@@ -58,10 +55,12 @@ def kept_beside(optimizer: Optimizer, scheduler: Any, model: nn.Module) -> dict[
     known |= {id(each): "saved" for each in tensors_in(saved) if id(each) not in known}
     found = dict[str, str]()
     for each in every:
-        name, own = type(each).__name__, vars(each)
+        name = type(each).__name__
         but = _OF_TORCH | {"optimizer" if each is scheduler else "state"}
         found |= {f"{name}.{key}": made for key, made in digests(each, known, but).items()}
-        if each is optimizer and (state := {p: of for p, of in own["state"].items() if of}):
+        if each is optimizer and (
+            state := {p: of for p, of in getattr(each, "state", {}).items() if of}
+        ):
             found[f"{name}.state"] = digest_of(state, known)
     if any(hooks):
         found["a hook before steps"] = digest_of(hooks, known)

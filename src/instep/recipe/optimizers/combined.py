@@ -69,6 +69,13 @@ class CombinedOptimizer(Optimizer):
             first += count
 
 
+def step_hooks(optimizer: Optimizer) -> tuple[list[Any], list[Any]]:
+    """Hooks before its steps, and after; none of one that did not call `super().__init__`."""
+    own = vars(optimizer)
+    before, after = own.get("_optimizer_step_pre_hooks"), own.get("_optimizer_step_post_hooks")
+    return list((before or {}).values()), list((after or {}).values())
+
+
 def parts_of(optimizer: Optimizer) -> list[Optimizer]:
     """The optimizers that move a parameter: itself, or those of several that have one."""
     if not isinstance(optimizer, CombinedOptimizer):

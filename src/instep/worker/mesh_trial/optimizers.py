@@ -26,7 +26,7 @@ from instep.errors import InstepError, RecipeError, one_line
 from instep.parallel.copies import copied
 from instep.parallel.gate import NEAR, Box
 from instep.recipe.build import set_generators
-from instep.recipe.optimizers.combined import parts_of
+from instep.recipe.optimizers.combined import parts_of, step_hooks
 from instep.recipe.optimizers.made_up import STEPS, MadeUp, fitting, moving
 from instep.state.boxes import box_of
 from instep.worker.mesh_trial import gradients as mesh_check
@@ -156,7 +156,7 @@ class OptimizerCheck:
         with preserved():
             optimizer: Any = self._build(model)
         every = [optimizer, *parts_of(optimizer)]
-        hooks = any(o._optimizer_step_pre_hooks or o._optimizer_step_post_hooks for o in every)
+        hooks = any(any(step_hooks(each)) for each in every)
         if all(type(each) in BY_ELEMENT for each in every[1:]) and not hooks:
             return ""
         name = f"{type(optimizer).__name__}{' with hooks' if hooks else ''}"

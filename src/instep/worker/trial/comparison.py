@@ -461,10 +461,11 @@ class SpotComparison:
             )
         elif self._forward.recipe.collates and differ(spot.each()):
             by = (
-                "collate pads samples to the longest of their batch, and what it adds counts. Pad "
-                "to one length, or leave padding out of the loss with a mask and compute_loss, "
-                "which may return instep.WeightedLoss(total, weight). Or it is a mean of something "
-                "else (class weights, targets that are not ignored): Recipe.weight can say of what"
+                "collate gives samples other shapes in other batches, as one does that pads to the "
+                "longest, and what it adds counts. Pad to one length, or leave padding out of the "
+                "loss with a mask and compute_loss, which may return instep.WeightedLoss(total, "
+                "weight). Or it is a mean of something else (class weights, targets that are not "
+                "ignored), which Recipe.weight can say, or of several things; or collate draws"
             )
         elif self._forward.recipe.weight:
             by = "Recipe.weight is not what it is a mean of, or it compares the samples of a batch"

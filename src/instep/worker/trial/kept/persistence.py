@@ -111,6 +111,12 @@ def _could_not_step(name: str, error: Exception, trial: Trial) -> Trial:
             f"optimizer that evaluates the loss itself cannot be used; if {name} wraps another "
             "one, give that."
         ) from error
+    if "create_graph" in str(error):
+        raise RecipeError(
+            f"{name}.step() wants gradients that have a graph ({type(error).__name__}: "
+            f"{one_line(error)}), to differentiate them again: a step has the sum of all workers' "
+            "gradients, which has none. Second-order optimizers of this kind cannot be used."
+        ) from error
     why = f"cannot be tried ({type(error).__name__}: {one_line(error)})"
     return _if_same(trial, f"whether a checkpoint has all that {name} keeps {why}")
 

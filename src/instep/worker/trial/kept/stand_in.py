@@ -24,7 +24,7 @@ from instep.data.reading.generators import preserved
 from instep.job.start import StartSpec
 from instep.recipe.build import Built, build_optimizer, set_generators
 from instep.recipe.isolated import isolated
-from instep.recipe.optimizers.combined import parts_of
+from instep.recipe.optimizers.combined import parts_of, step_hooks
 from instep.recipe.optimizers.plateau import Plateau
 from instep.recipe.recipe import Recipe
 from instep.recipe.tuning import NOTHING, Begun
@@ -90,7 +90,7 @@ class StandIn(NamedTuple):
         for optimizer, scheduler in self.made:
             for each in (optimizer, *parts_of(optimizer)):
                 yield type(each)
-                yield from each._optimizer_step_pre_hooks.values()
+                yield from step_hooks(each)[0]
             if scheduler is not None:
                 yield type(scheduler)
                 yield from vars(scheduler).values()
@@ -101,7 +101,7 @@ class StandIn(NamedTuple):
         they change decides of later steps."""
         for optimizer, _ in self.made:
             for each in (optimizer, *parts_of(optimizer)):
-                yield from each._optimizer_step_post_hooks.values()
+                yield from step_hooks(each)[1]
 
     @property
     def stateful(self) -> list[Any]:
@@ -242,7 +242,7 @@ def steady(optimizer: Optimizer) -> bool:
 
 def hooked(optimizer: Optimizer) -> bool:
     """Whether something is called before or after its steps, or in their place."""
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if any(step_hooks(optimizer)):
         return True
     step = vars(optimizer).get("step")  # schedulers of torch count its calls there
     counted = getattr(step, "_wrapped_by_lr_sched", False)
