@@ -2,7 +2,8 @@
 
 `torch.nn.utils.weight_norm` and `spectral_norm` leave the weight that they compute as an attribute,
 which is part of a graph and which torch refuses to copy. Each forward pass computes it anew, so a
-copy has its values alone.
+copy has its values alone. And an optimizer whose methods are hooks of the model (K-FAC) is copied
+with all its attributes, of which torch's own copy leaves out most.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 Given = TypeVar("Given")
 
@@ -28,7 +30,25 @@ def copied(given: Given, *, of: nn.Module | None = None) -> Given:
     """
     model = given if of is None else of
     assert isinstance(model, nn.Module)
-    return copy.deepcopy(given, computed_anew(model))
+    memo, optimizers = computed_anew(model), _optimizers_in(model)
+    memo |= {id(each): object.__new__(type(each)) for each in optimizers}
+    for each in optimizers:
+        vars(memo[id(each)]).update(copy.deepcopy(vars(each), memo))
+    return copy.deepcopy(given, memo)
+
+
+def _optimizers_in(model: nn.Module) -> list[Optimizer]:
+    """Find those that modules have as attributes, or methods of as hooks."""
+    found = dict[int, Optimizer]()
+    for module in model.modules():
+        held = list(vars(module).values())
+        for value in held + [
+            each for hooks in held if isinstance(hooks, dict) for each in hooks.values()
+        ]:
+            each = getattr(value, "__self__", value)
+            if isinstance(each, Optimizer):
+                found[id(each)] = each
+    return list(found.values())
 
 
 def computed_anew(model: nn.Module) -> dict[int, Any]:

@@ -29,6 +29,7 @@ from instep.data.reading.fetch import Fetch, Slice
 from instep.errors import DataError
 from instep.job.spec import JobSpec
 from instep.job.train import TrainSpec
+from instep.parallel.copies import copied
 from instep.recipe.build import build_optimizer
 from instep.recipe.forward import Forward
 from instep.recipe.recipe import Recipe
@@ -388,6 +389,33 @@ def test_a_count_is_seen_and_put_back_wherever_it_lies(count, parts):
     assert verdict.startswith("not shown: each pass changes")
     DRAWS.setstate(generator)
     assert count in NOT_PUT_BACK or count() in (before, before + 1)
+
+
+class Preconditioned(torch.optim.Optimizer):
+    """Keeps what goes into layers, as K-FAC does."""
+
+    def __init__(self, model):
+        super().__init__(model.parameters(), {"lr": 0.1})
+        self.layers, self.seen = list(model), {}
+        for layer in self.layers:
+            layer.register_forward_pre_hook(self.look)
+
+    def look(self, layer, inputs):
+        self.seen[layer] = self.seen.get(layer, 0) + float(inputs[0].sum())
+
+
+def test_an_optimizer_whose_methods_are_hooks_is_copied_with_the_model():
+    model = nn.Sequential(nn.Linear(3, 2))
+    optimizer = Preconditioned(model)
+    copy = copied(model)
+    (hook,) = copy[0]._forward_pre_hooks.values()
+    other = hook.__self__
+    assert other is not optimizer
+    assert other.layers == [copy[0]]
+    assert other.param_groups[0]["params"][0] is copy[0].weight
+    copy(torch.ones(1, 3))
+    assert (other.seen, optimizer.seen) == ({copy[0]: 3.0}, {})
+    assert tried(4, model=model).startswith("not shown: each pass changes 'Preconditioned.seen'")
 
 
 def test_a_private_number_on_a_model_of_torch_is_seen():
