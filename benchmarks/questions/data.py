@@ -30,15 +30,35 @@ def remote_shards(result: Any) -> Answer:
     return found(result["remote_ms"] / result["local_ms"], spread=spread)
 
 
+def beside_datasets(result: Any) -> Answer:
+    every = [result[kind]["datasets_over_two"] for kind in ("json", "csv", "tokens")]
+    spread = "JSON lines {:.1f}, CSV {:.1f}, tokens {:.1f}; one turn".format(*every)
+    return found(every, "", 1, spread)
+
+
+def parquet(result: Any) -> Answer:
+    synced = result["cp_synced_over_two"]
+    return found(
+        result["cp_over_two"], "", 2, f"of a `cp` that lies on the disk {synced}, two turns"
+    )
+
+
+def memory(result: Any) -> Answer:
+    every = result["json_mb"]
+    spread = ", ".join(f"{size} {each}" for size, each in every.items())
+    return found(max(every.values()), " MB", 0, spread)
+
+
 HUGGING_FACE = "Hugging Face `datasets`, two processes"
 
 QUESTIONS = (
     Question(
-        "`instep prepare` with two workers, 100 MB to arrays: times as fast",
+        "`instep prepare` with two workers, 100 MB to arrays and tokens: times as fast",
         "preparing",
         "preparing",
-        noted("over_datasets", "", 1, "one turn"),
+        beside_datasets,
         HUGGING_FACE,
+        least=1.2,
     ),
     Question(
         "2 GB with two workers: times as fast",
@@ -50,10 +70,18 @@ QUESTIONS = (
     Question(
         "2 GB of Parquet to Arrow: speed",
         "preparing",
-        "preparing-2-gb",
-        noted("parquet_of_cp", "", 2, "three turns"),
+        "preparing-parquet",
+        parquet,
         "`cp` of the result",
         least=0.6,
+    ),
+    Question(
+        "JSON lines of 1 to 4 GB: most memory of a process",
+        "preparing",
+        "preparing-memory",
+        memory,
+        most=300,
+        unit=" MB",
     ),
     Question(
         "a batch of 64 samples from shards that came from a URL: time",

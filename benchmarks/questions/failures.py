@@ -95,7 +95,7 @@ def wrong(what: str) -> Ask:
 
 def storms(result: Any) -> Answer:
     storms, held = result["storms"], result["held"]
-    return Answer(f"{held} of {storms}", "the one that did not is mended", (held / storms,))
+    return Answer(f"{held} of {storms}", "strategies and meshes in turn, at load", (held / storms,))
 
 
 def on_a_gpu(result: Any) -> Answer:
