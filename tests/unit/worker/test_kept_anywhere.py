@@ -26,7 +26,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from instep.data.loader import Loader
 from instep.data.reading.fetch import Fetch, Slice
-from instep.errors import DataError
+from instep.errors import DataError, RecipeError
 from instep.job.spec import JobSpec
 from instep.job.train import TrainSpec
 from instep.parallel.copies import copied
@@ -389,6 +389,33 @@ def test_a_count_is_seen_and_put_back_wherever_it_lies(count, parts):
     assert verdict.startswith("not shown: each pass changes")
     DRAWS.setstate(generator)
     assert count in NOT_PUT_BACK or count() in (before, before + 1)
+
+
+class Sized(nn.Linear):
+    """Gives a buffer its size in the first pass, and remembers that beside it."""
+
+    def __init__(self):
+        super().__init__(3, 2)
+        self.register_buffer("table", torch.ones(3), persistent=False)
+        self.sized = False
+
+    def forward(self, x):
+        if not self.sized:
+            self.sized = True
+            self.register_buffer("table", torch.ones(2), persistent=False)
+        return super().forward(x) * self.table
+
+
+def test_a_sum_with_a_weight_is_named_as_one():
+    said = tried(4, loss=lambda outputs, target: (outputs - target).square().sum())
+    assert "as one batch: it is a sum, and a step takes the mean of its micro-batches" in said
+
+
+def test_a_buffer_whose_size_is_remembered_elsewhere_is_named():
+    with pytest.raises(
+        RecipeError, match=r"'table' gets another shape in a pass.*attribute of its"
+    ):
+        tried(4, model=Sized())
 
 
 class Preconditioned(torch.optim.Optimizer):

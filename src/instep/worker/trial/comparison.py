@@ -467,6 +467,11 @@ class SpotComparison:
                 "weight). Or it is a mean of something else (class weights, targets that are not "
                 "ignored), which Recipe.weight can say, or of several things; or collate draws"
             )
+        elif apart and math.isclose(whole, len(spot.sizes) * apart, rel_tol=1e-4):
+            by = (
+                "it is a sum, and a step takes the mean of its micro-batches: divide it by what it "
+                "is a sum of, or return instep.WeightedLoss(total, weight)"
+            )
         elif self._forward.recipe.weight:
             by = "Recipe.weight is not what it is a mean of, or it compares the samples of a batch"
         else:

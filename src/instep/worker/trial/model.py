@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from instep.engine.state.buffers import written
 from instep.engine.state.kept_buffers import KeptBuffers
+from instep.errors import RecipeError, one_line
 from instep.parallel.copies import copied
 from instep.parallel.global_batch.batch_norm import use_running_statistics
 from instep.parallel.nested import on_tensors
@@ -100,6 +101,7 @@ class TrialModel:
         self._place({n: p.detach() for n, p in original.model.named_parameters()})
         self._buffers = KeptBuffers(model)
         self.committed = self._buffers.values
+        self._grown = ""  # the name of a buffer that a pass has given another shape
         self.draws: Callable[[], Any] = nullcontext
         self._casts: Callable[[], Any] = nullcontext
 
@@ -200,7 +202,12 @@ class TrialModel:
         self._reset()
         set_generators(self._seed)
         with self.draws(), self._casts():
-            found = self.forward.loss(self._fit(batch), samples)
+            try:
+                found = self.forward.loss(self._fit(batch), samples)
+            except Exception as error:
+                if self._grown:
+                    raise _of_grown(self._grown, error) from error
+                raise
             if any(parameter.grad is not None for parameter in self.model.parameters()):
                 raise called_backward()
             if found is None:
@@ -215,7 +222,13 @@ class TrialModel:
             for name, p in self.parameters.items()
             if p.grad is not None and (trained is None or name in trained)
         }
-        return PassResult(float(found.loss.detach()), found.weight, gradients, self._buffers.now())
+        buffers = self._buffers.now()
+        self._grown = next((n for n, b in buffers.items() if self._resized(n, b)), self._grown)
+        return PassResult(float(found.loss.detach()), found.weight, gradients, buffers)
+
+    def _resized(self, name: str, buffer: Tensor) -> bool:
+        before = self.committed.get(name)
+        return before is not None and before.numel() > 0 and before.shape != buffer.shape
 
     def refuse_written(self) -> None:
         """Refuse passes that wrote to parameters; a write through `data` shows in values alone.
@@ -318,3 +331,12 @@ def trial_model(forward: Forward, seed: int) -> Iterator[TrialModel]:
             yield TrialModel(forward, copied, original, seed)
     finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def _of_grown(name: str, error: Exception) -> RecipeError:
+    return RecipeError(
+        f"the buffer {name!r} gets another shape in a pass, and the next pass failed "
+        f"({type(error).__name__}: {one_line(error)}): each begins with the buffers as the last "
+        "committed step has left them, on whatever worker. Make a table that grows a plain "
+        "attribute of its module (self.table = ...), or a buffer of its full length."
+    )
