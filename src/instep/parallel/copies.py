@@ -32,8 +32,11 @@ def copied(given: Given, *, of: nn.Module | None = None) -> Given:
     assert isinstance(model, nn.Module)
     memo, optimizers = computed_anew(model), _optimizers_in(model)
     memo |= {id(each): object.__new__(type(each)) for each in optimizers}
-    for each in optimizers:
-        vars(memo[id(each)]).update(copy.deepcopy(vars(each), memo))
+    try:
+        for each in optimizers:
+            vars(memo[id(each)]).update(copy.deepcopy(vars(each), memo))
+    except Exception:  # an attribute that cannot be copied: as torch does, without it
+        memo = computed_anew(model)
     return copy.deepcopy(given, memo)
 
 

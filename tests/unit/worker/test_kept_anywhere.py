@@ -443,6 +443,9 @@ def test_an_optimizer_whose_methods_are_hooks_is_copied_with_the_model():
     copy(torch.ones(1, 3))
     assert (other.seen, optimizer.seen) == ({copy[0]: 3.0}, {})
     assert tried(4, model=model).startswith("not shown: each pass changes 'Preconditioned.seen'")
+    optimizer.rates = (0.5**n for n in range(9))  # which cannot be copied
+    (hook,) = copied(model)[0]._forward_pre_hooks.values()
+    assert not hasattr(hook.__self__, "rates")
 
 
 def test_a_private_number_on_a_model_of_torch_is_seen():
