@@ -47,6 +47,7 @@ from instep.server.request_queue import Desk
 from instep.server.server import Server
 from instep.server.shard import Holding
 from instep.server.shard_service import HELD, write_shard, written_by
+from instep.server.step_limits import LagCount, StepLimits
 from instep.server.tensor_channel import Ask
 from instep.state.files.staging import SAVING
 from instep.state.pieces import SHARD
@@ -100,10 +101,11 @@ class Serving(Server):
         self._row: tuple[int, ...] | None = None  # of the last commit, for the ledger
         self._ledger_at = 0  # where it begins there
         self._written = b""  # since the last complete step
-        self._lag = 0, 0, 0  # of commits no event has told of: how many, their sum, the largest
-        self._ends_at: int | None = None
-        self._saves_at: int | None = None
-        self._barrier = 0
+        self._lag = LagCount()
+        validates = self._inputs.validate is not None
+        self._limits = StepLimits(
+            self.job, self.last_step, self._portions, self.samples, validates=validates
+        )
         self._desk: Desk | None = None
         self._commits: Commits | None = None
         self._holding: Holding
@@ -189,7 +191,7 @@ class Serving(Server):
         if left is None:
             self._keep()
             return
-        self._lag = tuple(left["lag"])
+        self._lag = LagCount(tuple(left["lag"]))
         if left["row"] is not None:
             self._row, self._ledger_at = tuple(left["row"]), left["ledger_bytes"]
 
@@ -224,7 +226,7 @@ class Serving(Server):
 
     def _take_until(self, step: int) -> None:
         """Take pushes until every unit up to this step is committed."""
-        self._limit()
+        self.commits.leases.stop_after(self._limits.from_step(self.step))
         self.activity.enter("exchange")
         while self.commits.leases.complete < step:
             self._turn()
@@ -236,37 +238,23 @@ class Serving(Server):
         self.compute.run(where, share, loads, self.step)
         return self._end_step(where)
 
-    def _limit(self) -> None:
-        """Lease nothing beyond the next step at which just the steps up to it have to be there."""
-        if self._barrier < self.step:
-            self._barrier = self.step
-            while not self._is_barrier(self._barrier):
-                self._barrier += 1
-        limits = (self._barrier, self._ends_at, self._saves_at)
-        self.commits.leases.stop_after(min(step for step in limits if step is not None))
-
-    def _is_barrier(self, step: int) -> bool:
-        if step in (self.last_step, self.job.train.stop_after_steps):
-            return True
-        every = self.job.train.validate_every
-        ends_epoch = self._portions.where(step).stop == self.samples
-        validates = step % every == 0 if every else ends_epoch
-        return self.job.checkpoint.due(step) or (validates and self._inputs.validate is not None)
-
     def _end_step(self, where: Position) -> Commit:
-        step, begun, figures = self.step, self.commits.leases.begun, self.commits.complete()
+        limits, step, begun, figures = (
+            self._limits,
+            self.step,
+            self.commits.leases.begun,
+            self.commits.complete(),
+        )
         share_read(figures.skipped, where.size)
         asked = self.after.stopping.asked_to_stop(step)
         if asked or self.after.stopping.not_finite(figures.loss, figures.norm):
-            self._ends_at = self._ends_at or begun
+            limits.end_at(begun)
         if self.after.is_late:
-            self._saves_at = self._saves_at or begun
-        told, saves = step == self._ends_at, step == self._saves_at
-        if saves:
-            self._saves_at = None
-        if told or saves or self._is_barrier(step):  # no unit of a later step is committed
-            self._report_lag(step)
-        ends = told or step in (self.last_step, self.job.train.stop_after_steps)
+            limits.save_at(begun)
+        told, saves = step == limits.ends_at, limits.take_save(step)
+        if told or saves or limits.has(step):  # no unit of a later step is committed
+            self._lag.tell(self.member, step)
+        ends = told or limits.ends(step)
         done = Commit(step, figures.loss, figures.norm, told, ends, figures.skipped, saves=saves)
         self.engine.buffers.after_update()  # pushes have moved some
         self.engine.state.commit(done, where)
@@ -278,11 +266,6 @@ class Serving(Server):
         if not self.after.stopping.spec.non_finite:
             self.announcer.warn_of_loss(step, done.loss)
         return done
-
-    def _report_lag(self, step: int) -> None:
-        (updates, total, largest), self._lag = self._lag, (0, 0, 0)
-        mean = total / max(1, updates)
-        self.member.emit("lag_measured", step=step, updates=updates, mean=mean, largest=largest)
 
     # ---- what workers ask
 
@@ -306,8 +289,7 @@ class Serving(Server):
             self._others.meet()
             return False
         self._row = self._entry(committed.lease)
-        updates, total, largest = self._lag
-        self._lag = updates + 1, total + committed.lag, max(largest, committed.lag)
+        self._lag.add(committed.lag)
         self._keep()
         self._write(self._row)
         return True
@@ -339,7 +321,7 @@ class Serving(Server):
         snapshot.facts["leased"] = {
             "row": self._row,
             "ledger_bytes": self._ledger_at,
-            "lag": self._lag,
+            "lag": self._lag.figures,
             **self.commits.state(),
         }
         version, generation = self.commits.leases.version, super()._group.generation

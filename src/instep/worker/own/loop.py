@@ -196,21 +196,15 @@ class OwnLoop(Loop):
         return steps_in_epoch(self.samples, self.job.per_commit.global_batch)
 
     def _heartbeat(self) -> Heartbeat:
+        # between two steps the user's code may take as long as it likes: that is progress too
+        between = self.present.now is None and self.activity.phase == "your loop"
         return Heartbeat(
             step=self.step,
             steps=self._done,
             phase=self.activity.phase,
-            progress=self._progress(),
+            progress=self.engine.passes.taken + (int(time.monotonic()) if between else 0),
             cpu_s=self._cpu(),
         )
-
-    def _progress(self) -> int:
-        """What changes while this worker gets something done.
-
-        What the user's code does between two steps is its own affair, for as long as it takes.
-        """
-        between = self.present.now is None and self.activity.phase == "your loop"
-        return self.engine.passes.taken + (int(time.monotonic()) if between else 0)
 
     def join(self) -> None:
         """Form the group with the other workers, and get ready for the first batch.
