@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -47,6 +48,7 @@ def check(tmp_path, monkeypatch, capsys):
     """`check(text, *options)`: exit code, and what `--json` prints, of a job with that text."""
     (tmp_path / "net.py").write_text(RECIPE)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     threads = torch.get_num_threads()
 
     def checked(text="", *options, recipe="net.py:recipe"):
@@ -59,6 +61,9 @@ def check(tmp_path, monkeypatch, capsys):
     yield checked
     torch.set_num_threads(threads)
     torch.set_deterministic_debug_mode("default")
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
 TRAIN = "[train]\nepochs = 4\nglobal_batch = 16\nmicro_batches = 4\n"
