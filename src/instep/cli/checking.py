@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from instep.cli.parsing import Parser, add_changes, overrides_of, say_left_out
+from instep.cli.parsing import Parser, add_job, overrides_of, say_left_out
 from instep.cli.saying import say, say_aside
 from instep.errors import SpecError
 
@@ -88,8 +88,7 @@ def check_options(parser: Parser) -> None:
         "No process and no run folder is made. Exit code 0 if the job would start, else that of "
         "`instep run`: 2 the job, 3 the recipe, 4 the data, 5 an error of your code."
     )
+    add_job(parser)
     add = parser.add_argument
-    add("job", help="job file, TOML; or a script that calls instep.join")
-    add_changes(parser)
     text = "refuse the job unless its result is known to be that of one machine"
     add("--strict", action="store_true", help=text)

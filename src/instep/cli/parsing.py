@@ -146,6 +146,12 @@ def add_changes(parser: Parser) -> None:
     add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=text)
 
 
+def add_job(parser: Parser) -> None:
+    """The job, or a script that has one, and what changes it."""
+    parser.add_argument("job", help="job file, TOML; or a script that calls instep.join")
+    add_changes(parser)
+
+
 def overrides_of(args: argparse.Namespace) -> list[str]:
     """What these options change, as `SECTION.KEY=VALUE`."""
     workers = [] if args.workers is None else [f"workers={args.workers}"]

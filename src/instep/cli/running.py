@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from instep.cli.parsing import Parser, add_changes, overrides_of, say_left_out
+from instep.cli.parsing import Parser, add_changes, add_job, overrides_of, say_left_out
 from instep.cli.saying import say, say_aside
 from instep.errors import RecipeError, SpecError
 
@@ -67,9 +67,8 @@ def run_options(parser: Parser) -> None:
         "With --on slurm outside an allocation, the job is submitted and followed. Ctrl-C stops "
         "following and leaves it alone; scancel cancels it."
     )
+    add_job(parser)
     add = parser.add_argument
-    add("job", help="job file, TOML; or a script that calls instep.join")
-    add_changes(parser)
     add(
         "--check-determinism",
         action="store_true",

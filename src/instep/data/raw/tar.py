@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 from instep.data.raw.base import Chunk, Piece, SingleFiles
 from instep.data.raw.opened import opened
 from instep.errors import DataError, one_line
+from instep.words import not_utf8
 
 LARGEST = 256 << 20
 """Bytes of a record at most."""
@@ -190,7 +191,7 @@ def _wrong(members: list[_Member]) -> str:
     for member in members:
         if member.field == _KEY:
             return f"the member {member.about.name!r} has the name of the key's field"
-        if not member.about.name.isascii() and not _is_text(member.about.name):
+        if not_utf8(member.about.name) is not None:
             return f"the name of the member {member.about.name!r} is no UTF-8"
         if not member.about.isreg():
             return f"the member {member.about.name!r} is no file, but a link or a device"
@@ -199,14 +200,6 @@ def _wrong(members: list[_Member]) -> str:
     if sum(member.about.size for member in members) > LARGEST:
         return f"the record is larger than {LARGEST >> 20:,} MB, and none may be"
     return ""
-
-
-def _is_text(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:  # bytes that could not be decoded stand in it as halves of pairs
-        return False
-    return True
 
 
 def _data(path: str | Path, file: BinaryIO, about: tarfile.TarInfo) -> bytes:

@@ -14,6 +14,7 @@ from instep.recipe.forward import Measured
 from instep.recipe.recipe import Recipe
 from instep.recipe.rehearsal import try_validation
 from instep.recipe.tuning import NOTHING, Begun
+from instep.state.broadcast import broadcast_bytes
 from instep.sync import LEASED
 from instep.worker.loop.announcer import tells_trial
 from instep.worker.passes.activity import Activity
@@ -23,9 +24,6 @@ from instep.worker.rounds import round_checks
 from instep.worker.training.inputs import Inputs
 from instep.worker.trial.kept.kept import try_kept
 from instep.worker.trial.reads import try_blocks, try_recipe
-
-_LONGEST = 2000
-"""Bytes of a verdict that are told to other workers."""
 
 
 class Trials:
@@ -119,22 +117,11 @@ def agreed(comm: Comm, device: torch.device, trial: Trial, unrepeatable: int | N
     if trial.merge and not merge.all():
         trial = trial._replace(merge=False, reason="another worker's trial showed a difference")
     if not same.all():
-        verdict = _said_by(comm, device, int(same.argmin()), trial.verdict)
-        trial = trial._replace(verdict=verdict) if trial.same else trial
+        said = broadcast_bytes(trial.verdict.encode(), comm, int(same.argmin()), device)
+        trial = trial._replace(verdict=said.decode()) if trial.same else trial
     if sample := int(samples.max()):
         trial = trial._replace(verdict=dataset_check.unrepeatable(sample - 1))
     return trial
-
-
-def _said_by(comm: Comm, device: torch.device, rank: int, verdict: str) -> str:
-    """Return the verdict of one of the members; all call this."""
-    row = torch.zeros(_LONGEST, dtype=torch.float64)
-    if comm.rank == rank:
-        said = list(verdict.encode()[:_LONGEST])
-        row[: len(said)] = torch.tensor(said, dtype=torch.float64)
-    row = row.to(device)
-    comm.all_reduce(row).wait()
-    return bytes(int(each) for each in row.tolist() if each).decode(errors="ignore")
 
 
 def decided_by_job(job: JobSpec, recipe: Recipe, trial: Trial, *, draws_by_block: bool) -> Trial:
