@@ -31,7 +31,7 @@ class Fired(NamedTuple):
     """A rule that wants the run to stop."""
 
     rule: str
-    """`target`, `plateau`, `diverged`, `gradient_norm` or `time_limit`."""
+    """`target`, `pruned`, `plateau`, `diverged`, `gradient_norm` or `time_limit`."""
     step: int
     """Whose figures made it fire."""
     why: str
@@ -60,6 +60,7 @@ class Rules:
         self._first = 0.0  # such mean that was finite and not zero, its size
         self._best: tuple[float, int] | None = None  # value of the metric, and its step
         self._waited = 0  # validations since
+        self._bounds, self._validations = dict(spec.bounds), 0
 
     def evaluate(self, figures: Figures) -> Fired | None:
         """Evaluate the figures of a step or a validation; returns the rule that fires first."""
@@ -68,7 +69,7 @@ class Rules:
             causes += [self._rise(figures.loss, figures.step)]
             causes += [self._small_gradient(figures.gradient_norm)]
         if (value := figures.metrics.get(self._spec.metric)) is not None:
-            causes += [self._target(value), self._plateau(value, figures.step)]
+            causes += [self._target(value), self._bound(value), self._plateau(value, figures.step)]
         found = next((cause for cause in causes if cause is not None), None)
         return Fired(found[0], figures.step, found[1], figures.loss is None) if found else None
 
@@ -117,6 +118,16 @@ class Rules:
         if not short <= _ROUNDING * abs(target):
             return None
         return "target", f"{name} {value:.6g} reached the target {target:g}"
+
+    def _bound(self, value: float) -> tuple[str, str] | None:
+        self._validations += 1
+        bound, name = self._bounds.get(self._validations), self._spec.metric
+        if bound is None:
+            return None
+        if value >= bound if self._spec.upwards else value <= bound:
+            return None
+        nth = f"validation {self._validations}"
+        return "pruned", f"{name} {value:.6g} of {nth} was worse than the bound {bound:.6g}"
 
     def _plateau(self, value: float, step: int) -> tuple[str, str] | None:
         spec = self._spec

@@ -114,6 +114,10 @@ class StopSpec(Section, frozen=True, kw_only=True):
     least_change: Annotated[float, Meta(ge=0)] = 0.0
     """The smallest improvement of the metric that resets `patience`."""
 
+    bounds: tuple[tuple[Positive, float], ...] = ()
+    """Pairs of a validation's number and a value: stop if the metric of that validation is worse
+    than the value. `[[1, 0.6], [3, 0.8]]` looks at the first and at the third."""
+
     non_finite: bool = True
     """Stop if the loss is not finite, or the norm of the gradient if it is computed anyway; false:
     only warn."""
@@ -147,7 +151,7 @@ class StopSpec(Section, frozen=True, kw_only=True):
     @property
     def by_metric(self) -> bool:
         """Whether a rule looks at validations."""
-        return self.target is not None or self.patience > 0
+        return self.target is not None or self.patience > 0 or bool(self.bounds)
 
     @property
     def by_step(self) -> bool:
@@ -164,6 +168,12 @@ class StopSpec(Section, frozen=True, kw_only=True):
             value = getattr(self, name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{name} = {value}: needs to be a finite number.")
+        numbers = [number for number, _ in self.bounds]
+        if numbers != sorted(set(numbers)) or not all(math.isfinite(b) for _, b in self.bounds):
+            raise ValueError(
+                f"bounds = {[[*pair] for pair in self.bounds]}: needs each validation once, in "
+                "order, and a finite number for each."
+            )
         try:
             positive = self.time_limit_s is None or self.time_limit_s > 0
         except ValueError:

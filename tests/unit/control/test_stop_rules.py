@@ -76,6 +76,17 @@ def fires(figures, **rules):
             Fired("target", 20, "score -0.950001 reached the target -0.95"),
         ),
         ({"target": 0}, validations([1e-30]), None),
+        (
+            {"bounds": ((1, 0.5), (3, 0.8)), "metric": "accuracy"},
+            validations([0.5, 0.1, 0.7999, 0.1], "accuracy"),
+            Fired("pruned", 30, "accuracy 0.7999 of validation 3 was worse than the bound 0.8"),
+        ),
+        (
+            {"bounds": ((2, 0.5),)},
+            validations([0.9, NAN]),
+            Fired("pruned", 20, "loss nan of validation 2 was worse than the bound 0.5"),
+        ),
+        ({"bounds": ((1, 0.9), (2, 0.5))}, validations([0.9, 0.5, 7.0]), None),
         ({"target": 0}, validations([0.0]), Fired("target", 10, "loss 0 reached the target 0")),
         (
             {"patience": 2},
@@ -169,7 +180,7 @@ def test_a_rule_fires_at_its_figures_and_names_them(rules, figures, expected):
     if expected is None:
         assert fired is None
         return
-    assert fired == expected._replace(at_once=expected.rule in ("target", "plateau"))
+    assert fired == expected._replace(at_once=expected.rule in ("target", "pruned", "plateau"))
     assert fired.after == (expected.step - 1 if fired.at_once else expected.step)
 
 
