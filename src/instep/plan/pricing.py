@@ -1,0 +1,290 @@
+"""One way's price: measured crews and passes, brought to the hosts and links that are asked for.
+
+A crew that took steps of this very way on this machine is taken as it is; what a link adds is
+simulated. Another number of workers, or hosts with cores of their own, is scaled by the passes that
+were measured, and its interval is wider. Ways in: `Measurements`, `price`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from instep.plan import steps
+from instep.plan.machine import Machines
+from instep.plan.measured import CrewFigures, JobFigures, ProbedMachine
+from instep.plan.steps import BucketExchange, FullBucket, StepParts, WorkerPass
+from instep.plan.traffic import RING, rescaled, sent_by_server
+from instep.plan.ways import LEASED_WAYS, TrainingWay
+
+BASE, OF_LINK, OF_SCALING, OF_FORMULA = 0.06, 0.08, 0.12, 0.25
+"""How wrong a price may be, as a share: always; of what a link adds; of what is scaled from another
+number of workers; and of a strategy that no crew ran."""
+
+
+class Measurements(NamedTuple):
+    """All that was measured."""
+
+    job: JobFigures
+    crews: Sequence[CrewFigures]
+    probed: ProbedMachine
+    learned: float = 1.0
+    """How many times as long steps of earlier runs were as was planned."""
+    batch: float = 1.0
+    """How many times as large the global batch is."""
+
+    def crew(self, way: TrainingWay, workers: int) -> CrewFigures | None:
+        """The crew of a strategy with so many workers, or with the nearest number above 1."""
+        alike = [
+            each
+            for each in self.crews
+            if not each.failed
+            and (each.strategy, each.codec) == (way.strategy, way.codec)
+            and bool(each.servers) == bool(way.servers)
+            and (each.workers > 1 or way.servers or workers == 1)
+        ]
+        return min(
+            alike,
+            key=lambda each: (
+                abs(math.log(each.workers / workers)),
+                abs(each.servers - way.servers),
+            ),
+            default=None,
+        )
+
+    def computing(self, beside: int) -> CrewFigures | None:
+        """The crew whose processes had as much of the cores as so many on a host."""
+        plain = [
+            each
+            for each in self.crews
+            if not each.failed and each.codec == "none" and each.strategy in RING
+        ]
+        return min(plain, key=lambda each: abs(math.log(each.workers / beside)), default=None)
+
+
+class Priced(NamedTuple):
+    """The price of a way."""
+
+    way: TrainingWay
+    parts: StepParts
+    """Seconds of a commit."""
+    wide: float
+    """How far the true time may be away, as a share of it."""
+    sent_bytes: float
+    """Bytes of a worker, for a commit."""
+    sent_by_server: float
+    worker_bytes: int
+    """Resident memory of a worker; 0 where it is not known."""
+    server_bytes: int
+    commit_samples: int
+    step_samples: int
+    measured: bool
+    """Whether a crew of this very way took steps."""
+
+    @property
+    def seconds(self) -> float:
+        """Time for as many samples as a step of the job has."""
+        return self.parts.seconds * self.step_samples / self.commit_samples
+
+    @property
+    def low(self) -> float:
+        """Lower end of the interval."""
+        return self.seconds * (1 - self.wide)
+
+    @property
+    def high(self) -> float:
+        """Upper end of the interval."""
+        return self.seconds * (1 + self.wide)
+
+
+def price(way: TrainingWay, known: Measurements, machines: Machines) -> Priced | None:
+    """Price a way.
+
+    Returns:
+        None where nothing that was measured says what it costs.
+    """
+    job, beside = known.job, machines.beside(way.workers)
+    base = known.computing(beside)
+    if base is None:
+        return None
+    own = known.crew(way, way.workers)
+    exact = own is not None and own.key == (way.strategy, way.codec, way.servers, way.workers)
+    exact = exact and beside == way.workers and known.batch == 1.0
+    scale = _scale(known, machines, base, beside, -(-job.micro_batches // way.workers))
+    if exact and own is not None:  # its own passes, beside its own exchange
+        base, scale = own, 1.0
+    size = own.sent_bytes if own is not None else _plain_bytes(way, job)
+    if own is not None:
+        size = rescaled(way.strategy, size, own.workers, way.workers)
+    exchange = _exchange(way, own, size, machines)
+    parts = _simulated(way, known, machines, base, scale, exchange)
+    if known.learned != 1.0:
+        parts = parts.times(known.learned)
+    return Priced(
+        way,
+        parts,
+        _wide(
+            parts, base, own, known, exact=exact, formula=_by_formula(way, own), machines=machines
+        ),
+        0.0 if way.is_plain else size,
+        sent_by_server(size, way.workers, way.servers) if way.servers else 0.0,
+        own.worker_bytes if own is not None else base.worker_bytes,
+        own.server_bytes if own is not None else 0,
+        way.samples or round(job.global_batch * known.batch),
+        round(job.global_batch * known.batch),
+        exact,
+    )
+
+
+def _scale(
+    known: Measurements, machines: Machines, base: CrewFigures, beside: int, share: float
+) -> float:
+    """How many times as long a worker computes so many micro-batches as one of the crew did its."""
+    job, cores = known.job, machines.cores
+    mine = job.seconds_of_share(share, batch=known.batch)
+    theirs = job.seconds_of_share(-(-job.micro_batches // base.workers))
+    crowd = max(beside, cores) / max(base.workers, cores) if beside != base.workers else 1.0
+    return mine / theirs * crowd if theirs > 0 else 1.0
+
+
+def _by_formula(way: TrainingWay, own: CrewFigures | None) -> bool:
+    return own is None and not way.is_plain
+
+
+def _plain_bytes(way: TrainingWay, job: JobFigures) -> float:
+    """Bytes of a worker, where no crew has counted them."""
+    return rescaled(way.strategy, float(job.trained_bytes), 2, way.workers)
+
+
+def _exchange(
+    way: TrainingWay, own: CrewFigures | None, size: float, machines: Machines
+) -> BucketExchange:
+    """The buckets with their bytes, and software as slow as the crew's was without a link."""
+    shares = own.buckets if own is not None and own.buckets else ()
+    messages = 2.0 * (way.workers - 1) if not way.servers else 1.0
+    buckets = [FullBucket(size * each.share, each.at, messages) for each in shares]
+    buckets = buckets or [FullBucket(size, 1.0, messages)]
+    exchange = BucketExchange(
+        buckets, servers=way.servers, server_update_s=own.update_s if own and way.servers else 0.0
+    )
+    if own is None or own.workers < 2:
+        return exchange
+    fixed = min(own.small_s, own.wire_s)
+    mine = rescaled(way.strategy, size, way.workers, own.workers)
+    as_crew = exchange._replace(
+        buckets=[each._replace(size=each.size / size * mine) for each in buckets]
+        if size
+        else buckets,
+        fixed_s=fixed,
+        servers=own.servers,
+    )
+    software = _software(own, as_crew)
+    return exchange._replace(fixed_s=fixed, software_s=software)
+
+
+def _software(own: CrewFigures, exchange: BucketExchange) -> float:
+    """Seconds for each byte with which the crew's own exchange is as long as it was."""
+    passes = [WorkerPass(own.slowest_s, own.last_s)] * own.workers
+    here = Machines()
+
+    def wire(each: float) -> float:
+        return steps.in_lockstep(here, passes, exchange._replace(software_s=each)).wire
+
+    low, high = 0.0, 1e-12
+    while wire(high) < own.wire_s and high < 1.0:
+        low, high = high, 2 * high
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if wire(middle) < own.wire_s else (low, middle)
+    return high if wire(0.0) < own.wire_s else 0.0
+
+
+def _simulated(
+    way: TrainingWay,
+    known: Measurements,
+    machines: Machines,
+    base: CrewFigures,
+    scale: float,
+    exchange: BucketExchange,
+) -> StepParts:
+    """A commit of the way."""
+    job = known.job
+    rest = max(0.0, base.whole_s - base.slowest_s - base.wire_s - base.update_s)
+    uneven = base.slowest_s / base.passes_s if base.passes_s else 1.0
+    if way.strategy in LEASED_WAYS:
+        one = base.passes_s * scale / -(-job.micro_batches // way.workers)
+        passes = [WorkerPass(one / machines.speed_of(w), 0.0) for w in range(way.workers)]
+        return steps.leased(
+            machines, passes, exchange.buckets[0].size if len(exchange.buckets) == 1 else
+            sum(each.size for each in exchange.buckets), job.micro_batches, exchange, rest_s=rest,
+        )  # fmt: skip
+    if way.local_steps:
+        return _round(way, known, machines, base, scale, exchange, rest)
+    shares = _dealt(way, known, machines, base, scale)
+    passes = [WorkerPass(each, base.last_s * scale) for each in shares]
+    if uneven > 1 and len(passes) > 1 and not machines.speeds:
+        passes[0] = passes[0]._replace(seconds=base.slowest_s * scale, last_s=base.last_s * scale)
+        quick = (len(passes) * base.passes_s - base.slowest_s) / (len(passes) - 1) * scale
+        passes[1:] = [each._replace(seconds=max(quick, each.last_s)) for each in passes[1:]]
+    update = 0.0 if way.servers else base.update_s
+    return steps.in_lockstep(machines, passes, exchange, update_s=update, rest_s=rest)
+
+
+def _dealt(
+    way: TrainingWay, known: Measurements, machines: Machines, base: CrewFigures, scale: float
+) -> list[float]:
+    """Seconds that each worker computes: evenly dealt, or by the speeds of their hosts."""
+    if way.workers == 1:
+        return [base.slowest_s * scale / machines.speed_of(0)]
+    if not machines.speeds:
+        return [base.passes_s * scale] * way.workers
+    parts, beside = known.job.micro_batches, machines.beside(way.workers)
+    takes = [
+        base.passes_s * _scale(known, machines, base, beside, share) if share else 0.0
+        for share in range(parts + 1)
+    ]
+    speeds = [machines.speed_of(worker) for worker in range(way.workers)]
+    taken = [0] * way.workers
+    for _ in range(parts):
+        taken[min(range(way.workers), key=lambda w: (takes[taken[w] + 1] / speeds[w], w))] += 1
+    return [takes[n] / speed for n, speed in zip(taken, speeds, strict=True)]
+
+
+def _round(
+    way: TrainingWay,
+    known: Measurements,
+    machines: Machines,
+    base: CrewFigures,
+    scale: float,
+    exchange: BucketExchange,
+    rest: float,
+) -> StepParts:
+    job = known.job
+    whole = base.passes_s * scale / job.seconds_of_share(-(-job.micro_batches // way.workers))
+    local = job.seconds_of(way.samples / way.participants / way.local_steps) * whole
+    mine = -(-way.participants // way.workers) * way.local_steps * (local + base.update_s)
+    passes = [WorkerPass(mine / machines.speed_of(w), 0.0) for w in range(way.workers)]
+    return steps.in_round(machines, passes, exchange, update_s=base.update_s, rest_s=rest)
+
+
+def _wide(
+    parts: StepParts,
+    base: CrewFigures,
+    own: CrewFigures | None,
+    known: Measurements,
+    *,
+    exact: bool,
+    formula: bool,
+    machines: Machines,
+) -> float:
+    """How far the true time may be away, as a share."""
+    wire = parts.wire / parts.seconds if parts.seconds else 0.0
+    spread = max(base.spread, own.spread if own is not None else 0.0)
+    noise = (1 - wire) * max(spread, known.probed.drift)  # a link is as fast beside a neighbour
+    doubts = [BASE, 1.5 * noise]
+    doubts.append(OF_LINK * wire if machines.link is not None else 0.0)
+    doubts.append(0.0 if exact or formula else OF_SCALING)
+    doubts.append(OF_FORMULA if formula else 0.0)
+    doubts.append(0.25 * known.probed.others_busy / known.probed.cores * (1 - wire))
+    return min(0.9, math.sqrt(sum(each**2 for each in doubts)))
