@@ -15,7 +15,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from instep.cli import checking, folders, models, networks, preparing, results, running, starting
+from instep.cli import (
+    checking,
+    folders,
+    models,
+    networks,
+    preparing,
+    results,
+    running,
+    searching,
+    starting,
+)
 from instep.cli.parsing import Command, parsed
 from instep.cli.saying import say_aside
 from instep.errors import INTERRUPTED, InstepError, RunError
@@ -37,6 +47,7 @@ COMMANDS = {
         results.compare_options,
         "compare job.toml --with workers=2 --with sync.codec=int8",
     ),
+    "search": Command(searching.search, searching.search_options, "search job.toml --trials 40"),
     "audit": Command(results.audit, results.audit_options, "audit runs/net"),
     "replay": Command(results.replay, results.replay_options, "replay runs/net --step 100"),
     "chaos": Command(results.chaos, results.chaos_options, "chaos job.toml --kills 10"),

@@ -23,6 +23,9 @@ from instep.job.train import StopSpec
 _ROUNDING = 1e-6
 """Relative: a metric so near its target has reached it. In float32, 57/60 is 0.949999988."""
 
+PRUNED = "pruned"
+"""The rule that fires at a validation which is worse than a bound."""
+
 _NOTHING = 1e-6
 """Of the first mean of the losses: what is smaller is no size of which a rise may be a multiple."""
 
@@ -127,7 +130,7 @@ class Rules:
         if value >= bound if self._spec.upwards else value <= bound:
             return None
         nth = f"validation {self._validations}"
-        return "pruned", f"{name} {value:.6g} of {nth} was worse than the bound {bound:.6g}"
+        return PRUNED, f"{name} {value:.6g} of {nth} was worse than the bound {bound:.6g}"
 
     def _plateau(self, value: float, step: int) -> tuple[str, str] | None:
         spec = self._spec

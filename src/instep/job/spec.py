@@ -26,6 +26,7 @@ from instep.job.checkpoint import CheckpointSpec
 from instep.job.data import DataSpec, PrepareSpec
 from instep.job.launch import ClusterSpec, LaunchSpec
 from instep.job.mesh import MeshSpec
+from instep.job.search import SearchSpec
 from instep.job.start import LoraSpec, StartSpec
 from instep.job.sync import SHARED, SyncSpec
 from instep.job.train import StopSpec, TrainSpec
@@ -104,6 +105,7 @@ class JobSpec(Section, frozen=True, kw_only=True):
     cluster: ClusterSpec = field(default_factory=ClusterSpec)
     report: ReportSpec = field(default_factory=ReportSpec)
     check: CheckSpec = field(default_factory=CheckSpec)
+    search: SearchSpec = field(default_factory=SearchSpec)
 
     arguments: dict[str, Any] = field(default_factory=dict)
     """Passed to the recipe function by name."""

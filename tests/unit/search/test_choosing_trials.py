@@ -1,0 +1,143 @@
+"""Which trials a search has: of the job and results alone, whoever is done first or is killed."""
+
+import random
+
+import pytest
+
+from instep.errors import RunError, SpecError
+from instep.job.file import build, dump
+from instep.search.plan import base_of, same_search, trial_job
+from instep.search.record import SearchRecord, locked
+from instep.search.results import Result, ToldTrial, best_of
+from instep.search.search import Search
+
+SPACE = {
+    "arguments.lr": {"low": 1e-5, "high": 0.1, "log": True},
+    "arguments.width": {"whole": [16, 256], "log": True},
+    "train.global_batch": [32, 64],
+}
+
+
+def job_of(**search):
+    table = {"trials": 14, "width": 3, "space": SPACE, **search}
+    train = {"determinism": "bits"}
+    return build({"recipe": "a.py:b", "seed": 3, "train": train, "search": table}, source="a test")
+
+
+def outcome(values, bounds):
+    """What a trial comes to: a function of what it was given."""
+    at_rungs = [values["arguments.width"] * (0.01 - values["arguments.lr"]) - 1 / r for r in (1, 4)]
+    for rung, value in zip((1, 4), at_rungs, strict=True):
+        bound = dict(bounds).get(rung)
+        if bound is not None and not value <= bound:
+            return Result("pruned", value, ((rung, value),))
+    return Result("completed", at_rungs[-1] - 1, ((1, at_rungs[0]), (4, at_rungs[1])))
+
+
+def searched(folder, job, seed=None):
+    """All trials of a search; with a seed, done in a random order, and killed at any moment."""
+    folder.mkdir()
+    draw = random.Random(seed)
+    record = SearchRecord(folder, write=True)
+    search = Search(folder, job, record, 2, lambda *_: None)
+    while len(search.results) < search.trials:
+        if seed is not None and draw.random() < 0.3:
+            record.__exit__(None, None, None)
+            record = SearchRecord(folder, write=True)
+            search = Search(folder, job, record, 2, lambda *_: None)
+        search.choose()
+        open_ones = [n for n in range(len(search.chosen)) if n not in search.results]
+        number = open_ones[0] if seed is None else draw.choice(open_ones)
+        search.over(number, outcome(*search.chosen[number]))
+    record.__exit__(None, None, None)
+    return search.chosen, search.results
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random", "qmc"])
+def test_the_same_trials_come_in_any_order_of_ends_and_after_any_kill(tmp_path, sampler):
+    if sampler == "qmc":
+        pytest.importorskip("scipy")
+    else:
+        pytest.importorskip("optuna")
+    job = job_of(sampler=sampler, prune="halving", rungs=[1, 4])
+    expected = searched(tmp_path / "undisturbed", job)
+    assert {each.result.state for each in expected[1].values()} == {"completed", "pruned"}
+    for seed in range(4):
+        assert searched(tmp_path / f"disturbed-{seed}", job, seed) == expected
+
+
+def test_a_grid_has_each_of_its_points_once(tmp_path):
+    space = {"b": [1, 2], "c": {"low": 0, "high": 1, "step": 0.25}, "d": {"whole": [3, 4]}}
+    job = job_of(sampler="grid", trials=100, space={"arguments": space}, width=50)
+    record = SearchRecord(tmp_path, write=True)
+    search = Search(tmp_path, job, record, 1, lambda *_: None)
+    search.choose()
+    points = {tuple(values.values()) for values, _ in search.chosen}
+    record.__exit__(None, None, None)
+    assert points == {(b, c / 4, d) for b in (1, 2) for c in range(5) for d in (3, 4)}
+    assert len(search.chosen) == search.trials == 20
+
+
+def test_a_trial_is_an_ordinary_job_with_its_values_and_bounds(tmp_path):
+    base = job_of(prune="median", rungs=[2])
+    job = trial_job(base, 7, {"arguments.lr": 1e-5, "train.global_batch": 32}, ((2, 0.1),))
+    assert (job.name, job.train.global_batch, job.arguments) == ("trial-007", 32, {"lr": 1e-5})
+    assert (job.stop.bounds, job.search.space) == (((2, 0.1),), {})
+    with pytest.raises(SpecError, match="nonsense"):
+        trial_job(base, 7, {"train.nonsense": 1}, ())
+
+
+def test_a_search_knows_when_its_job_is_another(tmp_path):
+    before = job_of()
+    assert same_search(dump(before), job_of(trials=99, keep=1)) == ""
+    assert "width" in same_search(dump(before), job_of(width=5))
+
+
+def test_a_search_has_one_process(tmp_path):
+    with (
+        locked(tmp_path),
+        pytest.raises(RunError, match="running in another process"),
+        locked(tmp_path),
+    ):
+        pass
+    with pytest.raises(RunError, match="not the folder of a search"):
+        SearchRecord(tmp_path, write=False)
+
+
+def test_what_a_search_sets_gives_way_to_the_job(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text('recipe = "a.py:b"\n[search.space]\n"arguments.x" = [1, 2]\n')
+    job = base_of(path, [])
+    assert (job.train.determinism, job.train.threads, job.checkpoint.every) == ("bits", 1, "30s")
+    job = base_of(path, ["train.determinism=order", "checkpoint.every=7"])
+    assert (job.train.determinism, job.train.threads, job.checkpoint.every) == ("order", 1, 7)
+    path.write_text('recipe = "a.py:b"\n[train]\nmerge = "always"\n[search]\nspace = {"a.x" = [1]}')
+    assert base_of(path, []).train.determinism == "order"
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        ("", r"no \[search.space\]"),
+        ('[search]\nprune = "median"\nspace = {"a.x" = [1]}', "without rungs"),
+        ('[search]\nspace = {"workers" = [1]}', "decides nothing about the model"),
+        ('[search]\nspace = {"a.x" = {low = 0.0, high = 1.0, log = true}}', "low above 0"),
+        ('[search]\nspace = {"a.x" = {low = 2, high = 1}}', "low < high"),
+        ('[search]\nspace = {"a.x" = [1, 1]}', "each value once"),
+        ('[search]\nsampler = "grid"\nspace = {"a.x" = {low = 0, high = 1}}', "needs points"),
+        ('[search]\nmetric = "f1"\nspace = {"a.x" = [1]}\n[stop]\ntarget = 1.0', "one metric"),
+        ('[search]\nspace = {"a.x" = [1]}\n[stop]\ntime_limit = "5m"', "by the clock"),
+    ],
+)
+def test_a_search_that_cannot_be_is_refused_before_it_begins(tmp_path, lines, says):
+    path = tmp_path / "job.toml"
+    path.write_text(f'recipe = "a.py:b"\n{lines}\n')
+    with pytest.raises(SpecError, match=says):
+        base_of(path, [])
+
+
+def test_the_best_trial_is_the_first_of_equal_ones_and_none_that_was_pruned():
+    values = [(0.2, "completed"), (0.9, "pruned"), (0.7, "completed"), (0.7, "completed")]
+    told = {n: ToldTrial({}, Result(state, value)) for n, (value, state) in enumerate(values)}
+    assert best_of(told, True, 2) == [2, 3]
+    assert best_of(told, False) == [0]
