@@ -19,6 +19,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 PROGRAM = """
 import sys, time, json
+from instep.data.batches import Batches
 from instep.recipe.quick_start import spare_dynamo
 
 spare_dynamo()
@@ -89,7 +90,7 @@ for _ in range(10):
 steps = time.process_time() - since
 own.zero_grad()
 since = time.process_time()
-trial = try_recipe(forward, loader, job, len(data))
+trial = try_recipe(forward, loader, job, Batches.of_job(job, len(data)))
 passes = time.process_time() - since
 try:
     from instep.worker.trial.kept.kept import try_kept

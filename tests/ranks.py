@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from instep.comm.memory import MemoryComm, MemoryMessage, _Room
 from instep.comm.protocol.messages import Form
 from instep.data.batches import Batches
+from instep.data.step_sizes import StepSizes
 from instep.engine.assignment import Lockstep
 from instep.engine.engine import Engine
 from instep.engine.membership import GenerationLease
@@ -409,9 +410,8 @@ class Rank:
         given = self.engine.begin(comm, column)
         comm.all_reduce(torch.zeros(1)).wait()  # the loop agrees on something of its own here
         job = self.world.job
-        assignment = Lockstep(
-            form, job.train, Batches(SAMPLES, job.train.global_batch), by_speed=False, mesh=job.mesh
-        )
+        batches = self.world.batches
+        assignment = Lockstep(form, job.train, batches, by_speed=False, mesh=job.mesh)
         self.engine.start(comm, column, assignment, compare=not given)
         self.assignment, self.formed = assignment, True
         self.world.entered(self, form.generation)
@@ -497,6 +497,7 @@ class World:
         turns: updates in each step, one or two; commits are numbered by them.
         shard: ranks of a replica, each with a part of the model of its own; a replica that loses
             one is replaced whole. Then there are two replicas.
+        sizes: of steps, where they are not all of one.
         invariant: called when all members of a generation hold the state and none has computed a
             step, and at the end; asserts. `generations` has the members of former ones, with
             those that died.
@@ -512,6 +513,7 @@ class World:
         votes: bool = False,
         turns: int = 1,
         shard: int = 1,
+        sizes: StepSizes | None = None,
         invariant: Callable[[World], None] = lambda _: None,
     ) -> None:
         table = {
@@ -530,6 +532,7 @@ class World:
             table |= {"workers": workers, "mesh": {"shard": shard}}
             table["train"] |= {"global_batch": 4 * shard + 4, "micro_batches": 2 * shard}
         self.job = spec_file.build(table, source="a test")
+        self.batches = Batches(SAMPLES, self.job.train.global_batch, sizes=sizes)
         self.run, self.strategy, self.options = Path(run), strategy, dict(options or {})
         self.servers = self.options.pop("servers", 0)
         self.votes, self.turns, self._invariant = votes, turns, invariant
@@ -721,8 +724,7 @@ class World:
         assert len(ends) == self.ranks, "different states at the end"
         self._invariant(self)
         records = read_records(self.run / "ledger.bin", LEDGER)
-        batch = self.job.train.global_batch
-        found = audit(records, Batches(SAMPLES, batch), last_step=LAST)
+        found = audit(records, self.batches, last_step=LAST)
         assert found.exact, found
         steps = records["step"].tolist()
         assert steps == sorted(steps), steps

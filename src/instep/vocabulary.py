@@ -22,8 +22,10 @@ EVENTS = {
     "which leave with it)",
     "worker_hung": "worker, step, phase, how, where",
     "generation_started": "generation, members, reason, seconds",
-    "worker_ready": "worker, device, threads, parameters, samples, validation_samples, last_step, "
-    "loader, phases (name to seconds, from the start of `instep run` on)",
+    "worker_ready": "worker, device, threads, parameters, samples (positions of an epoch), "
+    "epoch_steps (steps of an epoch where they are of unequal size; else null), epochs_vary "
+    "(whether epochs differ in their positions), validation_samples, last_step, loader, phases "
+    "(name to seconds, from the start of `instep run` on)",
     "model_loaded": "path, matched, missing (names), unexpected (names), wrong (name to why), "
     "sha256, text",
     "lora_added": "layers (names), trained, total (values of parameters), text",

@@ -17,6 +17,7 @@ from twenty_five import PAIRS
 
 import instep
 from helpers import run_processes
+from instep.data.batches import Batches
 from instep.data.loader import Loader
 from instep.errors import RecipeError
 from instep.job.spec import JobSpec
@@ -48,7 +49,9 @@ class Mesh:
         job = JobSpec(recipe="none.py:none", seed=SEED, train=train)
         given = {"seed": SEED, "shuffle": True, "processes": 0, "collate": self.parts.collate}
         loader = Loader(self.parts.train, **given)
-        self.passes = whole_passes(loader, job, len(self.parts.train))
+        self.passes = whole_passes(
+            loader, job, Batches(len(self.parts.train), job.train.global_batch)
+        )
         recipe = instep.Recipe(**{**self.parts.recipe(), "weight": self.parts.of})
         forward = Forward(recipe, self.model, torch.device("cpu"), "float32")
         self.blocks = TwoBlocks(self.model) if two else None

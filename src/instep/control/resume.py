@@ -17,7 +17,6 @@ from pathlib import Path
 
 from instep.control.changed_job import check_changes
 from instep.control.stop_rules import recorded
-from instep.data.batches import Batches
 from instep.errors import CheckpointError, RunError, SpecError
 from instep.job import file as spec_file
 from instep.job.spec import JobSpec
@@ -190,7 +189,7 @@ def _check_stop(run: RunFolder, job: JobSpec, step: int) -> None:
 
 
 def _check_unfinished(run: RunFolder, job: JobSpec, step: int) -> None:
-    train, batches = job.train, Batches.of_job(job, run.plan.epoch_samples)
+    train, batches = job.train, run.plan.batches_of(job)
     steps = batches.length(job)
     if not 0 < steps <= step or not _has_its_model(run, step):
         return

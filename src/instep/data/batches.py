@@ -1,16 +1,18 @@
 """Which positions each commit of a job takes: pure arithmetic.
 
 A commit is a step, or a whole round of a strategy with rounds; with `start_after` the first ones
-are steps and the others rounds. It follows from the job and the commit's number, so all workers, a
+are steps and the others rounds. Where steps are not of one size, a `StepSizes` cuts each epoch.
+It follows from the job and the commit's number, so all workers, a
 resumed run, the audit and the report come to the same. Way in: `Batches.of_job`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from instep.data.order import Position, position, steps_in_epoch
+from instep.data.step_sizes import StepSizes
 from instep.job.spec import JobSpec
 
 
@@ -23,17 +25,27 @@ class Batches:
         size: positions of a commit; the last one of an epoch takes what is left.
         early: how many commits come first, of `early_size`. Where they end within an epoch, its
             others begin there.
+        sizes: what cuts epochs into commits of unequal size; then `size` is only what they have
+            about, and none is early.
     """
 
     samples: int
     size: int
     early: int = 0
     early_size: int = 1
+    sizes: StepSizes | None = None
 
     @classmethod
-    def of_job(cls, job: JobSpec, samples: int) -> Batches:
-        """Those of a job whose training set has so many samples."""
-        return cls(samples, job.per_commit.global_batch, job.start_after, job.train.global_batch)
+    def of_job(cls, job: JobSpec, samples: int, sizes: StepSizes | None = None) -> Batches:
+        """Those of a job whose epochs have so many positions.
+
+        Args:
+            job: decides how large commits are.
+            samples: of the training set, where each is taken once.
+            sizes: what cuts epochs, where commits are not of one size.
+        """
+        early, early_size = job.start_after, job.train.global_batch
+        return cls(samples, job.per_commit.global_batch, early, early_size, sizes)
 
     @property
     def turn(self) -> tuple[int, int]:
@@ -51,6 +63,8 @@ class Batches:
 
     def of(self, number: int) -> Position:
         """What a commit takes."""
+        if self.sizes is not None:
+            return self.sizes.of(*divmod(number - 1, self.sizes.steps))
         if number <= self.early:
             return position(number, self.samples, self.early_size)
         epoch, begin = self.turn
@@ -65,8 +79,21 @@ class Batches:
         """Commits in the epoch in which the early ones end, after those."""
         return steps_in_epoch(self.samples - self.turn[1], self.size)
 
+    @property
+    def per_epoch(self) -> int:
+        """Commits of an epoch in which none is early."""
+        return (
+            self.sizes.steps if self.sizes is not None else steps_in_epoch(self.samples, self.size)
+        )
+
+    def in_steps(self, job: JobSpec) -> Batches:
+        """Cut the same epochs into steps of `train.global_batch`, where a commit may be a round."""
+        return replace(self, size=job.train.global_batch, early=0)
+
     def in_epochs(self, epochs: int) -> int:
         """Commits of the first so many epochs, 1 or more."""
+        if self.sizes is not None:
+            return epochs * self.sizes.steps
         after = epochs - self.turn[0] - 1
         if after < 0:
             return epochs * steps_in_epoch(self.samples, self.early_size)
@@ -76,14 +103,30 @@ class Batches:
         """Commits of a whole run of a job; 0 while neither they nor the samples are known."""
         return job.train.steps or (self.in_epochs(job.train.passes) if self.samples else 0)
 
+    def positions(self, epoch: int) -> int:
+        """Positions of an epoch."""
+        return self.samples if self.sizes is None else self.sizes.positions(epoch)
+
     def due(self, last: int) -> Sequence[int]:
         """Positions of each epoch that the first `last` commits take."""
         if self.samples < 1 or last < 1:
             return []
         epoch, _, stop = self.of(last)
-        return [self.samples] * epoch + [stop]
+        return [*map(self.positions, range(epoch)), stop]
+
+    def taken(self, number: int) -> int:
+        """How many samples the first so many commits take."""
+        where = self.of(number)
+        if self.sizes is None:
+            return where.epoch * self.samples + where.stop
+        return sum(self.due(number))
+
+    def ends_epoch(self, number: int) -> bool:
+        """Whether a commit is the last one of its epoch."""
+        if self.sizes is not None:
+            return number % self.sizes.steps == 0
+        return self.of(number).stop == self.samples
 
     def epochs(self, last: int) -> int:
         """How many epochs end with the first `last` commits."""
-        where = self.of(last)
-        return where.epoch + (where.stop == self.samples)
+        return self.of(last).epoch + self.ends_epoch(last)

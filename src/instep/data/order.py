@@ -170,9 +170,42 @@ class Position(NamedTuple):
     stop: int
 
     @property
+    def cuts(self) -> tuple[int, ...]:
+        """Where its micro-batches begin, and where the last one ends; empty where they are even."""
+        return ()
+
+    @property
     def size(self) -> int:
         """Samples in it."""
         return self.stop - self.first
+
+    def micro_batch(self, number: int, of: int) -> tuple[int, int]:
+        """Positions [first, stop) of one of its `of` micro-batches, from 0; perhaps empty."""
+        if self.cuts:
+            return self.cuts[number], self.cuts[number + 1]
+        return micro_batch(self.first, self.stop, number, of)
+
+
+class CutPosition(Position):
+    """A global batch whose micro-batches are not simply as many samples each.
+
+    Args:
+        epoch, first, stop: as above.
+        cuts: where each micro-batch begins, and where the last one ends.
+    """
+
+    _cuts: tuple[int, ...]
+
+    def __new__(cls, epoch: int, first: int, stop: int, cuts: tuple[int, ...] = ()) -> CutPosition:
+        """Make one."""
+        self = super().__new__(cls, epoch, first, stop)
+        self._cuts = cuts
+        return self
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Those that were given."""
+        return self._cuts
 
 
 def steps_in_epoch(samples: int, global_batch: int) -> int:

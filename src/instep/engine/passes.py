@@ -52,6 +52,8 @@ def parts_of(position: Position, train: TrainSpec, whole: int = 0) -> int:
     A smaller last batch is cut into fewer, of about the same size: one of a
     single sample would be too little for a layer that looks at its batch.
     """
+    if position.cuts:
+        return len(position.cuts) - 1
     whole = whole or train.global_batch
     return -(-(position.stop - position.first) * train.micro_batches // whole)
 
@@ -174,7 +176,8 @@ def ranges_of(
 
 def positions_of(position: Position, part: range, micro_batches: int) -> tuple[int, int]:
     """Where the micro-batches of `part` stand: from the begin of its first to that of the next."""
-    _, first, stop = position
-    begin, _ = micro_batch(first, stop, part.start, micro_batches)
-    end, _ = micro_batch(first, stop, part.stop, micro_batches)
+    if position.cuts:
+        return position.cuts[part.start], position.cuts[part.stop]
+    begin, _ = micro_batch(position.first, position.stop, part.start, micro_batches)
+    end, _ = micro_batch(position.first, position.stop, part.stop, micro_batches)
     return begin, end

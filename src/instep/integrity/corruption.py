@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from instep.comm.base import Comm
 from instep.data.dealing import deal
 from instep.data.loader import Slice
-from instep.data.order import Position, micro_batch
+from instep.data.order import Position
 from instep.engine.dealing import Speeds
 from instep.engine.passes import Pass, Share, parts_of
 from instep.errors import Unrepeatable, WorkerError
@@ -151,7 +151,7 @@ class CorruptionCheck:
 
     def _pass(self, where: Position, number: int) -> Pass:
         """The pass that repeats a micro-batch; its gradient does not count."""
-        first, stop = micro_batch(where.first, where.stop, number, self._parts(where))
+        first, stop = where.micro_batch(number, self._parts(where))
         return Pass(Slice(where.epoch, first, stop), number, repeats=True)
 
     def _parts(self, where: Position) -> int:

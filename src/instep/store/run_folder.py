@@ -17,6 +17,7 @@ import numpy as np
 
 from instep.data.batches import Batches
 from instep.data.participants import OwnRounds
+from instep.data.step_sizes import RecordedSizes
 from instep.errors import CheckpointError, RunError, SpecError
 from instep.events import LEDGER
 from instep.job.file import build
@@ -50,16 +51,18 @@ class RunPlan:
         spec: of the job.
         ready: its newest `worker_ready` event; empty until a worker has sent one.
         divided: its newest `data_divided` event; empty if there is none.
+        ledger: what steps took, where they are not of one size.
     """
 
-    def __init__(self, spec: JobSpec, ready: Event, divided: Event) -> None:
-        self._spec, self._ready, self._divided = spec, ready, divided
+    def __init__(self, spec: JobSpec, ready: Event, divided: Event, ledger: Records) -> None:
+        self._spec, self._ready, self._divided, self._ledger = spec, ready, divided, ledger
         self.steps: int | None = ready.get("last_step")
         """In all; None before a worker has said so, and in the user's own loop."""
 
     @cached_property
     def epoch_samples(self) -> int:
-        """Samples of the training set; 0 until a worker has said so."""
+        """Positions of an epoch: samples of the training set, unless the job plans how often each
+        is taken; about so many where epochs differ; 0 until a worker has said so."""
         return int(self._ready.get("samples") or 0)
 
     @cached_property
@@ -72,7 +75,20 @@ class RunPlan:
     @property
     def batches(self) -> Batches:
         """The batch of each step; empty while the size of the training set is unknown."""
-        return Batches.of_job(self._spec, self.epoch_samples)
+        return self.batches_of(self._spec)
+
+    def batches_of(self, job: JobSpec) -> Batches:
+        """Batches for the job with which the run is to continue."""
+        return Batches.of_job(job, self.epoch_samples, self._recorded)
+
+    @cached_property
+    def _recorded(self) -> RecordedSizes | None:
+        """Cuts of epochs where steps are not of one size."""
+        steps = self._ready.get("epoch_steps")
+        if not steps:
+            return None
+        total = None if self._ready.get("epochs_vary") else self.epoch_samples
+        return RecordedSizes(int(steps), total, self._ledger)
 
 
 class RunFolder:
@@ -107,7 +123,8 @@ class RunFolder:
         self.steps: Records = steps[order]
         self.events = without_discarded(self.events)
         self.members = RunMembers(self.events, self.steps, self.ledger, self.spec.workers)
-        self.plan = RunPlan(self.spec, self.last("worker_ready"), self.last("data_divided"))
+        divided = self.last("data_divided")
+        self.plan = RunPlan(self.spec, self.last("worker_ready"), divided, self.ledger)
 
     def named(self, event: str) -> list[Event]:
         """Every event of one name, oldest first."""

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from instep.data.batches import Batches
 from instep.data.loader import Loader
 from instep.errors import RecipeError, SpecError
 from instep.job import file as spec_file
@@ -130,7 +131,9 @@ def tried(given):
     job = spec_file.build(table, source="a test")
     loader = Loader(given.train, seed=0, shuffle=True, processes=0)
     built = build(given, 0, CPU, 10)
-    return try_recipe(Forward(given, built.model, CPU, "float32"), loader, job, 32)
+    return try_recipe(
+        Forward(given, built.model, CPU, "float32"), loader, job, Batches.of_job(job, 32)
+    )
 
 
 def weigh(batch):

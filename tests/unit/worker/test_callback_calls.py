@@ -5,6 +5,7 @@ from types import MappingProxyType, SimpleNamespace
 import torch
 from torch import nn
 
+from instep.data.batches import Batches
 from instep.data.order import Position
 from instep.worker.loop.callbacks import Callbacks
 
@@ -48,7 +49,7 @@ def after_one_step(
     member = SimpleNamespace(
         run=folder, job=job, lease=SimpleNamespace(check=lambda: None), emit=lambda *_, **__: 0
     )
-    calls = Callbacks(member, engine, [callback], 1)
+    calls = Callbacks(member, engine, [callback], Batches(1, 1))
     calls.gather = gather
     calls.form(anew=False)
     done = SimpleNamespace(step=1, loss=0.5, norm=None, ends=False)

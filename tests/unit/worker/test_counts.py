@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+from instep.data.batches import Batches
 from instep.data.loader import Loader
 from instep.job.spec import JobSpec
 from instep.job.train import TrainSpec
@@ -178,7 +179,7 @@ def tried(parts, loaders=0, **given):
     train = TrainSpec(global_batch=16, micro_batches=parts)
     job = JobSpec(recipe="a.py:recipe", train=train, workers=1)
     with closing(loader):
-        trial = try_recipe(forward, loader, job, 64)
+        trial = try_recipe(forward, loader, job, Batches.of_job(job, 64))
     return try_kept(forward, job, 10, trial, NOTHING, build_optimizer(recipe, recipe.model, 10))
 
 

@@ -24,6 +24,7 @@ from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+from instep.data.batches import Batches
 from instep.data.loader import Loader
 from instep.data.reading.fetch import Fetch, Slice
 from instep.errors import DataError, RecipeError
@@ -69,7 +70,7 @@ def tried(parts, *, tells=False, **given):
     train = TrainSpec(global_batch=16, micro_batches=parts)
     job = JobSpec(recipe="a.py:recipe", train=train, workers=1)
     with closing(loader):
-        trial = try_recipe(forward, loader, job, 64)
+        trial = try_recipe(forward, loader, job, Batches.of_job(job, 64))
     built = build_optimizer(recipe, recipe.model, 10)
     return try_kept(forward, job, 10, trial, NOTHING, built).verdict
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from instep.data.batches import Batches
 from instep.data.torch_loader import Unused
 from instep.errors import RecipeError, SpecError
 from instep.job.checkpoint import CheckpointSpec
@@ -25,20 +26,20 @@ def test_the_best_cannot_be_kept_where_no_validation_is_seen():
     job = JobSpec(recipe="a.py:recipe", checkpoint=CheckpointSpec(keep_best=1))
     member = SimpleNamespace(job=job)
     with pytest.raises(SpecError, match="keep_best = 1: there is no validation"):
-        OwnLoop(member, None, None, None, None, 10)
+        OwnLoop(member, None, None, None, None, Batches(10, 5))
 
 
 def test_corruption_cannot_be_looked_out_for_where_the_user_runs_the_passes():
     train = TrainSpec(determinism="bits")
     job = JobSpec(recipe="a.py:recipe", train=train, check=CheckSpec(corruption=True))
     with pytest.raises(SpecError, match=r"check\.corruption = true: your own loop"):
-        OwnLoop(SimpleNamespace(job=job), None, None, None, None, 10)
+        OwnLoop(SimpleNamespace(job=job), None, None, None, None, Batches(10, 5))
 
 
 def test_an_own_loop_of_which_nothing_can_be_shown_refuses_to_be_strict():
     job = JobSpec(recipe="a.py:recipe", check=CheckSpec(strict=True))
     with pytest.raises(SpecError, match="nothing can be tried"):
-        OwnLoop(SimpleNamespace(job=job), None, None, None, None, 10)
+        OwnLoop(SimpleNamespace(job=job), None, None, None, None, Batches(10, 5))
 
 
 def test_an_own_loop_refuses_to_advance_a_scheduler_that_wants_a_metric():
@@ -47,7 +48,15 @@ def test_an_own_loop_refuses_to_advance_a_scheduler_that_wants_a_metric():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     with pytest.raises(RecipeError, match=r"ReduceLROnPlateau\.step\(\) wants 'metrics'"):
-        OwnLoop(SimpleNamespace(job=job), model, optimizer, scheduler, None, 10, advances=True)
+        OwnLoop(
+            SimpleNamespace(job=job),
+            model,
+            optimizer,
+            scheduler,
+            None,
+            Batches(10, 5),
+            advances=True,
+        )
 
 
 @pytest.mark.parametrize(
@@ -73,7 +82,7 @@ def test_each_process_of_an_own_loop_is_one_participant():
     with pytest.raises(
         SpecError, match=r"participants = 4 with 2 processes.*Start 4 processes, set"
     ):
-        OwnLoop(SimpleNamespace(job=job), None, None, None, None, 10)
+        OwnLoop(SimpleNamespace(job=job), None, None, None, None, Batches(10, 5))
 
 
 def test_an_optimizer_that_is_taken_over_says_so_and_is_copied_as_what_it_was():

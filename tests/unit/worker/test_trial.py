@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from instep.comm.memory import run_ranks
+from instep.data.batches import Batches
 from instep.data.loader import Loader
 from instep.data.order import position
 from instep.engine.passes import share_of
@@ -96,11 +97,11 @@ def job_of(batch=16, parts=4, workers=2, **train):
 )
 def test_a_seldom_length_is_tried_in_the_step_that_has_it(loss, kind):
     forward, loader, job = trained(job_of(), 320, **loss)
-    trial = try_recipe(forward, loader, job, 320)
+    trial = try_recipe(forward, loader, job, Batches.of_job(job, 320))
     assert trial.verdict == "yes"
     forward.derive(trial.derived, trial.each)
     watch, where = Watch(trial.shapes), position(1 + LONG // 16, 320, 16)
-    (usual, *_, odd) = [*loader.read(Places(job, 320).step(where).parts)][1:3]
+    (usual, *_, odd) = [*loader.read(Places.step(job.train, where).parts)][1:3]
     assert watch.odd(usual.batch, usual.size) == ""
     assert watch.odd(odd.batch, odd.size) == "[9, 1] instead of [4, 1]"
     late = try_step(forward, loader, job, where)
@@ -116,14 +117,14 @@ def test_a_seldom_length_is_tried_in_the_step_that_has_it(loss, kind):
 def test_samples_in_order_of_length_are_tried_where_the_length_changes(first, mixes, other):
     """Worker 0 has the first half of each step of 16, worker 1 the second."""
     forward, loader, job = trained(job_of(), 320, range(first, 320), loss=nn.MSELoss())
-    trial = try_recipe(forward, loader, job, 320)
+    trial = try_recipe(forward, loader, job, Batches.of_job(job, 320))
     assert trial.verdict == "yes"
     steps = [position(step, 320, 16) for step in range(1, 21)]
     odd = []
     for worker in (0, 1):
         watch = Watch(trial.shapes)
         for number, where in enumerate(steps):
-            for read in loader.read(Places(job, 320).step(where).parts[2 * worker :][:2]):
+            for read in loader.read(Places.step(job.train, where).parts[2 * worker :][:2]):
                 if watch.odd(read.batch, read.size):
                     odd.append(number)
                     shapes = shapes_in(loader, job, where)
@@ -149,7 +150,7 @@ def late_trial(loss, model):
     recipe = Recipe(model=model, train=data, optimizer=lambda p: None, weight=count, **loss)
     loader, job = Loader(data, seed=7, shuffle=False, processes=0), job_of()
     forward = Forward(recipe, model, torch.device("cpu"), "float32")
-    trial = try_recipe(forward, loader, job, 320)
+    trial = try_recipe(forward, loader, job, Batches.of_job(job, 320))
     assert trial.verdict == "yes"
     said = []
     state = SimpleNamespace(trial=trial, lost=[])
@@ -235,7 +236,7 @@ def test_a_dataset_that_uses_the_model_is_not_shown_where_it_may_be_read_ahead(l
     loader, job = Loader(data, seed=7, shuffle=False, processes=0), job_of()
     job = structs.replace(job, data=structs.replace(job.data, loaders=loaders))
     forward = Forward(recipe, model, torch.device("cpu"), "float32")
-    verdict = try_recipe(forward, loader, job, 320).verdict
+    verdict = try_recipe(forward, loader, job, Batches.of_job(job, 320)).verdict
     if loaders == 0 and loader.mode == "inline":
         assert verdict == "yes"
     else:
@@ -295,9 +296,9 @@ def test_only_different_shapes_of_one_place_were_compared_with_each_other():
 
 def test_a_loss_of_torch_weighs_what_collate_has_kept():
     forward, loader, job = trained(job_of(), 320, loss=nn.MSELoss())
-    trial = try_recipe(forward, loader, job, 320)
+    trial = try_recipe(forward, loader, job, Batches.of_job(job, 320))
     forward.derive(trial.derived, trial.each)
-    place = Places(job, 320).step(position(1 + LEFT_OUT // 16, 320, 16))
+    place = Places.step(job.train, position(1 + LEFT_OUT // 16, 320, 16))
     *parts, whole = loader.read(place.slices)
     *found, plain = [forward.loss(read.batch, read.size) for read in (*parts, whole)]
     mean = sum(each.loss * each.weight for each in found) / sum(e.weight for e in found)
@@ -321,7 +322,7 @@ def test_a_size_that_only_the_end_of_an_epoch_has_is_tried_before_the_start(mixe
         forward, loader, job = trained(job_of(**train), count, collate=None, **given)
         data = torch.utils.data.TensorDataset(*2 * (Sequences(count).values[:, :4],))
         loader = Loader(data, seed=7, shuffle=False, processes=0)
-        return try_recipe(forward, loader, job, count)
+        return try_recipe(forward, loader, job, Batches.of_job(job, count))
 
     with pytest.raises(RecipeError) as refused:
         trial(60 - 16 + 10)
@@ -354,7 +355,12 @@ def test_a_layer_that_is_given_parts_of_a_global_batch_is_named(virtual, kind):
     recipe = Recipe(model=model, train=data, optimizer=lambda p: None, loss=nn.MSELoss())
     loader = Loader(data, seed=7, shuffle=False, processes=0)
     forward = Forward(recipe, model, torch.device("cpu"), "float32")
-    trial = try_recipe(forward, loader, job_of(batch=32, parts=8, batch_norm="global"), 64)
+    trial = try_recipe(
+        forward,
+        loader,
+        job_of(batch=32, parts=8, batch_norm="global"),
+        Batches.of_job(job_of(batch=32, parts=8, batch_norm="global"), 64),
+    )
     assert trial.verdict.startswith(kind)
 
 
@@ -382,7 +388,9 @@ def test_frozen_parts_in_16_bits_are_tried_in_more(dtype, mixes, kind):
     recipe = Recipe(model=model, train=data, optimizer=lambda p: None, loss=nn.MSELoss())
     loader = Loader(data, seed=7, shuffle=False, processes=0)
     forward = Forward(recipe, model, torch.device("cpu"), "float32")
-    assert try_recipe(forward, loader, job_of(), 64).verdict.startswith(kind)
+    assert try_recipe(forward, loader, job_of(), Batches.of_job(job_of(), 64)).verdict.startswith(
+        kind
+    )
 
 
 class Stored(nn.Module):
@@ -407,7 +415,9 @@ def test_frozen_weights_of_8_bits_are_tried_in_more(dtype):
     recipe = Recipe(model=model, train=data, optimizer=lambda p: None, loss=nn.MSELoss())
     loader = Loader(data, seed=7, shuffle=False, processes=0)
     forward = Forward(recipe, model, torch.device("cpu"), "float32")
-    assert try_recipe(forward, loader, job_of(), 64).verdict.startswith("yes")
+    assert try_recipe(forward, loader, job_of(), Batches.of_job(job_of(), 64)).verdict.startswith(
+        "yes"
+    )
 
 
 class Weighed(nn.Module):
@@ -446,14 +456,16 @@ def test_all_passes_of_a_trial_take_ten_steps_at_most(batch, parts, batch_norm, 
     job, said = job_of(batch, parts, batch_norm=batch_norm), []
     monkeypatch.setenv(Weighed.samples, "0")
     forward = Forward(recipe, model, torch.device("cpu"), "float32")
-    trial = try_recipe(forward, loader, job, 1000, lambda *done: said.append(done))
+    trial = try_recipe(
+        forward, loader, job, Batches.of_job(job, 1000), lambda *done: said.append(done)
+    )
     assert trial.verdict == "yes"
     assert 0 < float(os.environ[Weighed.samples]) <= 10 * batch
     assert said[-1] == (len(said) - 1,) * 2
 
 
 def test_gradients_are_compared_where_a_place_is_also_a_whole_step():
-    places = Places(job_of(12, 6), 100).compared()
+    places = Places(job_of(12, 6), Batches(100, 12)).compared()
     assert [place.loss_alone for place in places[:2]] == [False, False]
     assert any(place.loss_alone for place in places[2:])
 
@@ -481,7 +493,7 @@ def test_a_mean_over_samples_that_cannot_be_counted_is_not_shown(packs):
     recipe = Recipe(model=Seen(), train=data, optimizer=lambda p: None, **given)
     loader = Loader(data, seed=7, shuffle=False, collate=packed, processes=0)
     forward = Forward(recipe, recipe.model, torch.device("cpu"), "float32")
-    verdict = try_recipe(forward, loader, job_of(), 64).verdict
+    verdict = try_recipe(forward, loader, job_of(), Batches.of_job(job_of(), 64)).verdict
     assert ("not shown: the buffer 'mean' is a mean over samples" in verdict) == packs
     assert packs or verdict == "yes"
 
@@ -531,7 +543,7 @@ def test_parts_in_16_bits_are_no_difference_and_hide_none(kind, mixes):
     recipe = Recipe(model=model, train=data, optimizer=lambda p: None, loss=nn.MSELoss())
     loader = Loader(data, seed=7, shuffle=False, processes=0)
     forward = Forward(recipe, model, torch.device("cpu"), "float32")
-    verdict = try_recipe(forward, loader, job_of(), 64).verdict
+    verdict = try_recipe(forward, loader, job_of(), Batches.of_job(job_of(), 64)).verdict
     assert verdict.startswith("no: BatchNorm1d '1'" if mixes else "yes")
 
 
@@ -558,7 +570,7 @@ def test_a_pass_that_writes_to_a_parameter_is_refused_whichever_it_is(above):
     loader = Loader(data, seed=7, shuffle=False, processes=0)
     forward = Forward(recipe, recipe.model, torch.device("cpu"), "float32")
     with pytest.raises(RecipeError, match="wrote to the parameter 'weight'"):
-        try_recipe(forward, loader, job_of(), 64)
+        try_recipe(forward, loader, job_of(), Batches.of_job(job_of(), 64))
 
 
 def test_a_reference_for_a_mesh_is_refused_where_a_later_pass_writes_to_a_parameter():
@@ -627,7 +639,9 @@ def test_one_micro_batch_a_step_is_run_twice_for_what_no_checkpoint_has(model, l
     loader = Loader(data, seed=7, shuffle=False, processes=0)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     forward = Forward(recipe, model, torch.device("cpu"), "float32")
-    said = try_recipe(forward, loader, job_of(parts=1, workers=1), 20).verdict
+    said = try_recipe(
+        forward, loader, job_of(parts=1, workers=1), Batches.of_job(job_of(parts=1, workers=1), 20)
+    ).verdict
     assert said == verdict if verdict == "yes" else said.startswith(verdict)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert getattr(model, "calls", 0) == 0
@@ -658,7 +672,7 @@ def test_what_a_loss_over_the_global_batch_remembers_is_seen_however_it_is_cut(p
     loader = Loader(recipe.train, seed=7, shuffle=False, processes=0)
     forward = Forward(recipe, recipe.model, torch.device("cpu"), "float32")
     job, built = job_of(parts=parts, workers=1), build_optimizer(recipe, recipe.model, 10)
-    trial = try_recipe(forward, loader, job, 64)
+    trial = try_recipe(forward, loader, job, Batches.of_job(job, 64))
     trial = try_kept(forward, job, 10, trial, NOTHING, built)
     assert trial.verdict.startswith("no: batch_loss gives another result"), trial
     assert not memory.kept

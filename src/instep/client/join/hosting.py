@@ -37,7 +37,6 @@ from instep.comm.protocol.messages import Over, Welcome
 from instep.control.changed_job import check_changes
 from instep.control.journal import Begin, Journal
 from instep.control.resume import prepare
-from instep.data.batches import Batches
 from instep.engine.member import Member
 from instep.errors import InstepError, RunError
 from instep.job import file as spec_file
@@ -285,5 +284,5 @@ class Host:
 
 def is_complete(run: RunFolder, job: JobSpec) -> bool:
     """Whether a run completed, and the job asks for no more steps."""
-    length = Batches.of_job(job, run.plan.epoch_samples).length(job)
+    length = run.plan.batches_of(job).length(job)
     return run.outcome == "completed" and 0 < length <= run.last_step

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from instep.client.join.participation import Participation
 from instep.client.join.prepared import Prepared
+from instep.data.batches import Batches
 from instep.errors import SpecError, WorkerError
 from instep.recipe.callbacks import checked_value
 from instep.recipe.weights import WeightedLoss
@@ -163,7 +164,7 @@ class Session:
             given.optimizer,
             given.scheduler,
             self._part.readers[0],
-            self._part.readers[0].samples,
+            Batches.of_job(self.job, self._part.readers[0].samples),
             given.scaler,
             given.lost,
             advances=advances,

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from instep.comm.alone import AloneComm
+from instep.data.batches import Batches
 from instep.data.loader import Loader, Read, Slice
-from instep.data.order import Position, micro_batch, position
+from instep.data.order import Position
 from instep.data.reading.generators import preserved
 from instep.engine.member import Member
 from instep.engine.passes import parts_of
@@ -119,20 +120,25 @@ class Rehearsal(Training):
 
     def micro_batch(self) -> Read | None:
         """The first micro-batch of the first step; None where no sample of it can be read."""
-        return self._read(lambda where: micro_batch(*where[1:], 0, parts_of(where, self.job.train)))
+        return self._read(lambda where: where.micro_batch(0, parts_of(where, self.job.train)))
 
     def global_batch(self) -> Read | None:
         """All of the first step."""
-        return self._read(lambda where: where[1:])
+        return self._read(lambda where: (where.first, where.stop))
 
     def _read(self, ends: Callable[[Position], tuple[int, int]]) -> Read | None:
         loader = self.loader
         if loader is None:
             return None
-        where = position(1, loader.samples, self.job.train.global_batch)
+        where = self._all_batches(loader).in_steps(self.job).of(1)
         with closing(loader.read([Slice(where.epoch, *ends(where))])) as reads:
             read = next(reads)
         return read if read.size else None
+
+    def _all_batches(self, loader: Loader) -> Batches:
+        """Batches of each commit; also where building came to no plan of it."""
+        known = vars(self).get("batches")
+        return known if known is not None else Batches.of_job(self.job, loader.samples)
 
     def end(self) -> None:
         """Close what reads the datasets."""
@@ -192,7 +198,7 @@ class Rehearsal(Training):
         def find() -> Any:
             from instep.parallel.layout import find_layout  # takes half as long as torch
 
-            example = example_of(forward, loader, job, self.samples)
+            example = example_of(forward, loader, job, self.batches)
             with preserved():
                 return find_layout(model, job.mesh, example, timed=False)
 

@@ -16,6 +16,7 @@ import numpy as np
 from instep.data.batches import Batches
 from instep.data.order import LARGEST, Position
 from instep.job.spec import JobSpec
+from instep.report.figures.newest_steps import NewestSteps
 from instep.report.figures.summary import OWN
 from instep.store.run_files import PARTS, Records, step_ends
 from instep.sync import servers_of
@@ -93,6 +94,7 @@ class Progress:
         self._sums = np.zeros((0, _SUMS))
         self._end = np.zeros(0)  # Unix seconds; the end of each worker's newest step
         self._seen = np.zeros(0)  # when each worker last sent a record, on `clock`
+        self._taken = NewestSteps()  # of unequal size
         self._make_room(len(self.workers))
 
     def event(self, event: dict[str, Any]) -> None:
@@ -152,6 +154,8 @@ class Progress:
             if self.job.own_data:  # participants have epochs of their own
                 newest = self._where(self.step).epoch
             self.epoch = max(self.epoch, newest)
+            if self.ready.get("epoch_steps"):
+                self._taken.add(ledger)
             self.committed += int((ledger["stop"] - ledger["first"]).sum())
         if len(steps):
             self.steps_seen = True
@@ -207,6 +211,9 @@ class Progress:
     def _where(self, step: int) -> Position:
         """What a step takes; as if all were one epoch until the number of samples is known."""
         samples = self.ready["samples"] if self.ready else LARGEST
+        if steps := self.ready.get("epoch_steps"):  # of unequal size: known once recorded
+            first, stop = self._taken.of(step, self.job.train.global_batch)
+            return Position((step - 1) // steps, first, stop)
         return Batches.of_job(self.job, samples).of(step)
 
     @property

@@ -143,6 +143,12 @@ class Proof:
             yield from self._own_epochs(self.run.plan.own_rounds)
             return
         good = [epoch for epoch in self.audit.epochs if epoch.exact]
+        if self._varies:
+            for epoch in good[:_MOST_LINES]:
+                taken = readable_count(epoch.expected)
+                yield f"epoch   {epoch.epoch + 1}: {taken} positions, each exactly once"
+            yield from self._faults()
+            return
         whole = [epoch.epoch + 1 for epoch in good if epoch.expected == self.run.plan.epoch_samples]
         if whole:
             several = " each" if len(whole) > 1 else ""
@@ -152,6 +158,12 @@ class Proof:
                 so_far = f"{readable_count(epoch.expected)} of {samples}"
                 yield f"epoch   {epoch.epoch + 1}: {so_far} samples so far, each exactly once"
         yield from self._faults()
+
+    @property
+    def _varies(self) -> bool:
+        """Whether epochs differ in their positions."""
+        sizes = self.run.plan.batches.sizes
+        return sizes is not None and sizes.total is None
 
     def _own_epochs(self, own: OwnRounds) -> Iterator[str]:
         """The same, of participants with data of their own."""
@@ -229,13 +241,14 @@ def untiled(ledger: Records, batches: Batches, last_step: int) -> NDArray[np.int
     real = real[(step >= 1) & (step <= last_step)]
     step, first, stop = real["step"], real["first"], real["stop"]
     fixed = (batches.of(number) for number in range(1, last_step + 1))
-    due = np.fromiter(chain.from_iterable(fixed), np.int64, count=3 * last_step)
-    epoch, begin, end = due.reshape(-1, 3)[step - 1].T
+    due = np.fromiter(chain.from_iterable(fixed), np.int64, count=3 * last_step).reshape(-1, 3)
+    epoch, begin, end = due[step - 1].T
     changes = step[1:] != step[:-1]
     opens, closes = np.append(True, changes)[: len(step)], np.append(changes, True)[: len(step)]
     joins = first == np.where(opens, begin, np.append(0, stop[:-1])[: len(step)])
     good = joins & (real["epoch"] == epoch) & (~closes | (stop == end))
-    absent = np.setdiff1d(np.arange(1, last_step + 1), step)
+    filled = 1 + np.flatnonzero(due[:, 2] > due[:, 1])
+    absent = np.setdiff1d(filled, step)
     return np.unique(np.concatenate([step[~good], absent, strange])).astype(np.int64)
 
 

@@ -58,7 +58,6 @@ class AfterCommit:
     Args:
         member, engine, batches, callbacks, activity: the worker's.
         model: that is saved.
-        samples: of the training dataset.
         last_step: of the job; None if the user's loop decides.
         validate: gives the metrics as of the end of a step; None where there is no dataset.
         best: gives the rule by which checkpoints are kept for their metrics, if there is one.
@@ -73,14 +72,13 @@ class AfterCommit:
         activity: Activity,
         *,
         model: nn.Module,
-        samples: int,
         last_step: int | None,
         validate: Callable[[Position], dict[str, float] | None],
         best: Callable[[], Best | None],
     ) -> None:
         self._member, self._engine, self._batches = member, engine, batches
         self._callbacks, self._activity, self._model = callbacks, activity, model
-        self._samples, self._last_step = samples, last_step
+        self._last_step = last_step
         self._validate, self._best = validate, best
         self.parts = Parts(engine, member)
         """Writes what the worker that saves does not have."""
@@ -147,7 +145,7 @@ class AfterCommit:
         where = self._batches.of(done.step)
         self._report_epoch(where, done.step)
         stopping.after_commit(done.step, done.loss, done.norm, last=done.ends)
-        timely = self.is_time(where, done.step)
+        timely = self.is_time(done.step)
         metrics = self._validate(where) if done.ends or timely else None
         if metrics is not None and timely:
             self._tell_plateaus(done.step, metrics["loss"])
@@ -162,20 +160,20 @@ class AfterCommit:
         if done.ends:
             self._find_rule(done)
         engine.state.settled = done.step
-        ends_epoch = where.stop == self._samples
+        ends_epoch = self._batches.ends_epoch(done.step)
         return Step(done.step, where.epoch, done.loss, metrics, ends_epoch, losses)
 
     def tell_epochs(self, ends: Callable[[int], None]) -> None:
         """From now on, call this with the last step of each epoch."""
         self._epoch_ends = ends
 
-    def is_time(self, where: Position, step: int) -> bool:
-        """Whether a validation is due after a step, which took these samples."""
+    def is_time(self, step: int) -> bool:
+        """Whether a validation is due after a step."""
         every = self._member.job.train.validate_every
-        return step % every == 0 if every else where.stop == self._samples
+        return step % every == 0 if every else self._batches.ends_epoch(step)
 
     def _report_epoch(self, where: Position, step: int) -> None:
-        if where.stop != self._samples:
+        if not self._batches.ends_epoch(step):
             return
         progress = self._engine.state.progress
         if self._engine.comm.rank == 0:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from instep.comm.base import Comm
+from instep.data.batches import Batches
 from instep.data.loader import Loader
 from instep.engine.engine import Engine
 from instep.engine.member import Member
@@ -55,16 +56,17 @@ class Announcer:
             self.warn_of_loss(done.step, done.loss)
 
     def ready(
-        self, loader: Loader, samples: int, validation_samples: int, last_step: int | None
+        self, loader: Loader, batches: Batches, validation_samples: int, last_step: int | None
     ) -> None:
         """Tell that the worker is about to take its first step, and with what.
 
         Args:
             loader: of the training dataset.
-            samples, validation_samples: in the datasets.
+            batches: what each commit takes of it.
+            validation_samples: in the other dataset.
             last_step: of the job; None if the user's loop decides.
         """
-        tables = self._engine.tables
+        tables, sizes = self._engine.tables, batches.sizes
         own = sum(parameter.numel() for parameter in self._engine.parameters)
         self._member.emit(
             "worker_ready",
@@ -72,7 +74,9 @@ class Announcer:
             device=str(self._engine.device),
             threads=torch.get_num_threads(),
             parameters=own + (tables.numbers if tables is not None else 0),
-            samples=samples,
+            samples=batches.samples,
+            epoch_steps=sizes.steps if sizes is not None else None,
+            epochs_vary=sizes is not None and sizes.total is None,
             last_step=last_step,
             loader=f"{loader.mode}: {loader.why}",
             phases=self._member.phases,

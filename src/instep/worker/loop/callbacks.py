@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from instep.data.batches import Batches
 from instep.data.order import Position
 from instep.engine.engine import Engine
 from instep.engine.member import Member
@@ -47,13 +48,13 @@ class Callbacks:
         member: this worker's membership in the run.
         engine: has the commits.
         callbacks: of the recipe.
-        samples: of the training dataset.
+        batches: what each commit takes.
     """
 
     def __init__(
-        self, member: Member, engine: Engine, callbacks: Sequence[Any], samples: int
+        self, member: Member, engine: Engine, callbacks: Sequence[Any], batches: Batches
     ) -> None:
-        self._member, self._engine, self._samples = member, engine, samples
+        self._member, self._engine, self._batches = member, engine, batches
         self._callbacks = [(each, methods(each)) for each in callbacks]
         self.gather: Callable[[], None] = lambda: None
         """Called before each call, which may read the model."""
@@ -128,7 +129,7 @@ class Callbacks:
             run=self._member.run,
             step=done.step,
             epoch=where.epoch,
-            samples=where.epoch * self._samples + where.stop,
+            samples=self._batches.taken(done.step),
             loss=done.loss,
             losses=dict(losses),
             metrics=metrics,

@@ -65,7 +65,7 @@ class Loop(ABC):
         parameters: those that are trained.
         update: the optimizer step.
         loader: of the training dataset, with its processes started.
-        samples: length of the training dataset.
+        batches: what each commit takes of its epochs.
         last_step: of the job; None if the user's loop decides.
         more: passes of a step in addition to one for each micro-batch.
         turns: the updates of a step, instead of `update`, if it has several.
@@ -86,7 +86,7 @@ class Loop(ABC):
         parameters: list[nn.Parameter],
         update: Update,
         loader: Loader,
-        samples: int,
+        batches: Batches,
         last_step: int | None,
         more: int = 0,
         turns: Sequence[TurnState] = (),
@@ -95,8 +95,8 @@ class Loop(ABC):
         take: Callable[[int, Tensor], None] | None = None,
         activity: Activity | None = None,
     ) -> None:
-        self.member, self.job, self.samples, self.last_step = member, member.job, samples, last_step
-        self.batches = Batches.of_job(self.job, samples)
+        self.member, self.job, self.last_step = member, member.job, last_step
+        self.batches, self.samples = batches, batches.samples
         self.device = parameters[0].device
         self.activity, self.step = activity or Activity(), 0
         self._model, self._update, self._loader = model, update, loader
@@ -112,7 +112,7 @@ class Loop(ABC):
 
         self.engine = Engine(member, model, parameters, turns, ends=ends, more=more, take=take)
         find_two_points(self.engine)
-        self.callbacks = Callbacks(member, self.engine, callbacks, samples)
+        self.callbacks = Callbacks(member, self.engine, callbacks, batches)
         self.after = AfterCommit(
             member,
             self.engine,
@@ -120,7 +120,6 @@ class Loop(ABC):
             self.callbacks,
             self.activity,
             model=model,
-            samples=samples,
             last_step=last_step,
             validate=self._validate,
             best=self._best,

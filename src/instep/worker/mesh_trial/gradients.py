@@ -21,7 +21,6 @@ from instep.comm.base import Comm
 from instep.comm.protocol.messages import Form
 from instep.data.batches import Batches
 from instep.data.loader import Loader, Skipped
-from instep.data.order import position
 from instep.data.reading.generators import preserved
 from instep.data.samples.fingerprint import REMEDY
 from instep.engine.assignment import Lockstep
@@ -73,7 +72,7 @@ class MeshCheck:
         forward: Forward,
         loader: Loader,
         job: JobSpec,
-        samples: int,
+        batches: Batches,
         *,
         first: bool,
         why: str = "",
@@ -81,7 +80,8 @@ class MeshCheck:
         example: Example | None = None,
         begun: Begun = NOTHING,
     ) -> None:
-        self._forward, self._loader, self._job, self._samples = forward, loader, job, samples
+        self._forward, self._loader, self._job = forward, loader, job
+        self._batches = batches.in_steps(job)
         self._example, self._types = example, {p.dtype for p in forward.model.parameters()}
         self._wide: Copied | None = None
         """A copy in float32 of a model of 16 bits, which is split and compared in its place."""
@@ -112,7 +112,7 @@ class MeshCheck:
             with two:
                 self._gate = Gate(forward, job.seed)
                 if first and not self._why:
-                    passes = whole_passes(loader, job, samples, skipped=self._lost)
+                    passes = whole_passes(loader, job, self._batches, skipped=self._lost)
                     if blocks:
                         passes = in_parts(passes, job.mesh.pipeline_batches)
                     copied = self._two is not None and self._wide is None
@@ -286,13 +286,13 @@ class MeshCheck:
         lockstep = Lockstep(
             form,
             job.train,
-            Batches(self._samples, job.train.global_batch),
+            self._batches,
             by_speed=False,
             mesh=job.mesh,
         )
         ((where, share),) = lockstep.plan(STEP, STEP, merge=merge, whole=reads is not None)
         loads = self._loader.read([part.samples for part in share.passes])
-        works, clock = Works(self._loader, job, self._samples), Clock(begin=time.time())
+        works, clock = Works(self._loader, job, self._batches.samples), Clock(begin=time.time())
         own, size = 0.0, where.size
         for work in works.of(where, share, loads, STEP, clock, joins=reads is not None):
             ran = passes.run(work, size, clock)
@@ -301,8 +301,7 @@ class MeshCheck:
         own = own if replica.tells else 0.0
         total = torch.tensor([own], dtype=torch.float64, device=device)
         comm.all_reduce(total).wait()
-        _, first, stop = position(STEP, self._samples, job.train.global_batch)
-        weight = float(total.item()) / (stop - first) / passes.weight(size)
+        weight = float(total.item()) / size / passes.weight(size)
         return weight or 1.0, works.skipped if replica.tells else []
 
 

@@ -27,8 +27,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from instep.comm.base import Comm
 from instep.comm.protocol.messages import ON_REQUEST, Heartbeat
+from instep.data.batches import Batches
 from instep.data.loader import Loader, Read
-from instep.data.order import Position, key, steps_in_epoch
+from instep.data.order import Position, key
 from instep.data.reading.threads import cpu_clock
 from instep.data.torch_loader import Unused
 from instep.engine.member import Member
@@ -61,7 +62,7 @@ class OwnLoop(Loop):
         optimizer: of its parameters; `step` is taken over.
         scheduler: of the optimizer, or None; `step` is taken over.
         loader: of the dataset.
-        samples: in it.
+        batches: what each commit takes of it.
         scaler: of the loss, or None; `step`, `update` and `unscale_` are taken over.
         lost: what of the user's `DataLoader`s is not kept.
         advances: whether the scheduler is advanced after every step, and not by the user.
@@ -83,7 +84,7 @@ class OwnLoop(Loop):
         optimizer: Optimizer,
         scheduler: Any,
         loader: Loader,
-        samples: int,
+        batches: Batches,
         scaler: torch.amp.GradScaler | None = None,
         lost: Sequence[Unused] = (),
         *,
@@ -107,7 +108,7 @@ class OwnLoop(Loop):
             scaler=scaler or torch.amp.GradScaler("cuda", enabled=False),
         )
         self.present = OwnStep(each=self._each_moves)
-        super().__init__(member, model, parameters, update, loader, samples, None, take=self._take)
+        super().__init__(member, model, parameters, update, loader, batches, None, take=self._take)
         self._equip(scaler)
         self._cpu = cpu_clock()
         member.at = self._heartbeat
@@ -193,7 +194,7 @@ class OwnLoop(Loop):
 
     @property
     def _per_epoch(self) -> int:
-        return steps_in_epoch(self.samples, self.job.per_commit.global_batch)
+        return self.batches.per_epoch
 
     def _heartbeat(self) -> Heartbeat:
         # between two steps the user's code may take as long as it likes: that is progress too
@@ -222,7 +223,7 @@ class OwnLoop(Loop):
             self.announcer.warn(lost.text)
         if self.engine.comm.rank == 0 and not self.member.others_have_state:
             self.member.emit("same_as_one_machine", verdict=self._verdict())
-        self.announcer.ready(self._loader, self.samples, 0, None)
+        self.announcer.ready(self._loader, self.batches, 0, None)
         self._items = self.run()
         self._left_epoch = self.step
         self.activity.enter("your loop")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from instep.comm.base import Comm
 from instep.data.loader import Loader, Read, Skipped, Slice
-from instep.data.order import Position, key, micro_batch
+from instep.data.order import Position, key
 from instep.engine.clock import Clock
 from instep.engine.passes import OF_PASS, Pass, Share, parts_of
 from instep.job.spec import JobSpec
@@ -96,7 +96,7 @@ class Works:
         lost = {each.sample for each in skipped}
         keys, sizes = [], []
         for number in range(part.number, part.number + part.micro_batches):
-            first, stop = micro_batch(where.first, where.stop, number, parts)
+            first, stop = where.micro_batch(number, parts)
             indices = self._loader.indices(Slice(where.epoch, first, stop)).tolist()
             keys.append(key(self._job.seed, OF_PASS, step, number))
             sizes.append(sum(index not in lost for index in indices))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from instep.data.batches import Batches
 from instep.data.loader import Loader
 from instep.data.order import key
 from instep.data.reading.generators import DrawDetector
@@ -90,7 +91,7 @@ def _example(member: Member, recipe: Recipe, model: nn.Module, device: torch.dev
     )
     try:
         forward = Forward(recipe, model.train(), device, job.train.precision)
-        return example_of(forward, train, job, train.samples)
+        return example_of(forward, train, job, Batches.of_job(job, train.samples))
     finally:
         train.close()
 

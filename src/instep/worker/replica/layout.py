@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from instep.comm.base import Comm
+from instep.data.batches import Batches
 from instep.data.loader import Loader, Slice
-from instep.data.order import micro_batch, position
 from instep.data.reading.generators import preserved
 from instep.engine.member import Member
 from instep.engine.passes import parts_of
@@ -138,14 +138,14 @@ def told_layout(comm: Comm, layout: Layout | None, device: torch.device) -> Layo
     return msgspec.json.decode(broadcast_bytes(text, comm, 0, device), type=Layout)
 
 
-def example_of(forward: Forward, loader: Loader, job: JobSpec, samples: int) -> Example:
+def example_of(forward: Forward, loader: Loader, job: JobSpec, batches: Batches) -> Example:
     """The first micro-batches of the first steps.
 
     Args:
         forward: computes the loss of a batch.
         loader: of the training dataset.
         job: says how batches are cut.
-        samples: in the dataset.
+        batches: what each commit takes.
 
     Raises:
         DataError: none can be read.
@@ -155,8 +155,8 @@ def example_of(forward: Forward, loader: Loader, job: JobSpec, samples: int) -> 
 
     slices = []
     for step in range(1, 1 + _EXAMPLES):
-        where = position(step, samples, job.train.global_batch)
-        ends = micro_batch(where.first, where.stop, 0, parts_of(where, job.train))
+        where = batches.in_steps(job).of(step)
+        ends = where.micro_batch(0, parts_of(where, job.train))
         slices.append(Slice(where.epoch, *ends))
     with closing(loader.read(slices)) as reads:
         found = [(read.batch, read.size) for read in reads if read.size]

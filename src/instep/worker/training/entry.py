@@ -87,7 +87,7 @@ class Entry:
         it was not compared, if it was to be."""
         check_model(model)
         inputs, member, job = self._inputs, self._member, self._job
-        forward, given = inputs.forward, (inputs.train, job, inputs.samples)
+        forward, given = inputs.forward, (inputs.train, job, inputs.batches)
         example = layout = None
         if job.mesh.same_batch > 1:
             example = example_of(forward, *given)

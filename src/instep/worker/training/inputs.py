@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from instep.data.batches import Batches
 from instep.data.loader import Loader
+from instep.data.order import AnyOrder
 from instep.engine.member import Member
 from instep.errors import InstepError, RecipeError, SpecError
 from instep.job.spec import JobSpec
 from instep.recipe.forward import Forward
 from instep.recipe.recipe import Recipe
+from instep.worker.reading.planned_data import PlannedData
 from instep.worker.rounds.own_data import OwnData
 
 
@@ -21,21 +24,28 @@ class Inputs(NamedTuple):
     forward: Forward
     train: Loader
     validate: Loader | None
+    batches: Batches
+    """Says what each commit takes of `train`."""
 
     @classmethod
-    def begun(cls, member: Member, forward: Forward, own_data: OwnData | None) -> Inputs:
+    def begun(
+        cls, member: Member, forward: Forward, own_data: OwnData | None, planned: PlannedData
+    ) -> Inputs:
         """Make the loaders, and begin to read: their processes are forked before groups exist.
 
         Args:
             member: this worker's membership in the run.
             forward: of the recipe.
             own_data: what participants of rounds have, where they have data of their own.
+            planned: the order of `train`, and what each commit takes of it.
         """
-        train = _loader(member, forward.recipe, "train", own_data)
+        order = own_data.train if own_data is not None else planned.order
+        train = _loader(member, forward.recipe, "train", order)
         validate = None
         if forward.recipe.validate is not None:
-            validate = _loader(member, forward.recipe, "validate", own_data)
-        inputs = cls(member, forward, train, validate)
+            divided = own_data.validate if own_data is not None else None
+            validate = _loader(member, forward.recipe, "validate", divided)
+        inputs = cls(member, forward, train, validate, planned.batches)
         for each in inputs.loaders:
             each.begin()
         return inputs
@@ -61,11 +71,6 @@ class Inputs(NamedTuple):
         return [pid for loader in self.loaders for pid in loader.pids]
 
     @property
-    def samples(self) -> int:
-        """Length of the training dataset."""
-        return len(self.recipe.train)
-
-    @property
     def validation_samples(self) -> int:
         """Length of the validation dataset; 0 if there is none."""
         return len(self.recipe.validate) if self.recipe.validate is not None else 0
@@ -83,12 +88,12 @@ class Inputs(NamedTuple):
         return min(self.validation_batch, self.validation_samples)
 
 
-def _loader(member: Member, recipe: Recipe, name: str, own_data: OwnData | None) -> Loader:
+def _loader(member: Member, recipe: Recipe, name: str, order: AnyOrder | None) -> Loader:
     return Loader.of_job(
         member.job,
         recipe.given[name],
         "training" if name == "train" else "validation",
-        order=getattr(own_data, name, None),
+        order=order,
         processes=None if member.role == "worker" else 0,  # a server reads little
         collate=recipe.collate,
         augment=recipe.augment,

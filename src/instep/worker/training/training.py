@@ -14,7 +14,6 @@ import torch
 
 from instep.comm.base import Comm
 from instep.comm.protocol.messages import COMPILING, Heartbeat
-from instep.data.batches import Batches
 from instep.data.loader import Read
 from instep.data.order import Position
 from instep.data.participants import OwnRounds
@@ -65,6 +64,7 @@ from instep.worker.reading import data_split, dataset_check
 from instep.worker.reading.class_order import said_of_classes
 from instep.worker.reading.early_reads import EarlyReads
 from instep.worker.reading.loader_watch import LoaderWatch
+from instep.worker.reading.planned_data import plan_data
 from instep.worker.replica.fellows import Fellows
 from instep.worker.replica.replica import Replica
 from instep.worker.rounds import own_data, round_checks
@@ -113,9 +113,10 @@ class Training(Loop):
         early = EarlyReads(self._loader_watch)
         member.at = lambda: early.heartbeat(self._present, self._clock())
         self.refuse(refusals(self.job, recipe, device))
-        samples = len(recipe.train)
+        planned = plan_data(self.job, recipe)
+        batches = planned.batches
+        samples, last_step = batches.samples, batches.length(self.job)
         fresh = member.checkpoint is None  # else the checkpoint has the parameters
-        last_step = Batches.of_job(self.job, samples).length(self.job)
         averages = self.job.sync.rounds is not None
         embeds = recipe.batch_loss is not None
         model, begun = build_model(
@@ -131,9 +132,9 @@ class Training(Loop):
         self._reads = make_global(model) if self.job.train.batch_norm == "global" else None
         self._forward = Forward(recipe, model, device, self.job.train.precision)
         self._own_data = own_data.divide(self.job, recipe)
-        self._inputs = inputs = Inputs.begun(member, self._forward, self._own_data)
+        self._inputs = inputs = Inputs.begun(member, self._forward, self._own_data, planned)
         loader, validation = inputs.train, inputs.validate
-        self.samples = samples
+        self.batches, self.samples = batches, samples
         updates = round_checks.updates(self.job, last_step)
         self._trials = Trials(inputs, updates, begun, self.activity)
         batch = self.job.train.global_batch
@@ -177,7 +178,7 @@ class Training(Loop):
             built.parameters,
             update,
             loader,
-            samples,
+            batches,
             last_step,
             int(embeds),
             turns,
@@ -450,7 +451,7 @@ class Training(Loop):
 
     def _announce(self) -> None:
         self.announcer.ready(
-            self._loader, self.samples, self._inputs.validation_samples, self.last_step
+            self._loader, self.batches, self._inputs.validation_samples, self.last_step
         )
 
     # ---- the loop
@@ -480,7 +481,7 @@ class Training(Loop):
             raise
 
     def _validate(self, where: Position) -> dict[str, float] | None:
-        scheduled = self.after.is_time(where, self.step)
+        scheduled = self.after.is_time(self.step)
         return self._validation.run(where, self.step, scheduled=scheduled)
 
     def close(self) -> None:

@@ -54,7 +54,7 @@ class Trials:
             InstepError: a pass, the optimizer or a metric cannot be computed.
         """
         inputs, job = self._inputs, self._inputs.job
-        given = inputs.forward, inputs.train, job, inputs.samples
+        given = inputs.forward, inputs.train, job, inputs.batches
         self._activity.enter(TRYING)
         if not whole.small:
             return self.try_kept(try_blocks(*given, whole.fill), built)

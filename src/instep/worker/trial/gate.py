@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from instep.comm.base import Comm
+from instep.data.batches import Batches
 from instep.data.loader import Loader, Skipped, Slice
-from instep.data.order import micro_batch, position
 from instep.engine.passes import parts_of, share_of
 from instep.engine.turns import key_of_pass
 from instep.job.spec import JobSpec
@@ -52,7 +52,7 @@ class WholePass(NamedTuple):
 def whole_passes(
     loader: Loader,
     job: JobSpec,
-    samples: int,
+    batches: Batches,
     turn: int = 0,
     skipped: list[Skipped] | None = None,
 ) -> list[WholePass]:
@@ -62,11 +62,11 @@ def whole_passes(
     Args:
         loader: of the training dataset.
         job: decides how the batch is cut.
-        samples: length of the dataset.
+        batches: what each step takes.
         turn: of a recipe with several updates in a step.
         skipped: gets the samples that could not be read.
     """
-    where = position(STEP, samples, job.train.global_batch)
+    where = batches.of(STEP)
     parts, together = parts_of(where, job.train), job.train.batch_norm == "global"
     share = share_of(where, parts, 1, 0, merge=False, whole=together)
     passes = []
@@ -76,7 +76,7 @@ def whole_passes(
             if skipped is not None:
                 skipped += read.skipped
             numbers = range(part.number, part.number + part.micro_batches)
-            cuts = [micro_batch(where.first, where.stop, number, parts) for number in numbers]
+            cuts = [where.micro_batch(number, parts) for number in numbers]
             indices = [loader.indices(Slice(where.epoch, *cut)).tolist() for cut in cuts]
             keys = [key_of_pass(job.seed, STEP, number, turn) for number in numbers]
             sizes = [sum(index not in lost for index in each) for each in indices]

@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 from instep.data.batches import Batches
 from instep.data.loader import Slice
-from instep.data.order import Position, position, steps_in_epoch
+from instep.data.order import Position
 from instep.engine.passes import parts_of, share_of
 from instep.job.spec import JobSpec
+from instep.job.train import TrainSpec
 
 MOST, LEAST = 8, 2
 """Places that are tried at most, and in any case."""
@@ -66,14 +67,15 @@ class Places:
 
     Args:
         job: decides how batches are cut.
-        samples: length of the dataset.
+        batches: what each commit takes.
     """
 
-    def __init__(self, job: JobSpec, samples: int) -> None:
-        self._train, self._samples = job.train, samples
-        self.steps = steps_in_epoch(samples, job.train.global_batch)
+    def __init__(self, job: JobSpec, batches: Batches) -> None:
+        self._train, self._samples = job.train, batches.samples
+        self._batches = batches.in_steps(job)
+        self.steps = self._batches.per_epoch
         rounds = job.sync.rounds is not None  # their steps have other sizes
-        last = self.steps if rounds else min(self.steps, Batches.of_job(job, samples).length(job))
+        last = self.steps if rounds else min(self.steps, batches.length(job))
         self._last = last if 1 < last == self.steps else 1
         """The step with the smallest batch."""
 
@@ -123,11 +125,12 @@ class Places:
 
     def micro_batches(self, step: int) -> list[Slice]:
         """The micro-batches of a step, in order."""
-        return list(self._micro_batches(self._at(step)))
+        return list(_cut(self._train, self._at(step)))
 
-    def step(self, where: Position) -> Place:
+    @staticmethod
+    def step(train: TrainSpec, where: Position) -> Place:
         """All micro-batches of a step."""
-        return Place(tuple(self._micro_batches(where)))
+        return Place(tuple(_cut(train, where)))
 
     def shares(self, step: int, workers: int) -> Place | None:
         """What so many workers have of a step, each in one pass; None if there are not so many."""
@@ -147,7 +150,7 @@ class Places:
     def cut_in_words(self, part: Slice) -> str:
         """How the step was cut that a micro-batch is of."""
         batch, size = self._train.global_batch, part.stop - part.first
-        step = 1 + part.first // batch
+        step = 1 if part.first < self._at(1).stop else self._last
         micro_batches = self.micro_batches(step)
         samples = micro_batches[-1].stop - micro_batches[0].first
         which = "a batch" if samples == batch else "the last batch of an epoch"
@@ -165,11 +168,7 @@ class Places:
         )
 
     def _at(self, step: int) -> Position:
-        return position(step, self._samples, self._train.global_batch)
-
-    def _micro_batches(self, where: Position) -> Iterator[Slice]:
-        every = share_of(where, parts_of(where, self._train), 1, 0, merge=False)
-        return (part.samples for part in every.passes)
+        return self._batches.of(step)
 
     def _pair(self, step: int, place: int, *, uneven: bool) -> Place | None:
         parts = self.micro_batches(min(step, self.steps))
@@ -195,6 +194,11 @@ class Places:
             second = second._replace(stop=second.stop + 1)
         made_up = not {part.stop - part.first for part in (first, second)} <= set(self.sizes())
         return Place((first, second), made_up=made_up)
+
+
+def _cut(train: TrainSpec, where: Position) -> Iterator[Slice]:
+    every = share_of(where, parts_of(where, train), 1, 0, merge=False)
+    return (part.samples for part in every.passes)
 
 
 def _work(place: Place, wide: float) -> float:

@@ -10,6 +10,7 @@ from functools import partial
 
 from torch import nn
 
+from instep.data.batches import Batches
 from instep.data.loader import Loader, Read, Slice
 from instep.data.order import Position, key
 from instep.data.reading.told import SET_EPOCH
@@ -47,7 +48,7 @@ def try_recipe(
     forward: Forward,
     loader: Loader,
     job: JobSpec,
-    samples: int,
+    batches: Batches,
     say: Say = lambda done, of: None,
 ) -> Trial:
     """Whether cutting a global batch into micro-batches changes the result.
@@ -56,7 +57,7 @@ def try_recipe(
         forward: of the worker; its model is left as it is.
         loader: of the training dataset.
         job: decides how batches are cut, and whether passes may be merged.
-        samples: length of the dataset.
+        batches: what each commit takes.
         say: called with how many comparisons are done, and of how many.
 
     Raises:
@@ -65,8 +66,8 @@ def try_recipe(
     trials = {}
     for number, turn in enumerate(forward.recipe.turns):
         forward.take_turn(number)
-        trials[turn.name] = _try_loss(forward, loader, job, samples, say)
-    trial = combined(trials) if trials else _try_loss(forward, loader, job, samples, say)
+        trials[turn.name] = _try_loss(forward, loader, job, batches, say)
+    trial = combined(trials) if trials else _try_loss(forward, loader, job, batches, say)
     return trial._replace(verdict=_of_reading(loader, forward, job)) if trial.same else trial
 
 
@@ -77,7 +78,7 @@ def try_step(forward: Forward, loader: Loader, job: JobSpec, where: Position) ->
         forward, loader, job: as for `try_recipe`.
         where: the step.
     """
-    return _try_place(forward, loader, job, where, Places(job, loader.samples).step(where))
+    return _try_place(forward, loader, job, where, Places.step(job.train, where))
 
 
 def try_trained(
@@ -91,7 +92,7 @@ def try_trained(
         share: of the worker, which begins with the step. With `data.parts` two of its micro-batches
             are enough: those of others may lie on another host.
     """
-    place = Places(job, loader.samples).step(where)
+    place = Places.step(job.train, where)
     parts = place.parts[:_PARTS]
     if job.data.parts:
         stop = where.first
@@ -127,7 +128,7 @@ def _try_place(
 
 def shapes_in(loader: Loader, job: JobSpec, where: Position) -> list[tuple[Shape, ...]]:
     """The shapes in each micro-batch of a step."""
-    with closing(loader.read(Places(job, loader.samples).step(where).parts)) as reads:
+    with closing(loader.read(Places.step(job.train, where).parts)) as reads:
         return [shapes_of(read.batch, read.size) for read in reads if read.size]
 
 
@@ -135,7 +136,7 @@ def try_blocks(
     forward: Forward,
     loader: Loader,
     job: JobSpec,
-    samples: int,
+    batches: Batches,
     fill: Callable[[nn.Module], None],
 ) -> Trial:
     """The same for a model that one process cannot hold: micro-batches stay apart.
@@ -143,7 +144,7 @@ def try_blocks(
     What the loss of a Hugging Face model is a mean of shows in two of its blocks.
 
     Args:
-        forward, loader, job, samples: as for `try_recipe`.
+        forward, loader, job, batches: as for `try_recipe`.
         fill: as for `two_blocks.on_two_blocks`.
     """
     found = ""
@@ -151,15 +152,15 @@ def try_blocks(
         processes = per_machine(job.workers, job.launch.count)
         blocks = TwoBlocks(forward.model)
         with suppress(Exception), on_two_blocks(forward, blocks, fill, processes):
-            places = Places(job, samples)
+            places = Places(job, batches)
             found = _mean_of(forward, loader, places, key(job.seed, OF_PASS, 0))
     why = "the model is too large for one process to try the whole of it"
     return Trial(False, why, f"not shown: {why}", found)
 
 
-def _try_loss(forward: Forward, loader: Loader, job: JobSpec, samples: int, say: Say) -> Trial:
+def _try_loss(forward: Forward, loader: Loader, job: JobSpec, batches: Batches, say: Say) -> Trial:
     train, seed = job.train, key(job.seed, OF_PASS, 0)
-    places = Places(job, samples)
+    places = Places(job, batches)
     compared = places.compared()
     if not compared:
         derived = _mean_of(forward, loader, places, seed)
