@@ -1,0 +1,192 @@
+"""Clipped gradients of single samples, against one by one in plain torch, and against Opacus."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from instep.errors import RecipeError
+from instep.privacy.grid import Grid
+from instep.privacy.per_sample import PerSample
+
+CLIP, SAMPLES = 0.7, 6
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.out = nn.LSTM(5, 8, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.out(self.cell(x)[0][:, -1])
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(11, 8), nn.LayerNorm(8)
+        self.attend, self.out = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.norm(self.embed(x))
+        return self.out(self.attend(x, x, x, need_weights=False)[0].mean(1))
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(5, 9), nn.LayerNorm(9), nn.GELU(), nn.Linear(9, 3))
+
+
+def convolution():
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
+    )
+
+
+def tied():
+    first = nn.Linear(5, 5)
+    return nn.Sequential(first, nn.Tanh(), first, nn.Linear(5, 3))
+
+
+FAMILIES = {
+    "mlp": (mlp, lambda: torch.randn(SAMPLES, 5)),
+    "convolution": (convolution, lambda: torch.randn(SAMPLES, 1, 6, 6)),
+    "recurrent": (Recurrent, lambda: torch.randn(SAMPLES, 4, 5)),
+    "attention": (Words, lambda: torch.randint(11, (SAMPLES, 7))),
+    "tied": (tied, lambda: torch.randn(SAMPLES, 5)),
+}
+
+
+def loss_of(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def one_by_one(model, batch, clip):
+    parameters = list(model.parameters())
+    total = [torch.zeros_like(each) for each in parameters]
+    for place in range(SAMPLES):
+        loss = loss_of(model, [each[place : place + 1] for each in batch])
+        found = torch.autograd.grad(loss, parameters)
+        norm = torch.cat([each.flatten() for each in found]).norm()
+        for into, each in zip(total, found, strict=True):
+            into += each * min(1.0, clip / float(norm))
+    return total
+
+
+def made(name, seed=3):
+    torch.manual_seed(seed)
+    model, inputs = FAMILIES[name]
+    model, batch = model(), [inputs(), torch.randint(3, (SAMPLES,))]
+    return model, batch
+
+
+def summed(model, batch, clip=CLIP):
+    parameters = list(model.parameters())
+    grid = Grid(clip, sum(each.numel() for each in parameters), 60)
+    per_sample = PerSample(model, parameters, loss_of, grid)
+    sums = per_sample.sums(batch, SAMPLES)
+    return per_sample, grid, sums
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_sums_are_those_of_samples_clipped_one_by_one(name):
+    model, batch = made(name)
+    per_sample, grid, sums = summed(model, batch)
+    expected = one_by_one(model, batch, CLIP * (1 - 2.0**-16))
+    far = [(s * grid.unit - e).abs().max() for s, e in zip(sums, expected, strict=True)]
+    assert max(far) < 1e-6
+    assert name == "recurrent" or per_sample.batched, per_sample.why
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook")
+def test_sums_are_those_of_opacus():
+    opacus = pytest.importorskip("opacus.grad_sample")
+    model, batch = made("mlp")
+    _, grid, sums = summed(model, batch)
+    hooked = opacus.GradSampleModule(model)
+    (loss_of(hooked, batch)).backward()
+    samples = [each.grad_sample for each in model.parameters()]
+    norms = torch.stack([each.flatten(1).norm(dim=1) for each in samples]).norm(dim=0)
+    factors = (CLIP / norms).clamp(max=1.0)
+    for mine, theirs in zip(sums, samples, strict=True):
+        clipped = torch.einsum("n,n...->...", factors, theirs)
+        assert (mine * grid.unit - clipped).abs().max() < 3e-5 * CLIP  # MARGIN of each sample
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_a_sample_changes_a_sum_by_no_more_than_the_sensitivity(scale):
+    model, batch = made("mlp")
+    batch[0] = batch[0] * scale
+    _, grid, sums = summed(model, batch)
+    for place in range(SAMPLES):
+        others = [torch.cat([each[:place], each[place + 1 :]]) for each in batch]
+        parameters = list(model.parameters())
+        less = PerSample(model, parameters, loss_of, grid).sums(others, SAMPLES - 1)
+        own = torch.cat([(a - b).flatten() for a, b in zip(sums, less, strict=True)]).double()
+        assert own.norm() <= grid.sensitivity
+    assert sums[0].dtype == torch.int32
+
+
+def test_a_sample_that_is_not_finite_counts_as_nothing():
+    model, batch = made("mlp")
+    _, _, sums = summed(model, batch)
+    batch[0][2] = float("nan")
+    _, grid, without = summed(model, batch)
+    assert all(each.abs().max() < 2**31 - 1 for each in without)
+    own = torch.cat([(a - b).flatten() for a, b in zip(sums, without, strict=True)]).double()
+    assert 0 < own.norm() <= grid.sensitivity
+
+
+def test_what_looks_at_other_samples_or_remembers_them_is_refused_by_name():
+    for layer, name in (
+        (nn.BatchNorm1d(5), "BatchNorm1d"),
+        (nn.InstanceNorm1d(5, track_running_stats=True), "running"),
+        (nn.Embedding(5, 5, sparse=True), "sparse"),
+        (nn.Linear(5, 5).double(), "float64"),
+    ):
+        with pytest.raises(RecipeError, match=name):
+            summed(nn.Sequential(layer, nn.Linear(5, 3)), made("mlp")[1])
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen += x.sum().detach()
+        return self.linear(x)
+
+
+def test_a_buffer_that_moves_is_refused():
+    with pytest.raises(RecipeError, match="a buffer of the model changed"):
+        summed(Counting(), made("mlp")[1])
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.linear(x if float(x.sum()) > 0 else -x)
+
+
+def test_what_torch_func_cannot_compute_is_computed_one_by_one():
+    torch.manual_seed(0)
+    model, batch = Branching(), made("mlp")[1]
+    per_sample, grid, sums = summed(model, batch)
+    assert per_sample.batched is False
+    assert "torch.func cannot" in per_sample.why
+    expected = one_by_one(model, batch, CLIP * (1 - 2.0**-16))
+    for mine, other in zip(sums, expected, strict=True):
+        assert (mine * grid.unit - other).abs().max() < 1e-6
+
+
+def test_a_batch_with_something_that_is_not_of_a_sample_is_refused():
+    model, batch = made("mlp")
+    with pytest.raises(RecipeError, match="first dimension"):
+        summed(model, [batch[0], batch[1][:3]])
+    with pytest.raises(RecipeError, match="beside its tensors"):
+        summed(model, [*batch, "a name"])
