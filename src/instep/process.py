@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from instep.comm.protocol.endpoint import Endpoint
 from instep.comm.protocol.messages import PREDICTOR
-from instep.data.reading.choose import cores
+from instep.data.cores import cores
 from instep.data.reading.process import own_file_offsets
 from instep.data.shards.urls.remote import use_cache
 from instep.engine.member import Member, ReplicaBroken

@@ -14,7 +14,7 @@ import pytest
 from started import RECIPES, Start, Started, kill, newest_pids, pid_of
 from test_recovery import check_as_if_nothing_had_been, undisturbed
 
-from instep.data.reading.choose import cores
+from instep.data.cores import cores
 from instep.events import STEPS, read_records
 from instep.system.limits import UNKNOWN_S
 from marks import slow

@@ -20,6 +20,7 @@ from instep.cli import (
     folders,
     models,
     networks,
+    planning,
     preparing,
     results,
     running,
@@ -34,6 +35,7 @@ from instep.system.output import open_standard_streams
 COMMANDS = {
     "init": Command(starting.init, starting.init_options, "init vision"),
     "check": Command(checking.check, checking.check_options, "check job.toml --workers 4"),
+    "plan": Command(planning.plan, planning.plan_options, "plan job.toml --hosts 4 --rate 1gbit"),
     "run": Command(running.run, running.run_options, "run job.toml --workers 4"),
     "resume": Command(running.resume, running.resume_options, "resume runs/net --workers 3"),
     "scale": Command(running.scale, running.scale_options, "scale runs/net --workers 8"),

@@ -121,7 +121,7 @@ def _families(found: Ranking, best: Priced) -> list[Priced]:
 def _why_not(each: Priced, best: Priced) -> str:
     """The part of its step in which it loses most."""
     name, slower = each.way.name, each.seconds / best.seconds
-    if each.seconds <= best.seconds:
+    if each.seconds < best.seconds:
         return f"{name}: it does not fit into memory"
     mine, theirs = each.parts._asdict(), best.parts._asdict()
     part = max(mine, key=lambda key: mine[key] - theirs[key])

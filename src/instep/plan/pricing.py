@@ -15,7 +15,7 @@ from instep.plan import steps
 from instep.plan.machine import Machines
 from instep.plan.measured import CrewFigures, JobFigures, ProbedMachine
 from instep.plan.steps import BucketExchange, FullBucket, StepParts, WorkerPass
-from instep.plan.traffic import RING, rescaled, sent_by_server
+from instep.plan.traffic import CODED, RING, rescaled, sent_by_server
 from instep.plan.ways import LEASED_WAYS, TrainingWay
 
 BASE, OF_LINK, OF_SCALING, OF_FORMULA = 0.06, 0.08, 0.12, 0.25
@@ -36,14 +36,17 @@ class Measurements(NamedTuple):
 
     def crew(self, way: TrainingWay, workers: int) -> CrewFigures | None:
         """The crew of a strategy with so many workers, or with the nearest number above 1."""
+        exchange = _EXCHANGES.get(way.strategy, way.strategy)
         alike = [
             each
             for each in self.crews
             if not each.failed
-            and (each.strategy, each.codec) == (way.strategy, way.codec)
-            and bool(each.servers) == bool(way.servers)
+            and each.strategy == exchange
+            and each.codec in (way.codec, "none")
             and (each.workers > 1 or way.servers or workers == 1)
         ]
+        coded = [each for each in alike if each.codec == way.codec]
+        alike = coded or alike
         return min(
             alike,
             key=lambda each: (
@@ -61,6 +64,14 @@ class Measurements(NamedTuple):
             if not each.failed and each.codec == "none" and each.strategy in RING
         ]
         return min(plain, key=lambda each: abs(math.log(each.workers / beside)), default=None)
+
+
+_EXCHANGES = {
+    **dict.fromkeys(RING, "all_reduce"),
+    **dict.fromkeys(LEASED_WAYS, "server_sync"),
+    "sign_vote": "sign_vote",
+}
+"""Strategies whose crews show how another one exchanges."""
 
 
 class Priced(NamedTuple):
@@ -117,6 +128,8 @@ def price(way: TrainingWay, known: Measurements, machines: Machines) -> Priced |
     size = own.sent_bytes if own is not None else _plain_bytes(way, job)
     if own is not None:
         size = rescaled(way.strategy, size, own.workers, way.workers)
+        if own.codec != way.codec:
+            size *= CODED.get(way.codec, 1.0)
     exchange = _exchange(way, own, size, machines)
     parts = _simulated(way, known, machines, base, scale, exchange)
     if known.learned != 1.0:
@@ -149,7 +162,10 @@ def _scale(
 
 
 def _by_formula(way: TrainingWay, own: CrewFigures | None) -> bool:
-    return own is None and not way.is_plain
+    """Whether no crew exchanged as this way does."""
+    if way.is_plain:
+        return False
+    return own is None or (own.strategy, own.codec) != (way.strategy, way.codec)
 
 
 def _plain_bytes(way: TrainingWay, job: JobFigures) -> float:
@@ -165,9 +181,7 @@ def _exchange(
     messages = 2.0 * (way.workers - 1) if not way.servers else 1.0
     buckets = [FullBucket(size * each.share, each.at, messages) for each in shares]
     buckets = buckets or [FullBucket(size, 1.0, messages)]
-    exchange = BucketExchange(
-        buckets, servers=way.servers, server_update_s=own.update_s if own and way.servers else 0.0
-    )
+    exchange = BucketExchange(buckets, servers=way.servers)
     if own is None or own.workers < 2:
         return exchange
     fixed = min(own.small_s, own.wire_s)
@@ -215,6 +229,7 @@ def _simulated(
     if way.strategy in LEASED_WAYS:
         one = base.passes_s * scale / -(-job.micro_batches // way.workers)
         passes = [WorkerPass(one / machines.speed_of(w), 0.0) for w in range(way.workers)]
+        exchange = exchange._replace(server_update_s=job.part_update_s)
         return steps.leased(
             machines, passes, exchange.buckets[0].size if len(exchange.buckets) == 1 else
             sum(each.size for each in exchange.buckets), job.micro_batches, exchange, rest_s=rest,
@@ -227,8 +242,7 @@ def _simulated(
         passes[0] = passes[0]._replace(seconds=base.slowest_s * scale, last_s=base.last_s * scale)
         quick = (len(passes) * base.passes_s - base.slowest_s) / (len(passes) - 1) * scale
         passes[1:] = [each._replace(seconds=max(quick, each.last_s)) for each in passes[1:]]
-    update = 0.0 if way.servers else base.update_s
-    return steps.in_lockstep(machines, passes, exchange, update_s=update, rest_s=rest)
+    return steps.in_lockstep(machines, passes, exchange, update_s=base.update_s, rest_s=rest)
 
 
 def _dealt(

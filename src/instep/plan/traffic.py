@@ -6,13 +6,24 @@ S is the payload of all gradients or parameters, N the workers, K the servers:
 - parameter servers: a worker S, a server N S/K
 - a round: an all-reduce of S, whatever the number of local steps
 
-Ways in: `sent_by_worker`, `sent_by_server`, `rescaled`.
+Ways in: `sent_by_worker`, `sent_by_server`, `rescaled`, `CODED`.
 """
 
 from __future__ import annotations
 
 RING = ("all_reduce", "sign_vote", "averaging", "fedprox", "fedopt", "diloco")
 """Strategies in which all workers sum together."""
+
+CODED = {
+    "none": 1.0,
+    "bfloat16": 0.5,
+    "float16": 0.5,
+    "int8": 0.251,
+    "int4": 0.141,
+    "sign": 0.032,
+    "top_k": 0.0125,
+}
+"""Bytes with a codec, over those without, where no crew has counted them."""
 
 
 def sent_by_worker(strategy: str, size: float, workers: int) -> float:

@@ -16,8 +16,8 @@ import torch
 
 from instep.client.join.hosting import Host
 from instep.client.join.placement import Placement
+from instep.data.cores import cores
 from instep.data.loader import Loader
-from instep.data.reading.choose import cores
 from instep.data.shards.urls.remote import use_cache
 from instep.engine.member import Member
 from instep.engine.membership import Released

@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from instep.data.cores import cores
 from instep.data.order import key
 from instep.data.reading import wire
 from instep.data.reading.fetch import Fetch, Slice
@@ -261,13 +262,6 @@ def _choose_unraced(fetch: Fetch, probe: Probe, pool: Pool) -> Choice:
     except DataError as error:
         return _here(fetch, probe, f"{facts}; processes were tried, but: {error}")
     return Choice("processes", _told(facts, pool), pool)
-
-
-def cores() -> int:
-    """Processor cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _race_of(probe: Probe) -> tuple[_Chores, list[Slice]]:

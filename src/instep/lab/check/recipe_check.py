@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import torch
 
-from instep.data.reading.choose import cores
+from instep.data.cores import cores
 from instep.data.shards.urls.remote import use_cache
 from instep.engine.trial_result import Trial
 from instep.job.mesh import MeshSpec

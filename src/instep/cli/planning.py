@@ -1,0 +1,69 @@
+"""The command that says which way of training a job pays, before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+
+from instep.cli.parsing import Parser, add_changes, overrides_of, say_left_out
+from instep.cli.saying import say, say_aside
+from instep.errors import SpecError
+
+
+def plan(args: argparse.Namespace) -> int:
+    """Say which way of training a job is fastest, how long it takes, and whether it pays."""
+    from instep.job import file as spec_file
+    from instep.lab.plan.plan import Question, plan_job
+    from instep.plan.lines import plan_lines
+
+    if Path(args.job).suffix == ".py":
+        raise SpecError(
+            f"{args.job}: a script has a loop of its own, which exists only while it runs. "
+            "Compare real runs of it."
+        )
+    job = spec_file.load(Path(args.job), overrides_of(args), say=say_left_out)
+    machine = Path(args.machine) if args.machine is not None else None
+    question = Question(args.hosts, args.rate, args.emulated, args.most, args.seconds, 0, machine)
+    table = plan_job(job, question, _tell_doing).as_table()
+    table["next"] = [_with_job(command, args) for command in table["next"]]
+    for line in plan_lines(table):
+        say(line, aside=args.json)
+    if args.json:
+        print(json.dumps(table))
+    return 0
+
+
+def _tell_doing(text: str) -> None:
+    """Show on a terminal what is being done."""
+    if sys.stderr.isatty():
+        say_aside(f"plan       {text} ...")
+
+
+def _with_job(command: str, args: argparse.Namespace) -> str:
+    """A command for this job, with what this command changed in it."""
+    words = [shlex.quote(word) for change in args.set for word in ("--set", change)]
+    return " ".join([command.replace(" JOB ", f" {shlex.quote(args.job)} "), *words])
+
+
+def plan_options(parser: Parser) -> None:
+    """Options of `instep plan`."""
+    parser.epilog = (
+        "Nothing is started but processes that take a few steps and are thrown away; no file is "
+        "left. Exit code 0 also if nothing pays."
+    )
+    add = parser.add_argument
+    add("job", help="job file, TOML")
+    add_changes(parser)
+    add("--hosts", type=int, default=1, metavar="N", help="hosts like this one that there would be")
+    add("--rate", metavar="RATE", help="of each host's link, each way, such as 1gbit")
+    text = "the hosts share the cores of this machine, as with `instep compare --hosts`"
+    add("--emulated", action="store_true", help=text)
+    text = "the most workers to look at (default: the hosts; on one, twice its cores)"
+    add("--most", type=int, default=0, metavar="N", help=text)
+    text = "hosts and link of an earlier plan: a file with what its --json printed"
+    add("--machine", metavar="FILE", help=text)
+    text = "after so many seconds no further way is probed (default: %(default)s)"
+    add("--seconds", type=float, default=30.0, metavar="S", help=text)

@@ -1,0 +1,299 @@
+"""Does what `instep plan` is for: list ways, have crews probe some, price all, and say which pays.
+
+No file is left, and no process. Way in: `plan_job`.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import psutil
+
+from instep.data.cores import cores
+from instep.errors import SpecError
+from instep.job.spec import JobSpec
+from instep.lab.namespaces import NetworkError
+from instep.lab.netlab import bits_per_s
+from instep.lab.plan.candidates import Candidate, RefusedWay, candidates, job_of
+from instep.lab.plan.probe import CrewRequest, Probed, probe
+from instep.plan.explain import explain, table_of
+from instep.plan.machine import HostLink, Machines
+from instep.plan.pricing import Measurements
+from instep.plan.search import Ranking, missing_bytes, search
+from instep.plan.ways import LEASED_WAYS, TrainingWay
+
+_ENDLESS = 1_000_000
+"""Steps of a crew's job, which takes a few of them."""
+
+SECONDS = 30.0
+"""After which no further crew begins."""
+
+
+class Question(NamedTuple):
+    """Questions to a plan."""
+
+    hosts: int = 1
+    rate: str | None = None
+    emulated: bool = False
+    most: int = 0
+    """Workers; 0: as many as make sense here."""
+    seconds: float = SECONDS
+    memory_bytes: int = 0
+    """Memory of a host; 0: that of this machine."""
+    machine: Path | None = None
+    """A file of an earlier plan, whose machines these are."""
+
+    def machines(self) -> Machines:
+        """The hosts that are asked about.
+
+        Raises:
+            SpecError: there are none such.
+        """
+        if self.machine is not None:
+            return read_machines(self.machine)
+        if self.hosts < 1:
+            raise SpecError(f"--hosts {self.hosts}: needs at least one host.")
+        if self.rate is not None and self.hosts == 1:
+            raise SpecError(f"--rate {self.rate}: needs --hosts, whose links have that rate.")
+        link = None
+        if self.rate is not None:
+            try:
+                link = HostLink(bits_per_s(self.rate))
+            except NetworkError as error:
+                raise SpecError(f"--rate: {error}") from None
+        return Machines(self.hosts, cores(), link, self.emulated)
+
+    def most_workers(self, machines: Machines, job: JobSpec) -> int:
+        """The most workers to look at."""
+        if self.most < 0:
+            raise SpecError(f"--most {self.most}: needs a number of workers above 0.")
+        if self.most:
+            return self.most
+        here = machines.hosts if machines.hosts > 1 else 2 * machines.cores
+        return max(1, min(here, job.most_workers))
+
+
+class JobPlan(NamedTuple):
+    """A plan, for a terminal and for `--json`."""
+
+    job: JobSpec
+    question: Question
+    machines: Machines
+    probed: Probed
+    ranking: Ranking
+    refused: Sequence[RefusedWay]
+    notes: Sequence[str]
+    steps: int
+
+    def as_table(self) -> dict[str, Any]:
+        """Plain data."""
+        job, ranking = self.probed.job, self.ranking
+        batch = self.job.train.global_batch
+        return {
+            "job": {
+                "name": self.job.name,
+                "parameters": job.parameters,
+                "global_batch": batch,
+                "steps": self.steps,
+                "merged": job.merged,
+                "same_as_one_machine": self.probed.verdict.verdict,
+            },
+            "machine": {**_as_table(self.machines), **msgspec.to_builtins(self.probed.machine)},
+            "ways": table_of(ranking, job),
+            "best": ranking.best.way.name if ranking.best else None,
+            "workers": ranking.best.way.workers if ranking.best else None,
+            "pays": ranking.pays,
+            "break_even_rate": ranking.break_even_rate,
+            "break_even_batch": ranking.break_even_batch,
+            "explained": [list(line) for line in explain(ranking, self.machines)],
+            "refused": [each._asdict() for each in self.refused],
+            "notes": list(self.notes),
+            "next": self.commands(),
+            "crews": msgspec.to_builtins(self.probed.crews),
+        }
+
+    def commands(self) -> list[str]:
+        """Commands to go on with."""
+        found, file = [], "JOB"
+        best = self.ranking.best
+        if best is not None:
+            words = ["instep", "run", file, "--workers", str(best.way.workers)]
+            for change in best.way.changes:
+                words += ["--set", change]
+            found.append(shlex.join(words))
+        useful = [e for e in self.ranking.other if best and e.seconds < best.seconds]
+        if useful and best is not None:
+            first = min(useful, key=lambda each: each.seconds)
+            words = ["instep", "compare", file, "--workers", str(first.way.workers)]
+            words += ["--with", ",".join(first.way.changes)]
+            if self.machines.hosts > 1 and self.question.emulated:
+                words += ["--hosts", str(self.machines.hosts)]
+                words += ["--rate", self.question.rate] if self.question.rate else []
+            found.append(shlex.join(words))
+        return found
+
+
+def plan_job(job: JobSpec, question: Question, say: Callable[[str], None]) -> JobPlan:
+    """Plan a job.
+
+    Args:
+        job: with a recipe's function.
+        question: what is asked.
+        say: told what is being done.
+
+    Raises:
+        InstepError: the job cannot be trained by one worker; or nothing fits into memory.
+    """
+    machines = question.machines()
+    if job.recipe.endswith(":__main__"):
+        raise SpecError(
+            "a loop of your own exists only while it runs, and cannot be probed. Compare real "
+            "runs: instep compare, or runs with --workers 1 and 2 and train.stop_after_steps."
+        )
+    if job.mesh.ranks > 1:
+        raise SpecError(
+            f"[mesh] {job.mesh.axes}: plan prices ways in which a worker has the whole model. "
+            "Set these to 1; and compare a mesh by real runs: instep compare --with mesh.shard=2."
+        )
+    most = question.most_workers(machines, job)
+    ways, refused = candidates(job, machines, most)
+    probed = probe(job, _requests(ways, job, machines), cores(), question.seconds, say)
+    if probed.failed:
+        raise SpecError(f"one worker cannot be probed: {probed.failed}")
+    return _planned(job, question, machines, ways, refused, probed)
+
+
+def _planned(
+    job: JobSpec,
+    question: Question,
+    machines: Machines,
+    ways: Sequence[Candidate],
+    refused: Sequence[RefusedWay],
+    probed: Probed,
+) -> JobPlan:
+    failed = {each.key: each.failed for each in probed.crews if each.failed}
+    out = [RefusedWay(w.name, f"its probe failed: {failed[k]}") for w in (e.way for e in ways)
+           if (k := (w.strategy, w.codec, w.servers, w.workers)) in failed]  # fmt: skip
+    gone = {each.name for each in out}
+    memory = question.memory_bytes or int(psutil.virtual_memory().total)
+    known = Measurements(probed.job, probed.crews, probed.machine)
+    left = [each.way for each in ways if each.way.name not in gone]
+    ranking = search(left, known, machines, memory_bytes=memory)
+    if not ranking.fits and ranking.same:
+        least = min(ranking.same, key=lambda each: each.worker_bytes)
+        missing = missing_bytes(least, machines, memory)
+        raise SpecError(
+            f"no way fits into the {memory:,} bytes of a host: {least.way.name} lacks "
+            f"{missing:,}. Give more memory, a smaller model or batch, or [mesh] shard."
+        )
+    for each in ranking.same:
+        if each not in ranking.fits:
+            missing = missing_bytes(each, machines, memory)
+            out.append(RefusedWay(each.way.name, f"it lacks {missing:,} bytes of memory on a host"))
+    per_step = job.per_commit.global_batch // job.train.global_batch
+    steps = probed.job.steps * max(1, per_step)
+    probed = probed._replace(job=msgspec.structs.replace(probed.job, steps=steps))
+    return JobPlan(
+        job, question, machines, probed, ranking, [*refused, *out], _notes(probed, ranking), steps
+    )
+
+
+def _notes(probed: Probed, ranking: Ranking) -> list[str]:
+    found, machine = [], probed.machine
+    if machine.is_busy:
+        found.append(
+            f"this machine is busy: others kept {machine.others_busy:.1f} of {machine.cores} cores "
+            "busy while it was probed. Intervals are wider for it; plan again when it is quiet."
+        )
+    if probed.verdict.verdict != "yes":
+        found.append(f"same as one machine: {probed.verdict.verdict}")
+    if not_measured := [e.way.name for e in ranking.same if not e.measured and e.way.workers > 1]:
+        found.append(f"no crew took steps of {', '.join(not_measured)}: scaled from others")
+    return found
+
+
+def _requests(ways: Sequence[Candidate], job: JobSpec, machines: Machines) -> list[CrewRequest]:
+    """Crews for the ways, each once: those with the same result first, the fewest workers first.
+
+    Rounds and leases have none: they are made of passes and exchanges that others have measured.
+    """
+    alone = TrainingWay(1)
+    crews = [CrewRequest(alone, job_of(alone, _plain(job)))]
+    several = machines.hosts > 1 and not machines.emulated
+    for same in (True, False):
+        for each in ways:
+            way = each.way
+            if way.same is not same or way.local_steps or way.strategy in LEASED_WAYS:
+                continue
+            way = way._replace(changes=(), same=True)
+            if several:
+                way = _here(way, machines)
+            if way.is_plain or any(way[:4] == other.way[:4] for other in crews):
+                continue
+            if way.workers <= 2 * machines.cores:
+                hosts = machines.hosts if machines.emulated else 1
+                crews.append(CrewRequest(way, job_of(way, _plain(job)), min(hosts, way.workers)))
+    if any(each.way.local_steps or each.way.strategy in LEASED_WAYS for each in ways):
+        pair = TrainingWay(2)
+        if job.most_workers > 1 and all(pair[:4] != each.way[:4] for each in crews):
+            crews.append(CrewRequest(pair, job_of(pair, _plain(job))))
+    return crews
+
+
+def _here(way: TrainingWay, machines: Machines) -> TrainingWay:
+    """A crew of this machine for a way on several: as many workers as meet on one, or a pair."""
+    beside = machines.beside(way.workers)
+    workers = way.workers if way.workers == 1 else max(2, min(beside, way.workers))
+    return way._replace(workers=workers, servers=min(way.servers, 1))
+
+
+def _plain(job: JobSpec) -> JobSpec:
+    """The job on this machine, without hosts, checkpoints, loggers and an end."""
+    replace = msgspec.structs.replace
+    launch = type(job.launch)()
+    checkpoint = replace(job.checkpoint, every="never", copy_to="")
+    report = replace(job.report, loggers=())
+    train = replace(job.train, steps=_ENDLESS, epochs=None, stop_after_steps=0)
+    given = {"launch": launch, "network": "loopback", "checkpoint": checkpoint, "train": train}
+    return replace(job, report=report, **given)
+
+
+def _as_table(machines: Machines) -> dict[str, Any]:
+    link = machines.link
+    return {
+        "hosts": machines.hosts,
+        "host_cores": machines.cores,
+        "bits_per_s": link.bits_per_s if link else None,
+        "latency_s": link.latency_s if link else None,
+        "emulated": machines.emulated,
+        "speeds": list(machines.speeds),
+    }
+
+
+def read_machines(file: Path) -> Machines:
+    """The machines of an earlier plan: what `instep plan --json` printed, or its `machine`.
+
+    Raises:
+        SpecError: it has none.
+    """
+    try:
+        found = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+        table = found.get("machine", found)
+        link = None
+        if table.get("bits_per_s"):
+            link = HostLink(float(table["bits_per_s"]), float(table.get("latency_s") or 1e-4))
+        return Machines(
+            int(table["hosts"]),
+            int(table["host_cores"]),
+            link,
+            bool(table.get("emulated", False)),
+            tuple(float(each) for each in table.get("speeds") or ()),
+        )
+    except (OSError, msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
+        raise SpecError(
+            f"--machine {file}: it is not what `instep plan --json` prints ({error})."
+        ) from None

@@ -1,0 +1,212 @@
+"""Steps of the real engine in a process that is thrown away: no master, no run, nothing stays.
+
+The group is real, as are strategy, codec, optimizer and passes. Ways in: `ProbeMember`,
+`RehearsedSteps`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+from instep.comm.base import Comm
+from instep.comm.buckets import lay_out
+from instep.comm.protocol.messages import Form
+from instep.data.loader import Read, Slice
+from instep.data.order import position
+from instep.data.samples import last_read
+from instep.engine.gradients import Gradients
+from instep.engine.membership import RecordSender
+from instep.engine.trial_result import Trial
+from instep.job.spec import JobSpec
+from instep.lab.check import measures
+from instep.lab.check.lone_member import LoneMember
+from instep.sync import defaults_of
+from instep.worker.loop.after_commit import AfterCommit
+from instep.worker.training.training import Training
+
+_NO_STOPPING = SimpleNamespace(
+    asked_to_stop=lambda step: False,
+    not_finite=lambda loss, norm: "",
+    too_far_apart=lambda spread: "",
+    spec=SimpleNamespace(non_finite=True),
+)
+"""Stop rules, of which none stops anything."""
+
+_BUCKET_MB = 8.0
+
+
+class ProbeMember(LoneMember):
+    """One of some processes that take steps of a job together, without a master.
+
+    Args:
+        job: what they would train.
+        form: the group, and this process's rank in it.
+        folder: thrown away at the end.
+    """
+
+    def __init__(self, job: JobSpec, form: Form, folder: Path) -> None:
+        super().__init__(job, lambda name, fields: None)
+        self.number, self.form, self.run, self.role = form.rank, form, folder, "probe"
+        self.started = time.time()
+        quiet = SimpleNamespace(add=lambda ledger, steps: None, flush=lambda: None)
+        self.records = cast(RecordSender, quiet)
+
+
+class StepTimes(NamedTuple):
+    """Seconds of one step of one process."""
+
+    computed: float
+    """Reading and passes."""
+    backward: float
+    exchanged: float
+    """From the end of its passes to the end of the exchange."""
+    updated: float
+    whole: float
+
+
+class RehearsedSteps:
+    """Takes steps of a job as one of its workers would.
+
+    Args:
+        training: built with a `ProbeMember`.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self._training, self._job = training, training.job
+
+    # ---- before the group
+
+    def try_merging(self) -> Trial:
+        """Find out, as worker 0 of a run does, whether micro-batches are run as one pass."""
+        return self._training._try()
+
+    def passes(self) -> list[tuple[int, float]]:
+        """Time passes of 1, 2, 4 ... micro-batches: samples and seconds of each."""
+        found = []
+        for samples in self._sizes():
+            read = self._read(samples)
+            if read is not None:
+                forward = self._training._forward
+                found.append((read.size, measures.seconds_of_pass(forward, read)))
+        return found
+
+    def update(self) -> measures.OfOptimizer:
+        """Time the optimizer's step, on gradients that the passes have left."""
+        training = self._training
+        found = measures.of_optimizer(training._built, training.device)
+        training._model.zero_grad(set_to_none=True)
+        return found
+
+    def _sizes(self) -> list[int]:
+        """Samples of the passes that are timed, each once."""
+        train = self._job.train
+        each, sizes = max(1, train.global_batch // train.micro_batches), []
+        many = 1
+        while many < train.micro_batches:
+            sizes.append(each * many)
+            many *= 2
+        whole = [train.global_batch] if self._fits(train.global_batch) else []
+        return sorted({*(size for size in sizes if self._fits(size)), *whole})
+
+    def _fits(self, samples: int) -> bool:
+        """Whether so many samples are few enough to be tried: what one pass takes is not known."""
+        return samples <= max(1, self._training.samples)
+
+    def _read(self, samples: int) -> Read | None:
+        loader = self._training._loader
+        where = position(1, loader.samples, self._job.train.global_batch)
+        reads = loader.read([Slice(where.epoch, where.first, where.first + samples)])
+        read = next(reads)
+        reads.close()
+        return read if read.size else None
+
+    def buckets(self) -> list[tuple[float, float]]:
+        """Share of all bytes of each bucket, and how much of a backward pass is over when it is
+        full."""
+        training = self._training
+        parameters = training.engine.turns[0].slots
+        sync = self._job.sync
+        options = defaults_of(sync.name) | sync.all_options
+        limit = int(float(options.get("bucket_mb", _BUCKET_MB)) * 1e6)
+        encodes = sync.codec != "none" and not options.get("encode_vectors")
+        last = [n for n, each in enumerate(parameters) if encodes and each.dim() < 2]
+        laid = lay_out(parameters, [limit], last=last)
+        times, ends = self._gradient_times(len(parameters))
+        whole = sum(each.flat.nbytes for each in laid) or 1
+        found, at = [], 0.0
+        for each in laid:
+            at = max([at, *(times[member] for member in each.members)])
+            found.append((each.flat.nbytes / whole, min(1.0, at / ends) if ends else 1.0))
+        return found
+
+    def _gradient_times(self, count: int) -> tuple[list[float], float]:
+        """When each gradient is there, since a backward pass began, and when it is over."""
+        training = self._training
+        train = self._job.train
+        read = self._read(max(1, train.global_batch // train.micro_batches))
+        times = [0.0] * count
+        if read is None:
+            return times, 0.0
+        begin = ends = 0.0
+        for _ in range(2):  # the first one is slower
+            training._model.zero_grad(set_to_none=True)
+            loss = training._forward.loss(read.batch, read.size, always=True)
+            if loss is None:
+                return times, 0.0
+
+            def note(slot: int, gradient: object) -> None:
+                times[slot] = time.perf_counter()
+
+            noting = Gradients(training.engine.turns[0].slots, note)
+            begin = time.perf_counter()
+            loss.loss.backward()
+            ends = time.perf_counter()
+            noting.close()
+        return [max(0.0, each - begin) for each in times], ends - begin
+
+    # ---- in the group
+
+    def begin(self, comm: Comm, trial: Trial) -> None:
+        """Form a group, as at the start of a run."""
+        training = self._training
+        training.engine.state.trial = trial
+        training._comms = (comm, comm)
+        training.engine.begin(comm, comm)
+        training._before_steps(comm)
+        training.engine.start(comm, comm, training._lockstep(comm), compare=False)
+        _without_rules(training.after)
+        training._model.train()
+        self._plan = training._plan(1)
+
+    def step(self) -> StepTimes:
+        """Take one."""
+        training = self._training
+        since, clock = time.perf_counter(), training.engine.clock
+        where, share = next(self._plan)
+        training.step += 1
+        last_read.set_step(training.step)
+        loads = training._loader.read(training.compute.slices(share))
+        _drained(training._one_step(where, share, loads))
+        loads.close()
+        whole = time.perf_counter() - since
+        exchanged = clock.wait + clock.wire
+        return StepTimes(clock.computing, clock.backward, exchanged, clock.update, whole)
+
+    @property
+    def passes_of_a_step(self) -> int:
+        """How many passes this worker runs in a step."""
+        _, share = next(self._training._plan(self._training.step + 1))
+        return len(share.passes)
+
+
+def _without_rules(after: AfterCommit) -> None:
+    after._stopping = cast(Any, _NO_STOPPING)
+
+
+def _drained(steps: Generator[Any, None, Any]) -> None:
+    for _ in steps:
+        pass

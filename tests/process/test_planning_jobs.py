@@ -1,0 +1,57 @@
+"""`instep plan` on this machine: real processes, which leave nothing."""
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from instep.cli import main
+
+RECIPE = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import instep
+
+def recipe():
+    x = torch.randn(256, 20)
+    return instep.Recipe(
+        model=nn.Sequential(nn.Linear(20, 100), nn.ReLU(), nn.Linear(100, 5)),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda p: torch.optim.Adam(p, lr=0.01),
+        train=TensorDataset(x, x[:, :5].argmax(dim=1)),
+    )
+"""
+JOB = """
+name = "net"
+recipe = "net.py:recipe"
+[train]
+steps = 6
+global_batch = 32
+micro_batches = 4
+"""
+PARAMETERS = 20 * 100 + 100 + 100 * 5 + 5
+
+
+@pytest.mark.process
+def test_a_plan_counts_bytes_as_they_are_and_leaves_no_file(tmp_path, monkeypatch, capsys):
+    (tmp_path / "net.py").write_text(RECIPE)
+    (tmp_path / "job.toml").write_text(JOB)
+    monkeypatch.chdir(tmp_path)
+    temporary = Path(tempfile.gettempdir())
+    there = {path.name for path in tmp_path.iterdir()}
+    assert main(["plan", "job.toml", "--most", "2", "--seconds", "60", "--json"]) == 0
+    table = json.loads(capsys.readouterr().out)
+    rows = {row["way"]: row for row in table["ways"]}
+    for name in ("1 worker", "2 all_reduce", "2 server_sync, 1 server"):
+        assert rows[name]["measured"], (table["refused"], name)
+        assert rows[name]["worker_bytes"] > 50e6
+    both = rows["2 all_reduce"]["sent_bytes"], rows["2 server_sync, 1 server"]["sent_bytes"]
+    for sent in both:  # a ring of two and a server: as much as the parameters, and small notes
+        assert 4 * PARAMETERS <= sent <= 4 * PARAMETERS + 5000
+    ranked = [row["step_s"] for row in table["ways"] if row["same_result"]]
+    assert ranked == sorted(ranked)
+    assert table["job"]["same_as_one_machine"] == "yes"
+    assert {path.name for path in tmp_path.iterdir()} == there
+    assert not list(temporary.glob("instep-plan-*"))
