@@ -28,7 +28,6 @@ _TABLES = (
     "CREATE TABLE IF NOT EXISTS about (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
     "CREATE TABLE IF NOT EXISTS trials "
     "(number INTEGER PRIMARY KEY, chosen TEXT NOT NULL, bounds TEXT NOT NULL, result TEXT)",
-    "CREATE TABLE IF NOT EXISTS clients (number INTEGER PRIMARY KEY, pid INTEGER, began REAL)",
 )
 
 
@@ -123,19 +122,6 @@ class SearchRecord:
             self._rows.execute(
                 "UPDATE trials SET result = ? WHERE number = ? AND result IS NULL", (text, number)
             )
-
-    def started(self, number: int, pid: int, began: float) -> None:
-        """Write which process is the client of a trial's run."""
-        with self._usable():
-            self._rows.execute(
-                "INSERT OR REPLACE INTO clients VALUES (?, ?, ?)", (number, pid, began)
-            )
-
-    def clients(self) -> dict[int, tuple[int, float]]:
-        """The process that was last the client of each trial's run, and when it began."""
-        with self._usable():
-            found = self._rows.execute("SELECT number, pid, began FROM clients")
-            return {number: (pid, began) for number, pid, began in found}
 
     @contextmanager
     def _usable(self) -> Iterator[None]:

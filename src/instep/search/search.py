@@ -65,7 +65,7 @@ class Search:
         self._sampling = TrialSampler(job.search, job.seed, upwards=self.upwards)
         self.trials = self._sampling.trials
         self.chosen, self.results = record.chosen(), record.results()
-        self._clients = Clients(folder, record)
+        self._clients = Clients(folder)
         self.workers: dict[int, int] = {}
         """Workers of each trial that is running."""
         self._failures: dict[int, list[int]] = {}  # last step at each end of a run in vain
@@ -87,7 +87,8 @@ class Search:
                 self._place()
                 time.sleep(LOOK_S)
         except KeyboardInterrupt:
-            self._clients.interrupt()
+            for number in self.workers:
+                self._clients.interrupt(number)
             while any(self._clients.is_alive(number) for number in self.workers):
                 time.sleep(LOOK_S)
             raise

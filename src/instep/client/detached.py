@@ -1,0 +1,86 @@
+"""Runs a command of instep in a session of its own, which outlives whoever started it.
+
+It has a file locked from before it begins until it ends, so that one who comes later knows whether
+it lives, and nobody starts it twice; its process id is in the file. Nothing here knows what the
+command does. Ways in: `start`, `lives`, `interrupt_it`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from instep.plain_file import PRIVATE, plain, read_plain
+from instep.system.processes import start_with_retries
+
+
+def start(words: Sequence[str], lock: Path, log: Path) -> subprocess.Popen[bytes] | None:
+    """Start a command.
+
+    Args:
+        words: what follows `instep` in it.
+        lock: the file that it has locked.
+        log: the file that its output is appended to.
+
+    Returns:
+        Its process; None if one that was started before still lives.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    descriptor = plain(lock, os.O_RDWR | os.O_CREAT, PRIVATE)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    try:
+        os.ftruncate(descriptor, 0)
+        # the shell writes the id of the process that it becomes: whoever starts it may die here
+        script = f'echo $$ >&{descriptor}; exec "$@"'
+        command = ["/bin/sh", "-c", script, "sh", sys.executable, "-m", "instep", *words]
+        with open(log, "ab", opener=plain) as output:
+            return start_with_retries(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                pass_fds=(descriptor,),
+            )
+    finally:
+        os.close(descriptor)
+
+
+def lives(lock: Path) -> bool:
+    """Whether a command that has this file locked is there; False if none ever was."""
+    try:
+        with open(lock, "rb", opener=plain) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        pass
+    return False
+
+
+def pid_of(lock: Path) -> int | None:
+    """The process of a command that lives."""
+    if not lives(lock):
+        return None
+    with suppress(OSError, ValueError):
+        return int(read_plain(lock))
+    return None
+
+
+def interrupt_it(lock: Path) -> None:
+    """Ask a run that lives to stop at its next step, and save, as Ctrl-C would."""
+    if (pid := pid_of(lock)) is not None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)  # a shell may have it ignore Ctrl-C
