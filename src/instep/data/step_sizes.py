@@ -21,6 +21,8 @@ from instep.data.order import CutPosition, Indices, Position
 
 _KEPT = 4
 """Epochs whose steps are remembered."""
+_NEWEST = 1000
+"""Steps that `NewestSteps` remembers."""
 
 
 class StepSizes(Protocol):
@@ -118,6 +120,26 @@ class RecordedSizes:
 
     def _stop(self, step: int) -> int:
         return int(self._stops[step]) if step < len(self._stops) else 0
+
+
+class NewestSteps:
+    """Remembers what the newest steps took, until their losses are there."""
+
+    def __init__(self) -> None:
+        self._taken: dict[int, tuple[int, int]] = {}
+
+    def add(self, ledger: np.ndarray[Any, Any]) -> None:
+        """Take in new records, [any] of `LEDGER`."""
+        columns = (ledger[name].tolist() for name in ("step", "first", "stop"))
+        for step, first, stop in zip(*columns, strict=True):
+            low, high = self._taken.get(step, (first, stop))
+            self._taken[step] = min(low, first), max(high, stop)
+        for step in [*self._taken][:-_NEWEST]:
+            del self._taken[step]
+
+    def of(self, step: int, size: int) -> tuple[int, int]:
+        """Positions [first, stop) of a step; as if it had this size where it is not known."""
+        return self._taken.get(step, (0, size))
 
 
 def evenly_cut(epoch: int, first: int, stop: int, parts: int) -> Position:

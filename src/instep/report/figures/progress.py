@@ -15,8 +15,8 @@ import numpy as np
 
 from instep.data.batches import Batches
 from instep.data.order import LARGEST, Position
+from instep.data.step_sizes import NewestSteps
 from instep.job.spec import JobSpec
-from instep.report.figures.newest_steps import NewestSteps
 from instep.report.figures.summary import OWN
 from instep.store.run_files import PARTS, Records, step_ends
 from instep.sync import servers_of
