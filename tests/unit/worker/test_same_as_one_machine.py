@@ -185,6 +185,56 @@ def test_what_depends_on_the_batch_is_named_with_the_remedy(layer, words):
     assert all(word in trial.verdict for word in [*words, "workers = 1"]), trial.verdict
 
 
+class UntilStill(nn.Module):
+    """Approaches z = tanh(w z + x), and stops where the batch as a whole moves by less."""
+
+    def __init__(self, features, still):
+        super().__init__()
+        self.weight, self.still = nn.Linear(features, features), still
+
+    def forward(self, x):
+        z, moved = x, 1.0
+        while moved > self.still:
+            before, z = z, 0.8 * z + 0.2 * torch.tanh(0.3 * self.weight(z) + x)
+            moved = float((z - before).detach().norm())
+        return z
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_iteration_that_stops_by_a_tolerance_over_the_batch_is_named(dtype):
+    trial = tried(mlp(UntilStill(6, 1e-6)), pictures(dtype), dtype=dtype, loss=nn.MSELoss())
+    assert trial.verdict.startswith("no")
+    assert "UntilStill" in trial.verdict
+
+
+class InFloat32(nn.Module):
+    """Computes in float32 whatever it is given."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+
+    def forward(self, x):
+        return self.way(x).to(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda x: x * torch.linspace(0.1, 0.9, x.shape[-1]).exp() / 3,
+        lambda x: torch.empty(x.shape).copy_(x) * 0.1,
+        lambda x: (
+            torch.einsum("bi,i->b", torch.zeros(x.shape) + x.detach(), x[0] * 0 + 0.1)[:, None] + x
+        ),
+    ],
+    ids=["a factor", "a copy", "a sum"],
+)
+def test_rounding_of_what_is_computed_in_float32_is_no_difference(way, dtype):
+    trial = tried(mlp(InFloat32(way)), pictures(dtype), dtype=dtype, loss=nn.MSELoss())
+    assert trial.verdict == "yes"
+
+
 @pytest.mark.parametrize(
     "layer",
     [

@@ -1,7 +1,8 @@
-"""Computes in a wide type what a forward pass casts to a narrow one itself.
+"""Casts of a forward pass to a narrow type, which the trial makes casts to a wide one.
 
 A model with frozen parts in bfloat16 casts what they take and give. With every parameter in float64
-such a cast would not fit the weights it is for; the trial makes the cast one to float64.
+such a cast would not fit the weights it is for. Where nothing else that a pass computes is narrow,
+a difference far below the rounding of float32 is a true one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from instep.parallel.nested import tensors_in
 from instep.recipe.forward import is_narrow, widened
 
 _CASTS = frozenset(
@@ -25,26 +27,56 @@ _CASTS = frozenset(
     }
 )
 
+_LEAVES = frozenset({Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
+"""Ways out of torch, to code that may compute in any type."""
+
 
 class WideCasts(TorchFunctionMode):
-    """Casts of floating-point numbers to fewer bits than `wide` give `wide`."""
+    """Casts of floating-point numbers to fewer bits than `wide` give `wide`.
 
-    def __init__(self, wide: torch.dtype) -> None:
+    Args:
+        wide: the type that the trial computes in.
+        leaves: whether to leave casts as they are, and only to watch.
+    """
+
+    def __init__(self, wide: torch.dtype, *, leaves: bool = False) -> None:
         super().__init__()
-        self._wide = wide
+        self.wide, self.leaves = wide, leaves
+        self.watches = True
+        """Whether to look at what functions give; a first pass is enough."""
+        self.saw_narrow = False
+        """Whether a function rounded to fewer bits than `wide`, or left torch."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Called by torch for every function of it."""
         result = func(*args, **(kwargs or {}))
-        if (
-            func not in _CASTS
-            or not isinstance(result, Tensor)
-            or not is_narrow(result, self._wide)
-        ):
+        if self.leaves or func not in _CASTS:
+            if self.watches and not self.saw_narrow:
+                self.saw_narrow = func in _LEAVES or self._rounds(result, (args, kwargs))
+            return result
+        if not isinstance(result, Tensor) or not is_narrow(result, self.wide):
             return result
         given = args[0]
-        if given.is_floating_point() and not is_narrow(given, self._wide):
+        if given.is_floating_point() and not is_narrow(given, self.wide):
             return given.to(result.device, copy=True)  # as a cast does: it may be written to
-        return widened(result, self._wide)
+        return widened(result, self.wide)
+
+    def _rounds(self, result: Any, given: Any) -> bool:
+        """Whether a result is narrow and rounded by what a batch has, its values or how many.
+
+        Constants are not, computed one by one: each is the same in every batch.
+        """
+        narrow = [tensor for tensor in tensors_in(result) if is_narrow(tensor, self.wide)]
+        if not narrow:
+            return False
+        floats = [tensor for tensor in tensors_in(given) if tensor.is_floating_point()]
+        if not all(is_narrow(tensor, self.wide) for tensor in floats):
+            return True
+        largest = max((tensor.numel() for tensor in floats), default=0)
+        where = {tensor.untyped_storage().data_ptr() for tensor in floats}
+        return any(
+            tensor.numel() < largest and tensor.untyped_storage().data_ptr() not in where
+            for tensor in narrow
+        )

@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -103,7 +102,9 @@ class TrialModel:
         self.committed = self._buffers.values
         self._grown = ""  # the name of a buffer that a pass has given another shape
         self.draws: Callable[[], Any] = nullcontext
-        self._casts: Callable[[], Any] = nullcontext
+        self._casts: WideCasts | None = None
+        self.all_wide = False
+        """Whether its first pass was seen to compute everything in float64."""
 
     def move(self) -> None:
         """Move every parameter away from its initial value."""
@@ -157,7 +158,7 @@ class TrialModel:
         on_cpu = all(p.device.type == "cpu" for p in self.parameters.values())
         wide = torch.float64 if on_cpu else torch.float32
         narrow = any(is_narrow(parameter, wide) for parameter in self.model.parameters())
-        for casts in (partial(WideCasts, wide), nullcontext) if narrow else ():
+        for casts in (WideCasts(wide), None) if narrow else ():
             copied = self._original.again()  # passes may have changed the other one
             copied.widen(wide)
             other = TrialModel(self.forward, copied, self._original, self._seed, wide)
@@ -174,22 +175,32 @@ class TrialModel:
             if time.process_time() - since > most_s:
                 break
             self.forward.compute_with(*copied)
-            return other, result
+            return other._watched(), result
         if not trained:
             self.move()
         note(self)
-        return self, self.run(batch, samples)
+        self._casts = WideCasts(wide, leaves=True) if on_cpu and not narrow else None
+        result = self.run(batch, samples)
+        return self._watched(), result
 
     def fresh(self) -> TrialModel:
         """Make another copy, whose passes begin anew, and compute with it from now on."""
         copied = self._original.again()
         other = TrialModel(self.forward, copied, self._original, self._seed)
-        other._draw_as(self, nullcontext)
+        other._draw_as(self, None)
         self.forward.compute_with(*copied)
         return other
 
-    def _draw_as(self, other: TrialModel, casts: Callable[[], Any]) -> None:
+    def _draw_as(self, other: TrialModel, casts: WideCasts | None) -> None:
         self.draws, self._casts = other.draws, casts
+
+    def _watched(self) -> TrialModel:
+        """Itself, after the first pass: whether all was computed in float64."""
+        if (casts := self._casts) is not None:
+            casts.watches = False
+            self.all_wide = casts.wide is torch.float64 and not casts.saw_narrow
+            self._casts = None if casts.leaves else casts
+        return self
 
     def run(self, batch: Any, samples: int, *, backward: bool = True) -> PassResult | None:
         """One pass from the initial buffers; None if no sample of the batch counts.
@@ -201,9 +212,10 @@ class TrialModel:
         """
         self._reset()
         set_generators(self._seed)
-        with self.draws(), self._casts():
+        fitting = self._fit(batch)
+        with self.draws(), self._casts or nullcontext():
             try:
-                found = self.forward.loss(self._fit(batch), samples)
+                found = self.forward.loss(fitting, samples)
             except Exception as error:
                 if self._grown:
                     raise _of_grown(self._grown, error) from error
@@ -247,7 +259,7 @@ class TrialModel:
         """The forward pass alone, from the initial buffers."""
         self._reset()
         set_generators(self._seed)
-        with self.draws(), self._casts():
+        with self.draws(), self._casts or nullcontext():
             self.forward.loss(self._fit(batch), samples)
 
     def reached(self) -> bool:
@@ -281,7 +293,7 @@ class TrialModel:
             assert compute_loss is not None
             self._reset()
             set_generators(self._seed)
-            with self.draws(), self._casts(), self.forward.autocast():
+            with self.draws(), self._casts or nullcontext(), self.forward.autocast():
                 given = to_device(self._fit(batch), self.forward.device)
                 found = derive(self.model, compute_loss, given)
             if found is not None:

@@ -15,6 +15,8 @@ SHORT = torch.bfloat16, torch.float16
 
 _SHARES = {torch.float64: (2e-5, 1e-6), torch.float32: (2e-3, 2e-5)}
 _SHARES_IN_SHORT = 1e-1, 1e-2
+_SHARES_IN_WIDE = 1e-8, 1e-9
+"""Where nothing was seen to be computed in less than float64."""
 _WIDER = 10.0
 """Times as much: what a model computes in float32 in any case is rounded to a share of what cancels
 in the mean."""
@@ -22,7 +24,7 @@ in the mean."""
 
 class Nearness(NamedTuple):
     """Two gradients are the same if they differ by less than this share of the parameter's own, or
-    of the whole gradient. Many models compute parts in float32 in any case."""
+    of the whole gradient. Many models compute parts in float32 in any case, as `all_wide` tells."""
 
     of_parameter: float
     of_gradient: float
@@ -31,11 +33,14 @@ class Nearness(NamedTuple):
     def of_model(cls, model: TrialModel) -> Nearness:
         """By the coarsest type that takes part: gradients pass through frozen parts too.
 
+        Parameters in float64 say little of what is between them, unless that was seen.
         Types of 8 bits only store: what is computed with their values has the type of another
         tensor.
         """
         frozen = (p.dtype for p in model.model.parameters() if not p.requires_grad)
         kept = [dtype for dtype in frozen if dtype in SHORT]
+        if model.all_wide:
+            return cls(*_SHARES_IN_WIDE)
         trained = [p.dtype for p in model.parameters.values()]
         return cls(*max(_SHARES.get(dtype, _SHARES_IN_SHORT) for dtype in trained + kept))
 
