@@ -41,38 +41,45 @@ class WideCasts(TorchFunctionMode):
 
     def __init__(self, wide: torch.dtype, *, leaves: bool = False) -> None:
         super().__init__()
-        self.wide, self.leaves = wide, leaves
-        self.watches = True
-        """Whether to look at what functions give; a first pass is enough."""
-        self.saw_narrow = False
-        """Whether a function rounded to fewer bits than `wide`, or left torch."""
+        self._wide, self._leaves = wide, leaves
+        self._watches, self._saw_narrow = True, False
+
+    @property
+    def all_wide(self) -> bool:
+        """Whether functions of the first pass rounded to float64, and none left torch."""
+        return self._wide is torch.float64 and not self._saw_narrow
+
+    def __exit__(self, *of_error: Any) -> None:
+        """End a pass; the first is looked at."""
+        self._watches = False
+        super().__exit__(*of_error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Called by torch for every function of it."""
         result = func(*args, **(kwargs or {}))
-        if self.leaves or func not in _CASTS:
-            if self.watches and not self.saw_narrow:
-                self.saw_narrow = func in _LEAVES or self._rounds(result, (args, kwargs))
+        if self._leaves or func not in _CASTS:
+            if self._watches and not self._saw_narrow:
+                self._saw_narrow = func in _LEAVES or self._rounds(result, (args, kwargs))
             return result
-        if not isinstance(result, Tensor) or not is_narrow(result, self.wide):
+        if not isinstance(result, Tensor) or not is_narrow(result, self._wide):
             return result
         given = args[0]
-        if given.is_floating_point() and not is_narrow(given, self.wide):
+        if given.is_floating_point() and not is_narrow(given, self._wide):
             return given.to(result.device, copy=True)  # as a cast does: it may be written to
-        return widened(result, self.wide)
+        return widened(result, self._wide)
 
     def _rounds(self, result: Any, given: Any) -> bool:
         """Whether a result is narrow and rounded by what a batch has, its values or how many.
 
         Constants are not, computed one by one: each is the same in every batch.
         """
-        narrow = [tensor for tensor in tensors_in(result) if is_narrow(tensor, self.wide)]
+        narrow = [tensor for tensor in tensors_in(result) if is_narrow(tensor, self._wide)]
         if not narrow:
             return False
         floats = [tensor for tensor in tensors_in(given) if tensor.is_floating_point()]
-        if not all(is_narrow(tensor, self.wide) for tensor in floats):
+        if not all(is_narrow(tensor, self._wide) for tensor in floats):
             return True
         largest = max((tensor.numel() for tensor in floats), default=0)
         where = {tensor.untyped_storage().data_ptr() for tensor in floats}

@@ -103,8 +103,11 @@ class TrialModel:
         self._grown = ""  # the name of a buffer that a pass has given another shape
         self.draws: Callable[[], Any] = nullcontext
         self._casts: WideCasts | None = None
-        self.all_wide = False
+
+    @property
+    def all_wide(self) -> bool:
         """Whether its first pass was seen to compute everything in float64."""
+        return self._casts is not None and self._casts.all_wide
 
     def move(self) -> None:
         """Move every parameter away from its initial value."""
@@ -175,13 +178,12 @@ class TrialModel:
             if time.process_time() - since > most_s:
                 break
             self.forward.compute_with(*copied)
-            return other._watched(), result
+            return other, result
         if not trained:
             self.move()
         note(self)
         self._casts = WideCasts(wide, leaves=True) if on_cpu and not narrow else None
-        result = self.run(batch, samples)
-        return self._watched(), result
+        return self, self.run(batch, samples)
 
     def fresh(self) -> TrialModel:
         """Make another copy, whose passes begin anew, and compute with it from now on."""
@@ -193,14 +195,6 @@ class TrialModel:
 
     def _draw_as(self, other: TrialModel, casts: WideCasts | None) -> None:
         self.draws, self._casts = other.draws, casts
-
-    def _watched(self) -> TrialModel:
-        """Itself, after the first pass: whether all was computed in float64."""
-        if (casts := self._casts) is not None:
-            casts.watches = False
-            self.all_wide = casts.wide is torch.float64 and not casts.saw_narrow
-            self._casts = None if casts.leaves else casts
-        return self
 
     def run(self, batch: Any, samples: int, *, backward: bool = True) -> PassResult | None:
         """One pass from the initial buffers; None if no sample of the batch counts.
