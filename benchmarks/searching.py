@@ -31,7 +31,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from instep.client.detached import pid_of
+from instep.detached import pid_of
 from instep.errors import InstepError
 from instep.job.file import build
 from instep.lab.chaos.run_processes import Processes, send

@@ -9,7 +9,7 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 
-from instep.client import detached
+from instep import detached
 from instep.search.results import name_of
 
 

@@ -43,8 +43,8 @@ def start(words: Sequence[str], lock: Path, log: Path) -> subprocess.Popen[bytes
     try:
         os.ftruncate(descriptor, 0)
         # the shell writes the id of the process that it becomes: whoever starts it may die here
-        script = f'echo $$ >&{descriptor}; exec "$@"'
-        command = ["/bin/sh", "-c", script, "sh", sys.executable, "-m", "instep", *words]
+        script = 'echo $$ > "$0"; exec "$@"'
+        command = ["/bin/sh", "-c", script, str(lock), sys.executable, "-m", "instep", *words]
         with open(log, "ab", opener=plain) as output:
             return start_with_retries(
                 command,

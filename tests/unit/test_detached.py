@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from instep.client import detached
+from instep import detached
 
 
 @pytest.mark.process
