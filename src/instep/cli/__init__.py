@@ -42,6 +42,7 @@ COMMANDS = {
     "list": Command(folders.list_runs, folders.list_runs_options, "list"),
     "status": Command(folders.status, folders.status_options, "status runs/net"),
     "logs": Command(folders.logs, folders.logs_options, "logs runs/net worker-1 --follow"),
+    "dashboard": Command(folders.dashboard, folders.dashboard_options, "dashboard runs"),
     "clean": Command(folders.clean, folders.clean_options, "clean --dry-run"),
     "report": Command(results.report, results.report_options, "report runs/net runs/other"),
     "compare": Command(

@@ -13,7 +13,7 @@ from typing import Any
 
 from instep.cli.parsing import Parser
 from instep.cli.saying import say, say_aside
-from instep.errors import SpecError, near_miss
+from instep.errors import RunError, SpecError, near_miss
 
 
 def list_runs(args: argparse.Namespace) -> int:
@@ -127,6 +127,39 @@ def status(args: argparse.Namespace) -> int:
 def status_options(parser: Parser) -> None:
     """Options of `instep status`."""
     parser.add_argument("run", help="run folder")
+
+
+def dashboard(args: argparse.Namespace) -> int:
+    """Show runs in the browser as they train; prints a link, and serves until Ctrl-C."""
+    from instep.dashboard.serve import check_installed, listen, serve
+
+    check_installed()
+    runs = Path(args.runs)
+    if not runs.is_dir():
+        raise RunError(f"there is no folder {runs}. Give the folder that has the run folders.")
+    certificates = Path(args.certificates) if args.certificates else None
+    listening = listen(args.port, args.address, encrypted=certificates is not None)
+
+    def show(link: str) -> None:
+        print(json.dumps({"link": link}) if args.json else f"open    {link}", flush=True)
+
+    serve(runs, listening, say=show, certificates=certificates)
+    return 0
+
+
+def dashboard_options(parser: Parser) -> None:
+    """Options of `instep dashboard`."""
+    parser.epilog = (
+        "The link works once; then another one is printed, for another browser. Whoever has a link "
+        "reads all runs there; nobody can change anything."
+    )
+    add = parser.add_argument
+    text = "folder of run folders, or one run folder (default: %(default)s)"
+    add("runs", nargs="?", default="runs", help=text)
+    add("--port", type=int, default=0, help="port (default: the first free one from 8600)")
+    add("--address", default="", help="address to listen on (default: 127.0.0.1)")
+    text = "folder of `instep certificates`: serve HTTPS, needed to be reached from other machines"
+    add("--certificates", metavar="FOLDER", help=text)
 
 
 def logs(args: argparse.Namespace) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,16 +51,29 @@ def run(args: argparse.Namespace) -> int:
 
         if not allocation():
             return _submit(job, args)
-    if args.folds is not None:
-        return _run_folds(job, args)
-    done = run_job(
-        job,
-        Path(args.runs),
-        named=args.name is not None,
-        started=started_at(),
-        json_output=args.json,
-    )
+    with _shown(args):
+        if args.folds is not None:
+            return _run_folds(job, args)
+        done = run_job(
+            job,
+            Path(args.runs),
+            named=args.name is not None,
+            started=started_at(),
+            json_output=args.json,
+        )
     return _print_ending(done, args)
+
+
+@contextmanager
+def _shown(args: argparse.Namespace) -> Iterator[None]:
+    """With --dashboard, show the runs in the browser for as long as the context lasts."""
+    if not args.dashboard:
+        yield
+        return
+    from instep.dashboard.serve import beside
+
+    with beside(Path(args.runs), lambda link: say_aside(f"open    {link}")):
+        yield
 
 
 def run_options(parser: Parser) -> None:
@@ -84,6 +99,7 @@ def run_options(parser: Parser) -> None:
     add("--resume", action="store_true", help="with --folds: continue those that were interrupted")
     add("--name", help="name of the run and its folder (default: the job's, numbered)")
     add("--runs", default="runs", help="folder of run folders (default: %(default)s)")
+    add("--dashboard", action="store_true", help="show it in the browser too; prints a link")
 
 
 def _submit(job: JobSpec, args: argparse.Namespace) -> int:

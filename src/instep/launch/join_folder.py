@@ -17,7 +17,7 @@ import os
 import secrets
 import ssl
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -133,6 +133,10 @@ class JoinFolder:
     def credentials(self) -> Credentials:
         """For a gate."""
         return self._authority.issue(Identity("master"))
+
+    def for_names(self, names: Sequence[str]) -> Credentials:
+        """For a web server that browsers call by these names or addresses."""
+        return self._authority.issue_for_names(names)
 
     def certify(self, secret: str, public_key: str) -> str:
         """The certificate for a token, PEM: once. A machine that asks again with the same key has

@@ -123,7 +123,16 @@ def steps_of(run: Path) -> Records:
         check_unchanged(run, steps)
     except OSError as error:
         raise RunError(f"{run / CHECKSUMS_FILE} cannot be read: {error.strerror}.") from None
-    _check_steps(steps, run / "steps.bin")
+    return possible_steps(steps, run / "steps.bin")
+
+
+def possible_steps(steps: Records, path: Path) -> Records:
+    """A copy of step records, [records], with times that are possible.
+
+    Raises:
+        RunError: no worker can have written one of them.
+    """
+    _check_steps(steps, path)
     steps = steps.copy()
     for part in PARTS:  # a clock may be wrong; what a run computed can be read all the same
         times = np.nan_to_num(steps[f"{part}_s"], nan=0.0)

@@ -41,7 +41,8 @@ from instep.store.run_times import RunTimes
 from instep.store.run_traffic import RunTraffic
 from instep.words import command
 
-_WINDOW = 4096  # ledger records at the end in which to look for the last whole step
+WINDOW = 4096
+"""Ledger records at the end in which to look for the last whole step."""
 
 
 class RunPlan:
@@ -89,6 +90,29 @@ class RunPlan:
             return None
         total = None if self._ready.get("epochs_vary") else self.epoch_samples
         return RecordedSizes(int(steps), total, self._ledger)
+
+
+def last_whole_step(tail: Records, plan: RunPlan, records: int) -> int:
+    """The last step whose records are all in a ledger; 0 if there is none.
+
+    Args:
+        tail: its last `WINDOW` records, or all of them.
+        plan: of the run. While it does not know how many samples there are, the last step counts.
+        records: how many the ledger has.
+    """
+    if not len(tail):
+        return 0
+    if not plan.epoch_samples:
+        return int(tail["step"].max())
+    steps, where = np.unique(tail["step"], return_inverse=True)
+    taken = np.bincount(where, weights=tail["stop"] - tail["first"])
+    possible = plan.steps or 2 * records  # a damaged record may say anything
+    own, batches = plan.own_rounds, plan.batches
+    parts = own.of if own is not None else lambda step: [batches.of(step)]
+    known = [parts(step) if 0 < step <= possible else [] for step in steps.tolist()]
+    due = np.array([sum(part.stop - part.first for part in each) for each in known])
+    whole = steps[(taken >= due) & (steps <= possible)]
+    return int(whole.max(initial=0))
 
 
 class RunFolder:
@@ -217,20 +241,7 @@ class RunFolder:
         return max(int(self.ending.get("step") or 0), self._last_whole_step())
 
     def _last_whole_step(self) -> int:
-        tail = self.ledger[-_WINDOW:]
-        if not len(tail):
-            return 0
-        if not self.plan.epoch_samples:
-            return int(self.ledger["step"].max())
-        steps, where = np.unique(tail["step"], return_inverse=True)
-        taken = np.bincount(where, weights=tail["stop"] - tail["first"])
-        possible = self.plan.steps or 2 * len(self.ledger)  # a damaged record may say anything
-        own, batches = self.plan.own_rounds, self.plan.batches
-        parts = own.of if own is not None else lambda step: [batches.of(step)]
-        known = [parts(step) if 0 < step <= possible else [] for step in steps.tolist()]
-        due = np.array([sum(part.stop - part.first for part in each) for each in known])
-        whole = steps[(taken >= due) & (steps <= possible)]
-        return int(whole.max(initial=0))
+        return last_whole_step(self.ledger[-WINDOW:], self.plan, len(self.ledger))
 
     @cached_property
     def committed(self) -> Records:

@@ -18,6 +18,56 @@ class Traffic(NamedTuple):
     received_bytes: int
 
 
+class TrafficCounter:
+    """Adds up what each worker says that its process has moved.
+
+    A new process counts from 0: it has joined, or (where its master was lost before that was
+    written) its counter has fallen.
+
+    Args:
+        most: times that are kept of a worker; of more, each second one. 0 for all.
+    """
+
+    def __init__(self, most: int = 0) -> None:
+        self.counted: dict[int, list[tuple[float, Traffic]]] = {}
+        """For each worker, Unix seconds and what it had moved by then, in order."""
+        self._most = most
+        self._seen: dict[int, Traffic] = {}
+        self._pids: dict[int, object] = {}
+
+    def take(self, event: Event) -> None:
+        """Count an event; those that say nothing of traffic are ignored."""
+        if event["event"] not in ("traffic", "worker_joined"):
+            return
+        worker, nothing = int(event["worker"]), Traffic(0, 0)
+        if event["event"] == "worker_joined":
+            if self._pids.setdefault(worker, event["pid"]) != event["pid"]:
+                self._seen.pop(worker, None)
+                self._pids[worker] = event["pid"]
+            return
+        now = Traffic(int(event["sent_bytes"]), int(event["received_bytes"]))
+        counted = self.counted.setdefault(worker, [])
+        before, total = self._seen.get(worker, nothing), counted[-1][1] if counted else nothing
+        if now.sent_bytes < before.sent_bytes or now.received_bytes < before.received_bytes:
+            before = nothing
+        sent = total.sent_bytes + now.sent_bytes - before.sent_bytes
+        received = total.received_bytes + now.received_bytes - before.received_bytes
+        counted.append((float(event["time"]), Traffic(sent, received)))
+        self._seen[worker] = now
+        if self._most and len(counted) > self._most:
+            counted[:-1] = counted[:-1:2]
+
+    def sent_by(self, times: Floats, begin: float) -> Floats:
+        """Count the bytes that all workers together had sent by these Unix times; told about once a
+        second, between two in proportion, and none at `begin`."""
+        total = np.zeros(len(times))
+        for counted in self.counted.values():
+            known = [(begin, 0), *((time, moved.sent_bytes) for time, moved in counted)]
+            moments, sent = zip(*known, strict=True)
+            total += np.interp(times, np.maximum.accumulate(moments), sent)
+        return np.round(total)
+
+
 class RunTraffic:
     """Bytes that all workers moved.
 
@@ -32,45 +82,15 @@ class RunTraffic:
     @cached_property
     def by_worker(self) -> dict[int, Traffic]:
         """Bytes of each worker, over all processes that it was."""
-        return {worker: counted[-1][1] for worker, counted in self._counted.items()}
+        return {worker: counted[-1][1] for worker, counted in self._counter.counted.items()}
 
     def sent_by(self, times: Floats) -> Floats:
-        """Count the bytes that all workers together had sent by these Unix times; told about once a
-        second, between two in proportion."""
-        total = np.zeros(len(times))
-        for counted in self._counted.values():
-            known = [(self._begin, 0), *((time, moved.sent_bytes) for time, moved in counted)]
-            moments, sent = zip(*known, strict=True)
-            total += np.interp(times, np.maximum.accumulate(moments), sent)
-        return np.round(total)
+        """Count the bytes that all workers together had sent by these Unix times."""
+        return self._counter.sent_by(times, self._begin)
 
     @cached_property
-    def _counted(self) -> dict[int, list[tuple[float, Traffic]]]:
-        """For each worker, Unix seconds and what it had moved by then, in order.
-
-        A new process counts from 0: it has joined, or (where its master was lost before that was
-        written) its counter has fallen.
-        """
-        totals: dict[int, list[tuple[float, Traffic]]] = {}
-        seen: dict[int, Traffic] = {}
-        pids: dict[int, object] = {}
-        nothing = Traffic(0, 0)
+    def _counter(self) -> TrafficCounter:
+        counter = TrafficCounter()
         for event in self._events:
-            if event["event"] not in ("traffic", "worker_joined"):
-                continue
-            worker = int(event["worker"])
-            if event["event"] == "worker_joined":
-                if pids.setdefault(worker, event["pid"]) != event["pid"]:
-                    seen.pop(worker, None)
-                    pids[worker] = event["pid"]
-                continue
-            now = Traffic(int(event["sent_bytes"]), int(event["received_bytes"]))
-            counted = totals.setdefault(worker, [])
-            before, total = seen.get(worker, nothing), counted[-1][1] if counted else nothing
-            if now.sent_bytes < before.sent_bytes or now.received_bytes < before.received_bytes:
-                before = nothing
-            sent = total.sent_bytes + now.sent_bytes - before.sent_bytes
-            received = total.received_bytes + now.received_bytes - before.received_bytes
-            counted.append((float(event["time"]), Traffic(sent, received)))
-            seen[worker] = now
-        return totals
+            counter.take(event)
+        return counter

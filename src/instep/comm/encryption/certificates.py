@@ -10,8 +10,9 @@ only where one is made.
 from __future__ import annotations
 
 import datetime
+import ipaddress
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
         EllipticCurvePrivateKey,
         EllipticCurvePublicKey,
     )
-    from cryptography.x509 import Certificate
+    from cryptography.x509 import Certificate, GeneralName
 
 Role = Literal["master", "client", "host", "worker", "server", "newcomer"]
 """A newcomer is a process without a certificate: the machine that wants one (`join_token.py`)."""
@@ -143,6 +144,34 @@ class Authority:
         own = _key_pem(key) + _pem(self._sign(identity, key.public_key(), lasts))
         return Credentials(own, self.certificate)
 
+    def issue_for_names(self, names: Sequence[str]) -> Credentials:
+        """A key and a certificate for a web server that browsers call by these names or addresses.
+
+        It names no process of a run, and so opens nothing there.
+        """
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes
+        from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+        key, now = _new_key(), datetime.datetime.fromtimestamp(self._clock(), datetime.UTC)
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "dashboard")])
+        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
+        made = (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(self._certificate.subject)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - CLOCKS)
+            .not_valid_after(now + LASTS)
+            .add_extension(x509.BasicConstraints(False, None), True)
+            .add_extension(issuer, False)
+            .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), False)
+            .add_extension(x509.SubjectAlternativeName(list(map(_general_name, names))), False)
+            .sign(self._key, hashes.SHA256())
+        )
+        return Credentials(_key_pem(key) + _pem(made), self.certificate)
+
     def certify(self, identity: Identity, public_key: str) -> str:
         """A certificate, PEM, for a process that keeps its key to itself.
 
@@ -225,6 +254,15 @@ _OTHER_USES = (
 _CURVE = "secp256r1"
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 """Of that curve."""
+
+
+def _general_name(name: str) -> GeneralName:
+    from cryptography import x509
+
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)
 
 
 def new_key() -> str:

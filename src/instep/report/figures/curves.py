@@ -77,9 +77,15 @@ def charts(runs: list[RunFolder]) -> list[dict[str, Any]]:
 
 
 def _spans(lines: list[dict[str, Any]]) -> bool:
-    """Whether values are above 0, and fill a linear axis so that most of them lie at its foot."""
     values = [value for line in lines for value in line["mean"] if value is not None]
-    return bool(values) and min(values) > 0 and max(values) > LOG_FROM * float(np.median(values))
+    return has_low_values_mostly(np.array(values, np.float64))
+
+
+def has_low_values_mostly(values: Floats) -> bool:
+    """Whether values, [any] finite, are above 0 and fill a linear axis so that most of them lie at
+    its foot."""
+    above = bool(len(values)) and values.min() > 0
+    return bool(above and values.max() > LOG_FROM * np.median(values))
 
 
 def smoothed(values: Sequence[float | None]) -> list[float | None]:

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from instep.store.run_folder import RunFolder
+from instep.store.run_files import Event
+from instep.store.run_folder import RunFolder, RunPlan
 from instep.words import short_number
+
+
+class HasParticipants(Protocol):
+    """Records of a run that tell of participants."""
+
+    @property
+    def plan(self) -> RunPlan: ...
+
+    @property
+    def last_step(self) -> int: ...
+
+    def named(self, event: str) -> list[Event]: ...
+
+    def last(self, event: str) -> Event: ...
 
 
 class OfParticipants(NamedTuple):
@@ -22,7 +37,7 @@ class OfParticipants(NamedTuple):
     """Of the last validation, by name; None for one without samples."""
 
 
-def of_participants(folder: RunFolder) -> OfParticipants | None:
+def of_participants(folder: HasParticipants) -> OfParticipants | None:
     """What is known of each; None where participants have no data of their own."""
     own = folder.plan.own_rounds
     if own is None:

@@ -219,7 +219,9 @@ def prove(run: RunFolder) -> Proof:
     )
 
 
-def untiled(ledger: Records, batches: Batches, last_step: int) -> NDArray[np.int64]:
+def untiled(
+    ledger: Records, batches: Batches, last_step: int, first_step: int = 1
+) -> NDArray[np.int64]:
     """Steps whose records are not exactly the positions of their global batch, in order.
 
     The shares of a step may be cut anywhere and come in any order; sorted, they must begin
@@ -230,6 +232,7 @@ def untiled(ledger: Records, batches: Batches, last_step: int) -> NDArray[np.int
         ledger: [records] of `events.LEDGER`; empty shares are allowed.
         batches: what each step takes.
         last_step: the last committed step, from 1.
+        first_step: where to begin, if the steps before it are known to be right.
 
     Returns:
         [any] steps. Those up to `last_step` that have no record are among them.
@@ -237,17 +240,17 @@ def untiled(ledger: Records, batches: Batches, last_step: int) -> NDArray[np.int
     real = ledger[ledger["stop"] != ledger["first"]]
     real = real[np.lexsort((real["first"], real["step"]))]
     step = real["step"]
-    strange = step[(step < 1) | (step > last_step)]
-    real = real[(step >= 1) & (step <= last_step)]
+    strange = step[(step < first_step) | (step > last_step)]
+    real = real[(step >= first_step) & (step <= last_step)]
     step, first, stop = real["step"], real["first"], real["stop"]
-    fixed = (batches.of(number) for number in range(1, last_step + 1))
-    due = np.fromiter(chain.from_iterable(fixed), np.int64, count=3 * last_step).reshape(-1, 3)
-    epoch, begin, end = due[step - 1].T
+    fixed = (batches.of(number) for number in range(first_step, last_step + 1))
+    due = np.fromiter(chain.from_iterable(fixed), np.int64).reshape(-1, 3)
+    epoch, begin, end = due[step - first_step].T
     changes = step[1:] != step[:-1]
     opens, closes = np.append(True, changes)[: len(step)], np.append(changes, True)[: len(step)]
     joins = first == np.where(opens, begin, np.append(0, stop[:-1])[: len(step)])
     good = joins & (real["epoch"] == epoch) & (~closes | (stop == end))
-    filled = 1 + np.flatnonzero(due[:, 2] > due[:, 1])
+    filled = first_step + np.flatnonzero(due[:, 2] > due[:, 1])
     absent = np.setdiff1d(filled, step)
     return np.unique(np.concatenate([step[~good], absent, strange])).astype(np.int64)
 

@@ -15,13 +15,21 @@ from instep.report.figures.proof import altered_words
 from instep.report.figures.restarts import SOURCES, restarts
 from instep.store.run_files import PARTS, Records
 from instep.store.run_folder import RunFolder
-from instep.units import readable_count
+from instep.units import readable_count, readable_seconds
 from instep.words import LAST_STEPS, ranges, some_workers, stop_words
 
 OWN = "train/"
 """Begins the name of what the run logs itself."""
 
 _MOST_GAPS = 5
+
+_ENDINGS = {
+    "completed": ("good", "Completed"),
+    "stopped": ("calm", "Stopped early"),
+    "interrupted": ("calm", "Interrupted"),
+    "failed": ("bad", "Failed"),
+}
+"""For each outcome the colour of its dot, and how the sentence begins."""
 
 
 def summarise(folder: RunFolder) -> dict[str, Any]:
@@ -256,6 +264,24 @@ def exactness_words(summary: dict[str, Any]) -> str:
     unread = summary["skipped_samples"]
     left_out = f", {readable_count(unread)} of them skipped as unreadable" if unread else ""
     return f"each exactly once per epoch{left_out}"
+
+
+def verdict_of(summary: dict[str, Any]) -> tuple[str, str]:
+    """How the run ended: `good`, `calm` or `bad`, and a sentence."""
+    mark, opening = _ENDINGS.get(summary["outcome"], ("calm", "Still running, or cut short"))
+    rule = f" by {summary['rule']}" if summary["rule"] and summary["outcome"] == "stopped" else ""
+    why = f": {summary['rule_text']}" if summary["rule_text"] else ""
+    sentence = f"{opening}{rule} after {readable_seconds(summary['seconds'])}{why}."
+    if summary["steps"]:
+        steps, samples = readable_count(summary["steps"]), readable_count(summary["samples"])
+        sentence += f" {steps} steps, {samples} samples, {exactness_words(summary)}."
+    else:
+        sentence += " No step was committed."
+    if summary["repeated_samples"] or summary["missing_samples"]:
+        mark = "bad"
+    elif summary["diverged"] and mark == "good":
+        mark = "calm"
+    return mark, sentence
 
 
 def cause_words(failure: dict[str, Any]) -> str:

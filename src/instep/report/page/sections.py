@@ -18,11 +18,11 @@ from instep.report.figures.restarts import Restart, restarts
 from instep.report.figures.settings import flat
 from instep.report.figures.summary import (
     cause_words,
-    exactness_words,
     gap_words,
     idle_words,
     lag_of,
     network_words,
+    verdict_of,
 )
 from instep.report.page.markup import (
     MOST_ROWS,
@@ -53,30 +53,10 @@ from instep.words import (
     start_in_words,
 )
 
-_ENDINGS = {
-    "completed": ("good", "Completed"),
-    "stopped": ("calm", "Stopped early"),
-    "interrupted": ("calm", "Interrupted"),
-    "failed": ("bad", "Failed"),
-}
-"""For each outcome the colour of its dot, and how the sentence begins."""
-
 
 def verdict_line(summary: dict[str, Any], folder: RunFolder, name: str = "") -> Html:
     """How the run ended, in one sentence, with the cause if it failed; `name` goes before it."""
-    mark, opening = _ENDINGS.get(summary["outcome"], ("calm", "Still running, or cut short"))
-    rule = f" by {summary['rule']}" if summary["rule"] and summary["outcome"] == "stopped" else ""
-    why = f": {summary['rule_text']}" if summary["rule_text"] else ""
-    sentence = f"{opening}{rule} after {readable_seconds(summary['seconds'])}{why}."
-    if summary["steps"]:
-        steps, samples = readable_count(summary["steps"]), readable_count(summary["samples"])
-        sentence += f" {steps} steps, {samples} samples, {exactness_words(summary)}."
-    else:
-        sentence += " No step was committed."
-    if summary["repeated_samples"] or summary["missing_samples"]:
-        mark = "bad"
-    elif summary["diverged"] and mark == "good":
-        mark = "calm"
+    mark, sentence = verdict_of(summary)
     label = tag("b", f"{name}: ") if name else ""
     parts = [tag("p", tag("span", class_=f"dot {mark}"), label, sentence, class_="verdict")]
     for words in filter(None, (gap_words(folder), idle_words(folder))):

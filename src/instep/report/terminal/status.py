@@ -1,6 +1,6 @@
 """Where runs are: one run as the live table shows it, or a line for each run of a folder.
 
-Both read what runs recorded, and need nothing of their processes. Way in: `Status`, `states_of`.
+Both read what runs recorded, and need nothing of their processes. Ways in: `Status`, `states_of`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from instep.report.figures.summary import finite
 from instep.report.terminal.choice import BestValidation, RunChoice
 from instep.report.terminal.screen import screen
 from instep.store.folder import is_running
-from instep.store.run_files import step_ends
+from instep.store.run_files import Records, step_ends
 from instep.store.run_folder import RunFolder
 from instep.units import readable_count, readable_seconds
 from instep.words import command, metrics_in_words
 
 _RECENT_S, _BEAT_S = 3 * MEMORY_S, 0.5
-"""The last steps are taken in one beat after another, as a view of the running job gets them."""
 
 
 class Status:
@@ -57,33 +56,43 @@ class Status:
 
     def next_commands(self) -> list[str]:
         """What one can do with a run that is in this state."""
-        path, logs = self.folder.path, command("logs", self.folder.path)
-        if self.state == "running":
-            scale = [] if self.folder.joined else [command("scale", path, "--workers N")]
-            return [f"{logs} --follow", *scale]
-        if self.state == "completed":
-            export = command("export", path, "--to model.safetensors")
-            there = (path / "model.safetensors").exists()
-            return [command("report", path), *([export] if there else [])]
-        return [self.folder.to_resume, logs] if self.folder.last_step > 0 else [logs]
+        run = self.folder
+        return next_commands(run.path, self.state, run.last_step, run.to_resume, run.joined)
 
     def as_table(self) -> dict[str, Any]:
         """Plain data; what is not known is None."""
-        progress, (rows, _) = self.progress, self.progress.rows(1 << 20)
-        table: dict[str, Any] = finite(
-            {
-                "run": str(self.folder.path),
-                "state": self.state,
-                "step": self.folder.last_step,
-                "steps": progress.total,
-                "training_loss": progress.loss,
-                "validation": progress.validated.get("metrics"),
-                "samples_per_s": progress.samples_per_s,
-                "eta_s": progress.eta_s if self.state == "running" else None,
-                "workers": {row.name: row.state for row in rows},
-            }
-        )
-        return table
+        return status_table(self.progress, self.folder.path, self.state, self.folder.last_step)
+
+
+def status_table(progress: Progress, path: Path, state: str, step: int) -> dict[str, Any]:
+    """Figures of a run in a state, up to its last committed step; what is not known is None."""
+    rows, _ = progress.rows(1 << 20)
+    table: dict[str, Any] = finite(
+        {
+            "run": str(path),
+            "state": state,
+            "step": step,
+            "steps": progress.total,
+            "training_loss": progress.loss,
+            "validation": progress.validated.get("metrics"),
+            "samples_per_s": progress.samples_per_s,
+            "eta_s": progress.eta_s if state == "running" else None,
+            "workers": {row.name: row.state for row in rows},
+        }
+    )
+    return table
+
+
+def next_commands(path: Path, state: str, step: int, to_resume: str, joined: bool) -> list[str]:
+    """Commands for a run that is in this state, after so many steps."""
+    logs = command("logs", path)
+    if state == "running":
+        return [f"{logs} --follow", *([] if joined else [command("scale", path, "--workers N")])]
+    if state == "completed":
+        export = command("export", path, "--to model.safetensors")
+        there = (path / "model.safetensors").exists()
+        return [command("report", path), *([export] if there else [])]
+    return [to_resume, logs] if step > 0 else [logs]
 
 
 class State(NamedTuple):
@@ -128,7 +137,9 @@ def states_of(runs: Path, choice: RunChoice | None = None) -> tuple[list[State],
     found, unread = list[State](), list[str]()
     for path in paths:
         try:
-            if (state := _state_of(path, choice)) is not None:
+            folder = RunFolder(path)
+            state = _state_of(folder, choice.best_of(folder))
+            if choice.takes(folder, state._asdict()):
                 found.append(state)
         except RunError as error:
             unread.append(str(error))
@@ -140,22 +151,28 @@ def states_of(runs: Path, choice: RunChoice | None = None) -> tuple[list[State],
     return found, unread
 
 
-def _state_of(path: Path, choice: RunChoice) -> State | None:
-    folder = RunFolder(path)
-    state = "running" if is_running(path) else folder.outcome
+def state_of(path: Path) -> State:
+    """Look at one run.
+
+    Raises:
+        RunError: it cannot be read.
+    """
+    return _state_of(RunFolder(path))
+
+
+def _state_of(folder: RunFolder, best: BestValidation | None = None) -> State:
     sessions = folder.times.sessions
-    listed = State(
-        path.name,
-        state,
+    return State(
+        folder.path.name,
+        "running" if is_running(folder.path) else folder.outcome,
         sessions[0][0] if sessions else None,
         folder.times.seconds,
         folder.members.team,
         folder.last_step,
         folder.plan.steps,
         folder.last("validated").get("metrics") or {},
-        choice.best_of(folder),
+        best,
     )
-    return listed if choice.takes(folder, listed._asdict()) else None
 
 
 def state_lines(states: Sequence[State], metric: str = "") -> list[str]:
@@ -192,7 +209,7 @@ def _replayed(folder: RunFolder, now: float | None) -> Progress:
     for event in folder.events:
         clock[0] = float(event["time"])
         progress.event(event)
-    for at, steps in _in_beats(folder):
+    for at, steps in in_beats(folder.steps):
         clock[0] = at
         progress.records(folder.ledger[:0], steps)
     progress.records(folder.committed, folder.steps[:0])
@@ -200,12 +217,13 @@ def _replayed(folder: RunFolder, now: float | None) -> Progress:
     return progress
 
 
-def _in_beats(folder: RunFolder) -> Iterator[tuple[float, np.ndarray[Any, np.dtype[Any]]]]:
-    """When steps ended, and they: all but the recent ones at once."""
-    ends = step_ends(folder.steps)
+def in_beats(steps: Records) -> Iterator[tuple[float, Records]]:
+    """When steps ended, and they, as a view of a running job gets them: one beat after another, but
+    all that are not recent at once."""
+    ends = step_ends(steps)
     if not len(ends):
         return
     beats = np.maximum(np.floor((ends - ends.max() + _RECENT_S) / _BEAT_S), 0)
     for beat in np.unique(beats):
         chosen = beats == beat
-        yield float(ends[chosen].max()), folder.steps[chosen]
+        yield float(ends[chosen].max()), steps[chosen]

@@ -1,0 +1,171 @@
+"""The routes of the server: the page and its files, a session, data.
+
+    GET  /                  the page, which has no data in it
+    GET  /static/NAME       what it is made of
+    POST /session           buys a cookie with the token
+    GET  /api/stream        all runs, as server-sent events; with ?run=NAME one of them
+    GET  /api/alive         whether the session is known
+    GET  /api/compare       curves and settings of runs: ?run=A&run=B
+
+All answers have the headers of `access.py`, which sees each request first. Way in: `make_app`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from functools import partial
+from importlib.resources import files
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from instep.dashboard.access import HEADERS, Access, Scope
+from instep.dashboard.compared import MOST_RUNS, compare
+from instep.dashboard.listing import RunList
+from instep.dashboard.watch import Feeds
+from instep.errors import InstepError
+
+Send = Callable[[Any], Awaitable[None]]
+
+TYPES = {
+    "html": "text/html; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+FILES = ("page.css", "uplot.css", "uplot.js", "charts.js", "view.js", "page.js", "icon.svg")
+"""Files of the page, in `static`."""
+
+_MOST_BODY = 4096
+
+
+class Guarded:
+    """An application behind `Access`: refuses what is not allowed, and adds the headers."""
+
+    def __init__(self, app: Any, access: Access) -> None:
+        self._app, self._access = app, access
+
+    async def __call__(self, scope: Scope, receive: Any, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+            return
+        if status := self._access.refusal(scope):
+            await _refusal(status)(scope, receive, partial(_with_headers, send))
+            return
+        await self._app(scope, receive, partial(_with_headers, send))
+
+
+async def _with_headers(send: Send, message: Any) -> None:
+    if message["type"] == "http.response.start":
+        own = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+        message["headers"] = [*message.get("headers", ()), *own]
+    await send(message)
+
+
+def _refusal(status: int) -> Response:
+    return Response("refused\n", status, media_type="text/plain")
+
+
+class RouteAnswers:
+    """Answers of each route.
+
+    Args:
+        runs: which may be shown.
+        access: where tokens are exchanged.
+        executor: reads files.
+    """
+
+    def __init__(self, runs: RunList, access: Access, executor: Executor) -> None:
+        self._runs, self._access, self._executor = runs, access, executor
+        self._feeds = Feeds(runs, executor)
+        self._files = {name: _file(name) for name in (*FILES, "index.html")}
+
+    async def index(self, request: Request) -> Response:
+        """The page."""
+        return self._answer("index.html", request)
+
+    async def static(self, request: Request) -> Response:
+        """A file that it is made of."""
+        name = request.path_params["name"]
+        return self._answer(name, request) if name in FILES else _refusal(404)
+
+    def _answer(self, name: str, request: Request) -> Response:
+        plain, packed = self._files[name]
+        kind = TYPES[name.rpartition(".")[2]]
+        if "gzip" in request.headers.get("accept-encoding", ""):
+            return Response(packed, media_type=kind, headers={"content-encoding": "gzip"})
+        return Response(plain, media_type=kind)
+
+    async def session(self, request: Request) -> Response:
+        """Exchange a token."""
+        body = b""
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > _MOST_BODY:
+                return _refusal(413)
+        cookie = self._access.exchange(body)
+        if not cookie:
+            return _refusal(403)
+        return Response(b"{}", media_type="application/json", headers={"set-cookie": cookie})
+
+    async def stream(self, request: Request) -> Response:
+        """Push what changes to a page."""
+        feed = self._feeds.listing
+        if (name := request.query_params.get("run")) is not None:
+            try:
+                feed = self._feeds.of_run(name)
+            except InstepError:
+                return _refusal(404)
+        return StreamingResponse(feed.messages(), media_type="text/event-stream")
+
+    async def alive(self, request: Request) -> Response:
+        """Nothing; who has no session does not come here."""
+        return Response(b"{}", media_type="application/json")
+
+    async def compare(self, request: Request) -> Response:
+        """Several runs beside each other."""
+        names = list(dict.fromkeys(request.query_params.getlist("run")))
+        try:
+            paths = [self._runs.path_of(name) for name in names[: MOST_RUNS + 1]]
+        except InstepError:
+            return _refusal(404)
+        if not 0 < len(paths) <= MOST_RUNS:
+            return _refusal(400)
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(self._executor, compare, paths)
+        return _packed_json(found, request)
+
+
+def _packed_json(value: Any, request: Request) -> Response:
+    data, headers = msgspec.json.encode(value), {}
+    if "gzip" in request.headers.get("accept-encoding", ""):
+        data, headers = gzip.compress(data, 3), {"content-encoding": "gzip"}
+    return Response(data, media_type="application/json", headers=headers)
+
+
+def _file(name: str) -> tuple[bytes, bytes]:
+    """A file of the page, and the same compressed."""
+    plain = files("instep.dashboard.static").joinpath(name).read_bytes()
+    return plain, gzip.compress(plain, 9, mtime=0)
+
+
+def make_app(runs: RunList, access: Access, executor: Executor) -> Guarded:
+    """The application, for an ASGI server."""
+    pages = RouteAnswers(runs, access, executor)
+    routes = [
+        Route("/", pages.index, methods=["GET"]),
+        Route("/static/{name}", pages.static, methods=["GET"]),
+        Route("/session", pages.session, methods=["POST"]),
+        Route("/api/stream", pages.stream, methods=["GET"]),
+        Route("/api/alive", pages.alive, methods=["GET"]),
+        Route("/api/compare", pages.compare, methods=["GET"]),
+    ]
+    return Guarded(Starlette(routes=routes), access)

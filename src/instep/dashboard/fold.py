@@ -1,0 +1,118 @@
+"""A curve of any length in some hundred buckets: least, mean and most of the steps in each.
+
+A bucket has 1, 2, 4, ... steps, and begins at a multiple of that. When there are too many, each two
+neighbours become one, so that no step has to be read again and the memory does not grow. What is
+not finite counts in no mean. Way in: `Fold`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instep.store.run_files import Floats, Records
+
+MOST = 512
+"""Buckets of a curve at most; never less than half of it once there were so many steps."""
+
+_PLACES = {"points": 0.0, "known": 0.0, "total": 0.0, "low": np.inf, "high": -np.inf}
+_EMPTY = {**_PLACES, "last": -1.0, "time": -np.inf}
+
+
+class Fold:
+    """Takes points in any order of step, each once.
+
+    Args:
+        most: buckets.
+    """
+
+    def __init__(self, most: int = MOST) -> None:
+        self._most, self.width = most, 1
+        self._table: dict[str, Floats] = {name: np.zeros(0) for name in _EMPTY}
+
+    def copy(self) -> Fold:
+        """Another one of the same points, which may get more."""
+        twin = Fold(self._most)
+        twin.width, twin._table = self.width, {k: v.copy() for k, v in self._table.items()}
+        return twin
+
+    def add(self, steps: Records, values: Floats, times: Floats) -> None:
+        """Add points.
+
+        Args:
+            steps: [points], 0 or more.
+            values: [points]; those that are not finite leave a gap where a bucket has no other.
+            times: [points], of which a bucket keeps the latest.
+        """
+        if not len(steps):
+            return
+        newest = int(steps.max())
+        while newest // self.width >= self._most:
+            self._widen()
+        if np.any(steps[1:] < steps[:-1]):
+            order = np.argsort(steps, kind="stable")
+            steps, values, times = steps[order], values[order], times[order]
+        index = steps // self.width
+        begins = np.concatenate([[0], np.flatnonzero(np.diff(index)) + 1])
+        at = index[begins]
+        self._grow(newest // self.width + 1)
+        finite = np.isfinite(values)
+        table = self._table
+        table["points"][at] += np.diff(np.append(begins, len(steps)))
+        table["known"][at] += np.add.reduceat(finite, begins, dtype=np.int64)
+        table["total"][at] += np.add.reduceat(np.where(finite, values, 0.0), begins)
+        lows = np.minimum.reduceat(np.where(finite, values, np.inf), begins)
+        table["low"][at] = np.minimum(table["low"][at], lows)
+        highs = np.maximum.reduceat(np.where(finite, values, -np.inf), begins)
+        table["high"][at] = np.maximum(table["high"][at], highs)
+        table["last"][at] = np.maximum(table["last"][at], np.maximum.reduceat(steps, begins))
+        table["time"][at] = np.maximum(table["time"][at], np.maximum.reduceat(times, begins))
+
+    def _grow(self, size: int) -> None:
+        missing = size - len(self._table["points"])
+        if missing > 0:
+            for name, empty in _EMPTY.items():
+                self._table[name] = np.append(self._table[name], np.full(missing, empty))
+
+    def _widen(self) -> None:
+        self.width *= 2
+        if len(self._table["points"]) % 2:
+            self._grow(len(self._table["points"]) + 1)
+        for name in _EMPTY:
+            pairs = self._table[name].reshape(-1, 2)
+            if name in ("points", "known", "total"):
+                self._table[name] = pairs.sum(1)
+            else:
+                self._table[name] = pairs.min(1) if name == "low" else pairs.max(1)
+
+    @property
+    def _there(self) -> NDArray[np.bool_]:
+        return self._table["points"] > 0
+
+    @property
+    def step(self) -> Records:
+        """The last step of each bucket that has one, [buckets] int64."""
+        return self._table["last"][self._there].astype(np.int64)
+
+    @property
+    def time(self) -> Floats:
+        """The latest time of each, [buckets]."""
+        return self._table["time"][self._there]
+
+    @property
+    def total(self) -> Floats:
+        """The sum of the finite values of each, [buckets]."""
+        return self._table["total"][self._there]
+
+    def curve(self) -> dict[str, Any]:
+        """`mean`, and `low` and `high` if a bucket has several points; NaN where none is finite."""
+        there = self._there
+        known, total = self._table["known"][there], self._table["total"][there]
+        gaps = known == 0
+        found = {"mean": np.where(gaps, np.nan, total / np.maximum(known, 1))}
+        if self.width > 1:
+            for name in ("low", "high"):
+                found[name] = np.where(gaps, np.nan, self._table[name][there])
+        return found

@@ -1,0 +1,204 @@
+"""The runs of a folder, a row for each: what `instep list --json` has, and the best of each metric.
+
+A run that has ended is read once, and again only when its files have changed; of one that is as
+most are (one session, ended) the events alone say everything. Way in: `RunList`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from instep.dashboard.live import LiveRun
+from instep.dashboard.sections import has_links
+from instep.dashboard.tail import last_bytes
+from instep.errors import InstepError, RunError
+from instep.events import STEPS
+from instep.formats import FORMAT
+from instep.report.terminal.status import State, state_of
+from instep.store.folder import is_running
+from instep.store.ledger import last_step
+from instep.store.run_files import Event, events_of, returns_in, step_ends
+from instep.store.run_folder import WINDOW
+from instep.store.run_members import RunMembers
+from instep.words import not_utf8
+
+_FORMAT = re.compile(rb"^format = (\d+)$", re.MULTILINE)
+
+Row = dict[str, Any]
+
+
+class RunList:
+    """Looks at a folder of runs, or at one run.
+
+    Args:
+        folder: that has run folders in it, or is one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.single = (folder / "job.toml").is_file()
+        self.folder = folder.resolve().parent if self.single else folder.resolve()
+        self._only = folder.resolve().name if self.single else ""
+        self._rows: dict[str, tuple[Any, Row]] = {}
+        self._live: dict[str, LiveRun] = {}
+
+    def paths(self) -> Iterator[Path]:
+        """The folders of runs that may be shown: no links, as they may lead elsewhere."""
+        if not self.folder.is_dir():
+            return
+        for path in sorted(self.folder.iterdir()):
+            mine = not self._only or path.name == self._only
+            if mine and not_utf8(path.name) is None and _may_be_shown(path):
+                yield path
+
+    def path_of(self, name: str) -> Path:
+        """The folder of a run by its name.
+
+        Raises:
+            RunError: there is no such run here.
+        """
+        path = self.folder / name
+        plain = name not in ("", ".", "..") and not {"/", "\0"} & {*name}
+        mine = plain and not_utf8(name) is None and (not self._only or name == self._only)
+        if not mine or not _may_be_shown(path) or has_links(path):
+            raise RunError("there is no such run.")
+        return path
+
+    def rows(self) -> dict[str, Row]:
+        """A row for each run by name; one that cannot be read has `error`. Rows that have not
+        changed are the same objects."""
+        found: dict[str, tuple[Any, Row]] = {}
+        for path in self.paths():
+            name = path.name
+            try:
+                if has_links(path):
+                    raise RunError("a file of it is a link, which may lead elsewhere.")
+                running = is_running(path)
+                key = _looks(path), running
+                known = self._rows.get(name)
+                if known and known[0] == key:
+                    found[name] = known
+                    continue
+                row = self._live_row(path) if running else _ended_row(path)
+                found[name] = key, row
+                if not running:
+                    self._live.pop(name, None)
+            except (InstepError, OSError) as error:
+                found[name] = None, {"name": name, "error": str(error)}
+        self._rows = found
+        self._live = {name: live for name, live in self._live.items() if name in found}
+        return {name: row for name, (_, row) in found.items()}
+
+    def _live_row(self, path: Path) -> Row:
+        run = self._live.get(path.name)
+        if run is None:
+            run = self._live[path.name] = LiveRun(path)
+        run.look()
+        status = run.status("running")
+        state = State(
+            path.name,
+            "running",
+            run.times.first,
+            run.times.seconds,
+            run.members.team,
+            run.last_step,
+            run.plan.steps,
+            run.last("validated").get("metrics") or {},
+        )
+        events = run.named("validated")
+        more = {"samples_per_s": status["samples_per_s"], "eta_s": status["eta_s"]}
+        return _row(state, events, run.last("model_saved"), more)
+
+
+def _may_be_shown(path: Path) -> bool:
+    return not path.is_symlink() and (path / "job.toml").is_file()
+
+
+def _looks(path: Path) -> Any:
+    found = []
+    for name in ("job.toml", "events.jsonl", "ledger.bin", "steps.bin", "summary.json"):
+        with suppress(FileNotFoundError):
+            about = (path / name).stat()
+            found.append((name, about.st_size, about.st_mtime_ns, about.st_ino))
+    return found
+
+
+def _ended_row(path: Path) -> Row:
+    events = events_of(path / "events.jsonl")
+    state = _brief(path, events) or state_of(path)
+    more = {"samples_per_s": _summary(path).get("samples_per_second"), "eta_s": None}
+    saved = [e for e in events if e["event"] == "model_saved"]
+    validated = [e for e in events if e["event"] == "validated"]
+    return _row(state, validated, saved[-1] if saved else {}, more)
+
+
+def _row(state: State, validations: list[Event], saved: Event, more: Row) -> Row:
+    table = {key: value for key, value in state.as_table().items() if key != "best"}
+    return {
+        **table,
+        **more,
+        "parameters_sha256": saved.get("parameters_sha256"),
+        "best": _best(validations),
+    }
+
+
+def _best(validations: list[Event]) -> dict[str, dict[str, Any]]:
+    """By metric, `least` and `most`: the value and its step."""
+    found: dict[str, dict[str, Any]] = {}
+    for event in validations:
+        for name, value in (event.get("metrics") or {}).items():
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                continue
+            best = found.setdefault(name, {"least": [value, event["step"]]})
+            best.setdefault("most", best["least"])
+            if value < best["least"][0]:
+                best["least"] = [value, event["step"]]
+            if value > best["most"][0]:
+                best["most"] = [value, event["step"]]
+    return found
+
+
+def _summary(path: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        found = json.loads((path / "summary.json").read_bytes())
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _brief(path: Path, events: list[Event]) -> State | None:
+    """Say what `state_of` says of a run of one session that has ended; None for others."""
+    told = _FORMAT.search((path / "job.toml").read_bytes())
+    sessions = [e for e in events if e["event"] in ("run_started", "run_finished")]
+    names = [each["event"] for each in sessions]
+    members = RunMembers(events, np.zeros(0, STEPS), np.zeros(0, STEPS), 0)
+    plain = names == ["run_started", "run_finished"] and members.generations
+    if not plain or not told or int(told[1]) != FORMAT or returns_in(events):
+        return None
+    began, ended = sessions
+    step = int(ended.get("step") or 0)
+    if last_step(path / "ledger.bin") > step:
+        return None
+    latest = max(float(event["time"]) for event in events)
+    data = last_bytes(path / "steps.bin", WINDOW * STEPS.itemsize)
+    data = data[: len(data) // STEPS.itemsize * STEPS.itemsize]
+    ends = step_ends(np.frombuffer(data, STEPS))
+    latest = max(latest, float(ends.max(initial=0.0)))
+    ready = [e for e in events if e["event"] == "worker_ready"]
+    validated = [e for e in events if e["event"] == "validated"]
+    return State(
+        path.name,
+        str(ended["outcome"]),
+        float(began["time"]),
+        latest - float(began["time"]),
+        members.team,
+        step,
+        ready[-1].get("last_step") if ready else None,
+        (validated[-1].get("metrics") or {}) if validated else {},
+    )

@@ -1,0 +1,271 @@
+"""A run that trains, read as it grows: nothing is read twice, and memory does not grow with it.
+
+`Progress` computes the figures of the terminal's live table; curves are folded (`fold.py`). Where
+the run goes back, or a file was replaced, all is read again. Way in: `LiveRun`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from instep.checksums import table_of
+from instep.dashboard.fold import Fold
+from instep.dashboard.so_far import LedgerSoFar, StepsSoFar
+from instep.dashboard.tail import Rewritten, Tail
+from instep.errors import RunError, SpecError
+from instep.events import LEDGER, LEDGER_START, STEPS
+from instep.job.file import build
+from instep.report.figures.progress import Progress
+from instep.report.terminal.status import in_beats, status_table
+from instep.store.run_files import (
+    Event,
+    Floats,
+    Records,
+    existing,
+    job_of,
+    possible_steps,
+    returns_in,
+    without_discarded,
+)
+from instep.store.run_folder import RunPlan
+from instep.store.run_members import RunMembers
+from instep.store.run_traffic import TrafficCounter
+from instep.vocabulary import wrong_in
+
+_MOST_TIMES, _MOST_RECENT = 2048, 1 << 16
+_FREQUENT = ("traffic", "logged", "trial_progress", "participants_apart", "lag_measured")
+"""Events of which there may be many, and of which only figures are kept."""
+
+
+class LiveTimes:
+    """The sessions of a run, as they come."""
+
+    def __init__(self) -> None:
+        self._sessions: list[tuple[float, float]] = []
+
+    def start(self, at: float) -> None:
+        """Begin a session, Unix seconds."""
+        self._sessions.append((at, at))
+
+    def reach(self, at: float) -> None:
+        """Note that something happened, Unix seconds."""
+        if self._sessions and at > self.end:
+            self._sessions[-1] = self.begin, at
+
+    @property
+    def begin(self) -> float:
+        """When the latest one began, Unix seconds; 0 if there is none."""
+        return self._sessions[-1][0] if self._sessions else 0.0
+
+    @property
+    def end(self) -> float:
+        """When the last thing happened, Unix seconds; 0 if nothing has."""
+        return self._sessions[-1][1] if self._sessions else 0.0
+
+    @property
+    def first(self) -> float | None:
+        """When the run began, Unix seconds."""
+        return self._sessions[0][0] if self._sessions else None
+
+    def elapsed(self, times: Floats | float) -> Floats:
+        """Give Unix times as seconds of this run; time between two sessions does not count."""
+        moments = np.asarray(times, dtype=np.float64)
+        spent = np.zeros_like(moments)
+        for begin, end in self._sessions:
+            spent = spent + np.clip(moments, begin, end) - begin
+        return spent
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that the run has taken."""
+        return sum(end - begin for begin, end in self._sessions)
+
+
+class LiveRun:
+    """A run as far as it has written.
+
+    Args:
+        path: its folder.
+        clock: Unix seconds.
+
+    Raises:
+        RunError: it is not the folder of a run, or it is damaged.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        self.path, self._clock = existing(path), clock
+        try:
+            self.job = job_of(path)
+            self.spec = build(self.job, source=str(path / "job.toml"))
+        except SpecError as error:
+            raise RunError(f"{path} cannot be read as a run: {error}") from None
+        self._begin()
+
+    def _begin(self) -> None:
+        path = self.path
+        self._tails = Tail(path / "events.jsonl"), Tail(path / "steps.bin", STEPS.itemsize)
+        self._ledger_tail = Tail(path / "ledger.bin", LEDGER.itemsize, LEDGER_START)
+        self._kept: list[Event] = []
+        self._returns = 0
+        self.logged: dict[str, Fold] = {}
+        """Values that callbacks have logged, by name."""
+        self.traffic = TrafficCounter(_MOST_TIMES)
+        self.steps, self.ledger = StepsSoFar(), LedgerSoFar(self.spec)
+        self.times = LiveTimes()
+        self._now = self._clock()
+        self.progress = Progress(self.spec, self.path.name, lambda: self._now)
+        self._caught_up = False
+
+    def look(self) -> bool:
+        """Read what is new; whether there was anything.
+
+        Raises:
+            RunError: a file is damaged, or cannot be read.
+        """
+        try:
+            try:
+                return self._look()
+            except Rewritten:
+                self._begin()
+                return self._look()
+        except (Rewritten, OSError) as error:
+            raise RunError(f"{self.path} cannot be read: {error or 'it changes'}.") from None
+
+    def _look(self) -> bool:
+        events = self._new_events()
+        if not self._caught_up:
+            self._catch_up(events)
+            return True
+        if len(returns_in(self._kept)) != self._returns:
+            raise Rewritten  # steps that were read do not count any more
+        self._now = self._clock()
+        for event in events:
+            self.progress.event(event)
+        steps, ledger = self._new_steps(), self._new_ledger()
+        if len(steps) or len(ledger):
+            self.progress.records(ledger, steps)
+        return bool(events or len(steps) or len(ledger))
+
+    def _new_events(self) -> list[Event]:
+        found: list[Event] = []
+        while lines := self._tails[0].new():
+            for line in lines.splitlines():
+                try:
+                    event = table_of(line)
+                    wrong = wrong_in(event)
+                except (ValueError, RecursionError) as error:
+                    wrong = str(error)
+                if wrong:
+                    raise RunError(f"{self.path / 'events.jsonl'} is damaged: {wrong}.")
+                found.append(event)
+                self._take(event)
+        return found
+
+    def _take(self, event: Event) -> None:
+        self.traffic.take(event)
+        what, at = event["event"], float(event["time"])
+        if what == "run_started":
+            self.times.start(at)
+        self.times.reach(at)
+        if what == "logged":
+            for name, value in event["values"].items():
+                number = float(value) if isinstance(value, int | float) else np.nan
+                fold = self.logged.setdefault(name, Fold())
+                fold.add(np.array([event["step"]]), np.array([number]), np.array([at]))
+        if what not in _FREQUENT:
+            self._kept.append(event)
+        if what in ("worker_ready", "data_divided"):
+            self.ledger.know(self.last("worker_ready"), self.last("data_divided"))
+
+    def _new_steps(self) -> Records:
+        return np.concatenate([np.zeros(0, STEPS), *self._pieces_of_steps()])
+
+    def _pieces_of_steps(self) -> Any:
+        while data := self._tails[1].new():
+            records = possible_steps(np.frombuffer(data, STEPS), self.path / "steps.bin")
+            counted = self.steps.take(records)
+            self.times.reach(self.steps.end)
+            yield counted
+
+    def _new_ledger(self) -> Records:
+        found = [np.zeros(0, LEDGER)]
+        while data := self._ledger_tail.new():
+            found.append(np.frombuffer(data, LEDGER))
+            self.ledger.take(found[-1])
+            del found[: -1 if len(found) > 64 else 0]  # of a long one, its end
+        return np.concatenate(found)
+
+    def _catch_up(self, events: list[Event]) -> None:
+        """Read a run from its beginning; only its end is told to `Progress` step by step."""
+        returns = returns_in(self._kept)
+        self._returns = len(returns)
+        self.steps = StepsSoFar([(float(e["time"]), step) for e, step in returns])
+        recent: list[Records] = []
+        for piece in self._pieces_of_steps():
+            recent.append(piece)
+            if len(recent) > 4 and sum(map(len, recent)) > _MOST_RECENT:
+                del recent[0]
+        steps = np.concatenate([np.zeros(0, STEPS), *recent])[-4 * _MOST_RECENT :]
+        ledger = self._new_ledger()
+        self._now = self.times.begin or self._clock()
+        self._caught_up, progress = True, Progress(self.spec, self.path.name, lambda: self._now)
+        for event in without_discarded(events):
+            self._now = float(event["time"])
+            progress.event(event)
+        for at, beat in in_beats(steps):
+            self._now = at
+            progress.records(ledger[:0], beat)
+        progress.records(ledger[ledger["step"] <= self.last_step], steps[:0])
+        self._now, self.progress = self._clock(), progress
+
+    def last(self, name: str) -> Event:
+        """The newest event of one name; an empty dict if there is none."""
+        return next((e for e in reversed(self._kept) if e["event"] == name), {})
+
+    @property
+    def plan(self) -> RunPlan:
+        """The steps that it is to take."""
+        return self.ledger.plan
+
+    @property
+    def joined(self) -> bool:
+        """Whether its processes called `instep.join`."""
+        return bool(self.last("run_started").get("started_by") == "join")
+
+    @property
+    def events(self) -> list[Event]:
+        """Events that count, oldest first, without those of which there are many."""
+        return without_discarded(self._kept)
+
+    @property
+    def members(self) -> RunMembers:
+        """Workers and servers."""
+        none = np.zeros(0, STEPS), np.zeros(0, LEDGER)
+        return RunMembers(self.events, *none, self.spec.workers)
+
+    @property
+    def last_step(self) -> int:
+        """The last committed step."""
+        return max(int(self.ending.get("step") or 0), self.ledger.last_step)
+
+    @property
+    def ending(self) -> Event:
+        """How the latest session ended; empty while it has not."""
+        ends = [e for e in self._kept if e["event"] in ("run_started", "run_finished")]
+        return ends[-1] if ends and ends[-1]["event"] == "run_finished" else {}
+
+    def status(self, state: str) -> dict[str, Any]:
+        """Give what `instep status --json` prints of it now."""
+        progress = self.progress
+        progress.over = state != "running"
+        self._now = self._clock() if state == "running" else self.times.end
+        return status_table(progress, self.path, state, self.last_step)
+
+    def named(self, name: str) -> list[Event]:
+        """Events of one name that count, oldest first."""
+        return [each for each in self.events if each["event"] == name]

@@ -1,0 +1,208 @@
+"""The parts of a run's page as plain data, of a run that trains or has ended.
+
+Each has the same form for both, so that the page does not know which it is. Nothing here is markup.
+Ways in: `live_sections`, `settled_sections`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from instep.dashboard.live import LiveRun
+from instep.dashboard.logs import last_lines
+from instep.report.figures.participants import of_participants
+from instep.report.figures.proof import prove
+from instep.report.figures.settings import flat
+from instep.report.figures.summary import (
+    cause_words,
+    exactness_words,
+    finite,
+    summarise,
+    time_split,
+    verdict_of,
+)
+from instep.report.terminal.screen import notice, progress_words
+from instep.report.terminal.status import Status, next_commands
+from instep.store.run_files import PARTS, Event
+from instep.store.run_folder import RunFolder
+from instep.units import readable_count, readable_seconds
+from instep.words import command
+
+_MOST_EVENTS, _MOST_WORKERS, _MOST_SETTINGS = 200, 64, 400
+
+_LOST = ("worker_failed", "worker_lost", "worker_hung", "host_lost", "corruption_found")
+
+
+def live_sections(run: LiveRun, state: str) -> dict[str, Any]:
+    """Parts of the page of a run that is read as it grows."""
+    progress = run.progress
+    status = run.status(state)
+    text = f"Running for {readable_seconds(run.times.seconds)}: {progress_words(progress)}."
+    if not progress.steps_seen and state == "running":
+        text = f"Starting: {progress.waiting_for()}."
+    elif state != "running":
+        text = f"{state.capitalize()} after {readable_seconds(run.times.seconds)}, "
+        text += f"{readable_count(run.last_step)} steps."
+    ended = {"completed": "good", "running": "live", "failed": "bad"}
+    audit = run.ledger.as_table()
+    resume = command("resume", run.path)
+    return {
+        **_shared(run, run.times.elapsed),
+        "verdict": {"mark": ended.get(state, "calm"), "text": text},
+        "status": status,
+        "summary": None,
+        "seconds": round(run.times.seconds, 1),
+        "workers": _live_workers(run),
+        "audit": {**audit, "text": _audit_words(audit)},
+        "next": next_commands(run.path, state, run.last_step, resume, run.joined),
+    }
+
+
+def settled_sections(folder: RunFolder) -> dict[str, Any]:
+    """Parts of that of a run that has ended: `instep status --json` and `summary.json`."""
+    status, summary = Status(folder.path), summarise(folder)
+    mark, text = verdict_of(summary)
+    proof = prove(folder)
+    audit = {key: value for key, value in proof.as_table().items() if key != "epochs"}
+    audit["untiled_steps"] = len(proof.untiled)
+    used = readable_count(summary["samples"])
+    return {
+        **_shared(folder, folder.times.elapsed),
+        "verdict": {"mark": mark, "text": text},
+        "status": status.as_table(),
+        "summary": _written_summary(folder.path) or summary,
+        "seconds": round(folder.times.seconds, 1),
+        "workers": _settled_workers(folder, status),
+        "audit": {**audit, "text": f"{used} samples, {exactness_words(summary)}."},
+        "next": status.next_commands(),
+    }
+
+
+def _written_summary(path: Path) -> dict[str, Any] | None:
+    """Read what the run itself has written, where that is newer than its events."""
+    file = path / "summary.json"
+    with suppress(OSError, ValueError):
+        if file.is_symlink() or file.stat().st_mtime < (path / "events.jsonl").stat().st_mtime:
+            return None
+        found = json.loads(file.read_bytes())
+        return found if isinstance(found, dict) else None
+    return None
+
+
+def _shared(run: LiveRun | RunFolder, elapsed: Any) -> dict[str, Any]:
+    members = run.members
+    events = run.events
+    participants = of_participants(run)
+    saved = [e for e in events if e["event"] == "checkpoint_saved"]
+    return {
+        "name": run.path.name,
+        "path": str(run.path),
+        "job": run.spec.name,
+        "epochs": run.spec.train.epochs,
+        "events": _happened(events, members.servers, elapsed),
+        "generations": len(members.generations),
+        "checkpoints": [_plain(each, elapsed) for each in saved[-_MOST_EVENTS:]],
+        "saved": len(saved),
+        "participants": participants and finite(participants._asdict()),
+        "settings": [list(pair) for pair in flat(run.job)][:_MOST_SETTINGS],
+        "logs": last_lines(run.path),
+    }
+
+
+def _plain(event: Event, elapsed: Any) -> dict[str, Any]:
+    table = {key: event.get(key) for key in ("step", "path", "size_bytes", "held_s", "seconds")}
+    return {**table, "at": round(float(elapsed(event["time"])), 2)}
+
+
+def _happened(events: list[Event], servers: Collection[int], elapsed: Any) -> list[dict[str, Any]]:
+    """List what changed the run, oldest first; of many, the newest."""
+    found, generations = [], 0
+    for event in events:
+        what = event["event"]
+        generations += what == "generation_started"
+        with suppress(KeyError, TypeError, AttributeError):  # a field that another version lacks
+            if text := _words(event, generations, servers):
+                kind = "bad" if what in _LOST else "calm"
+                kind = "new" if what in ("generation_started", "run_started") else kind
+                at = round(float(elapsed(event["time"])), 2)
+                found.append({"at": at, "time": event["time"], "kind": kind, "text": text})
+    return found[-_MOST_EVENTS:]
+
+
+def _words(event: Event, generations: int, servers: Collection[int]) -> str:
+    what = event["event"]
+    if what == "run_started":
+        resumed = event.get("resumed_step")
+        return "started" if resumed is None else f"resumed from step {readable_count(resumed)}"
+    if what == "generation_started" and generations == 1:
+        members = event["members"]
+        count = len(members) if isinstance(members, list) else members
+        return f"first generation, with {count} processes"
+    if what == "run_finished":
+        return f"{event['outcome']} at step {readable_count(event.get('step') or 0)}"
+    if what == "worker_lost":
+        cause = event.get("cause") or "no cause is known"
+        return f"worker {event['worker']} was lost at step {event.get('step')}: {cause}"
+    if what == "host_lost":
+        return f"host {event['host']} was lost: {event.get('why')}"
+    said = notice(event, generations=generations, servers=servers) or ""
+    return f"{said}: {cause_words(event)}" if what == "worker_failed" else said
+
+
+def _audit_words(audit: Mapping[str, Any]) -> str:
+    used = readable_count(audit["used"])
+    if audit["wrong_steps"]:
+        wrong = readable_count(audit["wrong_steps"])
+        return f"{used} samples used; {wrong} steps did not take what the job gives them."
+    if audit["exact"]:
+        step = readable_count(audit["last_step"])
+        return f"{used} samples used; up to step {step} each step took exactly what is due."
+    return f"{used} samples used; whether each was used once is checked at the end."
+
+
+def _live_workers(run: LiveRun) -> list[dict[str, Any]]:
+    rows, _ = run.progress.rows(_MOST_WORKERS)
+    found = []
+    for row in rows:
+        parts = run.steps.parts.get(int(row.name)) if row.name.isdigit() else None
+        found.append({**finite(row._asdict()), "parts": _parts(parts)})
+    return sorted(found, key=lambda each: (not each["name"].isdigit(), each["name"].zfill(9)))
+
+
+def _parts(seconds: Any) -> dict[str, float] | None:
+    """The part of the time that each part of a step takes, 0 to 1."""
+    if seconds is None or not (whole := float(np.sum(seconds))):
+        return None
+    return {name: round(float(s) / whole, 4) for name, s in zip(PARTS, seconds, strict=True)}
+
+
+def _settled_workers(folder: RunFolder, status: Status) -> list[dict[str, Any]]:
+    rows, _ = status.progress.rows(_MOST_WORKERS)
+    found = []
+    for row in rows:
+        split = time_split(folder, int(row.name)) if row.name.isdigit() else {}
+        seconds = [split.get(part, 0.0) for part in PARTS]
+        mine = folder.steps_of(int(row.name)) if row.name.isdigit() else folder.steps[:0]
+        total = max(int(folder.steps["samples"].sum()), 1)
+        took = folder.times.training_seconds(int(row.name)) if len(mine) else 0.0
+        table = {
+            **row._asdict(),
+            "share": float(mine["samples"].sum()) / total,
+            "rate": float(mine["samples"].sum()) / took if took else 0.0,
+            "wait": split.get("wait", 0.0) / took if took else 0.0,
+        }
+        found.append({**finite(table), "parts": _parts(seconds)})
+    return sorted(found, key=lambda each: (not each["name"].isdigit(), each["name"].zfill(9)))
+
+
+def has_links(path: Path) -> bool:
+    """Whether a file that is read here is a link: what it shows would not be the run's."""
+    names = ("job.toml", "run.id", "events.jsonl", "ledger.bin", "steps.bin", "steps.crc")
+    return any(os.path.islink(path / name) for name in (*names, "summary.json"))

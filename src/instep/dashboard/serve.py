@@ -1,0 +1,232 @@
+"""Starts the server: a socket, a link with a token, and uvicorn until it is interrupted.
+
+`starlette` and `uvicorn` are in the extra `dashboard`. Ways in: `serve` in this process, `beside`
+for one of its own.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import secrets
+import socket
+import ssl
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from instep.errors import SpecError
+
+LOOPBACK = "127.0.0.1"
+LAST_LOOK_S = 1.0
+"""Seconds in which open pages are told how a run has ended, before the process beside it ends."""
+PORTS = range(8600, 8650)
+"""The first free one is taken where none is given."""
+
+
+class ListeningSocket(NamedTuple):
+    """A socket that listens, and how it is called."""
+
+    socket: socket.socket
+    scheme: str
+    hosts: list[str]
+    """Names with port; the first one is in the link."""
+
+    @property
+    def port(self) -> int:
+        """Its number."""
+        return int(self.socket.getsockname()[1])
+
+    def link(self, token: str) -> str:
+        """An address with the token in its fragment, which no browser sends."""
+        return f"{self.scheme}://{self.hosts[0]}/#{token}"
+
+
+def check_installed() -> None:
+    """Refuse to start without the packages of the extra.
+
+    Raises:
+        SpecError: says how to get them.
+    """
+    if any(find_spec(name) is None for name in ("starlette", "uvicorn")):
+        raise SpecError(
+            "the dashboard needs the packages starlette and uvicorn, which are not installed. "
+            "Get them with: pip install 'instep[dashboard]'"
+        )
+
+
+def listen(port: int = 0, address: str = "", *, encrypted: bool = False) -> ListeningSocket:
+    """Listen on an address.
+
+    Args:
+        port: 0 for the first free one of `PORTS`.
+        address: of this machine; by default loopback, which no other machine reaches.
+        encrypted: whether there are certificates.
+
+    Raises:
+        SpecError: it is not loopback, and there are no certificates; or it cannot be used.
+    """
+    host = address or LOOPBACK
+    if not is_loopback(host) and not encrypted:
+        raise SpecError(
+            f"--address {host}: other machines could read along. Give --certificates FOLDER too, "
+            f"or leave it out and use a tunnel: ssh -L {port or PORTS[0]}:localhost:"
+            f"{port or PORTS[0]} {socket.gethostname()}"
+        )
+    failed: list[OSError] = []
+    for number in [port] if port else PORTS:
+        try:
+            made = socket.create_server((host, number), family=_family(host), backlog=256)
+        except OSError as error:
+            failed.append(error)
+            continue
+        return ListeningSocket(made, "https" if encrypted else "http", _names(host, number))
+    where = f"{host} port {port}" if port else f"{host}, ports {PORTS[0]} to {PORTS[-1]}"
+    raise SpecError(f"the dashboard cannot listen on {where}: {failed[-1].strerror}.")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address; a name that cannot be told is not."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _names(host: str, port: int) -> list[str]:
+    names = [f"[{host}]" if ":" in host else host]
+    if is_loopback(host):
+        names += [name for name in (LOOPBACK, "localhost", "[::1]") if name not in names]
+    elif host in ("0.0.0.0", "::"):
+        names = [socket.gethostname(), *names]
+    return [f"{name}:{port}".lower() for name in names]
+
+
+def serve(
+    runs: Path,
+    at: ListeningSocket,
+    token: str = "",
+    say: Callable[[str], object] = lambda link: None,
+    certificates: Path | None = None,
+) -> None:
+    """Serve until the process is interrupted.
+
+    Args:
+        runs: a folder of runs, or of one.
+        token: that the first link has; a random one if it is left out.
+        say: told each link that is fit to be opened: another one when one was used.
+        certificates: folder of `instep certificates`, for HTTPS.
+    """
+    import uvicorn
+
+    from instep.dashboard.access import Access
+    from instep.dashboard.app import make_app
+    from instep.dashboard.guard import GuardedProtocol
+    from instep.dashboard.listing import RunList
+
+    access = Access(at.hosts, at.scheme, at.port, token, lambda new: say(at.link(new)))
+    if not token:
+        say(at.link(access.token))
+    with ThreadPoolExecutor(2) as executor, _tls(certificates, at) as options:
+        app: Any = make_app(RunList(runs), access, executor)
+        config = uvicorn.Config(
+            app,
+            http=GuardedProtocol,
+            ws="none",
+            lifespan="off",
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=15,
+            timeout_graceful_shutdown=1,
+            h11_max_incomplete_event_size=1 << 14,
+            **options,
+        )
+        with suppress(KeyboardInterrupt):
+            uvicorn.Server(config).run(sockets=[at.socket])
+
+
+@contextmanager
+def _tls(folder: Path | None, at: ListeningSocket) -> Iterator[dict[str, Any]]:
+    """Options of uvicorn for HTTPS, with a certificate of the folder's authority."""
+    if folder is None:
+        yield {}
+        return
+    from instep.launch.join_folder import JoinFolder
+
+    names = [name.rpartition(":")[0].strip("[]") for name in at.hosts]
+    credentials = JoinFolder(folder).for_names(names)
+    with tempfile.TemporaryDirectory() as temporary:
+        file = Path(temporary) / "server.pem"
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as written:
+            written.write(credentials.own + credentials.authority)
+        pem = {"ssl_certfile": str(file), "ssl_keyfile": str(file)}
+        yield {**pem, "ssl_version": ssl.PROTOCOL_TLS_SERVER}
+
+
+@contextmanager
+def beside(runs: Path, say: Callable[[str], object]) -> Iterator[None]:
+    """For as long as the context lasts, have another process serve; `say` is told the link.
+
+    Raises:
+        SpecError: the packages are missing, or no port is free.
+    """
+    check_installed()
+    at, token = listen(), secrets.token_urlsafe(32)
+    about = {"runs": str(runs.absolute()), "token": token, "fd": at.socket.fileno()}
+    reading, writing = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "instep.dashboard.serve"],
+        stdin=reading,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[at.socket.fileno()],
+        start_new_session=True,  # Ctrl-C reaches only us
+    )
+    os.close(reading)
+    link = at.link(token)
+    try:
+        with open(writing, "wb", buffering=0) as told:  # its end ends the process
+            told.write(json.dumps({**about, "hosts": at.hosts}).encode() + b"\n")
+            at.socket.close()
+            say(link)
+            yield
+    finally:
+        try:
+            process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def main() -> None:
+    """Serve for the process that started this one, until it closes standard input."""
+    about = json.loads(sys.stdin.readline())
+    at = ListeningSocket(socket.socket(fileno=about["fd"]), "http", about["hosts"])
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    serve(Path(about["runs"]), at, about["token"])
+
+
+def _end_with_input() -> None:
+    sys.stdin.read()
+    time.sleep(LAST_LOOK_S)
+    os._exit(0)  # nothing is written that could be cut short
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Results of the records of a run so far, without keeping them: curves, parts of steps, audit.
+
+Records come in the order of the files, in pieces of any size. Ways in: `StepsSoFar`, `LedgerSoFar`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from instep.dashboard.fold import Fold
+from instep.events import LEDGER, STEPS
+from instep.job.spec import JobSpec
+from instep.report.figures.proof import untiled
+from instep.store.run_files import PARTS, Event, Floats, Records, step_ends
+from instep.store.run_folder import WINDOW, RunPlan, last_whole_step
+
+OPEN = 256
+"""Steps that may still get records of other workers, or be computed again."""
+
+MEMORY_STEPS = 20.0
+"""Over so many steps the parts of a step are averaged."""
+
+PARTS_S = [f"{part}_s" for part in PARTS]
+
+
+class StepsSoFar:
+    """Takes records of steps.
+
+    Args:
+        discards: events at which the run went back: Unix seconds, and the step it went back to.
+    """
+
+    def __init__(self, discards: Sequence[tuple[float, int]] = ()) -> None:
+        self._discards = discards
+        self._loss, self._norm = Fold(), Fold()
+        self._open: Records = np.zeros(0, STEPS)
+        self.records, self.begin, self.end = 0, 0.0, 0.0
+        """How many there were; when the first step began and the last one ended, Unix seconds."""
+        self.parts: dict[int, Floats] = {}
+        """Seconds of each part of recent steps, by worker, [parts]; `PARTS` names them."""
+
+    def take(self, steps: Records) -> Records:
+        """Take records; returns those that count, [any] of `STEPS`."""
+        for time, step in self._discards:
+            steps = steps[(steps["step"] <= step) | (steps["begin"] >= time)]
+        if not len(steps):
+            return steps
+        self.records += len(steps)
+        self.begin = min(self.begin or np.inf, float(steps["begin"].min()))
+        self.end = max(self.end, float(step_ends(steps[-WINDOW:]).max()))
+        self._follow_parts(steps[-WINDOW:])
+        waiting = np.concatenate([self._open, steps]) if len(self._open) else steps
+        cut = int(waiting["step"].max()) - OPEN
+        over = waiting["step"] <= cut
+        _fold(waiting[over], self._loss, self._norm)
+        self._open = waiting[~over].copy()
+        return steps
+
+    def _follow_parts(self, steps: Records) -> None:
+        for worker in np.unique(steps["worker"]).tolist():
+            mine = steps[steps["worker"] == worker]
+            new = np.array([mine[part].sum(dtype=np.float64) for part in PARTS_S])
+            before = self.parts.get(worker, np.zeros(len(PARTS)))
+            self.parts[worker] = before * np.exp(-len(mine) / MEMORY_STEPS) + new
+
+    def curves(self) -> tuple[Fold, Fold]:
+        """Loss and norm of the gradient, of all steps so far."""
+        loss, norm = self._loss.copy(), self._norm.copy()
+        _fold(self._open, loss, norm)
+        return loss, norm
+
+
+def _fold(steps: Records, loss: Fold, norm: Fold) -> None:
+    """Add the results of some steps, whose records are all here; the later of two counts."""
+    if not len(steps):
+        return
+    number, ends = steps["step"], step_ends(steps)
+    if np.any(number[1:] <= number[:-1]):  # several workers, or a step that was repeated
+        order = np.lexsort((steps["begin"], number))
+        steps, number, ends = steps[order], number[order], ends[order]
+    begins = np.concatenate([[0], np.flatnonzero(np.diff(number)) + 1])
+    newest = np.append(begins[1:], len(number)) - 1
+    ends = np.maximum.reduceat(ends, begins)
+    loss.add(number[newest], steps["loss"][newest], ends)
+    norms = steps["gradient_norm"]
+    if np.isfinite(norms).any():
+        of = np.maximum.reduceat(np.where(np.isfinite(norms), norms, -np.inf), begins)
+        known = np.isfinite(of)
+        norm.add(number[newest][known], of[known].astype(np.float64), ends[known])
+
+
+class LedgerSoFar:
+    """Takes records of the ledger, and checks that each step took what the job gives it.
+
+    Where steps are not of one size, what each takes is known from the whole ledger alone, and it is
+    checked at the end.
+
+    Args:
+        spec: of the job.
+    """
+
+    def __init__(self, spec: JobSpec) -> None:
+        self._spec, self._is_fixed = spec, False
+        self.plan = RunPlan(spec, {}, {}, np.zeros(0, LEDGER))
+        self.records, self.samples = 0, 0
+        self.wrong = 0
+        """Steps whose records are not exactly the positions of their global batch."""
+        self.checked = 0
+        """The last step that is checked; 0 where that cannot be told step by step."""
+        self._used = Fold()
+        self._tail: Records = np.zeros(0, LEDGER)
+        self._unchecked: list[Records] = []
+        self._last: int | None = None
+
+    def know(self, ready: Event, divided: Event) -> None:
+        """Take the newest `worker_ready` and `data_divided` event."""
+        self._is_fixed, self._last = not ready.get("epoch_steps"), None
+        self.plan = RunPlan(self._spec, ready, divided, np.zeros(0, LEDGER))
+
+    def take(self, ledger: Records) -> None:
+        """Take the next records, [any] of `LEDGER`."""
+        if not len(ledger):
+            return
+        self._last = None
+        self.records += len(ledger)
+        self._tail = np.concatenate([self._tail, ledger[-WINDOW:]])[-WINDOW:]
+        taken = ledger["stop"] - ledger["first"]
+        self.samples += int(taken.sum())
+        step = ledger["step"].astype(np.int64)
+        self._used.add(step, taken.astype(np.float64), np.zeros(len(step)))
+        if self.plan.own_rounds is None and (self._is_fixed or not self.plan.epoch_samples):
+            self._unchecked.append(ledger)
+            self._check()
+
+    def _check(self) -> None:
+        """Check whole steps; the samples of a step have to be known before."""
+        if not self._is_fixed or not self.plan.epoch_samples or self.last_step <= self.checked:
+            return
+        waiting = np.concatenate(self._unchecked)
+        ready = waiting["step"] <= self.last_step
+        batches = self.plan.batches
+        found = untiled(waiting[ready], batches, self.last_step, self.checked + 1)
+        self.wrong, self.checked = self.wrong + len(found), self.last_step
+        self._unchecked = [waiting[~ready]]
+
+    @property
+    def last_step(self) -> int:
+        """The last step that is whole."""
+        if self._last is None and not self._is_fixed:
+            self._last = int(self._tail["step"].max(initial=0))
+        if self._last is None:
+            self._last = last_whole_step(self._tail, self.plan, self.records)
+        return self._last
+
+    @property
+    def epoch(self) -> int:
+        """The last one that is begun, from 0."""
+        return int(self._tail["epoch"].max(initial=0))
+
+    def samples_by(self, steps: Records) -> Floats:
+        """Samples of all steps up to and including each of `steps`, [steps]; within a bucket of
+        many steps in proportion."""
+        ends, sums = self._used.step, np.cumsum(self._used.total)
+        if not len(ends):
+            return np.zeros(len(steps))
+        begin = (steps // self._used.width) * self._used.width - 1
+        before = np.searchsorted(ends, begin, side="right") - 1
+        known = np.append(0.0, sums)[before + 1]
+        places = np.append(0, ends)[before + 1]
+        after = np.minimum(before + 1, len(ends) - 1)
+        span = np.maximum(ends[after] - np.maximum(places, begin), 1)
+        share = np.clip((steps - np.maximum(places, begin)) / span, 0.0, 1.0)
+        found: Floats = np.round(known + (sums[after] - known) * share)
+        return found
+
+    def as_table(self) -> Mapping[str, Any]:
+        """Tell what is known by now; `exact` is None where it cannot be told before the end."""
+        known = self.checked > 0
+        return {
+            "exact": self.wrong == 0 if known else None,
+            "last_step": self.last_step,
+            "planned_steps": self.plan.steps,
+            "records": self.records,
+            "used": self.samples,
+            "wrong_steps": self.wrong,
+        }

@@ -1,0 +1,302 @@
+// Takes what the server pushes, and shows it: all runs, one run, or some beside each other.
+"use strict";
+(() => {
+  const { node, number, seconds } = Charts;
+  const main = document.getElementById("main"), where = document.getElementById("where"), link = document.getElementById("link");
+  let page = null;
+
+  const say = (text, bad) => { if (link.textContent !== text) link.textContent = text; link.className = bad ? "bad" : ""; };
+  const address = (kind, names) => `#/${kind}/${names.map(encodeURIComponent).join("/")}`;
+
+  // One stream for each page that is seen; a tab in the background has none.
+  class Stream {
+    constructor(path, take) { Object.assign(this, { path, take, source: null, tries: 0 }); this.open(); }
+
+    open() {
+      if (this.source || document.hidden) return;
+      this.source = new EventSource(this.path);
+      this.source.onopen = () => { this.tries = 0; say("connected"); };
+      this.source.onmessage = (event) => this.take(JSON.parse(event.data));
+      this.source.onerror = () => this.lost();
+    }
+
+    close() {
+      clearTimeout(this.later);
+      if (this.source) this.source.close();
+      this.source = null;
+    }
+
+    async lost() {
+      this.close();
+      this.later = setTimeout(() => this.open(), Math.min(500 * 1.5 ** this.tries++, 3000));
+      try {
+        const answer = await fetch("/api/alive");
+        if (answer.status === 401) say("This browser has no session. Open the newest link that the terminal shows.", true);
+      } catch {
+        say("The dashboard does not answer. Start it again: instep dashboard", true);
+      }
+    }
+  }
+
+  // What a stream has said so far.
+  class Store {
+    constructor() { this.sections = {}; this.charts = []; }
+
+    take(message) {
+      const { sections, gone = [], charts, points = [] } = message;
+      if (message.whole) this.sections = {};
+      for (const name of gone) delete this.sections[name];
+      Object.assign(this.sections, sections);
+      if (charts) this.charts = charts;
+      for (const { chart, line, from, ...values } of points) {
+        const target = this.charts[chart].lines[line];
+        for (const name in values) { target[name].length = from; target[name].push(...values[name]); }
+      }
+      return new Set([...Object.keys(sections), ...(charts || points.length ? ["charts"] : [])]);
+    }
+  }
+
+  class RunPage {
+    constructor(name) {
+      this.store = new Store();
+      document.title = `${name} · instep`;
+      where.replaceChildren(node("span", "/"), node("span", name));
+      const parts = this.parts = {};
+      const add = (key, title) => { parts[key] = View.section(title, parts[key + "In"] = node("div", "")); return parts[key]; };
+      this.head = node("div", "", "head");
+      const curves = View.section("Curves");
+      this.board = new Charts.Board(curves, [name]);
+      this.none = curves.appendChild(node("p", "No step yet.", "note"));
+      const left = [add("workers", "Workers")], right = ["events", "audit", "checkpoints", "participants", "logs", "next", "settings"];
+      const titles = { events: "Generations and failures", audit: "Audit of samples", checkpoints: "Checkpoints", participants: "Participants", logs: "Last lines of the logs", next: "Next commands", settings: "Settings" };
+      const grid = node("div", "", "grid");
+      grid.append(...right.map((key) => add(key, titles[key])));
+      main.replaceChildren(this.head, curves, ...left, grid);
+      this.stream = new Stream(`/api/stream?run=${encodeURIComponent(name)}`, (message) => this.show(this.store.take(message)));
+    }
+
+    fill(key, content) {
+      this.parts[key].hidden = !content;
+      if (content) this.parts[key + "In"].replaceChildren(...content);
+    }
+
+    show(changed) {
+      const s = this.store.sections;
+      if (s.error) { main.replaceChildren(node("h1", "This run cannot be read"), node("p", s.error.text, "cause")); return; }
+      const has = (...names) => names.some((name) => changed.has(name));
+      if (has("verdict", "status", "summary")) {
+        const verdict = node("p", "", "verdict");
+        verdict.append(View.dot(s.verdict.mark), s.verdict.text);
+        this.head.replaceChildren(node("h1", s.name), verdict, View.tiles(s.status, s.summary));
+      }
+      if (has("charts")) { this.none.hidden = this.store.charts.length > 0; this.board.show(this.store.charts); }
+      if (has("workers", "status")) this.fill("workers", View.workers(s.workers, s.status.state));
+      if (has("events")) this.fill("events", [View.happened(s.events)]);
+      if (has("audit", "summary")) {
+        const hash = s.summary && s.summary.parameters_sha256;
+        this.fill("audit", [node("p", s.audit.text, s.audit.exact === false ? "warn" : ""), ...(hash ? [node("p", "sha256 of the parameters", "note"), node("code", hash, "hash")] : [])]);
+      }
+      if (has("checkpoints")) this.fill("checkpoints", s.checkpoints.length ? View.checkpoints(s.checkpoints, s.saved) : null);
+      if (has("participants")) this.fill("participants", s.participants ? View.participants(s.participants) : null);
+      if (has("logs")) {
+        const open = [...main.querySelectorAll("details[data-of]")];
+        this.fill("logs", s.logs.length ? View.logs(s.logs, open.length ? new Set(open.filter((each) => each.open).map((each) => each.dataset.of)) : null) : null);
+      }
+      if (has("next")) this.fill("next", s.next.map(View.copied));
+      if (has("settings")) {
+        const box = node("details", "");
+        box.append(node("summary", `${s.settings.length} settings of the job`), View.table(["setting", "value"], s.settings.map(([key, value]) => [key, node("code", value)])));
+        this.fill("settings", [box]);
+      }
+    }
+
+    close() { this.stream.close(); this.board.close(); }
+  }
+
+  class ListPage {
+    constructor() {
+      this.store = new Store();
+      this.rows = new Map();
+      this.picked = new Set();
+      document.title = "runs · instep";
+      where.replaceChildren(node("span", "/"), node("span", "runs"));
+      this.filter = Object.assign(node("input", ""), { type: "search", placeholder: "filter by name, state or metric>value" });
+      this.filter.setAttribute("aria-label", "Filter runs");
+      this.metric = node("select", "");
+      this.metric.setAttribute("aria-label", "Metric of which the best is shown");
+      this.compare = Object.assign(node("button", "Compare"), { type: "button", className: "main" });
+      this.all = Object.assign(node("button", "Select all"), { type: "button" });
+      const bar = node("div", "", "toolbar");
+      bar.append(this.filter, this.metric, this.all, this.compare);
+      this.table = node("table", "", "runs");
+      const scroll = node("div", "", "scroll");
+      scroll.append(this.table);
+      this.note = node("p", "", "note");
+      const body = View.section("Runs", bar, this.note, scroll);
+      main.replaceChildren(body);
+      this.order = { key: "began", down: true };
+      this.heads();
+      this.filter.addEventListener("input", () => this.sort());
+      this.metric.addEventListener("change", () => { for (const each of this.rows.values()) each.data = null; this.update(); });
+      this.all.addEventListener("click", () => this.pickAll());
+      this.compare.addEventListener("click", () => { location.hash = address("compare", [...this.picked]); });
+      this.stream = new Stream("/api/stream", (message) => { this.store.take(message); this.update(); });
+    }
+
+    heads() {
+      const heads = [["", ""], ["name", "run"], ["state", "state"], ["part", "progress"], ["best", "best"], ["samples_per_s", "samples/s"], ["workers", "workers"], ["seconds", "took"], ["began", "began"]];
+      const row = this.table.createTHead().insertRow();
+      for (const [key, text] of heads) {
+        const cell = node("th", "");
+        cell.scope = "col";
+        if (key) {
+          const button = Object.assign(node("button", text), { type: "button" });
+          button.addEventListener("click", () => { this.order = { key, down: this.order.key === key ? !this.order.down : key !== "name" }; this.sort(); });
+          cell.append(button);
+          cell.dataset.key = key;
+        } else cell.append(node("span", "select", "unseen"));
+        row.append(cell);
+      }
+      this.body = this.table.createTBody();
+    }
+
+    // Best of the chosen metric: the least of a loss, the most of others, as `instep list --best`.
+    best(data) {
+      const of = data.best && data.best[this.metric.value];
+      return of ? of[/loss|error/.test(this.metric.value) ? "least" : "most"] : null;
+    }
+
+    value(data, key) {
+      if (key === "part") return data.steps ? data.step / data.steps : data.step;
+      if (key === "best") return (this.best(data) || [null])[0];
+      return data[key];
+    }
+
+    update() {
+      const all = Object.entries(this.store.sections).filter(([name]) => name.startsWith("row ")).map(([, row]) => row);
+      const metrics = [...new Set(all.flatMap((row) => Object.keys(row.best || {})))].slice(0, 500);
+      if (this.metric.options.length !== metrics.length) {
+        const was = this.metric.value;
+        this.metric.replaceChildren(...metrics.map((name) => new Option(`best ${name}`, name)));
+        this.metric.value = metrics.includes(was) ? was : metrics.find((name) => name !== "loss") || metrics[0] || "";
+      }
+      const names = new Set(all.map((row) => row.name));
+      for (const [name, each] of this.rows) if (!names.has(name)) { each.line.remove(); this.rows.delete(name); this.picked.delete(name); }
+      for (const row of all) {
+        const known = this.rows.get(row.name);
+        if (!known || known.data !== row) this.draw(row, known);
+      }
+      const about = this.store.sections.about;
+      if (about && about.single && all.length === 1 && !this.jumped && location.hash === "#/") { this.jumped = true; location.replace(address("run", [all[0].name])); return; }
+      this.sort();
+    }
+
+    draw(row, known) {
+      const line = known ? known.line : document.createElement("tr");
+      const box = known ? known.box : Object.assign(document.createElement("input"), { type: "checkbox" });
+      box.setAttribute("aria-label", `select ${row.name}`);
+      if (!known) box.addEventListener("change", () => { this.picked[box.checked ? "add" : "delete"](row.name); this.buttons(); });
+      const anchor = node("a", row.name);
+      anchor.href = address("run", [row.name]);
+      const cell = (content, className) => { const made = node("td", "", className || ""); made.append(content); return made; };
+      if (row.error) {
+        const why = cell(row.error, "warn");
+        why.colSpan = 7;
+        line.replaceChildren(cell(box), cell(row.name, "name"), why);
+      } else {
+        const best = this.best(row), mark = { completed: "good", running: "live", failed: "bad" }[row.state] || "calm";
+        const how = node("span", "", "state"), steps = node("div", "", "steps");
+        how.append(View.dot(mark), row.state);
+        steps.append(View.progress(row.step, row.state === "completed" ? row.step : row.steps), node("span", row.steps ? `${View.count(row.step)} / ${View.count(row.steps)}` : View.count(row.step)));
+        line.replaceChildren(cell(box), cell(anchor, "name"), cell(how), cell(steps), cell(best ? `${number(best[0])} at ${View.count(best[1])}` : "–", "num"), cell(View.count(row.samples_per_s), "num"), cell(View.count(row.workers), "num"), cell(seconds(row.seconds), "num"), cell(row.began ? new Date(row.began * 1000).toLocaleString("sv-SE").slice(0, 16) : "–", "num"));
+      }
+      this.rows.set(row.name, { line, box, data: row });
+    }
+
+    passes(data) {
+      const text = this.filter.value.trim().toLowerCase(), parts = /^([\w./-]+)\s*(>=|<=|>|<)\s*(-?[\d.e+-]+)$/.exec(text);
+      if (!parts) return `${data.name} ${data.state || "unread"}`.toLowerCase().includes(text);
+      const value = (data.validation || {})[parts[1]] ?? data[parts[1]], wanted = Number(parts[3]);
+      return typeof value === "number" && { ">": value > wanted, "<": value < wanted, ">=": value >= wanted, "<=": value <= wanted }[parts[2]];
+    }
+
+    sort() {
+      const { key, down } = this.order, sign = down ? -1 : 1;
+      const shown = [...this.rows.values()].filter((each) => this.passes(each.data));
+      shown.sort((a, b) => {
+        const x = this.value(a.data, key), y = this.value(b.data, key);
+        if ((x ?? null) === null || (y ?? null) === null) return ((x ?? null) === null) - ((y ?? null) === null);
+        return sign * (typeof x === "string" ? x.localeCompare(y, "en", { numeric: true }) : x - y);
+      });
+      this.shown = shown.map((each) => each.data.name);
+      const lines = shown.map((each) => each.line);
+      if (lines.length !== this.body.children.length || lines.some((line, at) => this.body.children[at] !== line)) this.body.replaceChildren(...lines);
+      for (const head of this.table.tHead.rows[0].cells) {
+        if (head.dataset.key === key) head.setAttribute("aria-sort", down ? "descending" : "ascending"); else head.removeAttribute("aria-sort");
+      }
+      this.note.textContent = this.rows.size === 0 ? "No run yet. `instep run JOB` makes one." : `${View.count(lines.length)} of ${View.count(this.rows.size)} runs`;
+      this.buttons();
+    }
+
+    pickAll() {
+      const on = this.shown.slice(0, 250), every = on.every((name) => this.picked.has(name));
+      for (const name of on) { this.rows.get(name).box.checked = !every; this.picked[every ? "delete" : "add"](name); }
+      this.buttons();
+    }
+
+    buttons() {
+      this.compare.disabled = this.picked.size < 2 || this.picked.size > 250;
+      this.compare.textContent = this.picked.size > 1 ? `Compare ${this.picked.size}` : "Compare";
+    }
+
+    close() { this.stream.close(); }
+  }
+
+  class ComparePage {
+    constructor(names) {
+      document.title = "compare · instep";
+      where.replaceChildren(node("span", "/"), node("span", `compare ${names.length} runs`));
+      this.names = names;
+      this.top = node("div", "", "head");
+      this.top.append(node("h1", "Compare"));
+      main.replaceChildren(this.top, node("p", "Reading the runs …", "note"));
+      this.load();
+    }
+
+    async load() {
+      const query = this.names.map((name) => `run=${encodeURIComponent(name)}`).join("&");
+      const answer = await fetch(`/api/compare?${query}`).catch(() => null);
+      if (!answer || !answer.ok || this.closed) { if (!this.closed) say("These runs cannot be compared.", true); return; }
+      say("");
+      const { runs, charts, settings, unread } = await answer.json();
+      const curves = View.section("Curves");
+      this.board = new Charts.Board(curves, runs);
+      const heads = runs.slice(0, 12);
+      const rows = settings.map((row) => row.slice(0, 13).map((cell, at) => (at ? node("code", cell) : cell)));
+      const differ = View.section("Settings that differ", rows.length ? View.table(["setting", ...heads], rows) : node("p", "None: all runs were given the same job.", "note"));
+      const wrong = unread.map(({ name, error }) => node("p", `${name}: ${error}`, "warn"));
+      main.replaceChildren(this.top, ...wrong, curves, differ);
+      this.board.show(charts);
+    }
+
+    close() { this.closed = true; if (this.board) this.board.close(); }
+  }
+
+  const go = () => {
+    const [, kind, ...names] = location.hash.split("/"), decoded = names.map(decodeURIComponent);
+    if (page) page.close();
+    page = kind === "run" && decoded.length ? new RunPage(decoded.join("/")) : kind === "compare" && decoded.length ? new ComparePage(decoded) : new ListPage();
+  };
+
+  const start = async () => {
+    const token = location.hash.slice(1);
+    if (token && !token.startsWith("/")) {
+      history.replaceState(null, "", "#/");
+      await fetch("/session", { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify({ token }) }).catch(() => null);
+    } else if (!token) history.replaceState(null, "", "#/");
+    addEventListener("hashchange", go);
+    document.addEventListener("visibilitychange", () => { if (page && page.stream) { if (document.hidden) page.stream.close(); else page.stream.open(); } });
+    go();
+  };
+  start();
+})();

@@ -1,0 +1,239 @@
+"""Every figure of the page is one that the command line, the summary or the report says too."""
+
+import asyncio
+import json
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from instep.cli import main
+from instep.dashboard.compared import compare
+from instep.dashboard.curves import live_charts, plain, settled_charts
+from instep.dashboard.listing import RunList
+from instep.dashboard.live import LiveRun
+from instep.dashboard.watch import Feed, WatchedRun
+from instep.events import LEDGER, LEDGER_START, STEPS, read_events
+from instep.report.figures.curves import charts
+from instep.report.figures.summary import finite, summarise
+from instep.report.terminal.status import Status, states_of
+from instep.store.folder import held
+from instep.store.run_folder import RunFolder
+from made_up_runs import make_run, with_servers, write_events
+
+FILES = {"events.jsonl": 1, "ledger.bin": LEDGER.itemsize, "steps.bin": STEPS.itemsize}
+
+
+def without_smoothed(found):
+    lines = {c["title"]: [each for each in c["lines"] if each["kind"] != "smoothed"] for c in found}
+    return {title: [{**line, "run": 0} for line in of] for title, of in lines.items()}
+
+
+def shown_as_report(found):
+    return {c["title"]: [{**line, "run": 0} for line in c["lines"]] for c in plain(found)}
+
+
+def growing(source, target, parts, seed=0):
+    """Copy the files of a run in pieces that end anywhere; yields after each."""
+    draw = np.random.default_rng(seed)
+    target.mkdir()
+    for name in ("job.toml", "run.id"):
+        shutil.copy(source / name, target / name)
+    data = {name: (source / name).read_bytes() for name in FILES}
+    cuts = {
+        name: np.sort(np.append(draw.integers(0, len(d) + 1, parts), len(d)))
+        for name, d in data.items()
+    }
+    for part in range(parts + 1):
+        for name, bytes_ in data.items():
+            (target / name).write_bytes(bytes_[: cuts[name][part]])
+            begin = cuts[name][part - 1] if part else 0
+            with open(target / name, "r+b") as file:  # appended to, as its writer does
+                file.seek(begin)
+                file.write(bytes_[begin : cuts[name][part]])
+        yield part
+
+
+@pytest.fixture
+def run(tmp_path):
+    path = make_run(tmp_path / "runs" / "digits", workers=3)
+    (path / "run.id").write_text("it")
+    return path
+
+
+def test_a_run_that_is_read_as_it_grows_has_the_figures_and_the_curves_of_the_whole(run, tmp_path):
+    pieces = growing(run, tmp_path / "copy", 12)
+    next(pieces)
+    live = LiveRun(tmp_path / "copy", clock=lambda: 0.0)
+    live.look()
+    for _ in pieces:
+        live.look()
+    assert not live.look()
+    folder = RunFolder(run)
+    status, known = live.status("completed"), Status(run).as_table()
+    rates = {"samples_per_s": pytest.approx(known["samples_per_s"], rel=0.2)}
+    assert {**status, "run": ""} == {**known, "run": "", **rates}
+    assert live.times.seconds == pytest.approx(folder.times.seconds)
+    assert live.ledger.samples == folder.audit.used
+    assert (live.ledger.wrong, live.ledger.checked) == (0, folder.last_step)
+    mine = shown_as_report(live_charts(live))
+    theirs = without_smoothed(charts([folder]))
+    assert mine.keys() == theirs.keys()
+    for title in mine.keys() - {"samples per second"}:  # whose parts are other ones until the end
+        assert mine[title] == theirs[title]
+
+
+def test_a_run_that_has_ended_is_shown_with_the_figures_of_status_summary_and_report(run, capsys):
+    (run / "summary.json").write_text(json.dumps(summarise(RunFolder(run))))
+    seen = WatchedRun(run).look()
+    assert main(["status", str(run), "--json"]) == 0
+    assert finite(seen.sections["status"]) == json.loads(capsys.readouterr().out)
+    assert seen.sections["summary"] == json.loads((run / "summary.json").read_text())
+    assert shown_as_report(seen.charts) == without_smoothed(charts([RunFolder(run)]))
+    assert "each exactly once per epoch" in seen.sections["verdict"]["text"]
+    assert seen.sections["verdict"]["mark"] == "good"
+    assert [row["name"] for row in seen.sections["workers"]] == ["0", "1", "2"]
+    assert sum(row["share"] for row in seen.sections["workers"]) == pytest.approx(1.0)
+
+
+def test_while_a_run_trains_the_page_says_what_status_says(run, capsys):
+    events = [e for e in read_events(run / "events.jsonl") if e["event"] != "run_finished"]
+    write_events(run, events)
+    watched = WatchedRun(run)
+    with held(run):
+        seen = watched.look()
+        assert main(["status", str(run), "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        quiet = {name: text.split()[0] for name, text in told.pop("workers").items()}
+        shown = dict(seen.sections["status"])
+        mine = {name: text.split()[0] for name, text in shown.pop("workers").items()}
+        assert (mine, finite(shown)) == (quiet, told)
+        assert seen.sections["verdict"]["mark"] == "live"
+        assert seen.sections["audit"]["exact"] is True
+        assert watched.look() is None
+    assert watched.look().sections["status"]["state"] == "unfinished"
+
+
+def test_a_ledger_that_took_other_samples_is_said_while_the_run_trains(run):
+    records = np.frombuffer((run / "ledger.bin").read_bytes()[LEDGER_START:], LEDGER).copy()
+    records["first"][30] += 1
+    (run / "ledger.bin").write_bytes(
+        (run / "ledger.bin").read_bytes()[:LEDGER_START] + records.tobytes()
+    )
+    live = LiveRun(run)
+    live.look()
+    assert live.ledger.as_table()["exact"] is False
+    assert live.ledger.wrong == 1
+
+
+def test_a_run_that_goes_back_or_is_written_anew_is_read_again(run):
+    events = list(read_events(run / "events.jsonl"))
+    live = LiveRun(run)
+    live.look()
+    again = {**events[0], "time": events[-1]["time"] + 5.0, "resumed_step": 20}
+    write_events(run, [*events, again])
+    assert live.look()
+    step = shown_as_report(live_charts(live))["loss"][0]["step"]
+    assert (step[0], step[-1]) == (1, 20)
+    shorter = make_run(run.with_name("other"), steps=7)
+    os.replace(shorter / "steps.bin", run / "steps.bin")
+    assert live.look()
+    assert shown_as_report(live_charts(live))["loss"][0]["step"] == list(range(1, 8))
+
+
+def test_the_list_has_what_the_command_says_of_each_run(tmp_path):
+    make_run(tmp_path / "whole")
+    make_run(tmp_path / "cut", steps=20, outcome=None)
+    make_run(tmp_path / "failed", steps=9, outcome="failed")
+    make_run(tmp_path / "none", steps=0, outcome="interrupted", metrics=False)
+    with_servers(make_run(tmp_path / "served", workers=3), 2)
+    resumed = make_run(tmp_path / "resumed")
+    events = list(read_events(resumed / "events.jsonl"))
+    write_events(resumed, [*events, {**events[0], "time": events[-1]["time"] + 9.0}])
+    for each in tmp_path.iterdir():
+        (each / "run.id").write_text(each.name)
+    runs = RunList(tmp_path)
+    rows = runs.rows()
+    known = {state.name: state.as_table() for state in states_of(tmp_path)[0]}
+    assert rows.keys() == known.keys()
+    for name, table in known.items():
+        table.pop("best")
+        mine = {key: rows[name][key] for key in table}
+        assert mine == {**table, "seconds": pytest.approx(table["seconds"])}
+    assert rows["whole"]["best"]["accuracy"]["most"] == [pytest.approx(1 - 0.4 / 3), 48]
+    assert all(runs.rows()[name] is row for name, row in rows.items())
+    with held(tmp_path / "cut"):
+        assert runs.rows()["cut"]["state"] == "running"
+
+
+def test_runs_are_compared_by_curves_and_by_what_their_jobs_differ_in(tmp_path):
+    paths = [make_run(tmp_path / f"r{n}", workers=n, epochs=8) for n in (1, 2)]
+    found = compare([*paths, tmp_path])
+    assert found["runs"] == ["r1", "r2"]
+    assert ("workers", "1", "2") in found["settings"]
+    assert [line["run"] for line in found["charts"][0]["lines"]] == [0, 0, 1, 1]
+    assert [each["name"] for each in found["unread"]] == [tmp_path.name]
+    many = compare([paths[0]] * 13)["charts"][0]["lines"][0]
+    assert "low" not in many
+    assert (many["step"][-1], len(many["step"])) == (128, 128)
+
+
+class Page:
+    """A page, as the script keeps it."""
+
+    def __init__(self):
+        self.sections, self.charts, self.whole = {}, [], 0
+
+    def take(self, frame):
+        if not frame.startswith(b"data: "):
+            return
+        message = json.loads(frame[6:])
+        self.whole += message.get("whole", False)
+        if message.get("whole"):
+            self.sections = {}
+        for name in message.get("gone", ()):
+            self.sections.pop(name)
+        self.sections |= message["sections"]
+        self.charts = message.get("charts", self.charts)
+        for point in message.get("points", ()):
+            line = self.charts[point.pop("chart")]["lines"][point.pop("line")]
+            at = point.pop("from")
+            for name, values in point.items():
+                line[name][at:] = values
+
+
+def test_pages_that_are_told_changes_show_the_same_as_one_that_is_told_all(run, tmp_path):
+    """Also one that was slow, and one that comes late."""
+    pieces, copy = growing(run, tmp_path / "copy", 10, seed=3), tmp_path / "copy"
+    next(pieces)
+    watched, pages = WatchedRun(copy), [Page(), Page(), Page()]
+
+    async def watch():
+        with ThreadPoolExecutor(1) as executor:
+            feed = Feed(watched, executor, look_s=60.0)
+            streams = [feed.messages() for _ in pages]
+            for stream in streams[:2]:
+                assert (await anext(stream)).startswith(b"retry")
+            seen = None
+            for number, _ in enumerate(pieces):
+                feed.show(watched.look() or seen)
+                pages[0].take(await anext(streams[0]))
+                if number % 4 == 0:
+                    pages[1].take(await anext(streams[1]))
+            pages[1].take(await anext(streams[1]))
+            await anext(streams[2])
+            pages[2].take(await anext(streams[2]))
+            for stream in streams:
+                await stream.aclose()
+            return feed.pages
+
+    with held(copy):
+        assert asyncio.run(watch()) == 0
+    assert pages[0].whole == 1
+    assert pages[0].sections == pages[1].sections == pages[2].sections
+    assert pages[0].charts == pages[1].charts == pages[2].charts
+    mine = {c["title"]: [{**line, "run": 0} for line in c["lines"]] for c in pages[0].charts}
+    assert mine["loss"] == without_smoothed(charts([RunFolder(run)]))["loss"]
+    assert settled_charts(RunFolder(run))[0].title == "loss"
