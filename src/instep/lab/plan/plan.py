@@ -19,7 +19,7 @@ from instep.job.spec import JobSpec
 from instep.lab.namespaces import NetworkError
 from instep.lab.netlab import bits_per_s
 from instep.lab.plan.candidates import Candidate, RefusedWay, candidates, job_of
-from instep.lab.plan.probe import CrewRequest, Probed, probe
+from instep.lab.plan.probe import CrewRequest, Probed, probe, twice
 from instep.plan.explain import explain, table_of
 from instep.plan.machine import HostLink, Machines
 from instep.plan.pricing import Measurements
@@ -161,7 +161,7 @@ def plan_job(job: JobSpec, question: Question, say: Callable[[str], None]) -> Jo
         )
     most = question.most_workers(machines, job)
     ways, refused = candidates(job, machines, most)
-    probed = probe(job, _requests(ways, job, machines), cores(), question.seconds, say)
+    probed = probe(job, twice(_requests(ways, job, machines)), cores(), question.seconds, say)
     if probed.failed:
         raise SpecError(f"one worker cannot be probed: {probed.failed}")
     return _planned(job, question, machines, ways, refused, probed)

@@ -147,7 +147,12 @@ def _summed(
         alone["parameters"],
         alone["update_s"],
     )
-    crews = [_crew(request, found[n]) for n, request in enumerate(requests) if n in found]
+    visits = dict[tuple[str, str, int, int], list[CrewFigures]]()
+    for number, request in enumerate(requests):
+        if number in found:
+            crew = _crew(request, found[number])
+            visits.setdefault(crew.key, []).append(crew)
+    crews = [_merged(each) for each in visits.values()]
     with_trial = max(each.worker_bytes for each in crews if each.workers == 1)
     busy = [each["others_busy"] for each in found.values()]
     kernels = alone["kernels"]
@@ -158,6 +163,40 @@ def _summed(
         statistics.median(kernels) / min(kernels) - 1,
     )
     return Probed(figures, [_at_least(each, with_trial) for each in crews], machine, verdict)
+
+
+_AVERAGED = (
+    *("passes_s", "slowest_s", "last_s", "wire_s", "update_s", "whole_s"),
+    *("sent_bytes", "sent_by_server", "small_s"),
+)
+
+
+def _merged(visits: Sequence[CrewFigures]) -> CrewFigures:
+    """One crew of several that took steps of the same way at different times.
+
+    How far they differ counts as spread: a neighbour may have come or gone.
+    """
+    whole = [each for each in visits if not each.failed]
+    if len(whole) < 2:
+        return (whole or list(visits))[0]
+    figures = {name: fmean(getattr(each, name) for each in whole) for name in _AVERAGED}
+    times = [each.whole_s for each in whole]
+    apart = (max(times) - min(times)) / 2 / figures["whole_s"] if figures["whole_s"] else 0.0
+    return msgspec.structs.replace(
+        whole[0],
+        **figures,
+        spread=max(apart, fmean(each.spread for each in whole)),
+        worker_bytes=max(each.worker_bytes for each in whole),
+        server_bytes=max(each.server_bytes for each in whole),
+        steps=sum(each.steps for each in whole),
+    )
+
+
+def twice(requests: Sequence[CrewRequest]) -> list[CrewRequest]:
+    """The crews, and then once more those with the same result, the last ones first: how far two
+    visits differ says more of a busy machine than the steps of one."""
+    again = [each for each in reversed(requests) if each.way.codec == "none"]
+    return [*requests, *again]
 
 
 def _at_least(crew: CrewFigures, worker_bytes: int) -> CrewFigures:
