@@ -2,11 +2,12 @@
 
     python benchmarks/plan.py [--only mlp ...] [--rates 100mbit 1gbit] [--steps 30] [--json FILE]
 
-For each recipe one plan, on emulated hosts (needs root), and then real runs of its ways: one worker on
-this machine, and all-reduce and servers on 2 and 4 hosts at each rate. A cell is one of these runs. The
-time of a step is the mean of the central half of a run's steps, without the first five; so it is in the
-plan. All workers have one thread. Nothing was tuned on these cells. The plan is made once, before the
-runs; where the machine is busy with other work, both say how busy, and the error has its changes in it.
+For each recipe one plan, on emulated hosts (needs root), and then real runs of its ways: one worker
+on this machine, and all-reduce on 2 and 4 hosts, a server for 2, and a codec for 2, at each rate. A
+cell is one of these runs. The time of a step is the mean of the central half of a run's steps,
+without the first five; so it is in the plan. All workers have one thread. No figure was tuned on
+these cells. The plan is made once, before the runs. Where the machine is busy, both
+say how busy, and the error has its changes in it.
 """
 
 import argparse

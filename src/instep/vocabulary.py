@@ -9,6 +9,7 @@ from typing import Any
 
 EVENTS = {
     "run_started": "job, command, host, recipe_sha256, versions, started_by (instep, or join); "
+    "planned (step_s, low_s, high_s, workers) if it was; "
     "resumed_step if it was resumed; encrypted (traffic between hosts) if there are other machines",
     "worker_joined": "worker, role (worker, or server), pid, host, seconds",
     "master_started": "pid, again (whether it replaces a lost one), why (that one was lost)",

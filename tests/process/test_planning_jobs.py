@@ -55,3 +55,24 @@ def test_a_plan_counts_bytes_as_they_are_and_leaves_no_file(tmp_path, monkeypatc
     assert table["job"]["same_as_one_machine"] == "yes"
     assert {path.name for path in tmp_path.iterdir()} == there
     assert not list(temporary.glob("instep-plan-*"))
+
+
+@pytest.mark.process
+@pytest.mark.tail
+def test_a_run_plans_its_workers_and_has_the_hash_of_one_that_does_not(
+    tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "net.py").write_text(RECIPE)
+    (tmp_path / "job.toml").write_text(JOB.replace("steps = 6", "steps = 14"))
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words):
+        assert main(["run", "job.toml", "--set", "train.determinism=bits", *words, "--json"]) == 0
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    planned = run("--workers", "auto")
+    assert planned["workers"] == planned["planned"]["workers"]
+    assert planned["planned"]["low_s"] <= planned["planned"]["step_s"]
+    plain = run("--workers", "1")
+    assert plain["planned"] is None
+    assert plain["parameters_sha256"] == planned["parameters_sha256"]

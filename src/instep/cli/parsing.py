@@ -137,7 +137,7 @@ def _no_such_option(word: str, argv: Sequence[str], parser: Parser) -> str:
 def add_changes(parser: Parser) -> None:
     """The options that change values of a job file."""
     add = parser.add_argument
-    add("--workers", help="number of worker processes")
+    add("--workers", help="number of worker processes; `auto` of `instep run` plans it")
     text = "what starts the processes: local, hosts, or a cluster (default: as the job says)"
     add("--on", metavar="LAUNCHER", help=text)
     text = "head node of the Ray cluster, with --on ray (default: RAY_ADDRESS, or start one)"

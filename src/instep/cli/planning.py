@@ -26,7 +26,8 @@ def plan(args: argparse.Namespace) -> int:
         )
     job = spec_file.load(Path(args.job), overrides_of(args), say=say_left_out)
     machine = Path(args.machine) if args.machine is not None else None
-    question = Question(args.hosts, args.rate, args.emulated, args.most, args.seconds, 0, machine)
+    asked = args.hosts, args.rate, args.emulated, args.most, args.seconds, 0, machine
+    question = Question(*asked, Path(args.runs))
     table = plan_job(job, question, _tell_doing).as_table()
     table["next"] = [_with_job(command, args) for command in table["next"]]
     for line in plan_lines(table):
@@ -65,5 +66,9 @@ def plan_options(parser: Parser) -> None:
     add("--most", type=int, default=0, metavar="N", help=text)
     text = "hosts and link of an earlier plan: a file with what its --json printed"
     add("--machine", metavar="FILE", help=text)
+    text = (
+        "folder of run folders: earlier runs of the recipe correct the plan (default: %(default)s)"
+    )
+    add("--runs", default="runs", help=text)
     text = "after so many seconds no further way is probed (default: %(default)s)"
     add("--seconds", type=float, default=30.0, metavar="S", help=text)

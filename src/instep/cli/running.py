@@ -24,6 +24,9 @@ def run(args: argparse.Namespace) -> int:
     from instep.job import file as spec_file
     from instep.system.processes import started_at
 
+    auto = args.workers == "auto"
+    if auto:
+        args.workers = None
     overrides = overrides_of(args)
     if args.name is not None:
         overrides.append(f'name="{args.name}"')
@@ -44,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
         )
     else:
         job = spec_file.load(Path(args.job), overrides, say=say_left_out)
+    if auto:
+        return _run_planned(job, args)
     if args.check_determinism:
         return _check_determinism(job, args)
     if job.launch.launcher == "slurm":
@@ -74,6 +79,30 @@ def _shown(args: argparse.Namespace) -> Iterator[None]:
 
     with beside(Path(args.runs), lambda link: say_aside(f"open    {link}")):
         yield
+
+
+def _run_planned(job: JobSpec, args: argparse.Namespace) -> int:
+    """Plan, and train on the workers that are fastest."""
+    import msgspec
+
+    from instep.client.results import as_planned
+    from instep.client.submit import run_job
+    from instep.lab.plan.auto import planned_workers
+    from instep.lab.plan.plan import Question
+
+    if args.folds is not None or args.check_determinism or Path(args.job).suffix == ".py":
+        raise SpecError(
+            "--workers auto is for one run of a recipe. Give the number of workers, which "
+            "`instep plan` finds."
+        )
+    found = planned_workers(
+        job, Question(runs=Path(args.runs)), lambda text: say_aside(f"plan    {text} ...")
+    )
+    say_aside(f"plan    {found.text}")
+    job = msgspec.structs.replace(job, workers=found.workers)
+    with _shown(args), as_planned(found.planned):
+        done = run_job(job, Path(args.runs), named=args.name is not None, json_output=args.json)
+    return _print_ending(done, args)
 
 
 def run_options(parser: Parser) -> None:

@@ -10,8 +10,9 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,23 @@ from instep.words import member, shown_url
 
 if TYPE_CHECKING:
     from instep.store.run_folder import RunFolder
+
+
+_planned: ContextVar[dict[str, Any] | None] = ContextVar("planned", default=None)
+
+
+@contextmanager
+def as_planned(planned: dict[str, Any]) -> Iterator[None]:
+    """Let runs that are started in this context say what was planned for them.
+
+    Args:
+        planned: `step_s`, `low_s`, `high_s` and `workers`.
+    """
+    token = _planned.set(planned)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
 
 
 def about(job: JobSpec) -> dict[str, Any]:
@@ -44,6 +62,7 @@ def about(job: JobSpec) -> dict[str, Any]:
         "recipe_sha256": recipe_sha256(job),
         "started_by": "instep",
         "versions": versions | {n: _version(n) for n in names},
+        **({"planned": planned} if (planned := _planned.get()) is not None else {}),
     }
 
 

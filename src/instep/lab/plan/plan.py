@@ -19,12 +19,14 @@ from instep.job.spec import JobSpec
 from instep.lab.namespaces import NetworkError
 from instep.lab.netlab import bits_per_s
 from instep.lab.plan.candidates import Candidate, RefusedWay, candidates, job_of
+from instep.lab.plan.earlier import Learned, learned
 from instep.lab.plan.probe import CrewRequest, Probed, probe, twice
 from instep.plan.explain import explain, table_of
 from instep.plan.machine import HostLink, Machines
 from instep.plan.pricing import Measurements
 from instep.plan.search import Ranking, missing_bytes, search
 from instep.plan.ways import LEASED_WAYS, TrainingWay
+from instep.words import plural
 
 _ENDLESS = 1_000_000
 """Steps of a crew's job, which takes a few of them."""
@@ -46,6 +48,8 @@ class Question(NamedTuple):
     """Memory of a host; 0: that of this machine."""
     machine: Path | None = None
     """A file of an earlier plan, whose machines these are."""
+    runs: Path | None = None
+    """Folder of run folders, from which is learned."""
 
     def machines(self) -> Machines:
         """The hosts that are asked about.
@@ -181,6 +185,8 @@ def _planned(
     gone = {each.name for each in out}
     memory = question.memory_bytes or int(psutil.virtual_memory().total)
     known = Measurements(probed.job, probed.crews, probed.machine)
+    before = learned(job, question.runs, known, machines.cores) if question.runs else Learned()
+    known = known._replace(learned=before.ratio)
     left = [each.way for each in ways if each.way.name not in gone]
     ranking = search(left, known, machines, memory_bytes=memory)
     if not ranking.fits and ranking.same:
@@ -198,12 +204,24 @@ def _planned(
     steps = probed.job.steps * max(1, per_step)
     probed = probed._replace(job=msgspec.structs.replace(probed.job, steps=steps))
     return JobPlan(
-        job, question, machines, probed, ranking, [*refused, *out], _notes(probed, ranking), steps
+        job,
+        question,
+        machines,
+        probed,
+        ranking,
+        [*refused, *out],
+        _notes(probed, ranking, before),
+        steps,
     )
 
 
-def _notes(probed: Probed, ranking: Ranking) -> list[str]:
+def _notes(probed: Probed, ranking: Ranking, before: Learned) -> list[str]:
     found, machine = [], probed.machine
+    if before.runs:
+        found.append(
+            f"times are corrected by {before.ratio:.2f}, the median of "
+            f"{plural(before.runs, 'earlier run')} of this recipe"
+        )
     if machine.is_busy:
         found.append(
             f"this machine is busy: others kept {machine.others_busy:.1f} of {machine.cores} cores "

@@ -21,6 +21,9 @@ from instep.words import LAST_STEPS, ranges, some_workers, stop_words
 OWN = "train/"
 """Begins the name of what the run logs itself."""
 
+_WARM = 5
+"""Steps at the beginning that say little of the others."""
+
 _MOST_GAPS = 5
 
 _ENDINGS = {
@@ -81,6 +84,8 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
         "participants_apart": _apart(folder),
         "participants_spread": spread_of(folder),
         "lag": lag_of(folder),
+        "step_s": step_seconds(folder),
+        "planned": folder.last("run_started").get("planned"),
     }
     cleaned: dict[str, Any] = finite(summary)
     return cleaned
@@ -250,6 +255,41 @@ def network_words(folder: RunFolder) -> str:
     if encrypted:
         return "Traffic between hosts was encrypted: mutual TLS 1.3."
     return "Traffic between hosts was not encrypted, as the job declares their network private."
+
+
+def said_words(folder: RunFolder) -> list[str]:
+    """Sentences that a page says of a run below its verdict, where there is something to say."""
+    said = (gap_words, idle_words, planned_words, network_words)
+    return [*filter(None, (words(folder) for words in said))]
+
+
+def step_seconds(folder: RunFolder) -> float | None:
+    """Mean time of the central half of a run's steps, without the first few; None if there are too
+    few. A step ends where the next one begins."""
+    steps = folder.steps
+    numbers = np.unique(steps["worker"])
+    if not len(numbers):
+        return None
+    begins = np.sort(steps["begin"][steps["worker"] == numbers[0]])
+    took = np.sort(np.diff(begins)[_WARM:])
+    cut = len(took) // 4
+    central = took[cut : len(took) - cut]
+    return float(central.mean()) if len(central) else None
+
+
+def planned_words(folder: RunFolder) -> str:
+    """The time of a step beside what was planned, in a sentence; empty if nothing was."""
+    planned = folder.last("run_started").get("planned")
+    if not isinstance(planned, dict) or (seconds := step_seconds(folder)) is None:
+        return ""
+    try:
+        step, low, high = (float(planned[key]) for key in ("step_s", "low_s", "high_s"))
+    except (KeyError, TypeError, ValueError):
+        return ""
+    inside = "inside" if low <= seconds <= high else "outside of"
+    told = f"{readable_seconds(low)} to {readable_seconds(high)}"
+    was = readable_seconds(seconds)
+    return f"planned {readable_seconds(step)} a step, was {was}, {inside} {told}"
 
 
 def exactness_words(summary: dict[str, Any]) -> str:

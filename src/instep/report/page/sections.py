@@ -18,10 +18,8 @@ from instep.report.figures.restarts import Restart, restarts
 from instep.report.figures.settings import flat
 from instep.report.figures.summary import (
     cause_words,
-    gap_words,
-    idle_words,
     lag_of,
-    network_words,
+    said_words,
     verdict_of,
 )
 from instep.report.page.markup import (
@@ -59,9 +57,7 @@ def verdict_line(summary: dict[str, Any], folder: RunFolder, name: str = "") -> 
     mark, sentence = verdict_of(summary)
     label = tag("b", f"{name}: ") if name else ""
     parts = [tag("p", tag("span", class_=f"dot {mark}"), label, sentence, class_="verdict")]
-    for words in filter(None, (gap_words(folder), idle_words(folder))):
-        parts.append(tag("p", f"{words[0].upper()}{words[1:]}"))
-    parts += [tag("p", network)] if (network := network_words(folder)) else []
+    parts += [tag("p", f"{words[0].upper()}{words[1:]}") for words in said_words(folder)]
     if folder.outcome == "failed" and (failures := folder.members.failures):
         parts.append(_cause(failures[0], folder.members.servers))
     return join(parts)

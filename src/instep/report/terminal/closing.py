@@ -12,7 +12,13 @@ from typing import Any
 
 from instep.report.figures.participants import spread_in_words
 from instep.report.figures.restarts import SOURCES
-from instep.report.figures.summary import cause_words, exactness_words, gap_words, idle_words
+from instep.report.figures.summary import (
+    cause_words,
+    exactness_words,
+    gap_words,
+    idle_words,
+    planned_words,
+)
 from instep.store.run_folder import RunFolder
 from instep.units import readable_bytes, readable_count, readable_seconds, readable_share
 from instep.words import (
@@ -60,6 +66,8 @@ def _lines(summary: dict[str, Any], folder: RunFolder) -> Iterator[str]:
         yield f"gap     {gap}"
     if idle := idle_words(folder):
         yield f"idle    {idle}"
+    if planned := planned_words(folder):
+        yield f"plan    {planned}"
     for event in folder.named("corruption_found"):
         yield f"wrong   {corruption_in_words(event)}"
     again = {name: count for name, count in summary["replica_restarts"].items() if count}
