@@ -2,8 +2,10 @@
 
 import csv
 import io
+import sys
 from datetime import UTC, datetime
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -12,6 +14,9 @@ from raw_files import cut_at, zstd_frames
 
 from instep.data.raw import FORMATS, blocks, csv_head, line_numbers
 from instep.data.raw import csv as raw_csv
+from instep.data.raw.quotes import loops, parity
+from instep.data.raw.quotes.parity import BetweenBlocks
+from instep.data.raw.quotes.states import STATES
 from instep.errors import DataError, SpecError
 
 
@@ -96,6 +101,45 @@ def test_records_are_those_of_the_csv_module_at_any_cut(
         return
     assert [(row, form.where(path, place)) for row, place in rows] == good
     assert [form.where(path, place) for place, _ in failed] == bad
+
+
+@given(TEXTS, st.integers(0, 4), st.integers(1, 9), st.integers(1, 9), st.integers(1, 3))
+@example('"a","b""c"\n"",a"', 0, 1, 1, 1)
+def test_where_parity_does_it_finds_what_the_compiled_machine_finds(
+    text, state, begun, opened, fields
+):
+    data, ends = text.encode(), np.isin(np.arange(256), list(b",\n\r"))
+    before = BetweenBlocks(state, -begun if state else 0, fields if state else 0, -opened)
+    memory, room, codes = (
+        np.array(before),
+        np.empty((3, len(data) + 1), np.int64),
+        np.frombuffer(data, np.uint8),
+    )
+    count = loops.split(codes, ord(","), ends, memory, *room)
+    if (found := parity.split(data, ord(","), before)) is not None:
+        assert [each.tolist() for each in found[:3]] == room[:, :count].tolist()
+        assert found.memory[:: 1 if found.memory.state else 3] == tuple(
+            memory[:: 1 if memory[0] else 3]
+        )
+    else:
+        assert '"' in text
+    states = np.arange(STATES)
+    loops.pass_over(codes, ord(","), states)
+    if data and (passed := parity.passed(data, ord(","), [*range(STATES)])) is not None:
+        assert passed == states.tolist()
+
+
+def test_a_file_whose_quotes_are_none_of_the_text_needs_no_compiler(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "instep.data.raw.quotes.loops", None)
+    monkeypatch.setattr(blocks, "BLOCK", 50)
+    path, form = tmp_path / "a.csv", FORMATS["csv"]()
+    expected = [[i, f'{i},\n"b"' if i % 3 else ""] for i in range(200)]
+    path.write_text(
+        "x,y\n" + "".join(f'{i},"{y.replace(chr(34), chr(34) * 2)}"\n' for i, y in expected)
+    )
+    for target in (1 << 20, 300):
+        rows, _ = rows_of(form, settled(form, form.cut(path, target)))
+        assert [row for row, _ in rows] == expected
 
 
 @pytest.mark.parametrize("at", [5, 40, 77])

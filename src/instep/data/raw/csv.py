@@ -2,7 +2,7 @@
 
 Quoted fields may hold line breaks, so whether a byte is in one depends on all bytes before it. Each
 piece is scanned for every state in which it may begin, and `settle` joins these up. `csv_head.py`
-decides types, `quotes.py` finds records, and pyarrow converts them.
+decides types, `quotes/` finds records, and pyarrow converts them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from instep.data.raw.base import Chunk, Piece, SingleFiles
 from instep.data.raw.csv_columns import BOM, Converter, Records
 from instep.data.raw.csv_head import columns_of, delimiter_of, learn
 from instep.data.raw.line_numbers import line_of
-from instep.data.raw.quote_states import QUOTED, RECORD, STATES
-from instep.data.raw.quotes import Splitter, passed
+from instep.data.raw.quotes.splitter import Splitter, passed
+from instep.data.raw.quotes.states import QUOTED, RECORD, STATES
 from instep.errors import DataError
 
 LONGEST = 256 << 20

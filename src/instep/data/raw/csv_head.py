@@ -19,8 +19,8 @@ import numpy as np
 from instep.data.raw import blocks
 from instep.data.raw.blocks import pyarrow
 from instep.data.raw.csv_columns import BOM, Columns, parse
-from instep.data.raw.quote_states import RECORD
-from instep.data.raw.quotes import Splitter
+from instep.data.raw.quotes.splitter import Splitter
+from instep.data.raw.quotes.states import RECORD
 from instep.errors import DataError, SpecError, near_miss
 from instep.words import listed
 

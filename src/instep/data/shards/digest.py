@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from instep.data.shards.columns import Column, as_plain
-from instep.data.shards.views import View
+from instep.data.shards.views import View, bytes_of
 from instep.data.shards.writer import ShardFile
 
 BLOCK = 4096
@@ -24,6 +24,9 @@ BLOCK = 4096
 
 SIZE = 32
 """Bytes of a block's digest."""
+
+MOST_MAPPED = 8 << 20
+"""Bytes that are read of a file before it is mapped anew."""
 
 
 def blocks_of(samples: int) -> int:
@@ -37,32 +40,55 @@ def digest_blocks(files: Sequence[tuple[Path, int]], first: int, stop: int) -> I
     Args:
         files: all shards in their order: path, and samples.
     """
-    starts = np.concatenate([[0], np.cumsum([count for _, count in files])])
-    total = int(starts[-1])
-    at, opened = -1, None
+    mapped = _Mapped(files)
     for block in range(first, stop):
-        parts: list[list[View]] = []
-        begin, end = block * BLOCK, min((block + 1) * BLOCK, total)
-        while begin < end:
-            number = int(np.searchsorted(starts, begin, "right")) - 1
-            if number != at or opened is None:
-                at, opened = number, ShardFile(files[number][0])
-            last = min(end, int(starts[number + 1]))
-            parts += opened.between(begin - int(starts[number]), last - int(starts[number]))
-            begin = last
-        yield _digest(parts)
+        found = hashlib.sha256()
+        begin, end = block * BLOCK, min((block + 1) * BLOCK, mapped.samples)
+        for column in range(mapped.columns):
+            for view in mapped.views(column, begin, end):
+                if view.offsets is not None:
+                    found.update(np.ascontiguousarray(view.lengths, "<i8").data)
+            for view in mapped.views(column, begin, end):
+                elements = view.elements
+                found.update(np.ascontiguousarray(elements).reshape(-1).view(np.uint8).data)
+        yield found.digest()
 
 
-def _digest(parts: list[list[View]]) -> bytes:
-    found = hashlib.sha256()
-    for column in zip(*parts, strict=True):
-        for view in column:
-            if view.offsets is not None:
-                found.update(np.ascontiguousarray(view.lengths, "<i8").data)
-        for view in column:
-            elements = view.elements
-            found.update(np.ascontiguousarray(elements).reshape(-1).view(np.uint8).data)
-    return found.digest()
+class _Mapped:
+    """The samples of files, of which this process has only some MB in memory at a time."""
+
+    def __init__(self, files: Sequence[tuple[Path, int]]) -> None:
+        self._files = files
+        self._starts = np.concatenate([[0], np.cumsum([count for _, count in files])])
+        self._at, self._read = -1, 0
+        self._open: ShardFile | None = None
+
+    @property
+    def samples(self) -> int:
+        return int(self._starts[-1])
+
+    @property
+    def columns(self) -> int:
+        return len(self._file(max(self._at, 0)).columns)
+
+    def views(self, column: int, first: int, stop: int) -> Iterator[View]:
+        """A column of the samples [first, stop), in parts as they lie in files."""
+        while first < stop:
+            number = int(np.searchsorted(self._starts, first, "right")) - 1
+            file, begin = self._file(number), int(self._starts[number])
+            batch = int(np.searchsorted(file.starts, first - begin, "right"))
+            last = min(stop, begin + int(file.starts[batch]))
+            for views in file.between(first - begin, last - begin):
+                self._read += bytes_of(views[column : column + 1])
+                yield views[column]
+            first = last
+
+    def _file(self, number: int) -> ShardFile:
+        """A file; it is mapped anew now and then, for its pages count until it no longer is."""
+        if self._open is None or number != self._at or self._read >= MOST_MAPPED:
+            self._at, self._read = number, 0
+            self._open = ShardFile(self._files[number][0])
+        return self._open
 
 
 def digest_of(columns: Sequence[Column], samples: int, blocks: Iterable[bytes]) -> str:

@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from instep.data import SOURCES
+from instep.data.shards import digest
 from instep.data.shards.columns import Column
 from instep.data.shards.dataset import Shards
 from instep.data.shards.digest import BLOCK, blocks_of, digest_blocks, digest_of
 from instep.data.shards.encode import ImageFile, encode
 from instep.data.shards.manifest import Manifest, Shard, read_manifest, write_manifest
 from instep.data.shards.verify import damaged
-from instep.data.shards.writer import ShardWriter
+from instep.data.shards.writer import ShardFile, ShardWriter
 from instep.errors import DataError
 
 KINDS = {
@@ -119,6 +120,29 @@ def test_a_column_is_read_without_the_others(tmp_path):
         dataset.column("r")
     with pytest.raises(DataError, match=r"no column 'm'\. Known: n, r, t"):
         Shards(tmp_path, columns=["m"])
+
+
+def test_only_some_of_a_file_is_in_memory_while_it_is_hashed(tmp_path, monkeypatch):
+    manifest = written(tmp_path, numbered(700), [600])
+    given = []
+
+    class Counted(ShardFile):
+        def __init__(self, path):
+            super().__init__(path)
+            given.append(0)
+
+        def between(self, first, stop):
+            for views in super().between(first, stop):
+                given[-1] += max(view.elements.nbytes for view in views)
+                yield views
+
+    monkeypatch.setattr(digest, "ShardFile", Counted)
+    monkeypatch.setattr(digest, "MOST_MAPPED", 500)
+    files = [(tmp_path / shard.file, shard.samples) for shard in manifest.shards]
+    found = b"".join(digest_blocks(files, 0, 1))
+    assert digest_of(manifest.columns, 700, [found]) == manifest.sha256
+    assert len(given) > 10
+    assert max(given) < 2000
 
 
 def test_the_digest_is_that_of_the_samples_and_not_of_files(tmp_path):

@@ -1,4 +1,4 @@
-"""The loops of `quotes.py`, compiled by Numba; imported when a CSV file is first looked at."""
+"""The loops of `splitter.py`, compiled by Numba; imported where the parity of quotes fails."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit
 
 from instep.comm.compiled import compiled
-from instep.data.raw.quote_states import CLOSED, FIELD, PLAIN, QUOTED, RECORD, STATES
+from instep.data.raw.quotes.states import CLOSED, FIELD, PLAIN, QUOTED, RECORD, STATES
 
 _QUOTE, _LF, _CR = 34, 10, 13
 _BYTES, _PLACES = "Array(uint8, 1, 'C', readonly=True)", "int64[::1]"

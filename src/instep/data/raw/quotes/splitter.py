@@ -2,8 +2,9 @@
 
 It agrees with Python's `csv` and with pyarrow: a quote opens a field only as its first character;
 within a quoted field two quotes are one, and line breaks and delimiters are text; '\\n', '\\r' and
-'\\r\\n' end a record; blank lines are no records. Ways in: `Splitter`, and `passed` for what a
-piece does to each state that it may begin in.
+'\\r\\n' end a record; blank lines are no records. Numba compiles it, which takes 150 MB, so it
+is loaded where the parity of quotes does not suffice (`parity.py`). Ways in: `Splitter`, and
+`passed` for what a piece does to each state that it may begin in.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from instep.data.raw.quote_states import FIELD, PLAIN, QUOTED, RECORD
+from instep.data.raw.quotes import parity
+from instep.data.raw.quotes.parity import BetweenBlocks
+from instep.data.raw.quotes.states import FIELD, PLAIN, QUOTED, RECORD
 
 _NEVER = -(1 << 60)
 _QUOTE, _LF, _CR = 34, 10, 13
@@ -21,7 +24,11 @@ _QUOTE, _LF, _CR = 34, 10, 13
 def passed(data: bytes, delimiter: int, states: Any) -> None:
     """Replace each of `states` [STATES] int64 by the state after the data."""
     if b'"' in data:
-        from instep.data.raw.quote_loops import pass_over
+        found = parity.passed(data, delimiter, states.tolist())
+        if found is not None:
+            states[:] = found
+            return
+        from instep.data.raw.quotes.loops import pass_over
 
         pass_over(np.frombuffer(data, np.uint8), delimiter, states)
     elif data:
@@ -49,7 +56,12 @@ class Splitter:
         break) and how many fields it has. Places are from the start of the block, and below 0
         where a record begins before it. They are valid until the next call.
         """
-        from instep.data.raw.quote_loops import split
+        known = parity.split(data, self._delimiter, BetweenBlocks(*self._memory.tolist()))
+        if known is not None:
+            self._memory[:] = known.memory
+            self._memory[[1, 3]] -= len(data)
+            return known.starts, known.stops, known.fields
+        from instep.data.raw.quotes.loops import split
 
         most = len(data) // 2 + 1
         if self._room.shape[1] < most:

@@ -1,4 +1,4 @@
-"""The states of the machine that goes over the bytes of a CSV file (`quotes.py`)."""
+"""The states of the machine that goes over the bytes of a CSV file (`quotes/`)."""
 
 RECORD, FIELD, PLAIN, QUOTED, CLOSED = range(5)
 """Between records; at the start of a field; in one without quotes; in one with; behind a quote
