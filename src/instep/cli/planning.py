@@ -58,7 +58,7 @@ def plan_options(parser: Parser) -> None:
     add = parser.add_argument
     add("job", help="job file, TOML")
     add_changes(parser)
-    add("--hosts", type=int, default=1, metavar="N", help="hosts like this one that there would be")
+    add("--hosts", type=int, default=0, metavar="N", help="so many hosts like this one")
     add("--rate", metavar="RATE", help="of each host's link, each way, such as 1gbit")
     text = "the hosts share the cores of this machine, as with `instep compare --hosts`"
     add("--emulated", action="store_true", help=text)

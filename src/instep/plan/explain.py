@@ -13,6 +13,7 @@ from instep.plan.measured import JobFigures
 from instep.plan.pricing import Priced
 from instep.plan.search import Ranking
 from instep.units import readable_bytes, readable_count, readable_seconds
+from instep.words import listed
 
 
 def table_of(found: Ranking, job: JobFigures) -> list[dict[str, Any]]:
@@ -64,7 +65,7 @@ def _lines(found: Ranking, machines: Machines) -> Iterator[tuple[str, str]]:
     for each in _families(found, best):
         yield "why not", _why_not(each, best)
     if len(near := found.undecided) > 1:
-        names = ", ".join(each.way.name for each in near[1:])
+        names = listed([each.way.name for each in near[1:]], 3)
         yield "unsure", f"{names}: within the interval of the best; `instep compare` settles it"
     if alone is None:
         yield "unsure", "one worker could not be priced, so whether it pays is not known"
@@ -104,8 +105,7 @@ def _pays(found: Ranking, machines: Machines) -> str:
         parts.append("at no batch that was looked at")
     if found.next_gain is not None:
         gain = 100 * (found.next_gain - 1)
-        said = f"gain {gain:.0f} %" if gain >= 0.5 else f"lose {max(0.0, -gain):.0f} %"
-        parts.append(f"more workers {said}")
+        parts.append(f"more workers gain {f'{gain:.0f} %' if gain >= 0.5 else 'nothing'}")
     return "; ".join(parts)
 
 

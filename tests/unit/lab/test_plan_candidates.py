@@ -45,7 +45,7 @@ def first(step_s):
 
 
 def planned(job, question, answers):
-    machines = question.machines()
+    machines = question.machines(job)
     ways, refused = candidates(job, machines, question.most_workers(machines, job))
     requests = _requests(ways, job, machines)
     found = {n: answers(each.way) for n, each in enumerate(requests[:3])}
@@ -125,7 +125,7 @@ def test_machines_of_an_earlier_plan_are_read_again(job, tmp_path):
     found = planned(job(), asked, lambda way: None).as_table()
     file = tmp_path / "plan.json"
     file.write_bytes(msgspec.json.encode(found))
-    assert read_machines(file) == asked.machines()
+    assert read_machines(file) == asked.machines(job())
     assert read_machines(file).link == HostLink(1e9)
     file.write_text("{}")
     with pytest.raises(SpecError, match="instep plan --json"):

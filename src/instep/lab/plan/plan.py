@@ -20,16 +20,19 @@ from instep.lab.namespaces import NetworkError
 from instep.lab.netlab import bits_per_s
 from instep.lab.plan.candidates import Candidate, RefusedWay, candidates, job_of
 from instep.lab.plan.earlier import Learned, learned
-from instep.lab.plan.probe import CrewRequest, Probed, probe, twice
+from instep.lab.plan.probe import CrewRequest, Probed, probe, twice, visit_again
 from instep.plan.explain import explain, table_of
 from instep.plan.machine import HostLink, Machines
 from instep.plan.pricing import Measurements
 from instep.plan.search import Ranking, missing_bytes, search
 from instep.plan.ways import LEASED_WAYS, TrainingWay
-from instep.words import plural
+from instep.words import listed, plural
 
 _ENDLESS = 1_000_000
 """Steps of a crew's job, which takes a few of them."""
+
+_LEAST_S = 8.0
+"""Seconds in which two ways that are close can take steps again, in turns."""
 
 SECONDS = 30.0
 """After which no further crew begins."""
@@ -38,7 +41,8 @@ SECONDS = 30.0
 class Question(NamedTuple):
     """Questions to a plan."""
 
-    hosts: int = 1
+    hosts: int = 0
+    """How many; 0: those of the job, or this machine."""
     rate: str | None = None
     emulated: bool = False
     most: int = 0
@@ -51,7 +55,7 @@ class Question(NamedTuple):
     runs: Path | None = None
     """Folder of run folders, from which is learned."""
 
-    def machines(self) -> Machines:
+    def machines(self, job: JobSpec) -> Machines:
         """The hosts that are asked about.
 
         Raises:
@@ -59,9 +63,10 @@ class Question(NamedTuple):
         """
         if self.machine is not None:
             return read_machines(self.machine)
-        if self.hosts < 1:
-            raise SpecError(f"--hosts {self.hosts}: needs at least one host.")
-        if self.rate is not None and self.hosts == 1:
+        hosts = self.hosts or job.launch.count or 1
+        if hosts < 1:
+            raise SpecError(f"--hosts {hosts}: needs at least one host.")
+        if self.rate is not None and hosts == 1:
             raise SpecError(f"--rate {self.rate}: needs --hosts, whose links have that rate.")
         link = None
         if self.rate is not None:
@@ -69,7 +74,7 @@ class Question(NamedTuple):
                 link = HostLink(bits_per_s(self.rate))
             except NetworkError as error:
                 raise SpecError(f"--rate: {error}") from None
-        return Machines(self.hosts, cores(), link, self.emulated)
+        return Machines(hosts, cores(), link, self.emulated)
 
     def most_workers(self, machines: Machines, job: JobSpec) -> int:
         """The most workers to look at."""
@@ -152,7 +157,7 @@ def plan_job(job: JobSpec, question: Question, say: Callable[[str], None]) -> Jo
     Raises:
         InstepError: the job cannot be trained by one worker; or nothing fits into memory.
     """
-    machines = question.machines()
+    machines = question.machines(job)
     if job.recipe.endswith(":__main__"):
         raise SpecError(
             "a loop of your own exists only while it runs, and cannot be probed. Compare real "
@@ -165,9 +170,17 @@ def plan_job(job: JobSpec, question: Question, say: Callable[[str], None]) -> Jo
         )
     most = question.most_workers(machines, job)
     ways, refused = candidates(job, machines, most)
-    probed = probe(job, twice(_requests(ways, job, machines)), cores(), question.seconds, say)
+    requests = _requests(ways, job, machines)
+    probed = probe(job, twice(requests), cores(), question.seconds, say)
     if probed.failed:
         raise SpecError(f"one worker cannot be probed: {probed.failed}")
+    found = _planned(job, question, machines, ways, refused, probed)
+    close = [each.way[:4] for each in found.ranking.undecided[:2]]
+    of_both = [each for each in requests if each.way[:4] in close]
+    left = question.seconds - probed.machine.seconds
+    if len(of_both) < 2 or left < _LEAST_S:
+        return found
+    probed = visit_again(job, probed, of_both, left, say)
     return _planned(job, question, machines, ways, refused, probed)
 
 
@@ -230,7 +243,7 @@ def _notes(probed: Probed, ranking: Ranking, before: Learned) -> list[str]:
     if probed.verdict.verdict != "yes":
         found.append(f"same as one machine: {probed.verdict.verdict}")
     if not_measured := [e.way.name for e in ranking.same if not e.measured and e.way.workers > 1]:
-        found.append(f"no crew took steps of {', '.join(not_measured)}: scaled from others")
+        found.append(f"no crew took steps of {listed(not_measured, 4)}: scaled from others")
     return found
 
 

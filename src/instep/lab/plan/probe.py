@@ -74,12 +74,51 @@ def probe(
         What was found; a crew that failed has its reason.
     """
     begin = time.time()
+    found = _answers(job, requests, seconds, say)
+    return _summed(requests, found, ProbedMachine(cores, time.time() - begin))
+
+
+def visit_again(
+    job: JobSpec,
+    probed: Probed,
+    requests: Sequence[CrewRequest],
+    seconds: float,
+    say: Callable[[str], None],
+) -> Probed:
+    """Let crews take steps once more, in turns; what they find counts with what was found before.
+
+    Args:
+        job, seconds, say: as for `probe`.
+        probed: what was found.
+        requests: of two ways that are too close to tell apart.
+    """
+    turns = [*requests, *reversed(requests)]
+    begin = time.time()
+    found = _answers(job, turns, seconds, say, probed.verdict)
+    again = [_crew(request, found[n]) for n, request in enumerate(turns) if n in found]
+    crews = [
+        _merged([each, *(new for new in again if new.key == each.key)]) for each in probed.crews
+    ]
+    took = probed.machine.seconds + time.time() - begin
+    machine = msgspec.structs.replace(probed.machine, seconds=took)
+    return probed._replace(crews=crews, machine=machine)
+
+
+def _answers(
+    job: JobSpec,
+    requests: Sequence[CrewRequest],
+    seconds: float,
+    say: Callable[[str], None],
+    verdict: Trial | None = None,
+) -> dict[int, dict[str, Any]]:
+    """Answers by the number of the request, as far as there was time."""
     found: dict[int, dict[str, Any]] = {}
     with temporary_folder("instep-plan-") as folder:
         asked = {
             "folder": str(folder),
             "job": spec_file.dump(job),
-            "until": begin + seconds,
+            "trial": verdict.encoded().decode() if verdict is not None else "",
+            "until": time.time() + seconds,
             "crew_s": max(CREW_S, seconds),
             "crews": [
                 {"job": spec_file.dump(each.job), "hosts": each.hosts, "limit_s": OF_STEPS_S}
@@ -93,7 +132,7 @@ def probe(
                 found[number] = answer
                 if number + 1 < len(requests):
                     say(f"probing {requests[number + 1].way.name}")
-    return _summed(requests, found, ProbedMachine(cores, time.time() - begin))
+    return found
 
 
 @contextmanager

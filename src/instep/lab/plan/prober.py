@@ -50,13 +50,13 @@ def main() -> None:
     except BaseException as error:
         why = _told(error)
     gc.freeze()
-    trial: Trial | None = None
+    trial = Trial.read(asked["trial"].encode())
     began = time.time()
     for number, (job, each) in enumerate(zip(jobs, asked["crews"], strict=True)):
         if number and time.time() + (time.time() - began) / number > asked["until"]:
             break  # another one would take as long as those before
         found = why or _Crew(job, each, asked, Path(asked["folder"])).run(function, trial)
-        if number == 0 and found.get("ranks"):
+        if trial is None and found.get("ranks"):
             trial = Trial.read(found["ranks"][0]["trial"].encode())
         print(json.dumps({"crew": number, **found}), file=out, flush=True)
         if why:
