@@ -84,3 +84,12 @@ def interrupt_it(lock: Path) -> None:
     if (pid := pid_of(lock)) is not None:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)  # a shell may have it ignore Ctrl-C
+
+
+def last_words(log: Path) -> str:
+    """The error that a command has ended with, from its output; empty if it said none."""
+    with suppress(OSError):
+        lines = log.read_text(errors="replace").splitlines()
+        said = [line for line in lines if line.startswith("instep: ")]
+        return said[-1].removeprefix("instep: ") if said else ""
+    return ""

@@ -18,6 +18,10 @@ from instep.errors import RunError, SpecError, near_miss
 
 def list_runs(args: argparse.Namespace) -> int:
     """List the runs of a folder: how each is or ended, and what it reached."""
+    if args.pool is not None:
+        from instep.cli.pooling import list_jobs
+
+        return list_jobs(args)
     from instep.report.terminal.choice import RunChoice
     from instep.report.terminal.status import state_lines, states_of
     from instep.words import command
@@ -46,6 +50,8 @@ def list_runs_options(parser: Parser) -> None:
     text = "order by the best validation, such as accuracy, loss or error:min"
     parser.add_argument("--best", metavar="METRIC", help=text)
     text = "only runs with KEY>VALUE (also >= < <= = !=): a metric, a column or a key of the job"
+    pool = "the jobs of the pool in this folder instead (default: pool)"
+    parser.add_argument("--pool", nargs="?", const="pool", metavar="FOLDER", help=pool)
     parser.add_argument("--where", action="append", default=[], metavar="CONDITION", help=text)
 
 

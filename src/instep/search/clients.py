@@ -6,7 +6,6 @@ A client is `instep run` or `instep resume`, detached. Way in: `Clients`.
 from __future__ import annotations
 
 import subprocess
-from contextlib import suppress
 from pathlib import Path
 
 from instep import detached
@@ -64,12 +63,3 @@ def job_file(folder: Path, number: int) -> Path:
 def log_of(folder: Path, number: int) -> Path:
     """The output of the client of a trial."""
     return folder / "jobs" / f"{name_of(number)}.log"
-
-
-def last_words(folder: Path, number: int) -> str:
-    """The error with which the client of a trial ended; empty if it said none."""
-    with suppress(OSError):
-        lines = log_of(folder, number).read_text(errors="replace").splitlines()
-        said = [line for line in lines if line.startswith("instep: ")]
-        return said[-1].removeprefix("instep: ") if said else ""
-    return ""

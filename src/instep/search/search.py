@@ -14,13 +14,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from instep import detached
 from instep.client.running import scale
 from instep.errors import DataError, InstepError, RecipeError, RunError, SpecError
 from instep.job import file as spec_file
 from instep.job.spec import JobSpec
 from instep.plain_file import replace_plain
 from instep.search.allotment import allot
-from instep.search.clients import Clients, job_file, last_words
+from instep.search.clients import Clients, job_file, log_of
 from instep.search.plan import trial_job
 from instep.search.pruning import bounds_of
 from instep.search.record import SearchRecord
@@ -136,7 +137,10 @@ class Search:
         step = run.last_step if run is not None else 0
         if run is not None and run.outcome == "interrupted":
             return
-        code, why = self._clients.exit_code(number), last_words(self.folder, number)
+        code, why = (
+            self._clients.exit_code(number),
+            detached.last_words(log_of(self.folder, number)),
+        )
         in_vain = self._failures.setdefault(number, [])
         if in_vain and step > in_vain[-1]:
             in_vain.clear()

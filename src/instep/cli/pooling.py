@@ -1,0 +1,214 @@
+"""The commands for many jobs on a pool: start it, submit, cancel, explain."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from instep.cli.parsing import Parser, overrides_of
+from instep.cli.saying import say, say_aside
+from instep.errors import RunError, near_miss
+
+START_S = 20.0
+"""A scheduler that says nothing for so long has not started."""
+
+
+def pool(args: argparse.Namespace) -> int:
+    """Share the cores of this machine among many jobs: start, look, stop."""
+    from instep.pool.pool_file import PoolFolder
+
+    return int(_ACTIONS[args.action](args, PoolFolder(Path(args.pool))))
+
+
+def pool_options(parser: Parser) -> None:
+    """Options of `instep pool`."""
+    parser.epilog = "Jobs go on without a scheduler; the next one finds them again."
+    text = "folder of the pool (default: %(default)s)"
+    parser.add_argument("--pool", default="pool", metavar="FOLDER", help=text)
+    actions = parser.add_subparsers(dest="action", metavar="action", required=True)
+    for name, text, example in (
+        ("start", "start the scheduler of a pool, in the background", "pool.toml"),
+        ("status", "show the cores and shares of a pool, and its jobs", ""),
+        ("stop", "stop the scheduler; jobs that run go on", ""),
+        ("serve", "be the scheduler, until Ctrl-C", ""),
+    ):
+        made: Parser = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
+        made.example = f"pool {name} {example}".rstrip()
+        made.set_defaults(parser=made)
+        if name == "start":
+            text = "file of the pool, TOML (default: all cores, equal shares)"
+            made.add_argument("file", nargs="?", help=text)
+
+
+def submit(args: argparse.Namespace) -> int:
+    """Give a job to a pool, which starts it when there is room, and go home."""
+    from instep.pool.pool_file import PoolFolder
+    from instep.pool.submit import submit
+
+    pool = PoolFolder(Path(args.pool))
+    name, new = submit(
+        pool,
+        Path(args.job),
+        overrides_of(args),
+        priority=args.priority,
+        at_least=args.at_least,
+        at_most=args.at_most,
+        share=args.share or "",
+        key=args.key or "",
+    )
+    if not pool.scheduled:
+        say_aside(f"note    the pool has no scheduler: instep pool --pool {args.pool} start")
+    if args.json:
+        print(json.dumps({"job": name, "run": str(pool.runs / name), "new": new}))
+        return 0
+    say(f"job     {name}{'' if new else ' was submitted before'}   {pool.runs / name}")
+    say(f"next    instep explain {name}{_where(args)}")
+    return 0
+
+
+def submit_options(parser: Parser) -> None:
+    """Options of `instep submit`."""
+    add = parser.add_argument
+    add("job", help="job file, TOML")
+    _add_pool(parser)
+    add("--priority", type=int, default=0, metavar="N", help="larger comes first in its share")
+    text = "workers without which it does not run (default: one replica)"
+    add("--at-least", type=int, metavar="N", help=text)
+    text = "workers that it may have (default: as many as there is work for)"
+    add("--at-most", type=int, metavar="N", help=text)
+    add("--share", help="whose share of the pool it uses (default: your name)")
+    add("--key", help="the same key twice is one job")
+    text = "change a value of the job; may be repeated"
+    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=text)
+    parser.set_defaults(workers=None, on=None, ray_address=None)
+
+
+def cancel(args: argparse.Namespace) -> int:
+    """Stop a job of a pool for good: at its next commit, saved."""
+    from instep.pool.pool_file import PoolFolder
+    from instep.pool.submit import cancel
+
+    cancel(PoolFolder(Path(args.pool)), args.job)
+    if args.json:
+        print(json.dumps({"job": args.job}))
+    else:
+        say(f"cancel  {args.job} stops at its next commit")
+    return 0
+
+
+def cancel_options(parser: Parser) -> None:
+    """Options of `instep cancel`."""
+    parser.add_argument("job", help="job of the pool, as `instep list --pool` names it")
+    _add_pool(parser)
+
+
+def explain(args: argparse.Namespace) -> int:
+    """Say why a job of a pool waits, and until when."""
+    from instep.pool.pool_file import PoolFolder
+    from instep.pool.view import explanation
+
+    state = PoolFolder(Path(args.pool)).state()
+    if args.job not in state.jobs:
+        raise RunError(f"the pool has no job {args.job!r}. {near_miss(args.job, state.jobs)}")
+    lines = explanation(state, state.jobs[args.job])
+    if args.json:
+        print(json.dumps({"job": args.job, "explanation": lines}))
+        return 0
+    for line in lines:
+        say(line)
+    return 0
+
+
+explain_options = cancel_options
+
+
+def list_jobs(args: argparse.Namespace) -> int:
+    """The jobs of a pool."""
+    from instep.pool.pool_file import PoolFolder
+    from instep.pool.view import as_tables, job_lines, pool_lines
+
+    pool = PoolFolder(Path(args.pool))
+    state = pool.state()
+    if args.json:
+        print(json.dumps(as_tables(state)))
+        return 0
+    for line in [*pool_lines(state, pool.scheduled), *job_lines(state)]:
+        say(line)
+    return 0
+
+
+def _add_pool(parser: Parser) -> None:
+    text = "folder of the pool (default: %(default)s)"
+    parser.add_argument(
+        "--pool", nargs="?", const="pool", default="pool", metavar="FOLDER", help=text
+    )
+
+
+def _where(args: argparse.Namespace) -> str:
+    return "" if args.pool == "pool" else f" --pool {args.pool}"
+
+
+def _start(args: argparse.Namespace, pool: object) -> int:
+    from instep import detached
+    from instep.pool.jobs import PoolSpec
+    from instep.pool.pool_file import SPEC, PoolFolder, pool_of
+
+    assert isinstance(pool, PoolFolder)
+    if pool.scheduled:
+        raise RunError(f"the pool in {pool.folder} has a scheduler already: instep pool status")
+    if args.file is not None:
+        pool.make(pool_of(Path(args.file)))
+    elif not (pool.folder / SPEC).exists():
+        pool.make(PoolSpec())
+    words = ["pool", "--pool", str(pool.folder.resolve()), "serve"]
+    started = detached.start(words, pool.lock, pool.log)
+    deadline = time.monotonic() + START_S
+    journal = pool.folder / "pool.sqlite"
+    while started is not None and not journal.exists() and time.monotonic() < deadline:
+        if started.poll() is not None:
+            raise RunError(f"the scheduler has ended: {detached.last_words(pool.log)}")
+        time.sleep(0.02)
+    if args.json:
+        print(json.dumps({"pool": str(pool.folder), "cores": pool.empty.cores}))
+    else:
+        say(f"pool    {pool.folder}: {pool.empty.cores} cores, runs in {pool.runs}")
+        say("next    instep submit job.toml")
+    return 0
+
+
+def _stop(args: argparse.Namespace, pool: object) -> int:
+    from instep import detached
+    from instep.pool.pool_file import PoolFolder
+
+    assert isinstance(pool, PoolFolder)
+    held = pool.state().held
+    detached.interrupt_it(pool.lock)
+    deadline = time.monotonic() + START_S
+    while pool.scheduled and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if pool.scheduled:
+        raise RunError(f"the scheduler does not end: see {pool.log}")
+    if args.json:
+        print(json.dumps({"pool": str(pool.folder), "held": held}))
+    else:
+        say(f"pool    has no scheduler now; runs with {held} workers go on")
+    return 0
+
+
+def _serve(args: argparse.Namespace, pool: object) -> int:
+    from instep.pool.pool_file import PoolFolder
+    from instep.pool.serve import serve
+
+    assert isinstance(pool, PoolFolder)
+    serve(pool)
+    return 0
+
+
+_ACTIONS = {
+    "start": _start,
+    "status": lambda args, _: list_jobs(args),
+    "stop": _stop,
+    "serve": _serve,
+}

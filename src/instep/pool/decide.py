@@ -1,0 +1,144 @@
+"""The decisions of a pool: a pure function of its state and an event.
+
+A core is free when the process on it has ended, not when it was asked to. The workers of a job are
+reserved together, in the state that is journaled before anything starts. Way in: `decide`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+
+from instep.pool.jobs import (
+    ENDED,
+    RUNNING,
+    STOPPING,
+    WAITING,
+    CancelAsked,
+    ClientEnded,
+    JobSubmitted,
+    PoolEvent,
+    PoolJob,
+    PoolState,
+    ResizeRefused,
+    RunSeen,
+)
+from instep.pool.policy import plan
+
+HALF_LIFE_S = 86_400.0
+
+GROW_S = 5.0
+"""A job grows at most so often."""
+
+MOST_IN_VAIN = 4
+"""Ends of a client without a step more than at the end before."""
+
+
+def decide(state: PoolState, event: PoolEvent, now: float) -> PoolState:
+    """The state after an event."""
+    state = _counted(state, now)
+    if isinstance(event, JobSubmitted):
+        known = {job.key for job in state.jobs.values() if job.key}
+        if event.job.id in state.jobs or event.job.key in known:
+            return state
+        state = _with(state, event.job)
+    elif not (hasattr(event, "id") and event.id not in state.jobs):
+        state = _after(state, event, now)
+    return replan(state, now)
+
+
+def _after(state: PoolState, event: PoolEvent, now: float) -> PoolState:
+    """The state after an event about a job that is there."""
+    if isinstance(event, CancelAsked):
+        return _with(state, _cancelled(state.jobs[event.id], now))
+    if isinstance(event, RunSeen):
+        job = state.jobs[event.id]
+        left = event.left_s if event.left_s is not None else job.left_s
+        steps = event.steps or job.steps
+        job = replace(job, left_s=left, step=event.step, steps=steps)
+        if job.status == RUNNING:
+            job = replace(job, held=max(job.target, event.workers))
+        return _with(state, job)
+    if isinstance(event, ResizeRefused):
+        job = state.jobs[event.id]
+        if job.status != RUNNING:
+            return state
+        return _with(state, replace(job, fixed=True, target=event.workers, held=event.workers))
+    if isinstance(event, ClientEnded):
+        return _with(state, _ended(state.jobs[event.id], event, now))
+    return state
+
+
+def replan(state: PoolState, now: float) -> PoolState:
+    """The state with the targets of the policy, as far as cores are free by now."""
+    wanted = plan(state, now).workers
+    for job in state.jobs.values():  # whoever gives first
+        workers = wanted.get(job.id, 0)
+        if job.status == RUNNING and workers < job.target:
+            if workers:
+                state = _with(state, replace(job, target=workers, changed=now))
+            else:
+                state = _with(state, replace(job, status=STOPPING, target=0, changed=now))
+    takers = [job for job in state.jobs.values() if wanted.get(job.id, 0) > job.target]
+    for job in sorted(takers, key=lambda each: (each.status == RUNNING, -each.priority)):
+        workers, free = wanted[job.id], state.cores - state.held
+        if job.status == WAITING and workers > free >= job.at_least:
+            workers = free // job.unit * job.unit  # the rest as soon as it is free
+        more = workers - job.held
+        if more > free or (job.status == RUNNING and now - job.changed < GROW_S):
+            continue
+        began = job.began if job.began is not None else now
+        if job.status in (WAITING, RUNNING):
+            state = _with(
+                state,
+                replace(
+                    job,
+                    status=RUNNING,
+                    target=workers,
+                    held=max(job.held, workers),
+                    began=began,
+                    changed=now,
+                ),
+            )
+    return state
+
+
+def _cancelled(job: PoolJob, now: float) -> PoolJob:
+    if job.status == ENDED:
+        return job
+    if job.status == WAITING:
+        return replace(job, status=ENDED, cancelled=True, outcome="cancelled", ended=now)
+    return replace(job, status=STOPPING, cancelled=True, target=0, changed=now)
+
+
+def _ended(job: PoolJob, event: ClientEnded, now: float) -> PoolJob:
+    in_vain = 0 if event.step > job.step or job.status == STOPPING else job.in_vain + 1
+    job = replace(job, target=0, held=0, step=max(job.step, event.step), in_vain=in_vain)
+    outcome = event.outcome
+    if not outcome and job.cancelled:
+        outcome = "cancelled"
+    if not outcome and in_vain >= MOST_IN_VAIN:
+        outcome = "failed"
+    if outcome:
+        return replace(job, status=ENDED, outcome=outcome, why=event.why, ended=now)
+    return replace(job, status=WAITING)
+
+
+def _counted(state: PoolState, now: float) -> PoolState:
+    """The state with the use of each share up to now."""
+    passed = now - state.at
+    if passed <= 0:
+        return state
+    keep = 0.5 ** (passed / HALF_LIFE_S) if state.at else 0.0
+    used = {share: seconds * keep for share, seconds in state.used.items()}
+    if state.at:
+        for job in state.jobs.values():
+            if job.held:
+                used[job.share] = used.get(job.share, 0.0) + job.held * passed
+    return replace(state, used=used, at=now)
+
+
+def _with(state: PoolState, job: PoolJob) -> PoolState:
+    jobs: Mapping[str, PoolJob] = {**state.jobs, job.id: job}
+    return replace(state, jobs=jobs)

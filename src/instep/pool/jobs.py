@@ -1,0 +1,140 @@
+"""Jobs of a pool and the events that change them: plain data, no files, clocks or processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+WAITING, RUNNING, STOPPING, ENDED = "waiting", "running", "stopping", "ended"
+
+
+class PoolSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The file of a pool, `pool.toml`."""
+
+    cores: int = 0
+    """Worker processes that there is room for; 0: the cores of this machine."""
+    runs: str = "runs"
+    """Folder of run folders, relative to the file."""
+    shares: dict[str, float] = {}
+    """Weights; a share that is not named has 1."""
+    limits: dict[str, ShareLimits] = {}
+
+
+class ShareLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bounds of one share."""
+
+    workers: int
+    """Most at once."""
+
+
+class PoolJob(msgspec.Struct, frozen=True, kw_only=True):
+    """One job of a pool."""
+
+    id: str
+    """Also the name of its run."""
+    share: str
+    at_least: int
+    """Workers without which it does not run: they start together, or none."""
+    at_most: int
+    unit: int = 1
+    """Workers are a multiple of it."""
+    priority: int = 0
+    submitted: float = 0.0
+    """Unix seconds, as all times here."""
+    key: str = ""
+    status: str = WAITING
+    target: int = 0
+    """Workers that it is to have."""
+    held: int = 0
+    """Cores that it has: those of processes that have not ended count."""
+    cancelled: bool = False
+    fixed: bool = False
+    """Whether its run refuses to be resized."""
+    began: float | None = None
+    changed: float = 0.0
+    """When its target last changed."""
+    left_s: float | None = None
+    """Seconds of one worker that it still needs, as far as they are known."""
+    step: int = 0
+    steps: int | None = None
+    in_vain: int = 0
+    """Ends of its client in a row without another step."""
+    outcome: str = ""
+    why: str = ""
+    ended: float | None = None
+
+    @property
+    def open(self) -> bool:
+        """Whether it is to run, now or later."""
+        return self.status != ENDED and not self.cancelled
+
+
+class PoolState(msgspec.Struct, frozen=True, kw_only=True):
+    """All jobs of a pool, and what each share has used."""
+
+    cores: int
+    weights: Mapping[str, float] = {}
+    limits: Mapping[str, int] = {}
+    """Most workers of a share."""
+    jobs: Mapping[str, PoolJob] = {}
+    used: Mapping[str, float] = {}
+    """Core seconds of each share, of which half are forgotten in a day."""
+    at: float = 0.0
+    """When `used` was counted."""
+
+    @property
+    def held(self) -> int:
+        """Cores that jobs have."""
+        return sum(each.held for each in self.jobs.values())
+
+    def weight(self, share: str) -> float:
+        """The weight of a share."""
+        return self.weights.get(share, 1.0)
+
+
+class JobSubmitted(msgspec.Struct, frozen=True, tag=True):
+    """Somebody wants a job to run."""
+
+    job: PoolJob
+
+
+class CancelAsked(msgspec.Struct, frozen=True, tag=True):
+    """Somebody wants a job to stop for good."""
+
+    id: str
+
+
+class RunSeen(msgspec.Struct, frozen=True, tag=True):
+    """A job's run was looked at, and its client lives."""
+
+    id: str
+    workers: int
+    """Processes that have not ended."""
+    step: int = 0
+    steps: int | None = None
+    left_s: float | None = None
+
+
+class ResizeRefused(msgspec.Struct, frozen=True, tag=True):
+    """A run cannot have another number of workers."""
+
+    id: str
+    workers: int
+
+
+class ClientEnded(msgspec.Struct, frozen=True, tag=True):
+    """A job's client has ended, and so have its workers."""
+
+    id: str
+    outcome: str
+    """The outcome of the run; empty if it is not over."""
+    why: str = ""
+    step: int = 0
+
+
+class TimePassed(msgspec.Struct, frozen=True, tag=True):
+    """Nothing happened: use is counted, and what was put off is looked at again."""
+
+
+PoolEvent = JobSubmitted | CancelAsked | RunSeen | ResizeRefused | ClientEnded | TimePassed

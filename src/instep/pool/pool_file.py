@@ -1,0 +1,118 @@
+"""The file of a pool, and the folder that a pool has. Ways in: `pool_of`, `PoolFolder`."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+
+import msgspec
+
+from instep import detached
+from instep.errors import RunError, SpecError, file_beside
+from instep.plain_file import read_plain, replace_plain
+from instep.pool.jobs import PoolSpec, PoolState
+from instep.pool.pool_journal import PoolJournal
+from instep.pool.requests import pending
+
+SPEC = "pool.json"
+
+
+def pool_of(path: Path) -> PoolSpec:
+    """Read a pool's file.
+
+    Raises:
+        SpecError: it is not what a pool can be.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        spec = msgspec.convert(tomllib.loads(text), PoolSpec)
+    except FileNotFoundError:
+        raise SpecError(f"there is no pool file {path}. {file_beside(path, '*.toml')}") from None
+    except (OSError, ValueError) as error:  # of TOML, UTF-8 and the types too
+        raise SpecError(f"{path} is not the file of a pool: {error}.") from None
+    for share, weight in spec.shares.items():
+        if not 0 < weight < float("inf"):
+            raise SpecError(f"{path}: shares.{share} = {weight}: a weight needs to be above 0.")
+    for share, limit in spec.limits.items():
+        if limit.workers < 1:
+            raise SpecError(f"{path}: limits.{share}.workers needs to be at least 1.")
+    if spec.cores < 0:
+        raise SpecError(f"{path}: cores = {spec.cores}: needs to be at least 1, or 0 for all.")
+    return msgspec.structs.replace(spec, runs=str((path.parent / spec.runs).resolve()))
+
+
+class PoolFolder:
+    """The folder of a pool.
+
+    Args:
+        folder: of it; there may be none yet.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.jobs = folder / "jobs"
+        self.lock, self.log = folder / "scheduler.lock", folder / "scheduler.log"
+
+    def make(self, spec: PoolSpec) -> None:
+        """Make the folder, or change what its pool is."""
+        self.jobs.mkdir(parents=True, exist_ok=True)
+        (self.folder / "inbox").mkdir(exist_ok=True)
+        if not Path(spec.runs).is_absolute():
+            runs = str((self.folder.parent / spec.runs).resolve())
+            spec = msgspec.structs.replace(spec, runs=runs)
+        replace_plain(self.folder / SPEC, msgspec.json.encode(spec), durable=True)
+
+    @property
+    def spec(self) -> PoolSpec:
+        """The cores, shares and limits of the pool.
+
+        Raises:
+            RunError: there is no pool.
+        """
+        try:
+            return msgspec.json.decode(read_plain(self.folder / SPEC), type=PoolSpec)
+        except FileNotFoundError:
+            raise RunError(
+                f"there is no pool in {self.folder}. Start one: instep pool start"
+            ) from None
+        except (OSError, msgspec.MsgspecError) as error:
+            raise RunError(f"{self.folder / SPEC} cannot be read: {error}.") from None
+
+    @property
+    def runs(self) -> Path:
+        """Folder of the runs of its jobs."""
+        return Path(self.spec.runs)
+
+    @property
+    def empty(self) -> PoolState:
+        """The state of the pool without its jobs."""
+        spec = self.spec
+        limits = {share: limit.workers for share, limit in spec.limits.items()}
+        return PoolState(
+            cores=spec.cores or os.cpu_count() or 1, weights=spec.shares, limits=limits
+        )
+
+    def state(self) -> PoolState:
+        """The pool as it is journaled, with requests that nobody has taken.
+
+        Raises:
+            RunError: there is no pool, or it cannot be read.
+        """
+        state = self.empty
+        if (self.folder / "pool.sqlite").exists():
+            journal = PoolJournal(self.folder, write=False)
+            try:
+                state = journal.load(state)
+            finally:
+                journal.close()
+        jobs = dict(state.jobs)
+        for _, request in pending(self.folder):
+            if not hasattr(request, "id"):
+                jobs.setdefault(request.job.id, request.job)
+        return msgspec.structs.replace(state, jobs=jobs)
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether its scheduler lives."""
+        return detached.lives(self.lock)

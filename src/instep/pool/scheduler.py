@@ -1,0 +1,142 @@
+"""Keeps the jobs of a pool as its state says: it decides, journals, and then does.
+
+What it does follows from the state and from what it sees, never from what it remembers: a client
+that should be there and is not is started, workers that should be others are asked for. So one
+that was killed anywhere is followed by another that does what is missing, and nothing twice: a
+client has its file locked from its first moment. Way in: `PoolScheduler.turn`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from instep.pool.decide import decide
+from instep.pool.jobs import (
+    RUNNING,
+    STOPPING,
+    ClientEnded,
+    PoolEvent,
+    PoolJob,
+    PoolState,
+    ResizeRefused,
+    RunSeen,
+    TimePassed,
+)
+
+TICK_S = 5.0
+"""Between two counts of use, where nothing happens."""
+
+NOTED_S = 10.0
+"""Seconds of remaining time are journaled when they are off by more, and by a tenth."""
+
+
+SCALED, LATER, REFUSED = "scaled", "later", "refused"
+"""Answers of a run that is asked for another number of workers."""
+
+
+class JobSight(NamedTuple):
+    """A job's run, as it is seen now."""
+
+    lives: bool
+    """Whether its client does."""
+    workers: int = 0
+    """Processes of workers that have not ended."""
+    step: int = 0
+    steps: int | None = None
+    left_s: float | None = None
+    outcome: str = ""
+    """Once the run is over, else empty."""
+    why: str = ""
+    may_start: bool = True
+    """Whether nothing of it is there yet: it was to start, and has not."""
+
+
+class Hands(Protocol):
+    """The three words that a scheduler says to a run, and a look at it."""
+
+    def look(self, job: PoolJob) -> JobSight:
+        """See what there is of a job's run."""
+
+    def start(self, job: PoolJob) -> None:
+        """Start its client with `job.target` workers; does nothing if one lives."""
+
+    def scale(self, job: PoolJob) -> str:
+        """Ask for `job.target` workers."""
+
+    def stop(self, job: PoolJob) -> None:
+        """Ask it to stop at its next commit, and save."""
+
+
+class WritesEvents(Protocol):
+    """A journal."""
+
+    def write(self, event: PoolEvent, before: PoolState, after: PoolState) -> None:
+        """Write an event, and what it has changed."""
+
+
+class PoolScheduler:
+    """The scheduler of one pool.
+
+    Args:
+        state: as the journal has it.
+        journal: gets each event before anything follows from it.
+        hands: reach the runs.
+    """
+
+    def __init__(self, state: PoolState, journal: WritesEvents, hands: Hands) -> None:
+        self.state, self._journal, self._hands = state, journal, hands
+        self._asked: dict[str, int] = {}  # workers that a run was asked for
+        self._started: set[str] = set()  # by this scheduler
+
+    def take(self, event: PoolEvent, now: float) -> None:
+        """Decide on an event, and write it down."""
+        after = decide(self.state, event, now)
+        self._journal.write(event, self.state, after)
+        self.state = after
+
+    def turn(self, requests: Sequence[PoolEvent], now: float) -> None:
+        """Take what people want, look at all runs, and do what follows."""
+        for event in requests:
+            self.take(event, now)
+        for job in [*self.state.jobs.values()]:
+            if job.status in (RUNNING, STOPPING):
+                self._look(job, now)
+        if now - self.state.at >= TICK_S:
+            self.take(TimePassed(), now)
+        for job in [*self.state.jobs.values()]:
+            self._do(job, now)
+
+    def _look(self, job: PoolJob, now: float) -> None:
+        sight = self._hands.look(job)
+        if sight.lives:
+            before = job.left_s or 0.0
+            off = abs((sight.left_s if sight.left_s is not None else before) - before)
+            known = job.status != RUNNING or job.held == max(job.target, sight.workers)
+            if not known or off > max(NOTED_S, before / 10) or (sight.steps and not job.steps):
+                self.take(
+                    RunSeen(job.id, sight.workers, sight.step, sight.steps, sight.left_s), now
+                )
+        elif sight.outcome or not sight.may_start or job.id in self._started:
+            self._started.discard(job.id)
+            self._asked.pop(job.id, None)
+            self.take(ClientEnded(job.id, sight.outcome, sight.why, sight.step), now)
+        elif job.status == STOPPING:  # it was to start, and never has
+            self.take(ClientEnded(job.id, ""), now)
+
+    def _do(self, job: PoolJob, now: float) -> None:
+        if job.status == STOPPING:
+            self._hands.stop(job)
+        elif job.status == RUNNING:
+            if not self._hands.look(job).lives:
+                if job.id not in self._started:
+                    self._hands.start(job)
+                    self._started.add(job.id)
+                    self._asked[job.id] = job.target
+            elif self._asked.get(job.id) != job.target:
+                answer = self._hands.scale(job)
+                if answer == SCALED:
+                    self._asked[job.id] = job.target
+                elif answer == REFUSED:
+                    workers = self._hands.look(job).workers
+                    self.take(ResizeRefused(job.id, workers), now)

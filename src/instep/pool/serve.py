@@ -1,0 +1,39 @@
+"""The process of a pool's scheduler: journal, requests and runs of this machine, until it is ended.
+
+Ended or killed, it disturbs no run. Way in: `serve`.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+from instep.pool.local_runs import LocalRuns
+from instep.pool.pool_file import PoolFolder
+from instep.pool.pool_journal import PoolJournal
+from instep.pool.requests import pending
+from instep.pool.scheduler import PoolScheduler
+from instep.system.processes import interrupt, on_signals
+
+TURN_S = 0.1
+
+
+def serve(pool: PoolFolder) -> None:
+    """Schedule until Ctrl-C or SIGTERM.
+
+    Raises:
+        RunError: the journal cannot be used.
+    """
+    journal = PoolJournal(pool.folder, write=True)
+    hands = LocalRuns(pool.jobs, pool.runs)
+    scheduler = PoolScheduler(journal.load(pool.empty), journal, hands)
+    try:
+        with suppress(KeyboardInterrupt), on_signals(interrupt):
+            while True:
+                waiting = [*pending(pool.folder)]
+                scheduler.turn([request for _, request in waiting], time.time())
+                for path, _ in waiting:  # journaled
+                    path.unlink(missing_ok=True)
+                time.sleep(TURN_S)
+    finally:
+        journal.close()

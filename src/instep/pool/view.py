@@ -1,0 +1,100 @@
+"""A pool for a person: its jobs in a table, its shares, and why a job waits."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+
+from instep.pool.jobs import ENDED, RUNNING, STOPPING, PoolJob, PoolState
+from instep.pool.policy import plan, speed, start_in_s
+from instep.units import readable_count, readable_seconds
+
+
+def pool_lines(state: PoolState, scheduled: bool) -> list[str]:
+    """The cores and shares of a pool."""
+    working = "" if scheduled else "   no scheduler: instep pool start"
+    lines = [f"pool    {state.held} of {state.cores} cores busy{working}"]
+    shares = sorted({job.share for job in state.jobs.values() if job.status != ENDED})
+    total = sum(state.weight(share) for share in shares)
+    for share in shares:
+        held = sum(job.held for job in state.jobs.values() if job.share == share)
+        due = 100 * state.weight(share) / total
+        lines.append(
+            f"share   {share}: {held} cores, {100 * held / state.cores:.0f} % (due {due:.0f} %)"
+        )
+    return lines
+
+
+def job_lines(state: PoolState, now: float | None = None) -> list[str]:
+    """A table of the jobs that have not ended, and of the last that have."""
+    now = time.time() if now is None else now
+    reasons = plan(state, now).reasons
+    rows = [("job", "share", "state", "workers", "priority", "step", "ends", "waits for")]
+    ended = sorted((j for j in state.jobs.values() if j.ended), key=lambda job: job.ended or 0.0)
+    for job in [*ended[-10:], *(j for j in state.jobs.values() if j.status != ENDED)]:
+        workers = f"{job.held} of {job.at_most}" if job.held else "-"
+        steps = f"/{readable_count(job.steps)}" if job.steps else ""
+        step = f"{readable_count(job.step)}{steps}" if job.step or job.steps else "-"
+        waits = job.why.splitlines()[0][:60] if job.why else reasons.get(job.id, "")
+        row = (job.id, job.share, state_of(job), workers, str(job.priority), step)
+        rows.append((*row, _ends(job), waits))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def state_of(job: PoolJob) -> str:
+    """The state of a job, in a word or two."""
+    if job.status == ENDED:
+        return job.outcome
+    if job.status == STOPPING:
+        return "being cancelled" if job.cancelled else "being parked"
+    return job.status if job.status == RUNNING or not job.step else "parked"
+
+
+def explanation(state: PoolState, job: PoolJob, now: float | None = None) -> list[str]:
+    """Why a job is where it is, and until when."""
+    now = time.time() if now is None else now
+    lines = [f"{job.id}   {state_of(job)}   share {job.share}, priority {job.priority}"]
+    if job.status == RUNNING:
+        lines.append(f"workers {job.held} of {job.at_most}, {job.at_least} at least")
+        if job.fixed:
+            lines.append("size    its run cannot be resized, so it keeps its workers to its end")
+        if end := _ends(job):
+            lines.append(f"ends    {end}")
+    elif job.status == STOPPING:
+        lines.append("next    it stops at its next commit, and is saved")
+    elif job.status == ENDED:
+        lines += [f"why     {line}" for line in job.why.splitlines()]
+    else:
+        planned = plan(state, now)
+        why = planned.reasons.get(job.id)
+        if why is None:
+            givers = [
+                other.id
+                for other in state.jobs.values()
+                if other.held > planned.workers.get(other.id, 0)
+            ]
+            why = f"{job.at_least} cores: {', '.join(givers) or 'the scheduler'} gives them now"
+            lines.append(f"waits   {why}")
+        else:
+            lines.append(f"waits   {why}")
+            soon = start_in_s(state, job)
+            when = "not known yet" if soon is None else f"in about {readable_seconds(soon)}"
+            lines.append(f"starts  {when}")
+    return lines
+
+
+def as_tables(state: PoolState) -> list[dict[str, Any]]:
+    """All jobs as plain data."""
+    return [{**msgspec.to_builtins(job), "state": state_of(job)} for job in state.jobs.values()]
+
+
+def _ends(job: PoolJob) -> str:
+    if job.status != RUNNING or job.left_s is None or not job.target:
+        return ""
+    return f"in {readable_seconds(job.left_s / speed(job.target))}"
