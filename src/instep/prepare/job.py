@@ -42,10 +42,10 @@ from instep.prepare.messages import (
 )
 from instep.prepare.plan import Group, RawFile, groups_of, plan_key, with_columns
 from instep.prepare.progress import Progress
-from instep.prepare.unchanged import stamped, with_versions
+from instep.prepare.unchanged import check_sources, stamped, with_versions
 from instep.prepare.workers.crew import Crew
 from instep.units import readable_bytes
-from instep.words import is_url, listed, plural, shown_url
+from instep.words import listed, plural, shown_url
 
 SPAN = 64 << 20
 """Bytes of a raw file whose checksum is one task."""
@@ -253,15 +253,7 @@ class Job:
         Raises:
             DataError: names the file.
         """
-        here = [each for each in self._asked.sources if not is_url(each)]  # others are copies
-        asked = msgspec.structs.replace(self._asked, sources=here)
-        now = {file.place: (file.state, file.stamp) for file in plan.files_of(asked)}
-        for file in self._files:
-            if not file.url and now.get(file.place) != (file.state, file.stamp):
-                raise DataError(
-                    f"{file.name} has changed while it was prepared. Give the same command again, "
-                    "and leave it as it is meanwhile."
-                )
+        check_sources(self._asked, self._files)
         if [self._asked.decides(), self._asked.exchanges()] != self._decided:
             raise DataError(
                 "the file of a function has changed while it was used. Give the same command "

@@ -3,7 +3,7 @@
 A file of the same size, time of change, inode and time of change of the inode is. One that differs
 in these is if its checksum is the one in the manifest: then it keeps its version, and nothing of it
 is read again. Nothing here knows tasks. Ways in:
-`with_versions`, `stamped`.
+`with_versions`, `stamped`; `check_sources` while they are prepared.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from instep.data.shards.manifest import Manifest, Source
-from instep.prepare.plan import RawFile, digest_of
+from instep.errors import DataError
+from instep.prepare.asked import Asked
+from instep.prepare.plan import RawFile, digest_of, files_of
+from instep.words import is_url
 
 Hashes = Callable[[list[RawFile]], list[str]]
 """Gives the hash of each file."""
@@ -54,6 +57,28 @@ def stamped(manifest: Manifest, files: Sequence[RawFile]) -> Manifest:
         for each in manifest.sources
     ]
     return replace(manifest, sources=sources)
+
+
+def check_sources(asked: Asked, files: Sequence[RawFile]) -> None:
+    """Refuse files that are no longer what they were when the command began.
+
+    Raises:
+        DataError: names the file.
+    """
+    for file in files:
+        if not file.url and not file.path.exists():
+            raise DataError(
+                f"{file.name} was removed while it was prepared. Put it back, or name other "
+                "sources, and give the command again: what is done is kept."
+            )
+    here = [each for each in asked.sources if not is_url(each)]  # others are copies
+    now = {file.place: (file.state, file.stamp) for file in files_of(replace(asked, sources=here))}
+    for file in files:
+        if not file.url and now.get(file.place) != (file.state, file.stamp):
+            raise DataError(
+                f"{file.name} has changed while it was prepared. Give the same command again, "
+                "and leave it as it is meanwhile."
+            )
 
 
 def is_of(file: RawFile, source: Source) -> bool:

@@ -429,6 +429,26 @@ def test_an_error_in_a_changed_source_is_not_said_of_the_one_that_was_asked_for(
         prepare(ask(sources=["a.jsonl"], map="spoils.py:f"), print, workers=1)
 
 
+@pytest.mark.process
+@pytest.mark.parametrize("suffix", ["parquet", "arrow", "jsonl"])
+def test_a_source_that_is_removed_meanwhile_is_not_called_damaged(suffix, folder):
+    for name in "ab":
+        table, path = pa.table({"x": range(100)}), f"{name}.{suffix}"
+        if suffix == "parquet":
+            pq.write_table(table, path)
+        elif suffix == "arrow":
+            with pa.ipc.new_file(path, table.schema) as file:
+                file.write_table(table)
+        else:
+            write(path, table.to_pylist())
+    Path("removes.py").write_text(
+        f"import pathlib\ndef f(r):\n    pathlib.Path('b.{suffix}').unlink(True)\n    return r\n"
+    )
+    sources = [f"a.{suffix}", f"b.{suffix}"]
+    with pytest.raises(DataError, match=rf"b.{suffix} was removed while .* Put it back"):
+        prepare(ask(sources=sources, map="removes.py:f"), print, workers=1)
+
+
 def test_records_that_no_process_has_tried_again_yet_are_tried_by_the_next_command(folder):
     """Their results are kept; and where the records are damaged, made again."""
 

@@ -6,6 +6,7 @@ Ways in: `Parquet`, `Arrow`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -40,6 +41,9 @@ def _reading(path: str | Path, kind: str) -> Iterator[Any]:
     pa = pyarrow(f"{kind} files")
     try:
         yield pa
+    except (FileNotFoundError, PermissionError) as error:
+        said = os.strerror(error.errno or 0)
+        raise DataError(f"{path} cannot be read: {said}.") from None
     except (pa.ArrowException, OSError) as error:
         raise DataError(
             f"{path} is damaged or cut short, or no {kind} file: {one_line(error)}. Get it again."
