@@ -295,8 +295,7 @@ def _wide(
     """How far the true time may be away, as a share."""
     wire = parts.wire / parts.seconds if parts.seconds else 0.0
     spread = max(base.spread, own.spread if own is not None else 0.0)
-    noise = (1 - wire) * max(spread, known.probed.drift)  # a link is as fast beside a neighbour
-    doubts = [BASE, 1.5 * noise]
+    doubts = [BASE, 1.5 * (1 - wire) * spread]  # a link is as fast beside a neighbour
     doubts.append(OF_LINK * wire if machines.link is not None else 0.0)
     doubts.append(0.0 if exact or formula else OF_SCALING)
     doubts.append(OF_FORMULA if formula else 0.0)

@@ -9,7 +9,7 @@ from instep.errors import SpecError
 from instep.job import file as spec_file
 from instep.lab.plan.candidates import candidates, job_of
 from instep.lab.plan.plan import JobPlan, Question, _planned, _requests, read_machines
-from instep.lab.plan.probe import CrewRequest, _summed
+from instep.lab.plan.probe import SAVING_BYTES, CrewRequest, _summed
 from instep.plan.lines import plan_lines
 from instep.plan.machine import HostLink, Machines
 from instep.plan.measured import ProbedMachine
@@ -116,7 +116,8 @@ def test_every_figure_of_the_sentences_follows_from_the_table(job):
 
 def test_what_fits_nowhere_is_refused_with_the_missing_bytes(job):
     question = Question(most=1, memory_bytes=100 << 20)
-    with pytest.raises(SpecError, match=f"lacks {100 << 20:,}"):
+    missing = (100 << 20) + SAVING_BYTES + 4000 + 8
+    with pytest.raises(SpecError, match=f"lacks {missing:,}"):
         planned(job(), question, lambda way: None)
 
 

@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -216,9 +217,9 @@ def test_what_does_not_fit_is_ranked_but_never_the_best() -> None:
 
 def test_a_busy_machine_widens_every_interval() -> None:
     quiet = price(TrainingWay(2), KNOWN, Machines(1, 2))
-    busy = price(
-        TrainingWay(2), KNOWN._replace(probed=ProbedMachine(2, 9.0, 1.9, 0.5)), Machines(1, 2)
-    )
+    uneven = [msgspec.structs.replace(each, spread=0.2) for each in CREWS]
+    known = KNOWN._replace(probed=ProbedMachine(2, 9.0, 1.9, 0.5), crews=uneven)
+    busy = price(TrainingWay(2), known, Machines(1, 2))
     assert quiet is not None
     assert busy is not None
     assert busy.wide > 2 * quiet.wide

@@ -34,6 +34,10 @@ CREW_S, OF_STEPS_S = 60.0, 1.0
 """The most seconds that a crew may take, and that its timed steps should take."""
 
 
+SAVING_BYTES = 16 << 20
+"""Memory of a run that a crew lacks: code that saves, and threads; copied state comes on top."""
+
+
 class CrewRequest(NamedTuple):
     """A crew that is to take steps of a way."""
 
@@ -193,6 +197,7 @@ def _summed(
             visits.setdefault(crew.key, []).append(crew)
     crews = [_merged(each) for each in visits.values()]
     with_trial = max(each.worker_bytes for each in crews if each.workers == 1)
+    saving = SAVING_BYTES + figures.trained_bytes + figures.state_bytes
     busy = [each["others_busy"] for each in found.values()]
     kernels = alone["kernels"]
     machine = ProbedMachine(
@@ -201,7 +206,9 @@ def _summed(
         statistics.median(busy),
         statistics.median(kernels) / min(kernels) - 1,
     )
-    return Probed(figures, [_at_least(each, with_trial) for each in crews], machine, verdict)
+    return Probed(
+        figures, [_of_a_run(each, with_trial, saving) for each in crews], machine, verdict
+    )
 
 
 _AVERAGED = (
@@ -238,10 +245,14 @@ def twice(requests: Sequence[CrewRequest]) -> list[CrewRequest]:
     return [*requests, *again]
 
 
-def _at_least(crew: CrewFigures, worker_bytes: int) -> CrewFigures:
-    """Worker 0 of a run has tried passes too, as the first crew has."""
-    most = max(crew.worker_bytes, worker_bytes) if crew.worker_bytes else 0
-    return msgspec.structs.replace(crew, worker_bytes=most)
+def _of_a_run(crew: CrewFigures, tried: int, saving: int) -> CrewFigures:
+    """A crew with the memory of a run: its worker 0 tries passes, as the first crew has, and saves,
+    and so does a server."""
+    if crew.failed:
+        return crew
+    worker, server = max(crew.worker_bytes, tried) + saving, crew.server_bytes
+    server += saving if server else 0
+    return msgspec.structs.replace(crew, worker_bytes=worker, server_bytes=server)
 
 
 def _crew(request: CrewRequest, answer: dict[str, Any]) -> CrewFigures:
