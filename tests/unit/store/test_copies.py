@@ -56,7 +56,7 @@ class Run:
         if name != "copying":
             self.told.append((name, fields))
 
-    def save(self, step, value=0.0):
+    def save(self, step, value=0.0, size=700):
         """Saves a checkpoint as a worker does, when the records have grown."""
         for name in ("events.jsonl", "ledger.bin", "steps.bin", "steps.crc", "contents-0.bin"):
             with open(self.path / name, "ab") as file:
@@ -67,7 +67,7 @@ class Run:
         best = Best.by(self.spec) if self.spec.keep_best else None
         keep = {"keep_last": self.spec.keep_last, "keep_every": self.spec.keep_every}
         writer = CheckpointWriter(self.path / "checkpoints", best=best, **keep)
-        tensors = {"model": {"a": torch.full((700,), float(step))}, "own": {"b": torch.ones(step)}}
+        tensors = {"model": {"a": torch.full((size,), float(step))}, "own": {"b": torch.ones(step)}}
         writer.save(Snapshot(step=step, tensors=tensors, facts=facts))
         writer.finish()
         assert [type(each).__name__ for each in writer.poll()] == ["Saved"]
