@@ -246,12 +246,12 @@ def twice(requests: Sequence[CrewRequest]) -> list[CrewRequest]:
 
 
 def _of_a_run(crew: CrewFigures, tried: int, saving: int) -> CrewFigures:
-    """A crew with the memory of a run: its worker 0 tries passes, as the first crew has, and saves,
-    and so does a server."""
+    """A crew with the memory of a run, where each process tries passes, as the first crew has, and
+    one saves; servers too."""
     if crew.failed:
         return crew
-    worker, server = max(crew.worker_bytes, tried) + saving, crew.server_bytes
-    server += saving if server else 0
+    worker = max(crew.worker_bytes, tried) + saving
+    server = max(crew.server_bytes, tried) + saving if crew.server_bytes else 0
     return msgspec.structs.replace(crew, worker_bytes=worker, server_bytes=server)
 
 

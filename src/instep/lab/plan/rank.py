@@ -23,11 +23,13 @@ from instep.data.batches import Batches
 from instep.data.cores import cores
 from instep.data.shards.urls.remote import use_cache
 from instep.engine.trial_result import Trial
+from instep.errors import SpecError
 from instep.job.spec import JobSpec
 from instep.lab.plan.rehearsed_steps import ProbeMember, RehearsedSteps, StepTimes
 from instep.recipe.build import call
 from instep.sync import servers_of
 from instep.system.kernels import set_kernels, share
+from instep.worker.training.devices import choose_device
 from instep.worker.training.training import Training
 
 WARM, LEAST, MOST = 2, 5, 40
@@ -66,6 +68,11 @@ class Rank:
         self._whole = whole
         self._job, self._rank, self._limit_s, self._trial = job, rank, limit_s, trial
         self._size = job.workers + servers_of(job.sync)
+        if choose_device(job, rank, job.workers).type != "cpu":
+            raise SpecError(
+                "plan measures on the CPU, and this job would train on a GPU. Compare real runs, "
+                "or give --set train.device=cpu."
+            )
         set_kernels(job.train, share(cores(), job.workers, hosts))
         use_cache(job.data.cache, job.data.cache_gb)
         members = list(range(self._size))
