@@ -10,7 +10,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
@@ -142,6 +142,14 @@ class Folder:
     def bytes_beside(self) -> int:
         """The size of the results that lie here."""
         return sum(path.stat().st_size for path in self.work.glob("*.arrow"))
+
+    def bytes_to_come(self, results: Sequence[Mapped], passes: int) -> int:
+        """Bytes that passes over all samples will write here, without what they have written."""
+        size = sum(result.bytes for result in results)
+        there = [*self.work.glob("*.sorted"), *self.work.glob("*.arrow")]
+        own = {f"{result.key}.arrow" for result in results}
+        written = sum(path.stat().st_size for path in there if path.name not in own)
+        return max(passes * size - written, 0)
 
     def _is_good(self, result: Mapped) -> bool:
         """Whether the files of a result are as they were written."""

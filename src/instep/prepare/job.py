@@ -109,6 +109,8 @@ class Job:
             check_files(groups, self._results, self._folder)
         if self._asked.exchanges() is not None:
             self._before = self._results
+            passes = 1 if self._asked.reduce else 2  # who knows how much a function leaves
+            self._check_free(self._folder.bytes_to_come(self._before, passes))
             self._results = exchanged(
                 self._before, columns, self._asked, self._folder, self._crew, self._say
             )
@@ -174,14 +176,16 @@ class Job:
     def _check_room(self, size: int, done: int, left: int) -> None:
         """Refuse what cannot fit, as far as the bytes of the results so far tell."""
         if done >= _TELLING:
-            needed = size / done * left
-            free = shutil.disk_usage(self._folder.path).free
-            if needed > free:
-                raise RunError(
-                    f"{self._folder.path} has {readable_bytes(free)} left, and the shards need "
-                    f"about {readable_bytes(needed)} more. Free some, and give the same command "
-                    "again: what is done is kept."
-                )
+            self._check_free(size / done * left)
+
+    def _check_free(self, needed: float) -> None:
+        free = shutil.disk_usage(self._folder.path).free
+        if needed > free:
+            raise RunError(
+                f"{self._folder.path} has {readable_bytes(free)} left, and the shards need "
+                f"about {readable_bytes(needed)} more. Free some, and give the same command "
+                "again: what is done is kept."
+            )
 
     def _nothing(self) -> str:
         results = [*self._before, *self._results]

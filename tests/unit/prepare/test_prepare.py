@@ -423,6 +423,29 @@ def test_a_disk_that_is_too_small_is_refused_before_it_is_full_and_what_is_done_
     assert job.done_before == done
 
 
+@pytest.mark.parametrize(
+    ("options", "passes"),
+    [
+        ({"shuffle": True}, 2),
+        ({"key": "user", "reduce": "clean.py:session"}, 1),
+    ],
+)
+def test_passes_over_a_disk_that_is_too_small_for_them_are_not_begun(
+    raw, monkeypatch, options, passes
+):
+    _, job, _ = made(ask(map="clean.py:record", to="plain"))
+    size = sum(result.bytes for result in job._results)
+    for free, begun in ((passes * size - 1, False), (passes * size, True)):
+        usage = SimpleNamespace(free=free)
+        monkeypatch.setattr("instep.prepare.job.shutil.disk_usage", lambda _, usage=usage: usage)
+        if begun:
+            made(ask(map="clean.py:record", **options))
+            continue
+        with pytest.raises(RunError, match=r"need about .* more\. Free some"):
+            made(ask(map="clean.py:record", **options))
+        assert not list(Path("out/.preparing").glob("*.sorted"))
+
+
 def test_a_folder_is_prepared_by_one_command_at_a_time_and_the_next_keeps_its_own(raw):
     folder, other = Folder(raw / "out"), Folder(raw / "out")
     with folder.held():
