@@ -19,8 +19,8 @@ from torch import nn
 
 from instep.usercode.held import Items, has_numbers
 from instep.usercode.kinds import OTHER, Kind, copy_of, kind_of
-from instep.usercode.numbers import numeric
-from instep.usercode.places import Place, modules_of_the_user, places
+from instep.usercode.numbers import numbers_in, numeric, sample_of
+from instep.usercode.places import CACHE, Place, modules_of_the_user, places, returned
 from instep.usercode.unread import unread
 
 _MEMORIES = 8
@@ -120,7 +120,9 @@ class Counts:
         return next((each.place.name for each in self._kept if each.grown()), "")
 
     def first_set(self) -> dict[str, Any]:
-        """Copy what is set now and was not: numbers, small arrays and tensors, by name."""
+        """Copy what is set now and was not: numbers, arrays and tensors, by name; also those in a
+        list, tuple or dict, in a module, and what a cached function has returned.
+        """
         found = {place.name: place.get() for place, _ in self._unset}
         for path, now, before in self._attributes:
             found |= {f"{path}{key}": now[key] for key in now.keys() - before}
@@ -128,7 +130,16 @@ class Counts:
             if issubclass(type(each.value), dict) and each.grown():
                 held, before = each.place.get(), each.noted.keys
                 found |= {f"{each.place.name}.{key}": held[key] for key in held.keys() - before}
-        return {name: copy_of(value) for name, value in found.items() if numeric(value)}
+            elif issubclass(type(each.value), list) and each.grown():
+                held, many = each.place.get(), len(each.noted)
+                found[f"{each.place.name}[{many}:{len(held)}]"] = held[many:]
+            elif type(each.value) is CACHE and each.noted == 0:
+                found[f"{each.place.name}()"] = [*returned(each.value)]
+        return {
+            name: copy_of(number) if numeric(number) else sample_of(number)
+            for path, value in found.items()
+            for name, number in numbers_in(path, value)
+        }
 
     def put_back(self) -> None:
         """Restore what was kept at each place."""

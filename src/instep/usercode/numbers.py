@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -19,6 +20,8 @@ _COMPLEX = torch.complex64, torch.complex128
 _NUMBERS = bool, int, float, complex, Decimal, Fraction
 _IN_ORDER, _MOST = 1 << 24, 1 << 28
 """Bytes of an array of which a checksum is taken that knows their order, and a sum at most."""
+_FEW = 300
+"""Items of a list that are looked at."""
 _ROUNDED = 1e-5
 """Relative: what the order of a GPU's sums may change."""
 
@@ -44,6 +47,29 @@ def is_number(value: Any) -> bool:
 def numeric(value: Any) -> bool:
     """Whether it is a number, or a small array or tensor."""
     return is_number(value) or is_small_tensor(value) or is_small_array(value)
+
+
+def numbers_in(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Find numbers, small arrays and tensors of any size in a list, tuple, dict or module.
+
+    Args:
+        path: the name of `value`.
+    """
+    if numeric(value) or is_large_tensor(value):
+        yield path, value
+    elif issubclass(type(value), nn.Module):
+        for each in (value.named_parameters(), value.named_buffers()):
+            yield from ((f"{path}.{name}", own) for name, own in each if is_large_tensor(own))
+    elif type(value) in (list, tuple, dict) and len(value) <= _FEW:
+        for key, each in value.items() if type(value) is dict else enumerate(value):
+            if numeric(each) or is_large_tensor(each):
+                yield f"{path}[{key!r}]", each
+
+
+def sample_of(tensor: Tensor) -> Tensor:
+    """Copy every so many elements of a large tensor: other sizes give other numbers of them."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // LONG)].clone()
 
 
 def _is_dense(value: Any) -> bool:

@@ -41,7 +41,7 @@ _WRAPPED = partial, property, staticmethod, classmethod, partialmethod, singledi
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 _OF_TORCH = frozenset(vars(nn.Module()))
 _ITEMS = list, tuple, deque, set, frozenset
-_CACHE = type(lru_cache(lambda: None))
+CACHE = type(lru_cache(lambda: None))
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device))
 """Types in which nothing is looked for."""
 
@@ -148,7 +148,7 @@ def _kept_in(keeper: Any, name: str) -> Iterator[Place]:
             yield from _items(keeper, name)
         if kind in _NAMESPACES or is_of_user(kind):
             yield from _attributes(keeper, f"{kind.__name__}.")
-            if own := own_of(keeper):
+            if (own := own_of(keeper)) or kind.__dictoffset__:
                 yield Place({"": own}, "", kind.__name__)
 
 
@@ -161,12 +161,18 @@ def _referred_to(keeper: Any) -> Iterator[Any]:
             yield from (each for of in _HOOKS for each in getattr(module, of).values())
         for of in _HOOKS:  # of all modules
             yield from getattr(of_modules, f"_global{of}", {}).values()
-    elif kind is _CACHE:
+    elif kind is CACHE:
         yield from gc.get_referents(keeper)  # the function, and what it returned
     elif issubclass(kind, _WRAPPED):
         yield from _within(keeper)
     elif kind is not FunctionType and kind is not type and is_of_user(kind):
         yield kind  # a class, or that of a class
+
+
+def returned(function: Any) -> Iterator[Any]:
+    """Find what a function has returned that `functools.lru_cache` wraps, as far as it is kept."""
+    for held in gc.get_referents(function):
+        yield from held.values() if type(held) is dict else (held,)
 
 
 def _items(keeper: Any, name: str) -> Iterator[Place]:

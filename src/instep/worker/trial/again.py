@@ -26,7 +26,14 @@ from instep.recipe.build import set_generators
 from instep.recipe.forward import Forward, Losses
 from instep.recipe.isolated import closed_over, isolated
 from instep.usercode.counts import Counts, unchanged
-from instep.worker.trial.first_batch import REMEDY, another_result, in_words, set_by_first
+from instep.worker.trial.first_batch import (
+    REMEDY,
+    another_result,
+    by_parameters,
+    in_state_dict,
+    in_words,
+    set_by_first,
+)
 from instep.worker.trial.model import gradients_dropped
 from instep.worker.trial.moves import Moves
 from instep.worker.trial.named_globals import unchanged_globals
@@ -57,7 +64,7 @@ def run_again(
         with unchanged(*kept) as before, unchanged_globals(*kept):
             once = copies.run(read)
             counts = copies.counts()
-            losses, named = [(once, copies.run(read))], ""
+            losses, named, moved = [(once, copies.run(read))], "", ""
             counted = counts.changed()
             if not counted and (second := other()) is not None and second.size:
                 found, after = before.first_set(), copies.run(second)
@@ -68,6 +75,8 @@ def run_again(
                     anew = _CopiesAgain(forward, seed)
                 if not named:
                     losses += [(anew.run(second), after), (once, anew.run(read))]
+                    before.put_back()
+                    moved = copies.set_by_parameters(found, read) if found else ""
     except Exception as error:  # of the user's code, which the first step will call too
         why = f"cannot be tried ({type(error).__name__}: {one_line(error)})"
         of = "whether the model or its loss keeps something from call to call that no checkpoint"
@@ -78,6 +87,8 @@ def run_again(
     near = _NEAR_IN_SHORT if short else _NEAR
     again = next((place for place, each in enumerate(losses) if not _same(*each, near)), None)
     if again is None:
+        if moved and not (counted or named):
+            return NOTHING_TO_TRY._replace(verdict=f"not shown: {by_parameters(moved)}")
         if not (how := in_words(counted, named)):
             return not_an_argument(forward.weighing.name) if reached else NOTHING_TO_TRY
         gone = f"no checkpoint has it: a resumed run would begin without it. {REMEDY}"
@@ -98,7 +109,7 @@ def _same(one: _Numbers, other: _Numbers, near: float) -> bool:
 class _CopiesAgain:
     """Copies of model and losses, of what functions close over but data and frozen models."""
 
-    def __init__(self, forward: Forward, seed: int) -> None:
+    def __init__(self, forward: Forward, seed: int, moved: int = 0) -> None:
         memo = computed_anew(forward.model)
         memo[id(forward.embedded)] = forward.embedded
         for held in closed_over(forward.tried):
@@ -109,7 +120,7 @@ class _CopiesAgain:
         self.model: nn.Module = model.train()
         self.losses = Losses(*losses)
         self._forward, self._seed = forward, seed
-        moves = Moves(self.model, seed)
+        moves = Moves(self.model, seed + moved)
         with torch.no_grad():  # what follows the parameters, as a teacher, may begin as their equal
             for name, parameter in self.model.named_parameters():
                 if parameter.requires_grad:
@@ -121,11 +132,12 @@ class _CopiesAgain:
         """Note what they keep in Python now."""
         return Counts((self.model, *self.losses, self._forward.recipe.weight))
 
-    def run(self, read: Read) -> _Numbers:
-        """Run a pass from the same parameters, buffers and generators."""
+    def run(self, read: Read, like: _CopiesAgain | None = None) -> _Numbers:
+        """Run a pass from the same parameters, buffers and generators; or from those of others."""
         self._buffers.put_back()
+        start = self._parameters if like is None else like._parameters
         with torch.no_grad():  # a pass may write to them
-            for parameter, kept in self._parameters:
+            for (parameter, _), (_, kept) in zip(self._parameters, start, strict=True):
                 parameter.copy_(kept)
         set_generators(self._seed)
         forward = self._forward
@@ -142,6 +154,15 @@ class _CopiesAgain:
     def set_by_first(self, found: Mapping[str, Any], same: Read, other: Read) -> str:
         """Find what the first pass of others, with the same batch, has set by it."""
         return set_by_first(found, self.counts(), lambda: self.run(other), lambda: self.run(same))
+
+    def set_by_parameters(self, found: Mapping[str, Any], read: Read) -> str:
+        """Find what the first pass of others, whose parameters are others, has set by them."""
+        others = _CopiesAgain(self._forward, self._seed, moved=1)
+        own = in_state_dict(self.model)
+        outside = {name: value for name, value in found.items() if name not in own}
+        return set_by_first(
+            outside, others.counts(), lambda: others.run(read), lambda: others.run(read, self)
+        )
 
 
 def _frozen(held: Any) -> bool:

@@ -31,6 +31,7 @@ from instep.worker.trial.compared.global_layers import calls_of, first_that_sees
 from instep.worker.trial.compared.layers import first_that_mixes, layer_in_words, outputs_of
 from instep.worker.trial.compared.nearness import SHORT, Nearness, mean_gradients
 from instep.worker.trial.compared.spots import OtherSize, Spot
+from instep.worker.trial.compared.writes import refuse_writes_by_batch
 from instep.worker.trial.constant_draws import LEVELS, ConstantDraws
 from instep.worker.trial.model import DERIVES, PassResult, TrialModel
 from instep.worker.trial.shapes import Watch, differ
@@ -89,7 +90,7 @@ class SpotComparison:
         self._differs: list[str] = []
         self._compared = 0  # spots
         self._untried = "nothing counts in the batches that were tried"
-        self._not_cut = self._counted = self._set_by_first = ""
+        self._not_cut = self._counted = self._set_by_first = self._set_by_parameters = ""
         self._uncounted = ""
         """A buffer that passes move, if the samples of batches cannot be counted."""
         self._drew_elsewhere = False  # than from torch's generators
@@ -115,9 +116,7 @@ class SpotComparison:
         found = counts.first_set()
         counts.put_back()
         if found:
-            self._model = self._model.fresh()
-            self._set_by_first = self._find_set_by_first(found, first)
-            counts.put_back()
+            self._find_set(found, counts, first)
         constant = drew and not self._cuts
         self._known |= self._forward.weighs_itself
         self._model.draws = ConstantDraws if constant else nullcontext
@@ -155,6 +154,7 @@ class SpotComparison:
         self._try_sizes()
         self._check_again(first, self._begun)
         self._model.refuse_written()
+        refuse_writes_by_batch(self._model, first.parts, first.sizes)
         if not self._differs and not self._counted and not self._set_by_first:
             self._check_first(first)
         trial = self._judge(drew, moved)
@@ -265,6 +265,10 @@ class SpotComparison:
                 f"{first_batch.REMEDY}",
                 self._derived,
             )
+        if self._set_by_parameters:
+            return Trial.not_shown(
+                first_batch.by_parameters(self._set_by_parameters), self._derived
+            )
         if self._uncounted:
             return Trial.not_shown(
                 f"the buffer {self._uncounted!r} is a mean over samples, and the batches that "
@@ -298,14 +302,32 @@ class SpotComparison:
         self._run(spot.parts[0], spot.sizes[0])
         return drew, time.process_time() - since
 
-    def _find_set_by_first(self, found: dict[str, Any], spot: Spot) -> str:
-        """Name what the first pass sets otherwise when another micro-batch is the first."""
-        return first_batch.set_by_first(
-            found,
-            self._counts(self._model),
-            lambda: self._model.run(spot.parts[-1], spot.sizes[-1], backward=False),
-            lambda: self._model.run(spot.parts[0], spot.sizes[0], backward=False),
+    def _find_set(self, found: dict[str, Any], counts: Counts, spot: Spot) -> None:
+        """Name what the first pass sets by its batch, or by the parameters that it finds."""
+        in_checkpoints = first_batch.in_state_dict(self._model.model)
+
+        def run(number: int) -> None:
+            self._model.run(spot.parts[number], spot.sizes[number], backward=False)
+
+        def then(move: Callable[[], None]) -> None:
+            move()
+            run(0)
+
+        self._model = self._model.fresh()
+        self._set_by_first = first_batch.set_by_first(
+            found, self._counts(self._model), lambda: run(-1), lambda: run(0)
         )
+        counts.put_back()
+        found = {name: value for name, value in found.items() if name not in in_checkpoints}
+        if found and not self._set_by_first:
+            self._model = model = self._model.fresh()
+            self._set_by_parameters = first_batch.set_by_first(
+                found,
+                self._counts(model),
+                partial(then, model.move),
+                partial(then, model.move_back),
+            )
+            counts.put_back()
 
     def _check_again(self, spot: Spot, once: _Told | None) -> None:
         """Run a micro-batch again; if its loss differs, that is the reason for the verdict.

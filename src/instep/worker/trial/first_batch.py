@@ -1,7 +1,8 @@
-"""Values that the first pass sets from its batch, in Python, and later passes leave as they are.
+"""Values that the first pass sets in Python, and later passes leave as they are.
 
-A scale from the first loss, the mean of the first inputs. A worker's first batch is a micro-batch,
-another one than one machine's, and a resumed run has another first batch.
+A scale from the first loss, the mean of the first inputs: a worker's first batch is a micro-batch,
+another one than one machine's, and a resumed run has another first batch. Or the parameters as they
+were at the start, of which a penalty takes the distance: a resumed run begins with other ones.
 """
 
 from __future__ import annotations
@@ -9,11 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import nn
+
 from instep.usercode.counts import Counts
 from instep.usercode.numbers import alike
 
 REMEDY = (
     "If it only counts for a person to see, leave it out; else keep it in a buffer of the model"
+)
+
+
+BY_PARAMETERS = (
+    "which is kept in Python: no checkpoint has it, so a resumed run, and a worker that takes "
+    "another's place or joins, would set it by later ones. Keep it in a buffer of the model, or "
+    "set it in the recipe's function"
 )
 
 
@@ -45,6 +55,16 @@ def in_words(counted: str, first: str) -> str:
     return first and f"the first pass sets {first!r} by its batch, which is kept in Python"
 
 
+def in_state_dict(model: nn.Module) -> set[str]:
+    """Names of parameters and buffers, which checkpoints have."""
+    return {name for each in (model.named_parameters(), model.named_buffers()) for name, _ in each}
+
+
+def by_parameters(name: str) -> str:
+    """Say that the first pass sets something by the parameters that it finds."""
+    return f"the first pass sets {name!r} by the parameters as they are then, {BY_PARAMETERS}"
+
+
 def set_by_first(
     found: Mapping[str, Any],
     anew: Counts,
@@ -56,8 +76,8 @@ def set_by_first(
     Args:
         found: what the first pass has set, as `Counts.first_set`.
         anew: of what another copy of model and loss keeps, which has run no pass.
-        other_batch: runs a pass of that copy with another batch.
-        same_batch: runs one with the batch of the first pass.
+        other_batch: runs a pass of that copy with another batch; or with other parameters.
+        same_batch: runs one as the first pass was.
     """
     try:
         other_batch()
@@ -66,7 +86,9 @@ def set_by_first(
     except Exception:  # of the user's code, which the trial calls too
         return ""
     left = anew.first_set()
-    for name in found.keys() & from_other.keys() & left.keys():
+    for name in found:
+        if name not in from_other or name not in left:
+            continue
         one, other = found[name], from_other[name]
         sized = getattr(one, "shape", ()) != getattr(other, "shape", ())  # a table that grows
         if not sized and alike(left[name], other) and not alike(one, other):

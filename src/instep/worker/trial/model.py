@@ -220,7 +220,7 @@ class TrialModel:
                 return None
             if backward:
                 found.loss.backward()
-        if not self._compared or _versions(self.model) != self._versions:
+        if not self._compared or self.is_written:
             self.refuse_written()
         trained = self.forward.trained
         gradients = {
@@ -235,6 +235,11 @@ class TrialModel:
     def _resized(self, name: str, buffer: Tensor) -> bool:
         before = self.committed.get(name)
         return before is not None and before.numel() > 0 and before.shape != buffer.shape
+
+    @property
+    def is_written(self) -> bool:
+        """Whether passes wrote to a parameter, if only the value that it had."""
+        return _versions(self.model) != self._versions
 
     def refuse_written(self) -> None:
         """Refuse passes that wrote to parameters; a write through `data` shows in values alone.
