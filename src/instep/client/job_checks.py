@@ -34,6 +34,7 @@ from instep.job.mesh import MeshSpec, mismatches
 from instep.job.spec import JobSpec
 from instep.job.sync import ROUND_OPTIONS, SHARED, SyncSpec
 from instep.launch import LAUNCHERS
+from instep.privacy import refusals as privacy
 from instep.recipe.arguments import check_arguments, members_in, signature_in
 from instep.recipe.given import given
 from instep.recipe.start.file import start_file
@@ -91,6 +92,7 @@ def refusals(job: JobSpec, *, resumed: bool = False) -> Iterator[InstepError]:
     if not unknown:
         yield from _of_sync(job, resumed=resumed)
     yield from clashes.refusals(job)
+    yield from privacy.refusals(job)
     yield from map(SpecError, mismatches(job.mesh))
     file = Path(job.recipe.rpartition(":")[0])
     if given(job.recipe) is None and not file.is_file():

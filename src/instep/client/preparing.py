@@ -1,16 +1,23 @@
-"""Prepares data for the command and for the `[prepare]` table of a job. Way in: `prepared`."""
+"""Prepares data for a command or a job, and a job for its run. Ways in: `prepared`, `as_run`."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
+from instep.client.job_checks import with_options
 from instep.data.shards.urls.remote import cache_in
 from instep.errors import SpecError
+from instep.job import file as spec_file
 from instep.job.spec import JobSpec
+from instep.privacy import found
+from instep.recipe.given import given
 from instep.words import printable
 
 if TYPE_CHECKING:
@@ -152,3 +159,32 @@ def prepare_data(job: JobSpec, *, quiet: bool, here: bool = False) -> None:
     if done.done_before < done.tasks:
         for line in done.lines()[:-1]:
             say(line)
+
+
+def as_run(job: JobSpec, before: JobSpec | None = None) -> JobSpec:
+    """The job with `sync.defaults` (`with_options`), and where it is private with its noise, the
+    steps within its budget, and bounds of epsilon, which may take a minute.
+
+    Args:
+        job: of a run that begins, or is resumed.
+        before: the job of the run that is resumed.
+
+    Raises:
+        InstepError: as `with_options`; or the budget is not enough, or a library is missing.
+    """
+    job = with_options(job, before)
+    length = job.train.epochs, job.train.steps
+    same = before is not None and (before.train.epochs, before.train.steps) == length
+    if not job.privacy.on or (same and job.privacy.accounted):
+        return job
+    if given(job.recipe) is not None:  # of a notebook: only this process has it
+        from instep.worker.training import budget  # which imports torch
+
+        return replace(job, privacy=budget.settled(job))
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", found.PROGRAM],
+        input=spec_file.dump(job).encode(),
+        stdout=subprocess.PIPE,
+        check=False,
+    )
+    return replace(job, privacy=found.read(done.stdout.decode(errors="replace"), job.privacy))

@@ -1,9 +1,8 @@
 """Submits a job: makes the run folder, starts the processes, and waits for the end.
 
-`instep run` and `instep.train` both call it. What is refused before is in `job_checks.py`, what is
-written about the run in `results.py`. Nothing here imports torch: a client only
-waits. What is not needed to start the processes is imported after their start, while they
-import torch. Ways in: `run_job`, `resume_run`.
+`instep run` and `instep.train` call it. What is refused before is in `job_checks.py`, what is
+written about the run in `results.py`. Nothing here imports torch: a client waits. What is not
+needed to start the processes is imported after their start. Ways in: `run_job`, `resume_run`.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from instep.client.copying import copy_missing, folder_of, followed
-from instep.client.job_checks import check_job, open_switchboard, with_options
+from instep.client.job_checks import check_job, open_switchboard
 from instep.client.keywords import tables
 from instep.client.launching import launching
-from instep.client.preparing import prepare_data
+from instep.client.preparing import as_run, prepare_data
 from instep.client.references import places_of, reference_to
 from instep.client.results import about, failure, finish, recipe_sha256, refused
 from instep.comm.protocol.endpoint import Switchboard
@@ -175,7 +174,7 @@ def run_job(
     """
     open_standard_streams()
     check_job(job, resumed=start_point.checkpoint is not None)
-    job = with_options(job)
+    job = as_run(job)
     prepare_data(job, quiet=quiet)
     there, view = runs.exists(), {"quiet": quiet, "json": json_output}
     try:
@@ -228,8 +227,8 @@ def resume_run(
             f"the processes of {before.path} called instep.join, and instep resume cannot start "
             f"them. To resume: {before.to_resume}"
         )
-    job = with_options(changed(before, overrides, changes, say), before.spec)
-    check_job(job, resumed=True)
+    check_job(job := changed(before, overrides, changes, say), resumed=True)
+    job = as_run(job, before.spec)
     folder, view = path.resolve(), {"quiet": quiet, "json": json_output}
     with launching(job) as (settled, launcher), held(folder):
         try:

@@ -31,6 +31,10 @@ FIXED = {
         "which samples are trained on follows from it",
     ),
     "lora": "the checkpoint has the adapters",
+    **dict.fromkeys(
+        [f"privacy.{key}" for key in ("protects", "noise", "delta", "clip", "sampling")],
+        "what was published so far was accounted with it",
+    ),
     "train.global_batch": "the place in the data is counted in global batches",
     "train.micro_batches": "random draws and batch statistics belong to a micro-batch",
     "train.batch_norm": "running statistics are of the batches that it sees",

@@ -339,4 +339,4 @@ class Loader:
         """What was read, and contents of some samples."""
         batch, missed, contents = reader.take(ticket)
         skipped = tuple(Skipped(*each) for each in missed)
-        return Read(batch, part.stop - part.first - len(skipped), skipped), contents
+        return Read(batch, self._fetch.size(part) - len(skipped), skipped), contents

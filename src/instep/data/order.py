@@ -82,7 +82,10 @@ def _mixed_words(words: Words) -> Words:
 
 
 class AnyOrder(Protocol):
-    """Which sample is at a position of an epoch: a permutation of all samples for each epoch."""
+    """Which sample is at a position of an epoch: a permutation of all samples for each epoch.
+
+    One with an attribute `gaps` that is true has positions without a sample: a number below 0.
+    """
 
     def indices(self, epoch: int, first: int, stop: int, /) -> Indices:
         """The samples at positions [first, stop) of an epoch, [stop - first] int64."""

@@ -26,6 +26,7 @@ from instep.job.checkpoint import CheckpointSpec
 from instep.job.data import DataSpec, PrepareSpec
 from instep.job.launch import ClusterSpec, LaunchSpec
 from instep.job.mesh import MeshSpec
+from instep.job.privacy import PrivacySpec
 from instep.job.search import SearchSpec
 from instep.job.start import LoraSpec, StartSpec
 from instep.job.sync import SHARED, SyncSpec
@@ -100,6 +101,7 @@ class JobSpec(Section, frozen=True, kw_only=True):
     data: DataSpec = field(default_factory=DataSpec)
     start: StartSpec = field(default_factory=StartSpec)
     lora: LoraSpec = field(default_factory=LoraSpec)
+    privacy: PrivacySpec = field(default_factory=PrivacySpec)
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     launch: LaunchSpec = field(default_factory=LaunchSpec)
     cluster: ClusterSpec = field(default_factory=ClusterSpec)

@@ -15,10 +15,11 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from instep.errors import RunError, SpecError
+from instep.errors import RunError, SpecError, raise_first
 from instep.job.spec import JobSpec
 from instep.job.train import StopSpec
 from instep.lab.temporary_runs import folder_for_runs, run_quietly
+from instep.privacy.refusals import repeated
 from instep.state.compare import checkpoint_of, differences, saved
 from instep.store.run_folder import RunFolder
 from instep.words import plural
@@ -66,6 +67,7 @@ def check_determinism(job: JobSpec, say: Callable[[str], None]) -> Comparison:
         InstepError: a run failed; the text says why, with the end of the worker's output.
         KeyboardInterrupt: Ctrl-C or SIGTERM came; nothing is left behind.
     """
+    raise_first(repeated(job, "instep run --check-determinism"))
     one = job.mesh.ranks
     sizes = (one, max(job.workers, 2 * one))
     if sizes[1] > job.most_workers:

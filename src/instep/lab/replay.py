@@ -19,7 +19,7 @@ import msgspec
 
 from instep.client.results import about, recipe_sha256
 from instep.control.resume import check_own
-from instep.errors import CheckpointError, RunError, SpecError
+from instep.errors import CheckpointError, RunError, SpecError, raise_first
 from instep.job import file as spec_file
 from instep.job.checkpoint import CheckpointSpec
 from instep.job.launch import LaunchSpec
@@ -28,6 +28,7 @@ from instep.job.spec import JobSpec, ReportSpec
 from instep.job.train import StopSpec
 from instep.lab.comparison import Replayed, judge, on_processes
 from instep.lab.temporary_runs import Progress, folder_for_runs, run_quietly
+from instep.privacy.refusals import repeated
 from instep.state.compare import checkpoint_of
 from instep.state.export.export import check_target, copy_own, writing_to
 from instep.state.files.manifest import published
@@ -101,6 +102,7 @@ def check_step(run: RunFolder, step: int) -> None:
         SpecError: the run has no such step, or others started its processes.
         RunError: it has no committed step at all.
     """
+    raise_first(repeated(run.spec, "instep replay"))
     if run.joined:
         raise SpecError(
             f"the processes of {run.path} called instep.join: their script says what they train, "

@@ -1,15 +1,14 @@
 """Keys of a run's secret: one for each purpose, and what can be drawn from a key.
 
-All that a run must keep from others follows from 256 bits (`new_secret`). Each use has a key of
-its own (HKDF-SHA256), and a key gives words that nobody can tell from random ones without it
-(AES-256 in counter mode). Where the secret is kept, this module does not know.
+All that a run must keep from others follows from 256 bits (`secret_files.py`). Each use has a key
+of its own (HKDF-SHA256), and a key gives words that nobody can tell from random ones without it
+(AES-256 in counter mode).
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import secrets
 from typing import Any
 
 import numpy as np
@@ -17,14 +16,9 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
-SECRET_BYTES = 32
+from instep.privacy.secret_files import SECRET_BYTES
 
 Words = np.ndarray[Any, np.dtype[np.uint64]]
-
-
-def new_secret() -> bytes:
-    """256 bits from the system's generator."""
-    return secrets.token_bytes(SECRET_BYTES)
 
 
 def derived(secret: bytes, purpose: str, *parts: int | bytes) -> bytes:

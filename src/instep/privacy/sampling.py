@@ -27,9 +27,6 @@ NOTHING = -1
 _SPARE = 9.0
 """Standard deviations of a step's size that its places leave room for."""
 
-LEAST_BATCH = 32
-"""Samples of a step, on average: with fewer, steps without any would not be rare."""
-
 
 class PrivateSampling(ABC):
     """The samples of every step.
@@ -42,9 +39,12 @@ class PrivateSampling(ABC):
     An object is an `AnyOrder` of `data/order.py` over places.
     """
 
+    gaps = True
+    """Whether some places have no sample, and are below 0 among the indices."""
+
     def __init__(self, samples: int, batch: int, secret: bytes) -> None:
         self.samples = samples
-        self.steps = max(1, math.ceil(samples / batch))
+        self.steps = self.steps_of(samples, batch)
         """Steps of an epoch."""
         self.planned = samples / self.steps
         """Samples of a step on average: what sums are divided by."""
@@ -53,6 +53,11 @@ class PrivateSampling(ABC):
         """Room of a step, in samples."""
         self._secret = secret
         self._epoch = (-1, np.empty((0, 0), np.int64))  # read once: threads may share it
+
+    @staticmethod
+    def steps_of(samples: int, batch: int) -> int:
+        """Steps of an epoch."""
+        return max(1, math.ceil(samples / batch))
 
     @property
     def positions(self) -> int:

@@ -21,6 +21,7 @@ from instep.errors import RunError
 from instep.job import file as spec_file
 from instep.job.spec import JobSpec
 from instep.plain_file import check_plain, plain, read_plain
+from instep.privacy import secret_files
 from instep.store.own_files import NO_LOCKS, lock, open_own, unlock
 from instep.words import not_utf8
 
@@ -204,6 +205,8 @@ def make_run_folder(runs: Path, job: JobSpec, *, named: bool) -> Path:
         with open_own(folder / ID) as file:
             file.write(f"{secrets.token_hex(16)}\n".encode())
         (folder / "job.toml").write_text(text, encoding="utf-8")
+        if job.privacy.on:
+            secret_files.create(run_id(folder))
     except OSError as error:
         raise RunError(
             f"the run folder {folder} cannot be made: {error.strerror}. Choose another --runs."

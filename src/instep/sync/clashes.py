@@ -106,11 +106,16 @@ SETTINGS = {
     ),
     "parts": Setting("data.parts = {job.data.parts}", lambda job, _: job.data.parts > 0),
     "own_loop": Setting("a loop of your own", lambda job, _: job.recipe.endswith(":__main__")),
+    "private": Setting(
+        "privacy.protects = {job.privacy.protects!r}", lambda job, _: job.privacy.on
+    ),
     "turns": Setting("Recipe.turns", _turns),
     "batch_loss": Setting("Recipe.batch_loss", _batch_loss),
 }
 
 AXES = ("shard", "tensor", "stages")
+
+_ONE_NOISE = "noise is added once, to the sum of the clipped gradients of a whole step"
 
 _OWN_STEPS = "participants take steps of their own, and the workers never have a common gradient"
 _ON_THE_HOST = "servers and workers compute on the CPU"
@@ -215,6 +220,20 @@ CLASHES: dict[tuple[str, str], str] = {
     ("parts", "batch_norm"): "it runs the whole batch of a worker as one pass of neighbours",
     ("parts", "batch_loss"): "it runs the whole batch of a worker as one pass of neighbours",
     ("parts", "own_loop"): "only micro-batches of a recipe are dealt by where samples lie",
+    ("private", "averaging"): _ONE_NOISE,
+    ("private", "server_sync"): _ONE_NOISE,
+    ("private", "leased"): _ONE_NOISE,
+    ("private", "codec"): _ONE_NOISE,
+    ("private", "sign_vote"): _ONE_NOISE,
+    ("private", "delayed"): _ONE_NOISE,
+    ("private", "merge"): "micro-batches are the units of a sum",
+    ("private", "batch_norm"): "no layer may look at several samples",
+    ("private", "float16"): "gradients are clipped in float32",
+    ("private", "corruption"): "it compares gradients of samples",
+    ("private", "parts"): "samples are to be drawn from the whole dataset",
+    ("private", "own_loop"): "in your own loop no gradient of a single sample is known",
+    ("private", "turns"): "noise is added once in a step",
+    ("private", "batch_loss"): "a loss that compares samples gives no gradient of one alone",
     ("learning_rates", "turns"): "it makes groups for a single optimizer; give them in "
     "Turn.optimizer",
 } | {
@@ -233,6 +252,7 @@ CLASHES: dict[tuple[str, str], str] = {
         "corruption": "it compares states that every worker has",
         "own_loop": "only the model of a recipe is split",
         "parts": "the processes of a replica share its micro-batches",
+        "private": "no process has the whole gradient of a sample, by whose norm it is clipped",
         "turns": "the processes of a replica run the passes of one update together",
         "batch_loss": "it computes each batch twice, and the processes of a replica once",
     }.items()

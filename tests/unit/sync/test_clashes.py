@@ -40,6 +40,7 @@ JOBS = {
     "learning_rates": {"start": {"learning_rates": {"a.*": 0.1}}},
     "parts": {"data": {"order": "windowed", "parts": 4}},
     "own_loop": {"recipe": "a.py:__main__"},
+    "private": {"privacy": {"protects": "sample", "noise": 1.0, "delta": 1e-5}},
     "turns": {},
     "batch_loss": {},
 }

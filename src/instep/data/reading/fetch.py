@@ -127,6 +127,7 @@ class Fetch:
         self._augment, self.skip = augment, skip
         self.order = order or (Order(self.samples, seed) if shuffle else None)
         """Of the samples in each epoch; None for the natural one."""
+        self._gaps = bool(getattr(order, "gaps", False))
         self._collate: Collate = collate or collate_by_torch
         self._read_batch = batch_reader(dataset) if collate is None and augment is None else None
         self._many = offers(dataset, "__getitems__")
@@ -149,7 +150,7 @@ class Fetch:
             DataError: a sample raised and is not to be skipped, or the samples
                 cannot be collated; names sample, cause and the user's line.
         """
-        if part.first == part.stop:
+        if part.first == part.stop or not self.size(part):
             return None, [], []
         if self.plain:
             return self.batch(part)
@@ -192,7 +193,12 @@ class Fetch:
         """The samples of a slice, [stop - first] int64."""
         if self.order is None:
             return np.arange(part.first, part.stop, dtype=np.int64)
-        return self.order.indices(*part)
+        found = self.order.indices(*part)
+        return found[found >= 0] if self._gaps else found
+
+    def size(self, part: Slice) -> int:
+        """How many samples a slice has: as many as places, unless its order has empty ones."""
+        return len(self.indices(part)) if self._gaps else part.stop - part.first
 
     def mark(self, marks: Iterable[Mark]) -> None:
         """Skip these samples, or read them alone: processes have died there.

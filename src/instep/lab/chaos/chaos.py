@@ -23,7 +23,7 @@ import psutil
 from instep.client.job_checks import check_job
 from instep.client.join.script import MAIN
 from instep.client.submit import run_job
-from instep.errors import INTERRUPTED, RunError, SpecError, WorkerError
+from instep.errors import INTERRUPTED, RunError, SpecError, WorkerError, raise_first
 from instep.job import file as spec_file
 from instep.job.spec import JobSpec
 from instep.lab.chaos.breaker import Breaker, Plan, Say
@@ -33,6 +33,7 @@ from instep.lab.chaos.run_processes import roles_of
 from instep.lab.chaos.verdict import Verdict, judge
 from instep.lab.replay import changes_since, stretches
 from instep.lab.temporary_runs import Progress, folder_for_runs, unlogged
+from instep.privacy.refusals import repeated
 from instep.store.folder import is_running, numbered
 from instep.store.run_folder import RunFolder
 from instep.system.processes import on_signals
@@ -64,6 +65,7 @@ def break_job(job: JobSpec, runs: Path, plan: Plan, say: Say) -> Verdict:
     if plan.partitions:
         check_can_partition(job)
     check_job(job)
+    raise_first(repeated(job, "instep chaos"))
     if job.train.steps and not plan.over_s and not job.recipe.endswith(f":{MAIN}"):
         check_long_enough(job.train.steps, plan.injections, _longer(job, plan))
     say("running the job undisturbed")
@@ -172,6 +174,7 @@ def check_can_be_repeated(run: RunFolder) -> None:
         RunError: it has not ended, or failed.
     """
     check_own(run)
+    raise_first(repeated(run.spec, "instep chaos"))
     if run.outcome not in ("completed", "stopped") or not run.last_step:
         raise RunError(
             f"{run.path} is {run.outcome}: a disturbed run is compared with a completed one. "

@@ -50,7 +50,7 @@ def charts(runs: list[RunFolder]) -> list[dict[str, Any]]:
     for name in names:
         lines = []
         for number, folder in enumerate(runs):
-            if name == "loss" and len(folder.steps):
+            if name == "loss" and len(folder.steps) and not folder.spec.privacy.on:
                 training = _training_loss(folder)
                 lines.append({"run": number, "kind": "training", **training})
                 if len(training["mean"]) >= SMOOTHED:

@@ -220,8 +220,10 @@ class Progress:
     def loss(self) -> float:
         """Mean over the samples of the epoch so far, or of the last 100 steps of a job of steps.
 
-        NaN before the first step.
+        NaN before the first step, and in a private run, which tells no loss.
         """
+        if self.job.privacy.on:
+            return math.nan
         return float(self._sum[0] / self._sum[1]) if self._sum[1] else math.nan
 
     @property

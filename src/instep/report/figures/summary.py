@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from instep.privacy.figures import privacy_figures
 from instep.report.figures.participants import spread_of
 from instep.report.figures.proof import altered_words
 from instep.report.figures.restarts import SOURCES, restarts
@@ -87,6 +88,7 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
         "step_s": step_seconds(folder),
         "planned": folder.last("run_started").get("planned"),
     }
+    summary |= privacy_figures(folder.spec.privacy, folder.path, folder.last_step, training_s)
     cleaned: dict[str, Any] = finite(summary)
     return cleaned
 
@@ -301,6 +303,8 @@ def exactness_words(summary: dict[str, Any]) -> str:
         return "none used"
     if step := summary.get("ledger_altered_before"):
         return f"but the ledger was damaged: {altered_words(step)}"
+    if (private := summary.get("privacy")) and private["sampling"] == "poisson":
+        return "drawn at random for each step"
     unread = summary["skipped_samples"]
     left_out = f", {readable_count(unread)} of them skipped as unreadable" if unread else ""
     return f"each exactly once per epoch{left_out}"

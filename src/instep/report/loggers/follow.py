@@ -52,7 +52,11 @@ class Follower:
 
     def __init__(self, run: Path, job: JobSpec, name: str, at: tuple[int, int]) -> None:
         self._run, self.name, self.at = run, name, at
-        self._job, self._points, self.outcome = job, Points(), "interrupted"
+        self._job, self._points, self.outcome = (
+            job,
+            Points(losses=not job.privacy.on),
+            "interrupted",
+        )
         self._logger: Logger | None = None  # made with its first point: a run may be refused
 
     def follow(self) -> bool:

@@ -21,7 +21,8 @@ class Points:
     """Makes the curves `train/loss`, `train/gradient_norm`, `train/samples_per_second`,
     `validation/NAME`, and those that were logged."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, losses: bool = True) -> None:
+        self._names = ("loss", "gradient_norm") if losses else ("gradient_norm",)
         self._seen = set[int]()  # steps that have their points
         self._samples = 0  # since the last point of the throughput curve
         self._since: float | None = None  # Unix seconds of that point
@@ -57,7 +58,7 @@ class Points:
             if step in self._seen or step <= oldest:
                 continue
             self._seen.add(step)
-            for name in ("loss", "gradient_norm"):
+            for name in self._names:
                 value = float(steps[name][place])
                 if math.isfinite(value):
                     yield Point(f"train/{name}", value, step, float(ends[place]))

@@ -22,6 +22,7 @@ from instep.report.page.comparison import comparison, run_names
 from instep.report.page.dataset import as_sections, data_of, tiles_of
 from instep.report.page.markup import Html, embedded_json, join, section, tag
 from instep.report.page.participants import participants
+from instep.report.page.privacy import privacy
 from instep.store.run_folder import RunFolder
 from instep.words import of_what
 
@@ -110,6 +111,7 @@ def _details(folder: RunFolder, summary: dict[str, Any]) -> list[Html]:
         sections.who_did_what(folder),
         participants(folder),
         data_of(folder),
+        privacy(summary),
         sections.audit_of_samples(folder),
         sections.skipped_samples(folder),
         sections.changes_and_failures(folder),

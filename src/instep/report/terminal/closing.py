@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from instep.privacy.figures import privacy_words
 from instep.report.figures.participants import spread_in_words
 from instep.report.figures.restarts import SOURCES
 from instep.report.figures.summary import (
@@ -78,6 +79,8 @@ def _lines(summary: dict[str, Any], folder: RunFolder) -> Iterator[str]:
         yield f"same    as one machine: {same}"
     if apart := summary["participants_apart"]:
         yield f"apart   {apart_in_words(apart)}, in the last round"
+    if private := summary["privacy"]:
+        yield f"private {privacy_words(private)}"
     if lag := summary["lag"]:
         yield f"lag     {lag_in_words(lag)}"
     if spread := summary["participants_spread"]:

@@ -182,8 +182,12 @@ class PlainLines:
             epochs = f"/{progress.epochs}" if progress.epochs else ""
             return (
                 f"epoch {event['epoch'] + 1}{epochs} finished  step {readable_count(event['step'])}"
-                f"  training loss {short_number(event['loss'])} ({of_what(None)})"
-                f"  {plural(event['samples'], 'sample')}"
+                + (
+                    ""
+                    if progress.job.privacy.on
+                    else f"  training loss {short_number(event['loss'])} ({of_what(None)})"
+                    f"  {plural(event['samples'], 'sample')}"
+                )
             )
         if what == "validated":
             took = event["seconds"]  # 0 where it is not known: of an own loop's own evaluation
@@ -239,7 +243,8 @@ class PlainLines:
         elif progress.step != self._said_step:
             self._said_step = progress.step
             rate = f"{readable_count(progress.samples_per_s)} samples/s"
-            loss = f"training loss {short_number(progress.loss)}"
+            private = progress.job.privacy.on
+            loss = "" if private else f"training loss {short_number(progress.loss)}"
             words, left = progress_words(progress), eta(progress)
             self._say(
                 "  ".join(filter(None, (words, loss, logged_words(progress, 200), rate, left)))

@@ -187,6 +187,8 @@ def _training(progress: Progress, width: int, bar: str) -> list[Line]:
         (short_number(loss), "bold" if math.isfinite(loss) else "bold red"),
         (f" ({of_what(progress.job.train.steps)})", ""),
     ]
+    if progress.job.privacy.on:
+        line = [("training loss is not told in a private run", "")]
     checked = progress.validated
     found = (
         f"{metrics_in_words(checked)}   at step {readable_count(checked['step'])}"

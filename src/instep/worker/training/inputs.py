@@ -98,7 +98,7 @@ def _loader(member: Member, recipe: Recipe, name: str, order: AnyOrder | None) -
         collate=recipe.collate,
         augment=recipe.augment,
         marks=member.marks,
-        contents=member.job.check.content,
+        contents="off" if member.job.privacy.on else member.job.check.content,
         say=lambda text: member.emit("warning", text=f"worker {member.number}: {text}"),
         tells=True,
     )

@@ -31,7 +31,7 @@ from instep.engine.served.tables import ServedTables, refuse_sparse
 from instep.engine.state.average import Average
 from instep.engine.state.committed import Commit
 from instep.engine.trial_result import Trial
-from instep.engine.turns import make_turns
+from instep.engine.turns import TurnState, make_turns
 from instep.engine.update import Update
 from instep.errors import InstepError, PeerError, SpecError, raise_first
 from instep.parallel.compiled import compiling
@@ -74,6 +74,7 @@ from instep.worker.rounds.rounds import Rounds
 from instep.worker.training.callback_writes import CallbackWrites
 from instep.worker.training.entry import Entry, take_host_copy
 from instep.worker.training.inputs import Inputs
+from instep.worker.training.private import private_run
 from instep.worker.training.refusals import measured_by, refusals
 from instep.worker.training.trials import Trials, agreed, decided_by_job
 from instep.worker.training.validation import Validation
@@ -113,9 +114,12 @@ class Training(Loop):
         early = EarlyReads(self._loader_watch)
         member.at = lambda: early.heartbeat(self._present, self._clock())
         self.refuse(refusals(self.job, recipe, device))
-        planned = plan_data(self.job, recipe)
+        self._private = private_run(member, recipe)
+        planned = self._private.planned() if self._private else plan_data(self.job, recipe)
         batches = planned.batches
         samples, last_step = batches.samples, batches.length(self.job)
+        if self._private:
+            last_step = self._private.last_step(last_step)
         fresh = member.checkpoint is None  # else the checkpoint has the parameters
         averages = self.job.sync.rounds is not None
         embeds = recipe.batch_loss is not None
@@ -172,6 +176,9 @@ class Training(Loop):
             measure=self.job.measures_norm,
             scaler=scaler,
         )
+        if self._private:
+            strategy = self._private.strategy(model, built.parameters)
+            turns = [TurnState("", built.parameters, update, strategy)]
         super().__init__(
             member,
             model,
@@ -221,12 +228,13 @@ class Training(Loop):
             self._replica,
             self._own_data.validation_sizes if self._own_data is not None else (),
         )
-        if self.job.check.content != "off" and member.sees_run and member.run.is_dir():
+        records = self.job.check.content != "off" and self._private is None
+        if records and member.sees_run and member.run.is_dir():
             # contents of samples as steps use them, for the audit
             self._record = Record(member.run / f"contents-{member.number}.bin")
         self._unrepeatable: int | None = None
         """A training sample that was different when worker 0 read it again."""
-        if not member.others_have_state and member.number == 0:
+        if not member.others_have_state and member.number == 0 and self._private is None:
             data_split.check(split, member, loader, validation)
             self._unrepeatable = dataset_check.check_datasets(
                 member, loader, validation, recipe.train
@@ -272,6 +280,8 @@ class Training(Loop):
         if replica is not None:
             passes = MeshPass(forward, replica, reads)
             return OnMesh(engine, passes, Works(*given), activity)
+        if self._private is not None:
+            return self._private.compute(engine, forward, activity)
         if reads is not None or self.recipe.batch_loss is not None:
             return WholeBatch(engine, forward, Works(*given), self.job, reads, activity)
         return Ordinary(engine, forward, self.job.seed, activity, lambda: member.superseded)
@@ -387,6 +397,8 @@ class Training(Loop):
         return self.activity.phase
 
     def _try(self) -> Trial:
+        if self._private is not None:
+            return self._private.trial()
         return self._trials.run(built=self._built)
 
     def _agree_on_trial(self, comm: Comm) -> None:
@@ -467,8 +479,9 @@ class Training(Loop):
         self, where: Position, share: Share, loads: Iterator[Read]
     ) -> Generator[Step, None, Results]:
         yield from ()  # only own loops yield in the middle of a step
-        self._late.try_trained(where, share, self.step)
-        if self.recipe.collates:
+        if self._private is None:
+            self._late.try_trained(where, share, self.step)
+        if self.recipe.collates and self._private is None:
             loads = self._late.tried(where, loads, self.step)
         try:
             found = self.compute.run(where, share, loads, self.step)

@@ -1,0 +1,120 @@
+"""Private runs of real processes: the same bits on any number of workers and after kills, and a
+folder that holds nothing of a sample."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+from pathlib import Path
+
+import pytest
+from started import RECIPES
+
+from instep.client.submit import Run, resume_run, run_job
+from instep.errors import SpecError
+from instep.events import LEDGER, STEPS, read_records
+from instep.job import file as spec_file
+from instep.privacy import secret_files
+
+pytestmark = pytest.mark.process
+pytest.importorskip("dp_accounting")
+
+PLANTED = struct.pack("<f", 1234.56789)
+STEPS_OF_A_RUN = 12
+
+
+@pytest.fixture(autouse=True)
+def one_secret(tmp_path, monkeypatch):
+    """Runs that are compared have the same secret, and leave it here."""
+    monkeypatch.setenv(secret_files.ENVIRONMENT, str(tmp_path / "secrets"))
+    monkeypatch.setattr(secret_files, "new_secret", lambda: bytes(range(32)))
+
+
+def trained(folder: Path, workers: int, watch=None, **privacy) -> Run:
+    table = {
+        "name": f"of-{workers}",
+        "recipe": f"{RECIPES / 'private.py'}:recipe",
+        "workers": workers,
+        "train": {
+            "steps": STEPS_OF_A_RUN,
+            "global_batch": 32,
+            "micro_batches": 6,
+            "determinism": "bits",
+            "threads": 1,
+        },
+        "privacy": {"protects": "sample", "noise": 2.0, "delta": 1e-4, **privacy},
+        "checkpoint": {"every": 5},
+    }
+    job = spec_file.build(table, source="a test")
+    return run_job(job, folder / "runs", named=False, quiet=True, watch=watch)
+
+
+def killing_one(at: int):
+    """Kill the newest process of worker 1 once the run has come to a step."""
+    done: list[int] = []
+
+    def watch(folder: Path) -> None:
+        steps = folder / "steps.bin"
+        if done or not steps.is_file() or read_records(steps, STEPS)["step"].max(initial=0) < at:
+            return
+        events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+        pids = [e["pid"] for e in events if e["event"] == "worker_joined" and e["worker"] == 1]
+        done.append(pids[-1])
+        os.kill(pids[-1], signal.SIGKILL)
+
+    return watch
+
+
+@pytest.mark.tail
+def test_one_worker_and_two_of_which_one_is_killed_give_the_same_bits(tmp_path):
+    alone = trained(tmp_path, 1)
+    two = trained(tmp_path, 2, killing_one(2))
+    assert two.summary["generations"] > 1
+    assert two.summary["parameters_sha256"] == alone.summary["parameters_sha256"]
+    found = two.summary["privacy"]
+    assert found["released"] == STEPS_OF_A_RUN
+    assert found["released_again"] == 0
+    assert 0 < found["epsilon_lower"] <= found["epsilon"]
+    assert two.summary["repeated_samples"] == two.summary["missing_samples"] == 0
+    assert two.summary["loss"] is None
+    _holds_nothing_of_a_sample(alone.path)
+    _holds_nothing_of_a_sample(two.path)
+
+
+def _holds_nothing_of_a_sample(run: Path) -> None:
+    secret = bytes(range(32))
+    for file in (each for each in run.rglob("*") if each.is_file()):
+        data = file.read_bytes()
+        assert PLANTED not in data, file
+        assert b"1234.56" not in data, file
+        assert secret not in data, file
+    assert not list(run.glob("contents-*"))
+    assert "dataset_known" not in (run / "events.jsonl").read_text()
+    assert not read_records(run / "steps.bin", STEPS)["loss"].any()
+    ledger = read_records(run / "ledger.bin", LEDGER)
+    by_step = {}
+    for record in ledger:
+        step = int(record["step"])
+        by_step[step] = by_step.get(step, 0) + int(record["stop"] - record["first"])
+    assert len(set(by_step.values())) == 1  # how many samples a step had is not written
+
+
+@pytest.mark.slow
+def test_a_budget_ends_a_run_and_a_lost_secret_ends_it_too(tmp_path):
+    done = trained(tmp_path, 3, epsilon=1.5, sampling="poisson")
+    assert 0 < done.summary["steps"] < STEPS_OF_A_RUN
+    assert done.summary["privacy"]["epsilon"] <= 1.5
+    cut = trained(tmp_path, 2, sampling="poisson")
+    for each in (tmp_path / "secrets").iterdir():
+        each.unlink()
+    with pytest.raises(SpecError, match="the secret of the run is not at"):
+        resume_run(cut.path, ["train.steps=20"], quiet=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [3, 6])
+def test_more_workers_give_the_bits_of_one(tmp_path, workers):
+    alone, more = trained(tmp_path, 1), trained(tmp_path, workers)
+    assert more.summary["parameters_sha256"] == alone.summary["parameters_sha256"]
