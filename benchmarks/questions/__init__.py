@@ -6,7 +6,7 @@ A file for each part of the page. To add a question, measure it with a script th
     python docs/make_benchmarks.py
 """
 
-from questions import data, failures, networks, replicas, speed
+from questions import data, failures, networks, replicas, speed, watching
 from questions.base import Question
 
 PARTS: dict[str, tuple[Question, ...]] = {
@@ -15,4 +15,5 @@ PARTS: dict[str, tuple[Question, ...]] = {
     "Slow networks": networks.QUESTIONS,
     "Large models and many workers": replicas.QUESTIONS,
     "Data": data.QUESTIONS,
+    "Watching": watching.QUESTIONS,
 }

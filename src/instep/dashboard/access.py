@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hmac
 import secrets
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from http.cookies import CookieError, SimpleCookie
 from typing import Any
@@ -19,9 +18,6 @@ from typing import Any
 import msgspec
 
 Scope = dict[str, Any]
-
-MOST_SESSIONS = 64
-"""Sessions that are known; the one that was longest unused gives way."""
 
 POLICY = "; ".join(
     [
@@ -55,6 +51,8 @@ class Access:
         port: part of the cookie's name, as cookies do not tell ports apart.
         token: the first one; a random one if it is left out.
         used: called with the next token when one was used up.
+        secret: signs sessions; with the same one, a server that takes the place of another knows
+            those who were logged in there.
     """
 
     def __init__(
@@ -64,11 +62,12 @@ class Access:
         port: int,
         token: str = "",
         used: Callable[[str], object] = lambda token: None,
+        secret: str = "",
     ) -> None:
         self._hosts, self._scheme, self._used = frozenset(hosts), scheme, used
         self.cookie = f"instep-{port}"
         self.token = token or new_token()
-        self._sessions = OrderedDict[str, None]()
+        self._secret = (secret or new_token()).encode()
 
     def refusal(self, scope: Scope) -> int:
         """Why a request is refused, as a status code; 0 if it may go on to its route."""
@@ -101,11 +100,14 @@ class Access:
             except CookieError:
                 continue
             given = cookies[self.cookie].value if self.cookie in cookies else ""
-            for session in self._sessions:
-                if hmac.compare_digest(session.encode(), given.encode()):
-                    self._sessions.move_to_end(session)
-                    return True
+            name, _, signature = given.partition(".")
+            if hmac.compare_digest(signature.encode(), self._signature(name).encode()):
+                return True
         return False
+
+    def _signature(self, session: str) -> str:
+        text = f"{self.cookie}={session}"
+        return hmac.new(self._secret, text.encode(errors="replace"), "sha256").hexdigest()
 
     def exchange(self, body: bytes) -> str:
         """The cookie that a token buys, as the value of `Set-Cookie`; empty for a wrong one."""
@@ -117,10 +119,8 @@ class Access:
             return ""
         self.token = new_token()
         self._used(self.token)
-        session = secrets.token_urlsafe(32)
-        self._sessions[session] = None
-        while len(self._sessions) > MOST_SESSIONS:
-            self._sessions.popitem(last=False)
+        session = secrets.token_urlsafe(16)
+        session = f"{session}.{self._signature(session)}"
         secure = "; Secure" if self._scheme == "https" else ""
         return f"{self.cookie}={session}; Path=/; HttpOnly; SameSite=Strict{secure}"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from instep.dashboard.curves import Chart, Curve, Values, live_charts, plain
+from instep.dashboard.listing import why_unread
 from instep.dashboard.live import LiveRun
-from instep.errors import InstepError
 from instep.report.page.comparison import differing_settings
 
 MOST_RUNS, _MOST_SETTINGS, _FEW, _POINTS = 250, 60, 12, 160
@@ -25,8 +25,8 @@ def compare(paths: list[Path]) -> dict[str, Any]:
         try:
             run = LiveRun(path)
             run.look()
-        except InstepError as error:
-            unread.append({"name": path.name, "error": str(error)})
+        except Exception as error:  # a folder may hold anything, and others are compared
+            unread.append({"name": path.name, "error": why_unread(error)})
             continue
         names.append(path.name)
         jobs.append(run.job)

@@ -7,6 +7,8 @@ not finite counts in no mean. Way in: `Fold`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,14 @@ MOST = 512
 
 _PLACES = {"points": 0.0, "known": 0.0, "total": 0.0, "low": np.inf, "high": -np.inf}
 _EMPTY = {**_PLACES, "last": -1.0, "time": -np.inf}
+
+
+TimesAt = Callable[[NDArray[np.int64]], Floats]
+
+
+def _times_of(times: Floats | TimesAt, places: NDArray[np.int64], at: Any = None) -> Floats:
+    places = places if at is None else places[at]
+    return times(places) if callable(times) else times[places]
 
 
 class Fold:
@@ -38,13 +48,14 @@ class Fold:
         twin.width, twin._table = self.width, {k: v.copy() for k, v in self._table.items()}
         return twin
 
-    def add(self, steps: Records, values: Floats, times: Floats) -> None:
+    def add(self, steps: Records, values: Floats, times: Floats | TimesAt) -> None:
         """Add points.
 
         Args:
             steps: [points], 0 or more.
             values: [points]; those that are not finite leave a gap where a bucket has no other.
-            times: [points], of which a bucket keeps the latest.
+            times: [points], of which a bucket keeps that of its last step; or a function that gives
+                them for some points.
         """
         if not len(steps):
             return
@@ -53,7 +64,8 @@ class Fold:
             self._widen()
         if np.any(steps[1:] < steps[:-1]):
             order = np.argsort(steps, kind="stable")
-            steps, values, times = steps[order], values[order], times[order]
+            steps, values = steps[order], values[order]
+            times = partial(_times_of, times, order)
         index = steps // self.width
         begins = np.concatenate([[0], np.flatnonzero(np.diff(index)) + 1])
         at = index[begins]
@@ -67,8 +79,10 @@ class Fold:
         table["low"][at] = np.minimum(table["low"][at], lows)
         highs = np.maximum.reduceat(np.where(finite, values, -np.inf), begins)
         table["high"][at] = np.maximum(table["high"][at], highs)
-        table["last"][at] = np.maximum(table["last"][at], np.maximum.reduceat(steps, begins))
-        table["time"][at] = np.maximum(table["time"][at], np.maximum.reduceat(times, begins))
+        ends = np.append(begins[1:], len(steps)) - 1
+        later = steps[ends] > table["last"][at]
+        at, ends = at[later], ends[later]
+        table["last"][at], table["time"][at] = steps[ends], _times_of(times, ends)
 
     def _grow(self, size: int) -> None:
         missing = size - len(self._table["points"])
@@ -80,12 +94,15 @@ class Fold:
         self.width *= 2
         if len(self._table["points"]) % 2:
             self._grow(len(self._table["points"]) + 1)
+        second = self._table["points"][1::2]
         for name in _EMPTY:
             pairs = self._table[name].reshape(-1, 2)
             if name in ("points", "known", "total"):
                 self._table[name] = pairs.sum(1)
-            else:
+            elif name != "time":
                 self._table[name] = pairs.min(1) if name == "low" else pairs.max(1)
+            else:  # the second of two, where there is one
+                self._table[name] = np.where(second > 0, pairs[:, 1], pairs[:, 0])
 
     @property
     def _there(self) -> NDArray[np.bool_]:
@@ -98,7 +115,7 @@ class Fold:
 
     @property
     def time(self) -> Floats:
-        """The latest time of each, [buckets]."""
+        """The time of that step, [buckets]."""
         return self._table["time"][self._there]
 
     @property

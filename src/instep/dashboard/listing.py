@@ -90,8 +90,8 @@ class RunList:
                 found[name] = key, row
                 if not running:
                     self._live.pop(name, None)
-            except (InstepError, OSError) as error:
-                found[name] = None, {"name": name, "error": str(error)}
+            except Exception as error:  # a folder may hold anything, and others are listed
+                found[name] = None, {"name": name, "error": why_unread(error)}
         self._rows = found
         self._live = {name: live for name, live in self._live.items() if name in found}
         return {name: row for name, (_, row) in found.items()}
@@ -119,6 +119,13 @@ class RunList:
 
 def _may_be_shown(path: Path) -> bool:
     return not path.is_symlink() and (path / "job.toml").is_file()
+
+
+def why_unread(error: Exception) -> str:
+    """Say why a run cannot be shown."""
+    if isinstance(error, InstepError | OSError):
+        return str(error)
+    return f"its files say what cannot be: {type(error).__name__}: {error}"
 
 
 def _looks(path: Path) -> Any:

@@ -26,10 +26,11 @@ from instep.store.run_files import (
     Event,
     Floats,
     Records,
+    check_steps,
     existing,
     job_of,
-    possible_steps,
     returns_in,
+    with_possible_times,
     without_discarded,
 )
 from instep.store.run_folder import RunPlan
@@ -37,6 +38,8 @@ from instep.store.run_members import RunMembers
 from instep.store.run_traffic import TrafficCounter
 from instep.vocabulary import wrong_in
 
+_LEDGER_S = 0.2
+"""So long is a ledger read in one look, so that a long one does not keep the curves waiting."""
 _MOST_TIMES, _MOST_RECENT = 2048, 1 << 16
 _FREQUENT = ("traffic", "logged", "trial_progress", "participants_apart", "lag_measured")
 """Events of which there may be many, and of which only figures are kept."""
@@ -118,6 +121,8 @@ class LiveRun:
         self.steps, self.ledger = StepsSoFar(), LedgerSoFar(self.spec)
         self.times = LiveTimes()
         self._now = self._clock()
+        self.is_behind = False
+        """Whether there is more of the ledger than was read."""
         self.progress = Progress(self.spec, self.path.name, lambda: self._now)
         self._caught_up = False
 
@@ -183,22 +188,28 @@ class LiveRun:
             self.ledger.know(self.last("worker_ready"), self.last("data_divided"))
 
     def _new_steps(self) -> Records:
-        return np.concatenate([np.zeros(0, STEPS), *self._pieces_of_steps()])
+        found = np.concatenate([np.zeros(0, STEPS), *self._pieces_of_steps()])
+        return with_possible_times(found)
 
     def _pieces_of_steps(self) -> Any:
         while data := self._tails[1].new():
-            records = possible_steps(np.frombuffer(data, STEPS), self.path / "steps.bin")
+            records = np.frombuffer(data, STEPS)
+            check_steps(records, self.path / "steps.bin")
             counted = self.steps.take(records)
             self.times.reach(self.steps.end)
             yield counted
 
     def _new_ledger(self) -> Records:
-        found = [np.zeros(0, LEDGER)]
+        """Read what is new, of a long one for so long; the end of it says how far the run is."""
+        newest, until = np.zeros(0, LEDGER), time.monotonic() + _LEDGER_S
+        self.is_behind = False
         while data := self._ledger_tail.new():
-            found.append(np.frombuffer(data, LEDGER))
-            self.ledger.take(found[-1])
-            del found[: -1 if len(found) > 64 else 0]  # of a long one, its end
-        return np.concatenate(found)
+            newest = np.frombuffer(data, LEDGER)
+            self.ledger.take(newest)
+            self.is_behind = time.monotonic() > until
+            if self.is_behind:
+                break
+        return newest
 
     def _catch_up(self, events: list[Event]) -> None:
         """Read a run from its beginning; only its end is told to `Progress` step by step."""
@@ -211,6 +222,7 @@ class LiveRun:
             if len(recent) > 4 and sum(map(len, recent)) > _MOST_RECENT:
                 del recent[0]
         steps = np.concatenate([np.zeros(0, STEPS), *recent])[-4 * _MOST_RECENT :]
+        steps = with_possible_times(steps)
         ledger = self._new_ledger()
         self._now = self.times.begin or self._clock()
         self._caught_up, progress = True, Progress(self.spec, self.path.name, lambda: self._now)

@@ -122,6 +122,7 @@ def serve(
     at: ListeningSocket,
     token: str = "",
     say: Callable[[str], object] = lambda link: None,
+    secret: str = "",
     certificates: Path | None = None,
 ) -> None:
     """Serve until the process is interrupted.
@@ -130,6 +131,7 @@ def serve(
         runs: a folder of runs, or of one.
         token: that the first link has; a random one if it is left out.
         say: told each link that is fit to be opened: another one when one was used.
+        secret: as of `Access`.
         certificates: folder of `instep certificates`, for HTTPS.
     """
     import uvicorn
@@ -139,7 +141,7 @@ def serve(
     from instep.dashboard.guard import GuardedProtocol
     from instep.dashboard.listing import RunList
 
-    access = Access(at.hosts, at.scheme, at.port, token, lambda new: say(at.link(new)))
+    access = Access(at.hosts, at.scheme, at.port, token, lambda new: say(at.link(new)), secret)
     if not token:
         say(at.link(access.token))
     with ThreadPoolExecutor(2) as executor, _tls(certificates, at) as options:
@@ -149,7 +151,7 @@ def serve(
             http=GuardedProtocol,
             ws="none",
             lifespan="off",
-            log_level="error",
+            log_level="critical",
             access_log=False,
             server_header=False,
             timeout_keep_alive=15,
@@ -188,8 +190,43 @@ def beside(runs: Path, say: Callable[[str], object]) -> Iterator[None]:
         SpecError: the packages are missing, or no port is free.
     """
     check_installed()
-    at, token = listen(), secrets.token_urlsafe(32)
-    about = {"runs": str(runs.absolute()), "token": token, "fd": at.socket.fileno()}
+    at, token, secret = listen(), secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+    over = threading.Event()
+    about = {"runs": str(runs.absolute()), "token": token, "secret": secret, "hosts": at.hosts}
+    with _started(at, about) as first:
+        keeper = threading.Thread(target=_keep, args=(first, at, about, over), daemon=True)
+        keeper.start()
+        say(at.link(token))
+        try:
+            yield
+        finally:
+            over.set()
+            keeper.join()
+            at.socket.close()
+
+
+def _keep(
+    first: subprocess.Popen[bytes],
+    at: ListeningSocket,
+    about: dict[str, Any],
+    over: threading.Event,
+) -> None:
+    """Start another server where one was killed; who was logged in stays so."""
+    process, pause_s = first, 0.1
+    while not over.wait(0.1):
+        if process.poll() is None:
+            continue
+        if over.wait(pause_s):
+            return
+        pause_s = min(2 * pause_s, 5.0) if process.returncode >= 0 else 0.1
+        with _started(at, {**about, "token": secrets.token_urlsafe(32)}) as process:
+            while process.poll() is None and not over.wait(0.1):
+                pass
+
+
+@contextmanager
+def _started(at: ListeningSocket, about: dict[str, Any]) -> Iterator[subprocess.Popen[bytes]]:
+    """A server in a process of its own, which ends with the context."""
     reading, writing = os.pipe()
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "instep.dashboard.serve"],
@@ -199,13 +236,11 @@ def beside(runs: Path, say: Callable[[str], object]) -> Iterator[None]:
         start_new_session=True,  # Ctrl-C reaches only us
     )
     os.close(reading)
-    link = at.link(token)
     try:
         with open(writing, "wb", buffering=0) as told:  # its end ends the process
-            told.write(json.dumps({**about, "hosts": at.hosts}).encode() + b"\n")
-            at.socket.close()
-            say(link)
-            yield
+            with suppress(BrokenPipeError):
+                told.write(json.dumps({**about, "fd": at.socket.fileno()}).encode() + b"\n")
+            yield process
     finally:
         try:
             process.wait(5.0)
@@ -219,7 +254,7 @@ def main() -> None:
     about = json.loads(sys.stdin.readline())
     at = ListeningSocket(socket.socket(fileno=about["fd"]), "http", about["hosts"])
     threading.Thread(target=_end_with_input, daemon=True).start()
-    serve(Path(about["runs"]), at, about["token"])
+    serve(Path(about["runs"]), at, about["token"], secret=about["secret"])
 
 
 def _end_with_input() -> None:

@@ -6,22 +6,30 @@ Records come in the order of the files, in pieces of any size. Ways in: `StepsSo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from instep.dashboard.fold import Fold
 from instep.events import LEDGER, STEPS
 from instep.job.spec import JobSpec
 from instep.report.figures.proof import untiled
-from instep.store.run_files import PARTS, Event, Floats, Records, step_ends
-from instep.store.run_folder import WINDOW, RunPlan, last_whole_step
+from instep.store.run_files import PARTS, Event, Floats, Records, step_ends, with_possible_times
+from instep.store.run_folder import RunPlan, last_whole_step
 
 OPEN = 256
 """Steps that may still get records of other workers, or be computed again."""
 
 MEMORY_STEPS = 20.0
 """Over so many steps the parts of a step are averaged."""
+
+_RECENT = 1024
+"""Records at the end of a piece, among which is the one that ended last."""
+
+_TAIL = 512
+"""Records at the end of the ledger, among which is the last whole step."""
 
 PARTS_S = [f"{part}_s" for part in PARTS]
 
@@ -48,15 +56,21 @@ class StepsSoFar:
             steps = steps[(steps["step"] <= step) | (steps["begin"] >= time)]
         if not len(steps):
             return steps
+        recent = with_possible_times(steps[-_RECENT:])
         self.records += len(steps)
-        self.begin = min(self.begin or np.inf, float(steps["begin"].min()))
-        self.end = max(self.end, float(step_ends(steps[-WINDOW:]).max()))
-        self._follow_parts(steps[-WINDOW:])
+        self.begin = self.begin or float(steps["begin"].min())
+        self.end = max(self.end, float(step_ends(recent).max()))
+        self._follow_parts(recent)
         waiting = np.concatenate([self._open, steps]) if len(self._open) else steps
-        cut = int(waiting["step"].max()) - OPEN
-        over = waiting["step"] <= cut
-        _fold(waiting[over], self._loss, self._norm)
-        self._open = waiting[~over].copy()
+        number = waiting["step"].astype(np.int64)
+        if np.all(number[1:] >= number[:-1]):  # a slice costs nothing, as does one of a long run
+            cut = int(np.searchsorted(number, number[-1] - OPEN, side="right"))
+            over, still = waiting[:cut], waiting[cut:]
+        else:
+            old = number <= int(number.max()) - OPEN
+            over, still = waiting[old], waiting[~old]
+        _fold(over, self._loss, self._norm)
+        self._open = still.copy()
         return steps
 
     def _follow_parts(self, steps: Records) -> None:
@@ -77,19 +91,37 @@ def _fold(steps: Records, loss: Fold, norm: Fold) -> None:
     """Add the results of some steps, whose records are all here; the later of two counts."""
     if not len(steps):
         return
-    number, ends = steps["step"], step_ends(steps)
+    number = steps["step"].astype(np.int64)
     if np.any(number[1:] <= number[:-1]):  # several workers, or a step that was repeated
-        order = np.lexsort((steps["begin"], number))
-        steps, number, ends = steps[order], number[order], ends[order]
-    begins = np.concatenate([[0], np.flatnonzero(np.diff(number)) + 1])
-    newest = np.append(begins[1:], len(number)) - 1
-    ends = np.maximum.reduceat(ends, begins)
-    loss.add(number[newest], steps["loss"][newest], ends)
-    norms = steps["gradient_norm"]
-    if np.isfinite(norms).any():
-        of = np.maximum.reduceat(np.where(np.isfinite(norms), norms, -np.inf), begins)
+        steps = steps[np.lexsort((steps["begin"], number))]
+        number = steps["step"].astype(np.int64)
+        begins = np.concatenate([[0], np.flatnonzero(np.diff(number)) + 1])
+        newest = np.append(begins[1:], len(number)) - 1
+        norms = _norms(steps)
+        of = np.fmax.reduceat(norms, begins)
+        ends = np.maximum.reduceat(step_ends(with_possible_times(steps)), begins)
+        loss.add(number[newest], steps["loss"][newest], ends)
         known = np.isfinite(of)
-        norm.add(number[newest][known], of[known].astype(np.float64), ends[known])
+        norm.add(number[newest][known], of[known], ends[known])
+        return
+    loss.add(number, steps["loss"].astype(np.float64), partial(_ends_at, steps))
+    norms = _norms(steps)
+    known = np.isfinite(norms)
+    if known.all():
+        norm.add(number, norms, partial(_ends_at, steps))
+    elif known.any():
+        norm.add(number[known], norms[known], partial(_ends_at, steps[known]))
+
+
+def _norms(steps: Records) -> Floats:
+    """Norms of the gradient, [records]; NaN where none was computed, or it is not finite."""
+    norms: Floats = steps["gradient_norm"].astype(np.float64)
+    norms[~np.isfinite(norms)] = np.nan
+    return norms
+
+
+def _ends_at(steps: Records, places: NDArray[np.int64]) -> Floats:
+    return step_ends(with_possible_times(steps[places]))
 
 
 class LedgerSoFar:
@@ -126,7 +158,7 @@ class LedgerSoFar:
             return
         self._last = None
         self.records += len(ledger)
-        self._tail = np.concatenate([self._tail, ledger[-WINDOW:]])[-WINDOW:]
+        self._tail = np.concatenate([self._tail, ledger[-_TAIL:]])[-_TAIL:]
         taken = ledger["stop"] - ledger["first"]
         self.samples += int(taken.sum())
         step = ledger["step"].astype(np.int64)
@@ -164,8 +196,11 @@ class LedgerSoFar:
         """Samples of all steps up to and including each of `steps`, [steps]; within a bucket of
         many steps in proportion."""
         ends, sums = self._used.step, np.cumsum(self._used.total)
-        if not len(ends):
+        if not len(ends) or not len(steps):
             return np.zeros(len(steps))
+        if steps.max() > ends[-1] and self._is_fixed and self.plan.epoch_samples > 0:
+            due = [self.plan.batches.of(step) for step in steps.tolist()]  # it is not read so far
+            return np.array([self.plan.epoch_samples * at.epoch + at.stop for at in due], float)
         begin = (steps // self._used.width) * self._used.width - 1
         before = np.searchsorted(ends, begin, side="right") - 1
         known = np.append(0.0, sums)[before + 1]

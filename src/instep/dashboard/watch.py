@@ -17,10 +17,9 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from instep.dashboard.curves import Chart, changes, live_charts, plain, settled_charts
-from instep.dashboard.listing import RunList
+from instep.dashboard.listing import RunList, why_unread
 from instep.dashboard.live import LiveRun
 from instep.dashboard.sections import live_sections, settled_sections
-from instep.errors import InstepError
 from instep.report.figures.summary import finite
 from instep.store.folder import is_running
 from instep.store.run_folder import RunFolder
@@ -163,8 +162,8 @@ class Feed:
             begun = loop.time()
             try:
                 seen = await loop.run_in_executor(self._executor, self._source.look)
-            except (InstepError, OSError) as error:
-                seen = Sight({"error": {"text": str(error)}}, [])
+            except Exception as error:  # a folder may hold anything, and others go on
+                seen = Sight({"error": {"text": why_unread(error)}}, [])
             if seen is not None:
                 self.show(seen)
             await asyncio.sleep(max(self._look_s - (loop.time() - begun), self._look_s / 4))

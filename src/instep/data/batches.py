@@ -11,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from instep.data.order import Position, position, steps_in_epoch
 from instep.data.step_sizes import StepSizes
 from instep.job.spec import JobSpec
@@ -73,6 +76,15 @@ class Batches:
             return Position(epoch, first, min(first + self.size, self.samples))
         rest = position(number - self.early - self._in_turn, self.samples, self.size)
         return rest._replace(epoch=epoch + 1 + rest.epoch)
+
+    def table(self, first: int, last: int) -> NDArray[np.int64]:
+        """Take `of` for commits `first` to `last`: epoch, begin and end of each, [commits, 3]."""
+        if self.early or self.sizes is not None:
+            rows = [self.of(number) for number in range(first, last + 1)]
+            return np.array(rows, np.int64).reshape(-1, 3)
+        index, steps = np.arange(first - 1, last, dtype=np.int64), self.per_epoch
+        begin = index % steps * self.size
+        return np.stack([index // steps, begin, np.minimum(begin + self.size, self.samples)], 1)
 
     @property
     def _in_turn(self) -> int:

@@ -132,7 +132,12 @@ def possible_steps(steps: Records, path: Path) -> Records:
     Raises:
         RunError: no worker can have written one of them.
     """
-    _check_steps(steps, path)
+    check_steps(steps, path)
+    return with_possible_times(steps)
+
+
+def with_possible_times(steps: Records) -> Records:
+    """A copy of step records, [records], whose parts took times that are possible."""
     steps = steps.copy()
     for part in PARTS:  # a clock may be wrong; what a run computed can be read all the same
         times = np.nan_to_num(steps[f"{part}_s"], nan=0.0)
@@ -140,7 +145,7 @@ def possible_steps(steps: Records, path: Path) -> Records:
     return steps
 
 
-def _check_steps(steps: Records, path: Path) -> None:
+def check_steps(steps: Records, path: Path) -> None:
     """Refuse records that no worker can have written; how long things took is not judged.
 
     Raises:

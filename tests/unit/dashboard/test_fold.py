@@ -19,7 +19,8 @@ def bucket_by_bucket(steps, values, times, width):
         known = values[mine & np.isfinite(values)]
         if mine.any():
             some = (known.min(), known.max(), known.mean()) if len(known) else (np.nan,) * 3
-            found.append((steps[mine].max(), times[mine].max(), *some))
+            newest = steps[mine].argmax()
+            found.append((steps[mine][newest], times[mine][newest], *some))
     return np.array(found).T
 
 

@@ -180,6 +180,25 @@ def test_runs_are_compared_by_curves_and_by_what_their_jobs_differ_in(tmp_path):
     assert (many["step"][-1], len(many["step"])) == (128, 128)
 
 
+def test_a_run_whose_events_lack_something_is_said_and_others_are_shown(run):
+    odd = make_run(run.with_name("odd"))
+    (odd / "run.id").write_text("odd")
+    events = list(read_events(odd / "events.jsonl"))
+    for event in events:
+        event.pop("seconds", None)
+    write_events(odd, events)
+
+    async def first():
+        with ThreadPoolExecutor(1) as executor:
+            messages = Feed(WatchedRun(odd), executor).messages()
+            frames = [await anext(messages), await anext(messages)]
+            await messages.aclose()
+            return frames[1]
+
+    assert b"its files say what cannot be: KeyError" in asyncio.run(first())
+    assert RunList(run.parent).rows()["digits"]["state"] == "completed"
+
+
 class Page:
     """A page, as the script keeps it."""
 

@@ -204,11 +204,13 @@
         why.colSpan = 7;
         line.replaceChildren(cell(box), cell(row.name, "name"), why);
       } else {
-        const best = this.best(row), mark = { completed: "good", running: "live", failed: "bad" }[row.state] || "calm";
+        const best = this.best(row), shown = node("span", best ? number(best[0]) : "–");
+        if (best) shown.append(node("span", ` at ${View.count(best[1])}`, "at-step"));
+        const mark = { completed: "good", running: "live", failed: "bad" }[row.state] || "calm";
         const how = node("span", "", "state"), steps = node("div", "", "steps");
         how.append(View.dot(mark), row.state);
         steps.append(View.progress(row.step, row.state === "completed" ? row.step : row.steps), node("span", row.steps ? `${View.count(row.step)} / ${View.count(row.steps)}` : View.count(row.step)));
-        line.replaceChildren(cell(box), cell(anchor, "name"), cell(how), cell(steps), cell(best ? `${number(best[0])} at ${View.count(best[1])}` : "–", "num"), cell(View.count(row.samples_per_s), "num"), cell(View.count(row.workers), "num"), cell(seconds(row.seconds), "num"), cell(row.began ? new Date(row.began * 1000).toLocaleString("sv-SE").slice(0, 16) : "–", "num"));
+        line.replaceChildren(cell(box), cell(anchor, "name"), cell(how), cell(steps), cell(shown, "num"), cell(View.count(row.samples_per_s), "num"), cell(View.count(row.workers), "num"), cell(seconds(row.seconds), "num"), cell(row.began ? new Date(row.began * 1000).toLocaleString("sv-SE").slice(0, 16) : "–", "num"));
       }
       this.rows.set(row.name, { line, box, data: row });
     }

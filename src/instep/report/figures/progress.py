@@ -192,6 +192,8 @@ class Progress:
 
     def _follow_loss(self, numbers: Records, losses: Records) -> None:
         train = self.job.train
+        if train.steps:  # no more count
+            numbers, losses = numbers[-LAST_STEPS:], losses[-LAST_STEPS:]
         for step, loss in zip(numbers.tolist(), losses.tolist(), strict=True):
             if step <= self._loss_step:
                 continue

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -243,8 +242,7 @@ def untiled(
     strange = step[(step < first_step) | (step > last_step)]
     real = real[(step >= first_step) & (step <= last_step)]
     step, first, stop = real["step"], real["first"], real["stop"]
-    fixed = (batches.of(number) for number in range(first_step, last_step + 1))
-    due = np.fromiter(chain.from_iterable(fixed), np.int64).reshape(-1, 3)
+    due = batches.table(first_step, last_step)
     epoch, begin, end = due[step - first_step].T
     changes = step[1:] != step[:-1]
     opens, closes = np.append(True, changes)[: len(step)], np.append(changes, True)[: len(step)]

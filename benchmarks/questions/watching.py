@@ -1,0 +1,74 @@
+"""The page in the browser: how late it is, and what it costs."""
+
+from typing import Any
+
+from questions.base import Answer, Question, found
+
+
+def canvas(result: Any) -> Answer:
+    late = result["canvas"]
+    return found(late["median_s"], " s", 2, f"99 % within {late['p99_s']} s, {late['steps']} steps")
+
+
+def share(result: Any) -> Answer:
+    watched = result["watched"][-1]
+    memory = f"{watched['pages']} pages, {watched['memory_mb']:.0f} MB"
+    return found(100 * watched["share_of_a_core"], " %", 1, memory)
+
+
+def listed(result: Any) -> Answer:
+    many = result["many"]["listed"]
+    spread = f"{many['cpu_s']} s of processor time; {many['again_s']} s once they are known"
+    return found(many["s"], " s", 1, spread)
+
+
+def overlaid(result: Any) -> Answer:
+    many = result["many"]["overlaid"]
+    return found(many["s"], " s", 1, f"{many['cpu_s']} s of processor time")
+
+
+def opened(result: Any) -> Answer:
+    long = result["long"]
+    spread = f"{long['cpu_s']} s of processor time, {long['bytes'] / 1000:.0f} kB"
+    return found(long["first_message_s"], " s", 1, spread)
+
+
+def page(result: Any) -> Answer:
+    return found(result["page_bytes_compressed"] / 1000, " kB", 0)
+
+
+QUESTIONS = (
+    Question(
+        "from a committed step to the curve on the canvas",
+        "dashboard",
+        "dashboard",
+        canvas,
+        most=0.7,
+        unit=" s",
+    ),
+    Question(
+        "the server, 16 workers of 20 steps a second: of a core",
+        "dashboard",
+        "dashboard",
+        share,
+        most=3,
+        unit=" %",
+    ),
+    Question(
+        "a list of 1,000 runs, the first time", "dashboard", "dashboard", listed, most=1, unit=" s"
+    ),
+    Question(
+        "250 runs laid over each other", "dashboard", "dashboard", overlaid, most=2, unit=" s"
+    ),
+    Question(
+        "a run of ten million steps is opened", "dashboard", "dashboard", opened, most=1, unit=" s"
+    ),
+    Question(
+        "the page and all it is made of, compressed",
+        "dashboard",
+        "dashboard",
+        page,
+        most=120,
+        unit=" kB",
+    ),
+)

@@ -1,0 +1,185 @@
+"""The page in Chromium: what it shows, to whom, and that nothing leaves the machine."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+
+import pytest
+
+from instep.dashboard.serve import beside
+from instep.events import read_events
+from made_up_runs import BEGIN_S, make_run, write_events
+
+api = pytest.importorskip("playwright.sync_api")
+pytest.importorskip("starlette")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+ATTACK = "<img src=x onerror=\"document.title='hacked'\"><script>document.title='hacked'</script>"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("watched") / "runs"
+    for name, more in (("one", {}), ("other", {"workers": 3}), ("failed", {"outcome": "failed"})):
+        (make_run(folder / name, **more) / "run.id").write_text(name)
+    path = make_run(folder / ATTACK.replace("/", "-")[:80], name="attack")
+    (path / "run.id").write_text("attack")
+    (path / "logs" / "worker-0.log").write_text(f"\x1b[31m{ATTACK}\x1b[0m\n")
+    events = list(read_events(path / "events.jsonl"))
+    told = {"time": BEGIN_S + 4, "event": "validated", "step": 9, "metrics": {ATTACK: 1.0}}
+    told |= {"seconds": 0.1, "epoch": 0, "samples": 9}
+    warned = {"time": BEGIN_S + 4, "event": "warning", "text": ATTACK}
+    write_events(path, [*events[:-1], told, warned, events[-1]])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with api.sync_playwright() as tools:
+        found = tools.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture(scope="module")
+def opened(runs, browser):
+    """A page with a session, what it asked for, and what it complained of."""
+    links = []
+    with beside(runs, links.append):
+        page = browser.new_page(viewport={"width": 1600, "height": 1000})
+        page.asked, page.said = [], []
+        page.on("request", lambda request: page.asked.append(request.url))
+        page.on("console", lambda message: page.said.append(message.text))
+        page.on("pageerror", lambda error: page.said.append(str(error)))
+        page.goto(links[0])
+        page.wait_for_selector("td.name a")
+        yield page
+        page.close()
+
+
+def go(page, where, wait_for):
+    page.evaluate(f"location.hash = {json.dumps(where)}")
+    page.wait_for_selector(wait_for)
+
+
+def test_runs_are_listed_filtered_opened_and_compared(opened):
+    go(opened, "#/", "td.name a")
+    assert opened.locator("tbody tr").count() == 4
+    opened.fill("input[type=search]", "accuracy>0.8")
+    assert opened.locator("tbody tr").count() == 3
+    opened.fill("input[type=search]", "failed")
+    assert opened.locator("tbody tr").count() == 1
+    opened.fill("input[type=search]", "o")
+    opened.get_by_role("link", name="one", exact=True).click()
+    opened.wait_for_selector("figure[data-drawn]")
+    assert opened.locator("h1").inner_text() == "one"
+    assert "#/run/one" in opened.url
+    go(opened, "#/compare/one/other", "figure[data-drawn]")
+    assert "workers" in opened.locator("table").inner_text()
+    assert opened.said == []
+
+
+def test_no_request_leaves_the_machine_and_the_token_is_in_no_address(opened):
+    own = opened.url.partition("#")[0]
+    assert all(url.startswith(own) for url in opened.asked)
+    assert not any("token" in url for url in opened.asked)
+    assert opened.url.partition("#")[2].startswith("/")
+
+
+def test_markup_in_names_metrics_logs_and_warnings_is_text(opened):
+    go(opened, "#/", "td.name a")
+    opened.locator("td.name a", has_text="<img").click()
+    opened.wait_for_selector("figure[data-drawn]")
+    opened.wait_for_selector("summary:has-text('worker-0')")
+    text = opened.locator("main").inner_text()
+    assert text.count("onerror") >= 4
+    assert opened.title() != "hacked"
+    assert opened.locator("img, main script").count() == 0
+    assert "\x1b" not in text
+    assert opened.said == []
+
+
+def test_curves_are_read_with_the_keyboard(opened):
+    go(opened, "#/run/one", "figure[data-drawn]")
+    opened.locator("figure.chart").first.focus()
+    for _ in range(3):
+        opened.keyboard.press("ArrowRight")
+    assert "step 3" in opened.locator("figure.chart figcaption .at").first.inner_text()
+
+
+@pytest.fixture(scope="module")
+def axe(tmp_path_factory):
+    """The text of axe-core, from npm."""
+    folder = tmp_path_factory.mktemp("axe")
+    words = ["npm", "pack", "axe-core@4.14.1", "--silent"]
+    if shutil.which("npm") is None or subprocess.run(words, cwd=folder, check=False).returncode:
+        pytest.skip("needs npm, and its registry")
+    (package,) = folder.glob("*.tgz")
+    with tarfile.open(package) as archive:
+        return archive.extractfile("package/axe.min.js").read().decode()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1600])
+def test_axe_finds_nothing_serious_and_nothing_is_wider_than_the_page(opened, axe, scheme, width):
+    opened.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+    opened.set_viewport_size({"width": width, "height": 900})
+    for where, wait_for in (
+        ("#/", "td.name a"),
+        ("#/run/failed", "figure[data-drawn]"),
+        ("#/compare/one/other", "figure[data-drawn]"),
+    ):
+        go(opened, where, wait_for)
+        opened.context.new_cdp_session(opened).send("Page.setBypassCSP", {"enabled": True})
+        opened.evaluate(axe)
+        found = opened.evaluate("axe.run().then(found => found.violations)")
+        bad = [each for each in found if each["impact"] in ("serious", "critical")]
+        assert not bad, [(each["id"], each["nodes"][0]["html"][:200]) for each in bad]
+        assert opened.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def children(pid):
+    text = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False)
+    return [int(each) for each in text.stdout.split()]
+
+
+@pytest.mark.process
+def test_a_page_comes_back_after_each_kill_of_its_server(tmp_path, browser):
+    folder = tmp_path / "runs"
+    path = make_run(folder / "one", steps=20, outcome=None)
+    (path / "run.id").write_text("one")
+    code = f"""
+import sys
+from pathlib import Path
+from instep.dashboard.serve import beside
+with beside(Path({str(folder)!r}), lambda link: print(link, flush=True)):
+    sys.stdin.read()
+"""
+    words = [sys.executable, "-c", code]
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        page = browser.new_page()
+        page.goto(parent.stdout.readline().strip())
+        page.wait_for_selector("td.name a")
+        go(page, "#/run/one", "figure[data-drawn]")
+        figure = page.locator("figure.chart").first
+        for steps in range(21, 26):
+            (server,) = children(parent.pid)
+            os.kill(server, signal.SIGKILL)
+            longer = make_run(tmp_path / str(steps), steps=steps, outcome=None)
+            for name in ("ledger.bin", "steps.bin"):
+                os.replace(longer / name, path / name)
+            drawn = re.compile(rf"{steps} 16")
+            api.expect(figure).to_have_attribute("data-drawn", drawn, timeout=60_000)
+        page.close()
+        parent.stdin.close()
