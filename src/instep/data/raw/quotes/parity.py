@@ -21,7 +21,7 @@ _MOST_QUOTES = 1024
 
 
 class BetweenBlocks(NamedTuple):
-    """What is known between two blocks; places are from the start of the next."""
+    """Knowledge between two blocks; places are from the start of the next."""
 
     state: int
     start: int
