@@ -84,7 +84,7 @@ class MadeUpRuns:
         run = self.runs[job.id]
         left = run.left * 1.1 if run.folder else None
         step = 100 - int(run.left)
-        return JobSight(run.lives, run.workers, step, 100, left, run.outcome, "", not run.folder)
+        return JobSight(run.lives, run.workers, step, 100, left, run.outcome)
 
     def start(self, job: PoolJob) -> None:
         self.kill_perhaps()

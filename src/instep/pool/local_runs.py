@@ -144,7 +144,7 @@ class LocalRuns:
                 outcome = ""
             if outcome == "failed":
                 why = self._last_words(job)
-        return JobSight(False, step=step, outcome=outcome, why=why, may_start=False)
+        return JobSight(False, step=step, outcome=outcome, why=why)
 
     def start(self, job: PoolJob) -> None:
         """Start the client of a job, unless one lives."""

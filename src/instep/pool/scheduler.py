@@ -48,8 +48,6 @@ class JobSight(NamedTuple):
     outcome: str = ""
     """Once the run is over, else empty."""
     why: str = ""
-    may_start: bool = True
-    """Whether nothing of it is there yet: it was to start, and has not."""
 
 
 class Hands(Protocol):
@@ -87,7 +85,7 @@ class PoolScheduler:
     def __init__(self, state: PoolState, journal: WritesEvents, hands: Hands) -> None:
         self.state, self._journal, self._hands = state, journal, hands
         self._asked: dict[str, int] = {}  # workers that a run was asked for
-        self._started: set[str] = set()  # by this scheduler
+        self._known: set[str] = set()  # started by this scheduler, or seen to live
 
     def take(self, event: PoolEvent, now: float) -> None:
         """Decide on an event, and write it down."""
@@ -110,6 +108,7 @@ class PoolScheduler:
     def _look(self, job: PoolJob, now: float) -> None:
         sight = self._hands.look(job)
         if sight.lives:
+            self._known.add(job.id)
             before = job.left_s or 0.0
             off = abs((sight.left_s if sight.left_s is not None else before) - before)
             known = job.status != RUNNING or job.held == max(job.target, sight.workers)
@@ -117,21 +116,20 @@ class PoolScheduler:
                 self.take(
                     RunSeen(job.id, sight.workers, sight.step, sight.steps, sight.left_s), now
                 )
-        elif sight.outcome or not sight.may_start or job.id in self._started:
-            self._started.discard(job.id)
+        elif sight.outcome or job.status == STOPPING or job.id in self._known:
+            self._known.discard(job.id)
             self._asked.pop(job.id, None)
             self.take(ClientEnded(job.id, sight.outcome, sight.why, sight.step), now)
-        elif job.status == STOPPING:  # it was to start, and never has
-            self.take(ClientEnded(job.id, ""), now)
+        # else another scheduler was to start it, and this one does
 
     def _do(self, job: PoolJob, now: float) -> None:
         if job.status == STOPPING:
             self._hands.stop(job)
         elif job.status == RUNNING:
             if not self._hands.look(job).lives:
-                if job.id not in self._started:
+                if job.id not in self._known:
                     self._hands.start(job)
-                    self._started.add(job.id)
+                    self._known.add(job.id)
                     self._asked[job.id] = job.target
             elif self._asked.get(job.id) != job.target:
                 answer = self._hands.scale(job)

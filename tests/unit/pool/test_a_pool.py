@@ -37,7 +37,7 @@ def targets(state):
 
 
 def test_in_every_story_each_job_ends_once_and_no_core_is_given_twice():
-    told = [story(seed) for seed in range(100)]
+    told = [story(seed) for seed in [*range(100), 772]]  # in 772 one dies before each start
     assert sum(each["kills"] for each in told) > 300
 
 
