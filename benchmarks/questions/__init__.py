@@ -6,7 +6,7 @@ A file for each part of the page. To add a question, measure it with a script th
     python docs/make_benchmarks.py
 """
 
-from questions import data, failures, networks, replicas, speed, watching
+from questions import data, failures, networks, plans, replicas, speed, watching
 from questions.base import Question
 
 PARTS: dict[str, tuple[Question, ...]] = {
@@ -16,4 +16,5 @@ PARTS: dict[str, tuple[Question, ...]] = {
     "Large models and many workers": replicas.QUESTIONS,
     "Data": data.QUESTIONS,
     "Watching": watching.QUESTIONS,
+    "Planning": plans.QUESTIONS,
 }
