@@ -211,7 +211,7 @@ class Progress:
                 self._sum = self._sum[0] + loss * size, self._sum[1] + size
 
     def _where(self, step: int) -> Position:
-        """What a step takes; as if all were one epoch until the number of samples is known."""
+        """Find what a step takes; as if all were one epoch until the number of samples is known."""
         samples = self.ready["samples"] if self.ready else LARGEST
         if steps := self.ready.get("epoch_steps"):  # of unequal size: known once recorded
             first, stop = self._taken.of(step, self.job.train.global_batch)
@@ -256,7 +256,7 @@ class Progress:
         return max(last - self.step, 0) * float(wall_s / steps + pause_s)
 
     def waiting_for(self) -> str:
-        """What has to happen before the first step, in words."""
+        """Say in words what has to happen before the first step."""
         absent = [w for w in self.workers if w not in self.states]
         if absent:
             return f"waiting for {some_members(absent, self.servers)} to join"
