@@ -37,6 +37,18 @@ def steps_redone(name: str) -> Ask:
     return ask
 
 
+def search_killed(result: Any) -> Answer:
+    differ = result["trials"] - result["same"]
+    kills = sum(result["kills"].values())
+    return found(differ, "", 0, f"{result['trials']} trials, {kills} kills")
+
+
+def as_good_as_optuna(result: Any) -> Answer:
+    value = result["p_over_all_at_width_4"]
+    each = [r["p_that_ours_is_no_worse"] for r in result["results"]]
+    return found(value, "", 2, f"3 functions at widths 1 and 4: {span(each)}")
+
+
 def servers_killed(result: Any) -> Answer:
     every = [each for each in result.values() if isinstance(each, dict)]
     after = [each["after_detection_s"] for each in every]
@@ -212,6 +224,23 @@ QUESTIONS = (
         "an undisturbed one",
         most=0,
         aim="none",
+    ),
+    Question(
+        "processes of `instep search` are killed, on other numbers of workers: trials that differ",
+        "searching",
+        "search-kills",
+        search_killed,
+        "an undisturbed one",
+        most=0,
+        aim="none",
+    ),
+    Question(
+        "its best of 40 trials at width 4, ten seeds of three functions: is it worse? (Wilcoxon p)",
+        "searching",
+        "search-optuna",
+        as_good_as_optuna,
+        "Optuna alone, one trial after the other",
+        least=0.05,
     ),
     Question(
         "pairs of model and loss for which the verdict held on a GPU (one H100)",
