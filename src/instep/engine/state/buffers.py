@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.comm.base import Comm
-from instep.errors import RecipeError
+from instep.errors import RecipeError, one_line
 from instep.state.sized import in_own_memory, resized
 from instep.state.snapshot import TYPES
 
@@ -427,6 +427,16 @@ def unequal(module: nn.Module, name: str, shapes: Sequence[Sequence[int]]) -> Re
         f"after one batch and {other} after another, and a step of several micro-batches cannot "
         "keep both: the shape of what a module keeps must not depend on the batch. Keep it out of "
         "the buffers, or train with workers = 1 and train.micro_batches = 1."
+    )
+
+
+def grown(name: str, error: Exception) -> RecipeError:
+    """The error of a pass that failed after one that gave a buffer another shape."""
+    return RecipeError(
+        f"the buffer {name!r} gets another shape in a pass, and the next pass failed "
+        f"({type(error).__name__}: {one_line(error)}): each begins with the buffers as the last "
+        "committed step has left them, on whatever worker. Make a table that grows a plain "
+        "attribute of its module (self.table = ...), or a buffer of its full length."
     )
 
 

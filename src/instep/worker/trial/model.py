@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from instep.engine.state.buffers import written
+from instep.engine.state.buffers import grown, written
 from instep.engine.state.kept_buffers import KeptBuffers
-from instep.errors import RecipeError, one_line
 from instep.parallel.copies import copied
 from instep.parallel.global_batch.batch_norm import use_running_statistics
 from instep.parallel.nested import on_tensors
@@ -212,7 +211,7 @@ class TrialModel:
                 found = self.forward.loss(fitting, samples)
             except Exception as error:
                 if self._grown:
-                    raise _of_grown(self._grown, error) from error
+                    raise grown(self._grown, error) from error
                 raise
             if any(parameter.grad is not None for parameter in self.model.parameters()):
                 raise called_backward()
@@ -342,12 +341,3 @@ def trial_model(forward: Forward, seed: int) -> Iterator[TrialModel]:
             yield TrialModel(forward, copied, original, seed)
     finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
-
-
-def _of_grown(name: str, error: Exception) -> RecipeError:
-    return RecipeError(
-        f"the buffer {name!r} gets another shape in a pass, and the next pass failed "
-        f"({type(error).__name__}: {one_line(error)}): each begins with the buffers as the last "
-        "committed step has left them, on whatever worker. Make a table that grows a plain "
-        "attribute of its module (self.table = ...), or a buffer of its full length."
-    )
