@@ -47,6 +47,8 @@ ROWS: dict[str, tuple[str, ...]] = {
     "`check.corruption`": ("corruption",),
     "`start.learning_rates`": ("learning_rates",),
     "`data.parts`": ("parts",),
+    "`data.balance` (`resample`, `augment`, `stratified`)": ("balance",),
+    "`data.balance = 'reweight'`": ("balance", "reweight"),
     "a loop of your own": ("own_loop",),
     "`Recipe.turns`": ("turns",),
     "`Recipe.batch_loss`": ("batch_loss",),

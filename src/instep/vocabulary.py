@@ -52,6 +52,10 @@ EVENTS = {
     "(samples of each side whose contents were compared; not when a run is resumed), duplicates "
     "(of those to validate on, how many are trained on too), example (one, and its twin), classes "
     "(how often each label is on each side, where the split needs labels)",
+    "data_balanced": "balance (of the job; or sampler, that of a DataLoader), names (of the "
+    "classes; empty if they are too many), before (samples of each), planned (positions of each in "
+    "an epoch), class_weights (of each, in the loss), seen_least (how often a sample comes in an "
+    "epoch at least)",
     "sample_skipped": "worker, generation, dataset (training, validation), epoch, index, step, "
     "cause",
     "traffic": "worker, sent_bytes, received_bytes (since the start, counted by the kernel)",
@@ -98,6 +102,7 @@ _NEEDED = {
     "data_divided": ("sizes", "digest"),
     "parts_placed": ("sizes", "held"),
     "samples_given": ("worker", "step", "samples", "bytes"),
+    "data_balanced": ("balance", "names", "before", "planned", "class_weights"),
     "data_split": ("samples", "train", "validation", "fold", "folds", "digests"),
     "sample_skipped": ("generation", "dataset", "epoch", "index", "step"),
     "traffic": ("worker", "sent_bytes", "received_bytes"),
@@ -155,6 +160,7 @@ _OWN_KINDS = {
     ("data_split", "duplicates"): _WHOLE,
     ("dataset_known", "prepared"): _LIST,
     ("data_divided", "labels"): _LIST,
+    **{("data_balanced", name): _LIST for name in ("names", "before", "planned", "class_weights")},
 }
 _FAR = 1 << 63  # we never write larger numbers, and no array can hold them
 

@@ -257,6 +257,27 @@ def split_in_words(event: Mapping[str, Any]) -> str:
     )
 
 
+def balance_in_words(event: Mapping[str, Any]) -> str:
+    """`resample: samples of an epoch: a 150 -> 150, b 40 -> 150`, from `data_balanced`."""
+    how, names = str(event.get("balance")), event.get("names") or []
+    if how == "sampler":
+        return "each sample as often as the WeightedRandomSampler wishes, rounded down or up"
+    if how == "stratified":
+        return "stratified: each global batch has the classes in proportion"
+    if weights := event.get("class_weights"):
+        counts = [f"{name} {weight:.3g}" for name, weight in zip(names, weights, strict=True)]
+        return f"reweight: each sample of {listed(counts, 6)}"
+    columns = zip(names, event["before"], event["planned"], strict=True)
+    counts = [f"{name} {before:,} -> {planned:,}" for name, before, planned in columns]
+    return f"{how}: samples of an epoch: {listed(counts, 6)}" if counts else how
+
+
+def data_facts(split: Mapping[str, Any], balanced: Mapping[str, Any]) -> dict[str, str]:
+    """Facts on the data of a run, from its events if there are any."""
+    facts = {"split": split_in_words(split)} if split else {}
+    return facts | ({"balance": balance_in_words(balanced)} if balanced else {})
+
+
 def command(name: str, run: Path, *more: str) -> str:
     """`instep resume runs/digits`, fit to be pasted into a shell."""
     return " ".join(["instep", name, shlex.quote(str(run)), *more])

@@ -26,6 +26,7 @@ from instep.data.samples.fingerprint import Fingerprint
 from instep.data.samples.unreadable import Read, Skipped
 from instep.data.shard_sizes import shards_or_blocks
 from instep.data.torch_loader import LoaderParts
+from instep.data.weighted import HowSampled
 from instep.data.windowed import Windowed
 from instep.job.spec import JobSpec
 
@@ -82,7 +83,7 @@ class Loader:
         *,
         seed: int,
         shuffle: bool,
-        order: AnyOrder | None = None,
+        order: AnyOrder | HowSampled | None = None,
         collate: Collate | None = None,
         augment: Augment | None = None,
         processes: int | Literal["auto"] = "auto",
@@ -108,7 +109,8 @@ class Loader:
         )
         self._fetch.mark(marks)
         if contents != "off":
-            self._fetch.selection = Selection(self._fetch.samples, seed, contents)
+            positions = getattr(self._fetch.order, "samples", self._fetch.samples)
+            self._fetch.selection = Selection(positions, seed, contents)
         self.mode, self.why, self._pool = choose(
             self._fetch,
             processes,
@@ -132,7 +134,7 @@ class Loader:
         parts: LoaderParts,
         name: Literal["training", "validation"],
         *,
-        order: AnyOrder | None = None,
+        order: AnyOrder | HowSampled | None = None,
         processes: int | Literal["auto"] | None = None,
         collate: Collate | None = None,
         augment: Augment | None = None,
@@ -153,13 +155,14 @@ class Loader:
             augment, marks, contents, say, tells: as above; only what is trained on is told.
         """
         train = name == "training"
-        if train and order is None and job.data.order == "windowed":
+        how = HowSampled.of(order)
+        if train and how.order is None and job.data.order == "windowed":
             samples, lanes = length_of(parts.dataset), job.per_commit.micro_batches
             if job.data.parts:
-                order = parts_order(job, parts.dataset)
+                how = how._replace(order=parts_order(job, parts.dataset))
             else:
                 sizes = shards_or_blocks(parts.dataset, samples, job.data.window, lanes)
-                order = Windowed.of_job(job, sizes)
+                how = how._replace(order=Windowed.of_job(job, sizes))
         processes = job.data.loaders if processes is None else processes
         if processes == "auto" and parts.loaders is not None:
             processes = parts.loaders
@@ -167,7 +170,7 @@ class Loader:
             parts.dataset,
             seed=job.seed,
             shuffle=train and job.data.shuffled,
-            order=order,
+            order=how,
             collate=collate or parts.collate,
             augment=augment if train else None,
             processes=processes,

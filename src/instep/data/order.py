@@ -130,10 +130,17 @@ class Order:
             self._cached = (epoch, number, block)
         return block[first - begin : stop - begin].copy()
 
+    def of(self, epoch: int, positions: Indices) -> Indices:
+        """The samples at any positions of an epoch, [count] int64."""
+        return self._at(epoch, positions.astype(np.uint64))
+
     def _computed(self, epoch: int, first: int, stop: int) -> Indices:
+        return self._at(epoch, np.arange(first, stop, dtype=np.uint64))
+
+    def _at(self, epoch: int, positions: Words) -> Indices:
         rounds = _ROUNDS_FOR_FEW if self.samples < _FEW else _ROUNDS
         keys = _round_keys(key(self.seed, epoch), rounds)
-        cells = self._moved(np.arange(first, stop, dtype=np.uint64), keys)
+        cells = self._moved(positions, keys)
         while (outside := cells >= self.samples).any():
             cells[outside] = self._moved(cells[outside], keys)
         return cells.astype(np.int64)

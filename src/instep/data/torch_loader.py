@@ -12,6 +12,7 @@ from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -19,6 +20,7 @@ from torch.utils.data import (
     SequentialSampler,
     Subset,
     SubsetRandomSampler,
+    WeightedRandomSampler,
     default_collate,
 )
 from torch.utils.data.distributed import DistributedSampler
@@ -60,6 +62,19 @@ class LoaderParts(NamedTuple):
     """What the user gave, where `dataset` is a side of it (`side`)."""
 
     @property
+    def wishes(self) -> Tensor | None:
+        """How often a `WeightedRandomSampler` wants each sample in an epoch, [samples] float64;
+        None where there is none, or it is of a side of the dataset."""
+        sampler = _sampler(self.loader) if self.loader is not None else None
+        if type(sampler) is not WeightedRandomSampler or self.whole is not None:
+            return None
+        weights = sampler.weights.detach().double().cpu()
+        if len(weights) != len(self.dataset):
+            return None
+        wishes: Tensor = weights * (sampler.num_samples / weights.sum())
+        return wishes
+
+    @property
     def info_dataset(self) -> Any:
         """What `get_worker_info().dataset` is in a loader process: what the user gave."""
         if self.whole is not None:
@@ -77,13 +92,16 @@ class LoaderParts(NamedTuple):
         part = Subset(self.dataset, array("q", indices.tobytes()))
         return self._replace(dataset=part, loader=self.loader if trained else None, whole=self)
 
-    def unused(self, name: str, *, shuffled: bool | None, batch: int) -> Iterator[Unused]:
+    def unused(
+        self, name: str, *, shuffled: bool | None, batch: int, planned: bool = False
+    ) -> Iterator[Unused]:
         """The properties of the `DataLoader` that are not used.
 
         Args:
             name: of the field that holds it, such as `Recipe.train`.
             shuffled: whether each epoch has another order; None where nothing follows from it.
             batch: samples of a step.
+            planned: whether samples come as often as a `WeightedRandomSampler` wishes.
         """
         if self.loader is None:
             return
@@ -100,14 +118,15 @@ class LoaderParts(NamedTuple):
                 f"{of} has batch_size = {batches.batch_size}, which is not used: "
                 f"train.global_batch = {batch} says how many samples a step takes"
             )
-        if not self._every_sample_once(sampler):
+        often = planned and self.wishes is not None
+        if not often and not self._every_sample_once(sampler):
             divides = type(sampler) is DistributedSampler  # only, between processes
             yield Unused(
                 f"{of} has a sampler ({type(sampler).__name__}), which is not used: every sample "
                 "comes once in an epoch",
                 "" if divides else _HOW_OFTEN,
             )
-        elif type(batches) is BatchSampler:
+        elif not often and type(batches) is BatchSampler:
             yield from _unused_order(of, sampler, shuffled)
         if type(batches) is BatchSampler and batches.drop_last:
             yield Unused(

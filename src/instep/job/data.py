@@ -42,6 +42,15 @@ class DataSpec(Section, frozen=True, kw_only=True):
     ones) or the length of the validation set have changed: `refuse`, or `accept` the data that is
     there now, with a warning. A training set of another length is always refused."""
 
+    balance: Literal["", "resample", "stratified", "reweight", "augment"] = ""
+    """Classes of unequal size: `resample`, rare ones come more often, none less than once;
+    `augment`, the same, and only what comes again goes through `Recipe.augment`; `stratified`, each
+    global batch has them in proportion; `reweight`, rare ones count more in the loss."""
+
+    weights: Literal["inverse", "effective"] = "inverse"
+    """Weights of classes, for all of `balance` but `stratified`: by the `inverse` of their samples,
+    or of the `effective` number of samples, which favours rare ones less (Cui et al. 2019)."""
+
     split: str = ""
     """How `Recipe.train` is divided: `random`, `stratified` (each class in its proportion), `group`
     (whole groups), `stratified_group`, `time` (the end is validated on), `hash` (groups stay on
@@ -96,6 +105,17 @@ class DataSpec(Section, frozen=True, kw_only=True):
             wrong = "folds is not given" if self.folds is None else f"folds = {self.folds}"
             last = f"Set fold from 0 to {self.folds - 1}." if self.folds else "Set folds."
             raise ValueError(f"fold = {self.fold}, and {wrong}: they are counted from 0. {last}")
+        if self.weights != "inverse" and self.balance in ("", "stratified"):
+            raise ValueError(
+                f"weights = {self.weights!r} is for balance = 'resample', 'augment' or 'reweight', "
+                f"and balance = {self.balance!r}. Leave it out."
+            )
+        if self.balance not in ("", "reweight") and self.order != "global":
+            raise ValueError(
+                f"balance = {self.balance!r} with order = {self.order!r}: classes are mixed over "
+                "the whole set. Set order = 'global', or balance = 'reweight', which leaves the "
+                "order as it is."
+            )
         for key in ("validation", "folds", "groups", "times"):
             if not self.split and (given := getattr(self, key)):
                 raise ValueError(

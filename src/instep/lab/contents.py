@@ -31,6 +31,7 @@ from instep.store.run_folder import RunFolder
 from instep.units import readable_count
 from instep.words import plural
 from instep.worker.reading.data_split import split_data
+from instep.worker.reading.planned_data import plan_data
 from instep.worker.rounds.own_data import divide
 
 _SHOWN = 5
@@ -172,7 +173,8 @@ def _coverage(run: RunFolder, rows: Records) -> tuple[int, int]:
     due = recorded = 0
     for epoch in run.audit.epochs:
         begin = 0 if own is None else int(own.train.offsets[epoch.participant or 0])
-        part = epoch.epoch, begin, min(begin + epoch.expected, samples)
+        stop = begin + epoch.expected  # where samples come as often as planned, epochs differ
+        part = epoch.epoch, begin, min(stop, samples) if own is not None else stop
         taken = order.indices(*part) if order is not None else np.arange(*part[1:])
         wanted = taken[chosen(*part)]
         due += len(wanted)
@@ -183,6 +185,10 @@ def _coverage(run: RunFolder, rows: Records) -> tuple[int, int]:
 def _order(run: RunFolder, samples: int) -> AnyOrder | None:
     """The order of a run's epochs; None for that of the dataset."""
     job = run.spec
+    if run.last("data_balanced"):
+        order = plan_data(job, split_data(job, _recipe(run)).recipe).how.order
+        if order is not None:
+            return order
     if job.data.order == "windowed":
         known = next(e for e in run.named("dataset_known") if e["dataset"] == "training")
         sizes, counts = np.array(known["shards"], np.int64).reshape(-1, 2).T

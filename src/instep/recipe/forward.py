@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from instep.data.weighted import without_weights
 from instep.errors import RecipeError
 from instep.parallel.global_batch.cached import CachedGradients, LastEmbedded, of_one_pass, probe
 from instep.parallel.nested import on_tensors
-from instep.recipe.losses import checked, loss_of
+from instep.recipe.losses import checked, weighed_loss_of, weighed_own
 from instep.recipe.metrics import is_whole, number
 from instep.recipe.outputs import predictor
 from instep.recipe.recipe import Recipe
@@ -231,22 +232,22 @@ class Forward:
         return bool(self._weight(batch, samples))
 
     def _weight(self, batch: Any, samples: int) -> float:
-        if self._weigh is None:
+        batch, weights = without_weights(batch)
+        if weights is not None or self._weigh is None:  # of weights, the pass tells
             return float(samples)
         if self.losses.loss is not None:
             _pair(batch)
         return self._weigh(batch) / self._each
 
     def _outputs(self, batch: Any) -> tuple[Tensor, float | None, Any, Any]:
-        self.phase = "forward"
-        self.batches += 1
-        batch = to_device(batch, self.device)
+        self.phase, self.batches = "forward", self.batches + 1
+        batch, weights = without_weights(to_device(batch, self.device))
         if self.wide is not None:
             batch = on_tensors(batch, partial(widened, wide=self.wide))
         with self.autocast():
-            if self.losses.compute_loss is not None:
+            if (compute := self.losses.compute_loss) is not None:
                 self.phase = self._named
-                found = self.losses.compute_loss(self.model, batch)
+                found = weighed_own(compute(self.model, batch), weights, self._named)
                 if not isinstance(found, WeightedLoss):
                     return checked(found, self._named), None, None, None
                 self.weighs_itself = True
@@ -256,9 +257,9 @@ class Forward:
             inputs, target = _pair(batch)
             outputs = self.model(inputs)
             self.phase = "loss"
-            assert self.losses.loss is not None
-            found = loss_of(self.losses.loss, outputs, target)
-            return checked(found, "loss"), None, outputs, target
+            found, own = weighed_loss_of(self.losses.loss, outputs, target, weights)
+            self.weighs_itself |= own is not None
+            return checked(found, "loss"), own, outputs, target
 
     @torch.no_grad()
     def predicted(self, batch: Any) -> Any:
@@ -304,7 +305,7 @@ class Forward:
 
     def kept(self, batch: Any, samples: int) -> int:
         """How many of the samples that it was given the user's `collate` has kept in a batch."""
-        return kept(batch, samples) if self.recipe.collates else samples
+        return kept(without_weights(batch)[0], samples) if self.recipe.collates else samples
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -36,8 +36,8 @@ class WeightedLoss:
 
     Args:
         total: the loss summed over what is weighed, such as tokens; a scalar that can be
-            differentiated.
-        weight: how much of that the batch has; 0 or more.
+            differentiated. With `data.balance = "reweight"` that of each sample, [samples].
+        weight: how much of that the batch has; 0 or more. With `reweight` of each sample.
     """
 
     total: Tensor
@@ -111,6 +111,31 @@ def _of_torch(loss: Any) -> _TorchLoss | None:
     hashable = callable(loss) and type(loss).__hash__ is not None
     kind = _FUNCTIONS.get(loss, "") if hashable else ""
     return _TorchLoss(kind, settings) if kind else None
+
+
+class TorchMean(NamedTuple):
+    """Kind of mean that a loss of torch is."""
+
+    is_mean: bool
+    """Whether it is the mean of losses that each sample has by itself."""
+    by_classes: bool
+    """Whether the mean is over the weights of the classes of the targets."""
+    classes: Tensor | None
+    """[classes] these weights; None: 1 each."""
+    ignored: int
+    """The class of targets that do not count."""
+
+
+def torch_loss_of(loss: Any) -> TorchMean | None:
+    """Kind of mean that a loss is; None if it is none of torch's own."""
+    found = _of_torch(loss)
+    if found is None or not is_of_torch(loss):
+        return None
+    kind, settings = found
+    known = kind in _BY_CLASSES or kind in _BY_SAMPLES
+    mean = known and settings.get("reduction", "mean") == "mean"
+    ignored = settings.get("ignore_index", -100)
+    return TorchMean(mean, kind in _BY_CLASSES, settings.get("weight"), ignored)
 
 
 def is_of_torch(loss: Any) -> bool:

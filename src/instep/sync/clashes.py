@@ -46,6 +46,13 @@ def _batch_loss(job: JobSpec, recipe: Traits | None) -> bool:
     return recipe is not None and recipe.batch_loss is not None
 
 
+def _sampler(job: JobSpec, recipe: Traits | None) -> bool:
+    given = getattr(recipe, "given", {}).get("train")
+    return given is not None and given.wishes is not None
+
+
+_UNEQUAL = "its epochs have steps of unequal size"
+
 SETTINGS = {
     "averaging": Setting("sync.name = {job.sync.name!r}", lambda job, _: job.sync.name in ROUNDS),
     "own_data": Setting(
@@ -105,6 +112,11 @@ SETTINGS = {
         "start.learning_rates", lambda job, _: bool(job.start.learning_rates)
     ),
     "parts": Setting("data.parts = {job.data.parts}", lambda job, _: job.data.parts > 0),
+    "balance": Setting(
+        "data.balance = {job.data.balance!r}", lambda job, _: bool(job.data.balance)
+    ),
+    "sampler": Setting("a DataLoader with a WeightedRandomSampler", _sampler),
+    "reweight": Setting("data.balance = 'reweight'", lambda job, _: job.data.balance == "reweight"),
     "own_loop": Setting("a loop of your own", lambda job, _: job.recipe.endswith(":__main__")),
     "private": Setting(
         "privacy.protects = {job.privacy.protects!r}", lambda job, _: job.privacy.on
@@ -234,6 +246,21 @@ CLASHES: dict[tuple[str, str], str] = {
     ("private", "own_loop"): "in your own loop no gradient of a single sample is known",
     ("private", "turns"): "noise is added once in a step",
     ("private", "batch_loss"): "a loss that compares samples gives no gradient of one alone",
+    ("private", "balance"): "how likely a sample is drawn has to be the same for each",
+    ("private", "sampler"): "how likely a sample is drawn has to be the same for each",
+    ("balance", "own_data"): "each participant's classes are its own",
+    ("balance", "parts"): "classes are mixed over the whole set, and its parts lie apart",
+    ("balance", "own_loop"): "classes are those of a recipe; your loop can weigh its loss",
+    ("sampler", "balance"): "both say how often samples come",
+    ("sampler", "own_data"): _UNEQUAL,
+    ("sampler", "parts"): _UNEQUAL,
+    ("sampler", "leased"): _UNEQUAL,
+    ("sampler", "start_after"): _UNEQUAL,
+    ("reweight", "averaging"): _OWN_STEPS,
+    ("reweight", "leased"): _APART,
+    ("reweight", "stages"): "a pipeline cuts micro-batches, and weights are of whole ones",
+    ("reweight", "turns"): "each turn has a loss of its own, which would have to weigh samples",
+    ("reweight", "batch_loss"): "its loss is of the whole batch, and no sample has one of its own",
     ("learning_rates", "turns"): "it makes groups for a single optimizer; give them in "
     "Turn.optimizer",
 } | {

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import instep
 
@@ -54,7 +54,7 @@ def recipe(ignored: int = 0, layer: str = "none") -> instep.Recipe:
 
 
 def sampled() -> instep.Recipe:
-    """Half of the samples should come three times as often as the others."""
+    """Samples should be drawn with replacement."""
     plain = recipe()
-    sampler = WeightedRandomSampler([1.0, 3.0] * 32, 64)
+    sampler = RandomSampler(plain.train, replacement=True, num_samples=64)
     return dataclasses.replace(plain, train=DataLoader(plain.train, 16, sampler=sampler))

@@ -39,6 +39,7 @@ from instep.data.samples.unreadable import (
     describe_error,
     read_with_retries,
 )
+from instep.data.weighted import HowSampled, SampleWeights, with_weights
 from instep.errors import DataError, RunError
 from instep.usercode.counts import Counts
 from instep.words import listed
@@ -51,6 +52,8 @@ Fetched = tuple[Any, Missed, list[list[int]]]
 """What came of a slice: the batch, what was skipped, index and content (`contents.py`) of some."""
 
 _OF_AUGMENT, _OF_GLOBALS, _OF_CONTENTS = 0, 1, 23
+_AGAIN = 40
+"""Bits of a number by which draws are keyed: the epoch below, how often before in it above."""
 
 
 class Slice(NamedTuple):
@@ -70,7 +73,7 @@ class Fetch:
             [count] int64 array) -> batch`, is asked for many samples at once.
         seed: of the job.
         shuffle: keyed order, or else the natural one.
-        order: instead of either: the samples at positions of an epoch.
+        order: instead of either: the samples at positions of an epoch; or how they are sampled.
         collate: list of samples to batch; torch's `default_collate` if None.
         augment: (sample, generator) to sample; the generator is keyed by
             (seed, epoch, index).
@@ -88,7 +91,7 @@ class Fetch:
         *,
         seed: int,
         shuffle: bool,
-        order: AnyOrder | None = None,
+        order: AnyOrder | HowSampled | None = None,
         collate: Collate | None = None,
         augment: Augment | None = None,
         skip: bool = False,
@@ -125,9 +128,11 @@ class Fetch:
         self.told = Told(() if self.plain else dataset, tells=tells, seed=seed)
         """What the user's code says to the dataset while the run goes on."""
         self._augment, self.skip = augment, skip
+        order, self._weights, self._repeats_alone = HowSampled.of(order)
         self.order = order or (Order(self.samples, seed) if shuffle else None)
         """Of the samples in each epoch; None for the natural one."""
         self._gaps = bool(getattr(order, "gaps", False))
+        self._times = getattr(order, "times", None)
         self._collate: Collate = collate or collate_by_torch
         self._read_batch = batch_reader(dataset) if collate is None and augment is None else None
         self._many = offers(dataset, "__getitems__")
@@ -301,18 +306,20 @@ class Fetch:
             if self._read_batch is not None and not self.draws:
                 batch = self._together(part.epoch, indices, self._read_batch, missed)
                 contents.add_rows(_without(indices, missed), batch)
-                return batch, missed, contents.found
+                return _weighed(self._weights, batch, indices, missed), missed, contents.found
+            drawn = _drawn_as(self._times, part, len(indices))
             if self._many and not self.draws:
-                samples = self._read_many(part.epoch, indices, missed, contents)
+                samples = self._read_many(drawn, indices, missed, contents)
             else:
-                samples = self._read_apart(part.epoch, indices, missed, contents)
+                samples = self._read_apart(drawn, indices, missed, contents)
         finally:
             self._current.clear()
         if not samples:
             return None, missed, contents.found
         names = _without(indices, missed).tolist()
         try:
-            return self._collate(samples), missed, contents.found
+            batch = self._collate(samples)
+            return _weighed(self._weights, batch, indices, missed), missed, contents.found
         except Exception as error:
             text = (
                 first_mismatch(names, samples) or f"samples {listed(names, 6)} cannot be collated."
@@ -342,29 +349,35 @@ class Fetch:
             raise DataError(f"samples {names} cannot be read together: {cause}") from error
 
     def _read_many(
-        self, epoch: int, indices: Indices, missed: Missed, contents: SliceContents
+        self, drawn: list[int], indices: Indices, missed: Missed, contents: SliceContents
     ) -> list[Any]:
         def read(some: Indices) -> list[Any]:
             return list(self.dataset.__getitems__(some.tolist()))
 
-        samples = self._together(epoch, indices, read, missed) or []
+        samples = self._together(drawn[0], indices, read, missed) or []
         names = _without(indices, missed).tolist()
         if len(samples) != len(names):
             raise DataError(
                 f"__getitems__ of {type(self.dataset).__name__} was asked for {len(names)} "
                 f"samples and gave {len(samples)}: it must return one for each index, in order."
             )
-        for index, sample in zip(names, samples, strict=True):
-            contents.add(index, sample)
-        return [self._augmented(epoch, *pair) for pair in zip(names, samples, strict=True)]
+        lost = {index for index, _ in missed}
+        pairs = zip(drawn, indices.tolist(), strict=True)
+        drawn = [epoch for epoch, index in pairs if index not in lost]
+        for epoch, index, sample in zip(drawn, names, samples, strict=True):
+            if not epoch >> _AGAIN:
+                contents.add(index, sample)
+        every = zip(drawn, names, samples, strict=True)
+        return [self._augmented(*each) for each in every]
 
     def _read_apart(
-        self, epoch: int, indices: Indices, missed: Missed, contents: SliceContents
+        self, drawn: list[int], indices: Indices, missed: Missed, contents: SliceContents
     ) -> list[Any]:
         samples = []
-        for index in indices.tolist():
+        for epoch, index in zip(drawn, indices.tolist(), strict=True):
             for sample in self._one(epoch, index, missed):
-                contents.add(index, sample)
+                if not epoch >> _AGAIN:
+                    contents.add(index, sample)
                 samples.append(self._augmented(epoch, index, sample))
         return samples
 
@@ -406,7 +419,7 @@ class Fetch:
         return self.dataset[index]
 
     def _augmented(self, epoch: int, index: int, sample: Any) -> Any:
-        if self._augment is None:
+        if self._augment is None or (self._repeats_alone and not epoch >> _AGAIN):
             return sample
         generator = torch.Generator()
         generator.manual_seed(key(self.seed, epoch, index, _OF_AUGMENT))
@@ -450,3 +463,18 @@ def length_of(dataset: Any) -> int:
 def _without(indices: Indices, missed: Missed) -> Indices:
     """Those that were not skipped, in their order."""
     return indices[~np.isin(indices, [index for index, _ in missed])] if missed else indices
+
+
+def _drawn_as(times: Any, part: Slice, count: int) -> list[int]:
+    """The epochs by which the random draws of each sample are keyed: a sample that comes again in
+    an epoch has one of its own."""
+    if times is None:
+        return [part.epoch] * count
+    drawn: list[int] = (part.epoch + (times(*part) << _AGAIN)).tolist()
+    return drawn
+
+
+def _weighed(weights: SampleWeights | None, batch: Any, indices: Indices, missed: Missed) -> Any:
+    if weights is None or batch is None:
+        return batch
+    return with_weights(batch, weights.of(_without(indices, missed)))

@@ -37,15 +37,21 @@ def of_run(folder: RunFolder) -> DataFigures | None:
     folders, unknown = _folders(known[-1].get("prepared") or [] if known else [])
     divided, placed = folder.last("data_divided"), folder.last("parts_placed")
     parts = _parts(divided.get("sizes") or placed.get("sizes") or [], divided.get("labels") or [])
-    if not (split or folders or unknown or parts):
+    balanced = folder.last("data_balanced")
+    if not (split or folders or unknown or parts or balanced):
         return None
     classes = _classes(split) or classes_in(folders)
+    if balanced.get("names"):
+        names, sides = balanced["names"], ("before", "planned")
+        classes = classes | {
+            "in an epoch": {side: dict(zip(names, balanced[side], strict=True)) for side in sides}
+        }
     if parts and parts[0].skew is None:
         unknown.append("Labels of each: instep data JOB --html FILE counts and draws them.")
     lengths, measured = _lengths(folders)
     fold = f", fold {split['fold'] + 1} of {split['folds']}" if split.get("folds") else ""
     return DataFigures(
-        sides=_sides(folder, split),
+        sides=_sides(folder, split, known),
         split=f"By data.split = {split.get('split')!r}{fold}." if split else "Given by the recipe.",
         leaks=_leaks(folder),
         classes=classes,
@@ -58,13 +64,13 @@ def of_run(folder: RunFolder) -> DataFigures | None:
     )
 
 
-def _sides(folder: RunFolder, split: Event) -> dict[str, int]:
+def _sides(folder: RunFolder, split: Event, known: list[Event]) -> dict[str, int]:
     if split:
         sides = {"train": split["train"], "validate": split["validation"]}
         sides["neither"] = split["samples"] - sum(sides.values())
     else:
         sides = {
-            "train": folder.plan.epoch_samples,
+            "train": int(known[-1]["samples"]) if known else folder.plan.epoch_samples,
             "validate": folder.last("worker_ready").get("validation_samples") or 0,
         }
     return {side: samples for side, samples in sides.items() if samples > 0}

@@ -57,6 +57,7 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
         "steps": folder.last_step,
         "epochs": _finished_epochs(folder),
         "samples": proof.used,
+        "classes": _classes(folder),
         "loss": _final_loss(folder),
         "metrics": dict(metrics),
         "logged": {
@@ -91,6 +92,16 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
     summary |= privacy_figures(folder.spec.privacy, folder.path, folder.last_step, training_s)
     cleaned: dict[str, Any] = finite(summary)
     return cleaned
+
+
+def _classes(folder: RunFolder) -> dict[str, Any] | None:
+    """Samples of each class, and what an epoch has of it; None where nothing is balanced."""
+    told = folder.last("data_balanced")
+    if not told:
+        return None
+    columns = {key: told[key] for key in ("before", "planned", "class_weights") if told[key]}
+    each = {key: dict(zip(told["names"], values, strict=True)) for key, values in columns.items()}
+    return {"balance": told["balance"], **each}
 
 
 def _apart(folder: RunFolder) -> dict[str, Any] | None:
@@ -307,7 +318,8 @@ def exactness_words(summary: dict[str, Any]) -> str:
         return "drawn at random for each step"
     unread = summary["skipped_samples"]
     left_out = f", {readable_count(unread)} of them skipped as unreadable" if unread else ""
-    return f"each exactly once per epoch{left_out}"
+    often = "as often as planned" if summary.get("classes") else "exactly once per epoch"
+    return f"each {often}{left_out}"
 
 
 def verdict_of(summary: dict[str, Any]) -> tuple[str, str]:

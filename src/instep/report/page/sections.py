@@ -41,13 +41,13 @@ from instep.units import readable_bytes, readable_count, readable_seconds, reada
 from instep.words import (
     apart_in_words,
     corruption_in_words,
+    data_facts,
     lag_in_words,
     member,
     mesh_in_words,
     ranges,
     some_members,
     some_workers,
-    split_in_words,
     start_in_words,
 )
 
@@ -281,8 +281,7 @@ def configuration(folder: RunFolder) -> Html:
         "validation samples": ready.get("validation_samples"),
         "same as one machine": folder.same_as_one_machine,
     }
-    if split := folder.last("data_split"):
-        facts["split"] = split_in_words(split)
+    facts |= data_facts(folder.last("data_split"), folder.last("data_balanced"))
     if apart := folder.named("participants_apart"):
         facts["first round"], facts["last round"] = map(apart_in_words, (apart[0], apart[-1]))
     if lag := lag_of(folder):

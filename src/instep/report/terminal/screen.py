@@ -12,6 +12,7 @@ from instep.units import readable_bytes, readable_count, readable_share
 from instep.words import (
     AGAIN,
     asked_by,
+    balance_in_words,
     corruption_in_words,
     member,
     members,
@@ -93,6 +94,7 @@ def _stopping(event: dict[str, Any]) -> str:
 
 _TEXTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "warning": lambda e: f"warning: {e['text']}",
+    "data_balanced": lambda e: f"balance {balance_in_words(e)}",
     "data_split": lambda e: f"split {split_in_words(e)}",
     "same_as_one_machine": lambda e: f"same as one machine: {e['verdict']}",
     "corruption_found": lambda e: f"corruption: {corruption_in_words(e)}",

@@ -29,7 +29,7 @@ from instep.store.run_folder import RunFolder
 from instep.words import a_or_an
 
 _OF_FIT = 24
-"""What a key is drawn for: what `Recipe.fit` draws."""
+"""Purpose of a key: what `Recipe.fit` draws."""
 
 MOST_CLASSES = 1000
 """More different labels are not counted for the log."""
@@ -51,7 +51,7 @@ class SplitData(NamedTuple):
 
     @property
     def digests(self) -> list[int]:
-        """Of which samples are on each side, 32 bits each."""
+        """Digests of which samples are on each side, 32 bits each."""
         return [zlib.crc32(side.astype("<i8").tobytes()) for side in self.sides or ()]
 
 
@@ -94,7 +94,7 @@ def split_data(job: JobSpec, recipe: Recipe) -> SplitData:
     changes = {}
     if (field := PARTITION_COLUMNS.get(job.own_data)) is not None:
         changes[field] = _of_side(job, recipe, field, dataset)
-    if job.own_data and (data.labels or "labels" in columns):
+    if (job.own_data and (data.labels or "labels" in columns)) or data.balance:
         changes["labels"] = _of_side(job, recipe, "labels", dataset)  # to count those of each
     return SplitData(recipe.with_data(given, **changes), sides, samples, columns.get("labels"))
 
@@ -130,7 +130,7 @@ def _column(job: JobSpec, recipe: Recipe, field: str, dataset: Any) -> Column:
         return Column(f"the column {given!r}", named_column(f"data.{field}", given, dataset))
     if callable(given):
         return Column(f"Recipe.{field}", [_plain(given(dataset, n)) for n in range(len(dataset))])
-    return Column(f"Recipe.{field}", _listed(field, given))
+    return Column(f"Recipe.{field}", listed_values(field, given))
 
 
 def named_column(key: str, name: str, dataset: Any) -> Any:
@@ -153,7 +153,12 @@ def named_column(key: str, name: str, dataset: Any) -> Any:
         ) from None
 
 
-def _listed(field: str, given: Any) -> Sequence[Any] | np.ndarray[Any, Any]:
+def listed_values(field: str, given: Any) -> Sequence[Any] | np.ndarray[Any, Any]:
+    """Values of a field of the recipe, one for each sample.
+
+    Raises:
+        RecipeError: they cannot be counted.
+    """
     if isinstance(given, torch.Tensor):
         return given.detach().cpu().numpy()
     if isinstance(given, np.ndarray):

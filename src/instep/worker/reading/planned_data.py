@@ -6,12 +6,30 @@ steps of another size, or another order, has its say here. Way in: `plan_data`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from instep.data.balance import (
+    ClassOrder,
+    InProportion,
+    Members,
+    Wished,
+    class_weights,
+    evenly,
+    planned_counts,
+)
 from instep.data.batches import Batches
-from instep.data.order import AnyOrder
+from instep.data.order import Indices, steps_in_epoch
+from instep.data.splits.columns import Classes, Column
+from instep.data.step_sizes import DrawnSizes
+from instep.data.torch_loader import LoaderParts
+from instep.data.weighted import HowSampled, SampleWeights
+from instep.engine.member import Member
+from instep.errors import DataError, RecipeError, SpecError
 from instep.job.spec import JobSpec
+from instep.recipe.losses import check_reweightable
 from instep.recipe.recipe import Recipe
+from instep.store.run_folder import RunFolder
+from instep.worker.reading.data_split import MOST_CLASSES, listed_values, named_column
 
 
 class PlannedData(NamedTuple):
@@ -19,8 +37,11 @@ class PlannedData(NamedTuple):
 
     batches: Batches
     """Ranges of the epochs' order that commits take."""
-    order: AnyOrder | None = None
-    """Which sample is at each position; None for the job's own order of the dataset."""
+    how: HowSampled = HowSampled()
+    """Order and weights of samples; left out, the job's own order of the dataset."""
+    balanced: dict[str, Any] = {}  # noqa: RUF012  fields of the event `data_balanced`
+    """How often classes come, and how much they count, for people; empty where they are as many as
+    in the dataset."""
 
 
 def plan_data(job: JobSpec, recipe: Recipe) -> PlannedData:
@@ -29,5 +50,127 @@ def plan_data(job: JobSpec, recipe: Recipe) -> PlannedData:
     Args:
         job: of the run.
         recipe: with the side to train on in place of a dataset that is split.
+
+    Raises:
+        RecipeError: the job balances classes, and the recipe does not say them.
+        DataError: it says them of other samples.
+        SpecError: what a `DataLoader` asks for does not go with the job.
     """
-    return PlannedData(Batches.of_job(job, len(recipe.train)))
+    samples, wishes = len(recipe.train), recipe.given["train"].wishes
+    if job.data.balance:
+        return _balanced(job, recipe, samples)
+    if wishes is not None:
+        return _wished(job, wishes)
+    return PlannedData(Batches.of_job(job, samples))
+
+
+def _balanced(job: JobSpec, recipe: Recipe, samples: int) -> PlannedData:
+    how, data = job.data.balance, job.data
+    classes = Classes.of(labels_of(job, recipe), samples)
+    if how == "reweight":
+        check_reweightable(recipe.loss, recipe.compute_loss)
+        weights = class_weights(classes.counts, data.weights)
+        told = _told(how, classes, classes.counts, weights.tolist())
+        own = HowSampled(weights=SampleWeights(weights, classes.codes))
+        return PlannedData(Batches.of_job(job, samples), own, told)
+    members = Members(classes.codes)
+    if how == "stratified":
+        order: InProportion | ClassOrder = InProportion(members, job.seed)
+        counts = classes.counts
+    else:
+        if how == "augment" and recipe.augment is None:
+            raise RecipeError(
+                "data.balance = 'augment' needs Recipe.augment, which was not given: samples that "
+                "come again are to be changed by it. Give it, or set data.balance = 'resample'."
+            )
+        counts = planned_counts(classes.counts, data.weights)
+        order = ClassOrder(members, counts, job.seed)
+    return PlannedData(
+        Batches.of_job(job, order.samples),
+        HowSampled(order, repeats_alone=how == "augment"),
+        _told(how, classes, counts, []),
+    )
+
+
+def _told(how: str, classes: Classes, planned: Indices, weights: list[float]) -> dict[str, Any]:
+    """Fields of the event `data_balanced`."""
+    names: list[str] = []
+    if len(classes.names) <= MOST_CLASSES:
+        names = [classes.shown(code).strip("'") for code in range(len(classes.names))]
+    return {
+        "balance": how,
+        "names": names,
+        "before": classes.counts.tolist() if names else [],
+        "planned": planned.tolist() if names else [],
+        "class_weights": weights if names else [],
+        "seen_least": int((planned // classes.counts).min()),
+    }
+
+
+def _wished(job: JobSpec, wishes: Any) -> PlannedData:
+    """Plan what a `WeightedRandomSampler` asks for."""
+    if job.data.order != "global":
+        raise SpecError(
+            f"data.order = {job.data.order!r}, and Recipe.train's DataLoader has a "
+            "WeightedRandomSampler: samples that come as often as it says are in an order of "
+            "their own. Set data.order = 'global', or give the dataset itself."
+        )
+    order = Wished(wishes, job.seed)
+    commit = job.per_commit
+    steps = steps_in_epoch(order.samples, commit.global_batch)
+    sizes = DrawnSizes(
+        steps, commit.micro_batches, lambda epoch: evenly(order.positions(epoch), steps)
+    )
+    told = {
+        "balance": "sampler",
+        "names": [],
+        "before": [],
+        "planned": [],
+        "class_weights": [],
+        "seen_least": int(order.wishes.min()),
+    }
+    return PlannedData(Batches.of_job(job, order.samples, sizes), HowSampled(order), told)
+
+
+def say_balance(member: Member, planned: PlannedData) -> None:
+    """Log how often classes come; in a resumed run, refuse a plan that has changed.
+
+    Raises:
+        DataError: it has.
+    """
+    if member.checkpoint is None:
+        member.emit("data_balanced", **planned.balanced)
+        return
+    before = RunFolder(member.run).last("data_balanced")
+    for field in ("before", "planned"):
+        if before and before[field] != planned.balanced[field]:
+            raise DataError(
+                f"the classes of the training set have changed since the run was started: "
+                f"{before[field]} samples then, {planned.balanced[field]} now, so other samples "
+                "would come. Put the labels back as they were; or start a new run from the model "
+                f"of this one: --set start.model={member.run}"
+            )
+
+
+def labels_of(job: JobSpec, recipe: Recipe) -> Column:
+    """The class of each sample to train on.
+
+    Raises:
+        RecipeError: nobody says it, or the dataset has no such column.
+    """
+    parts: LoaderParts = recipe.given["train"]
+    dataset, named = parts.dataset, job.data.labels
+    given = named if named and not job.data.split else recipe.labels
+    if given is None:
+        given = getattr(dataset, "targets", None)
+    if given is None:
+        raise RecipeError(
+            f"data.balance = {job.data.balance!r} needs labels, which were not given: set "
+            "data.labels to a column of the dataset, or give Recipe(labels=...), a value for each "
+            "sample or a function of (dataset, index)."
+        )
+    if isinstance(given, str):
+        return Column(f"the column {given!r}", named_column("data.labels", given, dataset))
+    if callable(given):
+        given = [given(dataset, index) for index in range(len(dataset))]
+    return Column("Recipe.labels", listed_values("labels", given))

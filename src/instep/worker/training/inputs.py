@@ -8,6 +8,7 @@ from typing import NamedTuple
 from instep.data.batches import Batches
 from instep.data.loader import Loader
 from instep.data.order import AnyOrder
+from instep.data.weighted import HowSampled
 from instep.engine.member import Member
 from instep.errors import InstepError, RecipeError, SpecError
 from instep.job.spec import JobSpec
@@ -39,7 +40,7 @@ class Inputs(NamedTuple):
             own_data: what participants of rounds have, where they have data of their own.
             planned: the order of `train`, and what each commit takes of it.
         """
-        order = own_data.train if own_data is not None else planned.order
+        order = own_data.train if own_data is not None else planned.how
         train = _loader(member, forward.recipe, "train", order)
         validate = None
         if forward.recipe.validate is not None:
@@ -88,7 +89,9 @@ class Inputs(NamedTuple):
         return min(self.validation_batch, self.validation_samples)
 
 
-def _loader(member: Member, recipe: Recipe, name: str, order: AnyOrder | None) -> Loader:
+def _loader(
+    member: Member, recipe: Recipe, name: str, order: AnyOrder | HowSampled | None
+) -> Loader:
     return Loader.of_job(
         member.job,
         recipe.given[name],

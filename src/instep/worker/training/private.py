@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from instep.data.batches import Batches
 from instep.data.step_sizes import DrawnSizes
+from instep.data.weighted import HowSampled
 from instep.engine.engine import Engine
 from instep.engine.member import Member
 from instep.engine.trial_result import Trial
@@ -82,7 +83,7 @@ class PrivateRun:
         even = np.full(steps, places, np.int64)
         parts, total = self._job.train.micro_batches, self.sampling.positions
         sizes = DrawnSizes(steps, parts, lambda epoch: even, total)
-        return PlannedData(Batches.of_job(self._job, total, sizes), self.sampling)
+        return PlannedData(Batches.of_job(self._job, total, sizes), HowSampled(self.sampling))
 
     def last_step(self, planned: int) -> int:
         """The step with which the run ends: that of the job, or the last within the budget."""

@@ -64,7 +64,7 @@ from instep.worker.reading import data_split, dataset_check
 from instep.worker.reading.class_order import said_of_classes
 from instep.worker.reading.early_reads import EarlyReads
 from instep.worker.reading.loader_watch import LoaderWatch
-from instep.worker.reading.planned_data import plan_data
+from instep.worker.reading.planned_data import plan_data, say_balance
 from instep.worker.replica.fellows import Fellows
 from instep.worker.replica.replica import Replica
 from instep.worker.rounds import own_data, round_checks
@@ -243,6 +243,8 @@ class Training(Loop):
                 said := said_of_classes(self.job, recipe, loader.order)
             ):
                 member.emit("warning", text=said)
+            if planned.balanced:
+                say_balance(member, planned)
             if self._own_data is not None:
                 own_data.check(self._own_data, member, recipe)
         self.sized: Callable[[int], None] = lambda workers: None
@@ -441,7 +443,9 @@ class Training(Loop):
         for name, given in self.recipe.given.items():
             batch = self.job.train.global_batch
             shuffled = self.job.data.shuffled if name == "train" else None
-            for lost in given.unused(f"Recipe.{name}", shuffled=shuffled, batch=batch):
+            for lost in given.unused(
+                f"Recipe.{name}", shuffled=shuffled, batch=batch, planned=name == "train"
+            ):
                 self.announcer.warn(lost.text)
         if pids := self._inputs.pids:
             member.emit("loaders_started", worker=member.number, pids=pids)
