@@ -123,7 +123,8 @@ def cells_of(name: str, rates: list[str], steps: int) -> list[dict[str, Any]]:
                 machines = Machines(hosts, cores(), link, emulated=hosts > 1)
                 told = price(way, known, machines)
                 assert told is not None, way
-                cell = {"recipe": name, "way": way.name, "rate": rate, "same": way.same}
+                cell: dict[str, Any] = {"recipe": name, "way": way.name, "rate": rate}
+                cell["same"] = way.same
                 cell |= {"planned_s": told.seconds, "low_s": told.low, "high_s": told.high}
                 sent = told.sent_bytes + told.sent_by_server * way.servers / way.workers
                 cell |= {"planned_bytes": sent, **real(job, way, rate)}
