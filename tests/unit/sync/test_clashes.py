@@ -39,6 +39,9 @@ JOBS = {
     "ema": {"train": {"ema": 0.99}},
     "learning_rates": {"start": {"learning_rates": {"a.*": 0.1}}},
     "parts": {"data": {"order": "windowed", "parts": 4}},
+    "balance": {"data": {"balance": "resample"}},
+    "sampler": {},
+    "reweight": {"data": {"balance": "reweight"}},
     "own_loop": {"recipe": "a.py:__main__"},
     "private": {"privacy": {"protects": "sample", "noise": 1.0, "delta": 1e-5}},
     "turns": {},
@@ -55,11 +58,12 @@ NEEDS = {
     "powersgd": {"codec", "no_rounds"},
     "dgc": {"codec", "no_rounds"},
     "no_rounds": {"codec"},
+    "reweight": {"balance"},
 }
 """Settings that another brings along."""
 STRATEGIES = {"averaging", "server_sync", "leased", "delayed", "sign_vote"}
 """A job has one, or an option of all_reduce."""
-ALONE = [{"merge", "bits"}, {"merge", "corruption"}]
+ALONE = [{"merge", "bits"}, {"merge", "corruption"}, {"parts", "balance"}]
 """Pairs that `job/spec.py` refuses."""
 
 
@@ -79,6 +83,7 @@ def asking_for(*names):
     recipe = SimpleNamespace(
         turns=[1, 2] if "turns" in names else [],
         batch_loss=print if "batch_loss" in names else None,
+        given={"train": SimpleNamespace(wishes=[2.0, 1.0])} if "sampler" in names else {},
     )
     return spec_file.build(table, source="a test"), recipe
 
