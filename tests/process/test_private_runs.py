@@ -32,13 +32,14 @@ def one_secret(tmp_path, monkeypatch):
     monkeypatch.setattr(secret_files, "new_secret", lambda: bytes(range(32)))
 
 
-def trained(folder: Path, workers: int, watch=None, **privacy) -> Run:
+def trained(folder: Path, workers: int, watch=None, stop_after: int = 0, **privacy) -> Run:
     table = {
         "name": f"of-{workers}",
         "recipe": f"{RECIPES / 'private.py'}:recipe",
         "workers": workers,
         "train": {
             "steps": STEPS_OF_A_RUN,
+            "stop_after_steps": stop_after,
             "global_batch": 32,
             "micro_batches": 6,
             "determinism": "bits",
@@ -111,6 +112,17 @@ def test_a_budget_ends_a_run_and_a_lost_secret_ends_it_too(tmp_path):
         each.unlink()
     with pytest.raises(SpecError, match="the secret of the run is not at"):
         resume_run(cut.path, ["train.steps=20"], quiet=True)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_is_resumed_on_another_number_of_workers_to_the_same_bits(tmp_path):
+    alone = trained(tmp_path, 1)
+    cut = trained(tmp_path, 2, stop_after=7)
+    assert cut.summary["steps"] == 7
+    resumed = resume_run(cut.path, ["train.stop_after_steps=0", "workers=3"], quiet=True)
+    assert resumed.summary["parameters_sha256"] == alone.summary["parameters_sha256"]
+    for figure in ("released", "epsilon", "epsilon_lower"):
+        assert resumed.summary["privacy"][figure] == alone.summary["privacy"][figure]
 
 
 @pytest.mark.slow

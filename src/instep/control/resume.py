@@ -21,6 +21,7 @@ from instep.errors import CheckpointError, RunError, SpecError
 from instep.job import file as spec_file
 from instep.job.spec import JobSpec
 from instep.plain_file import plain, replace_plain
+from instep.privacy import secret_files
 from instep.state.files.manifest import Manifest, read_manifest
 from instep.state.intact import discard_newer, newest_intact
 from instep.store.folder import ID, StartPoint, numbered, run_id
@@ -52,10 +53,13 @@ def prepare(
         RunError: a process still writes the ledger, it is damaged, or the folder cannot be written.
         CheckpointError: there are checkpoints, and none is valid.
         SpecError: the run is complete already, has used up its time or is to stop at a
-            step that lies behind it; or the checkpoint is of another job.
+            step that lies behind it; or the checkpoint is of another job; or the secret of
+            a private run is not here.
     """
     run = RunFolder(folder)
     _check_time(run, job)
+    if job.privacy.on:
+        secret_files.load(run_id(folder))
     before = run.last("run_started").get("recipe_sha256")
     start_point = go_back(folder, job, check=_check_stop if at_its_end else _check_ahead)
     warnings = list(start_point.warnings)
