@@ -87,8 +87,8 @@ test-cuda: setup ## what needs a GPU: pairs of model and loss, strategies, codec
 test-torch:      ## the contract suites with another torch: make test-torch VERSION=2.14.1
 	$(PYTHON) tests/other_torch.py "$(VERSION)"
 
-parity: setup    ## every pair of model and loss against a plain PyTorch loop (some minutes)
-	$(BIN)/python -m pytest -n 2 -m parity tests/parity
+parity: setup    ## every pair of model and loss against a plain PyTorch loop (some minutes); PART=1/2: each second
+	$(BIN)/python -m pytest -n 2 -m parity $(PART:%=--parity-part %) tests/parity
 
 parity-table: setup ## the same, and the table of the documents is written
 	$(BIN)/python -m pytest -n 2 -m parity --parity-table tests/parity

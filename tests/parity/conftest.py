@@ -14,6 +14,11 @@ def pytest_addoption(parser):
         action="store_true",
         help="write docs/concepts/parity-table.md instead of stopping at what differs",
     )
+    parser.addoption(
+        "--parity-part",
+        metavar="K/N",
+        help="run only each Nth test, from the Kth on",
+    )
 
 
 def pytest_configure(config):
@@ -24,6 +29,13 @@ def pytest_configure(config):
     else:
         config.parity_rows = tempfile.mkdtemp(prefix="parity-")
         config.add_cleanup(lambda: shutil.rmtree(config.parity_rows))
+
+
+def pytest_collection_modifyitems(config, items):
+    if part := config.getoption("--parity-part"):
+        number, parts = map(int, part.split("/"))
+        assert 1 <= number <= parts, f"--parity-part {part}: the first is 1/{parts}"
+        items[:] = items[number - 1 :: parts]
 
 
 @pytest.hookimpl(optionalhook=True)
