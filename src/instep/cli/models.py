@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep.cli.parsing import Parser
+from instep.cli.parsing import Parser, add_set
 from instep.cli.saying import say, say_aside
 from instep.errors import INTERRUPTED, CheckpointError, RunError, SpecError
 
@@ -200,5 +200,4 @@ def predict_options(parser: Parser) -> None:
     text = "samples of a batch (default: as in a validation of the job)"
     add("--batch", type=int, metavar="N", help=text)
     add("--workers", type=int, metavar="N", help="number of worker processes")
-    text = "change a value of the job; may be repeated"
-    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=text)
+    add_set(parser)

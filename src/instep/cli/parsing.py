@@ -142,8 +142,15 @@ def add_changes(parser: Parser) -> None:
     add("--on", metavar="LAUNCHER", help=text)
     text = "head node of the Ray cluster, with --on ray (default: RAY_ADDRESS, or start one)"
     add("--ray-address", metavar="HOST:PORT", help=text)
+    add_set(parser)
+
+
+def add_set(parser: Parser) -> None:
+    """The option that changes any value of a job file."""
     text = "change a value of the job; may be repeated"
-    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=text)
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=text
+    )
 
 
 def add_job(parser: Parser) -> None:

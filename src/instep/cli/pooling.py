@@ -7,7 +7,7 @@ import json
 import time
 from pathlib import Path
 
-from instep.cli.parsing import Parser, overrides_of
+from instep.cli.parsing import Parser, add_set, overrides_of
 from instep.cli.saying import say, say_aside
 from instep.errors import RunError, near_miss
 
@@ -80,8 +80,7 @@ def submit_options(parser: Parser) -> None:
     add("--at-most", type=int, metavar="N", help=text)
     add("--share", help="whose share of the pool it uses (default: your name)")
     add("--key", help="the same key twice is one job")
-    text = "change a value of the job; may be repeated"
-    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=text)
+    add_set(parser)
     parser.set_defaults(workers=None, on=None, ray_address=None)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from instep.cli.parsing import Parser
+from instep.cli.parsing import Parser, add_set
 from instep.cli.saying import say, say_aside
 from instep.errors import INTERRUPTED, DataError, SpecError, file_beside
 from instep.words import plural
@@ -210,5 +210,4 @@ def data_options(parser: Parser) -> None:
     add("--html", metavar="FILE", help="draw it, as a page to look at in a browser")
     text = "compare every sample of a folder with its checksum"
     add("--verify", action="store_true", help=text)
-    text = "change a value of the job; may be repeated"
-    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=text)
+    add_set(parser)

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from instep.cli.parsing import Parser
+from instep.cli.parsing import Parser, add_set
 from instep.cli.saying import say, say_aside
 from instep.errors import INTERRUPTED, SpecError
 from instep.words import command
@@ -56,8 +56,7 @@ def search_options(parser: Parser) -> None:
     add("--workers", type=int, metavar="N", help=text)
     add("--name", help="name of the search's folder (default: the job's, with -search)")
     add("--runs", default="runs", help="folder of run folders (default: %(default)s)")
-    text = "change a value of the job; may be repeated"
-    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=text)
+    add_set(parser)
     text = "only write a search as a study of Optuna, for optuna-dashboard"
     add("--export", metavar="STUDY.DB", help=text)
 
