@@ -35,6 +35,7 @@ from instep.store.run_files import (
 )
 from instep.store.run_folder import RunPlan
 from instep.store.run_members import RunMembers
+from instep.store.run_times import elapsed_in, seconds_of
 from instep.store.run_traffic import TrafficCounter
 from instep.vocabulary import wrong_in
 
@@ -77,16 +78,12 @@ class LiveTimes:
 
     def elapsed(self, times: Floats | float) -> Floats:
         """Give Unix times as seconds of this run; time between two sessions does not count."""
-        moments = np.asarray(times, dtype=np.float64)
-        spent = np.zeros_like(moments)
-        for begin, end in self._sessions:
-            spent = spent + np.clip(moments, begin, end) - begin
-        return spent
+        return elapsed_in(self._sessions, times)
 
     @property
     def seconds(self) -> float:
         """Seconds that the run has taken."""
-        return sum(end - begin for begin, end in self._sessions)
+        return seconds_of(self._sessions)
 
 
 class LiveRun:

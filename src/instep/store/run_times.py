@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 import numpy as np
 
 from instep.store.run_files import Event, Floats, Records, step_ends
+
+Sessions = Sequence[tuple[float, float]]
+"""Begin and end of each time that a run was started, Unix seconds, in order."""
+
+
+def elapsed_in(sessions: Sessions, times: Floats | float) -> Floats:
+    """Give Unix times as seconds of sessions; time between two of them does not count."""
+    moments = np.asarray(times, dtype=np.float64)
+    spent = np.zeros_like(moments)
+    for begin, end in sessions:
+        spent = spent + np.clip(moments, begin, end) - begin
+    return spent
+
+
+def seconds_of(sessions: Sessions) -> float:
+    """Seconds that sessions took together."""
+    return sum(end - begin for begin, end in sessions)
 
 
 class RunTimes:
@@ -36,16 +53,12 @@ class RunTimes:
 
     def elapsed(self, times: Floats | float) -> Floats:
         """Give Unix times as seconds of this run; time between two sessions does not count."""
-        moments = np.asarray(times, dtype=np.float64)
-        spent = np.zeros_like(moments)
-        for begin, end in self.sessions:
-            spent = spent + np.clip(moments, begin, end) - begin
-        return spent
+        return elapsed_in(self.sessions, times)
 
     @property
     def seconds(self) -> float:
         """Seconds the run took, start-up and end included, all sessions together."""
-        return sum(end - begin for begin, end in self.sessions)
+        return seconds_of(self.sessions)
 
     def training_seconds(self, worker: int | None = None) -> float:
         """Sum, over the sessions, the time from the begin of the first step to the end of the last.
