@@ -13,11 +13,17 @@ from pathlib import Path
 import msgspec
 
 from instep.errors import RunError
-from instep.plain_file import check_plain
 from instep.pool.jobs import PoolEvent, PoolJob, PoolState
+from instep.store.own_rows import open_rows
 
 FILE = "pool.sqlite"
 VERSION = 1
+
+_TABLES = (
+    "CREATE TABLE IF NOT EXISTS events (number INTEGER PRIMARY KEY, time REAL, event TEXT)",
+    "CREATE TABLE IF NOT EXISTS jobs (id TEXT PRIMARY KEY, job TEXT)",
+    "CREATE TABLE IF NOT EXISTS about (one PRIMARY KEY, about TEXT)",
+)
 
 
 class _About(msgspec.Struct):
@@ -43,26 +49,9 @@ class PoolJournal:
         if not write and not self._path.is_file():
             raise RunError(f"there is no pool in {folder}. Start one: instep pool start")
         try:
-            check_plain(self._path)
-            name = f"{self._path.absolute().as_uri()}?mode={'rwc' if write else 'ro'}"
-            self._rows = sqlite3.connect(name, uri=True, isolation_level=None)
-            if write:
-                self._rows.execute("PRAGMA journal_mode = WAL")
-                self._rows.execute("PRAGMA synchronous = FULL")
-                self._rows.execute(
-                    "CREATE TABLE IF NOT EXISTS events "
-                    "(number INTEGER PRIMARY KEY, time REAL, event TEXT)"
-                )
-                self._rows.execute(
-                    "CREATE TABLE IF NOT EXISTS jobs (id TEXT PRIMARY KEY, job TEXT)"
-                )
-                self._rows.execute("CREATE TABLE IF NOT EXISTS about (one PRIMARY KEY, about TEXT)")
-                self._rows.execute(f"PRAGMA user_version = {VERSION}")
-            (version,) = self._rows.execute("PRAGMA user_version").fetchone()
+            self._rows = open_rows(self._path, _TABLES, version=VERSION, write=write)
         except (OSError, sqlite3.Error) as error:
             raise self._unusable(error) from None
-        if version != VERSION:
-            raise RunError(f"{self._path} was written by another version of instep.")
 
     def close(self) -> None:
         """Close the file."""

@@ -16,9 +16,9 @@ from types import TracebackType
 from typing import Any
 
 from instep.errors import RunError
-from instep.plain_file import check_plain
 from instep.search.results import Result, ToldTrial, Values
 from instep.store.own_files import lock, open_own, unlock
+from instep.store.own_rows import open_rows
 
 FILE = "search.sqlite"
 LOCK = "search.id"
@@ -46,26 +46,8 @@ class SearchRecord:
         self._path = folder / FILE
         if not write and not self._path.is_file():
             raise RunError(f"{folder} is not the folder of a search: it has no {FILE}.")
-        try:
-            check_plain(self._path)
-            mode = "rwc" if write else "ro"
-            self._rows = sqlite3.connect(
-                f"file:{self._path.absolute().as_uri()[7:]}?mode={mode}",
-                uri=True,
-                isolation_level=None,
-            )
-        except (OSError, sqlite3.Error) as error:
-            raise self._unusable(error) from None
         with self._usable():
-            if write:
-                self._rows.execute("PRAGMA journal_mode = WAL")
-                self._rows.execute("PRAGMA synchronous = FULL")
-                for table in _TABLES:
-                    self._rows.execute(table)
-                self._rows.execute(f"PRAGMA user_version = {VERSION}")
-            (version,) = self._rows.execute("PRAGMA user_version").fetchone()
-        if version != VERSION:
-            raise RunError(f"{self._path} was written by another version of instep.")
+            self._rows = open_rows(self._path, _TABLES, version=VERSION, write=write)
 
     def __enter__(self) -> SearchRecord:
         return self
@@ -127,14 +109,11 @@ class SearchRecord:
     def _usable(self) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, ValueError, TypeError) as error:
-            raise self._unusable(error) from None
-
-    def _unusable(self, error: Exception) -> RunError:
-        return RunError(
-            f"{self._path} cannot be used: {error}. Make room, or get access to it; if it is "
-            "damaged, begin another search with --name."
-        )
+        except (OSError, sqlite3.Error, ValueError, TypeError) as error:
+            raise RunError(
+                f"{self._path} cannot be used: {error}. Make room, or get access to it; if it is "
+                "damaged, begin another search with --name."
+            ) from None
 
 
 def _result(table: dict[str, Any]) -> Result:
