@@ -25,6 +25,8 @@ class Trial(NamedTuple):
     """For `trial.shapes.Watch`, where the user's code makes batches."""
     passing: Sequence[str] = ()
     """Attributes of optimizers that each step makes anew: no checkpoint needs them."""
+    left: Sequence[str] = ()
+    """Names of what passes leave behind in Python, which steps may read (`trial.kept`)."""
 
     @classmethod
     def not_shown(cls, why: str, derived: str = "") -> Trial:

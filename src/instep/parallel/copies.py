@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from instep.usercode.caches import rebind_caches
+
 Given = TypeVar("Given")
 
 
@@ -37,7 +39,9 @@ def copied(given: Given, *, of: nn.Module | None = None) -> Given:
             vars(memo[id(each)]).update(copy.deepcopy(vars(each), memo))
     except Exception:  # an attribute that cannot be copied: as torch does, without it
         memo = computed_anew(model)
-    return copy.deepcopy(given, memo)
+    made = copy.deepcopy(given, memo)
+    rebind_caches(memo)
+    return made
 
 
 def _optimizers_in(model: nn.Module) -> list[Optimizer]:

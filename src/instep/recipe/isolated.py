@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
+from instep.usercode.caches import rebind_caches
+
 
 def isolated(values: Any, memo: dict[int, Any]) -> Any:
     """A deep copy of values and of what the functions among them close over.
@@ -47,7 +49,9 @@ def isolated(values: Any, memo: dict[int, Any]) -> Any:
             except ValueError:  # not filled yet
                 continue
             cell.cell_contents = copy.deepcopy(held, memo)
-    return copy.deepcopy(values, memo)
+    made = copy.deepcopy(values, memo)
+    rebind_caches(memo)
+    return made
 
 
 def closed_over(values: Any) -> list[Any]:

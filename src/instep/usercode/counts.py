@@ -141,6 +141,21 @@ class Counts:
             for name, number in numbers_in(path, value)
         }
 
+    def left(self) -> set[str]:
+        """Name the attributes and variables that are other than they were, or hold other numbers.
+
+        Those in lists, dicts and tuples are called by what holds them.
+        """
+        found = {
+            each.place.key or each.place.name
+            for each in self._kept
+            if not each.place.is_item
+            and (each.place.get() is not each.value or each.grown() or each.changed())
+        }
+        found |= {place.key or place.name for place, _ in self._unset if place.get() is not None}
+        found |= {key for _, now, before in self._attributes for key in now.keys() - before}
+        return {name for name in found if type(name) is str}
+
     def put_back(self) -> None:
         """Restore what was kept at each place."""
         for each in self._kept:

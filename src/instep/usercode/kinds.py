@@ -1,8 +1,8 @@
 """Kinds of what the user's code keeps in Python: how each is noted, compared and put back.
 
 What counts of it are numbers, of which there may be a few in a list, a dict, a tuple or an object;
-how far an iterator has come; whether a generator of random numbers has drawn; and what an estimator
-of a library has learnt.
+how far an iterator has come; whether a generator of random numbers has drawn; what an estimator of
+a library has learnt; and what a small table or sparse matrix has.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from __future__ import annotations
 import copy
 import ctypes
 import itertools
+import math
+import pickle
 import random
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import blake2b
 from multiprocessing.sharedctypes import Synchronized
 from typing import Any, NamedTuple
 
@@ -48,6 +51,12 @@ from instep.usercode.places import is_of_user, own_of
 
 _COPIED: tuple[Any, ...] = type(iter([])), type(iter(())), type(iter(range(0))), itertools.count
 """Iterators that a copy can stand for."""
+
+_TABLES = frozenset(("pandas", "polars", "scipy"))
+"""Packages of tables and sparse matrices."""
+
+_ELEMENTS = 1_000_000
+"""Of a table that is looked at, at most: a memory, not a data set."""
 
 
 class Kind(NamedTuple):
@@ -175,6 +184,44 @@ class _Fitted:
         return value
 
 
+@dataclass(frozen=True)
+class _Table:
+    """A copy of a library's table or sparse matrix, and a digest of what it has."""
+
+    copied: Any
+    digest: bytes
+
+    @classmethod
+    def of(cls, value: Any) -> _Table:
+        return cls(copy.deepcopy(value), cls.digest_of(value))
+
+    @staticmethod
+    def digest_of(value: Any) -> bytes:
+        if hasattr(value, "tocoo"):  # a sparse matrix, which has noted whether its rows are sorted
+            flat = value.tocoo()
+            value = flat.shape, flat.row.tobytes(), flat.col.tobytes(), flat.data.tobytes()
+        return blake2b(pickle.dumps(value)).digest()
+
+    def put_into(self, value: Any) -> Any:
+        if self.digest_of(value) == self.digest:
+            return value
+        own, anew = own_of(value), copy.deepcopy(self.copied)
+        if not own:
+            return anew
+        own.clear()
+        own.update(own_of(anew))
+        return value
+
+
+def _is_table(value: Any) -> bool:
+    """Check that it is a small table or sparse matrix of a library."""
+    kinds = type(value).__mro__[:-1]
+    of = {str(kind.__module__).partition(".")[0] for kind in kinds}
+    if of.isdisjoint(_TABLES) or type(shape := getattr(value, "shape", None)) is not tuple:
+        return False
+    return int(value.nnz if hasattr(value, "tocoo") else math.prod(shape)) <= _ELEMENTS
+
+
 def _is_estimator(value: Any) -> bool:
     """Whether it learns as those of scikit-learn do, and is no class of the user's."""
     kind = type(value)
@@ -240,6 +287,12 @@ _KINDS = (
         lambda function: function.cache_info().currsize,
         lambda now, kept: True,
         _empty_again,
+    ),
+    Kind(
+        _is_table,
+        _Table.of,
+        lambda now, kept: kept.digest_of(now) == kept.digest,
+        lambda value, kept: kept.put_into(value),
     ),
     Kind(
         _is_estimator,

@@ -178,3 +178,22 @@ def test_a_pass_that_will_write_to_the_rows_of_its_batch_is_refused_before(short
 @pytest.mark.parametrize("shorten", [shorten_rows, shorten_all])
 def test_one_pass_a_step_and_a_write_that_no_batch_decides_are_not_refused(shorten):
     assert tried(4 if shorten is shorten_all else 1, Words(shorten)) == "yes"
+
+
+class CachedNorms(nn.Linear):
+    """Keeps the norms of its rows in a cache of a method of its own."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.norms = functools.lru_cache(None)(self._norms)
+
+    def _norms(self, ord):
+        return self.weight.detach().norm(ord, dim=1).clone()
+
+    def forward(self, x):
+        return super().forward(x) / self.norms(2)
+
+
+@PARTS
+def test_a_cache_of_a_method_of_one_object(parts):
+    assert "by the parameters as they are then" in tried(parts, CachedNorms(2 * WORDS, 2))

@@ -153,12 +153,13 @@ class SpotComparison:
         self._model.draws = ConstantDraws if constant else nullcontext
         self._try_sizes()
         self._check_again(first, self._begun)
+        left = self._unrun.left()
         self._model.refuse_written()
         refuse_writes_by_batch(self._model, first.parts, first.sizes)
         if not self._differs and not self._counted and not self._set_by_first:
             self._check_first(first)
         trial = self._judge(drew, moved)
-        return trial._replace(shapes=self._shapes.known) if trial.same else trial
+        return trial._replace(shapes=self._shapes.known, left=[*left]) if trial.same else trial
 
     def refuse_idle(self) -> None:
         """Raise RecipeError if spots were compared, and no parameter got a gradient in any pass."""

@@ -42,7 +42,9 @@ def combined(trials: Mapping[str, Trial]) -> Trial:
     )
     reason = next(each.reason for each in trials.values() if each.merge == merge)
     kind, _, why = worst.verdict.partition(": ")
-    return Trial(merge, reason, f"{kind}: in the turn {name!r}, {why}" if why else kind)
+    left = {*itertools.chain.from_iterable(trial.left for trial in trials.values())}
+    verdict = f"{kind}: in the turn {name!r}, {why}" if why else kind
+    return Trial(merge, reason, verdict, left=[*left])
 
 
 def try_out(

@@ -1,7 +1,8 @@
-"""What the optimizer and the loss of a recipe are tried for, beside the passes (`reads.py`)."""
+"""Trials of the optimizer and the loss of a recipe, beside those of the passes (`reads.py`)."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from instep.recipe.build import Built
 from instep.recipe.forward import Forward
 from instep.recipe.tuning import Begun
 from instep.usercode.counts import unchanged
+from instep.worker.trial.kept.left_behind import in_words, read_by_steps
 from instep.worker.trial.kept.persistence import try_batch_loss, try_optimizer
 from instep.worker.trial.kept.rounding import try_rounding
 from instep.worker.trial.kept.stand_in import Maker, known
@@ -53,7 +55,18 @@ def try_kept(
         recipe.optimizer, recipe.scheduler, *(part for turn in recipe.turns for part in turn)
     ):
         trial = try_optimizer(maker, trial, job.sync.name)
+        trial = _try_reads(maker, trial)
         return trial if job.train.determinism == "bits" else try_rounding(maker, trial)
+
+
+def _try_reads(maker: Maker, trial: Trial) -> Trial:
+    """Return the trial's result, or that steps read what the last pass left."""
+    if not (trial.same and trial.left):
+        return trial
+    with suppress(Exception):  # of the user's functions, which `try_optimizer` has told of
+        if name := read_by_steps(maker.make(), trial.left):
+            return trial._replace(verdict=f"not shown: {in_words(name)}")
+    return trial
 
 
 def _as(embedded: Any, like: Tensor) -> Any:
