@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from instep import vocabulary
 from instep.events import LEDGER, STEPS
 from instep.job.mesh import MeshSpec
 from instep.job.spec import JobSpec
@@ -548,3 +549,15 @@ def test_a_notice_about_a_server_names_it_as_one():
 def test_processes_that_wait_for_the_rest_of_their_replica_say_so():
     waits = {"event": "replica_waits", "replica": 1, "workers": [4, 7], "missing": [5]}
     assert notice(waits) == "replica 1 waits for worker 5 (it has workers 4, 7)"
+
+
+def test_fields_that_no_reader_needs_may_be_missing():
+    """As a copy of a run by an older version, or one that somebody has shortened, has it."""
+    values = {"metrics": {}, "values": {}, "members": [0, 1], "path": "a", "phase": "pass"}
+    progress = progress_of()
+    for name, needed in vocabulary._NEEDED.items():
+        event = {"event": name, "time": 1.0} | {field: values.get(field, 1) for field in needed}
+        if not vocabulary.wrong_in(event):
+            progress.event(event)
+    assert progress.validated["step"] == 1
+    assert len(screen(progress, 100, 30)) > 1

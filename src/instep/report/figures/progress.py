@@ -109,7 +109,7 @@ class Progress:
             self.tried[worker] = event["done"], event["of"]
         elif what == "worker_ready":
             self.states[worker], self.ready = "ready", event
-            self.phases[worker] = event["phases"]
+            self.phases[worker] = event.get("phases") or {}
             if self._earlier is not None:  # now the length of an epoch is known
                 self._follow_loss(*self._earlier)
                 self._earlier = None
@@ -121,7 +121,7 @@ class Progress:
             self.traffic[worker] = (event["sent_bytes"], event["received_bytes"])
         elif what == "validated":
             self.validated = event
-            self._pauses_s += event["seconds"]
+            self._pauses_s += event.get("seconds") or 0.0
         elif what == "logged":
             values = event["values"].items()
             self.logged |= {name: v for name, v in values if not name.startswith(OWN)}
