@@ -559,5 +559,7 @@ def test_fields_that_no_reader_needs_may_be_missing():
         event = {"event": name, "time": 1.0} | {field: values.get(field, 1) for field in needed}
         if not vocabulary.wrong_in(event):
             progress.event(event)
+            notice(event, generations=2)
+    assert notice({"event": "worker_failed", "worker": 1}) == "worker failed"
     assert progress.validated["step"] == 1
     assert len(screen(progress, 100, 30)) > 1

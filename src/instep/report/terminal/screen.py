@@ -58,6 +58,13 @@ def notice(
         generations: how many have started so far; the first one gets no line.
         servers: numbers of the parameter servers.
     """
+    try:
+        return _in_words(event, generations, servers)
+    except KeyError:  # it lacks a field: an older version wrote it
+        return str(event["event"]).replace("_", " ")
+
+
+def _in_words(event: dict[str, Any], generations: int, servers: Collection[int]) -> str | None:
     what, who = event["event"], member(event.get("worker"), servers)
     if (text := _TEXTS.get(what)) is not None:
         return text(event)
@@ -145,7 +152,8 @@ def heading(progress: Progress, width: int) -> str:
     parts.append(f"batch {readable_count(job.train.global_batch)}")
     if ready:
         parts.append(plural(ready["samples"], "sample"))
-        parts.append(plural(ready["parameters"], "parameter"))
+        if "parameters" in ready:
+            parts.append(plural(ready["parameters"], "parameter"))
     return _fit(parts, width)
 
 
