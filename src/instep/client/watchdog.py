@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from instep.comm.protocol.messages import (
 from instep.control.decisions.endings import signal_name
 from instep.errors import RunError
 from instep.launch.base import Launcher
+from instep.launch.warm import ForkedProgram, is_warm
 from instep.store.own_files import gone
 from instep.system.causes import as_error
 from instep.system.environment import SCHEDULERS
@@ -103,14 +104,15 @@ class MasterWatchdog:
         self._over = False
         self._longest_s = 0.0  # the longest silence of a master that continued
 
-    def _start(self, why: str = "") -> subprocess.Popen[bytes]:
+    def _start(self, why: str = "") -> subprocess.Popen[bytes] | ForkedProgram:
         """Start a master; `why` says how the one before was lost."""
         now = self._started = time.monotonic()
         listener = self._board.listener.fileno()
         self._close_signs()
         self._signs, signs = os.pipe()
         os.set_blocking(self._signs, False)
-        master = start_with_retries(
+        forked = _forked([listener, signs]) if not why and is_warm() else None
+        master: subprocess.Popen[bytes] | ForkedProgram = forked or start_with_retries(
             [sys.executable, "-P", "-m", "instep.control.master_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -259,3 +261,17 @@ class MasterWatchdog:
         if self._signs >= 0:
             os.close(self._signs)
             self._signs = -1
+
+
+def _forked(keep: Sequence[int]) -> ForkedProgram | None:
+    """A master that is a fork of this process, which has imported all that it needs; None if the
+    system has no room for one."""
+    from instep.control.master_process import main
+
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    try:
+        return ForkedProgram(main, name="instep-master", output=nothing, errors=2, keep=keep)
+    except OSError:
+        return None
+    finally:
+        os.close(nothing)

@@ -15,6 +15,7 @@ from instep.comm.protocol.endpoint import Endpoint
 from instep.errors import RunError
 from instep.job.launch import LaunchSpec
 from instep.job.spec import JobSpec
+from instep.launch.warm import ForkedProgram, is_warm
 from instep.plain_file import plain
 from instep.store.folder import host_log
 from instep.system.environment import END, settings
@@ -28,7 +29,8 @@ class LocalLauncher:
     """Starts the fork server of this machine.
 
     It is a fresh interpreter and not a fork of this one: a program that calls
-    `instep.train` may have threads or a CUDA context, which a fork breaks.
+    `instep.train` may have threads or a CUDA context, which a fork breaks. Only a client that was
+    forked from a process that is kept warm (`cli/preloaded.py`) forks the first.
 
     Args:
         before: words of a command that runs the one after it, elsewhere or otherwise.
@@ -38,7 +40,7 @@ class LocalLauncher:
 
     def __init__(self, before: Sequence[str] = (), *, lifeline: bool = False) -> None:
         self._before, self._lifeline = list(before), lifeline
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | ForkedProgram | None = None
         self._groups: list[int] = []
 
     @classmethod
@@ -56,29 +58,12 @@ class LocalLauncher:
         Raises:
             RunError: the command before it is none.
         """
-        program = endpoint.program or "instep.launch.fork_server"
         with open(host_log(logs, endpoint.host), "ab", opener=plain) as log:
-            command = [*self._before, sys.executable, "-P", "-m", program]
-            try:
-                self._process = start_with_retries(
-                    command,
-                    stdin=subprocess.PIPE,
-                    bufsize=0,  # else what an ended process did not take is sent again at `close`
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                    env={**os.environ, **settings()},
-                )
-            except OSError as error:
-                if not self._before:
-                    raise RunError(
-                        f"the fork server could not be started: {error.strerror}. End other "
-                        "processes of this machine, or raise its limits."
-                    ) from None
-                raise RunError(
-                    f"{command[0]!r} cannot be run: {error.strerror}. launch.hosts has commands "
-                    "of this machine that run another command on a host."
-                ) from None
+            # one that replaces another is a fresh interpreter, whatever has happened here since
+            if not (self._before or self._groups or endpoint.program) and is_warm():
+                self._process = self._forked(log.fileno())
+            else:
+                self._process = self._started(endpoint.program, log.fileno())
         self._groups.append(self._process.pid)  # all that comes of it stays in its group
         assert self._process.stdin is not None
         note = {**endpoint.as_table(), "folder": os.getcwd(), "lifeline": self._lifeline}
@@ -88,6 +73,41 @@ class LocalLauncher:
             pass  # it has ended already; `ended` says so
         if not self._lifeline:
             self._process.stdin.close()
+
+    def _forked(self, log: int) -> ForkedProgram:
+        """The fork server as a fork of this process, which has imported all that it needs."""
+        from instep.launch import fork_server
+
+        def serve() -> None:
+            os.environ.update(settings())
+            fork_server.main()
+
+        try:
+            return ForkedProgram(serve, name="instep-host", output=log, errors=log)
+        except OSError as error:
+            raise _no_room(error) from None
+
+    def _started(self, program: str, log: int) -> subprocess.Popen[bytes]:
+        """The fork server, or another program, as a fresh interpreter."""
+        module = program or "instep.launch.fork_server"
+        command = [*self._before, sys.executable, "-P", "-m", module]
+        try:
+            return start_with_retries(
+                command,
+                stdin=subprocess.PIPE,
+                bufsize=0,  # else what an ended process did not take is sent again at `close`
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, **settings()},
+            )
+        except OSError as error:
+            if not self._before:
+                raise _no_room(error) from None
+            raise RunError(
+                f"{command[0]!r} cannot be run: {error.strerror}. launch.hosts has commands "
+                "of this machine that run another command on a host."
+            ) from None
 
     def ended(self, host: int = 0) -> int | None:
         """The exit code of the fork server that was started last, or None while it runs."""
@@ -125,3 +145,10 @@ class LocalLauncher:
         if process.stdin is not None:
             process.stdin.close()
         self._process = None
+
+
+def _no_room(error: OSError) -> RunError:
+    return RunError(
+        f"the fork server could not be started: {error.strerror}. End other processes of this "
+        "machine, or raise its limits."
+    )

@@ -72,36 +72,32 @@ def _after(state: PoolState, event: PoolEvent, now: float) -> PoolState:
 
 def replan(state: PoolState, now: float) -> PoolState:
     """The state with the targets of the policy, as far as cores are free by now."""
-    wanted = plan(state, now).workers
+    wanted = plan(state, now, explain=False).workers
+    jobs, free = dict(state.jobs), state.cores - state.held
     for job in state.jobs.values():  # whoever gives first
         workers = wanted.get(job.id, 0)
         if job.status == RUNNING and workers < job.target:
-            if workers:
-                state = _with(state, replace(job, target=workers, changed=now))
-            else:
-                state = _with(state, replace(job, status=STOPPING, target=0, changed=now))
-    takers = [job for job in state.jobs.values() if wanted.get(job.id, 0) > job.target]
+            status = RUNNING if workers else STOPPING
+            jobs[job.id] = replace(job, status=status, target=workers, changed=now)
+    takers = [job for job in jobs.values() if wanted.get(job.id, 0) > job.target]
     for job in sorted(takers, key=lambda each: (each.status == RUNNING, -each.priority)):
-        workers, free = wanted[job.id], state.cores - state.held
+        workers = wanted[job.id]
         if job.status == WAITING and workers > free >= job.at_least:
             workers = free // job.unit * job.unit  # the rest as soon as it is free
         more = workers - job.held
         if more > free or (job.status == RUNNING and now - job.changed < GROW_S):
             continue
-        began = job.began if job.began is not None else now
         if job.status in (WAITING, RUNNING):
-            state = _with(
-                state,
-                replace(
-                    job,
-                    status=RUNNING,
-                    target=workers,
-                    held=max(job.held, workers),
-                    began=began,
-                    changed=now,
-                ),
+            free -= max(0, more)
+            jobs[job.id] = replace(
+                job,
+                status=RUNNING,
+                target=workers,
+                held=max(job.held, workers),
+                began=job.began if job.began is not None else now,
+                changed=now,
             )
-    return state
+    return replace(state, jobs=jobs)
 
 
 def _cancelled(job: PoolJob, now: float) -> PoolJob:

@@ -6,6 +6,7 @@ Way in: `LocalRuns`, which is the `Hands` of a scheduler.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ LOOK_S = 1.0
 
 MEASURED_S = 2.0
 """Least time over which the speed of a run is measured."""
+
+Start = Callable[[Sequence[str], Path, Path], object]
 
 
 class RunEvents:
@@ -115,10 +118,11 @@ class LocalRuns:
     Args:
         jobs: folder of their job files, locks and logs.
         runs: folder of run folders.
+        start: starts a command of instep, as `detached.start` does.
     """
 
-    def __init__(self, jobs: Path, runs: Path) -> None:
-        self._jobs, self._runs = jobs, runs
+    def __init__(self, jobs: Path, runs: Path, start: Start = detached.start) -> None:
+        self._jobs, self._runs, self._start = jobs, runs, start
         self._events: dict[str, RunEvents] = {}
         self._paces: dict[str, RunPace] = {}
         self._stopped: dict[str, int] = {}  # process that was asked to stop
@@ -155,7 +159,7 @@ class LocalRuns:
             words = ["resume", str(run)]
         words += ["--workers", str(job.target), "--json"]
         with suppress(OSError):  # it is tried again
-            detached.start(words, self._lock(job), self._log(job))
+            self._start(words, self._lock(job), self._log(job))
 
     def scale(self, job: PoolJob) -> str:
         """Ask a run for `job.target` workers."""

@@ -13,8 +13,9 @@ Way in: `plan`.
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from instep.pool.jobs import RUNNING, PoolJob, PoolState
@@ -43,39 +44,69 @@ class WorkerPlan(NamedTuple):
     """Why a job waits."""
 
 
-def plan(state: PoolState, now: float) -> WorkerPlan:
-    """The workers of each open job."""
+def plan(state: PoolState, now: float, *, explain: bool = True) -> WorkerPlan:
+    """The workers of each open job; why others wait is left out where nobody asks."""
     jobs = [job for job in state.jobs.values() if job.open]
     found = dict.fromkeys((job.id for job in jobs), 0)
-    reasons: dict[str, str] = {}
     totals = dict.fromkeys((job.share for job in jobs), 0)
+    reasons, free, left = _least(state, jobs, found, totals, now)
+    for job in left if explain else ():
+        reasons[job.id] = _refusal(state, job, job.at_least, totals[job.share], free=0)
+    _grow(state, [job for job in jobs if found[job.id] and not job.fixed], found, totals, free)
+    return WorkerPlan(found, reasons)
+
+
+def _least(
+    state: PoolState,
+    jobs: Sequence[PoolJob],
+    found: dict[str, int],
+    totals: dict[str, int],
+    now: float,
+) -> tuple[dict[str, str], int, list[PoolJob]]:
+    """Give each job what it cannot run without.
+
+    Returns:
+        Why others wait; the cores that are left; and the jobs for which none were.
+    """
+    reasons: dict[str, str] = {}
     free = state.cores
-
-    def give(job: PoolJob, more: int) -> None:
-        nonlocal free
-        found[job.id] += more
-        totals[job.share] += more
-        free -= more
-
-    queues = {share: _queue(jobs, share, now) for share in totals}
-    while share := _next_share(state, totals, queues):
-        job = queues[share].pop(0)
+    queues = _queues(jobs, now)
+    while free and (share := _next_share(state, totals, queues)):
+        job = queues[share].pop()
         least = job.target if job.fixed and job.status == RUNNING else job.at_least
         if why := _refusal(state, job, least, totals[share], free):
             reasons[job.id] = why
         else:
-            give(job, least)
-    growing = {s: [j for j in jobs if j.share == s and found[j.id] and not j.fixed] for s in totals}
-    while share := _next_share(state, totals, growing):
-        growing[share] = [j for j in growing[share] if _may_grow(state, j, found, totals, free)]
-        if growing[share]:
-            job = max(growing[share], key=lambda each: (gain(each, found[each.id]), each.id))
-            give(job, job.unit)
-    return WorkerPlan(found, reasons)
+            found[job.id] = least
+            totals[share] += least
+            free -= least
+    return reasons, free, [job for queue in queues.values() for job in queue]
+
+
+def _grow(
+    state: PoolState,
+    jobs: Sequence[PoolJob],
+    found: dict[str, int],
+    totals: dict[str, int],
+    free: int,
+) -> None:
+    """Give the cores that are left to those that gain most; who cannot grow now never can."""
+    growing: dict[str, list[tuple[float, str, PoolJob]]] = {share: [] for share in totals}
+    for job in jobs:
+        growing[job.share].append((-gain(job, found[job.id]), job.id, job))
+    for heap in growing.values():
+        heapq.heapify(heap)
+    while free and (share := _next_share(state, totals, growing)):
+        _, _, job = heapq.heappop(growing[share])
+        if _may_grow(state, job, found, totals, free):
+            found[job.id] += job.unit
+            totals[share] += job.unit
+            free -= job.unit
+            heapq.heappush(growing[share], (-gain(job, found[job.id]), job.id, job))
 
 
 def _next_share(
-    state: PoolState, totals: Mapping[str, int], queues: Mapping[str, list[PoolJob]]
+    state: PoolState, totals: Mapping[str, int], queues: Mapping[str, Sequence[object]]
 ) -> str:
     """The share that is furthest below its due, of those that have somebody; empty if none has."""
 
@@ -86,7 +117,9 @@ def _next_share(
     return min((share for share, queue in queues.items() if queue), key=level, default="")
 
 
-def _queue(jobs: Iterable[PoolJob], share: str, now: float) -> list[PoolJob]:
+def _queues(jobs: Iterable[PoolJob], now: float) -> dict[str, list[PoolJob]]:
+    """The jobs of each share, the first one last."""
+
     def order(job: PoolJob) -> tuple[int, int, float, float, str]:
         began, runs = job.began or 0.0, job.status == RUNNING
         left = job.left_s or UNKNOWN_S
@@ -94,7 +127,10 @@ def _queue(jobs: Iterable[PoolJob], share: str, now: float) -> list[PoolJob]:
         first = not runs if began else 2
         return -job.priority, first, began or aged, job.submitted, job.id
 
-    return sorted((job for job in jobs if job.share == share), key=order)
+    queues: dict[str, list[PoolJob]] = {}
+    for job in sorted(jobs, key=order, reverse=True):
+        queues.setdefault(job.share, []).append(job)
+    return queues
 
 
 def _refusal(state: PoolState, job: PoolJob, least: int, total: int, free: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 
+from instep.detached.warm import WarmStarts
 from instep.pool.local_runs import LocalRuns
 from instep.pool.pool_file import PoolFolder
 from instep.pool.pool_journal import PoolJournal
@@ -16,6 +17,10 @@ from instep.pool.scheduler import PoolScheduler
 from instep.system.processes import interrupt, on_signals
 
 TURN_S = 0.1
+"""Between two looks at the runs."""
+
+LOOK_S = 0.02
+"""Between two looks for requests."""
 
 
 def serve(pool: PoolFolder) -> None:
@@ -25,7 +30,8 @@ def serve(pool: PoolFolder) -> None:
         RunError: the journal cannot be used.
     """
     journal = PoolJournal(pool.folder, write=True)
-    hands = LocalRuns(pool.jobs, pool.runs)
+    warm = WarmStarts()
+    hands = LocalRuns(pool.jobs, pool.runs, warm.start)
     scheduler = PoolScheduler(journal.load(pool.empty), journal, hands)
     try:
         with suppress(KeyboardInterrupt), on_signals(interrupt):
@@ -34,6 +40,15 @@ def serve(pool: PoolFolder) -> None:
                 scheduler.turn([request for _, request in waiting], time.time())
                 for path, _ in waiting:  # journaled
                     path.unlink(missing_ok=True)
-                time.sleep(TURN_S)
+                warm.look()
+                _wait(pool)
     finally:
+        warm.close()
         journal.close()
+
+
+def _wait(pool: PoolFolder) -> None:
+    """Wait for the next turn, or until there is a request."""
+    end = time.monotonic() + TURN_S
+    while time.monotonic() < end and next(pending(pool.folder), None) is None:
+        time.sleep(LOOK_S)

@@ -6,9 +6,12 @@ A client is `instep run` or `instep resume`, detached. Way in: `Clients`.
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from instep import detached
+from instep.detached.warm import WarmStarts
 from instep.search.results import name_of
 
 
@@ -22,6 +25,22 @@ class Clients:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._own: dict[int, subprocess.Popen[bytes]] = {}
+        self._warm: WarmStarts | None = None
+
+    @contextmanager
+    def warm(self) -> Iterator[None]:
+        """Keep a process warm for further starts, for as long as the context lasts."""
+        self._warm = WarmStarts()
+        try:
+            yield
+        finally:
+            self._warm.close()
+            self._warm = None
+
+    def look(self) -> None:
+        """Look after the process that is kept warm."""
+        if self._warm is not None:
+            self._warm.look()
 
     def start(self, number: int, workers: int) -> None:
         """Begin the run of a trial, or continue it; unless a client of an earlier search lives."""
@@ -32,7 +51,9 @@ class Clients:
         if (run / "job.toml").is_file():
             words = ["resume", str(run)]
         words += ["--workers", str(workers), "--json"]
-        process = detached.start(words, self.lock_of(number), log_of(self._folder, number))
+        start = self._warm.start if self._warm is not None else detached.start
+        self._own.pop(number, None)
+        process = start(words, self.lock_of(number), log_of(self._folder, number))
         if process is not None:
             self._own[number] = process
 
@@ -43,8 +64,10 @@ class Clients:
         return detached.lives(self.lock_of(number))
 
     def exit_code(self, number: int) -> int | None:
-        """How the client ended; None if it was not ours."""
-        return self._own[number].poll() if number in self._own else None
+        """The exit code of the client, if that is known."""
+        if number in self._own:
+            return self._own[number].poll()
+        return detached.exit_code(self.lock_of(number))
 
     def interrupt(self, number: int) -> None:
         """Ask a run to stop at its next step, and save."""

@@ -81,18 +81,20 @@ class Search:
             KeyboardInterrupt: Ctrl-C or SIGTERM came; the runs have stopped, and are saved.
         """
         (self.folder / "jobs").mkdir(exist_ok=True)
-        try:
-            while len(self.results) < self.trials:
-                self.choose()
-                self._settle()
-                self._place()
-                time.sleep(LOOK_S)
-        except KeyboardInterrupt:
-            for number in self.workers:
-                self._clients.interrupt(number)
-            while any(self._clients.is_alive(number) for number in self.workers):
-                time.sleep(LOOK_S)
-            raise
+        with self._clients.warm():
+            try:
+                while len(self.results) < self.trials:
+                    self.choose()
+                    self._settle()
+                    self._place()
+                    self._clients.look()
+                    time.sleep(LOOK_S)
+            except KeyboardInterrupt:
+                for number in self.workers:
+                    self._clients.interrupt(number)
+                while any(self._clients.is_alive(number) for number in self.workers):
+                    time.sleep(LOOK_S)
+                raise
 
     @property
     def told(self) -> int:

@@ -34,14 +34,10 @@ def start(words: Sequence[str], lock: Path, log: Path) -> subprocess.Popen[bytes
     Raises:
         OSError: it cannot be started.
     """
-    descriptor = plain(lock, os.O_RDWR | os.O_CREAT, PRIVATE)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
+    descriptor = locked(lock)
+    if descriptor is None:
         return None
     try:
-        os.ftruncate(descriptor, 0)
         # the shell writes the id of the process that it becomes: whoever starts it may die here
         script = 'echo $$ > "$0"; exec "$@"'
         command = ["/bin/sh", "-c", script, str(lock), sys.executable, "-m", "instep", *words]
@@ -56,6 +52,25 @@ def start(words: Sequence[str], lock: Path, log: Path) -> subprocess.Popen[bytes
             )
     finally:
         os.close(descriptor)
+
+
+def locked(lock: Path) -> int | None:
+    """Lock the file of a command that is about to start, and empty it.
+
+    Returns:
+        Its descriptor, which the command is to have; None if one that has it locked lives.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    descriptor = plain(lock, os.O_RDWR | os.O_CREAT, PRIVATE)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(descriptor, 0)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def lives(lock: Path) -> bool:
@@ -74,8 +89,23 @@ def pid_of(lock: Path) -> int | None:
     """The process of a command that lives."""
     if not lives(lock):
         return None
-    with suppress(OSError, ValueError):
-        return int(read_plain(lock))
+    return _said(lock, 0)
+
+
+def has_begun(lock: Path) -> bool:
+    """Whether a command that had this file locked has begun, also if it was killed since."""
+    return _said(lock, 0) is not None
+
+
+def exit_code(lock: Path) -> int | None:
+    """The exit code of a command, if it has written that down; None also while it lives."""
+    return None if lives(lock) else _said(lock, 1)
+
+
+def _said(lock: Path, line: int) -> int | None:
+    """A line that a command has written into the file that it has locked: its process, its code."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(read_plain(lock).split()[line])
     return None
 
 
