@@ -225,6 +225,7 @@ class JobSpec(Section, frozen=True, kw_only=True):
                 f"least one {what}. {fewer}{key} to {passes} or more."
             )
         self._settle_cluster()
+        self._check_clip()
         if self.check.corruption and self.train.determinism != "bits":
             raise ValueError(
                 f"check.corruption = true with train.determinism = {self.train.determinism!r}: "
@@ -235,6 +236,23 @@ class JobSpec(Section, frozen=True, kw_only=True):
             raise ValueError(
                 "check.corruption = true with data.unreadable = 'skip': a sample that only one of "
                 "two workers can read would look like corruption. Leave one of them out."
+            )
+
+    def _check_clip(self) -> None:
+        """Refuse what does not go with whole numbers of participants, or names samples of one."""
+        rounds = self.sync.rounds
+        if rounds is None or not rounds.clip:
+            return
+        if self.train.determinism != "bits":
+            raise ValueError(
+                f"sync.options.clip = {rounds.clip:g} with train.determinism = "
+                f"{self.train.determinism!r}: what is clipped is summed as whole numbers. Set "
+                "train.determinism to 'bits', or leave sync.options.clip out."
+            )
+        if self.sync.sealed and self.data.unreadable == "skip":
+            raise ValueError(
+                "sync.options.secure_sums = true with data.unreadable = 'skip': the log would name "
+                "samples of a participant. Leave data.unreadable out."
             )
 
     def _settle_cluster(self) -> None:

@@ -51,6 +51,18 @@ class RoundSpec(Section, frozen=True, kw_only=True):
     skew: Annotated[float, Meta(gt=0)] = 0.5
     """Of `partition = "labels"`: 100 is near even, 0.1 severe."""
 
+    clip: Annotated[float, Meta(ge=0)] = 0.0
+    """Limit of the norm of how far a participant comes in a round, over all parameters: one that
+    came farther gives less. 0 for none. Needs `train.determinism = "bits"`."""
+
+    secure_sums: bool = False
+    """Whether participants mask what they give, so that nobody sees more than the sum. Needs `clip`
+    and `partition`."""
+
+    least: Natural = 0
+    """With `secure_sums`: of how many participants a sum is at least; more than half of those in a
+    round. 0 for the fewest that is."""
+
 
 ROUNDS: Mapping[str, RoundSpec] = {
     "averaging": RoundSpec(),
@@ -72,6 +84,9 @@ ROUND_OPTIONS = {
     "local_parameters": "needs a list of patterns of names, such as ['*.norm.*']",
     "partition": "needs the name of a partition, such as 'blocks', in quotes",
     "skew": "needs a number above 0",
+    "clip": "needs a number above 0; leave it out for no limit",
+    "secure_sums": "needs to be true or false",
+    "least": "needs a whole number of at least 0",
 }
 """What each needs to be."""
 
@@ -151,6 +166,7 @@ class SyncSpec(Section, frozen=True, kw_only=True):
             raise ValueError(f"options.{key} = {given[key]!r}: {ROUND_OPTIONS[key]}.") from None
         if self.rounds is not None:
             self._check_fragments(self.rounds)
+            self._check_sums(self.rounds)
 
     def _check_fragments(self, rounds: RoundSpec) -> None:
         steps, fragments, delay = rounds.local_steps, rounds.fragments, rounds.delay
@@ -172,6 +188,45 @@ class SyncSpec(Section, frozen=True, kw_only=True):
                 else f"options.delay = {delay} needs options.fragments of at least 2."
             )
 
+    def _check_sums(self, rounds: RoundSpec) -> None:
+        least, those = rounds.least, self.taking_part
+        if not rounds.secure_sums:
+            if least:
+                raise ValueError(f"options.least = {least} needs options.secure_sums = true.")
+            return
+        if not rounds.clip:
+            raise ValueError(
+                "options.secure_sums = true needs options.clip: masks are over whole numbers, and "
+                "their range follows from it. Set it to about how far participants come in a round."
+            )
+        if rounds.local_optimizers == "kept":
+            raise ValueError(
+                "options.secure_sums = true with options.local_optimizers = 'kept': every worker "
+                "would have the state of each participant's optimizer. Set it to 'reset'."
+            )
+        if rounds.partition == SHARED:
+            raise ValueError(
+                "options.secure_sums = true needs options.partition: participants without data of "
+                "their own have nothing to hide."
+            )
+        if those < 2 or not (not least or those < 2 * least <= 2 * those):
+            raise ValueError(
+                f"options.least = {least}, and a round has {those} participants: a secure sum is "
+                f"of more than half of them, and of two at least. Set it to {those // 2 + 1} to "
+                f"{those}."
+                if those > 1
+                else f"options.secure_sums = true, and a round has {those} participant: the sum of "
+                "one is what it gives. Set more sync.participants."
+            )
+
+    @property
+    def sealed(self) -> int:
+        """Participants that a secure sum has at least; 0 where sums are open."""
+        rounds = self.rounds
+        if rounds is None or not rounds.secure_sums:
+            return 0
+        return rounds.least or self.taking_part // 2 + 1
+
     @property
     def own_state(self) -> bool:
         """Whether a worker remembers what no other does, and hands it over before it leaves."""
@@ -181,6 +236,11 @@ class SyncSpec(Section, frozen=True, kw_only=True):
     def streams(self) -> bool:
         """Whether one fragment of the parameters agrees after the other."""
         return self.rounds is not None and self.rounds.fragments > 1
+
+    @property
+    def median(self) -> bool:
+        """Whether participants' medians are taken, instead of their mean."""
+        return self.name == "averaging" and self.all_options.get("combine") == "median"
 
     @property
     def votes(self) -> bool:

@@ -74,6 +74,12 @@ SETTINGS = {
             job.sync.rounds is not None and job.sync.options.get("local_optimizers") == "reset"
         ),
     ),
+    "clip": Setting(
+        "sync.options.clip = {job.sync.rounds.clip:g}",
+        lambda job, _: job.sync.rounds is not None and job.sync.rounds.clip > 0,
+    ),
+    "secure_sums": Setting("sync.options.secure_sums", lambda job, _: job.sync.sealed > 0),
+    "median": Setting("sync.options.combine = 'median'", lambda job, _: job.sync.median),
     "fraction": Setting(
         "sync.options.fraction = {job.sync.rounds.fraction}",
         lambda job, _: job.sync.rounds is not None and job.sync.rounds.fraction < 1,
@@ -130,6 +136,7 @@ AXES = ("shard", "tensor", "stages")
 _ONE_NOISE = "noise is added once, to the sum of the clipped gradients of a whole step"
 
 _OWN_STEPS = "participants take steps of their own, and the workers never have a common gradient"
+_OF_ALL = "the limit is of all parameters, and of all of a round"
 _ON_THE_HOST = "servers and workers compute on the CPU"
 _APART = "each micro-batch is computed apart, and nobody waits for those of other workers"
 _TO_ANYBODY = "the server leases micro-batches to whoever is free, wherever their samples lie"
@@ -159,6 +166,16 @@ CLASHES: dict[tuple[str, str], str] = {
     ("streams", "start_after"): "before the rounds no participant has a model of its own",
     ("streams", "cuda"): "fragments are sent by another thread, which was tried on the CPU alone",
     ("streams", "own_loop"): "your loop would have to take up fragments in the middle of it",
+    ("clip", "codec"): "what is clipped is summed as whole numbers",
+    ("clip", "median"): "what is clipped is summed as whole numbers",
+    ("clip", "streams"): _OF_ALL,
+    ("clip", "local_parameters"): _OF_ALL,
+    (
+        "clip",
+        "start_after",
+    ): "the limit is of steps of a participant, and before the rounds is none",
+    ("clip", "cuda"): "whole numbers are masked on the CPU",
+    ("clip", "own_loop"): "only participants of a recipe are clipped",
     ("server_sync", "no_rounds"): "servers are sent segments, each in a fixed number of bytes",
     ("server_sync", "cuda"): _ON_THE_HOST,
     ("server_sync", "float16"): _ON_THE_HOST,
@@ -270,6 +287,7 @@ CLASHES: dict[tuple[str, str], str] = {
         "delayed": "its norm is of the gradient of another step",
         "streams": "a participant's own model is in one process",
         "local_parameters": "a process of a replica has parts of what a participant keeps",
+        "clip": "no process has all of how far a participant came, by whose norm it is clipped",
         "start_after": "the gradient of a whole replica and that of a participant lie otherwise",
         "powersgd": "its factors are of whole matrices, and a process of a replica has parts",
         "server_sync": "servers share out whole parameters, and a process of a replica has parts",

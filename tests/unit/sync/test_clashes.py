@@ -16,6 +16,23 @@ JOBS = {
     "streams": {"sync": {"name": "diloco", "options": {"fragments": 2}}},
     "local_parameters": {"sync": {"name": "diloco", "options": {"local_parameters": ["norm.*"]}}},
     "local_optimizers": {"sync": {"name": "diloco", "options": {"local_optimizers": "reset"}}},
+    "clip": {
+        "train": {"determinism": "bits"},
+        "sync": {"name": "diloco", "options": {"clip": 1.0}},
+    },
+    "secure_sums": {
+        "train": {"determinism": "bits"},
+        "sync": {
+            "name": "diloco",
+            "options": {
+                "clip": 1.0,
+                "partition": "blocks",
+                "secure_sums": True,
+                "local_optimizers": "reset",
+            },
+        },
+    },
+    "median": {"sync": {"name": "averaging", "options": {"combine": "median"}}},
     "fraction": {"sync": {"name": "diloco", "participants": 16, "options": {"fraction": 0.5}}},
     "server_sync": {"sync": {"name": "server_sync"}},
     "leased": {"sync": {"name": "server_async"}},
@@ -53,6 +70,9 @@ NEEDS = {
     "streams": {"averaging"},
     "local_parameters": {"averaging"},
     "local_optimizers": {"averaging"},
+    "clip": {"averaging", "bits"},
+    "secure_sums": {"averaging", "own_data", "clip", "bits", "local_optimizers"},
+    "median": {"averaging"},
     "fraction": {"averaging"},
     "corruption": {"bits"},
     "powersgd": {"codec", "no_rounds"},
@@ -63,7 +83,14 @@ NEEDS = {
 """Settings that another brings along."""
 STRATEGIES = {"averaging", "server_sync", "leased", "delayed", "sign_vote"}
 """A job has one, or an option of all_reduce."""
-ALONE = [{"merge", "bits"}, {"merge", "corruption"}, {"parts", "balance"}]
+ALONE = [
+    {"streams", "median"},
+    {"merge", "clip"},
+    {"merge", "secure_sums"},
+    {"merge", "bits"},
+    {"merge", "corruption"},
+    {"parts", "balance"},
+]
 """Pairs that `job/spec.py` refuses."""
 
 

@@ -79,6 +79,16 @@ class Averaging:
         """Parameters that stay with their participant: the shared ones become their mean."""
         self.kept: Kept | None = None
         """What participants remember; None where they begin each round anew."""
+        self._hidden = False
+
+    def sum_by(self, mean: AllReduce, *, hidden: bool) -> None:
+        """Sum what participants give in another way; before the first `start`.
+
+        Args:
+            mean: sums it, and is given each participant's by itself.
+            hidden: whether nothing is measured of a single participant.
+        """
+        self._mean, self._hidden = mean, hidden
 
     def start(self, parameters: Sequence[Parameter], comm: Comm, generation: Generation) -> None:
         """Lay out the buckets."""
@@ -157,7 +167,7 @@ class Averaging:
         """Every rank hears how far participants are apart, and gets what they remember."""
         left = self._mean.prepare(step, scale)
         self._next_spread, mesh = None, self._mesh
-        if not self._early:
+        if not self._early and not self._hidden:
             agreed = self._agreed_on()
             self._next_spread = spread(
                 self._given,
@@ -211,24 +221,18 @@ class Averaging:
     def state(self) -> dict[str, Tensor]:
         """How fine lattices are, where there are any, what participants and the outer rule keep."""
         state = self._mean.state()
-        for prefix, part in self._parts.items():
+        for prefix, part in _parts(self.kept, self._outer).items():
             state |= {prefix + name: tensor for name, tensor in part.state().items()}
         return state
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Take up what `state` gave."""
         rest = dict(state)
-        for prefix, part in self._parts.items():
+        for prefix, part in _parts(self.kept, self._outer).items():
             names = [name for name in rest if name.startswith(prefix)]
             part.load_state({name.removeprefix(prefix): rest.pop(name) for name in names})
         assert not any(name.startswith((KEPT, OUTER)) for name in rest), "it has no place yet"
         self._mean.load_state(rest)
-
-    @property
-    def _parts(self) -> dict[str, Kept | Outer]:
-        """What remembers something, by how the names of its tensors begin."""
-        parts: dict[str, Kept | Outer | None] = {KEPT: self.kept, OUTER: self._outer}
-        return {prefix: part for prefix, part in parts.items() if part is not None}
 
     def own_state(self) -> dict[str, Tensor]:
         """What a codec has left out here."""
@@ -251,6 +255,12 @@ class Averaging:
     def price(parameter_bytes: int, replicas: int) -> Price:
         """What a round costs; with `determinism = "bits"` twice that where lattices are new."""
         return AllReduce.price(parameter_bytes, replicas)
+
+
+def _parts(kept: Kept | None, outer: Outer | None) -> dict[str, Kept | Outer]:
+    """Parts that remember something, by how the names of their tensors begin."""
+    parts: dict[str, Kept | Outer | None] = {KEPT: kept, OUTER: outer}
+    return {prefix: part for prefix, part in parts.items() if part is not None}
 
 
 def averaging(

@@ -88,6 +88,11 @@ def divide(job: JobSpec, recipe: Recipe) -> OwnData | None:
     return OwnData(train, OwnRounds.of_job(job, train.sizes, lots), validate)
 
 
+def validated_apart(job: JobSpec, own: OwnData | None) -> list[int]:
+    """Samples of each participant in the validation set, where each is measured by itself."""
+    return own.validation_sizes if own is not None and not job.sync.sealed else []
+
+
 def _columns(job: JobSpec, scheme: str, recipe: Recipe) -> Columns | None:
     """Columns that a partition deals by; None if it needs nothing."""
     if scheme == "parts":  # those of a validation set are its own, unless it is the other side
@@ -142,7 +147,7 @@ def check(own: OwnData, member: Member, recipe: Recipe) -> None:
         sizes=own.train.sizes.tolist(),
         validation_sizes=own.validation_sizes,
         digest=own.train.digest,
-        labels=_labels_of_each(own, member.job, recipe),
+        labels=[] if member.job.sync.sealed else _labels_of_each(own, member.job, recipe),
     )
 
 

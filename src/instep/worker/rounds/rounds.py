@@ -12,7 +12,7 @@ a mesh computes a participant with all its ranks (`shared_steps.py`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -26,7 +26,9 @@ from instep.engine.assignment import Finished, finished
 from instep.engine.engine import Engine
 from instep.engine.passes import OF_PASS, Pass, Share
 from instep.engine.step.agreement import Weighed
+from instep.errors import RecipeError
 from instep.job.spec import JobSpec
+from instep.privacy.secure.clipped import ClippedMean, Gift
 from instep.recipe.build import set_generators
 from instep.recipe.forward import Forward
 from instep.recipe.rehearsal import called_backward
@@ -41,11 +43,16 @@ from instep.worker.rounds.local_parameters import LocalParameters
 from instep.worker.rounds.local_states import MODEL, OPTIMIZER, PARAMETERS, LocalStates, Part
 from instep.worker.rounds.participant import Participant, Way, local_steps_of
 from instep.worker.rounds.round_update import RoundUpdate
+from instep.worker.rounds.summing import clipped_mean
 
 
-def equip(engine: Engine, update: RoundUpdate, job: JobSpec) -> None:
+def equip(engine: Engine, update: RoundUpdate, job: JobSpec) -> ClippedMean | None:
     """Have participants do what the strategy wants of them: be drawn back to the round's
-    beginning, and resume what they remember of their last rounds."""
+    beginning, and resume what they remember of their last rounds.
+
+    Returns:
+        Who sums what they give, where each is clipped.
+    """
     strategy: object = engine.turn.strategy
     assert isinstance(strategy, Averaging | Streaming), "participants are averaged"
     update.mu, strategy.start_after = strategy.pull, job.start_after
@@ -57,12 +64,17 @@ def equip(engine: Engine, update: RoundUpdate, job: JobSpec) -> None:
         own = LocalParameters(engine.model, rounds.local_parameters, engine.parameters)
         parts[PARAMETERS] = own
         strategy.local = update.apart = own.slots
+    clipped = None
     if isinstance(strategy, Streaming):
         strategy.participants = job.sync.participants
         parts[MODEL] = LocalModel(update.slots, strategy.agreed_since)
+    elif rounds is not None and rounds.clip:
+        clipped = clipped_mean(job, rounds.clip)
+        strategy.sum_by(clipped, hidden=clipped.sealed)
     if parts:
         stays = job.sync.own_state and job.mesh.ranks == 1
         strategy.kept = update.local = LocalStates(parts, engine.device, stays=stays)
+    return clipped
 
 
 def give(engine: Engine, update: RoundUpdate, way: Way) -> dict[int, Weighed]:
@@ -122,7 +134,7 @@ class Rounds(Compute):
         self._there: frozenset[Slice] = frozenset()
         """The samples of those that this generation need not compute: of its first round. They
         stay until it is over, as what is read may be asked for when that round is."""
-        equip(engine, update, job)
+        self._clipped = equip(engine, update, job)
         if shared is not None:
             shared.pull = update.pull
 
@@ -198,7 +210,28 @@ class Rounds(Compute):
                 way = self._ways[part.number] = self._way(part, loads, step)
             skipped += way.skipped
             losses |= give(engine, self._update, way)
+        if self._clipped is not None:
+            losses = self._of_all(self._clipped, [self._ways[p.number] for p in share.passes])
         return Results(losses, skipped)
+
+    def _of_all(self, clipped: ClippedMean, ways: Sequence[Way]) -> dict[int, Weighed]:
+        """Sum up the losses of all participants; nobody tells those of one.
+
+        Raises:
+            RecipeError: a participant moved buffers, and these would be told.
+        """
+        since = time.perf_counter()
+        self._activity.enter("exchange")
+        if clipped.sealed and any(way.buffers for way in ways):
+            raise RecipeError(
+                "sync.options.secure_sums: a buffer of the model changes in a forward pass "
+                "(running statistics of BatchNorm), and is averaged in the open. Use GroupNorm or "
+                "LayerNorm."
+            )
+        here = {w.participant: Gift(w.whole, w.total, w.size, w.moved) for w in ways}
+        found = Weighed(*clipped.figures(here))
+        self._engine.clock.lap(since, "wire")
+        return {0: found} if self._engine.comm.rank == 0 else {}
 
     def _way(self, part: Pass, loads: Iterator[Read], step: int) -> Way:
         """Compute a participant; what it did to buffers is left for the engine to see."""

@@ -204,9 +204,9 @@ class Training(Loop):
         if tables and isinstance(self.engine.turn.strategy, ServerSync):
             self.engine.tables, self.engine.turn.strategy.tables = tables, tables.tables
             tables.tables.waiting = self.activity.waiting
-        if isinstance(update, RoundUpdate) and self._replica is None:
-            sizes = self._own_data.validation_sizes if self._own_data is not None else ()
-            probe = Probe(self._forward, validation, sizes or [inputs.validation_samples])
+        apart = own_data.validated_apart(self.job, self._own_data)
+        if isinstance(update, RoundUpdate) and self._replica is None and not self.job.sync.sealed:
+            probe = Probe(self._forward, validation, apart or [inputs.validation_samples])
             update.probe = probe.predictions
         self.compute = self._make_compute(update)
         watched = member, self._forward, loader, self.engine.state, self.activity
@@ -226,15 +226,17 @@ class Training(Loop):
             self.compute,
             self._skips,
             self._replica,
-            self._own_data.validation_sizes if self._own_data is not None else (),
+            apart,
         )
-        records = self.job.check.content != "off" and self._private is None
+        hides = self._private is not None or self.job.sync.sealed > 0
+        records = self.job.check.content != "off" and not hides
         if records and member.sees_run and member.run.is_dir():
             # contents of samples as steps use them, for the audit
             self._record = Record(member.run / f"contents-{member.number}.bin")
         self._unrepeatable: int | None = None
         """A training sample that was different when worker 0 read it again."""
-        if not member.others_have_state and member.number == 0 and self._private is None:
+        first = not member.others_have_state and member.number == 0
+        if first and not hides:
             data_split.check(split, member, loader, validation)
             self._unrepeatable = dataset_check.check_datasets(
                 member, loader, validation, recipe.train
@@ -245,8 +247,8 @@ class Training(Loop):
                 member.emit("warning", text=said)
             if planned.balanced:
                 say_balance(member, planned)
-            if self._own_data is not None:
-                own_data.check(self._own_data, member, recipe)
+        if first and self._own_data is not None:
+            own_data.check(self._own_data, member, recipe)
         self.sized: Callable[[int], None] = lambda workers: None
         """Called with the number of workers of each generation, before its first step."""
         self.engine.observers = make_observers(

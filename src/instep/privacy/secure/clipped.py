@@ -1,0 +1,267 @@
+"""Mean of what participants give, each clipped, as whole numbers on a grid that the job fixes.
+
+A participant that came farther than `clip` gives less; then each number is divided by the grid's
+unit and rounded. Whole numbers have one sum, whoever adds what first, and the range of that sum is
+known before the first round: weights are shares of the samples of a round, so that no number of it
+exceeds 2**30 by more than half the number of participants. So the sums can be masked: with `least`
+nobody sees more than the sum of a round, not even how much a participant weighs, and what its
+losses came to. Way in: `ClippedMean`, which `Averaging` holds in the place of `AllReduce`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from instep.comm.base import Comm
+from instep.errors import RecipeError, SpecError, WorkerError
+from instep.privacy.grid import MARGIN
+from instep.privacy.secure.masks import Mask
+from instep.privacy.secure.members import check_enough
+from instep.privacy.secure.over_ranks import SumOverRanks, apply_masks
+from instep.records import Attempt
+from instep.sync.all_reduce import AllReduce
+from instep.sync.base import Result
+from instep.sync.norm import BLOCK
+from instep.sync.sums import Plain, Sums
+
+PER_CLIP = 2.0**30
+"""Units in `clip`."""
+
+_FINE, _MOST = 2.0**20, 2.0**40
+"""Units in a weight or in a loss; the largest of them that is told."""
+
+
+class Gift(NamedTuple):
+    """Everything that one participant has to give."""
+
+    weight: float
+    """Samples that count: its losses are a mean of these."""
+    total: float
+    """Sum of its losses."""
+    samples: float
+    moved: Sequence[Tensor | None]
+    """How far its parameters came, backwards."""
+
+    @property
+    def norm(self) -> float:
+        """Length of all of it, with the same bits on any number of threads."""
+        squares = list[float]()
+        for each in (each for each in self.moved if each is not None):
+            flat = each.detach().reshape(-1)
+            whole = len(flat) // BLOCK * BLOCK
+            for part in (flat[:whole].view(-1, BLOCK), flat[None, whole:]):
+                norms = torch.linalg.vector_norm(part, dim=1, dtype=torch.float64)
+                squares += norms.square().tolist()
+        return math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.inf
+
+
+class ClippedMean(AllReduce):
+    """Sums whole numbers of participants, masked perhaps.
+
+    Args:
+        clip: limit of how far a participant comes.
+        participants: of the job.
+        least: of a masked sum; 0 for open ones.
+        job: 32 bytes that stand for the job.
+        bucket_mb: as for `AllReduce`.
+    """
+
+    def __init__(
+        self, clip: float, participants: int, *, least: int, job: bytes, bucket_mb: float = 8.0
+    ) -> None:
+        super().__init__(bucket_mb=bucket_mb, overlap=False)
+        self._clip, self._unit = clip, clip / PER_CLIP
+        self._participants, self._least, self._job = participants, least, job
+        self._come: list[int] = []
+        self._gifts: list[tuple[int, float, dict[int, Tensor]]] = []
+        self._norms: dict[int, float] = {}
+        self._opened: tuple[tuple[int, int], list[int]] | None = None
+        """Course and number of the last round that was opened here, and of whom."""
+
+    @property
+    def sealed(self) -> bool:
+        """Whether sums are masked."""
+        return self._least > 0
+
+    def _make_sums(self, parameters: Sequence[Parameter], comm: Comm, parts: int) -> Sums:
+        self._come, self._gifts = [], []
+        self._places = _places(parameters)
+        return GridSums(parameters, self._unit)
+
+    # ---- a round
+
+    def figures(self, here: Mapping[int, Gift]) -> tuple[float, float]:
+        """Sum up the losses of all participants, and what they are a mean of.
+
+        Every rank calls it before `exchange`; those whose weight is 0, or who are not finite, have
+        no part in the round.
+
+        Args:
+            here: by participant of this rank.
+
+        Raises:
+            RecipeError: a loss is a mean of more than samples.
+            WorkerError: a masked sum would be of too few.
+            PeerError: a rank went away.
+        """
+        for gift in here.values():
+            if gift.weight > gift.samples * (1 + 1e-6):
+                raise RecipeError(
+                    "sync.options.clip: the loss of a participant is a mean of more than its "
+                    "samples (tokens, weights above 1), and the range of sums follows from the "
+                    "number of samples. Have the loss be a mean over samples."
+                )
+        self._norms = {of: gift.norm for of, gift in here.items() if gift.weight > 0}
+        giving = [of for of, norm in self._norms.items() if math.isfinite(norm)]
+        table = torch.zeros(2, self._participants, dtype=torch.int32)
+        table[0, list(here)], table[1, giving] = 1, 1
+        self._comm.all_reduce(table).wait()
+        members, self._come = (row.nonzero().flatten().tolist() for row in table)
+        numbers = torch.zeros(4, dtype=torch.int64)
+        for of in giving:
+            gift, finite = here[of], math.isfinite(here[of].total)
+            loss = max(-_MOST, min(_MOST, gift.total)) if finite else 0.0
+            told = [1.0, gift.weight * _FINE, loss * _FINE, 0.0 if finite else 1.0]
+            numbers += torch.tensor([round(each) for each in told])
+        if self.sealed:
+            check_enough(len(self._come), self._least, "have something to give")
+            sealed = self._sum_of("figures", members, list(here))
+            apply_masks(sealed.masks(giving), numbers)
+            self._comm.all_reduce(numbers).wait()
+            sealed.open(self._come)
+            apply_masks(sealed.left, numbers)
+        else:
+            self._comm.all_reduce(numbers).wait()
+        count, weight, loss, strange = numbers.tolist()
+        if count != len(self._come):
+            raise WorkerError(
+                "the masks of a secure sum did not cancel: some process has another model, job or "
+                "list of participants. Resume the run."
+            )
+        return (math.nan if strange else loss / _FINE), weight / _FINE
+
+    def begin_pass(self, weight: float, *, last: bool, unit: int = 0) -> None:
+        """Begin what is that participant's."""
+        self._gifts.append((unit, weight, {}))
+
+    def gradient(self, slot: int, gradient: Tensor) -> None:
+        """Keep it until all of the participant's is there."""
+        self._gifts[-1][2][slot] = gradient
+
+    @torch.no_grad()
+    def exchange(self, notes: Tensor) -> Tensor | None:
+        """Sum up what participants give; nothing else of them leaves this process."""
+        given = [gift for gift in self._gifts if gift[0] in self._come]
+        here = [unit for unit, _, _ in given]
+        sealed = self._sum_of("moves", self._come, here) if self.sealed and self._come else None
+        for unit, weight, moved in given:
+            factor = min(1.0, self._clip * (1 - MARGIN) / max(self._norms[unit], 1e-300))
+            super().begin_pass(1.0, last=False)
+            for slot, parameter in enumerate(self._parameters):
+                each = moved.get(slot, torch.zeros_like(parameter))
+                scaled = each.to(torch.float64).mul_(factor * weight / self._unit).round_()
+                super().gradient(slot, scaled.to(torch.int32))
+        self._gifts = []
+        if sealed is not None:
+            self._apply(sealed.masks(here))
+        found = super().exchange(notes)
+        if sealed is not None:
+            self._open(sealed)
+        return found
+
+    def _open(self, sealed: SumOverRanks) -> None:
+        """Take the masks off, once in a round, or again of the same participants."""
+        at = self._attempt.course, self._attempt.number
+        if self._opened is not None and self._opened[0] == at and self._opened[1] != self._come:
+            raise WorkerError(
+                f"round {self._attempt.number} was summed up of {len(self._opened[1])} "
+                f"participants before, and would be of {len(self._come)} now: the difference could "
+                "be what one of them has given. Resume the run from its last checkpoint."
+            )
+        self._opened = at, list(self._come)
+        sealed.open(self._come)
+        self._apply(sealed.left)
+
+    def _apply(self, masks: Sequence[Mask]) -> None:
+        for slot, first in enumerate(self._places):
+            apply_masks(masks, self._home[slot][1], first)
+
+    def _sum_of(self, what: str, members: Sequence[int], here: Sequence[int]) -> SumOverRanks:
+        context = _context(what, self._job, self._attempt, self._parameters, members)
+        return SumOverRanks(self._comm, members, here, least=self._least, context=context)
+
+    def apply(self, update: Callable[[], Result]) -> Result | None:
+        """Move by what was handed out."""
+        self._come = []
+        return super().apply(update)
+
+    def abandon(self) -> None:
+        """The round does not happen."""
+        self._come, self._gifts = [], []
+        super().abandon()
+
+
+class GridSums(Plain):
+    """Sums of whole numbers, which leave as floating-point numbers.
+
+    Args:
+        parameters: whose differences are summed.
+        unit: of the grid.
+
+    Raises:
+        SpecError: a parameter is wider than the grid.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], unit: float) -> None:
+        kinds = {each.dtype for each in parameters}
+        self.types = dict.fromkeys(kinds, torch.int32)
+        self._unit, self._kinds = unit, [each.dtype for each in parameters]
+        if strange := kinds - {torch.float32, torch.bfloat16, torch.float16}:
+            raise SpecError(
+                f"sync.options.clip: the model has parameters of {strange.pop()}, and whole "
+                "numbers of 32 bits are summed. Make them float32."
+            )
+
+    def add(self, index: int, gradient: Tensor, weight: float, into: Tensor, fresh: bool) -> None:
+        """Add whole numbers."""
+        assert gradient.dtype == torch.int32, "numbers on the grid"
+        if fresh:
+            into.copy_(gradient.view_as(into))
+        else:
+            into.add_(gradient.view_as(into))
+
+    def gradient(self, index: int, agreed: Tensor) -> Tensor:
+        """The sum, in units of the parameter."""
+        return (agreed.to(torch.float64) * self._unit).to(self._kinds[index])
+
+
+def _places(parameters: Sequence[Tensor]) -> list[int]:
+    """Where the numbers of each parameter begin in a mask, in bytes."""
+    found, at = [], 0
+    for each in parameters:
+        found.append(at)
+        at += -(-4 * each.numel() // 16) * 16
+    return found
+
+
+def _context(
+    what: str,
+    job: bytes,
+    attempt: Attempt,
+    parameters: Sequence[Tensor],
+    members: Sequence[int],
+) -> bytes:
+    """Digest that masks are bound to: of job, attempt at a round, model, and participants."""
+    digest = hashlib.sha256(f"instep sum of {what} {tuple(attempt)}".encode() + job)
+    digest.update(np.array(members, "<i8").tobytes())
+    for each in parameters:
+        digest.update(each.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.digest()

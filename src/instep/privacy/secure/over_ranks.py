@@ -1,0 +1,142 @@
+"""A secure sum of members that lie on the ranks of a group, several on one perhaps.
+
+Masks between two members of one rank would cancel before anything leaves it, and are left out.
+Every rank adds up: what it sends is the masked sum of its own members. Way in: `SumOverRanks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from instep.comm.base import Comm
+from instep.errors import WorkerError
+from instep.privacy.secure.masks import Mask, apply_mask
+from instep.privacy.secure.members import (
+    KEYS_BYTES,
+    SEALED_BYTES,
+    SumKeys,
+    SumMember,
+    check_enough,
+)
+from instep.privacy.secure.opening import masks_left
+from instep.privacy.secure.shamir import SHARE_BYTES
+
+
+class SumOverRanks:
+    """One secure sum, from the keys of its members to its opening; every rank makes it.
+
+    Args:
+        comm: the ranks.
+        members: numbers of all members, in order; the same on every rank.
+        here: those that lie on this rank.
+        least, context: as for `SumMember`.
+
+    Raises:
+        WorkerError: members are too few, or lie on no rank.
+        PeerError: a rank went away.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        members: Sequence[int],
+        here: Collection[int],
+        *,
+        least: int,
+        context: bytes,
+    ) -> None:
+        self._comm, self._least, self._context = comm, least, context
+        self._members = list(members)
+        check_enough(len(members), least, "are in it")
+        self._here = {each: SumMember(each, context, least) for each in sorted(here)}
+        keys = {each: of.keys().packed() for each, of in self._here.items()}
+        told = self._table(keys, KEYS_BYTES)
+        if missing := [each for each in members if not any(told[each])]:
+            raise WorkerError(f"participants {missing} of a secure sum are on no worker.")
+        self._keys = {each: SumKeys.unpacked(told[each]) for each in members}
+        sent = self._rows({n: of.shares(self._keys) for n, of in self._here.items()}, SEALED_BYTES)
+        self._masks = {
+            each: of.masks({other: sent[other][each] for other in members if other != each})
+            for each, of in self._here.items()
+        }
+        self._left: list[Mask] = []
+
+    def masks(self, giving: Collection[int]) -> list[Mask]:
+        """Masks to apply to the sum of this rank's parts, before it leaves the process.
+
+        Args:
+            giving: members of this rank that have a part in it.
+        """
+        found = []
+        for member in sorted(giving):
+            of = self._masks[member]
+            found += [mask for other, mask in sorted(of.items()) if other not in giving]
+            found.append(of[member])
+        return found
+
+    def open(self, come: Collection[int]) -> None:
+        """All masked parts are in the sum: ask the members for what opens it; every rank calls it.
+
+        Args:
+            come: members that have a part in it, on any rank.
+
+        Raises:
+            WorkerError: they are too few, or an answer is wrong.
+            PeerError: a rank went away.
+        """
+        given = {each: of.answer(come) for each, of in self._here.items()}
+        answers = self._rows(given, SHARE_BYTES)
+        self._left = masks_left(
+            self._keys, self._members, come, answers, least=self._least, context=self._context
+        )
+
+    @property
+    def left(self) -> list[Mask]:
+        """Masks to apply to the sum over the ranks, once it is open."""
+        assert self._left, "open() comes first"
+        return self._left
+
+    # ---- messages
+
+    def _table(self, rows: Mapping[int, bytes], width: int) -> dict[int, bytes]:
+        """By member, what its rank has told of it: [width] bytes."""
+        places = {member: place for place, member in enumerate(self._members)}
+        table = np.zeros((len(places), -(-width // 4) * 4), np.uint8)
+        for member, row in rows.items():
+            table[places[member], :width] = np.frombuffer(row, np.uint8)
+        shared = torch.from_numpy(table.view(np.int32))
+        self._comm.all_reduce(shared).wait()
+        found = shared.numpy().view(np.uint8)
+        return {member: found[place, :width].tobytes() for member, place in places.items()}
+
+    def _rows(
+        self, given: Mapping[int, Mapping[int, bytes]], width: int
+    ) -> dict[int, dict[int, bytes]]:
+        """By member, what it tells each: [width] bytes; nothing is zeros."""
+        packed = {
+            of: b"".join(each.get(other, bytes(width)) for other in self._members)
+            for of, each in given.items()
+        }
+        told = self._table(packed, width * len(self._members))
+        return {
+            of: {
+                other: row[at * width : (at + 1) * width] for at, other in enumerate(self._members)
+            }
+            for of, row in told.items()
+        }
+
+
+def apply_masks(masks: Sequence[Mask], numbers: Tensor, first: int = 0) -> None:
+    """Apply masks to whole numbers of a tensor on the CPU, in place.
+
+    Args:
+        masks: as they come.
+        numbers: contiguous, int32 or int64.
+        first: where they begin in each mask, in bytes; a multiple of 16.
+    """
+    for mask in masks:
+        apply_mask(mask, numbers.detach().numpy(), first)
