@@ -12,7 +12,8 @@ from pathlib import Path
 
 from instep.comm.codecs import CODECS
 from instep.sync import LEASED, ROUNDS, STRATEGIES
-from instep.sync.clashes import AXES, CLASHES, NOT_IN_ROUNDS, SETTINGS
+from instep.sync.clashes import AXES, CLASHES
+from instep.sync.settings import NOT_IN_ROUNDS, SETTINGS
 
 PAGE = Path(__file__).resolve().parent / "concepts" / "what-goes-together.md"
 
@@ -49,6 +50,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "`data.parts`": ("parts",),
     "`data.balance` (`resample`, `augment`, `stratified`)": ("balance",),
     "`data.balance = 'reweight'`": ("balance", "reweight"),
+    "`train.tokens_per_batch`": ("tokens",),
     "a loop of your own": ("own_loop",),
     "`Recipe.turns`": ("turns",),
     "`Recipe.batch_loss`": ("batch_loss",),
@@ -92,6 +94,10 @@ than one of these axes.
 
 _NAMES = {
     "cuda": "`train.device = 'cuda'`",
+    "stratified": "`data.balance = 'stratified'`",
+    "in_order": "`data.order = 'dataset'`",
+    "sampler": "a `DataLoader` with a `WeightedRandomSampler`",
+    "length_sampler": "a `DataLoader` with a sampler by length",
     "own_data": "`sync.options.partition`",
     "start_after": "`sync.options.start_after`",
     "streams": "`sync.options.fragments`",

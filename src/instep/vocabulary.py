@@ -56,6 +56,10 @@ EVENTS = {
     "classes; empty if they are too many), before (samples of each), planned (positions of each in "
     "an epoch), class_weights (of each, in the loss), seen_least (how often a sample comes in an "
     "epoch at least)",
+    "data_lengths": "tokens_per_batch (of the job; or null), sampler (of a DataLoader; or empty), "
+    "window (samples that are sorted with each other), steps (of an epoch), mean (length of a "
+    "sample), padding (share of it in the micro-batches of the first window), digest (of the "
+    "lengths that were looked at)",
     "sample_skipped": "worker, generation, dataset (training, validation), epoch, index, step, "
     "cause",
     "traffic": "worker, sent_bytes, received_bytes (since the start, counted by the kernel)",
@@ -103,6 +107,7 @@ _NEEDED = {
     "parts_placed": ("sizes", "held"),
     "samples_given": ("worker", "step", "samples", "bytes"),
     "data_balanced": ("balance", "names", "before", "planned", "class_weights"),
+    "data_lengths": ("window", "steps", "mean", "padding", "digest"),
     "data_split": ("samples", "train", "validation", "fold", "folds", "digests"),
     "sample_skipped": ("generation", "dataset", "epoch", "index", "step"),
     "traffic": ("worker", "sent_bytes", "received_bytes"),
@@ -160,6 +165,11 @@ _OWN_KINDS = {
     ("data_split", "duplicates"): _WHOLE,
     ("dataset_known", "prepared"): _LIST,
     ("data_divided", "labels"): _LIST,
+    **{
+        ("data_lengths", name): _WHOLE for name in ("tokens_per_batch", "window", "steps", "digest")
+    },
+    **{("data_lengths", name): _NUMBER for name in ("mean", "padding")},
+    ("data_lengths", "sampler"): _TEXT,
     **{("data_balanced", name): _LIST for name in ("names", "before", "planned", "class_weights")},
 }
 _FAR = 1 << 63  # we never write larger numbers, and no array can hold them

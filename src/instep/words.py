@@ -272,10 +272,25 @@ def balance_in_words(event: Mapping[str, Any]) -> str:
     return f"{how}: samples of an epoch: {listed(counts, 6)}" if counts else how
 
 
-def data_facts(split: Mapping[str, Any], balanced: Mapping[str, Any]) -> dict[str, str]:
+def lengths_in_words(event: Mapping[str, Any]) -> str:
+    """`8,192 tokens in a batch at most, on average, of samples that are ...`, from
+    `data_lengths`."""
+    tokens, sampler = event.get("tokens_per_batch"), event.get("sampler")
+    each = f"{tokens:,} tokens in a batch at most, on average" if tokens else "batches"
+    source = f" (the {sampler} of the DataLoader says how long they are)" if sampler else ""
+    return (
+        f"{each}, of samples that are sorted by length in windows of {event['window']:,}{source}: "
+        f"{event['steps']:,} steps in an epoch, {100 * event['padding']:.1f} % padding"
+    )
+
+
+def data_facts(
+    split: Mapping[str, Any], balanced: Mapping[str, Any], lengths: Mapping[str, Any]
+) -> dict[str, str]:
     """Facts on the data of a run, from its events if there are any."""
     facts = {"split": split_in_words(split)} if split else {}
-    return facts | ({"balance": balance_in_words(balanced)} if balanced else {})
+    facts |= {"balance": balance_in_words(balanced)} if balanced else {}
+    return facts | ({"lengths": lengths_in_words(lengths)} if lengths else {})
 
 
 def command(name: str, run: Path, *more: str) -> str:

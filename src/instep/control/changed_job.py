@@ -26,6 +26,9 @@ FIXED = {
     "data.order": "the place in the data is counted in it",
     "data.window": "the order of the data follows from it",
     **dict.fromkeys(
+        ("data.balance", "data.weights", "data.length"), "what a step takes follows from it"
+    ),
+    **dict.fromkeys(
         [f"data.{key}" for key in ("split", "validation", "folds", "fold", "labels", "groups")]
         + ["data.times", "data.gap", "data.embargo"],
         "which samples are trained on follows from it",
@@ -36,6 +39,7 @@ FIXED = {
         "what was published so far was accounted with it",
     ),
     "train.global_batch": "the place in the data is counted in global batches",
+    "train.tokens_per_batch": "the place in the data is counted in its batches",
     "train.micro_batches": "random draws and batch statistics belong to a micro-batch",
     "train.batch_norm": "running statistics are of the batches that it sees",
     "train.determinism": "bits would be neither those of one nor of the other",

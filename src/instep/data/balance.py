@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from instep.data.class_codes import CountedCodes
 from instep.data.order import Indices, Order, key, keys
 
 _OF_CIRCLE, _OF_SEQUENCE, _OF_OFFSET, _OF_PHASE = 21, 22, 23, 24
@@ -31,16 +32,15 @@ class Members:
     """The samples of each class.
 
     Args:
-        codes: [samples], the class of each sample, from 0; every class has one or more.
+        codes: [samples], the class of each sample, from 0; every class has one or more. Or what
+            looks them up.
     """
 
-    def __init__(self, codes: Indices) -> None:
-        self.samples = len(codes)
-        self.counts: Indices = np.bincount(codes).astype(np.int64)
+    def __init__(self, codes: Indices | CountedCodes) -> None:
+        self._codes = codes if isinstance(codes, CountedCodes) else CountedCodes.of_array(codes)
+        self.samples = self._codes.samples
+        self.counts = self._codes.counts
         """Samples of each class."""
-        small = np.int32 if self.samples < 1 << 31 else np.int64
-        self._sorted = np.argsort(codes, kind="stable").astype(small)
-        self._begins = np.cumsum(self.counts) - self.counts
         self._circles: dict[tuple[int, int], Order] = {}
 
     def at(self, classes: Indices, places: Indices, seed: int, epoch: int = 0) -> Indices:
@@ -57,7 +57,7 @@ class Members:
             chosen = np.flatnonzero(classes == each)
             own = places[chosen]
             place = self._circle(each, seed).of(epoch, own)
-            found[chosen] = self._sorted[self._begins[each] + place]
+            found[chosen] = self._codes.find(each, place)
         return found
 
     def _circle(self, each: int, seed: int) -> Order:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -44,7 +44,19 @@ _HOW_OFTEN = (
     "Subset(dataset, indices), or weight samples in the loss; give the dataset itself if each "
     "should be used once"
 )
-_TOGETHER = "Give the dataset itself if any samples may be in one batch"
+_TOGETHER = (
+    "Give the dataset itself if any samples may be in one batch; if it puts samples of one length "
+    "together, give it an attribute `lengths` with that of each sample"
+)
+
+
+class Grouped(NamedTuple):
+    """A sampler, or batch sampler, that says how long samples are: it puts like with like."""
+
+    name: str
+    """Its class."""
+    lengths: Any
+    """[samples]."""
 
 
 class LoaderParts(NamedTuple):
@@ -75,6 +87,18 @@ class LoaderParts(NamedTuple):
         return wishes
 
     @property
+    def grouped(self) -> Grouped | None:
+        """The sampler that puts samples of about one length into a batch: one that is not torch's,
+        and has `lengths` of all samples; None where there is none, or it is of a side."""
+        if self.loader is None or self.whole is not None:
+            return None
+        for sampler in (self.loader.batch_sampler, _sampler(self.loader)):
+            lengths = getattr(sampler, "lengths", None)
+            if isinstance(lengths, Sized) and len(lengths) == len(self.dataset):
+                return Grouped(type(sampler).__name__, lengths)
+        return None
+
+    @property
     def info_dataset(self) -> Any:
         """What `get_worker_info().dataset` is in a loader process: what the user gave."""
         if self.whole is not None:
@@ -93,7 +117,13 @@ class LoaderParts(NamedTuple):
         return self._replace(dataset=part, loader=self.loader if trained else None, whole=self)
 
     def unused(
-        self, name: str, *, shuffled: bool | None, batch: int, planned: bool = False
+        self,
+        name: str,
+        *,
+        shuffled: bool | None,
+        batch: int,
+        planned: bool = False,
+        tokens: int | None = None,
     ) -> Iterator[Unused]:
         """The properties of the `DataLoader` that are not used.
 
@@ -101,24 +131,24 @@ class LoaderParts(NamedTuple):
             name: of the field that holds it, such as `Recipe.train`.
             shuffled: whether each epoch has another order; None where nothing follows from it.
             batch: samples of a step.
-            planned: whether samples come as often as a `WeightedRandomSampler` wishes.
+            planned: whether a `WeightedRandomSampler`, and samplers by length, are taken for what
+                they mean.
+            tokens: of a step, where these decide how many samples it has.
         """
         if self.loader is None:
             return
         of = f"{name}'s DataLoader"
         sampler, batches = _sampler(self.loader), self.loader.batch_sampler
-        if type(batches) is not BatchSampler:
+        grouped = planned and self.grouped is not None
+        if type(batches) is not BatchSampler and not grouped:
             yield Unused(
                 f"{of} has a batch_sampler ({type(batches).__name__}), which is not used: every "
                 "sample comes once in an epoch, in batches of train.global_batch",
                 _TOGETHER,
             )
-        elif batches.batch_size != batch:
-            yield Unused(
-                f"{of} has batch_size = {batches.batch_size}, which is not used: "
-                f"train.global_batch = {batch} says how many samples a step takes"
-            )
-        often = planned and self.wishes is not None
+        else:
+            yield from _unused_size(of, batches, batch, tokens)
+        often = grouped or (planned and self.wishes is not None)
         if not often and not self._every_sample_once(sampler):
             divides = type(sampler) is DistributedSampler  # only, between processes
             yield Unused(
@@ -128,10 +158,7 @@ class LoaderParts(NamedTuple):
             )
         elif not often and type(batches) is BatchSampler:
             yield from _unused_order(of, sampler, shuffled)
-        if type(batches) is BatchSampler and batches.drop_last:
-            yield Unused(
-                f"{of} has drop_last = True, which is not used: the last batch may be smaller"
-            )
+        yield from _unused_drop(of, batches)
         if self.loader.generator is not None:
             yield Unused(
                 f"{of} has a generator, which is not used: the order follows from the job's seed"
@@ -157,6 +184,25 @@ class LoaderParts(NamedTuple):
         else:
             once = type(sampler) is SequentialSampler
         return once and len(sampler) == len((self.whole or self).dataset)
+
+
+def _unused_size(of: str, batches: Any, batch: int, tokens: int | None) -> Iterator[Unused]:
+    """Those that say how many samples a batch has; `batches` may be of the user's own class."""
+    size = getattr(batches, "batch_size", batch)
+    if size != batch or tokens is not None:
+        key = f"global_batch = {batch}" if tokens is None else f"tokens_per_batch = {tokens}"
+        yield Unused(
+            f"{of} has batch_size = {size}, which is not used: train.{key} says how many samples "
+            "a step takes"
+        )
+
+
+def _unused_drop(of: str, batches: Any) -> Iterator[Unused]:
+    if getattr(batches, "drop_last", False):
+        yield Unused(
+            f"{of} has drop_last = True, which is not used: the last batch of an epoch has what is "
+            "left of it, and its loss is the mean over these"
+        )
 
 
 def _unused_order(of: str, sampler: Any, shuffled: bool | None) -> Iterator[Unused]:

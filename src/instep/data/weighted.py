@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from instep.data.class_codes import CountedCodes
 from instep.data.order import AnyOrder, Indices
 
 _BATCH, _WEIGHTS = "instep.batch", "instep.weights"
@@ -22,16 +23,15 @@ class SampleWeights:
 
     Args:
         classes: [classes] float64, what a sample of each class counts.
-        codes: [samples], the class of each sample.
+        codes: looks up the class of each sample.
     """
 
-    def __init__(self, classes: np.ndarray[Any, np.dtype[np.float64]], codes: Indices) -> None:
-        small = np.int32 if len(classes) < 1 << 31 else np.int64
-        self.classes, self._codes = classes, codes.astype(small)
+    def __init__(self, classes: np.ndarray[Any, np.dtype[np.float64]], codes: CountedCodes) -> None:
+        self.classes, self._codes = classes, codes
 
     def of(self, indices: Indices) -> Tensor:
         """Those of some samples, [count] float64."""
-        return torch.from_numpy(self.classes[self._codes[indices]])
+        return torch.from_numpy(self.classes[self._codes.of(indices)])
 
 
 class HowSampled(NamedTuple):

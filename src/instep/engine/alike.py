@@ -45,6 +45,19 @@ def check_shards(comm: Comm, device: torch.device, digest: int) -> None:
         )
 
 
+def check_samples(comm: Comm, device: torch.device, digest: int) -> None:
+    """Refuse lengths of samples that are not those of rank 0, by a digest of them.
+
+    Raises:
+        RecipeError: they are not.
+    """
+    if not _as_on_first(comm, device, digest):
+        raise RecipeError(
+            f"rank {comm.rank} has samples of other lengths than rank 0, so its batches are "
+            "others: the recipe must give the same lengths in every process."
+        )
+
+
 def check_division(comm: Comm, device: torch.device, digest: int) -> None:
     """Refuse data that are divided otherwise than on rank 0, by a digest of who has what.
 

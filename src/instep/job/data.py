@@ -22,7 +22,7 @@ class DataSpec(Section, frozen=True, kw_only=True):
     `windowed`, the same shard by shard, mixed within a `window`; `dataset`, as they stand there."""
 
     window: Positive = 16384
-    """Samples that the windowed order mixes with each other."""
+    """Samples that the windowed order mixes with each other, or `train.tokens_per_batch` sorts."""
 
     parts: Natural = 0
     """Parts that the shards are cut into, each of which lies on some of the hosts; 0: all have all.
@@ -67,6 +67,10 @@ class DataSpec(Section, frozen=True, kw_only=True):
 
     labels: str = ""
     """The column of the dataset with each sample's class; instead of `Recipe.labels`."""
+
+    length: str = ""
+    """For `train.tokens_per_batch`: the column with how long each sample is, or of which it has
+    more or less, such as its tokens; instead of `Recipe.length`."""
 
     owners: str = ""
     """The column with each sample's participant (partition `owner`), for `Recipe.owners`."""

@@ -226,6 +226,11 @@ class JobSpec(Section, frozen=True, kw_only=True):
             )
         self._settle_cluster()
         self._check_clip()
+        if self.data.length and self.train.tokens_per_batch is None:
+            raise ValueError(
+                f"data.length = {self.data.length!r} says how long samples are, and "
+                "train.tokens_per_batch is not given. Set it, or leave data.length out."
+            )
         if self.check.corruption and self.train.determinism != "bits":
             raise ValueError(
                 f"check.corruption = true with train.determinism = {self.train.determinism!r}: "

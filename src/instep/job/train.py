@@ -23,6 +23,10 @@ class TrainSpec(Section, frozen=True, kw_only=True):
     global_batch: Positive = 64
     """Samples of one step, over all workers together."""
 
+    tokens_per_batch: Positive | None = None
+    """Tokens of one step at most, on average, instead of samples: samples of about one length are
+    put together. Needs `data.length` or `Recipe.length`. `global_batch` is of validations then."""
+
     micro_batches: Positive = 8
     """Parts of a global batch, in which work is distributed. Fixed for the job."""
 

@@ -185,7 +185,7 @@ def _coverage(run: RunFolder, rows: Records) -> tuple[int, int]:
 def _order(run: RunFolder, samples: int) -> AnyOrder | None:
     """The order of a run's epochs; None for that of the dataset."""
     job = run.spec
-    if run.last("data_balanced"):
+    if run.last("data_balanced") or run.last("data_lengths"):
         order = plan_data(job, split_data(job, _recipe(run)).recipe).how.order
         if order is not None:
             return order

@@ -138,16 +138,17 @@ class Recipe:
     `sync.options.partition = "labels"` a whole number, given as `owners` are."""
 
     groups: Sequence[Any] | Callable[[Any, int], Any] | None = None
-    """For `data.split = "group"`: what a sample belongs to, such as a patient; given as
-    `labels`."""
+    """For `data.split = "group"`: what a sample is of, such as a patient; given as `labels`."""
 
     times: Sequence[Any] | Callable[[Any, int], Any] | None = None
     """For `data.split = "time"`: when a sample was, a number or a date; given as `labels`."""
 
+    length: Sequence[int] | Callable[[Any, int], int] | str | None = None
+    """For `train.tokens_per_batch`: how long a sample is, such as its tokens; given as `labels`."""
+
     fit: Callable[[Any, Any], None] | None = None
-    """`fit(dataset, indices)`: learn something, such as a mean, from the samples of `train` to
-    train on (an int64 array), and set it on the dataset, or in a buffer of the model. It is called
-    in every process, before anything else reads the dataset."""
+    """`fit(dataset, indices)`: learn something, such as a mean, from the samples to train on (an
+    int64 array), and set it on the dataset or in a buffer. Called first in every process."""
 
     predict: Callable[[nn.Module, Any], Any] | None = None
     """`predict(model, batch)`: what `instep predict` writes, with a row for each sample of the
@@ -180,8 +181,7 @@ class Recipe:
 
     @property
     def collates(self) -> bool:
-        """Whether code of the user's makes batches of samples: what it makes may have fewer samples
-        than it was given, or be padded to the longest of them."""
+        """Whether code of the user's makes batches: of fewer samples perhaps, or padded ones."""
         return self.collate is not None or any(
             given.collate is not None or offers(given.dataset, "batch_of")
             for given in self.given.values()

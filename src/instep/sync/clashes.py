@@ -6,132 +6,15 @@ by itself, and what its values may be, is checked where it is read. Ways in: `ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator
 
 from instep.errors import SpecError, raise_first
 from instep.job.spec import JobSpec
-from instep.sync import LEASED, ROUNDS, SERVERS
-
-
-class Traits(Protocol):
-    """What a recipe has that not every job can train."""
-
-    @property
-    def turns(self) -> object:
-        """Several updates in a step, if there are any."""
-
-    @property
-    def batch_loss(self) -> object:
-        """A loss over the whole batch, if there is one."""
-
-
-class Setting(NamedTuple):
-    """Something that a job or a recipe asks for."""
-
-    name: str
-    """As a sentence says it; `job` may stand in it."""
-    asked: Callable[[JobSpec, Traits | None], bool]
-
-
-NOT_IN_ROUNDS = frozenset({"dgc", "nonzero", "powersgd"})
-"""Codecs that sum over workers in a way of their own."""
-
-
-def _turns(job: JobSpec, recipe: Traits | None) -> bool:
-    return recipe is not None and bool(recipe.turns)
-
-
-def _batch_loss(job: JobSpec, recipe: Traits | None) -> bool:
-    return recipe is not None and recipe.batch_loss is not None
-
-
-def _sampler(job: JobSpec, recipe: Traits | None) -> bool:
-    given = getattr(recipe, "given", {}).get("train")
-    return given is not None and given.wishes is not None
-
+from instep.sync.settings import SETTINGS, Traits
 
 _UNEQUAL = "its epochs have steps of unequal size"
-
-SETTINGS = {
-    "averaging": Setting("sync.name = {job.sync.name!r}", lambda job, _: job.sync.name in ROUNDS),
-    "own_data": Setting(
-        "sync.options.partition = {job.own_data!r}", lambda job, _: bool(job.own_data)
-    ),
-    "start_after": Setting(
-        "sync.options.start_after = {job.start_after}", lambda job, _: job.start_after > 0
-    ),
-    "streams": Setting(
-        "sync.options.fragments = {job.sync.rounds.fragments}", lambda job, _: job.sync.streams
-    ),
-    "local_parameters": Setting(
-        "sync.options.local_parameters",
-        lambda job, _: job.sync.rounds is not None and bool(job.sync.rounds.local_parameters),
-    ),
-    "local_optimizers": Setting(
-        "sync.options.local_optimizers = 'reset'",
-        lambda job, _: (
-            job.sync.rounds is not None and job.sync.options.get("local_optimizers") == "reset"
-        ),
-    ),
-    "clip": Setting(
-        "sync.options.clip = {job.sync.rounds.clip:g}",
-        lambda job, _: job.sync.rounds is not None and job.sync.rounds.clip > 0,
-    ),
-    "secure_sums": Setting("sync.options.secure_sums", lambda job, _: job.sync.sealed > 0),
-    "median": Setting("sync.options.combine = 'median'", lambda job, _: job.sync.median),
-    "fraction": Setting(
-        "sync.options.fraction = {job.sync.rounds.fraction}",
-        lambda job, _: job.sync.rounds is not None and job.sync.rounds.fraction < 1,
-    ),
-    "server_sync": Setting(
-        "sync.name = {job.sync.name!r}", lambda job, _: job.sync.name in SERVERS - LEASED
-    ),
-    "leased": Setting("sync.name = {job.sync.name!r}", lambda job, _: job.sync.name in LEASED),
-    "codec": Setting("sync.codec = {job.sync.codec!r}", lambda job, _: job.sync.codec != "none"),
-    "sign_vote": Setting("sync.name = {job.sync.name!r}", lambda job, _: job.sync.votes),
-    "merge": Setting("train.merge = 'always'", lambda job, _: job.train.merge == "always"),
-    "clipping": Setting("train.max_grad_norm", lambda job, _: job.train.max_grad_norm is not None),
-    "delayed": Setting("sync.options.delayed = true", lambda job, _: job.sync.delayed),
-    "powersgd": Setting(
-        "sync.codec = {job.sync.codec!r}", lambda job, _: job.sync.codec == "powersgd"
-    ),
-    "dgc": Setting("sync.codec = {job.sync.codec!r}", lambda job, _: job.sync.codec == "dgc"),
-    "no_rounds": Setting(
-        "sync.codec = {job.sync.codec!r}", lambda job, _: job.sync.codec in NOT_IN_ROUNDS
-    ),
-    "shard": Setting("mesh.shard = {job.mesh.shard}", lambda job, _: job.mesh.shard > 1),
-    "tensor": Setting("mesh.tensor = {job.mesh.tensor}", lambda job, _: job.mesh.tensor > 1),
-    "stages": Setting("mesh.stages = {job.mesh.stages}", lambda job, _: job.mesh.stages > 1),
-    "bits": Setting("train.determinism = 'bits'", lambda job, _: job.train.determinism == "bits"),
-    "batch_norm": Setting(
-        "train.batch_norm = 'global'", lambda job, _: job.train.batch_norm == "global"
-    ),
-    "cuda": Setting("train.device = 'cuda'", lambda job, _: job.train.device == "cuda"),
-    "float16": Setting(
-        "train.precision = 'float16'", lambda job, _: job.train.precision == "float16"
-    ),
-    "ema": Setting("train.ema = {job.train.ema}", lambda job, _: job.train.ema is not None),
-    "corruption": Setting("check.corruption = true", lambda job, _: job.check.corruption),
-    "norm_rule": Setting("stop.gradient_norm", lambda job, _: job.stop.by_norm),
-    "learning_rates": Setting(
-        "start.learning_rates", lambda job, _: bool(job.start.learning_rates)
-    ),
-    "parts": Setting("data.parts = {job.data.parts}", lambda job, _: job.data.parts > 0),
-    "balance": Setting(
-        "data.balance = {job.data.balance!r}", lambda job, _: bool(job.data.balance)
-    ),
-    "sampler": Setting("a DataLoader with a WeightedRandomSampler", _sampler),
-    "reweight": Setting("data.balance = 'reweight'", lambda job, _: job.data.balance == "reweight"),
-    "own_loop": Setting("a loop of your own", lambda job, _: job.recipe.endswith(":__main__")),
-    "private": Setting(
-        "privacy.protects = {job.privacy.protects!r}", lambda job, _: job.privacy.on
-    ),
-    "turns": Setting("Recipe.turns", _turns),
-    "batch_loss": Setting("Recipe.batch_loss", _batch_loss),
-}
-
 AXES = ("shard", "tensor", "stages")
+BY_LENGTH = ("tokens", "length_sampler")
 
 _ONE_NOISE = "noise is added once, to the sum of the clipped gradients of a whole step"
 
@@ -142,6 +25,16 @@ _APART = "each micro-batch is computed apart, and nobody waits for those of othe
 _TO_ANYBODY = "the server leases micro-batches to whoever is free, wherever their samples lie"
 _SIGNS = "the norm of signs tells only how many there are; a lower learning rate limits a step"
 _ONE_OPTIMIZER = "its strategy agrees on the gradient of one optimizer; all_reduce agrees on each"
+
+_BY_LENGTH = {
+    "averaging": "participants take local steps of train.global_batch samples",
+    "leased": "the server leases micro-batches of train.global_batch samples",
+    "parts": "windows are of the whole set, and its parts lie apart",
+    "private": "how long a sample is would show when it is trained on",
+    "sampler": _UNEQUAL,
+    "stratified": "a batch has samples of one length, whatever their classes",
+    "in_order": "samples are sorted by length within windows",
+}
 
 CLASHES: dict[tuple[str, str], str] = {
     ("averaging", "no_rounds"): "rounds encode segments of what each participant gives, in a fixed "
@@ -278,6 +171,7 @@ CLASHES: dict[tuple[str, str], str] = {
     ("reweight", "stages"): "a pipeline cuts micro-batches, and weights are of whole ones",
     ("reweight", "turns"): "each turn has a loss of its own, which would have to weigh samples",
     ("reweight", "batch_loss"): "its loss is of the whole batch, and no sample has one of its own",
+    ("tokens", "own_loop"): "your own DataLoader says how many samples an iteration has",
     ("learning_rates", "turns"): "it makes groups for a single optimizer; give them in "
     "Turn.optimizer",
 } | {
@@ -303,6 +197,7 @@ CLASHES: dict[tuple[str, str], str] = {
     }.items()
     for axis in AXES
 }
+CLASHES |= {(other, by): why for by in BY_LENGTH for other, why in _BY_LENGTH.items()}
 """Pairs of settings, and why they do not go together."""
 
 

@@ -1,6 +1,7 @@
 """Three classes of 40, 9 and 3 samples."""
 
 import torch
+from slow_tiny import Slow
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
@@ -35,9 +36,12 @@ def noisy(sample, generator):
     return sample[0] + torch.rand((), generator=generator), sample[1]
 
 
-def recipe(sampled: bool = False, own: bool = False, noise: bool = False) -> instep.Recipe:
-    train = data = dataset()
+def recipe(
+    sampled: bool = False, own: bool = False, noise: bool = False, pause_s: float = 0.0
+) -> instep.Recipe:
+    data = dataset()
     labels = data.tensors[1]
+    train = data = Slow(data, pause_s) if pause_s else data
     if sampled:
         weights = 1.0 / torch.bincount(labels)[labels]
         train = DataLoader(data, sampler=WeightedRandomSampler(weights, len(data)))

@@ -7,7 +7,8 @@ import pytest
 
 from instep.errors import SpecError
 from instep.job import file as spec_file
-from instep.sync.clashes import CLASHES, SETTINGS, check
+from instep.sync.clashes import CLASHES, check
+from instep.sync.settings import SETTINGS
 
 JOBS = {
     "averaging": {"sync": {"name": "averaging", "participants": 8}},
@@ -59,6 +60,10 @@ JOBS = {
     "balance": {"data": {"balance": "resample"}},
     "sampler": {},
     "reweight": {"data": {"balance": "reweight"}},
+    "stratified": {"data": {"balance": "stratified"}},
+    "in_order": {"data": {"order": "dataset"}},
+    "tokens": {"train": {"tokens_per_batch": 4096}},
+    "length_sampler": {},
     "own_loop": {"recipe": "a.py:__main__"},
     "private": {"privacy": {"protects": "sample", "noise": 1.0, "delta": 1e-5}},
     "turns": {},
@@ -79,6 +84,7 @@ NEEDS = {
     "dgc": {"codec", "no_rounds"},
     "no_rounds": {"codec"},
     "reweight": {"balance"},
+    "stratified": {"balance"},
 }
 """Settings that another brings along."""
 STRATEGIES = {"averaging", "server_sync", "leased", "delayed", "sign_vote"}
@@ -90,6 +96,9 @@ ALONE = [
     {"merge", "bits"},
     {"merge", "corruption"},
     {"parts", "balance"},
+    {"parts", "stratified"},
+    {"in_order", "balance"},
+    {"in_order", "stratified"},
 ]
 """Pairs that `job/spec.py` refuses."""
 
@@ -107,10 +116,15 @@ def asking_for(*names):
                 keys = {**before, **keys}
                 keys |= {"options": o} if (o := options_of(before) | options_of(keys)) else {}
             table[section] = keys
+    samplers = {"sampler", "length_sampler"}.intersection(names)
+    train = SimpleNamespace(
+        wishes=[2.0, 1.0] if "sampler" in names else None,
+        grouped=[5, 4] if "length_sampler" in names else None,
+    )
     recipe = SimpleNamespace(
         turns=[1, 2] if "turns" in names else [],
         batch_loss=print if "batch_loss" in names else None,
-        given={"train": SimpleNamespace(wishes=[2.0, 1.0])} if "sampler" in names else {},
+        given={"train": train} if samplers else {},
     )
     return spec_file.build(table, source="a test"), recipe
 

@@ -7,6 +7,7 @@ gathered: it may be changed. Which files there are is not known here. Way in: `R
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -143,6 +144,42 @@ class Rows(torch.utils.data.Dataset[Any]):
         found = np.concatenate(parts) if parts else empty
         return found.view("datetime64[us]") if column.is_time else found
 
+    def labels_in(self, name: str) -> Callable[[Array], Array] | None:
+        """Make what looks up the labels of samples in a column of whole numbers, from their
+        indices; None for another column.
+
+        Raises:
+            DataError: there is no such column.
+        """
+        column = self._all[self._number(name)]
+        whole = column.kind == "number" and column.element.kind in "iu" and not column.is_time
+        return self.lengths_in(name) if whole else None
+
+    def lengths_in(self, name: str) -> Callable[[Array], Array]:
+        """Make what looks up how long samples are by a column, from their indices: the number in
+        it, or how many elements or bytes they have of it. Nothing else is read.
+
+        Raises:
+            DataError: there is no such column, or all samples have as much of it.
+        """
+        at = self._number(name)
+        column = self._all[at]
+        if column.ragged or column.kind == "number":
+            return partial(self._lengths, at)
+        raise DataError(
+            f"column {name!r} of {self.name} is {column}: all samples have as much of it."
+        )
+
+    def _lengths(self, at: int, wanted: Array) -> Array:
+        number = self._all[at].kind == "number"
+        found = np.empty(len(wanted), self._all[at].element if number else np.int64)
+        for mine, views, rows in self._places(self._rows(wanted), [at]):
+            offsets = views[at].offsets
+            found[mine] = (
+                views[at].data[rows] if offsets is None else offsets[rows + 1] - offsets[rows]
+            )
+        return found
+
     def _parts(self, at: int) -> Iterator[View]:
         for number in range(len(self._starts) - 1):
             if (views := self.elsewhere(number, None, [at])) is not None:
@@ -152,10 +189,13 @@ class Rows(torch.utils.data.Dataset[Any]):
             for batch in range(len(file.starts) - 1):
                 yield file.views(batch)[at]
 
-    def _places(self, wanted: Array) -> Iterator[tuple[Array, list[View], Array]]:
-        """Find where rows lie: per record batch which of `wanted`, its views, rows in it."""
+    def _places(
+        self, wanted: Array, chosen: Sequence[int] = ()
+    ) -> Iterator[tuple[Array, list[View], Array]]:
+        """Find where rows lie: per record batch which of `wanted`, its views, rows in it; of these
+        columns, or those that samples are to have."""
         files = np.searchsorted(self._starts, wanted, "right") - 1
-        chosen = [self._known[name] for name in dict.fromkeys(self.columns)]
+        chosen = chosen or [self._known[name] for name in dict.fromkeys(self.columns)]
         for number in np.unique(files).tolist():
             mine = np.flatnonzero(files == number)
             rows = wanted[mine] - self._starts[number]

@@ -281,7 +281,8 @@ def configuration(folder: RunFolder) -> Html:
         "validation samples": ready.get("validation_samples"),
         "same as one machine": folder.same_as_one_machine,
     }
-    facts |= data_facts(folder.last("data_split"), folder.last("data_balanced"))
+    told = (folder.last(f"data_{name}") for name in ("split", "balanced", "lengths"))
+    facts |= data_facts(*told)
     if apart := folder.named("participants_apart"):
         facts["first round"], facts["last round"] = map(apart_in_words, (apart[0], apart[-1]))
     if lag := lag_of(folder):

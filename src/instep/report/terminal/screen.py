@@ -14,6 +14,7 @@ from instep.words import (
     asked_by,
     balance_in_words,
     corruption_in_words,
+    lengths_in_words,
     member,
     members,
     metrics_in_words,
@@ -102,6 +103,7 @@ def _stopping(event: dict[str, Any]) -> str:
 _TEXTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "warning": lambda e: f"warning: {e['text']}",
     "data_balanced": lambda e: f"balance {balance_in_words(e)}",
+    "data_lengths": lambda e: f"lengths: {lengths_in_words(e)}",
     "data_split": lambda e: f"split {split_in_words(e)}",
     "same_as_one_machine": lambda e: f"same as one machine: {e['verdict']}",
     "corruption_found": lambda e: f"corruption: {corruption_in_words(e)}",
@@ -149,7 +151,9 @@ def heading(progress: Progress, width: int) -> str:
     parts = [progress.name, members(job.workers, servers_of(job.sync)), job.sync.name]
     if job.mesh.ranks > 1:
         parts.append(f"mesh {job.mesh.axes}")
-    parts.append(f"batch {readable_count(job.train.global_batch)}")
+    tokens = job.train.tokens_per_batch
+    parts.append(f"batch {readable_count(tokens or job.train.global_batch)}")
+    parts[-1] += " tokens" if tokens else ""
     if ready:
         parts.append(plural(ready["samples"], "sample"))
         if "parameters" in ready:

@@ -6,6 +6,7 @@ steps of another size, or another order, has its say here. Way in: `plan_data`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from instep.data.balance import (
@@ -18,11 +19,15 @@ from instep.data.balance import (
     planned_counts,
 )
 from instep.data.batches import Batches
-from instep.data.order import Indices, steps_in_epoch
+from instep.data.class_codes import CountedCodes
+from instep.data.lengths import ByLength
+from instep.data.order import AnyOrder, Indices, Order, steps_in_epoch
+from instep.data.shard_sizes import shards_or_blocks
 from instep.data.splits.columns import Classes, Column
 from instep.data.step_sizes import DrawnSizes
 from instep.data.torch_loader import LoaderParts
 from instep.data.weighted import HowSampled, SampleWeights
+from instep.data.windowed import Windowed
 from instep.engine.member import Member
 from instep.errors import DataError, RecipeError, SpecError
 from instep.job.spec import JobSpec
@@ -30,6 +35,7 @@ from instep.recipe.losses import check_reweightable
 from instep.recipe.recipe import Recipe
 from instep.store.run_folder import RunFolder
 from instep.worker.reading.data_split import MOST_CLASSES, listed_values, named_column
+from instep.worker.reading.sample_lengths import lengths_of, whole_of
 
 
 class PlannedData(NamedTuple):
@@ -42,6 +48,14 @@ class PlannedData(NamedTuple):
     balanced: dict[str, Any] = {}  # noqa: RUF012  fields of the event `data_balanced`
     """How often classes come, and how much they count, for people; empty where they are as many as
     in the dataset."""
+    lengths: dict[str, Any] = {}  # noqa: RUF012  fields of the event `data_lengths`
+    """How batches are made by length; empty where they are not."""
+
+    @property
+    def digest(self) -> int | None:
+        """Hash of the lengths that batches are made by, 32 bits."""
+        order = self.how.order
+        return order.digest if isinstance(order, ByLength) else None
 
 
 def plan_data(job: JobSpec, recipe: Recipe) -> PlannedData:
@@ -52,21 +66,24 @@ def plan_data(job: JobSpec, recipe: Recipe) -> PlannedData:
         recipe: with the side to train on in place of a dataset that is split.
 
     Raises:
-        RecipeError: the job balances classes, and the recipe does not say them.
+        RecipeError: the job balances classes, or cuts by length, and the recipe does not say them.
         DataError: it says them of other samples.
         SpecError: what a `DataLoader` asks for does not go with the job.
     """
-    samples, wishes = len(recipe.train), recipe.given["train"].wishes
+    samples, given = len(recipe.train), recipe.given["train"]
+    if given.wishes is not None and not job.data.balance:
+        return _wished(job, given.wishes)
+    planned = PlannedData(Batches.of_job(job, samples))
     if job.data.balance:
-        return _balanced(job, recipe, samples)
-    if wishes is not None:
-        return _wished(job, wishes)
-    return PlannedData(Batches.of_job(job, samples))
+        planned = _balanced(job, recipe, samples)
+    if job.train.tokens_per_batch is not None or given.grouped is not None:
+        return _by_length(job, recipe, planned)
+    return planned
 
 
 def _balanced(job: JobSpec, recipe: Recipe, samples: int) -> PlannedData:
     how, data = job.data.balance, job.data
-    classes = Classes.of(labels_of(job, recipe), samples)
+    classes = _classes(job, recipe, samples)
     if how == "reweight":
         check_reweightable(recipe.loss, recipe.compute_loss)
         weights = class_weights(classes.counts, data.weights)
@@ -92,11 +109,33 @@ def _balanced(job: JobSpec, recipe: Recipe, samples: int) -> PlannedData:
     )
 
 
-def _told(how: str, classes: Classes, planned: Indices, weights: list[float]) -> dict[str, Any]:
+class _Classes(NamedTuple):
+    codes: CountedCodes
+    names: list[str]
+    """A name for each; empty if they are too many."""
+
+    @property
+    def counts(self) -> Indices:
+        return self.codes.counts
+
+
+def _classes(job: JobSpec, recipe: Recipe, samples: int) -> _Classes:
+    """The classes of the samples to train on: looked up where they lie, if that can be."""
+    named = job.data.labels or recipe.labels
+    whole, chosen = whole_of(recipe.train)
+    if isinstance(named, str) and hasattr(whole, "labels_in") and (read := whole.labels_in(named)):
+        some = read if chosen is None else lambda indices: read(chosen[indices])
+        codes, labels = CountedCodes.of_column(some, samples)
+        return _Classes(codes, [*map(str, labels)] if len(labels) <= MOST_CLASSES else [])
+    classes = Classes.of(labels_of(job, recipe), samples)
+    few = len(classes.names) if len(classes.names) <= MOST_CLASSES else 0
+    names = [classes.shown(code).strip("'") for code in range(few)]
+    return _Classes(CountedCodes.of_array(classes.codes), names)
+
+
+def _told(how: str, classes: _Classes, planned: Indices, weights: list[float]) -> dict[str, Any]:
     """Fields of the event `data_balanced`."""
-    names: list[str] = []
-    if len(classes.names) <= MOST_CLASSES:
-        names = [classes.shown(code).strip("'") for code in range(len(classes.names))]
+    names = classes.names
     return {
         "balance": how,
         "names": names,
@@ -130,6 +169,60 @@ def _wished(job: JobSpec, wishes: Any) -> PlannedData:
         "seen_least": int(order.wishes.min()),
     }
     return PlannedData(Batches.of_job(job, order.samples, sizes), HowSampled(order), told)
+
+
+def _by_length(job: JobSpec, recipe: Recipe, planned: PlannedData) -> PlannedData:
+    """Put samples of about one length into each batch of a plan."""
+    positions, tokens = planned.batches.samples, job.train.tokens_per_batch
+    base: AnyOrder = planned.how.order or Order(positions, job.seed)
+    if planned.how.order is None and job.data.order == "windowed":
+        shards = shards_or_blocks(recipe.train, positions, job.data.window)
+        base = Windowed(shards, job.data.window, job.seed)
+    order = ByLength(
+        base,
+        positions,
+        lengths_of(job, recipe),
+        window=job.data.window,
+        seed=job.seed,
+        micro_batches=job.train.micro_batches,
+        tokens=tokens,
+        batch=job.train.global_batch,
+    )
+    grouped = recipe.given["train"].grouped
+    told = {
+        "tokens_per_batch": tokens,
+        "sampler": grouped.name if grouped is not None else "",
+        "window": order.window,
+        "steps": order.steps,
+        "mean": order.mean,
+        "padding": order.padding(0),
+        "digest": order.digest,
+    }
+    each = -(-positions // order.steps)
+    return planned._replace(
+        batches=replace(Batches.of_job(job, positions, order), size=each),
+        how=planned.how._replace(order=order),
+        lengths=told,
+    )
+
+
+def say_lengths(member: Member, planned: PlannedData) -> None:
+    """Log how batches are made by length; in a resumed run, refuse lengths that have changed.
+
+    Raises:
+        DataError: they have.
+    """
+    if member.checkpoint is None:
+        member.emit("data_lengths", **planned.lengths)
+        return
+    before = RunFolder(member.run).last("data_lengths")
+    if before and before["digest"] != planned.lengths["digest"]:
+        raise DataError(
+            f"the samples to train on have other lengths than when the run was started (a mean of "
+            f"{before['mean']:.4g} then, {planned.lengths['mean']:.4g} now), so other batches "
+            "would come. Put them back as they were; or start a new run from the model of this "
+            f"one: --set start.model={member.run}"
+        )
 
 
 def say_balance(member: Member, planned: PlannedData) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from instep.comm.base import Comm
 from instep.comm.protocol.messages import COMPILING, Heartbeat
+from instep.data.lengths import ByLength
 from instep.data.loader import Read
 from instep.data.order import Position
 from instep.data.participants import OwnRounds
@@ -21,7 +22,7 @@ from instep.data.parts.order import PartsOrder
 from instep.data.reading.threads import cpu_clock
 from instep.data.samples.contents import Record
 from instep.data.windowed import Windowed
-from instep.engine.alike import check_division, check_shards
+from instep.engine.alike import check_division, check_samples, check_shards
 from instep.engine.assignment import Lockstep, Near
 from instep.engine.member import Member
 from instep.engine.passes import Share
@@ -64,7 +65,7 @@ from instep.worker.reading import data_split, dataset_check
 from instep.worker.reading.class_order import said_of_classes
 from instep.worker.reading.early_reads import EarlyReads
 from instep.worker.reading.loader_watch import LoaderWatch
-from instep.worker.reading.planned_data import plan_data, say_balance
+from instep.worker.reading.planned_data import plan_data, say_balance, say_lengths
 from instep.worker.replica.fellows import Fellows
 from instep.worker.replica.replica import Replica
 from instep.worker.rounds import own_data, round_checks
@@ -247,6 +248,8 @@ class Training(Loop):
                 member.emit("warning", text=said)
             if planned.balanced:
                 say_balance(member, planned)
+            if planned.lengths:
+                say_lengths(member, planned)
         if first and self._own_data is not None:
             own_data.check(self._own_data, member, recipe)
         self.sized: Callable[[int], None] = lambda workers: None
@@ -345,6 +348,8 @@ class Training(Loop):
             check_division(comm, self.device, self._own_data.train.digest)
         if isinstance(self._loader.order, Windowed | PartsOrder):
             check_shards(comm, self.device, self._loader.order.digest)
+        if isinstance(self._loader.order, ByLength):
+            check_samples(comm, self.device, self._loader.order.digest)
         self.compute.begin(comm)
         if self._parted is not None:
             order = self._own_rounds or self._loader.order
@@ -446,7 +451,11 @@ class Training(Loop):
             batch = self.job.train.global_batch
             shuffled = self.job.data.shuffled if name == "train" else None
             for lost in given.unused(
-                f"Recipe.{name}", shuffled=shuffled, batch=batch, planned=name == "train"
+                f"Recipe.{name}",
+                shuffled=shuffled,
+                batch=batch,
+                planned=name == "train",
+                tokens=self.job.train.tokens_per_batch if name == "train" else None,
             ):
                 self.announcer.warn(lost.text)
         if pids := self._inputs.pids:

@@ -137,7 +137,11 @@ def decided_by_job(job: JobSpec, recipe: Recipe, trial: Trial, *, draws_by_block
         draws_by_block: whether the blocks of a pipeline draw numbers of their own.
     """
     every = recipe.given["train"].unused(
-        "Recipe.train", shuffled=job.data.shuffled, batch=job.train.global_batch, planned=True
+        "Recipe.train",
+        shuffled=job.data.shuffled,
+        batch=job.train.global_batch,
+        planned=True,
+        tokens=job.train.tokens_per_batch,
     )
     reasons = [f"{text}. {remedy}" for text, remedy in every if remedy]
     if job.sync.codec != "none":
