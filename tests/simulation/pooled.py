@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import random
 
+from msgspec.structs import replace
+
 from instep.pool.decide import MOST_IN_VAIN
+from instep.pool.flows import AFTER_END, COMPLETED, FAILED
 from instep.pool.jobs import (
     ENDED,
     RUNNING,
+    AgainAsked,
     CancelAsked,
+    FlowNeeds,
+    FlowSubmitted,
     JobSubmitted,
     PoolJob,
     PoolState,
+    ResultTest,
 )
 from instep.pool.policy import speed
 from instep.pool.scheduler import LATER, SCALED, JobSight, PoolScheduler
@@ -46,7 +53,8 @@ class MadeUpRun:
         self.left, self.lives, self.workers, self.wanted = work, False, 0, 0
         self.ready_at = self.leaves_at = 0.0
         self.stopping, self.outcome, self.starts, self.folder = False, "", 0, False
-        self.killed = 0
+        self.killed, self.fails, self.attempt = 0, 0, 1
+        self.value = 0.0
 
 
 class MadeUpRuns:
@@ -67,7 +75,8 @@ class MadeUpRuns:
             if self.now >= run.ready_at and run.workers:
                 run.left -= seconds * speed(min(run.workers, run.wanted or run.workers))
             if run.left <= 0:
-                run.lives, run.workers, run.outcome = False, 0, "completed"
+                run.outcome = "failed" if run.fails >= run.attempt else "completed"
+                run.lives, run.workers = False, 0
             elif run.stopping and self.now >= run.leaves_at:
                 run.lives, run.workers, run.stopping = False, 0, False
             elif self.draw.random() < self.chance / 50:
@@ -82,14 +91,20 @@ class MadeUpRuns:
 
     def look(self, job: PoolJob) -> JobSight:
         run = self.runs[job.id]
+        if job.attempt > run.attempt and not run.lives:
+            return JobSight(False)
         left = run.left * 1.1 if run.folder else None
-        step = 100 - int(run.left)
-        return JobSight(run.lives, run.workers, step, 100, left, run.outcome)
+        step, results = 100 - int(run.left), {"x": run.value}
+        return JobSight(run.lives, run.workers, step, 100, left, run.outcome, results=results)
 
     def start(self, job: PoolJob) -> None:
         self.kill_perhaps()
         run = self.runs[job.id]
-        assert not run.outcome, "a run that is over is started again"
+        again = job.attempt > run.attempt
+        assert not run.outcome or again, "a run that is over is started again"
+        assert unmet(job, self.runs) is None, f"{job.id} is started, and {unmet(job, self.runs)}"
+        if again:
+            run.attempt, run.outcome, run.left = job.attempt, "", 1.0
         assert job.target >= job.at_least, "half a gang"
         if not run.lives:
             run.lives, run.folder, run.starts = True, True, run.starts + 1
@@ -113,6 +128,41 @@ class MadeUpRuns:
         run = self.runs[job.id]
         if run.lives and not run.stopping:
             run.stopping, run.leaves_at = True, self.now + self.draw.uniform(0.0, 2.0)
+
+
+def unmet(job: PoolJob, runs: dict[str, MadeUpRun]) -> str | None:
+    """A need of a job of a flow that its runs do not meet, by what they have come to."""
+    if job.needs is None:
+        return None
+    before = [runs[name].outcome for name in job.needs.jobs]
+    if job.needs.outcome == COMPLETED and any(each != "completed" for each in before):
+        return f"those before it are {before}"
+    if job.needs.outcome == FAILED and all(each == "completed" for each in before):
+        return "nothing before it has failed"
+    return next(
+        (
+            f"{test.job} has {runs[test.job].value}"
+            for test in job.needs.tests
+            if not runs[test.job].value >= test.value
+        ),
+        None,
+    )
+
+
+def made_up_flow(draw: random.Random, jobs: list[PoolJob], runs: MadeUpRuns) -> FlowSubmitted:
+    """Some jobs as a flow: each may need some of those before it; some of their runs fail."""
+    found = list[PoolJob]()
+    for job in jobs:
+        runs.runs[job.id].value = draw.random()
+        runs.runs[job.id].fails = draw.choice([0, 0, 1, 1, 9])
+        before = [each.id for each in found if draw.random() < 0.5]
+        if before:
+            outcome = draw.choice([COMPLETED, COMPLETED, FAILED, AFTER_END])
+            tests = [ResultTest(before[0], "x", ">=", 0.3)] if outcome == COMPLETED else []
+            needs = FlowNeeds(tuple(before), outcome, tuple(tests[: draw.randint(0, 1)]))
+            job = replace(job, flow="flow", needs=needs)
+        found.append(job)
+    return FlowSubmitted("flow", tuple(found))
 
 
 def story(seed: int) -> dict[str, int]:
@@ -146,6 +196,13 @@ def story(seed: int) -> dict[str, int]:
         waiting.append((at, JobSubmitted(job)))
         if draw.random() < 0.1:
             waiting.append((at + draw.uniform(0, 40), CancelAsked(job.id)))
+    again = False
+    if draw.random() < 0.5 and len(wanted) > 1:
+        flow = made_up_flow(draw, [*wanted.values()], runs)
+        waiting, wanted = [(arrivals[0][0], flow)], {job.id: job for job in flow.jobs}
+        if draw.random() < 0.3:
+            waiting.append((waiting[0][0] + draw.uniform(0, 60), CancelAsked(flow.jobs[0].id)))
+        again = all(job.needs is None or job.needs.outcome == COMPLETED for job in flow.jobs)
     scheduler = PoolScheduler(disk.state, disk, runs)
     while waiting or any(job.status != ENDED for job in disk.state.jobs.values()):
         assert runs.now < 20_000, f"no end: {disk.state}"
@@ -162,11 +219,16 @@ def story(seed: int) -> dict[str, int]:
             if job.status == RUNNING:
                 assert job.target >= job.at_least, f"half a gang: {job}"
         runs.pass_time(draw.choice([0.1, 0.5, 2.0]))
+        if again and not waiting and all(job.status == ENDED for job in state.jobs.values()):
+            again, waiting = False, [(runs.now, AgainAsked((*wanted,)))]
     assert disk.state.jobs.keys() == wanted.keys(), "a job was lost"
     for job in disk.state.jobs.values():
         run = runs.runs[job.id]
         assert not run.lives, "a run outlives its job"
-        failed = job.outcome == "failed" and run.killed >= MOST_IN_VAIN
-        assert failed or job.outcome in ("completed", "cancelled"), job
+        failed = job.outcome == "failed" and (run.killed >= MOST_IN_VAIN or run.fails)
+        assert failed or job.outcome in ("completed", "cancelled", "skipped"), job
+        if job.outcome == "skipped":
+            assert run.starts == 0 or job.attempt > 1, "a job ran, and its needs could not be met"
+            assert unmet(job, runs.runs), f"{job.id} is skipped: {job.why}"
         assert job.outcome != "completed" or run.outcome == "completed"
     return {"kills": kills, "entries": disk.entries, "jobs": len(wanted)}

@@ -6,10 +6,14 @@ import argparse
 import json
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from instep.cli.parsing import Parser, add_set, overrides_of
 from instep.cli.saying import say, say_aside
-from instep.errors import RunError, near_miss
+from instep.errors import RunError, SpecError, near_miss
+
+if TYPE_CHECKING:
+    from instep.pool.pool_file import PoolFolder
 
 START_S = 20.0
 """A scheduler that says nothing for so long has not started."""
@@ -33,10 +37,13 @@ def pool_options(parser: Parser) -> None:
         ("status", "show the cores and shares of a pool, and its jobs", ""),
         ("stop", "stop the scheduler; jobs that run go on", ""),
         ("serve", "be the scheduler, until Ctrl-C", ""),
+        ("command", "run the command of a job; the scheduler starts this", "nightly-prepare"),
     ):
         made: Parser = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
         made.example = f"pool {name} {example}".rstrip()
         made.set_defaults(parser=made)
+        if name == "command":
+            made.add_argument("job", help="job of the pool")
         if name == "start":
             text = "file of the pool, TOML (default: all cores, equal shares)"
             made.add_argument("file", nargs="?", help=text)
@@ -44,10 +51,18 @@ def pool_options(parser: Parser) -> None:
 
 def submit(args: argparse.Namespace) -> int:
     """Give a job to a pool, which starts it when there is room, and go home."""
+    from instep.pool.flow_file import is_flow
     from instep.pool.pool_file import PoolFolder
     from instep.pool.submit import submit
 
     pool = PoolFolder(Path(args.pool))
+    if is_flow(Path(args.job)):
+        return _submit_flow(args, pool)
+    if args.again:
+        raise SpecError(
+            f"--again: {args.job} is no flow. To resume its run: instep resume RUN; to run the job "
+            "anew: submit it once more."
+        )
     name, new = submit(
         pool,
         Path(args.job),
@@ -68,10 +83,34 @@ def submit(args: argparse.Namespace) -> int:
     return 0
 
 
+def _submit_flow(args: argparse.Namespace, pool: PoolFolder) -> int:
+    """Give a flow to a pool, or what has failed of it once more."""
+    from instep.pool.flow_submit import run_again, submit_flow
+
+    for option in ("at_least", "at_most", "set"):
+        if getattr(args, option):
+            name = option.replace("_", "-")
+            raise SpecError(
+                f"--{name}: {args.job} is a flow. Write {option} into the [job.NAME] that is meant."
+            )
+    path, key = Path(args.job), args.key or ""
+    if args.again:
+        sent = run_again(pool, path, key=key)
+    else:
+        sent = submit_flow(pool, path, priority=args.priority, share=args.share or "", key=key)
+    if args.json:
+        print(json.dumps({"flow": sent.name, "jobs": list(sent.jobs), "new": sent.new}))
+        return 0
+    known = "" if sent.new or args.again else " was submitted before"
+    say(f"flow    {sent.name}{known}: {', '.join(sent.jobs)}{' run again' if args.again else ''}")
+    say(f"next    instep list --pool {'' if args.pool == 'pool' else args.pool}".rstrip())
+    return 0
+
+
 def submit_options(parser: Parser) -> None:
     """Options of `instep submit`."""
     add = parser.add_argument
-    add("job", help="job file, TOML")
+    add("job", help="job file, or the file of a flow of several jobs, TOML")
     _add_pool(parser)
     add("--priority", type=int, default=0, metavar="N", help="larger comes first in its share")
     text = "workers without which it does not run (default: one replica)"
@@ -79,7 +118,9 @@ def submit_options(parser: Parser) -> None:
     text = "workers that it may have (default: as many as there is work for)"
     add("--at-most", type=int, metavar="N", help=text)
     add("--share", help="whose share of the pool it uses (default: your name)")
-    add("--key", help="the same key twice is one job")
+    add("--key", help="the same key twice is one job, or one flow")
+    text = "of the newest flow of this file, run only what has not completed"
+    add("--again", action="store_true", help=text)
     add_set(parser)
     parser.set_defaults(workers=None, on=None, ray_address=None)
 
@@ -205,9 +246,22 @@ def _serve(args: argparse.Namespace, pool: object) -> int:
     return 0
 
 
+def _command(args: argparse.Namespace, pool: object) -> int:
+    from instep.pool.commands import run_command
+    from instep.pool.local_runs import LocalRuns
+    from instep.pool.pool_file import PoolFolder
+
+    assert isinstance(pool, PoolFolder)
+    job = pool.state().jobs.get(args.job)
+    if job is None or not job.command:
+        raise RunError(f"the pool has no command {args.job!r}.")
+    return run_command(job, LocalRuns(pool.jobs, pool.runs).ending(job))
+
+
 _ACTIONS = {
     "start": _start,
     "status": lambda args, _: list_jobs(args),
     "stop": _stop,
     "serve": _serve,
+    "command": _command,
 }

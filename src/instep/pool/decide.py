@@ -10,13 +10,16 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
+from instep.pool.flows import again, settle
 from instep.pool.jobs import (
     ENDED,
     RUNNING,
     STOPPING,
     WAITING,
+    AgainAsked,
     CancelAsked,
     ClientEnded,
+    FlowSubmitted,
     JobSubmitted,
     PoolEvent,
     PoolJob,
@@ -43,9 +46,15 @@ def decide(state: PoolState, event: PoolEvent, now: float) -> PoolState:
         if event.job.id in state.jobs or event.job.key in known:
             return state
         state = _with(state, event.job)
+    elif isinstance(event, FlowSubmitted):
+        if any(job.id in state.jobs for job in event.jobs):
+            return state
+        state = replace(state, jobs={**state.jobs, **{job.id: job for job in event.jobs}})
+    elif isinstance(event, AgainAsked):
+        state = again(state, event.ids)
     elif not (hasattr(event, "id") and event.id not in state.jobs):
         state = _after(state, event, now)
-    return replan(state, now)
+    return replan(settle(state, now), now)
 
 
 def _after(state: PoolState, event: PoolEvent, now: float) -> PoolState:
@@ -117,7 +126,8 @@ def _ended(job: PoolJob, event: ClientEnded, now: float) -> PoolJob:
     if not outcome and in_vain >= MOST_IN_VAIN:
         outcome = "failed"
     if outcome:
-        return replace(job, status=ENDED, outcome=outcome, why=event.why, ended=now)
+        results, why = event.results, event.why
+        return replace(job, status=ENDED, outcome=outcome, why=why, ended=now, results=results)
     return replace(job, status=WAITING)
 
 

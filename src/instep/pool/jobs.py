@@ -6,6 +6,9 @@ from collections.abc import Mapping
 
 import msgspec
 
+RUN, COMMAND = "run", "command"
+"""Kinds of jobs."""
+
 WAITING, RUNNING, STOPPING, ENDED = "waiting", "running", "stopping", "ended"
 
 
@@ -28,6 +31,25 @@ class ShareLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Most at once."""
 
 
+class ResultTest(msgspec.Struct, frozen=True):
+    """A figure of a job's result, compared with a number."""
+
+    job: str
+    figure: str
+    """Its name, such as `metrics.accuracy`."""
+    sign: str
+    value: float
+
+
+class FlowNeeds(msgspec.Struct, frozen=True):
+    """The jobs that a job of a flow comes after, and what it needs of them."""
+
+    jobs: tuple[str, ...]
+    outcome: str
+    """One of those in `flows.py`."""
+    tests: tuple[ResultTest, ...] = ()
+
+
 class PoolJob(msgspec.Struct, frozen=True, kw_only=True):
     """One job of a pool."""
 
@@ -43,6 +65,16 @@ class PoolJob(msgspec.Struct, frozen=True, kw_only=True):
     submitted: float = 0.0
     """Unix seconds, as all times here."""
     key: str = ""
+    kind: str = RUN
+    command: tuple[str, ...] = ()
+    """Words of a command."""
+    folder: str = ""
+    """In which a command runs."""
+    flow: str = ""
+    """The flow that it is part of."""
+    needs: FlowNeeds | None = None
+    attempt: int = 1
+    """Counts how often somebody has asked for it to run."""
     status: str = WAITING
     target: int = 0
     """Workers that it is to have."""
@@ -63,6 +95,13 @@ class PoolJob(msgspec.Struct, frozen=True, kw_only=True):
     outcome: str = ""
     why: str = ""
     ended: float | None = None
+    results: Mapping[str, float] = {}
+    """Figures of a job of a flow, once it has ended."""
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether it has ended as it should: by its length or by a rule of its own."""
+        return self.outcome in ("completed", "stopped")
 
     @property
     def open(self) -> bool:
@@ -99,6 +138,19 @@ class JobSubmitted(msgspec.Struct, frozen=True, tag=True):
     job: PoolJob
 
 
+class FlowSubmitted(msgspec.Struct, frozen=True, tag=True):
+    """Somebody wants the jobs of a flow to run, each once its needs are met."""
+
+    flow: str
+    jobs: tuple[PoolJob, ...]
+
+
+class AgainAsked(msgspec.Struct, frozen=True, tag=True):
+    """Somebody wants jobs that have ended without success to run once more."""
+
+    ids: tuple[str, ...]
+
+
 class CancelAsked(msgspec.Struct, frozen=True, tag=True):
     """Somebody wants a job to stop for good."""
 
@@ -131,10 +183,20 @@ class ClientEnded(msgspec.Struct, frozen=True, tag=True):
     """The outcome of the run; empty if it is not over."""
     why: str = ""
     step: int = 0
+    results: Mapping[str, float] = {}
 
 
 class TimePassed(msgspec.Struct, frozen=True, tag=True):
     """Nothing happened: use is counted, and what was put off is looked at again."""
 
 
-PoolEvent = JobSubmitted | CancelAsked | RunSeen | ResizeRefused | ClientEnded | TimePassed
+PoolEvent = (
+    JobSubmitted
+    | FlowSubmitted
+    | AgainAsked
+    | CancelAsked
+    | RunSeen
+    | ResizeRefused
+    | ClientEnded
+    | TimePassed
+)

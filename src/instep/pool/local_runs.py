@@ -5,6 +5,7 @@ Way in: `LocalRuns`, which is the `Hands` of a scheduler.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -16,8 +17,10 @@ from instep.checksums import table_of
 from instep.client.running import scale
 from instep.errors import InstepError, RunError, SpecError
 from instep.events import LEDGER, read_records
-from instep.plain_file import plain
-from instep.pool.jobs import PoolJob
+from instep.plain_file import plain, read_plain
+from instep.pool.commands import ending_of
+from instep.pool.flow_file import METRICS, OF_A_RUN
+from instep.pool.jobs import COMMAND, PoolJob
 from instep.pool.policy import speed
 from instep.pool.scheduler import LATER, REFUSED, SCALED, JobSight
 from instep.store.run_folder import RunFolder
@@ -130,6 +133,8 @@ class LocalRuns:
     def look(self, job: PoolJob) -> JobSight:
         """See what there is of a job's run."""
         run, lives = self._runs / job.id, detached.lives(self._lock(job))
+        if job.kind == COMMAND:
+            return self._look_at_command(job, lives)
         events = self._events.setdefault(job.id, RunEvents(run))
         pace = self._paces.setdefault(job.id, RunPace())
         if lives:
@@ -140,6 +145,8 @@ class LocalRuns:
         del self._events[job.id], self._paces[job.id]
         if not (run / "job.toml").is_file():
             return JobSight(False, why=self._last_words(job))
+        if job.attempt > 1 and not detached.has_begun(self._lock(job)):
+            return JobSight(False)  # how it ended before is not how it ends
         outcome, why, step = "", "", 0
         with suppress(RunError):
             found = RunFolder(run)
@@ -148,7 +155,21 @@ class LocalRuns:
                 outcome = ""
             if outcome == "failed":
                 why = self._last_words(job)
-        return JobSight(False, step=step, outcome=outcome, why=why)
+        results = _figures(run) if job.flow and outcome else {}
+        return JobSight(False, step=step, outcome=outcome, why=why, results=results)
+
+    def _look_at_command(self, job: PoolJob, lives: bool) -> JobSight:
+        if lives or not detached.has_begun(self._lock(job)):
+            return JobSight(lives, workers=int(lives))
+        ending = ending_of(self.ending(job))
+        if ending is not None:
+            outcome = "failed" if ending.code else "completed"
+            why = ending.text if ending.code else ""
+            return JobSight(False, outcome=outcome, why=why, results={"seconds": ending.seconds})
+        if job.cancelled:
+            return JobSight(False)
+        why = "it was killed, and may have done a part. To run it once more: --again"
+        return JobSight(False, outcome="failed", why=why)
 
     def start(self, job: PoolJob) -> None:
         """Start the client of a job, unless one lives."""
@@ -158,11 +179,15 @@ class LocalRuns:
         if (run / "job.toml").is_file():
             words = ["resume", str(run)]
         words += ["--workers", str(job.target), "--json"]
+        if job.kind == COMMAND:
+            words = ["pool", "--pool", str(self._jobs.parent), "command", job.id]
         with suppress(OSError):  # it is tried again
             self._start(words, self._lock(job), self._log(job))
 
     def scale(self, job: PoolJob) -> str:
         """Ask a run for `job.target` workers."""
+        if job.kind == COMMAND:
+            return SCALED  # it has the one that it can have
         try:
             scale(self._runs / job.id, job.target)
         except SpecError:  # one that is not ready, or about to end, refuses too
@@ -182,11 +207,30 @@ class LocalRuns:
         if events is None or not events.stop_requested:
             detached.interrupt_it(lock)
 
+    def ending(self, job: PoolJob) -> Path:
+        """The file in which a command's process writes how it has ended."""
+        return self._jobs / f"{_of_attempt(job)}.ended"
+
     def _lock(self, job: PoolJob) -> Path:
-        return self._jobs / f"{job.id}.lock"
+        return self._jobs / f"{_of_attempt(job)}.lock"
 
     def _log(self, job: PoolJob) -> Path:
         return self._jobs / f"{job.id}.log"
 
     def _last_words(self, job: PoolJob) -> str:
         return detached.last_words(self._log(job))
+
+
+def _of_attempt(job: PoolJob) -> str:
+    return job.id if job.attempt == 1 else f"{job.id}.{job.attempt}"
+
+
+def _figures(run: Path) -> dict[str, float]:
+    """Numbers of a run that is over, from its summary."""
+    found: dict[str, float] = {}
+    with suppress(OSError, ValueError, AttributeError):
+        summary = json.loads(read_plain(run / "summary.json"))
+        named = {METRICS + name: value for name, value in summary["metrics"].items()}
+        named |= {name: summary.get(name) for name in OF_A_RUN}
+        found = {n: float(v) for n, v in named.items() if isinstance(v, int | float)}
+    return found

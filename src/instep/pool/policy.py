@@ -6,7 +6,7 @@
 2. What is left goes, share by share in the same way, to the job with the largest gain in speed for
    a worker, divided by the square root of its remaining time.
 3. So a job that waits takes workers from whoever is above its share, which shrinks. A job is parked
-   only if nothing is left to shrink.
+   only if nothing is left to shrink, and a command never.
 
 Way in: `plan`.
 """
@@ -18,7 +18,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from instep.pool.jobs import RUNNING, PoolJob, PoolState
+from instep.pool.flows import verdict
+from instep.pool.jobs import COMMAND, RUNNING, WAITING, PoolJob, PoolState
 
 USED_S = 300.0
 """Differences in use of less, in core seconds for a weight of 1, park nobody."""
@@ -47,13 +48,19 @@ class WorkerPlan(NamedTuple):
 def plan(state: PoolState, now: float, *, explain: bool = True) -> WorkerPlan:
     """The workers of each open job; why others wait is left out where nobody asks."""
     jobs = [job for job in state.jobs.values() if job.open]
+    behind = {
+        job.id: verdict(job, state.jobs)[1]
+        for job in jobs
+        if job.needs is not None and job.status == WAITING
+    }
+    jobs = [job for job in jobs if not behind.get(job.id)]
     found = dict.fromkeys((job.id for job in jobs), 0)
     totals = dict.fromkeys((job.share for job in jobs), 0)
     reasons, free, left = _least(state, jobs, found, totals, now)
     for job in left if explain else ():
         reasons[job.id] = _refusal(state, job, job.at_least, totals[job.share], free=0)
     _grow(state, [job for job in jobs if found[job.id] and not job.fixed], found, totals, free)
-    return WorkerPlan(found, reasons)
+    return WorkerPlan(found, reasons | {name: why for name, why in behind.items() if why})
 
 
 def _least(
@@ -70,7 +77,12 @@ def _least(
     """
     reasons: dict[str, str] = {}
     free = state.cores
-    queues = _queues(jobs, now)
+    for job in jobs:
+        if job.kind == COMMAND and job.status == RUNNING:  # it would begin anew
+            found[job.id] = job.target
+            totals[job.share] += job.target
+            free -= job.target
+    queues = _queues((job for job in jobs if not found[job.id]), now)
     while free and (share := _next_share(state, totals, queues)):
         job = queues[share].pop()
         least = job.target if job.fixed and job.status == RUNNING else job.at_least

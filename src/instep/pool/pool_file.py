@@ -11,7 +11,7 @@ import msgspec
 from instep import detached
 from instep.errors import RunError, SpecError, file_beside
 from instep.plain_file import read_plain, replace_plain
-from instep.pool.jobs import PoolSpec, PoolState
+from instep.pool.jobs import FlowSubmitted, JobSubmitted, PoolSpec, PoolState
 from instep.pool.pool_journal import PoolJournal
 from instep.pool.requests import pending
 
@@ -108,8 +108,11 @@ class PoolFolder:
                 journal.close()
         jobs = dict(state.jobs)
         for _, request in pending(self.folder):
-            if not hasattr(request, "id"):
+            if isinstance(request, JobSubmitted):
                 jobs.setdefault(request.job.id, request.job)
+            elif isinstance(request, FlowSubmitted):
+                for job in request.jobs:
+                    jobs.setdefault(job.id, job)
         return msgspec.structs.replace(state, jobs=jobs)
 
     @property

@@ -14,11 +14,11 @@ import msgspec
 
 from instep.errors import RunError
 from instep.plain_file import PRIVATE, read_plain, replace_plain
-from instep.pool.jobs import CancelAsked, JobSubmitted
+from instep.pool.jobs import AgainAsked, CancelAsked, FlowSubmitted, JobSubmitted
 
 FOLDER = "inbox"
 
-Request = JobSubmitted | CancelAsked
+Request = JobSubmitted | FlowSubmitted | AgainAsked | CancelAsked
 
 
 def ask(pool: Path, request: Request) -> None:
@@ -28,8 +28,7 @@ def ask(pool: Path, request: Request) -> None:
         RunError: the folder cannot be written.
     """
     folder = pool / FOLDER
-    name = request.job.id if isinstance(request, JobSubmitted) else f"{request.id}-cancel"
-    path = folder / f"{time.time_ns():020d}-{name}.json"
+    path = folder / f"{time.time_ns():020d}-{_name(request)}.json"
     try:
         folder.mkdir(exist_ok=True)
         replace_plain(path, msgspec.json.encode(request), PRIVATE, durable=True)
@@ -37,6 +36,18 @@ def ask(pool: Path, request: Request) -> None:
         raise RunError(
             f"{path} cannot be written: {error.strerror}. Make room, or get access to it."
         ) from None
+
+
+def _name(request: Request) -> str:
+    match request:
+        case JobSubmitted():
+            return request.job.id
+        case FlowSubmitted():
+            return request.flow
+        case AgainAsked():
+            return f"{request.ids[0]}-again"
+        case CancelAsked():
+            return f"{request.id}-cancel"
 
 
 def pending(pool: Path) -> Iterator[tuple[Path, Request]]:

@@ -8,7 +8,7 @@ client has its file locked from its first moment. Way in: `PoolScheduler.turn`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from instep.pool.decide import decide
@@ -48,6 +48,8 @@ class JobSight(NamedTuple):
     outcome: str = ""
     """Once the run is over, else empty."""
     why: str = ""
+    results: Mapping[str, float] = {}
+    """Figures of a job of a flow that is over."""
 
 
 class Hands(Protocol):
@@ -119,7 +121,8 @@ class PoolScheduler:
         elif sight.outcome or job.status == STOPPING or job.id in self._known:
             self._known.discard(job.id)
             self._asked.pop(job.id, None)
-            self.take(ClientEnded(job.id, sight.outcome, sight.why, sight.step), now)
+            ended = ClientEnded(job.id, sight.outcome, sight.why, sight.step, sight.results)
+            self.take(ended, now)
         # else another scheduler was to start it, and this one does
 
     def _do(self, job: PoolJob, now: float) -> None:

@@ -53,12 +53,11 @@ def submit(
     Raises:
         SpecError: the job is wrong, or can never run here.
     """
-    job = _settled(spec_file.load(path, overrides))
+    job = settled(spec_file.load(path, overrides))
     check_job(job)
     share = share or getpass.getuser()
-    least, most = _bounds(pool, job, at_least, at_most, share)
-    if key and not _KEY.fullmatch(key):
-        raise SpecError(f"--key {key!r}: letters, digits, '.', '_' and '-' only.")
+    least, most = bounds_of(pool, job, at_least, at_most, share)
+    check_key(key)
     name, new = _written(pool, job, key)
     if new or name not in pool.state().jobs:  # one that was killed in between has left a file
         wanted = PoolJob(
@@ -89,7 +88,17 @@ def cancel(pool: PoolFolder, job: str) -> None:
     ask(pool.folder, CancelAsked(job))
 
 
-def _bounds(
+def check_key(key: str) -> None:
+    """Refuse a key that cannot be part of a file's name.
+
+    Raises:
+        SpecError: it says what a key can have.
+    """
+    if key and not _KEY.fullmatch(key):
+        raise SpecError(f"--key {key!r}: letters, digits, '.', '_' and '-' only.")
+
+
+def bounds_of(
     pool: PoolFolder, job: JobSpec, at_least: int | None, at_most: int | None, share: str
 ) -> tuple[int, int]:
     """The least and the most workers of a job.
@@ -117,7 +126,7 @@ def _bounds(
     return least, most
 
 
-def _settled(job: JobSpec) -> JobSpec:
+def settled(job: JobSpec) -> JobSpec:
     """The job as a pool runs it: on this machine, a thread for each worker."""
     if job.launch.launcher != "local":
         raise SpecError(

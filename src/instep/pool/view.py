@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from instep.pool.jobs import ENDED, RUNNING, STOPPING, PoolJob, PoolState
+from instep.pool.flows import AFTER_END, FAILED, verdict
+from instep.pool.jobs import ENDED, RUNNING, STOPPING, FlowNeeds, PoolJob, PoolState
 from instep.pool.policy import plan, speed, start_in_s
 from instep.units import readable_count, readable_seconds
 
@@ -83,10 +84,18 @@ def explanation(state: PoolState, job: PoolJob, now: float | None = None) -> lis
             lines.append(f"waits   {why}")
         else:
             lines.append(f"waits   {why}")
+            if job.needs is not None and verdict(job, state.jobs)[1]:
+                return [*lines, f"starts  {_after_needs(job.needs)}"]
             soon = start_in_s(state, job)
             when = "not known yet" if soon is None else f"in about {readable_seconds(soon)}"
             lines.append(f"starts  {when}")
     return lines
+
+
+def _after_needs(needs: FlowNeeds) -> str:
+    tests = [f"{t.figure} of {t.job} {t.sign} {t.value:g}" for t in needs.tests]
+    words = {FAILED: "one of them has not completed", AFTER_END: "they have ended"}
+    return " and ".join([f"once {words.get(needs.outcome, 'they have completed')}", *tests])
 
 
 def as_tables(state: PoolState) -> list[dict[str, Any]]:

@@ -1,0 +1,213 @@
+"""A flow is refused if it can never be right, ends with its cause, runs again where it failed."""
+
+import pytest
+
+from instep.errors import RunError, SpecError
+from instep.pool.decide import decide
+from instep.pool.flow_file import flow_of, is_flow
+from instep.pool.flow_submit import run_again, submit_flow
+from instep.pool.jobs import (
+    AgainAsked,
+    CancelAsked,
+    ClientEnded,
+    FlowNeeds,
+    FlowSubmitted,
+    PoolJob,
+    PoolSpec,
+    PoolState,
+    ResultTest,
+)
+from instep.pool.pool_file import PoolFolder
+from instep.pool.pool_journal import PoolJournal
+from instep.pool.requests import pending
+from instep.pool.view import explanation, job_lines
+
+
+def job(name, after=(), outcome="completed", tests=(), **more):
+    needs = FlowNeeds(tuple(after), outcome, tuple(tests)) if after else None
+    return PoolJob(id=name, share="a", at_least=1, at_most=1, flow="f", needs=needs, **more)
+
+
+def flow(*jobs, cores=4):
+    return decide(PoolState(cores=cores), FlowSubmitted("f", jobs), 1.0)
+
+
+def status(state):
+    return {each.id: each.outcome or each.status for each in state.jobs.values()}
+
+
+GOOD = ResultTest("train", "metrics.accuracy", ">=", 0.95)
+
+
+def test_a_job_runs_once_those_before_it_have_completed_and_what_it_needs_of_them_is_there():
+    state = flow(job("prepare"), job("train", ["prepare"]), job("deploy", ["train"], tests=[GOOD]))
+    assert status(state) == {"prepare": "running", "train": "waiting", "deploy": "waiting"}
+    assert "prepare" in explanation(state, state.jobs["train"], 2.0)[1]
+    state = decide(state, ClientEnded("prepare", "completed"), 2.0)
+    assert status(state)["train"] == "running"
+    good = decide(state, ClientEnded("train", "completed", results={"metrics.accuracy": 0.96}), 3.0)
+    assert status(good)["deploy"] == "running"
+    bad = decide(state, ClientEnded("train", "completed", results={"metrics.accuracy": 0.94}), 3.0)
+    assert (bad.jobs["deploy"].outcome, bad.jobs["deploy"].why) == (
+        "skipped",
+        "metrics.accuracy of train is 0.94, not >= 0.95",
+    )
+
+
+def test_what_can_never_be_met_ends_at_once_with_its_cause_and_what_follows_it_too():
+    state = flow(
+        job("a"),
+        job("slow"),
+        job("b", ["a", "slow"]),
+        job("c", ["b"]),
+        job("mourn", ["a", "b"], "failed"),
+        job("sweep", ["a", "c"], "ended"),
+        job("cheer", ["slow"], "failed"),
+    )
+    state = decide(state, ClientEnded("a", "failed"), 2.0)
+    told = status(state)
+    assert (told["b"], told["c"], told["mourn"], told["sweep"]) == (
+        "skipped",
+        "skipped",
+        "running",
+        "running",
+    )
+    assert (state.jobs["b"].why, state.jobs["c"].why) == ("a is failed", "b is skipped")
+    state = decide(state, ClientEnded("slow", "completed"), 3.0)
+    assert (status(state)["cheer"], state.jobs["cheer"].why) == (
+        "skipped",
+        "nothing before it has failed",
+    )
+    cancelled = decide(flow(job("a"), job("b", ["a"])), CancelAsked("b"), 2.0)
+    assert status(cancelled)["b"] == "cancelled"
+
+
+def test_again_runs_what_has_not_completed_and_nothing_else():
+    state = flow(job("a"), job("b", ["a"]), job("c", ["b"]))
+    state = decide(state, ClientEnded("a", "completed"), 2.0)
+    state = decide(state, ClientEnded("b", "failed", "no room"), 3.0)
+    state = decide(state, AgainAsked(("a", "b", "c")), 4.0)
+    assert status(state) == {"a": "completed", "b": "running", "c": "waiting"}
+    assert [state.jobs[name].attempt for name in "abc"] == [1, 2, 2]
+    state = decide(state, ClientEnded("b", "completed"), 5.0)
+    state = decide(state, ClientEnded("c", "completed"), 6.0)
+    assert {*status(state).values()} == {"completed"}
+
+
+def test_a_command_that_runs_keeps_its_core_whoever_comes():
+    state = flow(job("command", kind="command", fixed=True), cores=1)
+    urgent = PoolJob(id="urgent", share="a", at_least=1, at_most=1, priority=9)
+    state = decide(state, FlowSubmitted("g", (urgent,)), 2.0)
+    assert status(state) == {"command": "running", "urgent": "waiting"}
+
+
+WRONG = {
+    "no.toml": ("", "has no job"),
+    "circle": (
+        '[job.a]\ncommand = ["x"]\nafter = ["b"]\n[job.b]\ncommand = ["x"]\nafter = ["a"]',
+        "circle: . after . after .",
+    ),
+    "unknown": ('[job.a]\ncommand = ["x"]\n[job.b]\ncommand = ["x"]\nafter = ["aa"]', "mean 'a'"),
+    "both": ('[job.a]\ncommand = ["x"]\nfile = "y.toml"', "one of them"),
+    "when": ('[job.a]\ncommand = ["x"]\n[job.b]\ncommand=["x"]\nafter=["a"]\nwhen="a"', "such as"),
+    "not after": (
+        '[job.a]\ncommand = ["x"]\n[job.c]\ncommand = ["x"]\n'
+        '[job.b]\ncommand=["x"]\nafter=["a"]\nwhen="c.seconds > 1"',
+        "not one of its `after`",
+    ),
+    "of a command": (
+        '[job.a]\ncommand = ["x"]\n[job.b]\ncommand=["x"]\nafter=["a"]\nwhen="a.metrics.x > 1"',
+        "a reports no 'metrics.x'",
+    ),
+    "key": ('[job.a]\ncommand = ["x"]\nbefore = ["b"]', "before"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_flow_that_can_never_be_right_is_refused(tmp_path, name):
+    text, wanted = WRONG[name]
+    path = tmp_path / "flow.toml"
+    path.write_text(text or "[job]\n")
+    assert is_flow(path)
+    with pytest.raises(SpecError, match=wanted):
+        flow_of(path)
+
+
+RECIPE = """
+import instep, torch
+from torch import nn
+
+def recipe():
+    data = torch.utils.data.TensorDataset(torch.randn(8, 3), torch.zeros(8).long())
+    return instep.Recipe(
+        model=nn.Linear(3, 2),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        train=data,
+        validate=data,
+        metrics={"accuracy": lambda outputs, targets: (outputs.argmax(1) == targets).mean()},
+    )
+"""
+
+FLOW = """
+[job.prepare]
+command = ["python", "prepare.py"]
+[job.train]
+file = "job.toml"
+set = ["train.epochs=2"]
+after = ["prepare"]
+[job.deploy]
+command = ["sh", "push.sh", "{train}"]
+after = ["train"]
+when = "train.metrics.accuracy >= 0.95 and train.loss < 1"
+"""
+
+
+@pytest.fixture
+def pool(tmp_path):
+    found = PoolFolder(tmp_path / "pool")
+    found.make(PoolSpec(cores=2))
+    (tmp_path / "recipe.py").write_text(RECIPE)
+    (tmp_path / "job.toml").write_text('recipe = "recipe.py:recipe"\n[train]\nglobal_batch = 8\n')
+    (tmp_path / "nightly.toml").write_text(FLOW)
+    return found
+
+
+def test_a_flow_comes_in_one_request_and_a_metric_that_nobody_reports_in_none(tmp_path, pool):
+    path = tmp_path / "nightly.toml"
+    sent = submit_flow(pool, path, key="17")
+    assert sent.name == "nightly-17"
+    ((_, request),) = pending(pool.folder)
+    prepare, train, deploy = request.jobs
+    assert (prepare.kind, train.kind, deploy.kind) == ("command", "run", "command")
+    assert deploy.command[2] == str(pool.runs / "nightly-17-train")
+    assert [test.value for test in deploy.needs.tests] == [0.95, 1.0]
+    assert "epochs = 2" in (pool.jobs / "nightly-17-train.toml").read_text()
+    assert submit_flow(pool, path, key="17") == sent._replace(new=False)
+    assert len([*pending(pool.folder)]) == 1
+    assert submit_flow(pool, path).name == "nightly"
+    assert submit_flow(pool, path).name == "nightly-2"
+    path.write_text(FLOW.replace("accuracy", "acuracy"))
+    with pytest.raises(SpecError, match=r"of train reports 'acuracy'\. Did you mean 'accuracy'"):
+        submit_flow(pool, path)
+    assert len([*pending(pool.folder)]) == 3
+    assert [line.split()[0] for line in job_lines(pool.state(), 1.0)][1:4] == [*sent.jobs]
+
+
+def test_again_needs_a_flow_that_has_failed_and_the_same_jobs(tmp_path, pool):
+    path = tmp_path / "nightly.toml"
+    with pytest.raises(RunError, match="no flow 'nightly' yet"):
+        run_again(pool, path)
+    sent = submit_flow(pool, path)
+    journal, state = PoolJournal(pool.folder, write=True), pool.empty
+    ((file, request),) = pending(pool.folder)
+    for event in (request, ClientEnded("nightly-prepare", "failed")):
+        before, state = state, decide(state, event, 1.0)
+        journal.write(event, before, state)
+    file.unlink()
+    assert pool.state() == state
+    assert run_again(pool, path).jobs == sent.jobs
+    (tmp_path / "job.toml").write_text('recipe = "recipe.py:recipe"\n[train]\nglobal_batch = 16\n')
+    with pytest.raises(SpecError, match="train is another job now"):
+        run_again(pool, path)
+    journal.close()
