@@ -93,23 +93,28 @@ def compare_options(parser: Parser) -> None:
 
 def audit(args: argparse.Namespace) -> int:
     """Check in a run's ledger that every sample was used exactly once in every epoch."""
-    from instep.report.figures.proof import prove
+    from instep.report.figures.proof import prove, prove_private
     from instep.store.run_folder import RunFolder
 
     run = RunFolder(Path(args.run))
-    proof, contents = prove(run), None
+    proof, contents, private = prove(run), None, None
+    if args.privacy:
+        private = prove_private(run)
     if args.content is not None:
         from instep.lab.contents import compare
 
         contents = compare(run, _how_many(args.content))
     if args.json:
         more = {"content": contents.as_table()} if contents else {}
+        more |= {"privacy": private.as_table()} if private else {}
         print(json.dumps({**proof.as_table(), **more}))
     else:
         *lines, next_ = proof.lines()
-        for line in [*lines, *(contents.lines() if contents else []), next_]:
+        for beside in (contents, private):
+            lines += beside.lines() if beside else []
+        for line in [*lines, next_]:
             say(line)
-    for each in (proof, contents):
+    for each in (proof, contents, private):
         if each is not None and not each.exact:
             raise RunError(each.fault)
     return 0
@@ -127,6 +132,8 @@ def audit_options(parser: Parser) -> None:
         help="also compare samples as training got them with a plain read of the dataset: N of "
         "the recorded ones, or all",
     )
+    text = "also compare the records of a private run with its secret, and compute epsilon anew"
+    add("--privacy", action="store_true", help=text)
 
 
 def _how_many(given: str) -> int | None:

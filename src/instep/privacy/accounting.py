@@ -56,6 +56,7 @@ class Bounds(NamedTuple):
     lower: float
 
 
+@lru_cache(maxsize=64)
 def bounds(plan: SampledSteps, noise: float, delta: float) -> Bounds:
     """Epsilon of a run.
 

@@ -19,8 +19,11 @@ from numpy.typing import NDArray
 
 from instep.data.batches import Batches
 from instep.data.participants import OwnRounds
+from instep.errors import RunError
 from instep.events import LEDGER, LEDGER_START
+from instep.privacy.proof import PrivacyProof, prove_privacy
 from instep.store.audit import Audit, EpochAudit, Stretch
+from instep.store.folder import id_of
 from instep.store.run_files import Records
 from instep.store.run_folder import RunFolder
 from instep.units import readable_count
@@ -288,3 +291,20 @@ def _place(fault: Stretch) -> str:
     if fault.stop - fault.first == 1:
         return f"position {fault.first} ({what})"
     return f"positions {fault.first} to {fault.stop - 1} ({what})"
+
+
+def prove_private(run: RunFolder) -> PrivacyProof:
+    """Compare the records of a private run with its secret; writes nothing.
+
+    Raises:
+        RunError: it is not a private run, or began with a version that wrote no figures.
+        SpecError: the secret is not on this machine.
+    """
+    spec = run.spec.privacy
+    if not spec.on or not spec.accounted:
+        raise RunError(
+            f"{run.path} is not a private run: its job has no [privacy], or epsilon was not "
+            "computed when it began. Leave --privacy out."
+        )
+    batch, last = run.spec.train.global_batch, run.last_step
+    return prove_privacy(run.path, id_of(run.path), spec, batch, run.committed, last)

@@ -73,6 +73,8 @@ class PrivateRun:
             )
         self._noise = spec.noise or 1.0  # a rehearsal has none
         self._secret = secret_files.load(run_id) if run_id else secret_files.new_secret()
+        if run_id and member.number == 0:
+            Releases(member.run).begin(self._secret)
         batch = self._job.train.global_batch
         self.sampling = SAMPLINGS[spec.sampling](samples, batch, self._secret)
         self._grid: Grid
