@@ -46,6 +46,9 @@ EVENTS = {
     "is with each participant; empty if they are not known, or too many)",
     "parts_placed": "sizes (samples of each part), held (of each worker by number, how many "
     "samples of each part lie on its host)",
+    "stream_divided": "parts, window (samples of a part that are mixed; 0: none), sizes (samples "
+    "of each part in an epoch; empty if it begins again for ever), has_state (whether the dataset "
+    "says where it is)",
     "samples_given": "worker, step, samples, bytes (that other workers have got from it so far)",
     "data_split": "split, samples (of the dataset), train and validation (samples of each side), "
     "fold and folds (0 and 0 without), digests (of which samples are on each side), looked_at "
@@ -105,6 +108,7 @@ _NEEDED = {
     "dataset_known": ("dataset", "samples", "contents", "differed"),
     "data_divided": ("sizes", "digest"),
     "parts_placed": ("sizes", "held"),
+    "stream_divided": ("parts", "window", "sizes", "has_state"),
     "samples_given": ("worker", "step", "samples", "bytes"),
     "data_balanced": ("balance", "names", "before", "planned", "class_weights"),
     "data_lengths": ("window", "steps", "mean", "padding", "digest"),

@@ -284,13 +284,25 @@ def lengths_in_words(event: Mapping[str, Any]) -> str:
     )
 
 
+def stream_in_words(event: Mapping[str, Any]) -> str:
+    """`4 parts, mixed within 4,096 samples of each; it says where it is`, from `stream_divided`."""
+    window, parts = event["window"], plural(event["parts"], "part")
+    mixed = f"mixed within {plural(window, 'sample')} of each" if window else "not mixed"
+    where = "it says where it is" if event["has_state"] else "without a state of its own"
+    return f"{parts}, {mixed}; {where}"
+
+
 def data_facts(
-    split: Mapping[str, Any], balanced: Mapping[str, Any], lengths: Mapping[str, Any]
+    split: Mapping[str, Any],
+    balanced: Mapping[str, Any],
+    lengths: Mapping[str, Any],
+    stream: Mapping[str, Any],
 ) -> dict[str, str]:
     """Facts on the data of a run, from its events if there are any."""
     facts = {"split": split_in_words(split)} if split else {}
     facts |= {"balance": balance_in_words(balanced)} if balanced else {}
-    return facts | ({"lengths": lengths_in_words(lengths)} if lengths else {})
+    facts |= {"lengths": lengths_in_words(lengths)} if lengths else {}
+    return facts | ({"stream": stream_in_words(stream)} if stream else {})
 
 
 def command(name: str, run: Path, *more: str) -> str:

@@ -20,12 +20,14 @@ from instep.data.parts.cut import parts_order
 from instep.data.reading.choose import COUNTED, FINGERPRINT, OF_CONTENTS, Handler, choose
 from instep.data.reading.fetch import Augment, Collate, Fetch, Slice, length_of
 from instep.data.reading.readers import Ahead, Inline, Reader
+from instep.data.reading.streams.stream import Stream
 from instep.data.reading.template import Say
 from instep.data.samples.contents import Record, Selection
 from instep.data.samples.fingerprint import Fingerprint
 from instep.data.samples.unreadable import Read, Skipped
 from instep.data.shard_sizes import shards_or_blocks
 from instep.data.torch_loader import LoaderParts
+from instep.data.turns import Turns
 from instep.data.weighted import HowSampled
 from instep.data.windowed import Windowed
 from instep.job.spec import JobSpec
@@ -156,7 +158,9 @@ class Loader:
         """
         train = name == "training"
         how = HowSampled.of(order)
-        if train and how.order is None and job.data.order == "windowed":
+        if isinstance(parts.dataset, Stream):
+            how = how._replace(order=Turns.of_job(job, parts.dataset.plan))
+        elif train and how.order is None and job.data.order == "windowed":
             samples, lanes = length_of(parts.dataset), job.per_commit.micro_batches
             if job.data.parts:
                 how = how._replace(order=parts_order(job, parts.dataset))
@@ -195,11 +199,11 @@ class Loader:
 
     def fingerprint(self) -> Fingerprint:
         """What the dataset is recognised by; read where samples are read."""
-        return Fingerprint.from_plain(self._ask(FINGERPRINT))
+        return Fingerprint.from_plain(self.ask(FINGERPRINT))
 
     def counted(self) -> str:
         """Find what each reading of the same sample changes in Python: its name, or empty."""
-        return str(self._ask(COUNTED))
+        return str(self.ask(COUNTED))
 
     def contents(
         self, most_s: float, clock: Callable[[], float] = time.perf_counter
@@ -208,11 +212,12 @@ class Loader:
         began, done, found = clock(), 0, list[tuple[int, int]]()
         while done < self.samples and (not done or clock() - began < most_s):
             stop = min(2 * done + _FIRST, done + _MOST, self.samples)
-            found += [(each[0], each[1]) for each in self._ask(Slice(OF_CONTENTS, done, stop))]
+            found += [(each[0], each[1]) for each in self.ask(Slice(OF_CONTENTS, done, stop))]
             done = stop
         return found
 
-    def _ask(self, part: Slice) -> Any:
+    def ask(self, part: Slice) -> Any:
+        """Answer what is asked in place of a slice, where samples are read."""
         pool = self._pool
         return pool.take(pool.submit(part)) if pool else Handler(self._fetch)(part)
 

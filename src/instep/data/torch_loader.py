@@ -12,10 +12,13 @@ from collections import UserDict
 from collections.abc import Callable, Iterator, Sized
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     Subset,
@@ -26,7 +29,9 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from instep.data.order import Indices
-from instep.words import listed
+from instep.data.reading.streams.stream import Stream, is_stream
+from instep.errors import RecipeError
+from instep.words import a_or_an, listed
 
 
 class Unused(NamedTuple):
@@ -99,6 +104,11 @@ class LoaderParts(NamedTuple):
         return None
 
     @property
+    def streams(self) -> bool:
+        """Whether it gives samples one after the other alone."""
+        return isinstance(self.dataset, Stream) or is_stream(self.dataset)
+
+    @property
     def info_dataset(self) -> Any:
         """What `get_worker_info().dataset` is in a loader process: what the user gave."""
         if self.whole is not None:
@@ -139,6 +149,7 @@ class LoaderParts(NamedTuple):
             return
         of = f"{name}'s DataLoader"
         sampler, batches = _sampler(self.loader), self.loader.batch_sampler
+        stream = isinstance(self.loader.dataset, IterableDataset)
         grouped = planned and self.grouped is not None
         if type(batches) is not BatchSampler and not grouped:
             yield Unused(
@@ -148,7 +159,7 @@ class LoaderParts(NamedTuple):
             )
         else:
             yield from _unused_size(of, batches, batch, tokens)
-        often = grouped or (planned and self.wishes is not None)
+        often = stream or grouped or (planned and self.wishes is not None)
         if not often and not self._every_sample_once(sampler):
             divides = type(sampler) is DistributedSampler  # only, between processes
             yield Unused(
@@ -251,7 +262,8 @@ def unpack_loader(given: Any) -> LoaderParts:
     """
     if not isinstance(given, DataLoader):
         return LoaderParts(given)
-    if given.batch_sampler is None and hasattr(given.dataset, "__getitem__"):
+    stream = isinstance(given.dataset, IterableDataset)
+    if given.batch_sampler is None and (stream or hasattr(given.dataset, "__getitem__")):
         raise ValueError(
             "has batch_size = None: its dataset gives whole batches, but the job needs single "
             "samples, from which it makes batches"
@@ -267,3 +279,47 @@ def unpack_loader(given: Any) -> LoaderParts:
         given.num_workers,
         given,
     )
+
+
+def check_dataset(name: str, dataset: Any) -> None:
+    """Refuse what is no dataset to train on, or to validate on.
+
+    Args:
+        name: of the recipe's field.
+        dataset: in it; a `DataLoader` has been taken apart.
+
+    Raises:
+        RecipeError: it is none.
+    """
+    if isinstance(dataset, tuple) and len(dataset) > 1 and _are_columns(dataset):
+        raise RecipeError(
+            f"Recipe.{name} is a tuple of {len(dataset)} tensors, each with {len(dataset[0])} "
+            "rows: make a dataset of samples of it, torch.utils.data.TensorDataset(inputs, target)."
+        )
+    if hasattr(dataset, "__next__"):
+        raise RecipeError(
+            f"Recipe.{name} is {a_or_an(dataset)}, which can be read once, by one process: make a "
+            "torch.utils.data.IterableDataset whose __iter__ begins anew each time."
+        )
+    if is_stream(dataset):
+        if name == "train":
+            return
+        raise RecipeError(
+            f"Recipe.{name} is {a_or_an(dataset)}, which has no length: a validation needs one. "
+            "Give list(dataset), or a map-style dataset."
+        )
+    if not hasattr(dataset, "__getitem__") or not isinstance(dataset, Sized):
+        raise RecipeError(
+            f"Recipe.{name} is {a_or_an(dataset)}, but a map-style dataset is wanted: "
+            "one with a length and dataset[i]."
+        )
+    if columns := columns_in(dataset):
+        raise RecipeError(f"Recipe.{name} is {a_or_an(dataset)} {columns}")
+    if len(dataset) == 0:
+        raise RecipeError(f"Recipe.{name} has length zero: there is nothing to learn from.")
+
+
+def _are_columns(given: tuple[Any, ...]) -> bool:
+    """Whether these are arrays with a row for each sample, as Keras and scikit-learn take them."""
+    arrays = all(isinstance(each, torch.Tensor | np.ndarray) and each.ndim for each in given)
+    return arrays and len({len(each) for each in given}) == 1

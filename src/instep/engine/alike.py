@@ -40,8 +40,9 @@ def check_shards(comm: Comm, device: torch.device, digest: int) -> None:
     """
     if not _as_on_first(comm, device, digest):
         raise RecipeError(
-            f"rank {comm.rank} has the training set in other shards than rank 0, so its windowed "
-            "order is another: shard_sizes must be the same in every process."
+            f"rank {comm.rank} has the training set in other shards or parts than rank 0, so its "
+            "order is another: shard_sizes, and the length of a stream, must be the same in every "
+            "process."
         )
 
 

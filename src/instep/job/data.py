@@ -19,14 +19,18 @@ class DataSpec(Section, frozen=True, kw_only=True):
 
     order: Literal["global", "windowed", "dataset"] = "global"
     """Order of samples in an epoch: `global`, another one each time, from the job's seed;
-    `windowed`, the same shard by shard, mixed within a `window`; `dataset`, as they stand there."""
+    `windowed`, the same shard by shard, mixed within a `window`; `dataset`, as they stand there. A
+    stream is always mixed within a window, unless this is `dataset`."""
 
     window: Positive = 16384
-    """Samples that the windowed order mixes with each other, or `train.tokens_per_batch` sorts."""
+    """Samples that the windowed order mixes with each other, or `train.tokens_per_batch` sorts. Of
+    a stream, they are in memory."""
 
     parts: Natural = 0
     """Parts that the shards are cut into, each of which lies on some of the hosts; 0: all have all.
-    A micro-batch, or participant, is of one and computed there. Needs `order = "windowed"`."""
+    A micro-batch, or participant, is of one and computed there. Needs `order = "windowed"`. Of a
+    stream (`IterableDataset`): the iterators it is divided into; 0: the `num_workers` of its
+    `DataLoader`, or 1."""
 
     unreadable: Literal["stop", "skip"] = "stop"
     """End the run at a sample that cannot be read in three attempts, or leave it out: `skip`."""

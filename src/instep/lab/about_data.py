@@ -26,6 +26,7 @@ from instep.recipe.source_file import load_function
 from instep.report.figures.dataset import DataPart, divergence
 from instep.report.figures.lengths import PartLengths, lengths_of
 from instep.worker.reading.data_split import SplitData, split_data
+from instep.worker.reading.streamed import with_stream
 from instep.worker.rounds.own_data import divide
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def about_data(job: JobSpec, sample: int | None = None) -> AboutData:
     """
     use_cache(job.data.cache, job.data.cache_gb)
     made = call(load_function(job.recipe, places=job.python_path), job.arguments, job.seed)
-    split = split_data(job, made)
+    split = split_data(job, with_stream(job, made))
     recipe = split.recipe
     samples, validated = len(recipe.train), len(recipe.validate or ())
     if sample is not None and not 0 <= sample < samples:

@@ -18,9 +18,11 @@ from instep.data.order import AnyOrder, Order
 from instep.data.parts.order import PartsOrder
 from instep.data.reading import generators
 from instep.data.reading.fetch import seed_for_sample
+from instep.data.reading.streams.stream import Stream
 from instep.data.samples.contents import Selection, content_of
 from instep.data.samples.unreadable import describe_error
 from instep.data.shards.urls.remote import use_cache
+from instep.data.turns import Turns
 from instep.data.windowed import Windowed
 from instep.errors import RunError
 from instep.events import CONTENTS, read_records
@@ -32,6 +34,7 @@ from instep.units import readable_count
 from instep.words import plural
 from instep.worker.reading.data_split import split_data
 from instep.worker.reading.planned_data import plan_data
+from instep.worker.reading.streamed import with_stream
 from instep.worker.rounds.own_data import divide
 
 _SHOWN = 5
@@ -189,6 +192,8 @@ def _order(run: RunFolder, samples: int) -> AnyOrder | None:
         order = plan_data(job, split_data(job, _recipe(run)).recipe).how.order
         if order is not None:
             return order
+    if isinstance(stream := _recipe(run).train, Stream):
+        return Turns.of_job(job, stream.plan)
     if job.data.order == "windowed":
         known = next(e for e in run.named("dataset_known") if e["dataset"] == "training")
         sizes, counts = np.array(known["shards"], np.int64).reshape(-1, 2).T
@@ -207,7 +212,7 @@ def _recipe(run: RunFolder) -> Any:
     job = run.spec
     use_cache(job.data.cache, job.data.cache_gb)
     made = call(load_function(job.recipe, places=job.python_path), job.arguments, job.seed)
-    return split_data(job, made).recipe
+    return split_data(job, with_stream(job, made, run.path)).recipe
 
 
 def _plainly(dataset: Any, seed: int, epoch: int, index: int) -> int:

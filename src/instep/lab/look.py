@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from instep.data.order import Order, key
+from instep.data.reading.streams.stream import Stream
 from instep.data.samples.contents import content_of
 from instep.report.figures.lengths import sizes_of
 
@@ -27,7 +28,12 @@ def look(dataset: Any, seed: int, most: int) -> FewSamples:
     """Read a keyed choice of samples; unreadable ones are reported when they are trained on."""
     found = FewSamples([], [], [])
     samples = len(dataset)
-    for index in Order(samples, key(seed, _OF_LOOK)).indices(0, 0, min(samples, most)).tolist():
+    if isinstance(dataset, Stream):
+        numbers = dataset.few(most)
+    else:
+        order = Order(samples, key(seed, _OF_LOOK))
+        numbers = order.indices(0, 0, min(samples, most)).tolist()
+    for index in numbers:
         with suppress(Exception):
             sample = dataset[index]
             if not found.first:

@@ -6,17 +6,16 @@ What these parts make, is checked in `build.py`. Way in: `Recipe`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instep.data.reading.batched import offers
-from instep.data.torch_loader import LoaderParts, columns_in, unpack_loader
+from instep.data.torch_loader import LoaderParts, check_dataset, unpack_loader
 from instep.errors import InstepError, RecipeError, caught, near_miss, raise_all
 from instep.recipe.callbacks import check_callbacks
 from instep.recipe.metrics import is_whole, no_metrics_without_targets
@@ -72,8 +71,8 @@ class Recipe:
     """The model, or a function that builds it."""
 
     train: Any
-    """Map-style dataset: `len(train)` samples, `train[i]` one of them, `(inputs, target)`; or a
-    `DataLoader` of one."""
+    """Map-style dataset: `len(train)` samples, `train[i]` one of them, `(inputs, target)`; or an
+    `IterableDataset`, which gives them one after the other; or a `DataLoader` of either."""
 
     optimizer: Callable[[Any], Optimizer | Sequence[Optimizer]] | None = None
     """From the parameters to an optimizer: `lambda p: torch.optim.AdamW(p, lr=1e-3)`. Or to a list
@@ -214,7 +213,7 @@ class Recipe:
             yield RecipeError(f"Recipe.{name} is a DataLoader that {error}.")
             return
         object.__setattr__(self, name, self.given[name].dataset)
-        yield from caught(lambda: _check_dataset(name, self.given[name].dataset))
+        yield from caught(lambda: check_dataset(name, self.given[name].dataset))
 
 
 def _of_names(given: Mapping[str, Any], parts: Collection[str]) -> Iterator[InstepError]:
@@ -324,27 +323,3 @@ def _of_metrics(metrics: Any) -> Iterator[InstepError]:
         yield RecipeError(
             "Recipe.metrics: the name 'loss' is taken by the loss itself. Choose another."
         )
-
-
-def _are_columns(given: tuple[Any, ...]) -> bool:
-    """Whether these are arrays with a row for each sample, as Keras and scikit-learn take them."""
-    arrays = all(isinstance(each, torch.Tensor | np.ndarray) and each.ndim for each in given)
-    return arrays and len({len(each) for each in given}) == 1
-
-
-def _check_dataset(name: str, dataset: Any) -> None:
-    if isinstance(dataset, tuple) and len(dataset) > 1 and _are_columns(dataset):
-        raise RecipeError(
-            f"Recipe.{name} is a tuple of {len(dataset)} tensors, each with {len(dataset[0])} "
-            "rows: make a dataset of samples of it, torch.utils.data.TensorDataset(inputs, target)."
-        )
-    iterable = isinstance(dataset, torch.utils.data.IterableDataset)
-    if iterable or not hasattr(dataset, "__getitem__") or not isinstance(dataset, Sized):
-        raise RecipeError(
-            f"Recipe.{name} is {a_or_an(dataset)}, but a map-style dataset is wanted: "
-            "one with a length and dataset[i]."
-        )
-    if columns := columns_in(dataset):
-        raise RecipeError(f"Recipe.{name} is {a_or_an(dataset)} {columns}")
-    if len(dataset) == 0:
-        raise RecipeError(f"Recipe.{name} has length zero: there is nothing to learn from.")

@@ -53,7 +53,7 @@ _FILES = (
     *("job.toml", ID, "events.jsonl", "ledger.bin", "steps.bin", "steps.crc", "journal.sqlite"),
     *("callbacks.jsonl", "loggers.json", "metrics.csv"),
     *("summary.json", "report.html", "trace.json", "model.safetensors"),
-    *("contents-*.bin", "logs/*.log", "huggingface/*.json"),
+    *("contents-*.bin", "logs/*.log", "huggingface/*.json", "streams/*"),
 )
 """Files that a run reads or writes in its folder."""
 

@@ -171,6 +171,14 @@ CLASHES: dict[tuple[str, str], str] = {
     ("reweight", "stages"): "a pipeline cuts micro-batches, and weights are of whole ones",
     ("reweight", "turns"): "each turn has a loss of its own, which would have to weigh samples",
     ("reweight", "batch_loss"): "its loss is of the whole batch, and no sample has one of its own",
+    ("iterable", "balance"): "how often a sample comes is planned from the classes of all",
+    ("iterable", "tokens"): "batches of about one length are planned from the lengths of all",
+    ("iterable", "own_data"): "participants share what it gives",
+    ("iterable", "leased"): "the server leases micro-batches to whoever is free, and a part of a "
+    "stream is read by one worker",
+    ("iterable", "corruption"): "it repeats micro-batches of other workers, which read other parts",
+    ("iterable", "private"): "samples are to be drawn from the whole dataset",
+    ("iterable", "own_loop"): "only the stream of a recipe is divided",
     ("tokens", "own_loop"): "your own DataLoader says how many samples an iteration has",
     ("learning_rates", "turns"): "it makes groups for a single optimizer; give them in "
     "Turn.optimizer",

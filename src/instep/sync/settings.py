@@ -120,6 +120,10 @@ SETTINGS = {
         "data.balance = {job.data.balance!r}", lambda job, _: bool(job.data.balance)
     ),
     "sampler": Setting("a DataLoader with a WeightedRandomSampler", _loader_has("wishes")),
+    "iterable": Setting(
+        "a stream (IterableDataset)",
+        lambda _, recipe: getattr(getattr(recipe, "given", {}).get("train"), "streams", False),
+    ),
     "reweight": Setting("data.balance = 'reweight'", lambda job, _: job.data.balance == "reweight"),
     "stratified": Setting(
         "data.balance = 'stratified'", lambda j, _: j.data.balance == "stratified"

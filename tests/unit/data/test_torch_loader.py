@@ -166,6 +166,14 @@ def test_a_validation_in_its_natural_order_loses_nothing():
     assert said(loader, shuffled=False) == []
 
 
+def test_a_stream_is_read_in_as_many_parts_as_its_loader_has_processes():
+    loader = DataLoader(Stream(), batch_size=4, num_workers=2)
+    parts = unpack_loader(loader)
+    assert parts.streams
+    assert parts.loaders == 2
+    assert said(loader, batch=4) == []
+
+
 class Stream(IterableDataset):
     def __len__(self):
         return 10
@@ -177,8 +185,8 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize(
     ("train", "message"),
     [
-        (Stream(), "Recipe.train is a Stream, but a map-style dataset is wanted"),
-        (DataLoader(Stream()), "Recipe.train is a Stream, but a map-style dataset is wanted"),
+        (iter([1, 2]), "Recipe.train is a list_iterator, which can be read once"),
+        (DataLoader(Stream(), None), "Recipe.train is a DataLoader that has batch_size = None"),
         (DataLoader(Plain(), None), r"Recipe.train is a DataLoader that has batch_size = None"),
         (DataLoader(Plain(0)), "Recipe.train has length zero"),
     ],

@@ -64,7 +64,7 @@ class Stream(IterableDataset):
             "Recipe.metrics needs (outputs, target)",
         ),
         ({"train": None}, "Recipe.train is None, but a map-style dataset is wanted"),
-        ({"train": Stream()}, "Recipe.train is a Stream"),
+        ({"validate": Stream()}, "Recipe.validate is a Stream, which has no length"),
         ({"train": DataLoader(DATA, None)}, "Recipe.train is a DataLoader that has batch_size"),
         ({"train": []}, "Recipe.train has length zero"),
         (

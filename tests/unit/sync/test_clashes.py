@@ -59,6 +59,7 @@ JOBS = {
     "parts": {"data": {"order": "windowed", "parts": 4}},
     "balance": {"data": {"balance": "resample"}},
     "sampler": {},
+    "iterable": {},
     "reweight": {"data": {"balance": "reweight"}},
     "stratified": {"data": {"balance": "stratified"}},
     "in_order": {"data": {"order": "dataset"}},
@@ -116,15 +117,15 @@ def asking_for(*names):
                 keys = {**before, **keys}
                 keys |= {"options": o} if (o := options_of(before) | options_of(keys)) else {}
             table[section] = keys
-    samplers = {"sampler", "length_sampler"}.intersection(names)
     train = SimpleNamespace(
         wishes=[2.0, 1.0] if "sampler" in names else None,
         grouped=[5, 4] if "length_sampler" in names else None,
+        streams="iterable" in names,
     )
     recipe = SimpleNamespace(
         turns=[1, 2] if "turns" in names else [],
         batch_loss=print if "batch_loss" in names else None,
-        given={"train": train} if samplers else {},
+        given={"train": train},
     )
     return spec_file.build(table, source="a test"), recipe
 

@@ -29,8 +29,9 @@ from instep.data.reading.pool import Pool
 from instep.data.reading.process import Work
 from instep.data.reading.readers import Ahead, Reader
 from instep.data.reading.side_effects import side_effect
+from instep.data.reading.streams.stream import QUESTIONS
 from instep.data.reading.template import Say
-from instep.data.samples.fingerprint import fingerprint
+from instep.data.samples.fingerprint import SAMPLES, fingerprint
 from instep.errors import DataError
 from instep.words import plural
 
@@ -103,6 +104,8 @@ def choose(
     """
     seed = key(fetch.seed, _OF_LOADER) >> 1
     work = Work(fetch, Handler(fetch), info_dataset, seed, worker_init)
+    if fetch.stream is not None:
+        return _choose_for_stream(fetch, work, processes, say)
     if processes == 0:
         return _here(fetch, look(fetch) if fetch.plain else None, "data.loaders = 0")
     if processes != "auto":
@@ -130,13 +133,24 @@ class Handler:
         fetch = self._fetch
         if part == LOOK:
             return tuple(look(fetch))
+        if fetch.stream is not None and part in QUESTIONS:
+            return fetch.stream.answer(part)
         if part == FINGERPRINT:
-            return fingerprint(fetch.samples, fetch.seed, fetch.content).to_plain()
+            among = fetch.stream.few(SAMPLES) if fetch.stream is not None else None
+            return fingerprint(fetch.samples, fetch.seed, fetch.content, among=among).to_plain()
         if part == COUNTED:
             return side_effect(fetch)
         if part.epoch == OF_CONTENTS:
             return fetch.contents(part.first, part.stop)
         return fetch(part)
+
+
+def _choose_for_stream(fetch: Fetch, work: Work, processes: int | str, say: Say) -> Choice:
+    """One process reads it, as each part has one iterator; or this one does."""
+    if processes == 0 or not hasattr(os, "fork"):
+        return Choice("inline", "a stream", None)
+    pool = Pool(work, 1, unread=lambda: _unread(fetch), say=say)
+    return Choice("processes", _told("a stream", pool), pool)
 
 
 def _unread(fetch: Fetch) -> bool:

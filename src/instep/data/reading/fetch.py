@@ -30,6 +30,7 @@ from instep.data.reading.batched import (
     places_in_whole,
 )
 from instep.data.reading.noticed import objects_of
+from instep.data.reading.streams.stream import Stream
 from instep.data.reading.told import Told
 from instep.data.samples import last_read
 from instep.data.samples.contents import Selection, SliceContents, content_of
@@ -137,7 +138,9 @@ class Fetch:
         self._read_batch = batch_reader(dataset) if collate is None and augment is None else None
         self._many = offers(dataset, "__getitems__")
         self._generators = generators.DrawDetector()
-        self._before = None if self.plain else self.counts()
+        self.stream: Stream | None = dataset if isinstance(dataset, Stream) else None
+        """The dataset, if it is one."""
+        self._before = None if self.plain or self.stream else self.counts()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle what it was made of, and which contents it records: for a process like this."""
@@ -400,6 +403,10 @@ class Fetch:
         except Exception as error:
             cause = describe_error(error)
             if not self.skip:
+                if self.stream is not None:
+                    raise DataError(
+                        f"{self.stream.named(index)} cannot be read: {cause}"
+                    ) from error
                 raise DataError(
                     f"sample {index}{self._in_whole(index)} cannot be read: "
                     f"{cause.rstrip('.')}.{SKIP_HINT}"

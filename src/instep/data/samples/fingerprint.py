@@ -11,7 +11,7 @@ that is not repeatable may have repeated by chance when it was read twice, or wa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -103,7 +103,11 @@ def confirmed_fingerprint(
 
 
 def fingerprint(
-    samples: int, seed: int, content: Callable[[int], int], clock: Clock = time.perf_counter
+    samples: int,
+    seed: int,
+    content: Callable[[int], int],
+    clock: Clock = time.perf_counter,
+    among: Sequence[int] | None = None,
 ) -> Fingerprint:
     """Take the fingerprint of a dataset.
 
@@ -112,11 +116,13 @@ def fingerprint(
         seed: of the job.
         content: reads a sample of epoch 0 with keyed generators; raises where it cannot.
         clock: in seconds.
+        among: samples that are read; any of the dataset if None.
     """
-    began = clock()
-    order = Order(samples, key(seed, _OF_FINGERPRINT))
+    began, most = clock(), samples if among is None else len(among)
+    order = Order(most, key(seed, _OF_FINGERPRINT))
     contents: list[tuple[int, int]] = []
-    for index in order.indices(0, 0, min(SAMPLES, samples)).tolist():
+    for place in order.indices(0, 0, min(SAMPLES, most)).tolist():
+        index = place if among is None else among[place]
         if len(contents) >= LEAST and clock() - began > _LIMIT_S:
             break
         with suppress(Exception):  # an unreadable one is reported when its step comes

@@ -27,6 +27,8 @@ _WARM = 5
 
 _MOST_GAPS = 5
 
+_STREAM = ("parts", "window", "sizes", "has_state")
+
 _ENDINGS = {
     "completed": ("good", "Completed"),
     "stopped": ("calm", "Stopped early"),
@@ -58,6 +60,7 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
         "epochs": _finished_epochs(folder),
         "samples": proof.used,
         "classes": _classes(folder),
+        "stream": {k: v for k, v in folder.last("stream_divided").items() if k in _STREAM} or None,
         "loss": _final_loss(folder),
         "metrics": dict(metrics),
         "logged": {

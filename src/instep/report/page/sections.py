@@ -281,8 +281,8 @@ def configuration(folder: RunFolder) -> Html:
         "validation samples": ready.get("validation_samples"),
         "same as one machine": folder.same_as_one_machine,
     }
-    told = (folder.last(f"data_{name}") for name in ("split", "balanced", "lengths"))
-    facts |= data_facts(*told)
+    told = ("data_split", "data_balanced", "data_lengths", "stream_divided")
+    facts |= data_facts(*map(folder.last, told))
     if apart := folder.named("participants_apart"):
         facts["first round"], facts["last round"] = map(apart_in_words, (apart[0], apart[-1]))
     if lag := lag_of(folder):

@@ -26,6 +26,7 @@ from instep.words import (
     split_in_words,
     start_in_words,
     stop_words,
+    stream_in_words,
     whole_seconds,
 )
 
@@ -104,6 +105,7 @@ _TEXTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "warning": lambda e: f"warning: {e['text']}",
     "data_balanced": lambda e: f"balance {balance_in_words(e)}",
     "data_lengths": lambda e: f"lengths: {lengths_in_words(e)}",
+    "stream_divided": lambda e: f"stream {stream_in_words(e)}",
     "data_split": lambda e: f"split {split_in_words(e)}",
     "same_as_one_machine": lambda e: f"same as one machine: {e['verdict']}",
     "corruption_found": lambda e: f"corruption: {corruption_in_words(e)}",

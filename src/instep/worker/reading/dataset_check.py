@@ -13,6 +13,7 @@ from instep.data.loader import Loader
 from instep.data.parts.order import PartsOrder
 from instep.data.samples.fingerprint import REMEDY, Fingerprint, confirmed_fingerprint
 from instep.data.shards.sets import sets_in
+from instep.data.turns import Turns
 from instep.data.windowed import Windowed
 from instep.engine.member import Member
 from instep.errors import DataError
@@ -63,7 +64,7 @@ def check_datasets(
             else loader.fingerprint()
         )
         if name in before:
-            _check_contents(member, name, before[name], now)
+            _check_contents(member, name, before[name], now, _is_endless(loader))
         runs = loader.order.runs if isinstance(loader.order, Windowed | PartsOrder) else []
         if runs:
             _check_shards(member.run, shards.get(name, runs), runs)
@@ -84,8 +85,16 @@ def check_datasets(
     return differed[0] if differed else None
 
 
-def _check_contents(member: Member, name: str, before: Fingerprint, now: Fingerprint) -> None:
+def _is_endless(loader: Loader) -> bool:
+    return isinstance(loader.order, Turns) and loader.order.plan.sizes is None
+
+
+def _check_contents(
+    member: Member, name: str, before: Fingerprint, now: Fingerprint, endless: bool
+) -> None:
     """Refuse a dataset whose samples have changed, or warn where the job accepts them."""
+    if endless:  # so many as `train.steps` takes, which may have changed
+        now = now._replace(samples=before.samples)
     if now.same_as(before):
         return
     text = _difference(name, before, now)

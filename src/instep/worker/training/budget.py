@@ -22,6 +22,7 @@ from instep.privacy.sampling import SAMPLINGS
 from instep.recipe.build import call
 from instep.recipe.source_file import load_function
 from instep.worker.reading.data_split import split_data
+from instep.worker.reading.streamed import with_stream
 
 
 def settled(job: JobSpec) -> PrivacySpec:
@@ -31,7 +32,7 @@ def settled(job: JobSpec) -> PrivacySpec:
         InstepError: the budget is not enough, a library is missing, or the recipe cannot be built.
     """
     recipe = call(load_function(job.recipe, places=job.python_path), job.arguments, job.seed)
-    samples = len(split_data(job, recipe).recipe.train)
+    samples = len(split_data(job, with_stream(job, recipe)).recipe.train)
     spec = job.privacy
     in_epoch = SAMPLINGS[spec.sampling].steps_of(samples, job.train.global_batch)
     steps = job.train.steps or job.train.passes * in_epoch

@@ -19,8 +19,10 @@ from instep.data.loader import Read
 from instep.data.order import Position
 from instep.data.participants import OwnRounds
 from instep.data.parts.order import PartsOrder
+from instep.data.reading.streams.stream import Stream
 from instep.data.reading.threads import cpu_clock
 from instep.data.samples.contents import Record
+from instep.data.turns import Turns
 from instep.data.windowed import Windowed
 from instep.engine.alike import check_division, check_samples, check_shards
 from instep.engine.assignment import Lockstep, Near
@@ -66,6 +68,7 @@ from instep.worker.reading.class_order import said_of_classes
 from instep.worker.reading.early_reads import EarlyReads
 from instep.worker.reading.loader_watch import LoaderWatch
 from instep.worker.reading.planned_data import plan_data, say_balance, say_lengths
+from instep.worker.reading.streamed import check_stream, stream_of_worker
 from instep.worker.replica.fellows import Fellows
 from instep.worker.replica.replica import Replica
 from instep.worker.rounds import own_data, round_checks
@@ -104,7 +107,8 @@ class Training(Loop):
         self.member, self.job, self.device = member, member.job, device
         self._parted: PartedData | None = None
         self._lying: Near | None = None
-        if self.job.data.parts:
+        recipe = stream_of_worker(member, recipe)
+        if self.job.data.parts and not recipe.given["train"].streams:
             from instep.worker.reading.parted_data import PartedData  # which needs pyarrow
 
             self._parted = PartedData(member, recipe.train, recipe.validate)
@@ -237,6 +241,8 @@ class Training(Loop):
         self._unrepeatable: int | None = None
         """A training sample that was different when worker 0 read it again."""
         first = not member.others_have_state and member.number == 0
+        if first:
+            check_stream(member, recipe, loader)
         if first and not hides:
             data_split.check(split, member, loader, validation)
             self._unrepeatable = dataset_check.check_datasets(
@@ -346,7 +352,7 @@ class Training(Loop):
         self._agree_on_trial(comm)
         if self._own_data is not None:
             check_division(comm, self.device, self._own_data.train.digest)
-        if isinstance(self._loader.order, Windowed | PartsOrder):
+        if isinstance(self._loader.order, Windowed | PartsOrder | Turns):
             check_shards(comm, self.device, self._loader.order.digest)
         if isinstance(self._loader.order, ByLength):
             check_samples(comm, self.device, self._loader.order.digest)
@@ -375,7 +381,9 @@ class Training(Loop):
         return self._trial.merge
 
     def _lockstep(self, comm: Comm) -> Lockstep:
-        by_speed = self.job.train.deal == "speed"
+        stream = self.recipe.train  # another part is read from its start, unless it has a state
+        stays = isinstance(stream, Stream) and not stream.given.has_state
+        by_speed = self.job.train.deal == "speed" and not stays
         return self._deal(comm, by_speed=by_speed, own=self._own_rounds, near=self._lying)
 
     @property

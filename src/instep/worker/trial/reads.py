@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
+from dataclasses import replace
 from functools import partial
 
 from torch import nn
@@ -14,6 +15,7 @@ from instep.data.batches import Batches
 from instep.data.loader import Loader, Read, Slice
 from instep.data.order import Position, key
 from instep.data.reading.told import SET_EPOCH
+from instep.data.turns import Turns
 from instep.engine.passes import OF_PASS, Share
 from instep.engine.trial_result import NOTHING_TO_TRY, Trial
 from instep.job.spec import JobSpec
@@ -25,7 +27,7 @@ from instep.usercode.places import places
 from instep.worker.trial.again import run_again
 from instep.worker.trial.compared.spots import OtherSize, Spot
 from instep.worker.trial.model import DERIVES
-from instep.worker.trial.places import Place, Places
+from instep.worker.trial.places import MOST, Place, Places
 from instep.worker.trial.sameness import (
     combined,
     mean_of,
@@ -94,7 +96,7 @@ def try_trained(
     """
     place = Places.step(job.train, where)
     parts = place.parts[:_PARTS]
-    if job.data.parts:
+    if job.data.parts or forward.recipe.given["train"].streams:
         stop = where.first
         for own in share.passes:
             stop = own.samples.stop if own.samples.first == stop else stop
@@ -160,7 +162,7 @@ def try_blocks(
 
 def _try_loss(forward: Forward, loader: Loader, job: JobSpec, batches: Batches, say: Say) -> Trial:
     train, seed = job.train, key(job.seed, OF_PASS, 0)
-    places = Places(job, batches)
+    places = Places(job, _near(loader, batches))
     compared = places.compared()
     if not compared:
         derived = _mean_of(forward, loader, places, seed)
@@ -197,6 +199,15 @@ def _try_loss(forward: Forward, loader: Loader, job: JobSpec, batches: Batches, 
         reason = "determinism = 'bits' computes each micro-batch apart"
         return trial._replace(merge=False, reason=reason)
     return trial
+
+
+def _near(loader: Loader, batches: Batches) -> Batches:
+    """Leave only the first steps of a stream: what comes later cannot be read before it."""
+    if not isinstance(loader.order, Turns):
+        return batches
+    plan, batch = loader.order.plan, batches.size
+    near = max(plan.parts * plan.window // batch, MOST) * batch
+    return replace(batches, samples=min(batches.samples, near))
 
 
 def _of_reading(loader: Loader, forward: Forward, job: JobSpec) -> str:

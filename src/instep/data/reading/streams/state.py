@@ -1,0 +1,67 @@
+"""States of datasets as bytes: plain values, and no pickle.
+
+Tuples stay tuples, keys what they were, and integers may be of any size, as in the states of random
+generators. Ways in: `packed`, `unpacked`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+_TUPLE, _PAIRS, _BIG, _ARRAY, _TENSOR = range(1, 6)
+
+
+def packed(value: Any) -> bytes:
+    """A value as bytes.
+
+    Raises:
+        TypeError: something in it is no plain value, array or tensor.
+    """
+    return msgspec.msgpack.encode(_plain(value))
+
+
+def unpacked(body: bytes) -> Any:
+    """The inverse of `packed`."""
+    return msgspec.msgpack.decode(body, ext_hook=_restored)
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | float | str | bytes):
+        return value
+    if isinstance(value, int):
+        return value if value.bit_length() < 64 else _ext(_BIG, str(value))
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if type(value) is tuple:
+        return _ext(_TUPLE, [_plain(each) for each in value])
+    if isinstance(value, dict):
+        return _ext(_PAIRS, [[_plain(each), _plain(of)] for each, of in value.items()])
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return _ext(_ARRAY, [value.dtype.str, list(value.shape), value.tobytes()])
+    if isinstance(value, torch.Tensor):
+        return _ext(_TENSOR, _plain(value.detach().cpu().numpy()))
+    raise TypeError(f"{type(value).__name__} in a state")
+
+
+def _ext(kind: int, value: Any) -> msgspec.msgpack.Ext:
+    return msgspec.msgpack.Ext(kind, msgspec.msgpack.encode(value))
+
+
+def _restored(kind: int, body: memoryview) -> Any:
+    value = unpacked(bytes(body))
+    if kind == _TUPLE:
+        return tuple(value)
+    if kind == _PAIRS:
+        return dict(value)
+    if kind == _BIG:
+        return int(value)
+    if kind == _ARRAY:
+        dtype, shape, data = value
+        return np.frombuffer(data, np.dtype(dtype)).reshape(shape).copy()
+    return torch.from_numpy(value)

@@ -1,0 +1,134 @@
+"""A stream of which any sample can be asked for, by number; forward is fast."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from instep.data.order import Indices
+from instep.data.reading.streams.kept import KeptWindows
+from instep.data.reading.streams.part import GivenStream, StreamPart
+from instep.data.turns import StreamPlan
+
+HEADS, LENGTHS = QUESTIONS = (-5, 0, 0), (-6, 0, 0)
+"""Asked in place of a slice: how the parts begin, and how many samples each has."""
+
+COUNT_S = 0.5
+"""For so long at a time samples are counted."""
+
+HEAD = 32
+"""Samples by which parts are compared."""
+
+_IDLE = 64
+"""A part of which so many reads have wanted nothing is closed."""
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether a dataset gives samples one after the other alone."""
+    if isinstance(dataset, IterableDataset):
+        return True
+    kind = type(dataset)
+    return hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__")
+
+
+class Stream:
+    """Samples of a stream, by the numbers of its plan.
+
+    Args:
+        given: as the user gave it.
+        plan: how it is divided.
+        seed: of the job.
+        folder: for states that other processes continue from; None for none.
+        writer: number of this process there.
+    """
+
+    def __init__(
+        self,
+        given: GivenStream,
+        plan: StreamPlan,
+        seed: int,
+        folder: Path | None = None,
+        writer: int = 0,
+    ) -> None:
+        self.given, self.plan = given, plan
+        self._seed, self._folder, self._writer = seed, folder, writer
+        self._parts: dict[int, StreamPart] = {}
+        self._used: dict[int, int] = {}
+        self._reads = 0
+        self._counting: Iterator[list[int]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but iterators: another process has its own."""
+        return vars(self) | {"_parts": {}, "_used": {}, "_counting": None}
+
+    def __len__(self) -> int:
+        return self.plan.samples
+
+    def __getitem__(self, number: int) -> Any:
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers: Sequence[int] | Indices) -> list[Any]:
+        """Samples by their numbers, in this order.
+
+        Raises:
+            DataError: the stream has other samples than before, or cannot be divided so.
+        """
+        self._reads += 1
+        places = [self.plan.place(int(number)) for number in numbers]
+        found = [self._part(place.part).sample(place.epoch, place.at) for place in places]
+        for part in [p for p, at in self._used.items() if at < self._reads - _IDLE]:
+            del self._parts[part], self._used[part]
+        return found
+
+    def named(self, number: int) -> str:
+        """Name a sample for messages."""
+        part, epoch, at = self.plan.place(number)
+        return f"sample {at:,} of part {part} of the stream, in epoch {epoch + 1},"
+
+    def few(self, most: int) -> list[int]:
+        """Numbers of the first samples of part 0, which cost little to read."""
+        first = min(most, self.plan.window_of(0, 0))
+        return [count * self.plan.parts for count in range(first)]
+
+    def answer(self, question: tuple[int, int, int]) -> Any:
+        """Answer one of `QUESTIONS`: as `heads`, or as `counted`."""
+        return self.heads() if question == HEADS else self.counted(COUNT_S)
+
+    def heads(self) -> list[list[int]]:
+        """The contents of the first samples of each part, and last those of part 0 once more."""
+        parts = [self._made(number) for number in range(self.plan.parts)]
+        return [part.head(HEAD) for part in (*parts, parts[0])]
+
+    def counted(self, seconds: float) -> list[int]:
+        """Count on for so long: the samples of each part; empty while they are not all known."""
+        began = time.monotonic()
+        if self._counting is None:
+            self._counting = self._count()
+        for sizes in self._counting:
+            if len(sizes) == self.plan.parts:
+                return sizes
+            if time.monotonic() - began > seconds:
+                break
+        return []
+
+    def _count(self) -> Iterator[list[int]]:
+        sizes: list[int] = []
+        for number in range(self.plan.parts):
+            sizes.append(0)
+            for sizes[-1] in self._made(number).length():
+                yield []
+        yield sizes
+
+    def _part(self, number: int) -> StreamPart:
+        self._used[number] = self._reads
+        if number not in self._parts:
+            self._parts[number] = self._made(number)
+        return self._parts[number]
+
+    def _made(self, number: int) -> StreamPart:
+        kept = KeptWindows(self._folder, number, self._writer)
+        return StreamPart(self.given, self.plan, number, self._seed, kept)
