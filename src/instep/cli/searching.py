@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from instep.cli.parsing import Parser, add_set
 from instep.cli.saying import say, say_aside
 from instep.errors import INTERRUPTED, SpecError
-from instep.words import command
+from instep.words import command, fit_to_print
 
 if TYPE_CHECKING:
-    from instep.search.begin import SearchState
+    from instep.search.begin import Look, SearchState, Tell
     from instep.search.results import ToldTrial
     from instep.search.search import Search
+
+REDRAW_S = 0.5
 
 
 def search(args: argparse.Namespace) -> int:
@@ -37,10 +43,41 @@ def search(args: argparse.Namespace) -> int:
     if args.workers is not None and args.workers < 1:
         raise SpecError(f"--workers {args.workers}: a search needs 1 worker or more.")
     overrides = [*args.set, *([] if args.trials is None else [f"search.trials={args.trials}"])]
-    found = run_search(
-        path, overrides, Path(args.runs), name=args.name, capacity=args.workers, tell=_say_trial
-    )
+    runs = Path(args.runs)
+    with _shown(live=not args.json and sys.stderr.isatty()) as (tell, look):
+        found = run_search(
+            path, overrides, runs, name=args.name, capacity=args.workers, tell=tell, look=look
+        )
     return _say_found(found, args)
+
+
+@contextmanager
+def _shown(*, live: bool) -> Iterator[tuple[Tell, Look]]:
+    """Print a line for each trial that is over; on a terminal also a table that is redrawn."""
+    if not live:
+        yield _say_trial, lambda search: None
+        return
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    from instep.search.live import LiveTrials
+
+    trials, drawn = LiveTrials(), 0.0
+    with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as screen:
+
+        def tell(search: Search, number: int, told: ToldTrial) -> None:
+            screen.console.print(Text(fit_to_print(_line(search, number, told), sys.maxsize)))
+
+        def look(search: Search) -> None:
+            nonlocal drawn
+            if time.monotonic() - drawn > REDRAW_S:
+                drawn = time.monotonic()
+                lines = (fit_to_print(line, sys.maxsize) for line in trials.lines(search))
+                text = Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
+                screen.update(text, refresh=True)
+
+        yield tell, look
 
 
 def search_options(parser: Parser) -> None:
@@ -62,10 +99,14 @@ def search_options(parser: Parser) -> None:
 
 
 def _say_trial(search: Search, number: int, told: ToldTrial) -> None:
+    say_aside(_line(search, number, told))
+
+
+def _line(search: Search, number: int, told: ToldTrial) -> str:
     from instep.search.table import trial_line
 
     best = "   best" if search.best == number else ""
-    say_aside(f"{trial_line(number, told, search.job.stop.metric)}{best}")
+    return f"{trial_line(number, told, search.job.stop.metric)}{best}"
 
 
 def _say_found(found: SearchState, args: argparse.Namespace) -> int:

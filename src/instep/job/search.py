@@ -43,9 +43,9 @@ class SearchSpec(Section, frozen=True, kw_only=True):
     """The metric of validations by which trials are compared; that of `stop.metric` if left out.
     `stop.mode` says which way is better."""
 
-    sampler: Literal["tpe", "random", "grid", "qmc"] = "tpe"
+    sampler: Literal["tpe", "random", "grid", "qmc", "gp", "cmaes"] = "tpe"
     """How values are chosen: Optuna's tree-structured Parzen estimator, at random, all points of a
-    grid in turn, or a scrambled Sobol sequence."""
+    grid in turn, a scrambled Sobol sequence, or Optuna's Gaussian process or CMA-ES."""
 
     prune: Literal["none", "halving", "median"] = "none"
     """Which trials end early, at a rung: with `halving` those not in the best quarter of the

@@ -20,6 +20,7 @@ from instep.search.search import Search
 from instep.system.processes import interrupt, on_signals
 
 Tell = Callable[[Search, int, ToldTrial], object]
+Look = Callable[[Search], object]
 
 
 class SearchState(NamedTuple):
@@ -59,6 +60,7 @@ def run_search(
     name: str | None,
     capacity: int | None,
     tell: Tell,
+    look: Look = lambda search: None,
 ) -> SearchState:
     """Search to the end: begin, or continue what is there.
 
@@ -69,6 +71,7 @@ def run_search(
         name: of the search's folder in it; by default that of the job, with `-search`.
         capacity: worker processes at once; by default the cores of this machine.
         tell: called for each trial that is over.
+        look: called several times a second; must not block.
 
     Raises:
         InstepError: the job is wrong, or its trials cannot be run.
@@ -97,6 +100,7 @@ def run_search(
             record,
             capacity or max(os.cpu_count() or 1, job.mesh.ranks),
             lambda number, told: tell(search, number, told),
+            look,
         )
         interrupted = False
         try:

@@ -8,12 +8,13 @@ the only module that imports Optuna, with `export.py`. Way in: `TrialSampler.val
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from instep.errors import SpecError
+from instep.errors import RunError, SpecError
 from instep.job.search import Range, SearchSpec, Value
 from instep.search.results import Result, ToldTrial, Values
 
@@ -61,15 +62,8 @@ class TrialSampler:
         self._ranges = spec.ranges
         self._trials: list[Any] = []  # of the study, by number
         self._told = 0  # how many of them
-        if spec.sampler == "qmc":
-            try:
-                import scipy.stats.qmc  # noqa: F401
-            except ImportError:
-                raise SpecError(
-                    "sampler = 'qmc' needs scipy, which is not installed: "
-                    "pip install 'instep[search]'"
-                ) from None
-        elif spec.sampler != "grid":
+        _check_installed(spec.sampler)
+        if spec.sampler not in ("grid", "qmc"):
             self._optuna = optuna_module()
             self._space = {
                 key: distribution(self._optuna, each) for key, each in self._ranges.items()
@@ -109,17 +103,31 @@ class TrialSampler:
         }
 
     def _asked(self, number: int, told: Sequence[ToldTrial], running: Sequence[Values]) -> Values:
-        samplers, seed = self._optuna.samplers, key_of(self._seed, number)
         if self._spec.sampler == "random":
-            study, sampler = self._new_study(), samplers.RandomSampler(seed=seed)
+            trial = self._of_sampler(self._new_study(), number)
         else:
-            study, sampler = self._filled(told, running), samplers.TPESampler(seed=seed)
-        study.sampler = sampler
-        trial = study.ask(self._space)
-        if self._spec.sampler != "random":
+            trial = self._of_sampler(self._filled(told, running), number)
             self._trials.append(trial)
         chosen: Mapping[str, Value] = trial.params
         return {key: chosen[key] for key in self._ranges}
+
+    def _of_sampler(self, study: Any, number: int) -> Any:
+        """Ask for a trial, from a sampler with a key of its own."""
+        samplers, seed = self._optuna.samplers, key_of(self._seed, number)
+        quiet = {"warn_independent_sampling": False}
+        match self._spec.sampler:
+            case "random":
+                study.sampler = samplers.RandomSampler(seed=seed)
+            case "gp":
+                import torch
+
+                torch.set_num_threads(1)  # its sums are to be those of any machine
+                study.sampler = samplers.GPSampler(seed=seed, **quiet)
+            case "cmaes":
+                study.sampler = samplers.CmaEsSampler(seed=seed, **quiet)
+            case _:
+                study.sampler = samplers.TPESampler(seed=seed)
+        return study.ask(self._space)
 
     def _new_study(self) -> Any:
         return self._optuna.create_study(direction=direction(self._upwards))
@@ -130,6 +138,8 @@ class TrialSampler:
         if len(self._trials) > len(every) or self._told > len(told):
             self._study, self._trials, self._told = self._new_study(), [], 0
         study, kinds = self._study, self._optuna.trial
+        if self._spec.sampler == "cmaes":
+            self._ask_again(every, told)
         for values in every[len(self._trials) :]:
             number = len(self._trials)
             study.add_trial(
@@ -142,10 +152,51 @@ class TrialSampler:
             self._trials.append(
                 kinds.Trial(study, study.get_trials(deepcopy=False)[number]._trial_id)
             )
-        for trial, each in zip(self._trials[self._told :], told[self._told :], strict=False):
-            tell(self._optuna, study, trial, each.result)
-        self._told = len(told)
+        self._tell(told)
         return study
+
+    def _ask_again(self, every: Sequence[Values], told: Sequence[ToldTrial]) -> None:
+        """Ask for the trials that an earlier process has asked for, each as it was asked for then.
+
+        CMA-ES keeps what it has learnt with the trials of a study, and only asking brings it back.
+
+        Raises:
+            RunError: they are others, as another version chooses them.
+        """
+        for number in range(len(self._trials), len(every)):
+            self._tell(told[: max(0, number - self._spec.width + 1)])
+            trial = self._of_sampler(self._study, number)
+            if trial.params != dict(every[number]):
+                raise RunError(
+                    f"trial {number} of this search was chosen by another version of optuna or "
+                    "cmaes, and this one would not go on as it did. Install that one, or begin "
+                    "another search with --name."
+                )
+            self._trials.append(trial)
+
+    def _tell(self, told: Sequence[ToldTrial]) -> None:
+        """Tell the study the results that it does not have yet."""
+        for trial, each in zip(self._trials[self._told :], told[self._told :], strict=False):
+            tell(self._optuna, self._study, trial, each.result)
+        self._told = max(self._told, len(told))
+
+
+_NEEDED = {"qmc": "scipy", "gp": "scipy", "cmaes": "cmaes"}
+"""A package beside Optuna that a sampler needs."""
+
+
+def _check_installed(sampler: str) -> None:
+    """Refuse a sampler whose package is not there.
+
+    Raises:
+        SpecError: it says which to install.
+    """
+    package = _NEEDED.get(sampler)
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise SpecError(
+            f"sampler = {sampler!r} needs {package}, which is not installed: "
+            "pip install 'instep[search]'"
+        )
 
 
 def distribution(optuna: ModuleType, values: Range) -> Any:

@@ -51,6 +51,7 @@ class Search:
         record: of the search.
         capacity: worker processes that there is room for at once.
         tell: called with the number of a trial that is over, and its result.
+        look: called with the search at every look at its processes; must not block.
     """
 
     def __init__(
@@ -60,9 +61,10 @@ class Search:
         record: SearchRecord,
         capacity: int,
         tell: Callable[[int, ToldTrial], object],
+        look: Callable[[Search], object] = lambda search: None,
     ) -> None:
         self.folder, self.job, self.upwards = folder, job, job.stop.upwards
-        self._record, self._capacity, self._tell = record, capacity, tell
+        self._record, self.capacity, self._tell, self._look = record, capacity, tell, look
         self._sampling = TrialSampler(job.search, job.seed, upwards=self.upwards)
         self.trials = self._sampling.trials
         self.chosen, self.results = record.chosen(), record.results()
@@ -88,6 +90,7 @@ class Search:
                     self._settle()
                     self._place()
                     self._clients.look()
+                    self._look(self)
                     time.sleep(LOOK_S)
             except KeyboardInterrupt:
                 for number in self.workers:
@@ -180,7 +183,7 @@ class Search:
             elif self._clients.is_alive(number):  # an earlier search has started it
                 self.workers[number] = self._found_workers(number)
             elif self._least_wait.get(number, 0.0) <= time.monotonic():
-                if sum(self.workers.values()) + workers > max(self._capacity, workers):
+                if sum(self.workers.values()) + workers > max(self.capacity, workers):
                     continue
                 self._write_job(number)
                 self._clients.start(number, workers)
@@ -190,9 +193,9 @@ class Search:
     def _alloted(self, waiting: list[int]) -> dict[int, int]:
         job = self.job
         if job.train.determinism != "bits":  # the number of workers might show in the result
-            places = max(1, self._capacity // job.workers)
+            places = max(1, self.capacity // job.workers)
             return dict.fromkeys(waiting[:places], job.workers)
-        return allot(waiting, self._capacity, job.mesh.ranks, job.most_workers)
+        return allot(waiting, self.capacity, job.mesh.ranks, job.most_workers)
 
     def _found_workers(self, number: int) -> int:
         with suppress(RunError):

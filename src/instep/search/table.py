@@ -16,7 +16,7 @@ _COLUMNS = 60
 def trial_line(number: int, told: ToldTrial, metric: str) -> str:
     """A trial that is over, in a line."""
     result = told.result
-    values = "  ".join(f"{_short(key)} {_shown(value)}" for key, value in told.values.items())
+    values = "  ".join(f"{short(key)} {shown(value)}" for key, value in told.values.items())
     reached = "-" if result.value is None else short_number(result.value)
     why = f"   {result.why}" if result.state == "failed" else ""
     return (
@@ -30,26 +30,35 @@ def table_lines(found: SearchState, most: int = 12) -> list[str]:
     metric, upwards = found.job.stop.metric, found.job.stop.upwards
     best = best_of(found.told, upwards, most)
     keys = [*found.job.search.ranges]
-    rows = [("trial", metric, "steps", "took", *map(_short, keys))]
+    rows = [("trial", metric, "steps", "took", *map(short, keys))]
     for number in best:
         values, result = found.told[number]
         value = "-" if result.value is None else f"{result.value:.6g}"
         seconds = readable_seconds(result.seconds)
         row = [name_of(number), value, str(result.steps), seconds]
-        rows.append((*row, *(_shown(values[key]) for key in keys)))
+        rows.append((*row, *(shown(values[key]) for key in keys)))
+    told = f"told    {len(found.told)} of {found.trials}: {counts_of(found.told)}"
+    curve = best_curve(found.told, upwards)
+    return [*aligned(rows), told, *([f"best    {curve}"] if curve else [])]
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of a table as lines."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
+    return [
         "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
+
+
+def counts_of(told: Mapping[int, ToldTrial]) -> str:
+    """The trials that are over, by what they have come to."""
     counts = [
         f"{count} {state}"
         for state in ("completed", "pruned", "failed")
-        if (count := sum(told.result.state == state for told in found.told.values()))
+        if (count := sum(each.result.state == state for each in told.values()))
     ]
-    told = f"told    {len(found.told)} of {found.trials}: {', '.join(counts) or 'none'}"
-    curve = best_curve(found.told, upwards)
-    return [*lines, told, *([f"best    {curve}"] if curve else [])]
+    return ", ".join(counts) or "none"
 
 
 def best_curve(told: Mapping[int, ToldTrial], upwards: bool) -> str:
@@ -71,9 +80,11 @@ def _bars(values: Sequence[float]) -> str:
     return f"{short_number(values[0])} {bars} {short_number(values[-1])}"
 
 
-def _short(key: str) -> str:
+def short(key: str) -> str:
+    """The last part of a key."""
     return key.rpartition(".")[2]
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value of a key, in a table."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -2,14 +2,19 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from instep.errors import RunError, SpecError
+from instep.events import LEDGER
 from instep.job.file import build, dump
+from instep.search.live import LiveTrials
 from instep.search.plan import base_of, same_search, trial_job
 from instep.search.record import SearchRecord, locked
 from instep.search.results import Result, ToldTrial, best_of
+from instep.search.sampling import TrialSampler
 from instep.search.search import Search
+from made_up_runs import write_events, write_ledger
 
 SPACE = {
     "arguments.lr": {"low": 1e-5, "high": 0.1, "log": True},
@@ -53,17 +58,76 @@ def searched(folder, job, seed=None):
     return search.chosen, search.results
 
 
-@pytest.mark.parametrize("sampler", ["tpe", "random", "qmc"])
+@pytest.mark.parametrize("sampler", ["tpe", "random", "qmc", "gp", "cmaes"])
 def test_the_same_trials_come_in_any_order_of_ends_and_after_any_kill(tmp_path, sampler):
-    if sampler == "qmc":
-        pytest.importorskip("scipy")
-    else:
-        pytest.importorskip("optuna")
+    needed = {"qmc": ["scipy"], "gp": ["optuna", "scipy"], "cmaes": ["optuna", "cmaes"]}
+    for package in needed.get(sampler, ["optuna"]):
+        pytest.importorskip(package)
     job = job_of(sampler=sampler, prune="halving", rungs=[1, 4])
     expected = searched(tmp_path / "undisturbed", job)
     assert {each.result.state for each in expected[1].values()} == {"completed", "pruned"}
     for seed in range(4):
         assert searched(tmp_path / f"disturbed-{seed}", job, seed) == expected
+
+
+def test_what_cma_es_has_learnt_comes_back_in_another_process():
+    pytest.importorskip("optuna")
+    pytest.importorskip("cmaes")
+    space = {f"arguments.{key}": {"low": -5.0, "high": 5.0} for key in "xyz"}
+    job = job_of(sampler="cmaes", trials=40, width=2, space=space)
+
+    def chosen_by(rebuilt):
+        chosen, told = [], []
+        for number in range(40):
+            if number % rebuilt == 0:
+                sampler = TrialSampler(job.search, 3, upwards=False)
+            known = max(0, number - 1)
+            for values in chosen[len(told) : known]:
+                value = sum((each - 1) ** 2 for each in values.values())
+                told.append(ToldTrial(values, Result("completed", value)))
+            chosen.append(sampler.values(number, told, chosen[known:]))
+        return chosen
+
+    kept = chosen_by(99)
+    assert chosen_by(7) == kept
+    sampler = TrialSampler(job.search, 3, upwards=False)
+    told = [ToldTrial(values, Result("completed", 1.0)) for values in kept[:9]]
+    with pytest.raises(RunError, match="chosen by another version"):
+        sampler.values(9, told, [{**kept[9], "arguments.x": 0.0}])
+
+
+def test_a_sampler_whose_package_is_missing_is_refused_in_a_sentence(monkeypatch):
+    pytest.importorskip("optuna")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for sampler, package in (("cmaes", "cmaes"), ("gp", "scipy"), ("qmc", "scipy")):
+        with pytest.raises(SpecError, match=rf"needs {package}.*pip install 'instep\[search\]'"):
+            TrialSampler(job_of(sampler=sampler).search, 0, upwards=False)
+
+
+def test_the_table_of_a_search_that_runs_has_the_best_trials_and_those_that_train(tmp_path):
+    record = SearchRecord(tmp_path, write=True)
+    search = Search(tmp_path, job_of(sampler="qmc", trials=9), record, 2, lambda *_: None)
+    search.choose()
+    live = LiveTrials()
+    assert live.lines(search, 5.0)[-1] == "told    0 of 9: none   workers 0 of 2"
+    search.over(0, Result("completed", 0.5, steps=90, seconds=1.0))
+    search.workers = {1: 2, 2: 1}
+    folder = tmp_path / "trial-001"
+    folder.mkdir()
+    events = [
+        {"event": "worker_ready", "time": 1.0, "last_step": 90},
+        {"event": "validated", "time": 2.0, "metrics": {"loss": 0.25}},
+    ]
+    write_events(folder, events)
+    steps = np.zeros(3, LEDGER)
+    steps["step"] = [1, 2, 31]
+    write_ledger(folder, steps)
+    best, training, starting, last, _ = (line.split() for line in live.lines(search, 8.0)[1:])
+    assert (best[:3], best[-3:]) == (["trial-000", "0.5000", "90"], ["completed,", "best", "-"])
+    assert (training[:3], training[-2:]) == (["trial-001", "0.2500", "31/90"], ["training", "2"])
+    assert (starting[:3], starting[-2:]) == (["trial-002", "-", "-"], ["starting", "1"])
+    assert " ".join(last) == "told 1 of 9: 1 completed workers 3 of 2 ends in about 24 s"
+    record.__exit__(None, None, None)
 
 
 def test_a_grid_has_each_of_its_points_once(tmp_path):
