@@ -320,9 +320,9 @@ def many_runs(runs: Path, count: int, overlaid: int) -> dict[str, Any]:
 
 def page_bytes(runs: Path) -> int:
     """Size of the page and all it is made of, compressed."""
-    from instep.dashboard.app import FILES, _file
+    from instep.dashboard.app import page_files
 
-    return sum(len(_file(name)[1]) for name in ("index.html", *FILES))
+    return sum(len(packed) for _, packed in page_files().values())
 
 
 def main() -> None:

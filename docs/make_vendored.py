@@ -1,4 +1,4 @@
-"""Get what the dashboard has of other projects from npm, checked against the hash of its package.
+"""Get what draws curves and is of other projects from npm, checked against the hash of its package.
 
     python docs/make_vendored.py
 
@@ -18,7 +18,7 @@ import tempfile
 import tomllib
 from pathlib import Path
 
-STATIC = Path(__file__).resolve().parent.parent / "src" / "instep" / "dashboard" / "static"
+CHARTS = Path(__file__).resolve().parent.parent / "src" / "instep" / "report" / "charts"
 FROM = {
     "uplot.js": "package/dist/uPlot.iife.min.js",
     "uplot.css": "package/dist/uPlot.min.css",
@@ -28,7 +28,7 @@ FROM = {
 
 def main() -> int:
     """Write the files; 1 if the package is not the one whose hash is written down."""
-    note = STATIC / "vendored.toml"
+    note = CHARTS / "vendored.toml"
     known = tomllib.loads(note.read_text("utf-8"))
     with tempfile.TemporaryDirectory() as folder:
         words = ["npm", "pack", f"{known['package']}@{known['version']}", "--silent"]
@@ -43,7 +43,7 @@ def main() -> int:
             for name, path in FROM.items():
                 member = archive.extractfile(path)
                 data = member.read() if member else b""
-                (STATIC / name).write_bytes(data)
+                (CHARTS / name).write_bytes(data)
                 sha256 = hashlib.sha256(data).hexdigest()
                 text = re.sub(
                     rf'^"{re.escape(name)}" = .*$', f'"{name}" = "{sha256}"', text, flags=re.M

@@ -137,10 +137,15 @@ def status_options(parser: Parser) -> None:
 
 def dashboard(args: argparse.Namespace) -> int:
     """Show runs in the browser as they train; prints a link, and serves until Ctrl-C."""
+    from instep.dashboard.pools import is_pool, runs_of
     from instep.dashboard.serve import check_installed, listen, serve
 
     check_installed()
-    runs = Path(args.runs)
+    runs, pool = Path(args.runs), Path(args.pool) if args.pool else None
+    if pool is not None and not is_pool(pool):
+        raise RunError(f"there is no pool in {pool}. Start one: instep pool start")
+    if pool is None and is_pool(runs):
+        runs, pool = runs_of(runs), runs
     if not runs.is_dir():
         raise RunError(f"there is no folder {runs}. Give the folder that has the run folders.")
     certificates = Path(args.certificates) if args.certificates else None
@@ -149,7 +154,7 @@ def dashboard(args: argparse.Namespace) -> int:
     def show(link: str) -> None:
         print(json.dumps({"link": link}) if args.json else f"open    {link}", flush=True)
 
-    serve(runs, listening, say=show, certificates=certificates)
+    serve(runs, listening, say=show, certificates=certificates, pool=pool)
     return 0
 
 
@@ -160,10 +165,12 @@ def dashboard_options(parser: Parser) -> None:
         "reads all runs there; nobody can change anything."
     )
     add = parser.add_argument
-    text = "folder of run folders, or one run folder (default: %(default)s)"
+    text = "folder of run folders, one run folder, or that of a pool (default: %(default)s)"
     add("runs", nargs="?", default="runs", help=text)
     add("--port", type=int, default=0, help="port (default: the first free one from 8600)")
     add("--address", default="", help="address to listen on (default: 127.0.0.1)")
+    text = "show this pool too (default: the folder `pool` beside, if the runs are its)"
+    add("--pool", metavar="FOLDER", help=text)
     text = "folder of `instep certificates`: serve HTTPS, needed to be reached from other machines"
     add("--certificates", metavar="FOLDER", help=text)
 

@@ -3,7 +3,8 @@
     GET  /                  the page, which has no data in it
     GET  /static/NAME       what it is made of
     POST /session           buys a cookie with the token
-    GET  /api/stream        all runs, as server-sent events; with ?run=NAME one of them
+    GET  /api/stream        all runs, as server-sent events; with ?run=NAME one of them, with
+                            ?search=NAME a search, with ?pool the pool
     GET  /api/alive         whether the session is known
     GET  /api/compare       curves and settings of runs: ?run=A&run=B
 
@@ -40,8 +41,9 @@ TYPES = {
     "css": "text/css; charset=utf-8",
     "svg": "image/svg+xml",
 }
-FILES = ("page.css", "uplot.css", "uplot.js", "charts.js", "view.js", "page.js", "icon.svg")
-"""Files of the page, in `static`."""
+OWN_FILES = ("page.css", "view.js", "page.js", "icon.svg", "index.html")
+CHART_FILES = ("uplot.css", "charts.css", "uplot.js", "charts.js")
+"""Those that the report has too."""
 
 _MOST_BODY = 4096
 
@@ -86,7 +88,7 @@ class RouteAnswers:
     def __init__(self, runs: RunList, access: Access, executor: Executor) -> None:
         self._runs, self._access, self._executor = runs, access, executor
         self._feeds = Feeds(runs, executor)
-        self._files = {name: _file(name) for name in (*FILES, "index.html")}
+        self._files = page_files()
 
     async def index(self, request: Request) -> Response:
         """The page."""
@@ -95,7 +97,7 @@ class RouteAnswers:
     async def static(self, request: Request) -> Response:
         """A file that it is made of."""
         name = request.path_params["name"]
-        return self._answer(name, request) if name in FILES else _refusal(404)
+        return self._answer(name, request) if name in self._files else _refusal(404)
 
     def _answer(self, name: str, request: Request) -> Response:
         plain, packed = self._files[name]
@@ -118,12 +120,16 @@ class RouteAnswers:
 
     async def stream(self, request: Request) -> Response:
         """Push what changes to a page."""
-        feed = self._feeds.listing
-        if (name := request.query_params.get("run")) is not None:
-            try:
-                feed = self._feeds.of_run(name)
-            except InstepError:
-                return _refusal(404)
+        asked = request.query_params
+        try:
+            if "run" in asked:
+                feed = self._feeds.of_run(asked["run"])
+            elif "search" in asked:
+                feed = self._feeds.of_search(asked["search"])
+            else:
+                feed = self._feeds.of_pool() if "pool" in asked else self._feeds.listing
+        except InstepError:
+            return _refusal(404)
         return StreamingResponse(feed.messages(), media_type="text/event-stream")
 
     async def alive(self, request: Request) -> Response:
@@ -151,10 +157,14 @@ def _packed_json(value: Any, request: Request) -> Response:
     return Response(data, media_type="application/json", headers=headers)
 
 
-def _file(name: str) -> tuple[bytes, bytes]:
-    """A file of the page, and the same compressed."""
-    plain = files("instep.dashboard.static").joinpath(name).read_bytes()
-    return plain, gzip.compress(plain, 9, mtime=0)
+def page_files() -> dict[str, tuple[bytes, bytes]]:
+    """The files of the page by name, each plain and compressed."""
+    found = {}
+    for package, names in (("dashboard.static", OWN_FILES), ("report.charts", CHART_FILES)):
+        for name in names:
+            plain = files(f"instep.{package}").joinpath(name).read_bytes()
+            found[name] = plain, gzip.compress(plain, 9, mtime=0)
+    return found
 
 
 def make_app(runs: RunList, access: Access, executor: Executor) -> Guarded:

@@ -23,7 +23,7 @@ def compare(paths: list[Path]) -> dict[str, Any]:
     names, jobs, drawn, unread = [], [], [], []
     for path in paths:
         try:
-            run = LiveRun(path)
+            run = LiveRun(path, figures=False)
             run.look()
         except Exception as error:  # a folder may hold anything, and others are compared
             unread.append({"name": path.name, "error": why_unread(error)})

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
-from instep.dashboard.fold import Fold
+from instep.dashboard.fold import Fold, PointsSoFar
 from instep.dashboard.live import LiveRun
 from instep.report.figures.curves import charts, has_low_values_mostly
 from instep.report.figures.summary import OWN
 from instep.store.run_files import Floats, Records
 from instep.store.run_folder import RunFolder
 
-_SPEEDS, _DIGITS = 160, 6
+_SPEEDS, _DIGITS = 160, 6  # digits of %.6g
 
 Values = dict[str, Floats]
 """By name of the axis, or `mean`, `low`, `high`: [points] each, NaN for gaps."""
@@ -41,7 +42,7 @@ class Chart(NamedTuple):
 
 
 def settled_charts(folder: RunFolder) -> list[Chart]:
-    """Those of the report, point for point; the page smooths by itself."""
+    """Those of the report, point for point."""
     found = []
     for chart in charts([folder]):
         lines = [
@@ -49,7 +50,6 @@ def settled_charts(folder: RunFolder) -> list[Chart]:
                 line["kind"], {k: _floats(v) for k, v in line.items() if k not in ("run", "kind")}
             )
             for line in chart["lines"]
-            if line["kind"] != "smoothed"
         ]
         found.append(Chart(chart["title"], chart["log"], lines))
     return found
@@ -69,11 +69,13 @@ def live_charts(run: LiveRun) -> list[Chart]:
     found = [("loss", lines)]
     found += [(name, [Curve("validation", values)]) for name, values in validations.items()]
     rate = f"{OWN}learning_rate"
-    for name, fold in run.logged.items():
+    for name, points in run.logged.items():
         if not name.startswith(OWN):
-            found.append((name, [Curve("", _line(run, fold))]))
+            found.append((name, [Curve("", _line(run, points.fold()))]))
     if rate in run.logged:
-        found.append(("learning rate", [Curve("", _held(run, _line(run, run.logged[rate])))]))
+        found.append(
+            ("learning rate", [Curve("", _held(run, _line(run, run.logged[rate].fold())))])
+        )
     found.append(("gradient norm", [Curve("", _line(run, norm))]))
     found.append(("samples per second", [Curve("", _speed(run, loss))]))
     kept = [(title, [line for line in lines if len(line.values["mean"])]) for title, lines in found]
@@ -109,14 +111,13 @@ def _held(run: LiveRun, line: Values) -> Values:
 
 def _validations(run: LiveRun) -> dict[str, Values]:
     """By metric, in the order in which the first validation has them."""
-    found: dict[str, Fold] = {}
+    found: dict[str, PointsSoFar] = {}
     for event in run.named("validated"):
         for name, value in (event.get("metrics") or {}).items():
             if isinstance(value, int | float):
-                fold = found.setdefault(name, Fold())
-                point = [event["step"]], [float(value)], [float(event["time"])]
-                fold.add(*map(np.array, point))
-    return {name: _line(run, fold) for name, fold in found.items()}
+                points = found.setdefault(name, PointsSoFar())
+                points.add(event["step"], float(value), float(event["time"]))
+    return {name: _line(run, points.fold()) for name, points in found.items()}
 
 
 def _speed(run: LiveRun, loss: Fold) -> Values:
@@ -124,7 +125,10 @@ def _speed(run: LiveRun, loss: Fold) -> Values:
     step, times = loss.step, loss.time
     if len(step) < 2:
         return {"mean": np.zeros(0)}
-    edges = np.unique(np.linspace(0, len(step) - 1, min(len(step), _SPEEDS)).astype(np.int64))
+    every = 1 << max(
+        0, (len(step) // _SPEEDS).bit_length()
+    )  # so that most edges stay where they are
+    edges = np.unique(np.append(np.arange(0, len(step) - 1, every), len(step) - 1))
     axes = _axes(run, step[edges], times[edges])
     speed = np.diff(axes["samples"]) / np.maximum(np.diff(axes["seconds"]), 1e-9)
     return {**{name: values[1:] for name, values in axes.items()}, "mean": speed}
@@ -172,10 +176,22 @@ def _first_difference(old: Values, new: Values) -> int:
 
 
 def _since(values: Values, at: int) -> dict[str, list[float | int | None]]:
-    return {name: _numbers(each[at:], name == "step") for name, each in values.items()}
+    return {
+        name: _whole(each[at:]) if name == "step" else _numbers(each[at:])
+        for name, each in values.items()
+    }
 
 
-def _numbers(values: Floats, whole: bool) -> list[float | int | None]:
-    if whole:
-        return [int(value) for value in values]
-    return [float(f"{v:.{_DIGITS}g}") if np.isfinite(v) else None for v in values]
+def _whole(values: Floats) -> list[float | int | None]:
+    found: list[float | int | None] = values.astype(np.int64).tolist()
+    return found
+
+
+def _numbers(values: Floats) -> list[float | int | None]:
+    """Values with so many digits, None for those that are not finite."""
+    if len(values) and np.all(values == np.rint(values)) and np.abs(values).max() < 10**_DIGITS:
+        return _whole(values)
+    text = ",".join(["%.6g"] * len(values)) % tuple(values.tolist())
+    text = text.replace("-inf", "null").replace("inf", "null").replace("nan", "null")
+    found: list[float | int | None] = msgspec.json.decode(f"[{text}]")
+    return found

@@ -2,12 +2,13 @@
 
 A bucket has 1, 2, 4, ... steps, and begins at a multiple of that. When there are too many, each two
 neighbours become one, so that no step has to be read again and the memory does not grow. What is
-not finite counts in no mean. Way in: `Fold`.
+not finite counts in no mean. Ways in: `Fold`, `PointsSoFar`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,8 @@ from instep.store.run_files import Floats, Records
 
 MOST = 512
 """Buckets of a curve at most; never less than half of it once there were so many steps."""
+
+_MOST_NEW = 4096
 
 _PLACES = {"points": 0.0, "known": 0.0, "total": 0.0, "low": np.inf, "high": -np.inf}
 _EMPTY = {**_PLACES, "last": -1.0, "time": -np.inf}
@@ -35,17 +38,21 @@ class Fold:
     """Takes points in any order of step, each once.
 
     Args:
-        most: buckets.
+        most: buckets, an even number.
     """
 
     def __init__(self, most: int = MOST) -> None:
         self._most, self.width = most, 1
-        self._table: dict[str, Floats] = {name: np.zeros(0) for name in _EMPTY}
+        self._fill(np.repeat([[empty] for empty in _EMPTY.values()], most, axis=1))
+
+    def _fill(self, rows: Floats) -> None:
+        self._rows = rows
+        self._table: dict[str, Floats] = dict(zip(_EMPTY, rows, strict=True))
 
     def copy(self) -> Fold:
         """Another one of the same points, which may get more."""
-        twin = Fold(self._most)
-        twin.width, twin._table = self.width, {k: v.copy() for k, v in self._table.items()}
+        twin = copy(self)
+        twin._fill(self._rows.copy())
         return twin
 
     def add(self, steps: Records, values: Floats, times: Floats | TimesAt) -> None:
@@ -69,7 +76,6 @@ class Fold:
         index = steps // self.width
         begins = np.concatenate([[0], np.flatnonzero(np.diff(index)) + 1])
         at = index[begins]
-        self._grow(newest // self.width + 1)
         finite = np.isfinite(values)
         table = self._table
         table["points"][at] += np.diff(np.append(begins, len(steps)))
@@ -84,25 +90,19 @@ class Fold:
         at, ends = at[later], ends[later]
         table["last"][at], table["time"][at] = steps[ends], _times_of(times, ends)
 
-    def _grow(self, size: int) -> None:
-        missing = size - len(self._table["points"])
-        if missing > 0:
-            for name, empty in _EMPTY.items():
-                self._table[name] = np.append(self._table[name], np.full(missing, empty))
-
     def _widen(self) -> None:
         self.width *= 2
-        if len(self._table["points"]) % 2:
-            self._grow(len(self._table["points"]) + 1)
-        second = self._table["points"][1::2]
-        for name in _EMPTY:
+        second = self._table["points"][1::2] > 0
+        for name, empty in _EMPTY.items():
             pairs = self._table[name].reshape(-1, 2)
             if name in ("points", "known", "total"):
-                self._table[name] = pairs.sum(1)
+                merged = pairs.sum(1)
             elif name != "time":
-                self._table[name] = pairs.min(1) if name == "low" else pairs.max(1)
+                merged = pairs.min(1) if name == "low" else pairs.max(1)
             else:  # the second of two, where there is one
-                self._table[name] = np.where(second > 0, pairs[:, 1], pairs[:, 0])
+                merged = np.where(second, pairs[:, 1], pairs[:, 0])
+            self._table[name][: len(merged)] = merged
+            self._table[name][len(merged) :] = empty
 
     @property
     def _there(self) -> NDArray[np.bool_]:
@@ -133,3 +133,25 @@ class Fold:
             for name in ("low", "high"):
                 found[name] = np.where(gaps, np.nan, self._table[name][there])
         return found
+
+
+class PointsSoFar:
+    """Takes points one by one, and folds many at once."""
+
+    def __init__(self) -> None:
+        self._fold = Fold()
+        self._new: list[tuple[int, float, float]] = []
+
+    def add(self, step: int, value: float, time: float) -> None:
+        """Add a point; a step has one."""
+        self._new.append((step, value, time))
+        if len(self._new) > _MOST_NEW:
+            self.fold()
+
+    def fold(self) -> Fold:
+        """All so far."""
+        if self._new:
+            steps, values, times = zip(*self._new, strict=True)
+            self._fold.add(np.array(steps, np.int64), np.array(values), np.array(times))
+            self._new.clear()
+        return self._fold

@@ -1,7 +1,8 @@
 """The runs of a folder, a row for each: what `instep list --json` has, and the best of each metric.
 
 A run that has ended is read once, and again only when its files have changed; of one that is as
-most are (one session, ended) the events alone say everything. Way in: `RunList`.
+most are (one session, ended) the events alone say everything. The trials of a search are
+runs of its folder, and are called `SEARCH/TRIAL`. Way in: `RunList`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any
 import numpy as np
 
 from instep.dashboard.live import LiveRun
+from instep.dashboard.pools import pool_beside
+from instep.dashboard.searches import SearchFigures, is_search, searches_in
 from instep.dashboard.sections import has_links
 from instep.dashboard.tail import last_bytes
 from instep.errors import InstepError, RunError
@@ -40,14 +43,19 @@ class RunList:
 
     Args:
         folder: that has run folders in it, or is one.
+        pool: folder of the pool whose jobs these are; by default `pool` beside the folder.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, pool: Path | None = None) -> None:
         self.single = (folder / "job.toml").is_file()
         self.folder = folder.resolve().parent if self.single else folder.resolve()
         self._only = folder.resolve().name if self.single else ""
         self._rows: dict[str, tuple[Any, Row]] = {}
         self._live: dict[str, LiveRun] = {}
+        self._searches: dict[str, SearchFigures] = {}
+        self._trials: dict[str, RunList] = {}
+        self.pool = pool or (None if self.single else pool_beside(self.folder))
+        """The folder of the pool whose jobs these are, if it is known."""
 
     def paths(self) -> Iterator[Path]:
         """The folders of runs that may be shown: no links, as they may lead elsewhere."""
@@ -64,37 +72,78 @@ class RunList:
         Raises:
             RunError: there is no such run here.
         """
+        search, slash, trial = name.rpartition("/")
+        if slash:
+            return self.trials_of(search).path_of(trial)
         path = self.folder / name
-        plain = name not in ("", ".", "..") and not {"/", "\0"} & {*name}
-        mine = plain and not_utf8(name) is None and (not self._only or name == self._only)
-        if not mine or not _may_be_shown(path) or has_links(path):
+        if not self._is_mine(name) or not _may_be_shown(path) or has_links(path):
             raise RunError("there is no such run.")
         return path
+
+    def _is_mine(self, name: str) -> bool:
+        plain = name not in ("", ".", "..") and not {"/", "\0"} & {*name}
+        return plain and not_utf8(name) is None and (not self._only or name == self._only)
+
+    def search_of(self, name: str) -> SearchFigures:
+        """A search by the name of its folder, which is here, or is this one.
+
+        Raises:
+            RunError: there is no such search here.
+        """
+        here = name == self.folder.name and is_search(self.folder)
+        path = self.folder if here else self.folder / name
+        if self.single or not self._is_mine(name) or not is_search(path):
+            raise RunError("there is no such search.")
+        return self._searches.setdefault(name, SearchFigures(path))
+
+    def trials_of(self, search: str) -> RunList:
+        """The runs of a search's trials.
+
+        Raises:
+            RunError: there is no such search here.
+        """
+        folder = self.search_of(search).folder
+        return self._trials.setdefault(search, RunList(folder))
+
+    def searches(self) -> list[dict[str, Any]]:
+        """A row for each search here; the folder itself may be one."""
+        names = [] if self.single else searches_in(self.folder)
+        if not self.single and is_search(self.folder):
+            names.append(self.folder.name)
+        return [self.search_of(name).brief() for name in names]
 
     def rows(self) -> dict[str, Row]:
         """A row for each run by name; one that cannot be read has `error`. Rows that have not
         changed are the same objects."""
-        found: dict[str, tuple[Any, Row]] = {}
-        for path in self.paths():
-            name = path.name
-            try:
-                if has_links(path):
-                    raise RunError("a file of it is a link, which may lead elsewhere.")
-                running = is_running(path)
-                key = _looks(path), running
-                known = self._rows.get(name)
-                if known and known[0] == key:
-                    found[name] = known
-                    continue
-                row = self._live_row(path) if running else _ended_row(path)
-                found[name] = key, row
-                if not running:
-                    self._live.pop(name, None)
-            except Exception as error:  # a folder may hold anything, and others are listed
-                found[name] = None, {"name": name, "error": why_unread(error)}
-        self._rows = found
-        self._live = {name: live for name, live in self._live.items() if name in found}
-        return {name: row for name, (_, row) in found.items()}
+        self._rows = {path.name: self._row_of(path) for path in self.paths()}
+        self._live = {name: live for name, live in self._live.items() if name in self._rows}
+        return {name: row for name, (_, row) in self._rows.items()}
+
+    def row_of(self, name: str) -> Row | None:
+        """The row of one run; None if there is none."""
+        path = self.folder / name
+        if not self._is_mine(name) or not _may_be_shown(path):
+            return None
+        self._rows[name] = self._row_of(path)
+        return self._rows[name][1]
+
+    def _row_of(self, path: Path) -> tuple[Any, Row]:
+        """Tell what its files looked like, and give its row."""
+        name = path.name
+        try:
+            if has_links(path):
+                raise RunError("a file of it is a link, which may lead elsewhere.")
+            running = is_running(path)
+            key = _looks(path), running
+            known = self._rows.get(name)
+            if known and known[0] == key:
+                return known
+            row = self._live_row(path) if running else _ended_row(path)
+            if not running:
+                self._live.pop(name, None)
+        except Exception as error:  # a folder may hold anything, and others are listed
+            return None, {"name": name, "error": why_unread(error)}
+        return key, row
 
     def _live_row(self, path: Path) -> Row:
         run = self._live.get(path.name)

@@ -1,7 +1,8 @@
 """A run that trains, read as it grows: nothing is read twice, and memory does not grow with it.
 
-`Progress` computes the figures of the terminal's live table; curves are folded (`fold.py`). Where
-the run goes back, or a file was replaced, all is read again. Way in: `LiveRun`.
+`Progress` computes the figures of the terminal's live table; curves are folded (`fold.py`). Of a
+long run some records are shown before all are read (`early.py`). Where the run goes back, or a file
+was replaced, all is read again. Way in: `LiveRun`.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from instep.checksums import table_of
-from instep.dashboard.fold import Fold
+from instep.dashboard.early import AT_THE_END, EarlySteps
+from instep.dashboard.fold import PointsSoFar
+from instep.dashboard.logs import LogEnds
 from instep.dashboard.so_far import LedgerSoFar, StepsSoFar
-from instep.dashboard.tail import Rewritten, Tail
+from instep.dashboard.tail import Rewritten, Tail, size_of
 from instep.errors import RunError, SpecError
 from instep.events import LEDGER, LEDGER_START, STEPS
 from instep.job.file import build
@@ -33,15 +36,17 @@ from instep.store.run_files import (
     with_possible_times,
     without_discarded,
 )
-from instep.store.run_folder import RunPlan
+from instep.store.run_folder import WINDOW, RunPlan
 from instep.store.run_members import RunMembers
 from instep.store.run_times import elapsed_in, seconds_of
 from instep.store.run_traffic import TrafficCounter
 from instep.vocabulary import wrong_in
 
-_LEDGER_S = 0.2
+_LEDGER_S = 0.15
 """So long is a ledger read in one look, so that a long one does not keep the curves waiting."""
-_MOST_TIMES, _MOST_RECENT = 2048, 1 << 16
+_MOST_TIMES, _MOST_RECENT = 512, 1 << 16
+Made = TypeVar("Made")
+
 _FREQUENT = ("traffic", "logged", "trial_progress", "participants_apart", "lag_measured")
 """Events of which there may be many, and of which only figures are kept."""
 
@@ -92,13 +97,17 @@ class LiveRun:
     Args:
         path: its folder.
         clock: Unix seconds.
+        figures: whether those of the live table and the audit are wanted too, or only curves.
 
     Raises:
         RunError: it is not the folder of a run, or it is damaged.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        self.path, self._clock = existing(path), clock
+    def __init__(
+        self, path: Path, clock: Callable[[], float] = time.time, *, figures: bool = True
+    ) -> None:
+        self._figures = figures
+        self.path, self._clock, self.logs = existing(path), clock, LogEnds(path)
         try:
             self.job = job_of(path)
             self.spec = build(self.job, source=str(path / "job.toml"))
@@ -108,19 +117,23 @@ class LiveRun:
 
     def _begin(self) -> None:
         path = self.path
-        self._tails = Tail(path / "events.jsonl"), Tail(path / "steps.bin", STEPS.itemsize)
+        self._events_tail = Tail(path / "events.jsonl")
+        self._steps_tail = Tail(path / "steps.bin", STEPS.itemsize)
+        self._early: EarlySteps | None = None
         self._ledger_tail = Tail(path / "ledger.bin", LEDGER.itemsize, LEDGER_START)
         self._kept: list[Event] = []
+        self._made: dict[str, Any] = {}
         self._returns = 0
-        self.logged: dict[str, Fold] = {}
+        self.logged: dict[str, PointsSoFar] = {}
         """Values that callbacks have logged, by name."""
         self.traffic = TrafficCounter(_MOST_TIMES)
-        self.steps, self.ledger = StepsSoFar(), LedgerSoFar(self.spec)
+        self.steps, self.ledger = StepsSoFar(), LedgerSoFar(self.spec, check=self._figures)
         self.times = LiveTimes()
         self._now = self._clock()
         self.is_behind = False
         """Whether there is more of the ledger than was read."""
-        self.progress = Progress(self.spec, self.path.name, lambda: self._now)
+        if self._figures:
+            self.progress = Progress(self.spec, self.path.name, lambda: self._now)
         self._caught_up = False
 
     def look(self) -> bool:
@@ -146,16 +159,17 @@ class LiveRun:
         if len(returns_in(self._kept)) != self._returns:
             raise Rewritten  # steps that were read do not count any more
         self._now = self._clock()
-        for event in events:
-            self.progress.event(event)
         steps, ledger = self._new_steps(), self._new_ledger()
-        if len(steps) or len(ledger):
-            self.progress.records(ledger, steps)
-        return bool(events or len(steps) or len(ledger))
+        if self._figures:
+            for event in events:
+                self.progress.event(event)
+            if len(steps) or len(ledger):
+                self.progress.records(ledger, steps)
+        return bool(events or len(steps) or len(ledger) or self._reads_early())
 
     def _new_events(self) -> list[Event]:
         found: list[Event] = []
-        while lines := self._tails[0].new():
+        while lines := self._events_tail.new():
             for line in lines.splitlines():
                 try:
                     event = table_of(line)
@@ -177,10 +191,10 @@ class LiveRun:
         if what == "logged":
             for name, value in event["values"].items():
                 number = float(value) if isinstance(value, int | float) else np.nan
-                fold = self.logged.setdefault(name, Fold())
-                fold.add(np.array([event["step"]]), np.array([number]), np.array([at]))
+                self.logged.setdefault(name, PointsSoFar()).add(event["step"], number, at)
         if what not in _FREQUENT:
             self._kept.append(event)
+            self._made.clear()
         if what in ("worker_ready", "data_divided"):
             self.ledger.know(self.last("worker_ready"), self.last("data_divided"))
 
@@ -189,12 +203,31 @@ class LiveRun:
         return with_possible_times(found)
 
     def _pieces_of_steps(self) -> Any:
-        while data := self._tails[1].new():
+        while data := self._steps_tail.new():
             records = np.frombuffer(data, STEPS)
             check_steps(records, self.path / "steps.bin")
-            counted = self.steps.take(records)
-            self.times.reach(self.steps.end)
-            yield counted
+            yield self._counted(records)
+
+    def _counted(self, records: Records) -> Records:
+        counted = self.steps.take(records)
+        if self._early is not None:
+            self._early.take(records)
+        self.times.reach(self.steps.end)
+        return counted
+
+    def _reads_early(self) -> bool:
+        """Read on what a long run had when it was opened; whether there was anything."""
+        if self._early is None:
+            return False
+        self._early.read()
+        if self._early.steps is not None:
+            self.steps, self._early = self._early.steps, None
+        return True
+
+    @property
+    def share_read(self) -> float:
+        """How much of the records of steps the curves are made of, 0 to 1."""
+        return 1.0 if self._early is None else self._early.share
 
     def _new_ledger(self) -> Records:
         """Read what is new, of a long one for so long; the end of it says how far the run is."""
@@ -206,23 +239,40 @@ class LiveRun:
             self.is_behind = time.monotonic() > until
             if self.is_behind:
                 break
+        if self.is_behind and self.ledger.is_fixed:
+            file, size = self.path / "ledger.bin", LEDGER.itemsize
+            count = (size_of(file) - LEDGER_START) // size
+            begin = LEDGER_START + max(0, count - WINDOW) * size
+            newest = np.frombuffer(Tail(file, size, begin).new(), LEDGER)
+            self.ledger.look_ahead(newest, count)
         return newest
 
     def _catch_up(self, events: list[Event]) -> None:
-        """Read a run from its beginning; only its end is told to `Progress` step by step."""
+        """Read a run from its beginning."""
         returns = returns_in(self._kept)
         self._returns = len(returns)
-        self.steps = StepsSoFar([(float(e["time"]), step) for e, step in returns])
-        recent: list[Records] = []
+        discards = [(float(e["time"]), step) for e, step in returns]
+        self.steps, recent = StepsSoFar(discards), list[Records]()
+        early = EarlySteps(self.path / "steps.bin", discards)
+        if early.is_long:
+            recent.append(self._counted(early.some())[-AT_THE_END:])
+            self._steps_tail = Tail(self.path / "steps.bin", STEPS.itemsize, early.end)
+            self._early = early
         for piece in self._pieces_of_steps():
             recent.append(piece)
             if len(recent) > 4 and sum(map(len, recent)) > _MOST_RECENT:
                 del recent[0]
+        ledger = self._new_ledger()
+        self._caught_up = True
+        if self._figures:
+            self._replay(events, recent, ledger)
+
+    def _replay(self, events: list[Event], recent: list[Records], ledger: Records) -> None:
+        """Let `Progress` follow the end of a run step by step."""
         steps = np.concatenate([np.zeros(0, STEPS), *recent])[-4 * _MOST_RECENT :]
         steps = with_possible_times(steps)
-        ledger = self._new_ledger()
         self._now = self.times.begin or self._clock()
-        self._caught_up, progress = True, Progress(self.spec, self.path.name, lambda: self._now)
+        progress = Progress(self.spec, self.path.name, lambda: self._now)
         for event in without_discarded(events):
             self._now = float(event["time"])
             progress.event(event)
@@ -246,21 +296,29 @@ class LiveRun:
         """Whether its processes called `instep.join`."""
         return bool(self.last("run_started").get("started_by") == "join")
 
+    def once(self, name: str, make: Callable[[], Made]) -> Made:
+        """Give what follows from events alone: made when it is first asked for, and again when
+        another event has come."""
+        if name not in self._made:
+            self._made[name] = make()
+        made: Made = self._made[name]
+        return made
+
     @property
     def events(self) -> list[Event]:
         """Events that count, oldest first, without those of which there are many."""
-        return without_discarded(self._kept)
+        return self.once("events", lambda: without_discarded(self._kept))
 
     @property
     def members(self) -> RunMembers:
         """Workers and servers."""
         none = np.zeros(0, STEPS), np.zeros(0, LEDGER)
-        return RunMembers(self.events, *none, self.spec.workers)
+        return self.once("members", lambda: RunMembers(self.events, *none, self.spec.workers))
 
     @property
     def last_step(self) -> int:
         """The last committed step."""
-        return max(int(self.ending.get("step") or 0), self.ledger.last_step)
+        return max(int(self.ending.get("step") or 0), self.ledger.reached)
 
     @property
     def ending(self) -> Event:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from instep.dashboard.live import LiveRun
-from instep.dashboard.logs import last_lines
+from instep.dashboard.logs import LogEnds
 from instep.report.figures.participants import of_participants
 from instep.report.figures.proof import prove
 from instep.report.figures.settings import flat
@@ -54,7 +54,10 @@ def live_sections(run: LiveRun, state: str) -> dict[str, Any]:
     audit = run.ledger.as_table()
     resume = command("resume", run.path)
     return {
-        **_shared(run, run.times.elapsed),
+        **run.once("shared", lambda: _shared(run, run.times.elapsed)),
+        "participants": _participants(run),
+        "logs": run.logs.look(),
+        "read": None if run.share_read == 1.0 else round(run.share_read, 2),
         "verdict": {"mark": ended.get(state, "calm"), "text": text},
         "status": status,
         "summary": None,
@@ -75,6 +78,9 @@ def settled_sections(folder: RunFolder) -> dict[str, Any]:
     used = readable_count(summary["samples"])
     return {
         **_shared(folder, folder.times.elapsed),
+        "participants": _participants(folder),
+        "logs": LogEnds(folder.path).look(),
+        "read": None,
         "verdict": {"mark": mark, "text": text},
         "status": status.as_table(),
         "summary": _written_summary(folder.path) or summary,
@@ -97,9 +103,9 @@ def _written_summary(path: Path) -> dict[str, Any] | None:
 
 
 def _shared(run: LiveRun | RunFolder, elapsed: Any) -> dict[str, Any]:
+    """Give what follows from the job and from events alone."""
     members = run.members
     events = run.events
-    participants = of_participants(run)
     saved = [e for e in events if e["event"] == "checkpoint_saved"]
     return {
         "name": run.path.name,
@@ -110,10 +116,13 @@ def _shared(run: LiveRun | RunFolder, elapsed: Any) -> dict[str, Any]:
         "generations": len(members.generations),
         "checkpoints": [_plain(each, elapsed) for each in saved[-_MOST_EVENTS:]],
         "saved": len(saved),
-        "participants": participants and finite(participants._asdict()),
         "settings": [list(pair) for pair in flat(run.job)][:_MOST_SETTINGS],
-        "logs": last_lines(run.path),
     }
+
+
+def _participants(run: LiveRun | RunFolder) -> dict[str, Any] | None:
+    found = of_participants(run)
+    return found and finite(found._asdict())
 
 
 def _plain(event: Event, elapsed: Any) -> dict[str, Any]:
@@ -172,7 +181,7 @@ def _live_workers(run: LiveRun) -> list[dict[str, Any]]:
     found = []
     for row in rows:
         parts = run.steps.parts.get(int(row.name)) if row.name.isdigit() else None
-        found.append({**finite(row._asdict()), "parts": _parts(parts)})
+        found.append({**row._asdict(), "parts": _parts(parts)})
     return sorted(found, key=lambda each: (not each["name"].isdigit(), each["name"].zfill(9)))
 
 
@@ -198,7 +207,7 @@ def _settled_workers(folder: RunFolder, status: Status) -> list[dict[str, Any]]:
             "rate": float(mine["samples"].sum()) / took if took else 0.0,
             "wait": split.get("wait", 0.0) / took if took else 0.0,
         }
-        found.append({**finite(table), "parts": _parts(seconds)})
+        found.append({**table, "parts": _parts(seconds)})
     return sorted(found, key=lambda each: (not each["name"].isdigit(), each["name"].zfill(9)))
 
 

@@ -124,6 +124,7 @@ def serve(
     say: Callable[[str], object] = lambda link: None,
     secret: str = "",
     certificates: Path | None = None,
+    pool: Path | None = None,
 ) -> None:
     """Serve until the process is interrupted.
 
@@ -133,6 +134,7 @@ def serve(
         say: told each link that is fit to be opened: another one when one was used.
         secret: as of `Access`.
         certificates: folder of `instep certificates`, for HTTPS.
+        pool: as of `RunList`.
     """
     import uvicorn
 
@@ -145,7 +147,7 @@ def serve(
     if not token:
         say(at.link(access.token))
     with ThreadPoolExecutor(2) as executor, _tls(certificates, at) as options:
-        app: Any = make_app(RunList(runs), access, executor)
+        app: Any = make_app(RunList(runs, pool), access, executor)
         config = uvicorn.Config(
             app,
             http=GuardedProtocol,

@@ -132,10 +132,12 @@ class LedgerSoFar:
 
     Args:
         spec: of the job.
+        check: whether to check, or only to count.
     """
 
-    def __init__(self, spec: JobSpec) -> None:
-        self._spec, self._is_fixed = spec, False
+    def __init__(self, spec: JobSpec, *, check: bool = True) -> None:
+        self._checks = check
+        self._spec, self.is_fixed = spec, False
         self.plan = RunPlan(spec, {}, {}, np.zeros(0, LEDGER))
         self.records, self.samples = 0, 0
         self.wrong = 0
@@ -146,10 +148,11 @@ class LedgerSoFar:
         self._tail: Records = np.zeros(0, LEDGER)
         self._unchecked: list[Records] = []
         self._last: int | None = None
+        self._ahead = 0
 
     def know(self, ready: Event, divided: Event) -> None:
         """Take the newest `worker_ready` and `data_divided` event."""
-        self._is_fixed, self._last = not ready.get("epoch_steps"), None
+        self.is_fixed, self._last = not ready.get("epoch_steps"), None
         self.plan = RunPlan(self._spec, ready, divided, np.zeros(0, LEDGER))
 
     def take(self, ledger: Records) -> None:
@@ -163,13 +166,14 @@ class LedgerSoFar:
         self.samples += int(taken.sum())
         step = ledger["step"].astype(np.int64)
         self._used.add(step, taken.astype(np.float64), np.zeros(len(step)))
-        if self.plan.own_rounds is None and (self._is_fixed or not self.plan.epoch_samples):
+        known = self.is_fixed or not self.plan.epoch_samples
+        if self._checks and known and self.plan.own_rounds is None:
             self._unchecked.append(ledger)
             self._check()
 
     def _check(self) -> None:
         """Check whole steps; the samples of a step have to be known before."""
-        if not self._is_fixed or not self.plan.epoch_samples or self.last_step <= self.checked:
+        if not self.is_fixed or not self.plan.epoch_samples or self.last_step <= self.checked:
             return
         waiting = np.concatenate(self._unchecked)
         ready = waiting["step"] <= self.last_step
@@ -181,11 +185,20 @@ class LedgerSoFar:
     @property
     def last_step(self) -> int:
         """The last step that is whole."""
-        if self._last is None and not self._is_fixed:
+        if self._last is None and not self.is_fixed:
             self._last = int(self._tail["step"].max(initial=0))
         if self._last is None:
             self._last = last_whole_step(self._tail, self.plan, self.records)
         return self._last
+
+    def look_ahead(self, tail: Records, records: int) -> None:
+        """See the end of a ledger of so many records that is not read so far."""
+        self._ahead = last_whole_step(tail, self.plan, records)
+
+    @property
+    def reached(self) -> int:
+        """The last step that is whole, of all that is there."""
+        return max(self.last_step, self._ahead)
 
     @property
     def epoch(self) -> int:
@@ -198,7 +211,7 @@ class LedgerSoFar:
         ends, sums = self._used.step, np.cumsum(self._used.total)
         if not len(ends) or not len(steps):
             return np.zeros(len(steps))
-        if steps.max() > ends[-1] and self._is_fixed and self.plan.epoch_samples > 0:
+        if steps.max() > ends[-1] and self.is_fixed and self.plan.epoch_samples > 0:
             due = [self.plan.batches.of(step) for step in steps.tolist()]  # it is not read so far
             return np.array([self.plan.epoch_samples * at.epoch + at.stop for at in due], float)
         begin = (steps // self._used.width) * self._used.width - 1

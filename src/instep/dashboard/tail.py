@@ -58,6 +58,10 @@ class Tail:
         self._before = (self._before + data)[-_LOOK_BACK:]
         return data
 
+    def new_before(self, end: int) -> bytes:
+        """Read as `new` does, but nothing from the byte `end` on."""
+        return self.new(min(MOST_BYTES, end - self.at))
+
     def _check(self, about: os.stat_result, descriptor: int) -> None:
         known, self._file = self._file, (about.st_dev, about.st_ino)
         if self.at == self._start:
@@ -65,6 +69,11 @@ class Tail:
         before = os.pread(descriptor, len(self._before), self.at - len(self._before))
         if known != self._file or about.st_size < self.at or before != self._before:
             raise Rewritten
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file; 0 where there is none, or a link."""
+    return path.lstat().st_size if path.is_file() and not path.is_symlink() else 0
 
 
 def last_bytes(path: Path, most: int) -> bytes:

@@ -19,8 +19,9 @@ import msgspec
 from instep.dashboard.curves import Chart, changes, live_charts, plain, settled_charts
 from instep.dashboard.listing import RunList, why_unread
 from instep.dashboard.live import LiveRun
+from instep.dashboard.pools import pool_brief, pool_key, pool_sections
 from instep.dashboard.sections import live_sections, settled_sections
-from instep.report.figures.summary import finite
+from instep.errors import RunError
 from instep.store.folder import is_running
 from instep.store.run_folder import RunFolder
 
@@ -52,20 +53,74 @@ class Subject(Protocol):
 
 
 class WatchedList:
-    """The runs of a folder."""
+    """The runs of a folder, and the searches and the pool that are there."""
 
     def __init__(self, runs: RunList) -> None:
         self._runs, self._last = runs, dict[str, Any]()
+        self._beside: Any = None
 
     def look(self) -> Sight | None:
         """See which there are."""
         rows = self._runs.rows()
+        pool = self._runs.pool
+        beside = {
+            "searches": self._runs.searches(),
+            "pool": None if pool is None else pool_brief(pool),
+        }
         same = rows.keys() == self._last.keys() and all(self._last[n] is r for n, r in rows.items())
-        if same and self._last:
+        if same and self._beside == beside:
             return None
-        self._last = rows
+        self._last, self._beside = rows, beside
         about = {"folder": str(self._runs.folder), "single": self._runs.single}
-        return Sight({"about": about, **{f"row {name}": row for name, row in rows.items()}}, [])
+        rows = {f"row {name}": row for name, row in rows.items()}
+        return Sight({"about": about, **beside, **rows}, [])
+
+
+class WatchedSearch:
+    """One search.
+
+    Args:
+        runs: of the folder that it is in.
+        name: of the search.
+    """
+
+    def __init__(self, runs: RunList, name: str) -> None:
+        self._figures, self._trials = runs.search_of(name), runs.trials_of(name)
+        self._prefix = f"{name}/"
+        self._last: dict[str, Any] = {}
+
+    def look(self) -> Sight | None:
+        """See how it is."""
+        sections = self._figures.sections(self._prefix, self._trials.row_of)
+        if sections == self._last:
+            return None
+        self._last = sections
+        return Sight(sections, [])
+
+
+class WatchedPool:
+    """A pool.
+
+    Args:
+        folder: of it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._last = folder, dict[str, Any]()
+        self._key: Any = None
+        self._at = 0.0
+
+    def look(self) -> Sight | None:
+        """See how it is; what is told of the time anew after a while."""
+        key, now = pool_key(self._folder), time.monotonic()
+        if key == self._key and now - self._at < REPEAT_S:
+            return None
+        self._key, self._at = key, now
+        sections = pool_sections(self._folder)
+        if sections == self._last:
+            return None
+        self._last = sections
+        return Sight(sections, [])
 
 
 class WatchedRun:
@@ -127,6 +182,7 @@ class Feed:
         self._source, self._executor, self._look_s = source, executor, look_s
         self._version, self._delta = 0, b""
         self._whole: bytes | None = None
+        self._sections: dict[str, Any] = {}
         self._encoded: dict[str, bytes] = {}
         self._charts: list[Chart] = []
         self._changed = asyncio.Event()
@@ -170,11 +226,17 @@ class Feed:
 
     def show(self, seen: Sight) -> None:
         """Tell the pages what there is now, if it differs from before."""
-        encoded = {name: msgspec.json.encode(finite(v)) for name, v in seen.sections.items()}
-        new = {n: msgspec.Raw(e) for n, e in encoded.items() if self._encoded.get(n) != e}
-        gone = [name for name in self._encoded if name not in encoded]
+        known, before = self._encoded, self._sections
+        encoded = {
+            name: known[name]
+            if name in known and value is before[name]
+            else msgspec.json.encode(value)  # what is not finite becomes null
+            for name, value in seen.sections.items()
+        }
+        new = {n: msgspec.Raw(e) for n, e in encoded.items() if known.get(n) != e}
+        gone = [name for name in known if name not in encoded]
         points = changes(self._charts, seen.charts)
-        self._encoded, self._charts = encoded, seen.charts
+        self._sections, self._encoded, self._charts = seen.sections, encoded, seen.charts
         if not (new or gone or points or points is None) and self._version:
             return
         self._version += 1
@@ -210,7 +272,7 @@ class Feeds:
         make: Callable[[Path], Subject] = WatchedRun,
     ) -> None:
         self._runs, self._executor, self._make = runs, executor, make
-        self._of_runs: dict[str, Feed] = {}
+        self._feeds: dict[tuple[str, str], Feed] = {}
         self.listing = Feed(WatchedList(runs), executor, 2 * LOOK_S)
 
     def of_run(self, name: str) -> Feed:
@@ -220,7 +282,33 @@ class Feeds:
             InstepError: there is no such run.
         """
         path = self._runs.path_of(name)
-        idle = [n for n, feed in self._of_runs.items() if not feed.pages and n != name]
+        return self._feed("run", name, lambda: self._make(path))
+
+    def of_search(self, name: str) -> Feed:
+        """The feed of a search.
+
+        Raises:
+            InstepError: there is no such search.
+        """
+        self._runs.search_of(name)
+        return self._feed("search", name, lambda: WatchedSearch(self._runs, name))
+
+    def of_pool(self) -> Feed:
+        """The feed of the pool.
+
+        Raises:
+            RunError: there is none.
+        """
+        folder = self._runs.pool
+        if folder is None:
+            raise RunError("there is no pool.")
+        return self._feed("pool", "", lambda: WatchedPool(folder))
+
+    def _feed(self, kind: str, name: str, make: Callable[[], Subject]) -> Feed:
+        key = kind, name
+        idle = [each for each, feed in self._feeds.items() if not feed.pages and each != key]
         for other in idle[:-4]:
-            del self._of_runs[other]
-        return self._of_runs.setdefault(name, Feed(self._make(path), self._executor))
+            del self._feeds[other]
+        if key not in self._feeds:
+            self._feeds[key] = Feed(make(), self._executor)
+        return self._feeds[key]

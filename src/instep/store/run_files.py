@@ -24,6 +24,17 @@ Floats = NDArray[np.float64]
 PARTS = ("load", "forward", "backward", "wait", "wire", "update", "save")
 """Parts of a step, in order of time; `NAME_s` in `STEPS`."""
 
+_FIRST_TIME: tuple[Any, ...] = STEPS.fields["load_s"]  # type: ignore[index]
+_TIMES = np.dtype(
+    {
+        "names": ["times"],
+        "formats": [("<f4", (len(PARTS),))],
+        "offsets": [_FIRST_TIME[1]],
+        "itemsize": STEPS.itemsize,
+    }
+)
+"""The parts of a step, which lie beside each other in `STEPS`."""
+
 _MOST_WORKERS, _MOST_S = 1 << 20, 1e11  # instep writes no larger values
 _OF_A_RUN = ("run.id", "events.jsonl", "ledger.bin", "journal.sqlite")
 
@@ -139,9 +150,9 @@ def possible_steps(steps: Records, path: Path) -> Records:
 def with_possible_times(steps: Records) -> Records:
     """A copy of step records, [records], whose parts took times that are possible."""
     steps = steps.copy()
-    for part in PARTS:  # a clock may be wrong; what a run computed can be read all the same
-        times = np.nan_to_num(steps[f"{part}_s"], nan=0.0)
-        steps[f"{part}_s"] = np.clip(times, 0.0, _MOST_S)
+    times = steps.view(_TIMES)["times"]
+    np.fmax(times, 0.0, out=times)  # a clock may be wrong; what a run computed can be read
+    np.minimum(times, _MOST_S, out=times)
     return steps
 
 

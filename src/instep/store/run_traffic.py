@@ -34,6 +34,7 @@ class TrafficCounter:
         self._most = most
         self._seen: dict[int, Traffic] = {}
         self._pids: dict[int, object] = {}
+        self._whole: tuple[float, Floats, Floats] | None = None
 
     def take(self, event: Event) -> None:
         """Count an event; those that say nothing of traffic are ignored."""
@@ -53,6 +54,7 @@ class TrafficCounter:
         sent = total.sent_bytes + now.sent_bytes - before.sent_bytes
         received = total.received_bytes + now.received_bytes - before.received_bytes
         counted.append((float(event["time"]), Traffic(sent, received)))
+        self._whole = None
         self._seen[worker] = now
         if self._most and len(counted) > self._most:
             counted[:-1] = counted[:-1:2]
@@ -60,12 +62,22 @@ class TrafficCounter:
     def sent_by(self, times: Floats, begin: float) -> Floats:
         """Count the bytes that all workers together had sent by these Unix times; told about once a
         second, between two in proportion, and none at `begin`."""
-        total = np.zeros(len(times))
+        if self._whole is None or self._whole[0] != begin:
+            self._whole = begin, *self._of_all(begin)
+        _, moments, sent = self._whole
+        return np.round(np.interp(times, moments, sent))
+
+    def _of_all(self, begin: float) -> tuple[Floats, Floats]:
+        """Moments at which a worker told something, in order, and what all had sent; [any] each."""
+        told = []
         for counted in self.counted.values():
             known = [(begin, 0), *((time, moved.sent_bytes) for time, moved in counted)]
-            moments, sent = zip(*known, strict=True)
-            total += np.interp(times, np.maximum.accumulate(moments), sent)
-        return np.round(total)
+            moments, sent = np.array(known, np.float64).T
+            told.append((np.maximum.accumulate(moments), sent))
+        if not told:
+            return np.array([begin]), np.zeros(1)
+        moments = np.unique(np.concatenate([each for each, _ in told]))
+        return moments, np.sum([np.interp(moments, *each) for each in told], axis=0)
 
 
 class RunTraffic:

@@ -13,7 +13,10 @@ import pytest
 
 from instep.dashboard.serve import beside
 from instep.events import read_events
+from instep.report.page.page import write_report
+from instep.store.run_folder import RunFolder
 from made_up_runs import BEGIN_S, make_run, write_events
+from made_up_searches import make_pool, make_search
 
 api = pytest.importorskip("playwright.sync_api")
 pytest.importorskip("starlette")
@@ -39,6 +42,8 @@ def runs(tmp_path_factory):
     told |= {"seconds": 0.1, "epoch": 0, "samples": 9}
     warned = {"time": BEGIN_S + 4, "event": "warning", "text": ATTACK}
     write_events(path, [*events[:-1], told, warned, events[-1]])
+    make_search(folder / "net-search")
+    make_pool(folder.parent / "pool")
     return folder
 
 
@@ -73,11 +78,11 @@ def go(page, where, wait_for):
 
 def test_runs_are_listed_filtered_opened_and_compared(opened):
     go(opened, "#/", "td.name a")
-    assert opened.locator("tbody tr").count() == 4
+    assert opened.locator("table.runs tbody tr").count() == 4
     opened.fill("input[type=search]", "accuracy>0.8")
-    assert opened.locator("tbody tr").count() == 3
+    assert opened.locator("table.runs tbody tr").count() == 3
     opened.fill("input[type=search]", "failed")
-    assert opened.locator("tbody tr").count() == 1
+    assert opened.locator("table.runs tbody tr").count() == 1
     opened.fill("input[type=search]", "o")
     opened.get_by_role("link", name="one", exact=True).click()
     opened.wait_for_selector("figure[data-drawn]")
@@ -85,6 +90,36 @@ def test_runs_are_listed_filtered_opened_and_compared(opened):
     assert "#/run/one" in opened.url
     go(opened, "#/compare/one/other", "figure[data-drawn]")
     assert "workers" in opened.locator("table").inner_text()
+    assert opened.said == []
+
+
+def test_a_search_and_the_pool_have_pages_that_lead_to_their_runs(opened):
+    go(opened, "#/", "td.name a")
+    opened.get_by_role("link", name="net-search").click()
+    opened.wait_for_selector("figure[data-drawn]")
+    assert [each.split("\n")[0] for each in opened.locator("figcaption b").all_inner_texts()] == [
+        "accuracy",
+        "arguments.lr",
+        "train.global_batch",
+    ]
+    table = opened.locator("section:has(h2:text-is('Trials')) table")
+    assert table.locator("tbody tr").count() == 6
+    text = table.inner_text()
+    assert "the bound was 0.3500" in text
+    assert "the loss is nan" in text
+    assert opened.locator("figure.chart").nth(1).get_attribute("data-drawn")
+    opened.get_by_role("link", name="trial-002").click()
+    opened.wait_for_selector("h1:text-is('trial-002')")
+    go(opened, "#/search/net-search", "figure[data-drawn]")
+    opened.get_by_role("link", name="Compare the best 3").click()
+    opened.wait_for_selector("h1:text-is('Compare')")
+    opened.wait_for_selector("figure[data-drawn]")
+    go(opened, "#/", "td.name a")
+    opened.get_by_role("link", name="Pool", exact=True).click()
+    opened.wait_for_selector("h1:text-is('Pool')")
+    text = opened.locator("main").inner_text()
+    assert "4 of 4 cores are busy" in text
+    assert "others come first" in text
     assert opened.said == []
 
 
@@ -137,6 +172,8 @@ def test_axe_finds_nothing_serious_and_nothing_is_wider_than_the_page(opened, ax
         ("#/", "td.name a"),
         ("#/run/failed", "figure[data-drawn]"),
         ("#/compare/one/other", "figure[data-drawn]"),
+        ("#/search/net-search", "figure[data-drawn]"),
+        ("#/pool", "h1:text-is('Pool')"),
     ):
         go(opened, where, wait_for)
         opened.context.new_cdp_session(opened).send("Page.setBypassCSP", {"enabled": True})
@@ -145,6 +182,45 @@ def test_axe_finds_nothing_serious_and_nothing_is_wider_than_the_page(opened, ax
         bad = [each for each in found if each["impact"] in ("serious", "critical")]
         assert not bad, [(each["id"], each["nodes"][0]["html"][:200]) for each in bad]
         assert opened.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_report_draws_its_curves_without_a_server_on_a_phone_and_on_paper(
+    tmp_path, browser, axe, scheme
+):
+    path = make_run(tmp_path / "one", epochs=8)
+    write_report(RunFolder(path), tmp_path / "report.html", RunFolder(make_run(tmp_path / "two")))
+    said, asked = [], []
+    page = browser.new_page(viewport={"width": 420, "height": 900}, color_scheme=scheme)
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto((tmp_path / "report.html").as_uri())
+    page.wait_for_selector("figure[data-drawn]")
+    assert page.locator("figure.chart").first.get_attribute("data-drawn").split() == [
+        *("128", "128", "48", "48")
+    ]
+    caption = page.locator("figure.chart figcaption").first.inner_text()
+    assert "one training" in caption
+    assert "smoothed" in caption
+    assert page.evaluate("document.documentElement.scrollWidth") <= 420
+    page.locator("figure.chart").first.focus()
+    page.keyboard.press("ArrowRight")
+    assert "step" in page.locator("figure.chart figcaption .at").first.inner_text()
+    page.locator("#curves input[value=seconds]").check()
+    assert page.locator("figure.chart").first.get_attribute("data-drawn") != "128 128 48 48"
+    page.evaluate(axe)
+    found = page.evaluate("axe.run('#curves').then(found => found.violations)")
+    bad = [each for each in found if each["impact"] in ("serious", "critical")]
+    assert not bad, [(each["id"], each["nodes"][0]["html"][:200]) for each in bad]
+    page.emulate_media(media="print", color_scheme=scheme)
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    ink = "getComputedStyle(document.documentElement).getPropertyValue('--run0').trim()"
+    assert page.evaluate(ink) == "#2f6db5"
+    wide = "Math.max(...[...document.querySelectorAll('canvas')].map(c => c.clientWidth)) "
+    assert page.evaluate(wide + "<= document.querySelector('figure').clientWidth")
+    assert (said, len(asked)) == ([], 1)
+    page.close()
 
 
 def children(pid):

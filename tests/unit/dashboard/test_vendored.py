@@ -6,17 +6,17 @@ from importlib.resources import files
 
 import pytest
 
-STATIC = files("instep.dashboard.static")
-VENDORED = tomllib.loads(STATIC.joinpath("vendored.toml").read_text())
+CHARTS = files("instep.report.charts")
+VENDORED = tomllib.loads(CHARTS.joinpath("vendored.toml").read_text())
 
 
 @pytest.mark.parametrize("name", VENDORED["files"])
 def test_a_file_of_another_project_is_unchanged(name):
-    data = STATIC.joinpath(name).read_bytes()
+    data = CHARTS.joinpath(name).read_bytes()
     assert hashlib.sha256(data).hexdigest() == VENDORED["files"][name]
 
 
 def test_its_licence_lies_beside_it():
-    text = STATIC.joinpath("uplot.LICENSE").read_text()
+    text = CHARTS.joinpath("uplot.LICENSE").read_text()
     assert text.startswith("The MIT License (MIT)")
-    assert VENDORED["version"] in STATIC.joinpath("uplot.js").read_text()[:100]
+    assert VENDORED["version"] in CHARTS.joinpath("uplot.js").read_text()[:100]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from instep.cli import main
+from instep.dashboard import early, tail
 from instep.dashboard.compared import compare
 from instep.dashboard.curves import live_charts, plain, settled_charts
 from instep.dashboard.listing import RunList
@@ -26,9 +27,8 @@ from made_up_runs import make_run, with_servers, write_events
 FILES = {"events.jsonl": 1, "ledger.bin": LEDGER.itemsize, "steps.bin": STEPS.itemsize}
 
 
-def without_smoothed(found):
-    lines = {c["title"]: [each for each in c["lines"] if each["kind"] != "smoothed"] for c in found}
-    return {title: [{**line, "run": 0} for line in of] for title, of in lines.items()}
+def of_report(found):
+    return {c["title"]: [{**line, "run": 0} for line in c["lines"]] for c in found}
 
 
 def shown_as_report(found):
@@ -79,7 +79,7 @@ def test_a_run_that_is_read_as_it_grows_has_the_figures_and_the_curves_of_the_wh
     assert live.ledger.samples == folder.audit.used
     assert (live.ledger.wrong, live.ledger.checked) == (0, folder.last_step)
     mine = shown_as_report(live_charts(live))
-    theirs = without_smoothed(charts([folder]))
+    theirs = of_report(charts([folder]))
     assert mine.keys() == theirs.keys()
     for title in mine.keys() - {"samples per second"}:  # whose parts are other ones until the end
         assert mine[title] == theirs[title]
@@ -91,7 +91,7 @@ def test_a_run_that_has_ended_is_shown_with_the_figures_of_status_summary_and_re
     assert main(["status", str(run), "--json"]) == 0
     assert finite(seen.sections["status"]) == json.loads(capsys.readouterr().out)
     assert seen.sections["summary"] == json.loads((run / "summary.json").read_text())
-    assert shown_as_report(seen.charts) == without_smoothed(charts([RunFolder(run)]))
+    assert shown_as_report(seen.charts) == of_report(charts([RunFolder(run)]))
     assert "each exactly once per epoch" in seen.sections["verdict"]["text"]
     assert seen.sections["verdict"]["mark"] == "good"
     assert [row["name"] for row in seen.sections["workers"]] == ["0", "1", "2"]
@@ -126,6 +126,40 @@ def test_a_ledger_that_took_other_samples_is_said_while_the_run_trains(run):
     live.look()
     assert live.ledger.as_table()["exact"] is False
     assert live.ledger.wrong == 1
+
+
+def test_of_a_long_run_some_steps_are_shown_first_and_then_all_of_them(tmp_path, monkeypatch):
+    long = make_run(tmp_path / "long", workers=3, epochs=120)
+    (long / "run.id").write_text("it")
+    data = (long / "steps.bin").read_bytes()
+    later = 30 * STEPS.itemsize
+    (long / "steps.bin").write_bytes(data[:-later])
+    for name, value in {"LONG": 500, "PLACES": 16, "AT_EACH": 6, "AT_THE_END": 90}.items():
+        monkeypatch.setattr(early, name, value)
+    monkeypatch.setattr(early, "READ_S", 0.0)
+    monkeypatch.setattr(tail, "MOST_BYTES", 700 * STEPS.itemsize)
+    live = LiveRun(long, clock=lambda: 0.0)
+    live.look()
+    first = {c["title"]: c["lines"] for c in plain(live_charts(live))}
+    assert live.share_read < 1.0
+    assert first["loss"][0]["step"][-1] == 1910
+    assert len(first["loss"][0]["step"]) < 60
+    with open(long / "steps.bin", "ab") as file:
+        file.write(data[-later:])
+    looks = 0
+    while live.share_read < 1.0:
+        assert live.look()
+        looks += 1
+    assert looks > 3
+    monkeypatch.setattr(early, "LONG", 1 << 30)
+    whole = LiveRun(long, clock=lambda: 0.0)
+    whole.look()
+    assert shown_as_report(live_charts(live)) == shown_as_report(live_charts(whole))
+    theirs = {**whole.status("completed"), "samples_per_s": pytest.approx(3125, rel=0.3)}
+    assert live.status("completed") == theirs
+    (long / "steps.bin").write_bytes(data[: 600 * STEPS.itemsize])  # written anew, while it is read
+    assert live.look()
+    assert shown_as_report(live_charts(live))["loss"][0]["step"][-1] == 200
 
 
 def test_a_run_that_goes_back_or_is_written_anew_is_read_again(run):
@@ -254,5 +288,5 @@ def test_pages_that_are_told_changes_show_the_same_as_one_that_is_told_all(run, 
     assert pages[0].sections == pages[1].sections == pages[2].sections
     assert pages[0].charts == pages[1].charts == pages[2].charts
     mine = {c["title"]: [{**line, "run": 0} for line in c["lines"]] for c in pages[0].charts}
-    assert mine["loss"] == without_smoothed(charts([RunFolder(run)]))["loss"]
+    assert mine["loss"] == of_report(charts([RunFolder(run)]))["loss"]
     assert settled_charts(RunFolder(run))[0].title == "loss"

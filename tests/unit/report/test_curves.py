@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from instep.events import STEPS, read_events
-from instep.report.figures.curves import POINTS, charts, smoothed, thin, throughput
+from instep.report.figures.curves import POINTS, charts, thin, throughput
 from instep.store.run_folder import RunFolder
 from made_up_runs import BEGIN_S, make_run, write_events
 
@@ -118,21 +118,6 @@ def test_an_axis_is_logarithmic_where_most_values_lie_at_its_foot(tmp_path):
     assert chart["log"]
     chart, _ = chart_of(make_run(tmp_path / "short", steps=8), "loss")
     assert not chart["log"]
-
-
-def test_a_smoothed_line_is_a_moving_average_and_keeps_gaps():
-    assert smoothed([2.0] * 80) == [2.0] * 80
-    noisy = [1.0 + (-1) ** at for at in range(400)]
-    found = smoothed(noisy)
-    assert all(abs(value - 1.0) < 0.12 for value in found[40:])
-    noisy[100] = None
-    assert [at for at, value in enumerate(smoothed(noisy)) if value is None] == [100]
-
-
-def test_a_long_run_has_a_smoothed_line_and_a_short_one_has_none(tmp_path):
-    long = charts([RunFolder(make_run(tmp_path / "long", epochs=4))])[0]["lines"]
-    assert [line["kind"] for line in long] == ["training", "smoothed", "validation"]
-    assert long[1]["step"] == long[0]["step"]
 
 
 def test_throughput_adds_up_to_the_samples_of_the_worker(tmp_path):

@@ -67,6 +67,8 @@
       const curves = View.section("Curves");
       this.board = new Charts.Board(curves, [name]);
       this.none = curves.appendChild(node("p", "No step yet.", "note"));
+      this.some = curves.appendChild(node("p", "", "note"));
+      this.some.hidden = true;
       const left = [add("workers", "Workers")], right = ["events", "audit", "checkpoints", "participants", "logs", "next", "settings"];
       const titles = { events: "Generations and failures", audit: "Audit of samples", checkpoints: "Checkpoints", participants: "Participants", logs: "Last lines of the logs", next: "Next commands", settings: "Settings" };
       const grid = node("div", "", "grid");
@@ -88,6 +90,10 @@
         const verdict = node("p", "", "verdict");
         verdict.append(View.dot(s.verdict.mark), s.verdict.text);
         this.head.replaceChildren(node("h1", s.name), verdict, View.tiles(s.status, s.summary));
+      }
+      if (has("read")) {
+        this.some.hidden = s.read === null;
+        this.some.textContent = s.read === null ? "" : `A long run: for now the curves have some of its steps. ${View.share(s.read)} of its records are read.`;
       }
       if (has("charts")) { this.none.hidden = this.store.charts.length > 0; this.board.show(this.store.charts); }
       if (has("workers", "status")) this.fill("workers", View.workers(s.workers, s.status.state));
@@ -113,6 +119,62 @@
     close() { this.stream.close(); this.board.close(); }
   }
 
+  // The trials of a search: how the best grew, and each key against the metric.
+  class SearchPage {
+    constructor(name) {
+      this.store = new Store();
+      document.title = `${name} · instep`;
+      where.replaceChildren(node("span", "/"), node("span", name));
+      this.head = node("div", "", "head");
+      const curves = View.section("Best so far, and each key");
+      this.board = new Charts.Board(curves, [name], ["trial"]);
+      this.none = curves.appendChild(node("p", "No trial has its result yet.", "note"));
+      this.trials = node("div", "");
+      this.nextIn = node("div", "");
+      main.replaceChildren(this.head, curves, View.section("Trials", this.trials), View.section("Next commands", this.nextIn));
+      this.stream = new Stream(`/api/stream?search=${encodeURIComponent(name)}`, (message) => { this.store.take(message); this.show(); });
+    }
+
+    show() {
+      const s = this.store.sections;
+      if (s.error) { main.replaceChildren(node("h1", "This search cannot be read"), node("p", s.error.text, "cause")); return; }
+      const { search, trials } = s, verdict = node("p", "", "verdict");
+      verdict.append(View.dot(s.verdict.mark), s.verdict.text);
+      this.head.replaceChildren(node("h1", search.name), verdict);
+      const charts = View.chartsOfSearch(search, trials);
+      this.none.hidden = charts.length > 0;
+      this.board.show(charts);
+      const best = [...s.top].filter((run) => trials.some((trial) => trial.run === run)), compare = node("a", `Compare the best ${best.length}`);
+      compare.href = address("compare", best);
+      this.trials.replaceChildren(...(best.length > 1 ? [compare] : []), View.trials(search, trials, (run) => address("run", [run])));
+      this.nextIn.replaceChildren(...s.next.map(View.copied));
+    }
+
+    close() { this.stream.close(); this.board.close(); }
+  }
+
+  class PoolPage {
+    constructor() {
+      this.store = new Store();
+      document.title = "pool · instep";
+      where.replaceChildren(node("span", "/"), node("span", "pool"));
+      this.stream = new Stream("/api/stream?pool", (message) => { this.store.take(message); this.show(); });
+    }
+
+    show() {
+      const s = this.store.sections;
+      if (s.error) { main.replaceChildren(node("h1", "This pool cannot be read"), node("p", s.error.text, "cause")); return; }
+      const head = node("div", "", "head"), verdict = node("p", "", "verdict");
+      verdict.append(View.dot(s.verdict.mark), s.verdict.text);
+      head.append(node("h1", "Pool"), verdict);
+      const none = node("p", "No job has been submitted. instep submit JOB gives the pool one.", "note");
+      const jobs = s.jobs.length ? View.jobs(s.jobs, (run) => address("run", [run])) : none;
+      main.replaceChildren(head, View.section("Shares", View.shares(s.shares, s.pool.cores)), View.section("Jobs", jobs), View.section("Next commands", ...s.next.map(View.copied)));
+    }
+
+    close() { this.stream.close(); }
+  }
+
   class ListPage {
     constructor() {
       this.store = new Store();
@@ -132,8 +194,8 @@
       const scroll = node("div", "", "scroll");
       scroll.append(this.table);
       this.note = node("p", "", "note");
-      const body = View.section("Runs", bar, this.note, scroll);
-      main.replaceChildren(body);
+      this.beside = node("div", "");
+      main.replaceChildren(this.beside, View.section("Runs", bar, this.note, scroll));
       this.order = { key: "began", down: true };
       this.heads();
       this.filter.addEventListener("input", () => this.sort());
@@ -180,6 +242,7 @@
         this.metric.replaceChildren(...metrics.map((name) => new Option(`best ${name}`, name)));
         this.metric.value = metrics.includes(was) ? was : metrics.find((name) => name !== "loss") || metrics[0] || "";
       }
+      this.others(this.store.sections);
       const names = new Set(all.map((row) => row.name));
       for (const [name, each] of this.rows) if (!names.has(name)) { each.line.remove(); this.rows.delete(name); this.picked.delete(name); }
       for (const row of all) {
@@ -189,6 +252,22 @@
       const about = this.store.sections.about;
       if (about && about.single && all.length === 1 && !this.jumped && location.hash === "#/") { this.jumped = true; location.replace(address("run", [all[0].name])); return; }
       this.sort();
+    }
+
+    // Searches and the pool, where there are any.
+    others({ searches, pool }) {
+      if (this.searches === searches && this.pool === pool) return;
+      Object.assign(this, { searches, pool });
+      const shown = [];
+      if (pool) {
+        const anchor = node("a", "Pool"), line = node("p", "");
+        anchor.href = address("pool", []);
+        const jobs = Object.entries(pool.jobs || {}).map(([state, count]) => `${View.count(count)} ${state}`).join(", ") || "no jobs";
+        line.append(anchor, pool.error ? `: ${pool.error}` : `: ${pool.held} of ${pool.cores} cores busy; ${jobs}${pool.scheduled ? "" : "; no scheduler"}`);
+        shown.push(View.section("Pool", line));
+      }
+      if (searches && searches.length) shown.push(View.section("Searches", View.searches(searches, (name) => address("search", [name]))));
+      this.beside.replaceChildren(...shown);
     }
 
     draw(row, known) {
@@ -287,7 +366,7 @@
   const go = () => {
     const [, kind, ...names] = location.hash.split("/"), decoded = names.map(decodeURIComponent);
     if (page) page.close();
-    page = kind === "run" && decoded.length ? new RunPage(decoded.join("/")) : kind === "compare" && decoded.length ? new ComparePage(decoded) : new ListPage();
+    page = kind === "pool" ? new PoolPage() : kind === "search" && decoded.length ? new SearchPage(decoded.join("/")) : kind === "run" && decoded.length ? new RunPage(decoded.join("/")) : kind === "compare" && decoded.length ? new ComparePage(decoded) : new ListPage();
   };
 
   const start = async () => {

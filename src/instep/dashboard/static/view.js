@@ -140,7 +140,82 @@ const View = (() => {
     return shown;
   };
 
+  const linked = (text, href) => {
+    const made = node("a", text);
+    made.href = href;
+    return made;
+  };
+
+  const marked = (state) => {
+    const made = node("span", "", "state");
+    made.append(dot({ completed: "good", running: "live", failed: "bad" }[state] || "calm"), state);
+    return made;
+  };
+
+  const searches = (rows, link) => table(["search", "state", "trials", "metric", "best"], rows.map((row) => (row.error
+    ? [linked(row.name, link(row.name)), node("span", row.error, "warn"), "", "", ""]
+    : [linked(row.name, link(row.name)), marked(row.running ? "running" : row.told < row.of ? "unfinished" : "completed"), `${count(row.told)} / ${count(row.of)}`, row.metric, number(row.best)])), [2, 4]);
+
+  const shown = (value) => (typeof value === "number" ? number(value) : String(value));
+
+  const trials = (search, rows, link) => {
+    const keys = Object.keys(search.keys), order = { running: 0, waiting: 1, completed: 2, pruned: 3, failed: 4 };
+    const better = (a, b) => (search.upwards ? b.value - a.value : a.value - b.value);
+    const sorted = [...rows].sort((a, b) => order[a.state] - order[b.state] || (a.value !== null && b.value !== null ? better(a, b) : 0));
+    const lines = sorted.slice(0, 500).map((row) => {
+      const name = node("span", "");
+      name.append(linked(row.trial, link(row.run)), row.trial === search.best_trial ? " best" : "");
+      const steps = row.of ? `${count(row.steps)} / ${count(row.of)}` : count(row.steps);
+      return [name, marked(row.state), number(row.value), steps, row.seconds === null ? "–" : seconds(row.seconds), ...keys.map((key) => shown(row.values[key])), row.pruned || row.why || ""];
+    });
+    const made = table(["trial", "state", search.metric, "steps", "took", ...keys.map((key) => key.split(".").pop()), "note"], lines, [2, 3, 4, ...keys.map((_, at) => at + 5)]);
+    if (sorted.length > 500) made.append(node("p", `${count(sorted.length - 500)} more.`, "note"));
+    return made;
+  };
+
+  // Whether values are above 0, and most lie at the foot of a linear axis, as those of a report.
+  const isLog = (values) => {
+    const sorted = [...values].sort((a, b) => a - b);
+    return sorted.length > 0 && sorted[0] > 0 && sorted[sorted.length - 1] > 12 * sorted[sorted.length >> 1];
+  };
+
+  const chartsOfSearch = (search, rows) => {
+    const told = rows.filter((row) => row.value !== null), log = isLog(told.map((row) => row.value));
+    const done = told.filter((row) => row.state === "completed"), kinds = ["completed", "pruned"];
+    const ordinal = (row) => Number(row.trial.split("-").pop());
+    let best = null;
+    const grown = done.map((row) => (best = best === null || (search.upwards ? row.value > best : row.value < best) ? row.value : best));
+    const dots = (axis, x) => kinds.map((kind, run) => {
+      const mine = told.filter((row) => row.state === kind && x(row) !== null).sort((a, b) => x(a) - x(b));
+      return { kind, run, dots: true, open: kind === "pruned", [axis]: mine.map(x), mean: mine.map((row) => row.value), names: mine.map((row) => row.trial) };
+    }).filter((line) => line.mean.length);
+    if (!told.length) return [];
+    const first = { title: search.metric, axis: "trial", whole: true, log, lines: dots("trial", ordinal) };
+    if (done.length) first.lines.unshift({ kind: "best so far", run: 2, holds: true, trial: done.map(ordinal), mean: grown });
+    return [first, ...Object.entries(search.keys).map(([key, { log: xlog, choices }]) => {
+      const axis = key.split(".").pop(), x = (row) => (choices.length ? choices.indexOf(row.values[key]) : row.values[key]);
+      return { title: key, axis, log, xlog, dots: true, labels: choices.length ? choices.map(String) : null, lines: dots(axis, x) };
+    })];
+  };
+
+  const shares = (rows, cores) => {
+    if (!rows.length) return node("p", "No job uses or wants cores.", "note");
+    return table(["share", "cores", "has", "due", "", "weight", "limit", "used"], rows.map((row) => {
+      const bar = node("div", "");
+      bar.append(progress(row.held, cores));
+      return [row.share, count(row.held), share(row.held / cores), share(row.due), bar, number(row.weight), row.limit === null ? "–" : count(row.limit), `${count(row.used_s)} core s`];
+    }), [1, 2, 3, 5, 6, 7]);
+  };
+
+  const jobs = (rows, link) => table(["job", "share", "state", "workers", "priority", "progress", "why, and until when"], rows.map((job) => {
+    const name = node("span", ""), told = node("div", ""), steps = node("div", "", "steps");
+    name.append((job.step || job.held) && !(job.command || []).length ? linked(job.id, link(job.id)) : job.id);
+    for (const [word, text] of job.told) told.append(node("div", word === "workers" ? `${word} ${text}` : word === "waits" || word === "why" ? text : `${word} ${text}`));
+    steps.append(progress(job.step, job.steps), node("span", job.steps ? `${count(job.step)} / ${count(job.steps)}` : count(job.step)));
+    return [name, job.share, marked(job.state), job.held ? `${count(job.held)} of ${count(job.at_most)}` : "–", count(job.priority), steps, told];
+  }), [3, 4]);
+
   const dot = (mark) => node("span", { good: "●", bad: "✖", live: "▶", calm: "◐" }[mark] || "●", `dot ${mark}`);
 
-  return { section, table, copied, tiles, progress, workers, happened, logs, participants, checkpoints, dot, count, share };
+  return { section, table, copied, tiles, progress, workers, happened, logs, participants, checkpoints, searches, trials, chartsOfSearch, shares, jobs, dot, count, share };
 })();

@@ -8,7 +8,7 @@ highest are kept; values that are not finite leave a gap.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,13 +21,8 @@ from instep.store.run_folder import RunFolder
 POINTS = 400
 """Most points of one curve."""
 
-SMOOTHED = 60
-"""Points from which on a curve of the training loss has a smoothed line."""
-
 LOG_FROM = 12.0
 """A chart is logarithmic if its largest value is so many times its median."""
-
-AXES = ("step", "samples", "seconds", "bytes")
 
 _STRIP_POINTS = 160
 _DIGITS = 6  # significant; a pixel is coarser
@@ -53,10 +48,6 @@ def charts(runs: list[RunFolder]) -> list[dict[str, Any]]:
             if name == "loss" and len(folder.steps) and not folder.spec.privacy.on:
                 training = _training_loss(folder)
                 lines.append({"run": number, "kind": "training", **training})
-                if len(training["mean"]) >= SMOOTHED:
-                    smooth = smoothed(training["mean"])
-                    axes = {name: training[name] for name in AXES}
-                    lines.append({"run": number, "kind": "smoothed", **axes, "mean": smooth})
             validation = _validation(folder, name)
             if validation["mean"]:
                 lines.append({"run": number, "kind": "validation", **validation})
@@ -86,18 +77,6 @@ def has_low_values_mostly(values: Floats) -> bool:
     its foot."""
     above = bool(len(values)) and values.min() > 0
     return bool(above and values.max() > LOG_FROM * np.median(values))
-
-
-def smoothed(values: Sequence[float | None]) -> list[float | None]:
-    """The exponential moving average of values, over about a twentieth of them; gaps stay gaps."""
-    keep = 1 - 2 / (len(values) / 20 + 1)
-    total = weight = 0.0
-    found: list[float | None] = []
-    for value in values:
-        if value is not None:
-            total, weight = keep * total + value, keep * weight + 1
-        found.append(None if value is None else float(f"{total / weight:.{_DIGITS}g}"))
-    return found
 
 
 def _logged(folder: RunFolder, name: str, *, steps: bool = False) -> Curve | None:

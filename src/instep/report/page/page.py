@@ -1,8 +1,9 @@
 """The report of a run, or of two compared: one HTML file, no network.
 
-`page.html` is the frame, `page.css` the look, `page.js` draws the curves;
-`sections.py`, `bars.py` and `comparison.py` write the rest. The file carries a content
-security policy that forbids it to load anything, so it is the same page offline and in an e-mail.
+`page.html` is the frame, `page.css` the look; the curves are drawn by `charts/`, which the
+dashboard has too; `sections.py`, `bars.py` and `comparison.py` write the rest. The file carries a
+content security policy that forbids it to load anything, so it is the same page offline and in an
+e-mail.
 """
 
 from __future__ import annotations
@@ -78,13 +79,24 @@ def write_data(path: Path, title: str, data: DataFigures) -> None:
 
 
 def _page(names: list[str], drawn: list[dict[str, Any]], body: Html, *, title: str = "") -> str:
+    style, script = _file("page.css"), _file("page.js")
+    if drawn:
+        style, script = join_charts(style, script)
     return Template(_file("page.html")).substitute(
         title=join([title or " and ".join(names)]),
-        style=_file("page.css"),
+        style=style,
         body=body,
         data=embedded_json({"runs": names, "charts": drawn}),
-        script=_file("page.js"),
+        script=script,
     )
+
+
+def join_charts(style: str, script: str) -> tuple[str, str]:
+    """The look and the script of a page with what draws charts before it, and its licence."""
+    uplot = chart_file("uplot.js").partition("\n")[2]  # the first line has an address in it
+    licence = f"/* uPlot\n{chart_file('uplot.LICENSE')}\n*/"
+    looks = [chart_file("uplot.css"), chart_file("charts.css"), style]
+    return "\n".join(looks), "\n".join([licence, uplot, chart_file("charts.js"), script])
 
 
 def _body(runs: list[RunFolder], names: list[str], drawn: list[dict[str, Any]]) -> Html:
@@ -124,29 +136,15 @@ def _details(folder: RunFolder, summary: dict[str, Any]) -> list[Html]:
 def _curves(drawn: list[dict[str, Any]]) -> Html:
     if not drawn:
         return section("Curves", tag("p", "No curves: no step was committed.", class_="note"))
-    switches = [
-        _switch("x", "step", "samples", "seconds", "bytes"),
-        _switch("y", "auto", "linear", "log"),
-    ]
-    frames = [tag("figure", class_="chart", data_chart=at) for at in range(len(drawn))]
     without = tag(
         "noscript", tag("p", "The curves need JavaScript: a script in this page draws them.")
     )
-    bar = tag("div", *switches, class_="switches")
-    return section("Curves", bar, tag("div", *frames, class_="charts"), without)
+    return section("Curves", without, id_="curves")
 
 
-def _switch(name: str, *choices: str) -> Html:
-    """Radio buttons in a row; the first is chosen."""
-    buttons = [
-        tag(
-            "label",
-            tag("input", type="radio", name=name, value=choice, checked=choice == choices[0]),
-            tag("span", choice),
-        )
-        for choice in choices
-    ]
-    return tag("fieldset", *buttons, aria_label=f"{name} axis")
+def chart_file(name: str) -> str:
+    """A file of what draws charts, as text."""
+    return files("instep.report.charts").joinpath(name).read_text(encoding="utf-8")
 
 
 def _file(name: str) -> str:

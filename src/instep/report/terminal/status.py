@@ -66,7 +66,7 @@ class Status:
 
 def status_table(progress: Progress, path: Path, state: str, step: int) -> dict[str, Any]:
     """Figures of a run in a state, up to its last committed step; what is not known is None."""
-    rows, _ = progress.rows(1 << 20)
+    rows, whole = progress.rows(1 << 20)
     table: dict[str, Any] = finite(
         {
             "run": str(path),
@@ -75,7 +75,7 @@ def status_table(progress: Progress, path: Path, state: str, step: int) -> dict[
             "steps": progress.total,
             "training_loss": progress.loss,
             "validation": progress.validated.get("metrics"),
-            "samples_per_s": progress.samples_per_s,
+            "samples_per_s": whole.rate,
             "eta_s": progress.eta_s if state == "running" else None,
             "workers": {row.name: row.state for row in rows},
         }
