@@ -63,6 +63,7 @@ EVENTS = {
     "window (samples that are sorted with each other), steps (of an epoch), mean (length of a "
     "sample), padding (share of it in the micro-batches of the first window), digest (of the "
     "lengths that were looked at)",
+    "samples_chosen": "dataset (Recipe.train, Recipe.validate), text (what its DataLoader chooses)",
     "sample_skipped": "worker, generation, dataset (training, validation), epoch, index, step, "
     "cause",
     "traffic": "worker, sent_bytes, received_bytes (since the start, counted by the kernel)",

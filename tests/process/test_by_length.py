@@ -98,6 +98,26 @@ def test_a_batch_sampler_by_length_is_taken_for_what_it_means(tmp_path):
     assert not [each for each in folder.named("warning") if "batch_sampler" in each["text"]]
 
 
+def test_a_subset_is_said_and_so_is_what_becomes_of_the_last_batch(tmp_path):
+    folder = RunFolder(trained(tmp_path, 1, arguments={"sampler": "subset"}))
+    assert folder.last("samples_chosen")["text"].startswith("the 42 of 83 samples that its Subset")
+    said = [each["text"] for each in folder.named("warning")]
+    assert [text for text in said if "drop_last = True, which is not used: no sample" in text]
+    assert [text for text in said if "train.tokens_per_batch = 60 says how many" in text]
+    chosen = LENGTHS[::2]
+    order = ByLength(
+        Order(42, SEED),
+        42,
+        lambda indices: chosen[indices],
+        window=WINDOW,
+        seed=SEED,
+        micro_batches=PARTS,
+        tokens=TOKENS,
+    )
+    assert folder.last("data_lengths")["digest"] == order.digest
+    assert folder.audit.exact
+
+
 def test_what_tokens_do_not_go_with_is_refused_in_a_sentence(tmp_path):
     averaging = {"name": "averaging", "participants": 2, "options": {"local_steps": 2}}
     with pytest.raises(SpecError, match=r"'dataset' does not go with train\.tokens_per_batch = 60"):

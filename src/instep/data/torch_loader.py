@@ -109,6 +109,14 @@ class LoaderParts(NamedTuple):
         return isinstance(self.dataset, Stream) or is_stream(self.dataset)
 
     @property
+    def chosen(self) -> str:
+        """Samples that a `SubsetRandomSampler` chooses, in words; empty where there is none."""
+        if self.loader is None or type(_sampler(self.loader)) is not SubsetRandomSampler:
+            return ""
+        samples, every = len((self.whole or self).dataset), len(self.loader.dataset)
+        return f"the {samples:,} of {every:,} samples that its SubsetRandomSampler names, each once"
+
+    @property
     def info_dataset(self) -> Any:
         """What `get_worker_info().dataset` is in a loader process: what the user gave."""
         if self.whole is not None:
@@ -211,8 +219,8 @@ def _unused_size(of: str, batches: Any, batch: int, tokens: int | None) -> Itera
 def _unused_drop(of: str, batches: Any) -> Iterator[Unused]:
     if getattr(batches, "drop_last", False):
         yield Unused(
-            f"{of} has drop_last = True, which is not used: the last batch of an epoch has what is "
-            "left of it, and its loss is the mean over these"
+            f"{of} has drop_last = True, which is not used: no sample of an epoch is left "
+            "out, and its last batch may be smaller"
         )
 
 

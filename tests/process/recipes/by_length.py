@@ -8,7 +8,7 @@ import torch
 from slow_tiny import Slow
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, SubsetRandomSampler
 
 import instep
 
@@ -85,11 +85,14 @@ def recipe(sampler: str = "", longer: str = "", pause_s: float = 0.0) -> instep.
     if sampler == "buckets":
         batches = Buckets(given, 9)
         train = DataLoader(train, batch_sampler=batches, collate_fn=collate)
+    if sampler == "subset":
+        some = SubsetRandomSampler(range(0, SAMPLES, 2))
+        train = DataLoader(train, sampler=some, batch_size=9, drop_last=True)
     return instep.Recipe(
         model=model(),
         optimizer=optimizer,
         train=train,
-        length=None if sampler else given,
+        length=given if sampler in ("", "subset") else None,
         compute_loss=compute_loss,
         collate=collate,
     )

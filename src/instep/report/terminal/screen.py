@@ -106,6 +106,7 @@ _TEXTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "data_balanced": lambda e: f"balance {balance_in_words(e)}",
     "data_lengths": lambda e: f"lengths: {lengths_in_words(e)}",
     "stream_divided": lambda e: f"stream {stream_in_words(e)}",
+    "samples_chosen": lambda e: f"{e['dataset']}: {e['text']}",
     "data_split": lambda e: f"split {split_in_words(e)}",
     "same_as_one_machine": lambda e: f"same as one machine: {e['verdict']}",
     "corruption_found": lambda e: f"corruption: {corruption_in_words(e)}",

@@ -206,6 +206,13 @@ def _by_length(job: JobSpec, recipe: Recipe, planned: PlannedData) -> PlannedDat
     )
 
 
+def say_chosen(member: Member, recipe: Recipe) -> None:
+    """Log which samples the `DataLoader`s of a recipe choose."""
+    for name, given in recipe.given.items():
+        if given.chosen and member.checkpoint is None:
+            member.emit("samples_chosen", dataset=f"Recipe.{name}", text=given.chosen)
+
+
 def say_lengths(member: Member, planned: PlannedData) -> None:
     """Log how batches are made by length; in a resumed run, refuse lengths that have changed.
 

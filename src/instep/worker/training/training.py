@@ -67,7 +67,7 @@ from instep.worker.reading import data_split, dataset_check
 from instep.worker.reading.class_order import said_of_classes
 from instep.worker.reading.early_reads import EarlyReads
 from instep.worker.reading.loader_watch import LoaderWatch
-from instep.worker.reading.planned_data import plan_data, say_balance, say_lengths
+from instep.worker.reading.planned_data import plan_data, say_balance, say_chosen, say_lengths
 from instep.worker.reading.streamed import check_stream, stream_of_worker
 from instep.worker.replica.fellows import Fellows
 from instep.worker.replica.replica import Replica
@@ -252,6 +252,7 @@ class Training(Loop):
                 said := said_of_classes(self.job, recipe, loader.order)
             ):
                 member.emit("warning", text=said)
+            say_chosen(member, recipe)
             if planned.balanced:
                 say_balance(member, planned)
             if planned.lengths:
