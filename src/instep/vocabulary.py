@@ -50,6 +50,7 @@ EVENTS = {
     "of each part in an epoch; empty if it begins again for ever), has_state (whether the dataset "
     "says where it is)",
     "samples_given": "worker, step, samples, bytes (that other workers have got from it so far)",
+    "shards_copied": "worker, step, shards, bytes (that it has copied to its host so far)",
     "data_split": "split, samples (of the dataset), train and validation (samples of each side), "
     "fold and folds (0 and 0 without), digests (of which samples are on each side), looked_at "
     "(samples of each side whose contents were compared; not when a run is resumed), duplicates "
@@ -111,6 +112,7 @@ _NEEDED = {
     "parts_placed": ("sizes", "held"),
     "stream_divided": ("parts", "window", "sizes", "has_state"),
     "samples_given": ("worker", "step", "samples", "bytes"),
+    "shards_copied": ("worker", "step", "shards", "bytes"),
     "data_balanced": ("balance", "names", "before", "planned", "class_weights"),
     "data_lengths": ("window", "steps", "mean", "padding", "digest"),
     "data_split": ("samples", "train", "validation", "fold", "folds", "digests"),

@@ -122,14 +122,19 @@ def test_hosts_with_half_each_have_the_bits_of_one_with_all_and_no_sample_crosse
 
 
 @pytest.mark.tail
+@pytest.mark.parametrize("by", ["the user", "the run"])
 def test_a_lost_host_that_comes_back_with_an_empty_disk_is_replaced_by_its_copy(
-    start: Start, tmp_path: Path, whole: Path, everywhere: Started
+    by: str, start: Start, tmp_path: Path, whole: Path, everywhere: Started
 ) -> None:
-    for name, shards in (("h0", FIRST), ("h1", SECOND), ("h2", SECOND)):
+    copied = SECOND if by == "the user" else range(0)
+    for name, shards in (("h0", FIRST), ("h1", SECOND), ("h2", copied)):
         disk(whole, tmp_path / "disks" / name, shards)
     slow = "arguments.slow=h1", "arguments.pause_s=0.2"
-    program = begin(start, tmp_path, ("h0", "h1", "h2"), *slow)
+    more = [] if by == "the user" else ["data.copies=2"]
+    program = begin(start, tmp_path, ("h0", "h1", "h2"), *slow, *more)
     program.until(lambda: program_trains(program), "it trains")
+    there = tmp_path / "disks" / "h2"
+    program.until(lambda: all((there / f"{n:02}.arrow").exists() for n in SECOND), "copies")
     joined = {e["worker"]: e for e in program.events("worker_joined")}
     (lost,) = [e for e in joined.values() if e["host"] == 1]
     fork_server = psutil.Process(lost["pid"]).parent()

@@ -120,6 +120,11 @@ def _of_split(job: JobSpec) -> Iterator[InstepError]:
             f"data.parts = {data.parts} draws each micro-batch from one part, which data.order = "
             f"{data.order!r} does not. Set data.order = 'windowed', or leave data.parts out."
         )
+    if data.copies > 1 and not data.parts:
+        yield SpecError(
+            f"data.copies = {data.copies} is of data in parts, and data.parts is not given. Set "
+            "data.parts, or leave it out: all hosts have all data."
+        )
     if job.own_data == "parts" and data.parts != job.sync.participants:
         yield SpecError(
             f"sync.options.partition = 'parts' gives each participant a part, and data.parts = "

@@ -32,6 +32,10 @@ class DataSpec(Section, frozen=True, kw_only=True):
     stream (`IterableDataset`): the iterators it is divided into; 0: the `num_workers` of its
     `DataLoader`, or 1."""
 
+    copies: Positive = 1
+    """Hosts that are to have each shard of `parts`: where they are fewer, others copy it into their
+    folders while the run trains. A lost host's parts are computed where their copies lie."""
+
     unreadable: Literal["stop", "skip"] = "stop"
     """End the run at a sample that cannot be read in three attempts, or leave it out: `skip`."""
 

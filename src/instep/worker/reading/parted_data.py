@@ -2,7 +2,7 @@
 
 With `data.parts` each worker looks which shards of its datasets lie in their folders, and tells the
 others: before it reads anything, by way of the master, and again when a group forms. So all members
-know who has what. Way in: `PartedData`.
+know who has what, and with `data.copies` which host copies what. Way in: `PartedData`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,6 +24,7 @@ from instep.data.parts.near import Held
 from instep.data.shard_sizes import Lot
 from instep.data.shards.hosts import peers
 from instep.data.shards.hosts.board import Board, HeldShards, PeerDoor
+from instep.data.shards.hosts.copies import Copier, to_copy
 from instep.data.shards.hosts.door import OpenDoor
 from instep.data.shards.sets import sets_in
 from instep.engine.member import Member
@@ -56,24 +59,50 @@ class PartedData:
         self._board = Board()
         self._peers = peers.Peers(self._board, token, shown)
         peers.use(self._peers)
-        holdings = [
-            HeldShards(sha256, str(each.folder), each.held) for sha256, each in self._sets.items()
-        ]
-        own = PeerDoor(member.number, platform.node(), *self._open.address, holdings)
-        self._own = msgspec.msgpack.encode(own)
-        if self._train is not None and not any(holdings[0].shards):
+        self._copies_peers = peers.Peers(self._board, token, shown)  # else training would wait
+        self._copiers = self._made_copiers()
+        own = self._told()
+        if self._train is not None and not any(own.holdings[0].shards):
             member.warn(
                 f"worker {member.number} on {own.node} has no shard in {self._train.folder}: all "
                 "that it computes comes over the network."
             )
         with member.during("meeting"):
-            self._wait()
+            self._wait(msgspec.msgpack.encode(own))
 
-    def _wait(self) -> None:
+    def _told(self) -> PeerDoor:
+        """List what lies here now."""
+        holdings = [
+            HeldShards(sha256, str(each.folder), each.held) for sha256, each in self._sets.items()
+        ]
+        return PeerDoor(self._member.number, platform.node(), *self._open.address, holdings)
+
+    def _leave(self) -> None:
+        """Tell workers that start later what lies here now."""
+        own = msgspec.msgpack.encode(self._told())
+        self._member.run_store.set(f"{KEYS}/{self._member.number}", own)
+
+    def _made_copiers(self) -> dict[str, Copier]:
+        """One for each dataset that lies in a folder; none without `data.copies`."""
+        if self._member.job.data.copies < 2:
+            return {}
+        return {
+            sha256: Copier(
+                Path(each.folder),
+                each.manifest.shards,
+                partial(self._copies_peers.bytes_of, sha256),
+                self._leave,
+                self._member.warn,
+            )
+            for sha256, each in self._sets.items()
+            if isinstance(each.folder, Path)
+        }
+
+    def _wait(self, own: bytes) -> None:
         """Wait until every shard lies with somebody who is there."""
         member = self._member
         while True:
-            left = member.run_store.share(KEYS, self._own).values()
+            left = member.run_store.share(KEYS, own).values()
             doors = [msgspec.msgpack.decode(each, type=PeerDoor) for each in left]
             self._board.write([door for door in doors if door.worker != member.number])
             missing = next(self._missing(doors), None)
@@ -123,9 +152,8 @@ class PartedData:
             lots: where the samples of each part of the training set stand, or of each participant.
             device: on which tensors of the group are.
         """
-        doors = [
-            msgspec.msgpack.decode(each, type=PeerDoor) for each in _all(comm, self._own, device)
-        ]
+        own = msgspec.msgpack.encode(self._told())
+        doors = [msgspec.msgpack.decode(each, type=PeerDoor) for each in _all(comm, own, device)]
         self._board.write([door for door in doors if door.worker != self._member.number])
         name = self._train.manifest.sha256 if self._train is not None else ""
         shards = len(self._train.manifest.shards) if self._train is not None else 0
@@ -133,12 +161,30 @@ class PartedData:
         for door in doors:
             has = [number for number in range(shards) if door.has(name, number)]
             held.append([int(samples[np.isin(numbers, has)].sum()) for numbers, samples in lots])
+        self._copy(doors, [numbers.tolist() for numbers, _ in lots])
         return held
 
+    def _copy(self, doors: list[PeerDoor], lots: list[list[int]]) -> None:
+        """Begin this worker's copies, if it is the first of its host."""
+        for sha256, copier in self._copiers.items():
+            train = self._sets[sha256] is self._train
+            every = [[number] for number in range(len(self._sets[sha256].manifest.shards))]
+            wanted = to_copy(doors, sha256, lots if train else every, self._member.job.data.copies)
+            copier.want(wanted.get(self._member.number, ()))
+
+    @property
+    def copied(self) -> tuple[int, int]:
+        """Shards and bytes that this worker has copied to its host so far."""
+        made = self._copiers.values()
+        return sum(each.shards for each in made), sum(each.bytes for each in made)
+
     def close(self) -> None:
-        """Give nothing any more; a second call does nothing."""
+        """Give nothing and copy nothing any more; a second call does nothing."""
+        for copier in self._copiers.values():
+            copier.close()
         self._open.close()
         self._peers.close()
+        self._copies_peers.close()
 
 
 def _all(comm: Comm, own: bytes, device: torch.device) -> list[bytes]:

@@ -392,11 +392,13 @@ class Training(Loop):
         return self._own_data.rounds if self._own_data is not None else None
 
     def _tell_given(self, step: int) -> None:
-        """At the end of an epoch: what others have got of the parts that lie here."""
+        """At the end of an epoch: what others have got of the parts that lie here, and copies."""
+        own = self.member.number
         samples, size = self._parted.given if self._parted is not None else (0, 0)
-        self.member.emit(
-            "samples_given", worker=self.member.number, step=step, samples=samples, bytes=size
-        )
+        self.member.emit("samples_given", worker=own, step=step, samples=samples, bytes=size)
+        if self._parted is not None and self.job.data.copies > 1:
+            shards, size = self._parted.copied
+            self.member.emit("shards_copied", worker=own, step=step, shards=shards, bytes=size)
 
     def _set_aside(self, step: int) -> None:
         if not self.after.drop_after(step):

@@ -1,4 +1,4 @@
-"""Gives samples that lie here to workers of other hosts, by shard and row.
+"""Gives samples that lie here to workers of other hosts, by shard and row, and bytes for copies.
 
 A caller shows a certificate of the run where connections are encrypted, and the run's token in
 any case; who does not is not answered. A thread serves each caller, so samples are given while the
@@ -21,15 +21,19 @@ import numpy as np
 from instep.comm.encryption.certificates import Credentials, is_worker
 from instep.comm.protocol.listener import Listener
 from instep.data.shards.hosts import sent_rows
-from instep.data.shards.hosts.sent_rows import AskRows, RowsAnswer, Show
+from instep.data.shards.hosts.sent_rows import AskBytes, AskRows, RowsAnswer, Show
 from instep.data.shards.writer import ShardFile
 from instep.errors import InstepError, PeerError
+from instep.plain_file import plain
 
 PROOF_S = 5.0
 """How long a caller may take to prove what it is."""
 
 MOST_FILES = 256
 """Files that are kept open."""
+
+MOST_BYTES = 1 << 20
+"""Bytes of a file in one answer."""
 
 
 class Files(Protocol):
@@ -72,7 +76,7 @@ class OpenDoor:
         # One that is gone, or is no worker of this run, is told nothing.
         with suppress(OSError, PeerError):
             wire = self._proven(connection)
-            while (ask := sent_rows.receive(wire, AskRows)) is not None:
+            while (ask := sent_rows.receive_ask(wire)) is not None:
                 self._answer(wire, ask)
 
     def _proven(self, connection: socket.socket) -> sent_rows.Wire:
@@ -93,8 +97,13 @@ class OpenDoor:
         connection.settimeout(None)
         return wire
 
-    def _answer(self, wire: sent_rows.Wire, ask: AskRows) -> None:
+    def _answer(self, wire: sent_rows.Wire, ask: AskRows | AskBytes) -> None:
         try:
+            if isinstance(ask, AskBytes):
+                data = self._read(ask)
+                sent_rows.send(wire, RowsAnswer(sizes=[(len(data), 0)]))
+                wire.sendall(data)
+                return
             file, wanted = self._asked(ask)
             views = sent_rows.taken(file, wanted, ask.columns)
         except (InstepError, IndexError, ValueError) as error:
@@ -113,6 +122,15 @@ class OpenDoor:
         if len(wanted) and not 0 <= wanted.min() <= wanted.max() < len(file):
             raise PeerError("this shard does not have all these rows.")
         return file, wanted
+
+    def _read(self, ask: AskBytes) -> bytes:
+        path = self._files(ask.dataset, ask.shard).path
+        try:
+            with open(path, "rb", opener=plain) as file:
+                file.seek(ask.first)
+                return file.read(min(ask.size, MOST_BYTES))
+        except OSError as error:  # of the file, and not of the connection
+            raise PeerError(f"{path} cannot be read: {error.strerror or error}.") from None
 
     def _file(self, dataset: str, number: int) -> ShardFile:
         known = self._datasets.get(dataset)

@@ -12,8 +12,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
@@ -21,11 +21,13 @@ from instep.comm.encryption.certificates import Credentials, is_worker
 from instep.data.shards.columns import Column
 from instep.data.shards.hosts.board import Board, PeerDoor
 from instep.data.shards.hosts.sent_rows import (
+    AskBytes,
     AskRows,
     RowsAnswer,
     Show,
     Wire,
     receive,
+    receive_bytes,
     receive_views,
     send,
 )
@@ -40,6 +42,8 @@ SILENT_S = 20.0
 
 PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 """Pauses before all are asked again."""
+
+T = TypeVar("T")
 
 _Lines: TypeAlias = dict[tuple[str, int], tuple[socket.socket, Wire]]
 
@@ -97,11 +101,31 @@ class Peers:
         packed = None if wanted is None else np.ascontiguousarray(wanted, "<i8").tobytes()
         ask = AskRows(dataset, shard, list(chosen), packed)
         kinds = [columns[at] for at in chosen]
+
+        def take(wire: Wire, answer: RowsAnswer) -> list[View]:
+            return receive_views(wire, answer, kinds, count)
+
+        return self._asked(ask, take, pauses_s)
+
+    def bytes_of(self, dataset: str, shard: int, first: int, size: int) -> bytes | None:
+        """Bytes of the file of a shard that another host has; None if none gives them now."""
+
+        def take(wire: Wire, answer: RowsAnswer) -> bytes:
+            return receive_bytes(wire, answer, size)
+
+        return self._asked(AskBytes(dataset, shard, first, size), take, ())
+
+    def _asked(
+        self,
+        ask: AskRows | AskBytes,
+        take: Callable[[Wire, RowsAnswer], T],
+        pauses_s: Sequence[float],
+    ) -> T | None:
         with self._lock:
             for pause_s in (0.0, *pauses_s):
                 time.sleep(pause_s)
-                for door in self._doors(dataset, shard):
-                    if (found := self._ask(door, ask, kinds, count)) is not None:
+                for door in self._doors(ask.dataset, ask.shard):
+                    if (found := self._ask(door, ask, take)) is not None:
                         return found
         return None
 
@@ -119,9 +143,9 @@ class Peers:
         return [*found[turn:], *found[:turn]]
 
     def _ask(
-        self, door: PeerDoor, ask: AskRows, kinds: list[Column], count: int
-    ) -> list[View] | None:
-        """Views that a door answers with; None if it does not, or has no such shard."""
+        self, door: PeerDoor, ask: AskRows | AskBytes, take: Callable[[Wire, RowsAnswer], T]
+    ) -> T | None:
+        """Take what a door answers with; None if it does not, or has no such shard."""
         where = door.host, door.port
         for known in (True, False):  # a connection of before may be gone
             if known and where not in self._open:
@@ -135,7 +159,7 @@ class Peers:
                 if answer.wrong:
                     self.wrong = f"worker {door.worker} ({door.node}): {answer.wrong}"
                     return None
-                return receive_views(wire, answer, kinds, count)
+                return take(wire, answer)
             except (OSError, PeerError) as error:
                 self.wrong = f"worker {door.worker} ({door.node}): {one_line(error)}"
                 if where in self._open:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -36,7 +36,7 @@ class Show(msgspec.Struct, frozen=True, array_like=True):
     token: str
 
 
-class AskRows(msgspec.Struct, frozen=True, array_like=True):
+class AskRows(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Which rows of which shard are wanted."""
 
     dataset: str
@@ -48,8 +48,19 @@ class AskRows(msgspec.Struct, frozen=True, array_like=True):
     """[n] int64, little-endian; None for all."""
 
 
+class AskBytes(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Which bytes of the file of a shard are wanted, for a copy of it."""
+
+    dataset: str
+    """The `sha256` of its manifest."""
+    shard: int
+    first: int
+    size: int
+
+
 class RowsAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """Announces what follows: for each column the bytes of its values, and those of its offsets."""
+    """Announces what follows: for each column the bytes of its values, and those of its offsets; or
+    those of a file, and 0."""
 
     sizes: list[tuple[int, int]]
     wrong: str = ""
@@ -121,6 +132,21 @@ def receive(wire: Wire, kind: type[Head], most: int = MOST_HEAD) -> Head | None:
         PeerError: what has come is none.
         OSError: the connection is gone.
     """
+    found: Head | None = _head(wire, kind, most)
+    return found
+
+
+def receive_ask(wire: Wire) -> AskRows | AskBytes | None:
+    """The next question; None at the end of the connection.
+
+    Raises:
+        PeerError, OSError: as `receive`.
+    """
+    found: AskRows | AskBytes | None = _head(wire, AskRows | AskBytes, MOST_HEAD)
+    return found
+
+
+def _head(wire: Wire, kind: Any, most: int) -> Any:
     start = _filled(wire, _LENGTH.size, ends=True)
     if start is None:
         return None
@@ -159,6 +185,18 @@ def receive_views(
             raise PeerError(f"column {column.name!r} has come with offsets that make no sense.")
         views.append(View(data, bounds))
     return views
+
+
+def receive_bytes(wire: Wire, answer: RowsAnswer, size: int) -> bytes:
+    """The bytes of a file that an answer says follow it.
+
+    Raises:
+        PeerError: they are others than so many.
+        OSError: the connection is gone.
+    """
+    if answer.sizes != [(size, 0)]:
+        raise PeerError(f"{answer.sizes} bytes of a file have come, of {size}.")
+    return bytes(_filled(wire, size) or b"")
 
 
 def _filled(wire: Wire, size: int, *, ends: bool = False) -> bytearray | None:
