@@ -137,18 +137,8 @@ def data(args: argparse.Namespace) -> int:
         from instep.lab.data_page import of_folder
 
         lines += _drawn(args, table, of_folder(str(folder), Shards(folder), args.sample))
-    if args.verify:
-        wrong = _damaged(folder, manifest)
-        table["damaged"] = wrong
-        lines += [f"damaged    {text}" for text in wrong] or ["verified   all samples"]
-    for line in [json.dumps(table)] if args.json else lines:
-        say(line)
-    if args.verify and wrong:
-        raise DataError(
-            f"{folder} is damaged in {plural(len(wrong), 'place')}. Remove the files that are "
-            "named, and give the same instep prepare again."
-        )
-    return 0
+    checked = {folder: manifest} if args.verify else {}
+    return _told(args, table, lines, checked)
 
 
 def _of_job(args: argparse.Namespace) -> int:
@@ -158,8 +148,6 @@ def _of_job(args: argparse.Namespace) -> int:
     from instep.report.figures.sample import sample_table
     from instep.report.terminal.dataset import job_lines, sample_lines
 
-    if args.verify:
-        raise SpecError("--verify is for a prepared folder, and a job file is given.")
     job = load(Path(args.of), args.set)
     prepare_data(job, quiet=False, here=True)
     about = about_data(job, args.sample)
@@ -172,8 +160,39 @@ def _of_job(args: argparse.Namespace) -> int:
         from instep.lab.data_page import of_job
 
         lines += _drawn(args, table, of_job(job, about, table.get("sample")))
+    here = {each.folder: each.manifest for each in about.folders if isinstance(each.folder, Path)}
+    if args.verify and not here:
+        raise SpecError(
+            f"--verify compares samples with the checksums of a prepared folder, and the training "
+            f"set of {args.of} is in none of this machine. Leave it out."
+        )
+    return _told(args, table, lines, here if args.verify else {})
+
+
+def _told(
+    args: argparse.Namespace,
+    table: dict[str, Any],
+    lines: list[str],
+    checked: dict[Path, Manifest],
+) -> int:
+    """Print what was found, and compare folders with their checksums.
+
+    Raises:
+        DataError: one of these is damaged.
+    """
+    damage = {folder: _damaged(folder, manifest) for folder, manifest in checked.items()}
+    wrong = [text for texts in damage.values() for text in texts]
+    if checked:
+        table["damaged"] = wrong
+        lines += [f"damaged    {text}" for text in wrong] or ["verified   all samples"]
     for line in [json.dumps(table)] if args.json else lines:
         say(line)
+    for folder, texts in damage.items():
+        if texts:
+            raise DataError(
+                f"{folder} is damaged in {plural(len(texts), 'place')}. Remove the files that are "
+                "named, and give the same instep prepare again."
+            )
     return 0
 
 
@@ -208,6 +227,6 @@ def data_options(parser: Parser) -> None:
         help="show one sample; of a job that of its training side",
     )
     add("--html", metavar="FILE", help="draw it, as a page to look at in a browser")
-    text = "compare every sample of a folder with its checksum"
+    text = "compare every sample of the folder, or of the job's folders, with its checksum"
     add("--verify", action="store_true", help=text)
     add_set(parser)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+
+from instep.formats import INSTEP
+from instep.words import shown_url
 
 Unreadable = Literal["some", "skip", "stop"]
 
@@ -67,6 +71,23 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
             "shuffle": self.shuffle,
             "seed": self.seed,
         }
+
+    def made_by(self, plan: str) -> dict[str, Any]:
+        """Say what has decided the samples, beside the sources, for the manifest.
+
+        Args:
+            plan: a digest of the tasks.
+        """
+        versions = {"instep": INSTEP, "pyarrow": version("pyarrow"), "numpy": version("numpy")}
+        asked = msgspec.to_builtins(self)
+        asked["sources"] = [*map(shown_url, asked["sources"])]
+        functions = {"map": self.map, "reduce": self.reduce}
+        hashes = {
+            name: hash_of_file(given.rpartition(":")[0])
+            for name, given in functions.items()
+            if given
+        }
+        return {"asked": asked, "functions": hashes, "plan": plan, "versions": versions}
 
     def tokens_hash(self) -> str | None:
         """The hash of the tokenizer's file."""

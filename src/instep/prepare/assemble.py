@@ -27,6 +27,8 @@ class Planned(NamedTuple):
     samples: int
     whole: bool
     """Whether the one file of `parts` is the shard."""
+    crc32: int
+    """Checksum of that file."""
 
 
 def columns_of(results: Sequence[Mapped]) -> list[Column]:
@@ -106,7 +108,7 @@ def _planned(group: list[tuple[Mapped, int, int]], columns: Sequence[Column], ke
         and alone.columns == list(columns)
         and parts[0].file.endswith(f"{alone.key}.arrow")
     )
-    return Planned(name, parts, sum(part.samples for part in parts), whole)
+    return Planned(name, parts, sum(part.samples for part in parts), whole, alone.crc32)
 
 
 def _slice(parts: Sequence[Segment], first: int, count: int) -> Iterator[Segment]:

@@ -165,7 +165,7 @@ class Folder:
         """Tasks whose samples are in the shards of the manifest that is there."""
         with suppress(DataError, OSError, msgspec.MsgspecError, RecursionError):
             manifest = read_manifest(self.path)
-            whole = self.good_shards
+            whole = set(self.good_shards)
             if not self._has(manifest.tasks):
                 return {}
             kept = msgspec.json.decode(read_plain(self.path / manifest.tasks), type=list[Mapped])
@@ -184,11 +184,11 @@ class Folder:
         return {}
 
     @cached_property
-    def good_shards(self) -> set[str]:
+    def good_shards(self) -> dict[str, Shard]:
         """The shards of the manifest that was there, by name, that are as it says."""
         before = self.manifest()
         return {
-            shard.file
+            shard.file: shard
             for shard in (before.shards if before else [])
             if self._is_whole(shard) and shard.crc32 in (None, crc32_of(self.path / shard.file))
         }

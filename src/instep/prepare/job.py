@@ -9,7 +9,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,11 @@ from instep.data.shards.columns import Column
 from instep.data.shards.digest import blocks_of, digest_of
 from instep.data.shards.manifest import Manifest, Shard, Source, lines_of, write_manifest
 from instep.errors import DataError, RunError
-from instep.formats import INSTEP
 from instep.prepare import plan
-from instep.prepare.asked import Asked, hash_of_file
+from instep.prepare.asked import Asked
 from instep.prepare.assemble import Planned, columns_of, figures_of, layout, moved
 from instep.prepare.bad import bad_records, check_files
+from instep.prepare.class_order import standing_together
 from instep.prepare.exchanged import exchanged
 from instep.prepare.folder import Folder, link, sync
 from instep.prepare.messages import (
@@ -45,7 +45,7 @@ from instep.prepare.progress import Progress
 from instep.prepare.unchanged import check_sources, stamped, with_versions
 from instep.prepare.workers.crew import Crew
 from instep.units import readable_bytes
-from instep.words import listed, plural, shown_url
+from instep.words import listed, plural
 
 SPAN = 64 << 20
 """Bytes of a raw file whose checksum is one task."""
@@ -77,6 +77,8 @@ class Job:
         self._crew, self._workers, self._say = crew, workers, say
         self.tasks, self.done_before = 0, 0
         self.first_bad: list[str] = []
+        self.together: list[str] = []
+        """Columns whose equal values stand together."""
         self._results: list[Mapped] = []
         self._before: list[Mapped] = []  # of the tasks whose samples were put into another order
         self._kept = set[str]()  # keys of results that lie beside the shards that are there
@@ -118,8 +120,8 @@ class Job:
             if not columns:
                 raise DataError(self._nothing())
         shards = layout(self._results, columns, self._asked.shard_bytes)
-        self._write(shards, columns)
-        return self._publish(shards, columns)
+        sums = self._write(shards, columns)
+        return self._publish(shards, columns, sums)
 
     def kept(self) -> set[str]:
         """Keys of results that stay in the folder, for the next command."""
@@ -199,19 +201,26 @@ class Job:
         of = listed([file.name for file in self._files], _SHOWN)
         return f"{of}: no record, but one or more are wanted. Name files that hold some."
 
-    def _write(self, shards: Sequence[Planned], columns: list[Column]) -> None:
-        """Have the shards lie in the folder."""
-        tasks = []
+    def _write(self, shards: Sequence[Planned], columns: list[Column]) -> list[int]:
+        """Put the shards into the folder; returns their CRC-32."""
+        there, tasks, sums = self._folder.good_shards, list[Task](), dict[int, int]()
         for number, shard in enumerate(shards):
             to = self._folder.path / shard.name
-            if shard.name in self._folder.good_shards:  # its name says which samples it has
+            if shard.name in there:  # its name says which samples it has
+                if (known := there[shard.name].crc32) is not None:
+                    sums[number] = known
+                else:
+                    tasks.append(Sum(number, str(to), 0, there[shard.name].bytes))
                 continue
             to.unlink(missing_ok=True)
             if shard.whole:
                 link(Path(shard.parts[0].file), to)
+                sums[number] = shard.crc32
             else:
                 tasks.append(Join(number, shard.parts, columns, str(to)))
-        self._values(tasks, Progress("joined", len(tasks), self._say).step)
+        found = self._values(tasks, Progress("joined", len(tasks), self._say).step)
+        sums |= dict(zip([task.number for task in tasks], found, strict=True))
+        return [sums[number] for number in range(len(shards))]
 
     def _values(self, tasks: Sequence[Task], did: Callable[[], None] = lambda: None) -> list[Any]:
         """What tasks give, by their numbers; `did` is called for each that is done."""
@@ -221,32 +230,43 @@ class Job:
             did()
         return [found[number] for number in sorted(found)]
 
-    def _publish(self, shards: Sequence[Planned], columns: list[Column]) -> Manifest:
+    def _publish(
+        self, shards: Sequence[Planned], columns: list[Column], sums: Sequence[int]
+    ) -> Manifest:
         """Write the manifest, once all that it names is on the disk."""
         self.check_unchanged()
         path = self._folder.path
         sizes = [(path / shard.name).stat().st_size for shard in shards]
-        blocks = self._blocks(shards)
+        disk = ThreadPoolExecutor(1)  # which writes what is there while samples are hashed
+        try:
+            synced = [disk.submit(sync, path / shard.name) for shard in shards]
+            blocks, sources = self._blocks(shards), self._sources()
+            for each in synced:
+                each.result()
+        finally:
+            disk.shutdown(cancel_futures=True)
         samples = sum(shard.samples for shard in shards)
         kept = [msgspec.to_builtins(result) for result in moved(self._results, shards, columns)]
         bad = list(bad_records([*self._before, *self._results], self._folder))
         self.first_bad = [f"{line['where']}: {line['error']}" for line in bad[:_SHOWN]]
+        self.together = standing_together(self._results, columns)
         manifest = Manifest(
             columns=columns,
             samples=samples,
             bytes=sum(sizes),
             sha256=digest_of(columns, samples, [blocks]),
             bad=len(bad),
-            shards=self._shards(shards, sizes),
+            shards=[
+                Shard(shard.name, shard.samples, size, crc32)
+                for shard, size, crc32 in zip(shards, sizes, sums, strict=True)
+            ],
             statistics=figures_of(self._results, columns),
-            sources=self._sources(),
-            made_by=self._made_by(),
+            sources=sources,
+            made_by=self._asked.made_by(self._plan),
             blocks=self._folder.keep("blocks", ".sha256", blocks),
             tasks=self._folder.keep("tasks", ".json", json.dumps(kept).encode()),
             bad_file=self._folder.keep("bad", ".jsonl", lines_of(bad)) if bad else "",
         )
-        for shard in shards:
-            sync(path / shard.name)
         self.check_unchanged()  # since the hashes: else they are of others than the samples
         write_manifest(path, manifest)
         return manifest
@@ -263,19 +283,6 @@ class Job:
                 "the file of a function has changed while it was used. Give the same command "
                 "again, and leave it as it is meanwhile."
             )
-
-    def _shards(self, shards: Sequence[Planned], sizes: Sequence[int]) -> list[Shard]:
-        """The shards with their checksums, by which a copy elsewhere is known."""
-        path = self._folder.path
-        tasks = [
-            Sum(number, str(path / shard.name), 0, size)
-            for number, (shard, size) in enumerate(zip(shards, sizes, strict=True))
-        ]
-        sums = self._values(tasks)
-        return [
-            Shard(shard.name, shard.samples, size, crc32)
-            for shard, size, crc32 in zip(shards, sizes, sums, strict=True)
-        ]
 
     def _blocks(self, shards: Sequence[Planned]) -> bytes:
         """The digests of all blocks of samples."""
@@ -323,23 +330,6 @@ class Job:
         for at, crc32 in zip(of, self._values(tasks), strict=True):
             hashes[at].update(crc32.to_bytes(4, "little"))
         return [found.hexdigest() for found in hashes]
-
-    def _made_by(self) -> dict[str, Any]:
-        """What has decided the samples, beside the sources."""
-        versions = {
-            "instep": INSTEP,
-            "pyarrow": version("pyarrow"),
-            "numpy": version("numpy"),
-        }
-        asked = msgspec.to_builtins(self._asked)
-        asked["sources"] = [*map(shown_url, asked["sources"])]
-        functions = {"map": self._asked.map, "reduce": self._asked.reduce}
-        hashes = {
-            name: hash_of_file(given.rpartition(":")[0])
-            for name, given in functions.items()
-            if given
-        }
-        return {"asked": asked, "functions": hashes, "plan": self._plan, "versions": versions}
 
 
 def _to_repeat(done: Done) -> Task | None:

@@ -45,6 +45,9 @@ _HEAD = 64
 _FIRST = 16
 """Samples of the first batch of a file; of others as many as make `BATCH_BYTES`."""
 
+_DECODED = 8192
+"""Rows of columns that are objects of Python at a time."""
+
 _MOST_ROWS = 16384
 """Samples of one record batch."""
 
@@ -191,8 +194,17 @@ class Mapping:
 
     def _made(self, piece: Piece, chunk: Chunk, held: _Held, notes: Notices) -> Iterator[None]:
         """Put the samples of a chunk's records where they wait, some at a time."""
-        rows = chunk.rows.to_pylist() if isinstance(chunk.rows, pa.RecordBatch) else chunk.rows
-        places = list(chunk.places)
+        if isinstance(chunk.rows, pa.RecordBatch):
+            for first in range(0, chunk.rows.num_rows, _DECODED):
+                rows = chunk.rows.slice(first, _DECODED).to_pylist()
+                places = list(chunk.places[first : first + _DECODED])
+                yield from self._made_of(piece, rows, places, held, notes)
+        else:
+            yield from self._made_of(piece, chunk.rows, list(chunk.places), held, notes)
+
+    def _made_of(
+        self, piece: Piece, rows: list[Any], places: list[int], held: _Held, notes: Notices
+    ) -> Iterator[None]:
         at = 0
         while at < len(rows):
             stop = at + min(next_trial(notes.given + 1) - notes.given, held.size)

@@ -20,7 +20,7 @@ from instep.prepare.workers.crew import Crew, Interrupted
 from instep.prepare.workers.hosts import Hosting, Hosts
 from instep.system.processes import on_signals
 from instep.units import readable_bytes, readable_seconds
-from instep.words import is_url, plural, shown_url
+from instep.words import is_url, listed, plural, shown_url
 
 Enter = Callable[[], AbstractContextManager[Hosting]]
 """Gives a launcher, and ends what it has started."""
@@ -43,6 +43,8 @@ class Prepared(NamedTuple):
     seconds: float
     bad: list[str]
     """The first bad records, in words."""
+    together: list[str]
+    """Columns whose equal values stand together; empty if the shards were there already."""
 
     def lines(self) -> list[str]:
         """For a terminal."""
@@ -66,6 +68,10 @@ class Prepared(NamedTuple):
         if self.kept_bytes:
             size = readable_bytes(self.kept_bytes)
             lines.append(f"beside     {size} for the next command, which --no-keep does not leave")
+        if self.together:
+            names = listed(self.together, 3)
+            lines.append(f"sorted     equal values of {names} stand together, which data.order =")
+            lines.append("           'windowed' does not mix: prepare with --shuffle for that")
         lines.append(f"sha256     {made.sha256}")
         return [*lines, f"next       instep data {self.to}"]
 
@@ -85,6 +91,7 @@ class Prepared(NamedTuple):
             "workers": self.workers,
             "workers_lost": self.lost,
             "interrupted": made is None,
+            "sorted_by": self.together,
             "seconds": self.seconds,
         }
 
@@ -144,6 +151,7 @@ def prepare(
         workers=(hosts.most if hosts is not None else 0) or count,
         seconds=time.monotonic() - began,
         bad=job.first_bad,
+        together=[] if asked.shuffle else job.together,
     )
 
 

@@ -21,9 +21,9 @@ from instep.data.shards.encode import Encoded
 from instep.data.shards.manifest import lines_of
 from instep.data.shards.statistics import Figures, take_batch
 from instep.data.shards.views import View
-from instep.data.shards.writer import ShardFile, ShardWriter
+from instep.data.shards.writer import ShardWriter, read_through
 from instep.errors import DataError
-from instep.plain_file import crc32_of, replace_plain
+from instep.plain_file import replace_plain
 from instep.prepare.messages import Mapped, Segment
 
 _MOST_AGAIN = 4 << 20
@@ -57,7 +57,7 @@ def wide_parts(parts: Sequence[Segment], columns: Sequence[Column]) -> Iterator[
         DataError: a column cannot hold one of the numbers.
     """
     for part in parts:
-        for views in ShardFile(Path(part.file)).between(part.first, part.first + part.samples):
+        for views in read_through(Path(part.file), part.first, part.first + part.samples):
             try:
                 wide = [cast(view, column) for view, column in zip(views, columns, strict=True)]
             except Misfit as error:
@@ -111,7 +111,7 @@ def write(
         columns=columns,
         figures=figures,
         parts=[Segment(str(path), 0, writer.samples)],
-        crc32=crc32_of(path),
+        crc32=writer.crc32,
         crc32_bad=zlib.crc32(lines),
     )
     replace_plain(folder / f"{key}.done", msgspec.json.encode(result).decode())

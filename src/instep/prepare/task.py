@@ -78,7 +78,7 @@ class Doer:
 
 
 def _join(task: Join) -> int:
-    """A shard of parts of other files; returns its bytes."""
+    """A shard of parts of other files; returns its CRC-32."""
     with ShardWriter(Path(task.to), task.columns) as writer:
         held, size = list[list[View]](), 0
         for views in wide_parts(task.parts, task.columns):
@@ -90,7 +90,7 @@ def _join(task: Join) -> int:
         if held:
             writer.write(_concatenated(held))
         writer.close()
-    return writer.bytes
+    return writer.crc32
 
 
 def _concatenated(parts: list[list[View]]) -> list[View]:

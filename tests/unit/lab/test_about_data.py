@@ -158,3 +158,25 @@ def test_the_parts_of_a_set_on_hosts_and_what_of_them_is_here(job, tmp_path, cap
     out = capsys.readouterr().out
     assert "part 0     20 samples (50.0%), 2 of 2 shards here: 0.arrow to 1.arrow" in out
     assert "part 1     20 samples (50.0%), 1 of 2 shards here: 2.arrow to 3.arrow" in out
+
+
+def test_the_folders_of_a_job_are_compared_with_their_checksums(job, tmp_path, capsys):
+    job("")
+    (tmp_path / "net.py").write_text(IN_PARTS)
+    (tmp_path / "raw.jsonl").write_text("".join(f'{{"n": {n}.5}}\n' for n in range(40)))
+    assert main(["prepare", "raw.jsonl", "--to", "here", "--workers", "1"]) == 0
+    assert main(["data", "job.toml", "--verify"]) == 0
+    assert "verified   all samples" in capsys.readouterr().out
+    (shard,) = (tmp_path / "here").glob("*.arrow")
+    good = shard.read_bytes()
+    at = good.index(np.array([7.5, 8.5]).tobytes())
+    shard.write_bytes(good[:at] + b"x" + good[at + 1 :])
+    assert main(["data", "job.toml", "--verify", "--json"]) == 4
+    told = capsys.readouterr()
+    (text,) = json.loads(told.out.splitlines()[-1])["damaged"]
+    assert text.startswith("samples 0 to 39 are not what was written (shard-")
+    assert "here is damaged in 1 place. Remove the files that are named" in told.err
+    (tmp_path / "plain.py").write_text(RECIPE)
+    (tmp_path / "job.toml").write_text("recipe = 'plain.py:recipe'\n")
+    assert main(["data", "job.toml", "--verify"]) == 2
+    assert "--verify compares samples with the checksums of a prepared" in capsys.readouterr().err

@@ -15,6 +15,7 @@ import pytest
 
 from instep.data.shards.manifest import read_manifest
 from instep.prepare.prepare import prepare
+from marks import tail
 from unit.prepare.test_prepare import FUNCTIONS, ask
 
 pytestmark = pytest.mark.process
@@ -56,16 +57,15 @@ def raw(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_one_worker_and_three_make_the_same(raw):
-    found = {
-        prepare(
-            ask(sources=["a.jsonl"], map="clean.py:drawn", to=f"out-{workers}"),
-            lambda _: None,
-            workers=workers,
-        ).manifest.sha256
-        for workers in (1, 3)
-    }
-    assert len(found) == 1
+@pytest.mark.parametrize("every", [(1, 3), tail((1, 2, 7))])
+def test_any_number_of_workers_make_the_same(raw, every):
+    found = []
+    for workers in every:
+        asked = ask(sources=["a.jsonl"], map="clean.py:drawn", to=f"{workers}", shard_bytes=1 << 20)
+        made = prepare(asked, lambda _: None, workers=workers).manifest
+        shards = [[shard.samples, shard.bytes, shard.crc32] for shard in made.shards]
+        found.append([made.sha256, made.samples, shards, json.dumps(made.statistics)])
+    assert all(each == found[0] for each in found)  # statistics to the last digit
 
 
 def start(*more: str) -> subprocess.Popen:

@@ -25,7 +25,8 @@ _BYTES = 4 << 20
 """Of a chunk, about."""
 
 _ROWS = 8192
-"""Of a chunk at most: columns that repeat a value are larger than their file says."""
+"""Rows of a chunk at most, where columns have text or lists: one that repeats a value is larger
+than its file says."""
 
 _ROW_BITS = 32
 """Lowest bits of a place in an Arrow file: the row. Those above are the batch."""
@@ -65,6 +66,15 @@ def _rows_of(rows: int, size: int) -> int:
     return max(1, min(_ROWS, _BYTES * rows // max(size, 1)))
 
 
+def _width(pa: Any, schema: pa.Schema) -> int:
+    """Bytes of a row, where all columns are numbers; else 0."""
+    kinds = pa.types
+    if not all(kinds.is_integer(t) or kinds.is_floating(t) for t in schema.types):
+        return 0
+    bits: int = sum(kind.bit_width + 1 for kind in schema.types)  # and whether it is there
+    return -(-bits // 8)
+
+
 class Parquet(SingleFiles):
     """Parquet files; a place is the number of a row."""
 
@@ -86,7 +96,7 @@ class Parquet(SingleFiles):
     def read(self, piece: Piece) -> Iterator[Chunk]:
         """Decode some rows at a time, on this thread alone."""
         row = piece.state
-        with _reading(piece.path, "Parquet"):
+        with _reading(piece.path, "Parquet") as pa:
             from pyarrow import parquet
 
             file = parquet.ParquetFile(
@@ -94,9 +104,11 @@ class Parquet(SingleFiles):
             )
             with file:
                 _check(piece, file.metadata.num_row_groups)
+                width = _width(pa, file.schema_arrow)
                 for number in range(piece.start, piece.stop):
                     group = file.metadata.row_group(number)
-                    count = _rows_of(group.num_rows, group.total_byte_size)
+                    count = width and max(1, _BYTES // width)
+                    count = count or _rows_of(group.num_rows, group.total_byte_size)
                     for batch in file.iter_batches(count, [number], use_threads=False):
                         yield Chunk(batch, range(row, row + batch.num_rows), [])
                         row += batch.num_rows

@@ -144,6 +144,10 @@ class Shards(Rows):
             self._open.popitem(last=False)
         return found
 
+    def read_here_and_there(self, number: int) -> None:
+        """Tell the system to read no more of a file than the rows that are asked for."""
+        self.file(number).reads_here_and_there()
+
     def _opened(self, shard: Shard) -> ShardFile:
         remote = self._remote or self._source
         local = Path(self.folder) / shard.file

@@ -12,21 +12,19 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from instep.data.shards.columns import Column, as_plain
-from instep.data.shards.views import View, bytes_of
-from instep.data.shards.writer import ShardFile
+from instep.data.shards.views import View
+from instep.data.shards.writer import MOST_MAPPED, ShardFile
 
 BLOCK = 4096
 """Samples of a block."""
 
 SIZE = 32
 """Bytes of a block's digest."""
-
-MOST_MAPPED = 8 << 20
-"""Bytes that are read of a file before it is mapped anew."""
 
 
 def blocks_of(samples: int) -> int:
@@ -43,15 +41,23 @@ def digest_blocks(files: Sequence[tuple[Path, int]], first: int, stop: int) -> I
     mapped = _Mapped(files)
     for block in range(first, stop):
         found = hashlib.sha256()
-        begin, end = block * BLOCK, min((block + 1) * BLOCK, mapped.samples)
-        for column in range(mapped.columns):
-            for view in mapped.views(column, begin, end):
-                if view.offsets is not None:
-                    found.update(np.ascontiguousarray(view.lengths, "<i8").data)
-            for view in mapped.views(column, begin, end):
-                elements = view.elements
-                found.update(np.ascontiguousarray(elements).reshape(-1).view(np.uint8).data)
+        parts = list(mapped.parts(block * BLOCK, min((block + 1) * BLOCK, mapped.samples)))
+        for column in range(len(parts[0].views)):
+            for part in parts:
+                if part.views[column].offsets is not None:
+                    found.update(np.ascontiguousarray(part.views[column].lengths, "<i8").data)
+            for part in parts:
+                elements = np.ascontiguousarray(part.views[column].elements)
+                found.update(elements.reshape(-1).view(np.uint8).data)
+                mapped.was_read(part, elements.nbytes)
         yield found.digest()
+
+
+class _Part(NamedTuple):
+    """Some samples, as they lie in a file."""
+
+    file: ShardFile
+    views: list[View]
 
 
 class _Mapped:
@@ -60,34 +66,35 @@ class _Mapped:
     def __init__(self, files: Sequence[tuple[Path, int]]) -> None:
         self._files = files
         self._starts = np.concatenate([[0], np.cumsum([count for _, count in files])])
-        self._at, self._read = -1, 0
+        self._at = -1
         self._open: ShardFile | None = None
+        self._read = dict[ShardFile, int]()
 
     @property
     def samples(self) -> int:
         return int(self._starts[-1])
 
-    @property
-    def columns(self) -> int:
-        return len(self._file(max(self._at, 0)).columns)
-
-    def views(self, column: int, first: int, stop: int) -> Iterator[View]:
-        """A column of the samples [first, stop), in parts as they lie in files."""
+    def parts(self, first: int, stop: int) -> Iterator[_Part]:
+        """The samples [first, stop)."""
         while first < stop:
             number = int(np.searchsorted(self._starts, first, "right")) - 1
             file, begin = self._file(number), int(self._starts[number])
-            batch = int(np.searchsorted(file.starts, first - begin, "right"))
-            last = min(stop, begin + int(file.starts[batch]))
+            last = min(stop, int(self._starts[number + 1]))
             for views in file.between(first - begin, last - begin):
-                self._read += bytes_of(views[column : column + 1])
-                yield views[column]
+                yield _Part(file, views)
             first = last
 
+    def was_read(self, part: _Part, size: int) -> None:
+        """Let a file go now and then: its pages count as memory until then."""
+        self._read[part.file] = self._read.get(part.file, 0) + size
+        if self._read[part.file] >= MOST_MAPPED:
+            part.file.let_go()
+            self._read[part.file] = 0
+
     def _file(self, number: int) -> ShardFile:
-        """A file; it is mapped anew now and then, for its pages count until it no longer is."""
-        if self._open is None or number != self._at or self._read >= MOST_MAPPED:
-            self._at, self._read = number, 0
-            self._open = ShardFile(self._files[number][0])
+        if self._open is None or number != self._at:
+            self._at, self._open = number, ShardFile(self._files[number][0])
+            self._read.clear()
         return self._open
 
 

@@ -19,6 +19,9 @@ from instep.data.shards.values import image_of, tensor_of
 from instep.data.shards.views import Array, View
 from instep.errors import DataError, near_miss
 
+MANY = 32
+"""Files of which so many have samples of one read are read here and there."""
+
 
 class File(Protocol):
     """Some rows, in record batches."""
@@ -80,6 +83,13 @@ class Rows(torch.utils.data.Dataset[Any]):
             columns: numbers of those that are wanted; other views may hold anything.
         """
         return None
+
+    def read_here_and_there(self, number: int) -> None:
+        """Prepare for reads of single rows of many files, of which this is one; nothing by default.
+
+        Args:
+            number: of the file.
+        """
 
     def _number(self, name: str) -> int:
         if name not in self._known:
@@ -196,13 +206,16 @@ class Rows(torch.utils.data.Dataset[Any]):
         columns, or those that samples are to have."""
         files = np.searchsorted(self._starts, wanted, "right") - 1
         chosen = chosen or [self._known[name] for name in dict.fromkeys(self.columns)]
-        for number in np.unique(files).tolist():
+        numbers = np.unique(files).tolist()
+        for number in numbers:
             mine = np.flatnonzero(files == number)
             rows = wanted[mine] - self._starts[number]
             if (views := self.elsewhere(number, rows, chosen)) is not None:
                 yield mine, views, np.arange(len(rows))
                 continue
             file = self.file(number)
+            if len(numbers) > MANY:
+                self.read_here_and_there(number)
             batches = np.searchsorted(file.starts, rows, "right") - 1
             for batch in np.unique(batches).tolist():
                 here = batches == batch

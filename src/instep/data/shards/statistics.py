@@ -22,6 +22,9 @@ from instep.data.shards.views import Array, View
 MOST_CLASSES = 1000
 """A column with more different values is not counted."""
 
+_SPAN = 4096
+"""Whole numbers that differ by less are counted by their place."""
+
 _LONGEST = 256
 """A column that has longer text has no classes."""
 
@@ -63,18 +66,19 @@ def _of_both(
 
 def moments_of(numbers: Array) -> Moments:
     """The moments of numbers of any shape; NaN and infinities are left out."""
-    flat = numbers.reshape(-1)
-    if flat.dtype.kind == "f":
-        finite = np.isfinite(flat)
-        if not finite.all():
-            flat = flat[finite]
-    if not len(flat):
+    values = numbers.reshape(-1).astype(np.float64, copy=False)
+    if not len(values):
         return Moments()
-    values = flat.astype(np.float64, copy=False)
-    mean = float(values.mean())
+    with np.errstate(invalid="ignore"):
+        mean = float(values.mean())
+    if not math.isfinite(mean):
+        values = values[np.isfinite(values)]
+        if not len(values):
+            return Moments()
+        mean = float(values.mean())
     apart = values - mean
     return Moments(
-        len(flat), mean, float(np.dot(apart, apart)), float(values.min()), float(values.max())
+        len(values), mean, float(np.dot(apart, apart)), float(values.min()), float(values.max())
     )
 
 
@@ -131,9 +135,20 @@ def take_batch(figures: Sequence[Figures], columns: Sequence[Column], views: lis
             own.take(Figures(classes=_counts(view)))
 
 
+def _counted(data: Array) -> tuple[Array, Array]:
+    """The different values of whole numbers or bools, ascending, and how often each is there."""
+    if data.dtype.kind in "iu" and len(data):
+        least, most = int(data.min()), int(data.max())
+        if most - least < _SPAN and most < 1 << 62:  # without sorting
+            counts = np.bincount(data.astype(np.int64) - least)
+            there = np.flatnonzero(counts)
+            return there + least, counts[there]
+    return np.unique(data, return_counts=True)
+
+
 def _counts(view: View) -> dict[str, int] | None:
     if view.offsets is None:
-        values, counts = np.unique(view.data, return_counts=True)
+        values, counts = _counted(view.data)
         if len(values) > MOST_CLASSES:
             return None
         return {str(value): int(count) for value, count in zip(values, counts, strict=True)}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from instep.data import SOURCES
-from instep.data.shards import digest
+from instep.data.shards import digest, writer
 from instep.data.shards.columns import Column
 from instep.data.shards.dataset import Shards
 from instep.data.shards.digest import BLOCK, blocks_of, digest_blocks, digest_of
@@ -24,6 +24,7 @@ from instep.data.shards.manifest import Manifest, Shard, read_manifest, write_ma
 from instep.data.shards.verify import damaged
 from instep.data.shards.writer import ShardFile, ShardWriter
 from instep.errors import DataError
+from instep.plain_file import crc32_of
 
 KINDS = {
     "integer": st.integers(-(2**63), 2**63 - 1),
@@ -122,27 +123,58 @@ def test_a_column_is_read_without_the_others(tmp_path):
         Shards(tmp_path, columns=["m"])
 
 
-def test_only_some_of_a_file_is_in_memory_while_it_is_hashed(tmp_path, monkeypatch):
-    manifest = written(tmp_path, numbered(700), [600])
-    given = []
+@pytest.mark.parametrize("how", ["hashed", "read"])
+def test_only_some_of_a_file_is_in_memory_while_all_of_it_is_used(tmp_path, monkeypatch, how):
+    path, count, seen = tmp_path / "a.arrow", 32, []
+    rows = [{"x": np.full(1 << 16, n, np.float64)} for n in range(count)]  # 16 MB
+    with ShardWriter(path, encode(rows, None).columns) as file:
+        for row in rows:
+            file.write(encode([row], file.columns).views)
+        file.close()
+    for module in (digest, writer):
+        monkeypatch.setattr(module, "MOST_MAPPED", 1 << 20)
+    if how == "read":
+        for number, views in enumerate(writer.read_through(path, 0, count)):
+            assert float(views[0].data.sum()) == number << 16
+            seen.append(resident(path))
+    else:
+        was_read = digest._Mapped.was_read
+        monkeypatch.setattr(
+            digest._Mapped,
+            "was_read",
+            lambda *given: (seen.append(resident(path)), was_read(*given)),
+        )
+        (found,) = digest_blocks([(path, count)], 0, 1)
+        assert found == hashlib.sha256(np.stack([row["x"] for row in rows]).tobytes()).digest()
+    assert len(seen) == count
+    assert max(seen) < 3 << 20
 
-    class Counted(ShardFile):
-        def __init__(self, path):
-            super().__init__(path)
-            given.append(0)
 
-        def between(self, first, stop):
-            for views in super().between(first, stop):
-                given[-1] += max(view.elements.nbytes for view in views)
-                yield views
+def test_a_file_that_is_let_go_counts_no_pages_as_memory_and_can_be_read_again(tmp_path):
+    samples = [{"x": np.full(1 << 16, n, np.float64)} for n in range(32)]  # 16 MB
+    with ShardWriter(tmp_path / "a.arrow", encode(samples, None).columns) as file:
+        file.write(encode(samples, None).views)
+        file.close()
+    assert file.crc32 == crc32_of(tmp_path / "a.arrow")
+    mapped = ShardFile(tmp_path / "a.arrow")
+    before = resident(tmp_path / "a.arrow")
+    (view,) = mapped.views(0)
+    assert float(view.data.sum()) == (1 << 16) * sum(range(32))
+    assert resident(tmp_path / "a.arrow") > before + (12 << 20)
+    mapped.let_go()
+    assert resident(tmp_path / "a.arrow") <= before
+    assert view.data[31, 0] == 31
 
-    monkeypatch.setattr(digest, "ShardFile", Counted)
-    monkeypatch.setattr(digest, "MOST_MAPPED", 500)
-    files = [(tmp_path / shard.file, shard.samples) for shard in manifest.shards]
-    found = b"".join(digest_blocks(files, 0, 1))
-    assert digest_of(manifest.columns, 700, [found]) == manifest.sha256
-    assert len(given) > 10
-    assert max(given) < 2000
+
+def resident(path):
+    """Bytes of a mapped file that count as memory of this process."""
+    found = 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            of = line.endswith(str(path))
+        elif of and line.startswith("Rss:"):
+            found += int(line.split()[1]) << 10
+    return found
 
 
 def test_the_digest_is_that_of_the_samples_and_not_of_files(tmp_path):
