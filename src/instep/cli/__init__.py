@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from instep.cli import (
+    attacking,
     checking,
     folders,
     models,
@@ -59,6 +60,7 @@ COMMANDS = {
     "audit": Command(results.audit, results.audit_options, "audit runs/net"),
     "replay": Command(results.replay, results.replay_options, "replay runs/net --step 100"),
     "chaos": Command(results.chaos, results.chaos_options, "chaos job.toml --kills 10"),
+    "lab": Command(attacking.lab, attacking.lab_options, "lab privacy job.toml --canaries 1000"),
     "export": Command(models.export, models.export_options, "export runs/net --to net.safetensors"),
     "prepare": Command(
         preparing.prepare,
