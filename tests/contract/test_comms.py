@@ -12,7 +12,7 @@ from helpers import run_processes
 from instep.comm.alone import AloneComm
 from instep.comm.memory import MemoryComm, _Room, run_ranks
 from instep.comm.over_hosts import over_hosts
-from instep.comm.torch_comm import TorchComm
+from instep.comm.torch_comm import LOOPBACK, TorchComm
 from instep.errors import PeerError
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64]
@@ -20,6 +20,7 @@ GROUPS = [
     ("alone", 1),
     *(("threads", 1), ("threads", 3), ("threads of two hosts", 4)),
     *(("processes", 2), ("processes", 3), ("processes of two hosts", 4)),
+    ("processes apart", 3),
 ]
 
 
@@ -54,7 +55,7 @@ def what_a_rank_sees(comm):
 
 
 MOVED = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
-LENGTHS = [0, 1, 7, 5000]
+LENGTHS = [0, 1, 7, 5000, 20_000]
 
 
 def part_of(rank, to, n, dtype):
@@ -128,17 +129,22 @@ class Rooms:
 class Stores:
     """Makes groups of some of the processes of a group."""
 
-    def __init__(self, folder):
-        self._folder = folder
+    def __init__(self, folder, address=LOOPBACK):
+        self._folder, self._address = folder, address
 
     def __call__(self, comm, ranks, name):
         store = torch.distributed.FileStore(str(self._folder / name), len(ranks))
-        return TorchComm(store, ranks.index(comm.rank), len(ranks))
+        return TorchComm(store, ranks.index(comm.rank), len(ranks), address=self._address)
 
 
 def over_two_hosts(comm, body, make):
     among = partial(make, comm)
     return body(over_hosts(comm, str(comm.rank % 2), among, least=0))
+
+
+def at_an_address(comm, body, make):
+    """As ranks of several hosts are; this machine has all of 127.0.0.0/8."""
+    return body(make(comm, range(comm.size), "apart"))
 
 
 def in_group(kind, size, body, folder):
@@ -148,6 +154,8 @@ def in_group(kind, size, body, folder):
         return run_ranks(size, over_two_hosts, body, Rooms())
     if kind == "processes of two hosts":
         return run_processes(size, over_two_hosts, folder, body, Stores(folder))
+    if kind == "processes apart":
+        return run_processes(size, at_an_address, folder, body, Stores(folder, "127.0.0.2"))
     return run_ranks(size, body) if kind == "threads" else run_processes(size, body, folder)
 
 
@@ -294,10 +302,15 @@ def test_a_thread_that_dies_breaks_the_calls_of_the_others_with_peer_error(name)
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", CALLS)
-def test_a_process_that_dies_breaks_the_calls_of_the_others_with_peer_error(tmp_path, name):
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [*itertools.product(["processes"], CALLS)]
+    + [("processes apart", "reduce_scatter"), ("processes apart", "all_to_all")],
+)
+def test_a_process_that_dies_breaks_the_calls_of_the_others_with_peer_error(tmp_path, kind, name):
     ranks = 2 if name in ("send", "receive") else 3
-    first, dead, *others = run_processes(ranks, survivor_of, tmp_path, name, exit_without_a_word)
+    body = partial(survivor_of, name=name, die=exit_without_a_word)
+    first, dead, *others = in_group(kind, ranks, body, tmp_path)
     assert dead is None
     for word, text in (first, *others):
         assert word == "PeerError"

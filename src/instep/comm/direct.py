@@ -33,7 +33,7 @@ def all_gather(group: ProcessGroup, out: Tensor, part: Tensor, tag: int = 0) -> 
     parts = out.view(group.size(), -1)
     if parts[group.rank()].data_ptr() != part.data_ptr():
         parts[group.rank()].copy_(part)
-    return begun(lambda: _swap(group, lambda rank: part, list(parts), tag))
+    return begun(lambda: swap(group, lambda rank: part, list(parts), tag))
 
 
 class SumOfParts:
@@ -54,7 +54,7 @@ class SumOfParts:
             return
         others = list(parts.new_empty(ranks - 1, parts.shape[1]))
         self._rows = [*others[:own], parts[own], *others[own:]]
-        self._work = begun(lambda: _swap(group, lambda rank: parts[rank], self._rows, tag))
+        self._work = begun(lambda: swap(group, lambda rank: parts[rank], self._rows, tag))
 
     def end(self, out: Tensor | None = None) -> Tensor:
         """Wait for the others; the sum, each rank's part added to those before it: the same bits.
@@ -66,10 +66,20 @@ class SumOfParts:
         return in_rank_order(self._rows, out)
 
 
-def _swap(
+def swap(
     group: ProcessGroup, sent: Callable[[int], Tensor], got: Sequence[Tensor], tag: int
 ) -> Any:
-    """Begin to send each other rank its tensor, and to receive one from it."""
+    """Begin to send each other rank its tensor, and to receive one from it.
+
+    A rank first says that it can receive: what it sends would keep the others' from coming, on a
+    link that is slower than the sender.
+
+    Args:
+        group: the ranks.
+        sent: the tensor for a rank, not to be changed before the end.
+        got: for each rank, where its tensor goes; all are as long.
+        tag: as for `all_gather`.
+    """
     own, ranks = group.rank(), group.size()
     works = []
     if got[own].numel():
@@ -89,7 +99,7 @@ class _All(dist.Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         for work in self._works:
-            work.wait()
+            work.wait(timeout) if timeout else work.wait()
         return True
 
 

@@ -15,7 +15,7 @@ import socket
 import stat
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import AllreduceOptions, BroadcastOptions, ProcessGroupGloo
 
 from instep.comm.base import Work
+from instep.comm.direct import swap
 from instep.comm.torch_work import MessageWork, SumWork, TorchWork, Waiter, broken, is_mine
 from instep.errors import PeerError
 
@@ -34,6 +35,15 @@ NO_TIMEOUT = timedelta(days=1)
 CONNECTING = 5
 """How many times its own timeout gloo waits for a member to connect (its pair.h, waitUntil)."""
 
+
+_MESSAGES, _SWAPS = 0, 1
+"""What is sent by itself, and what all ranks send each other, never meet."""
+
+LOOPBACK = "127.0.0.1"
+
+_LARGE = 1 << 16
+"""Bytes of a part from which on gloo's own all-to-all and all-gather use a link between hosts
+mostly one way at a time. Less lies in the memory of the connections."""
 
 LAST_S = 0.3
 """How long closing a group may take."""
@@ -61,7 +71,7 @@ class TorchComm:
         size: int,
         *,
         device: torch.device | None = None,
-        address: str = "127.0.0.1",
+        address: str = LOOPBACK,
         timeout_s: float = NO_TIMEOUT.total_seconds(),
     ) -> None:
         self._rank, self._size = rank, size
@@ -79,6 +89,8 @@ class TorchComm:
             raise PeerError(text, mine=is_mine(error)) from error
         self._group: Any = group
         self._in_stream = cuda
+        self._apart = address != LOOPBACK
+        """Whether ranks may be on other hosts."""
         self._interrupted = False
         self._waiter = Waiter()
         made = open_sockets() - before  # also what the user's own threads opened meanwhile
@@ -106,17 +118,33 @@ class TorchComm:
         got = torch.empty_like(parts)
         return SumWork(self.all_to_all(got, parts), out, got.view(self._size, -1))
 
-    def all_gather(self, out: Tensor, part: Tensor) -> TorchWork:
+    def all_gather(self, out: Tensor, part: Tensor) -> Work:
         """Begin to collect the ranks' parts."""
         assert out.numel() == self._size * part.numel(), "out has room for the parts of all"
         into, own = _bytes(out), _bytes(part)
+        if self._swaps(own.numel()):
+            return self._swapped(into, [own] * self._size)
         return self._begin(lambda group: group._allgather_base(into, own))
 
-    def all_to_all(self, out: Tensor, parts: Tensor) -> TorchWork:
+    def all_to_all(self, out: Tensor, parts: Tensor) -> Work:
         """Begin to collect the parts for this rank."""
         assert out.numel() == parts.numel(), "both have one part for each rank"
         into, own = _bytes(out), _bytes(parts)
+        if self._swaps(own.numel() // self._size):
+            return self._swapped(into, own.view(self._size, -1))
         return self._begin(lambda group: group.alltoall_base(into, own, [], []))
+
+    def _swaps(self, each: int) -> bool:
+        """Check that messages from rank to rank are faster than gloo's own way, of parts of so
+        many bytes."""
+        return self._apart and each >= _LARGE and not self._in_stream
+
+    def _swapped(self, into: Tensor, parts: Sequence[Tensor] | Tensor) -> Work:
+        """Begin to send each rank its part."""
+        got, own = list(into.view(self._size, -1)), parts[self._rank]
+        if got[self._rank].data_ptr() != own.data_ptr():
+            got[self._rank].copy_(own)
+        return self._message(lambda group: swap(group, lambda to: parts[to], got, _SWAPS))
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         """Copy rank `root`'s tensor to every rank."""
@@ -127,12 +155,12 @@ class TorchComm:
     def send(self, tensor: Tensor, to: int) -> Work:
         """Begin to send to one rank."""
         own = _bytes(tensor)
-        return self._message(lambda group: group.send([own], to, 0))
+        return self._message(lambda group: group.send([own], to, _MESSAGES))
 
     def receive(self, tensor: Tensor, source: int) -> Work:
         """Begin to receive from one rank."""
         into = _bytes(tensor)
-        return self._message(lambda group: group.recv([into], source, 0))
+        return self._message(lambda group: group.recv([into], source, _MESSAGES))
 
     def _message(self, start: Callable[[Any], Any]) -> Work:
         work = self._started(start)
