@@ -304,8 +304,10 @@ def test_a_thread_that_dies_breaks_the_calls_of_the_others_with_peer_error(name)
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [*itertools.product(["processes"], CALLS)]
-    + [("processes apart", "reduce_scatter"), ("processes apart", "all_to_all")],
+    [
+        *itertools.product(["processes"], CALLS),
+        *itertools.product(["processes apart"], ["reduce_scatter", "all_gather", "all_to_all"]),
+    ],
 )
 def test_a_process_that_dies_breaks_the_calls_of_the_others_with_peer_error(tmp_path, kind, name):
     ranks = 2 if name in ("send", "receive") else 3

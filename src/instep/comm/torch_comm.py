@@ -37,7 +37,7 @@ CONNECTING = 5
 
 
 _MESSAGES, _SWAPS = 0, 1
-"""What is sent by itself, and what all ranks send each other, never meet."""
+"""Tags: a message by itself never meets one that all ranks send each other."""
 
 LOOPBACK = "127.0.0.1"
 
@@ -135,8 +135,7 @@ class TorchComm:
         return self._begin(lambda group: group.alltoall_base(into, own, [], []))
 
     def _swaps(self, each: int) -> bool:
-        """Check that messages from rank to rank are faster than gloo's own way, of parts of so
-        many bytes."""
+        """Check that gloo's own way is slower than messages, of parts of so many bytes."""
         return self._apart and each >= _LARGE and not self._in_stream
 
     def _swapped(self, into: Tensor, parts: Sequence[Tensor] | Tensor) -> Work:
