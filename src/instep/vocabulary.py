@@ -80,6 +80,7 @@ EVENTS = {
     "(the largest, relative to what is allowed, times 1e-5), blocks (that alone were compared; "
     "empty if all were); or why (nothing was compared)",
     "checkpoint_saved": "step, path, size_bytes, held_s, seconds",
+    "steps_profiled": "worker, first, last (steps), path, size_bytes",
     "checkpoint_copied": "step, url, size_bytes, seconds",
     "copies_resumed": "url, seconds (for which no checkpoint could be copied there)",
     "model_saved": "step, path, parameters_sha256, size_bytes",
@@ -125,6 +126,7 @@ _NEEDED = {
     "logged": ("step", "values"),
     "participants_validated": ("step", "metrics"),
     "checkpoint_saved": ("step",),
+    "steps_profiled": ("worker", "first", "last", "path"),
     "checkpoint_copied": ("step",),
     "model_saved": ("step", "parameters_sha256"),
     "stop_requested": ("rule", "step"),

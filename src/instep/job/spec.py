@@ -39,6 +39,10 @@ class ReportSpec(Section, frozen=True, kw_only=True):
     trace_steps: Natural = 2000
     """Steps of each worker to draw in `trace.json`: half from the start, half from the end."""
 
+    profile: tuple[Positive, ...] = ()
+    """The first and the last step to trace with torch's profiler, such as `[100, 103]`: each worker
+    writes `profile/worker-N.json` into the run's folder, for Perfetto or `chrome://tracing`."""
+
     loggers: tuple[str, ...] = ()
     """Where the curves go too: `csv`, `tensorboard`, `wandb`, `mlflow`. All but `csv` need an
     extra, as in `pip install 'instep[wandb]'`. A process of its own feeds them."""
@@ -46,6 +50,13 @@ class ReportSpec(Section, frozen=True, kw_only=True):
     gradient_norm: bool = False
     """Whether to compute the norm of the gradient in every step, for the curve. It is there anyway
     with `train.max_grad_norm`, or `stop.gradient_norm`."""
+
+    def __post_init__(self) -> None:
+        if self.profile and (len(self.profile) != 2 or self.profile[0] > self.profile[1]):
+            raise ValueError(
+                f"profile = {[*self.profile]}: needs the first and the last step to trace, such "
+                "as [100, 103]."
+            )
 
 
 class CheckSpec(Section, frozen=True, kw_only=True):

@@ -108,7 +108,11 @@ JOBS = st.fixed_dictionaries(
             best_metric=TEXT,
             best_mode=st.sampled_from(["auto", "min", "max"]),
         ),
-        "report": some(trace_steps=NATURAL, gradient_norm=st.booleans()),
+        "report": some(
+            trace_steps=NATURAL,
+            gradient_norm=st.booleans(),
+            profile=st.sampled_from([(), (1, 1), (3, 70)]),
+        ),
         "arguments": TABLES,
     },
 ).map(whole_replicas)

@@ -128,6 +128,7 @@ def _details(folder: RunFolder, summary: dict[str, Any]) -> list[Html]:
         sections.skipped_samples(folder),
         sections.changes_and_failures(folder),
         sections.checkpoints(folder),
+        sections.profiles(folder),
         sections.configuration(folder),
         sections.reproduce(folder, summary),
     ]

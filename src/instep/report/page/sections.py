@@ -270,6 +270,21 @@ def _checkpoint_row(event: Event) -> list[str]:
     ]
 
 
+def profiles(folder: RunFolder) -> Html:
+    """The traces of single steps that workers wrote."""
+    if not (written := folder.named("steps_profiled")):
+        return Html("")
+    rows = listing(["worker", "steps", "file", "size"], written, _profile_row, "files")
+    note = "Every operation of these steps, for Perfetto (ui.perfetto.dev) or chrome://tracing."
+    return section("Profiles", rows, note=note)
+
+
+def _profile_row(event: Event) -> list[str]:
+    steps = f"{readable_count(event['first'])} to {readable_count(event['last'])}"
+    file = tag("code", shortened(event["path"], 200))
+    return [str(event["worker"]), steps, file, figure(event.get("size_bytes"), readable_bytes)]
+
+
 def configuration(folder: RunFolder) -> Html:
     """The job as run, and the machine it ran on."""
     started, ready = folder.last("run_started"), folder.last("worker_ready")

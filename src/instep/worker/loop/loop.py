@@ -47,6 +47,7 @@ from instep.worker.loop.announcer import Announcer
 from instep.worker.loop.callbacks import Callbacks
 from instep.worker.loop.comms import make_comms
 from instep.worker.loop.momentum import move_momentum
+from instep.worker.loop.profiling import StepProfiler
 from instep.worker.loop.saving import lend_model
 from instep.worker.passes.activity import Activity
 from instep.worker.passes.base import Dealt, Results
@@ -131,6 +132,7 @@ class Loop(ABC):
         self._regroups = False
         self._record: Record | None = None
         self._skips = SkipReporter(member)
+        self._profiler = StepProfiler(member, self.activity)
         self._done = 0  # steps that this process has committed
 
     # ---- what a recipe and an own loop do differently
@@ -219,6 +221,7 @@ class Loop(ABC):
             error: why the group broke; None if only its members change.
         """
         self.activity.enter("leaving")
+        self._profiler.drop()
         if error is not None:
             with suppress(OSError):  # a full disk must not end the run
                 print(f"instep: the group came apart: {error}", file=sys.stderr, flush=True)
@@ -330,7 +333,9 @@ class Loop(ABC):
             for where, share in self._plan(first):
                 self.step += 1
                 last_read.set_step(self.step)
+                self._profiler.begin(self.step)
                 done = yield from self._one_step(where, share, loads)
+                self._profiler.end(self.step, last=done.ends)
                 self._done += 1
                 settled = self.after.settle(done)
                 self.fellows.go_on()
