@@ -43,10 +43,14 @@ def search(args: argparse.Namespace) -> int:
     if args.workers is not None and args.workers < 1:
         raise SpecError(f"--workers {args.workers}: a search needs 1 worker or more.")
     overrides = [*args.set, *([] if args.trials is None else [f"search.trials={args.trials}"])]
-    runs = Path(args.runs)
+    runs, capacity = Path(args.runs), args.workers
+    if args.workers_file is not None:
+        if args.workers is not None:
+            raise SpecError("--workers and --workers-file both say how many. Leave one out.")
+        capacity = Path(args.workers_file)
     with _shown(live=not args.json and sys.stderr.isatty()) as (tell, look):
         found = run_search(
-            path, overrides, runs, name=args.name, capacity=args.workers, tell=tell, look=look
+            path, overrides, runs, name=args.name, capacity=capacity, tell=tell, look=look
         )
     return _say_found(found, args)
 
@@ -91,6 +95,8 @@ def search_options(parser: Parser) -> None:
     add("--trials", type=int, metavar="N", help="how many trials (default: as the job says)")
     text = "worker processes at once, over all trials (default: the cores of this machine)"
     add("--workers", type=int, metavar="N", help=text)
+    text = "a file with that number, read again and again while the search runs"
+    add("--workers-file", metavar="FILE", help=text)
     add("--name", help="name of the search's folder (default: the job's, with -search)")
     add("--runs", default="runs", help="folder of run folders (default: %(default)s)")
     add_set(parser)

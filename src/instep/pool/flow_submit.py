@@ -112,6 +112,11 @@ def _jobs(path: Path, spec: FlowSpec) -> dict[str, JobSpec]:
     for name, each in spec.job.items():
         if each.file:
             job = settled(spec_file.load(path.parent / each.file, each.set))
+            if job.search.space:
+                raise SpecError(
+                    f"{path}: [job.{name}] file has [search.space], and a search is no part of a "
+                    "flow. Submit it alone, or write command = ['instep', 'search', ...]."
+                )
             check_job(job)
             found[name] = job
     return found

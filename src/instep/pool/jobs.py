@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-RUN, COMMAND = "run", "command"
+RUN, COMMAND, SEARCH = "run", "command", "search"
 """Kinds of jobs."""
 
 WAITING, RUNNING, STOPPING, ENDED = "waiting", "running", "stopping", "ended"

@@ -6,113 +6,23 @@ Way in: `LocalRuns`, which is the `Hands` of a scheduler.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from instep import detached
-from instep.checksums import table_of
 from instep.client.running import scale
 from instep.errors import InstepError, RunError, SpecError
-from instep.events import LEDGER, read_records
-from instep.plain_file import plain, read_plain
+from instep.plain_file import read_plain
 from instep.pool.commands import ending_of
 from instep.pool.flow_file import METRICS, OF_A_RUN
-from instep.pool.jobs import COMMAND, PoolJob
-from instep.pool.policy import speed
+from instep.pool.jobs import COMMAND, SEARCH, PoolJob
+from instep.pool.run_events import RunEvents, RunPace
 from instep.pool.scheduler import LATER, REFUSED, SCALED, JobSight
+from instep.pool.searches import PooledSearches
 from instep.store.run_folder import RunFolder
 
-LOOK_S = 1.0
-"""The steps of a run are read so often."""
-
-MEASURED_S = 2.0
-"""Least time over which the speed of a run is measured."""
-
 Start = Callable[[Sequence[str], Path, Path], object]
-
-
-class RunEvents:
-    """The events of one run that a scheduler follows, read as they come.
-
-    Args:
-        run: its folder.
-    """
-
-    def __init__(self, run: Path) -> None:
-        self._path, self._read, self._rest = run / "events.jsonl", 0, b""
-        self._pids: dict[int, int] = {}  # of each worker
-        self.steps: int | None = None
-        """Steps of the whole run; None before a worker has said so."""
-        self.stop_requested = self.on_gpus = False
-
-    @property
-    def workers(self) -> int:
-        """Processes of workers that have not ended."""
-        return len(self._pids)
-
-    def update(self) -> None:
-        """Read what is new."""
-        try:
-            with open(self._path, "rb", opener=plain) as file:
-                file.seek(self._read)
-                data = file.read()
-        except OSError:
-            return
-        self._read += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            with suppress(ValueError, LookupError, TypeError):  # damaged: the run will say so
-                self._take(table_of(line))
-
-    def _take(self, event: dict[str, Any]) -> None:
-        name = event["event"]
-        if name == "run_started":
-            self._pids.clear()
-            self.stop_requested = False
-        elif name == "worker_joined" and event.get("role") != "server":
-            self._pids[int(event["worker"])] = int(event["pid"])
-        elif name == "process_ended":
-            self._pids = {n: pid for n, pid in self._pids.items() if pid != event.get("pid")}
-        elif name == "worker_ready":
-            self.steps = event.get("last_step") or self.steps
-            self.on_gpus = str(event.get("device")).startswith("cuda")
-        elif name == "stop_requested":
-            self.stop_requested = True
-
-
-class RunPace:
-    """How fast a run goes with the workers that it has."""
-
-    def __init__(self) -> None:
-        self.step = 0
-        self._since: tuple[float, int, int] | None = None  # time, step, workers
-        self._looked = 0.0
-        self.step_s: float | None = None
-        """Seconds of a step with one worker."""
-
-    def update(self, run: Path, workers: int) -> None:
-        """Read how far it is."""
-        now = time.monotonic()
-        if now - self._looked < LOOK_S:
-            return
-        self._looked = now
-        with suppress(OSError, InstepError):
-            self.step = int(read_records(run / "ledger.bin", LEDGER)["step"][-64:].max(initial=0))
-        if self._since is None or self._since[2] != workers or self.step < self._since[1]:
-            self._since = now, self.step, workers
-            return
-        seconds, steps = now - self._since[0], self.step - self._since[1]
-        if seconds >= MEASURED_S and steps > 0 and workers:
-            self.step_s = seconds / steps * speed(workers)
-
-    def left_s(self, steps: int | None) -> float | None:
-        """Seconds of one worker that are left."""
-        if steps is None or self.step_s is None:
-            return None
-        return max(0, steps - self.step) * self.step_s
 
 
 class LocalRuns:
@@ -126,6 +36,7 @@ class LocalRuns:
 
     def __init__(self, jobs: Path, runs: Path, start: Start = detached.start) -> None:
         self._jobs, self._runs, self._start = jobs, runs, start
+        self._searches = PooledSearches(jobs, runs)
         self._events: dict[str, RunEvents] = {}
         self._paces: dict[str, RunPace] = {}
         self._stopped: dict[str, int] = {}  # process that was asked to stop
@@ -135,6 +46,8 @@ class LocalRuns:
         run, lives = self._runs / job.id, detached.lives(self._lock(job))
         if job.kind == COMMAND:
             return self._look_at_command(job, lives)
+        if job.kind == SEARCH:
+            return self._searches.look(job, self._lock(job), self._last_words(job))
         events = self._events.setdefault(job.id, RunEvents(run))
         pace = self._paces.setdefault(job.id, RunPace())
         if lives:
@@ -182,12 +95,19 @@ class LocalRuns:
         if job.kind == COMMAND:
             words = ["pool", "--pool", str(self._jobs.parent), "command", job.id]
         with suppress(OSError):  # it is tried again
+            if job.kind == SEARCH:
+                words = self._searches.words(job)
             self._start(words, self._lock(job), self._log(job))
 
     def scale(self, job: PoolJob) -> str:
         """Ask a run for `job.target` workers."""
         if job.kind == COMMAND:
             return SCALED  # it has the one that it can have
+        if job.kind == SEARCH:
+            with suppress(OSError):
+                self._searches.write_workers(job)
+                return SCALED
+            return LATER
         try:
             scale(self._runs / job.id, job.target)
         except SpecError:  # one that is not ready, or about to end, refuses too

@@ -16,9 +16,10 @@ from instep.errors import RunError, SpecError, near_miss
 from instep.job import file as spec_file
 from instep.job.spec import JobSpec
 from instep.plain_file import PRIVATE
-from instep.pool.jobs import CancelAsked, JobSubmitted, PoolJob
+from instep.pool.jobs import RUN, SEARCH, CancelAsked, JobSubmitted, PoolJob
 from instep.pool.pool_file import PoolFolder
 from instep.pool.requests import ask
+from instep.search.plan import base_of, check_space
 from instep.store.folder import numbered
 
 _KEY = re.compile(r"[A-Za-z0-9._-]+")
@@ -53,7 +54,12 @@ def submit(
     Raises:
         SpecError: the job is wrong, or can never run here.
     """
-    job = settled(spec_file.load(path, overrides))
+    job = spec_file.load(path, overrides)
+    kind = SEARCH if job.search.space else RUN
+    if kind == SEARCH:
+        job = base_of(path, overrides)
+        check_space(job)
+    job = settled(job)
     check_job(job)
     share = share or getpass.getuser()
     least, most = bounds_of(pool, job, at_least, at_most, share)
@@ -66,6 +72,7 @@ def submit(
             at_least=least,
             at_most=most,
             unit=job.mesh.ranks,
+            kind=kind,
             priority=priority,
             submitted=time.time(),
             key=key,
@@ -106,13 +113,16 @@ def bounds_of(
     Raises:
         SpecError: it can never have them.
     """
-    unit, cores = job.mesh.ranks, pool.empty.cores
+    unit, cores, trials = job.mesh.ranks, pool.empty.cores, 1
+    if job.search.space:
+        trials = min(job.search.trials, job.search.width)
+    usable = trials * job.most_workers
     least = at_least if at_least is not None else unit
-    most = at_most if at_most is not None else job.most_workers
+    most = at_most if at_most is not None else usable
     for name, value in (("--at-least", least), ("--at-most", most)):
-        if value < 1 or value % unit or value > job.most_workers:
+        if value < 1 or value % unit or value > usable:
             raise SpecError(
-                f"{name} {value}: this job can have 1 to {job.most_workers} workers"
+                f"{name} {value}: this job can have 1 to {usable} workers"
                 + (f", in multiples of {unit}." if unit > 1 else ".")
             )
     if least > most:

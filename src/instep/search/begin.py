@@ -58,7 +58,7 @@ def run_search(
     runs: Path,
     *,
     name: str | None,
-    capacity: int | None,
+    capacity: int | Path | None,
     tell: Tell,
     look: Look = lambda search: None,
 ) -> SearchState:
@@ -69,7 +69,8 @@ def run_search(
         overrides: `section.key=value`.
         runs: folder of run folders.
         name: of the search's folder in it; by default that of the job, with `-search`.
-        capacity: worker processes at once; by default the cores of this machine.
+        capacity: worker processes at once, or a file that says how many; by default the cores of
+            this machine.
         tell: called for each trial that is over.
         look: called several times a second; must not block.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from instep.client.running import scale
 from instep.errors import DataError, InstepError, RecipeError, RunError, SpecError
 from instep.job import file as spec_file
 from instep.job.spec import JobSpec
-from instep.plain_file import replace_plain
+from instep.plain_file import read_plain, replace_plain
 from instep.search.allotment import allot
 from instep.search.clients import Clients, job_file, log_of
 from instep.search.plan import trial_job
@@ -49,7 +49,8 @@ class Search:
         folder: of the search.
         job: that all trials share.
         record: of the search.
-        capacity: worker processes that there is room for at once.
+        capacity: worker processes that there is room for at once; or a file that says how many,
+            which is read again and again.
         tell: called with the number of a trial that is over, and its result.
         look: called with the search at every look at its processes; must not block.
     """
@@ -59,12 +60,14 @@ class Search:
         folder: Path,
         job: JobSpec,
         record: SearchRecord,
-        capacity: int,
+        capacity: int | Path,
         tell: Callable[[int, ToldTrial], object],
         look: Callable[[Search], object] = lambda search: None,
     ) -> None:
         self.folder, self.job, self.upwards = folder, job, job.stop.upwards
-        self._record, self.capacity, self._tell, self._look = record, capacity, tell, look
+        self._record, self._tell, self._look = record, tell, look
+        self._room, self.capacity = capacity, job.mesh.ranks
+        self.read_capacity()
         self._sampling = TrialSampler(job.search, job.seed, upwards=self.upwards)
         self.trials = self._sampling.trials
         self.chosen, self.results = record.chosen(), record.results()
@@ -74,6 +77,7 @@ class Search:
         self._failures: dict[int, list[int]] = {}  # last step at each end of a run in vain
         self._scaled: dict[int, float] = {}
         self._least_wait: dict[int, float] = {}
+        self._parked: set[int] = set()  # trials that were asked to stop, as there is no room
 
     def conduct(self) -> None:
         """Go on until every trial has its result.
@@ -86,6 +90,7 @@ class Search:
         with self._clients.warm():
             try:
                 while len(self.results) < self.trials:
+                    self.read_capacity()
                     self.choose()
                     self._settle()
                     self._place()
@@ -93,11 +98,19 @@ class Search:
                     self._look(self)
                     time.sleep(LOOK_S)
             except KeyboardInterrupt:
-                for number in self.workers:
+                for number in self.workers.keys() - self._parked:
                     self._clients.interrupt(number)
                 while any(self._clients.is_alive(number) for number in self.workers):
                     time.sleep(LOOK_S)
                 raise
+
+    def read_capacity(self) -> None:
+        """Take how many workers there is room for."""
+        if isinstance(self._room, int):
+            self.capacity = self._room
+            return
+        with suppress(OSError, ValueError):  # then as before
+            self.capacity = max(self.job.mesh.ranks, int(read_plain(self._room)))
 
     @property
     def told(self) -> int:
@@ -139,6 +152,9 @@ class Search:
         if run is not None and is_over(run):
             self.over(number, result_of(run, self.job))
             return
+        if number in self._parked:
+            self._parked.discard(number)
+            return
         step = run.last_step if run is not None else 0
         if run is not None and run.outcome == "interrupted":
             return
@@ -176,9 +192,10 @@ class Search:
     def _place(self) -> None:
         """Start the runs that there is room for, and resize those that run."""
         waiting = [n for n in range(len(self.chosen)) if n not in self.results]
+        self._park(self.workers.keys() - self._alloted(waiting).keys())
         for number, workers in self._alloted(waiting).items():
             if number in self.workers:
-                if workers != self.workers[number]:
+                if number not in self._parked and workers != self.workers[number]:
                     self._scale(number, workers)
             elif self._clients.is_alive(number):  # an earlier search has started it
                 self.workers[number] = self._found_workers(number)
@@ -189,6 +206,13 @@ class Search:
                 self._clients.start(number, workers)
                 self.workers[number] = workers
                 self._scaled[number] = time.monotonic()
+
+    def _park(self, numbers: Iterable[int]) -> None:
+        """Ask runs to stop at a commit, once each, to be continued when there is room."""
+        for number in numbers:
+            if number not in self._parked:
+                self._parked.add(number)
+                self._clients.interrupt(number)
 
     def _alloted(self, waiting: list[int]) -> dict[int, int]:
         job = self.job
