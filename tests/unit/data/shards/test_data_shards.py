@@ -150,6 +150,20 @@ def test_only_some_of_a_file_is_in_memory_while_all_of_it_is_used(tmp_path, monk
     assert max(seen) < 3 << 20
 
 
+def test_labels_and_lengths_are_looked_up_where_they_lie(tmp_path):
+    written(tmp_path, samples := numbered(50), [9, 30])
+    dataset, some = Shards(tmp_path, ["t"]), np.array([49, 3, 30, 3, 8])
+    assert dataset.labels_in("n")(some).tolist() == some.tolist()
+    assert dataset.labels_in("t") is None
+    assert dataset.lengths_in("n")(some).tolist() == some.tolist()
+    assert dataset.lengths_in("r")(some).tolist() == [len(samples[i]["r"]) for i in some]
+    sizes = [len(samples[i]["t"].encode()) for i in some]
+    looked_up = pickle.loads(pickle.dumps(dataset.lengths_in("t")))  # as for a loader process
+    assert looked_up(some).tolist() == sizes
+    with pytest.raises(DataError, match="no column 'x'"):
+        dataset.lengths_in("x")
+
+
 def test_a_file_that_is_let_go_counts_no_pages_as_memory_and_can_be_read_again(tmp_path):
     samples = [{"x": np.full(1 << 16, n, np.float64)} for n in range(32)]  # 16 MB
     with ShardWriter(tmp_path / "a.arrow", encode(samples, None).columns) as file:
