@@ -6,11 +6,19 @@ Buckets leave in their real order, each as soon as its gradients are there. Ways
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from instep.plan.machine import Machines
 from instep.plan.timeline import Timeline
+
+
+SEGMENT_BYTES = 1 << 17
+"""Longest segment of a server's part (`sync/servers/cuts.py`)."""
+
+SEGMENTS = 32
+"""Segments of a bucket that are told apart: more change a step by less than a thirtieth."""
 
 
 class StepParts(NamedTuple):
@@ -188,27 +196,35 @@ def _by_servers(
 ) -> float:
     """When the last worker has the last parameters."""
     lines, workers, servers = Timeline(), len(passes), exchange.servers
-    whole = sum(bucket.size for bucket in exchange.buckets) or 1.0
+    *early, last = exchange.buckets  # which leaves after the passes
+    buckets = [*early, last._replace(at=1.0)]
+    segments = [each for bucket in buckets for each in _segments(bucket, servers)]
+    whole = sum(segment.size for segment in segments) or 1.0
     ends = 0.0
     arrived: list[list[float]] = []
-    for number, bucket in enumerate(exchange.buckets):
-        last = number == len(exchange.buckets) - 1
-        cost = _cost(machines, exchange, bucket.size / servers)
-        there, at = [0.0] * servers, 1.0 if last else bucket.at
+    for segment in segments:
+        cost = _cost(machines, exchange, segment.size / servers)
+        there = [0.0] * servers
         for worker, server in _in_turns(workers, servers):
-            ready = _full(passes[worker], at)
+            ready = _full(passes[worker], segment.at)
             pushed = _move(lines, machines, worker, server, ready, cost, workers, back=False)
             there[server] = max(there[server], pushed)
         arrived.append(there)
-    for bucket, there in zip(exchange.buckets, arrived, strict=True):
-        cost = _cost(machines, exchange, bucket.size / servers)
-        takes = exchange.server_update_s / servers * bucket.size / whole
+    for segment, there in zip(segments, arrived, strict=True):
+        cost = _cost(machines, exchange, segment.size / servers)
+        takes = exchange.server_update_s / servers * segment.size / whole
         moved = [lines.use([f"server {n}"], ready, takes) for n, ready in enumerate(there)]
         for worker, server in _in_turns(workers, servers):
             ready = moved[server]
             back = _move(lines, machines, worker, server, ready, cost, workers, back=True)
             ends = max(ends, back)
     return ends
+
+
+def _segments(bucket: FullBucket, servers: int) -> list[FullBucket]:
+    """Cut a bucket as servers do, each of which sends one segment back while others still come."""
+    many = min(SEGMENTS, max(1, math.ceil(bucket.size / servers / SEGMENT_BYTES)))
+    return [bucket._replace(size=bucket.size / many)] * many
 
 
 def _cost(machines: Machines, exchange: BucketExchange, size: float) -> float:
@@ -243,7 +259,8 @@ def _move(
     line = f"server {server} {'sends' if back else 'gets'}"
     if source == target:
         return lines.use([line], ready, seconds if machines.link is None else 0.0)
-    return lines.use([line, f"out {source}", f"in {target}"], ready, seconds + machines.latency_s)
+    sent = lines.use([line, f"out {source}", f"in {target}"], ready, seconds)
+    return sent + machines.latency_s
 
 
 def _full(one: WorkerPass, at: float) -> float:

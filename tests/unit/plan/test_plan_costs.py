@@ -11,7 +11,15 @@ from instep.plan.machine import HostLink, Machines
 from instep.plan.measured import BucketShare, CrewFigures, JobFigures, PassTime, ProbedMachine
 from instep.plan.pricing import Measurements, price
 from instep.plan.search import missing_bytes, search
-from instep.plan.steps import BucketExchange, FullBucket, WorkerPass, in_lockstep, in_round, leased
+from instep.plan.steps import (
+    SEGMENTS,
+    BucketExchange,
+    FullBucket,
+    WorkerPass,
+    in_lockstep,
+    in_round,
+    leased,
+)
 from instep.plan.traffic import rescaled, sent_by_worker
 from instep.plan.ways import TrainingWay
 
@@ -85,13 +93,14 @@ def test_a_ring_without_overlap_takes_its_closed_form(workers: int) -> None:
 def test_pushes_and_pulls_take_the_closed_form_of_parameter_servers(
     workers: int, servers: int
 ) -> None:
-    """With hosts of their own, each server's line carries all workers' parts, and then its own."""
+    """With hosts of their own, each server's line carries all workers' parts; what it sends back
+    follows by a segment, the other way."""
     size, rate = 40e6, 1e9
     machines = over(rate, workers + servers)
     exchange = BucketExchange([FullBucket(size, 1.0)], servers=servers)
     parts = in_lockstep(machines, [WorkerPass(0.1, 0.05)] * workers, exchange)
     one = workers * size / servers / (rate / 8 * 0.956)
-    assert parts.wire == pytest.approx(2 * one, rel=1e-6)
+    assert parts.wire == pytest.approx(one * (1 + 1 / SEGMENTS), rel=1e-6)
 
 
 def test_a_round_of_diloco_is_its_local_steps_and_one_exchange() -> None:
