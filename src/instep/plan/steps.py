@@ -13,7 +13,6 @@ from typing import NamedTuple
 from instep.plan.machine import Machines
 from instep.plan.timeline import Timeline
 
-
 SEGMENT_BYTES = 1 << 17
 """Longest segment of a server's part (`sync/servers/cuts.py`)."""
 
