@@ -213,8 +213,11 @@ def _summed(
 
 _AVERAGED = (
     *("passes_s", "slowest_s", "last_s", "wire_s", "update_s", "whole_s"),
-    *("sent_bytes", "sent_by_server", "small_s"),
+    "small_s",
 )
+
+_LARGEST = "sent_bytes", "sent_by_server", "worker_bytes", "server_bytes"
+"""A count that was taken while bytes were under way misses some."""
 
 
 def _merged(visits: Sequence[CrewFigures]) -> CrewFigures:
@@ -226,14 +229,13 @@ def _merged(visits: Sequence[CrewFigures]) -> CrewFigures:
     if len(whole) < 2:
         return (whole or list(visits))[0]
     figures = {name: fmean(getattr(each, name) for each in whole) for name in _AVERAGED}
+    figures |= {name: max(getattr(each, name) for each in whole) for name in _LARGEST}
     times = [each.whole_s for each in whole]
     apart = (max(times) - min(times)) / 2 / figures["whole_s"] if figures["whole_s"] else 0.0
     return msgspec.structs.replace(
         whole[0],
         **figures,
         spread=max(apart, fmean(each.spread for each in whole)),
-        worker_bytes=max(each.worker_bytes for each in whole),
-        server_bytes=max(each.server_bytes for each in whole),
         steps=sum(each.steps for each in whole),
     )
 
@@ -285,8 +287,8 @@ def _crew(request: CrewRequest, answer: dict[str, Any]) -> CrewFigures:
         update_s=fmean(update),
         whole_s=fmean(whole),
         spread=_spread([each[4] for each in workers[0]["times"]]),
-        sent_bytes=sum(each["sent_bytes"] for each in workers) / len(workers),
-        sent_by_server=sum(each["sent_bytes"] for each in servers) / max(1, len(servers)),
+        sent_bytes=statistics.median(each["sent_bytes"] for each in workers),
+        sent_by_server=statistics.median([each["sent_bytes"] for each in servers] or [0.0]),
         buckets=[BucketShare(*each) for each in ranks[0]["buckets"]],
         small_s=statistics.median(each["small_s"] for each in workers),
         worker_bytes=max(each["peak_bytes"] for each in workers),
