@@ -73,13 +73,26 @@ OF_MODELS = {
 _OPENING = """# What goes together
 
 After this page you know which settings of a job, and which parts of a recipe, can be used together.
-For one job you need no table: start it. What cannot be used together is refused before anything is
-trained, with the reason:
+For one job you need no table. Ask, and every reason is printed, before anything is trained:
+
+```sh
+instep check job.toml
+```
 
 ```text
 mesh.shard = 2 does not go with check.corruption = true: it compares states that every worker has.
 Leave one of the two out.
 ```
+
+In short:
+
+- With `all_reduce`, the default, nearly everything goes together: every codec, and every mesh.
+- Servers ([`server_sync`, `bounded_stale`, `server_async`](strategies.md)) hold whole parameters,
+  so there is no mesh with them; without lockstep (the last two) there is no global batch to
+  normalise over or to compare.
+- Rounds ([`averaging` and its kin](averaging-family.md)) go with meshes, and with most codecs.
+- [Sharded parameters](../guides/sharding.md) exclude what needs a whole copy of the model on each
+  worker.
 
 `docs/make_together.py` writes this page, from the table that jobs are checked by
 (`src/instep/sync/clashes.py`) and what a model is refused for.

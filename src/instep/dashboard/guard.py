@@ -27,7 +27,9 @@ class GuardedProtocol(H11Protocol):
         _silent[self] = _open[self] = None
         self._late = self.loop.call_later(FIRST_REQUEST_S, self._close_if_silent)
         if len(_silent) > MOST_SILENT:
-            next(iter(_silent)).transport.abort()
+            oldest = next(iter(_silent))
+            oldest._forget()  # now: of many that come at once, none may count until it is closed
+            oldest.transport.abort()
         if len(_open) > MOST_OPEN:
             self.transport.abort()
 
@@ -39,10 +41,13 @@ class GuardedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget it."""
+        self._forget()
+        super().connection_lost(exc)
+
+    def _forget(self) -> None:
         self._late.cancel()
         _silent.pop(self, None)
         _open.pop(self, None)
-        super().connection_lost(exc)
 
     def _close_if_silent(self) -> None:
         if self in _silent:

@@ -161,6 +161,9 @@ def serve(
             h11_max_incomplete_event_size=1 << 14,
             **options,
         )
+        config.load()
+        if config.ssl is not None:
+            config.ssl.minimum_version = ssl.TLSVersion.TLSv1_3
         with suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[at.socket])
 
