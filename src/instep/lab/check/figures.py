@@ -31,18 +31,20 @@ def of_job(job: JobSpec) -> dict[str, Any]:
     }
 
 
-def of_batches(job: JobSpec, samples: int) -> dict[str, Any]:
+def of_batches(job: JobSpec, samples: int, known: Batches | None = None) -> dict[str, Any]:
     """How a global batch is cut, and how many steps there are; with rounds, how a round is.
 
     Args:
         job: of the run.
         samples: to train on; 0 where nobody knows, which leaves out what follows from them.
+        known: what commits take, where it has been planned.
     """
     commit, rounds = job.per_commit, job.sync.rounds is not None
-    batches = Batches.of_job(job, samples)
+    batches = known or Batches.of_job(job, samples)
     first = batches.of(job.start_after + 1) if samples else Position(0, 0, commit.global_batch)
     found: dict[str, Any] = {
         "global_batch": job.train.global_batch,
+        "tokens_per_batch": job.train.tokens_per_batch,
         "unit": "participant" if rounds else "micro-batch",
         "parts": commit.micro_batches,
         "part_samples": _sizes(job, first),

@@ -107,7 +107,9 @@ def _note_data(job: JobSpec, rehearsal: Rehearsal, findings: Findings) -> None:
     lengths = rehearsal.lengths()
     if not lengths:
         return
-    findings.parts["batches"] = figures.of_batches(job, lengths["train"])
+    findings.parts["batches"] = figures.of_batches(
+        job, lengths["train"], vars(rehearsal).get("batches")
+    )
     read = findings.tried("data", rehearsal.micro_batch)
     batch = figures.of_batch(read.batch) if read is not None else []
     findings.parts["data"] = {
@@ -199,8 +201,10 @@ def _times(
         read = findings.measured(_PASS, rehearsal.global_batch)
         if read is not None and forward is not None:
             whole_s = findings.measured(_PASS, lambda: measures.seconds_of_pass(forward, read))
-    samples = rehearsal.lengths()["train"]
+    samples, known = rehearsal.lengths()["train"], vars(rehearsal).get("batches")
     steps = samples / min(samples, train.global_batch)
+    if train.tokens_per_batch is not None and known is not None:
+        steps = known.per_epoch
     step_s = (parts * one.seconds if whole_s is None else whole_s) + update_s
     return {
         "pass_s": one.seconds,

@@ -105,10 +105,9 @@ def _of_batch(batches: Table) -> str:
     of = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[-1]:,} to {sizes[0]:,}"
     local = f" in each of {batches['local_steps']} local steps" if batches["local_steps"] else ""
     parts, most = (f"{n:,} {unit if n == 1 else _SEVERAL[unit]}" for n in _of_all_and_one(batches))
-    return (
-        f"{plural(batches['global_batch'], 'sample')}{local}, as {parts} of {of} samples; a worker "
-        f"has at most {most}"
-    )
+    tokens, batch = batches.get("tokens_per_batch"), plural(batches["global_batch"], "sample")
+    batch = f"at most {tokens:,} tokens on average" if tokens else batch
+    return f"{batch}{local}, as {parts} of {of} samples; a worker has at most {most}"
 
 
 def _of_all_and_one(batches: Table) -> tuple[int, int]:
