@@ -51,6 +51,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "`data.balance` (`resample`, `augment`, `stratified`)": ("balance",),
     "`data.balance = 'reweight'`": ("balance", "reweight"),
     "`train.tokens_per_batch`": ("tokens",),
+    "`[[data.sources]]`": ("sources",),
     "a [stream](../guides/streams.md) (`IterableDataset`)": ("iterable",),
     "a loop of your own": ("own_loop",),
     "`Recipe.turns`": ("turns",),

@@ -258,7 +258,8 @@ def split_in_words(event: Mapping[str, Any]) -> str:
 
 
 def balance_in_words(event: Mapping[str, Any]) -> str:
-    """`resample: samples of an epoch: a 150 -> 150, b 40 -> 150`, from `data_balanced`."""
+    """`resample: samples of an epoch: a 150 -> 150, b 40 -> 150`, from `data_balanced`; or
+    `sources: a 70 %, b 30 %`."""
     how, names = str(event.get("balance")), event.get("names") or []
     if how == "sampler":
         return "each sample as often as the WeightedRandomSampler wishes, rounded down or up"
@@ -267,6 +268,9 @@ def balance_in_words(event: Mapping[str, Any]) -> str:
     if weights := event.get("class_weights"):
         counts = [f"{name} {weight:.3g}" for name, weight in zip(names, weights, strict=True)]
         return f"reweight: each sample of {listed(counts, 6)}"
+    if how == "sources":
+        every, pairs = sum(event["planned"]), zip(names, event["planned"], strict=True)
+        return f"sources: {listed([f'{name} {100 * n / every:.3g} %' for name, n in pairs], 6)}"
     columns = zip(names, event["before"], event["planned"], strict=True)
     counts = [f"{name} {before:,} -> {planned:,}" for name, before, planned in columns]
     return f"{how}: samples of an epoch: {listed(counts, 6)}" if counts else how

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.data._utils import worker as torch_worker
 
 import instep
+from instep.data.reading.streams.turns import StreamPlan, Turns
 from instep.data.samples.contents import content_of
-from instep.data.turns import StreamPlan, Turns
 from instep.errors import WorkerError
 from instep.events import CONTENTS, read_records
 from instep.lab.contents import compare

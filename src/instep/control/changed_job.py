@@ -25,6 +25,7 @@ FIXED = {
     "start.learning_rates": "the optimizer's rates are in the checkpoint",
     "data.order": "the place in the data is counted in it",
     "data.window": "the order of the data follows from it",
+    "data.sources": "the order of the data follows from it",
     **dict.fromkeys(
         ("data.balance", "data.weights", "data.length"), "what a step takes follows from it"
     ),

@@ -57,8 +57,12 @@ class Members:
             chosen = np.flatnonzero(classes == each)
             own = places[chosen]
             place = self._circle(each, seed).of(epoch, own)
-            found[chosen] = self._codes.find(each, place)
+            found[chosen] = self._find(each, place)
         return found
+
+    def _find(self, each: int, places: Indices) -> Indices:
+        """Samples of a class by their places among those of it."""
+        return self._codes.find(each, places)
 
     def _circle(self, each: int, seed: int) -> Order:
         if (circle := self._circles.get((each, seed))) is None:

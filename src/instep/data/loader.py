@@ -21,13 +21,13 @@ from instep.data.reading.choose import COUNTED, FINGERPRINT, OF_CONTENTS, Handle
 from instep.data.reading.fetch import Augment, Collate, Fetch, Slice, length_of
 from instep.data.reading.readers import Ahead, Inline, Reader
 from instep.data.reading.streams.stream import Stream
+from instep.data.reading.streams.turns import Turns
 from instep.data.reading.template import Say
 from instep.data.samples.contents import Record, Selection
 from instep.data.samples.fingerprint import Fingerprint
 from instep.data.samples.unreadable import Read, Skipped
 from instep.data.shard_sizes import shards_or_blocks
 from instep.data.torch_loader import LoaderParts
-from instep.data.turns import Turns
 from instep.data.weighted import HowSampled
 from instep.data.windowed import Windowed
 from instep.job.spec import JobSpec

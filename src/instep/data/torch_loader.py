@@ -256,7 +256,8 @@ def columns_in(dataset: Any) -> str:
         f"with the keys {listed([repr(key) for key in dataset], 3)}: a map-style dataset is "
         "wanted, in which dataset[0] is the first sample. If the values are columns, give rows: "
         "torch.utils.data.TensorDataset(*columns.values()), or [dict(zip(columns, row)) for row in "
-        "zip(*columns.values())]. If they are datasets, give one of them."
+        "zip(*columns.values())]. If they are datasets, give one of them. Recipe.train alone "
+        "takes a dict of map-style ones, of which none is a list, a stream or a DataLoader."
     )
 
 

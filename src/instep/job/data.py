@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 
 from instep.job.base import Natural, Positive, Section
 from instep.units import seconds_in
+
+SOURCE_KEYS: dict[str, tuple[str, ...]] = {
+    "name": (),
+    "weight": (),
+    "of": ("samples", "tokens"),
+    "when_exhausted": ("again", "end"),
+}
+"""Keys of `[[data.sources]]`, and the words that some may be."""
 
 
 class DataSpec(Section, frozen=True, kw_only=True):
@@ -35,6 +43,12 @@ class DataSpec(Section, frozen=True, kw_only=True):
     copies: Positive = 1
     """Hosts that are to have each shard of `parts`: where they are fewer, others copy it into their
     folders while the run trains. A lost host's parts are computed where their copies lie."""
+
+    sources: tuple[dict[str, Any], ...] = ()
+    """Several datasets in shares, a table `[[data.sources]]` for each, of `Recipe(train={...})`:
+    `name`, its key there; `weight`, its share of the samples among those of all, 1 if left out;
+    `of = "tokens"`, its share of tokens instead; and `when_exhausted`: `"again"`, or `"end"` if an
+    epoch ends when each of its samples has come once."""
 
     unreadable: Literal["stop", "skip"] = "stop"
     """End the run at a sample that cannot be read in three attempts, or leave it out: `skip`."""
@@ -135,6 +149,45 @@ class DataSpec(Section, frozen=True, kw_only=True):
                     "split, such as split = 'random', or leave it out."
                 )
         self._check_lengths()
+        self._check_sources()
+
+    def _check_sources(self) -> None:
+        for number, source in enumerate(self.sources):
+            name, where = source.get("name"), f"sources[{number}]"
+            if not isinstance(name, str) or not name:
+                raise ValueError(f"{where} has no name: set it to a key of Recipe(train={{...}}).")
+            for key, value in source.items():
+                if key not in SOURCE_KEYS:
+                    known = ", ".join(SOURCE_KEYS)
+                    raise ValueError(f"{where} has {key} = {value!r}. Known: {known}.")
+                words = SOURCE_KEYS[key]
+                if words and value not in words:
+                    raise ValueError(
+                        f"{where}.{key} = {value!r}: needs to be {' or '.join(map(repr, words))}."
+                    )
+            weight = source.get("weight", 1.0)
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
+                raise ValueError(f"{where}.weight = {weight!r}: needs to be a number above 0.")
+            if not math.isfinite(weight):
+                raise ValueError(f"{where}.weight = {weight!r}: needs to be a finite number.")
+        names = [source["name"] for source in self.sources]
+        if len({*names}) < len(names):
+            raise ValueError(f"sources has a name twice: {', '.join(names)}. Name each once.")
+        if len({source.get("of", "samples") for source in self.sources}) > 1:
+            raise ValueError(
+                "sources has weights of samples and of tokens: shares are of one kind. Set of = "
+                "'tokens' for all of them, or for none."
+            )
+        if self.sources and self.order != "global":
+            raise ValueError(
+                f"sources with order = {self.order!r}: an epoch mixes all of them. Set order = "
+                "'global'."
+            )
+        if self.sources and self.split:
+            raise ValueError(
+                f"sources with split = {self.split!r}: a split divides one dataset. Split each in "
+                "the recipe, give Recipe(validate=...), and leave split out."
+            )
 
     def _check_lengths(self) -> None:
         for key in ("gap", "embargo"):

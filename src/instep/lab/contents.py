@@ -19,10 +19,10 @@ from instep.data.parts.order import PartsOrder
 from instep.data.reading import generators
 from instep.data.reading.fetch import seed_for_sample
 from instep.data.reading.streams.stream import Stream
+from instep.data.reading.streams.turns import Turns
 from instep.data.samples.contents import Selection, content_of
 from instep.data.samples.unreadable import describe_error
 from instep.data.shards.urls.remote import use_cache
-from instep.data.turns import Turns
 from instep.data.windowed import Windowed
 from instep.errors import RunError
 from instep.events import CONTENTS, read_records

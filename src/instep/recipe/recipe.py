@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from instep.data.mixture import JoinedSources, are_sources
 from instep.data.reading.batched import offers
 from instep.data.torch_loader import LoaderParts, check_dataset, unpack_loader
 from instep.errors import InstepError, RecipeError, caught, near_miss, raise_all
@@ -72,7 +73,8 @@ class Recipe:
 
     train: Any
     """Map-style dataset: `len(train)` samples, `train[i]` one of them, `(inputs, target)`; or an
-    `IterableDataset`, which gives them one after the other; or a `DataLoader` of either."""
+    `IterableDataset`, which gives them one after the other; or a `DataLoader` of either. Or a dict
+    of map-style datasets, which `[[data.sources]]` mixes."""
 
     optimizer: Callable[[Any], Optimizer | Sequence[Optimizer]] | None = None
     """From the parameters to an optimizer: `lambda p: torch.optim.AdamW(p, lr=1e-3)`. Or to a list
@@ -208,7 +210,10 @@ class Recipe:
     def _of_dataset(self, name: str) -> Iterator[InstepError]:
         """Take a `DataLoader` apart, and refuse what is no dataset."""
         try:
-            self.given[name] = unpack_loader(getattr(self, name))
+            given = getattr(self, name)
+            if name == "train" and are_sources(given):
+                given = JoinedSources(given)
+            self.given[name] = unpack_loader(given)
         except ValueError as error:
             yield RecipeError(f"Recipe.{name} is a DataLoader that {error}.")
             return

@@ -120,6 +120,7 @@ SETTINGS = {
         "data.balance = {job.data.balance!r}", lambda job, _: bool(job.data.balance)
     ),
     "sampler": Setting("a DataLoader with a WeightedRandomSampler", _loader_has("wishes")),
+    "sources": Setting("data.sources", lambda job, _: bool(job.data.sources)),
     "iterable": Setting(
         "a stream (IterableDataset)",
         lambda _, recipe: getattr(getattr(recipe, "given", {}).get("train"), "streams", False),

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from instep.data.turns import StreamPlan, Turns
+from instep.data.reading.streams.turns import StreamPlan, Turns
 
 few = settings(max_examples=60, deadline=None)
 SIZES = some.lists(some.integers(0, 30), min_size=1, max_size=7).filter(sum)

@@ -13,7 +13,7 @@ from instep.data.reading.streams.kept import KeptWindows, thinned
 from instep.data.reading.streams.part import GivenStream, StreamPart
 from instep.data.reading.streams.state import packed, unpacked
 from instep.data.reading.streams.stream import Stream
-from instep.data.turns import StreamPlan
+from instep.data.reading.streams.turns import StreamPlan
 from instep.errors import DataError
 from instep.worker.reading.streamed import _check_heads
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from instep.data.loader import Loader
 from instep.data.parts.order import PartsOrder
+from instep.data.reading.streams.turns import Turns
 from instep.data.samples.fingerprint import REMEDY, Fingerprint, confirmed_fingerprint
 from instep.data.shards.sets import sets_in
-from instep.data.turns import Turns
 from instep.data.windowed import Windowed
 from instep.engine.member import Member
 from instep.errors import DataError

@@ -21,6 +21,7 @@ from instep.data.balance import (
 from instep.data.batches import Batches
 from instep.data.class_codes import CountedCodes
 from instep.data.lengths import ByLength
+from instep.data.mixture import JoinedSources
 from instep.data.order import AnyOrder, Indices, Order, steps_in_epoch
 from instep.data.shard_sizes import shards_or_blocks
 from instep.data.splits.columns import Classes, Column
@@ -35,6 +36,7 @@ from instep.recipe.losses import check_reweightable
 from instep.recipe.recipe import Recipe
 from instep.store.run_folder import RunFolder
 from instep.worker.reading.data_split import MOST_CLASSES, listed_values, named_column
+from instep.worker.reading.planned_sources import planned_sources
 from instep.worker.reading.sample_lengths import lengths_of, whole_of
 
 
@@ -74,6 +76,9 @@ def plan_data(job: JobSpec, recipe: Recipe) -> PlannedData:
     if given.wishes is not None and not job.data.balance:
         return _wished(job, given.wishes)
     planned = PlannedData(Batches.of_job(job, samples))
+    if job.data.sources or isinstance(recipe.train, JoinedSources):
+        order, told = planned_sources(job, recipe)
+        planned = PlannedData(Batches.of_job(job, order.samples), HowSampled(order), told)
     if job.data.balance:
         planned = _balanced(job, recipe, samples)
     if job.train.tokens_per_batch is not None or given.grouped is not None:
@@ -232,6 +237,9 @@ def say_lengths(member: Member, planned: PlannedData) -> None:
         )
 
 
+_MIXED = {"sources": "sources"}
+
+
 def say_balance(member: Member, planned: PlannedData) -> None:
     """Log how often classes come; in a resumed run, refuse a plan that has changed.
 
@@ -245,9 +253,10 @@ def say_balance(member: Member, planned: PlannedData) -> None:
     for field in ("before", "planned"):
         if before and before[field] != planned.balanced[field]:
             raise DataError(
-                f"the classes of the training set have changed since the run was started: "
-                f"{before[field]} samples then, {planned.balanced[field]} now, so other samples "
-                "would come. Put the labels back as they were; or start a new run from the model "
+                f"the {_MIXED.get(before['balance'], 'classes')} of the training set have changed "
+                f"since the run was started: {before[field]} samples then, "
+                f"{planned.balanced[field]} now, so other samples would come. Put data and job "
+                "back as they were; or start a new run from the model "
                 f"of this one: --set start.model={member.run}"
             )
 

@@ -16,8 +16,8 @@ import msgspec
 from instep.data.loader import Loader, Slice
 from instep.data.reading.streams.part import GivenStream
 from instep.data.reading.streams.stream import HEADS, LENGTHS, Stream, is_stream
+from instep.data.reading.streams.turns import READ_AHEAD, StreamPlan
 from instep.data.torch_loader import LoaderParts
-from instep.data.turns import READ_AHEAD, StreamPlan
 from instep.engine.member import Member
 from instep.errors import DataError, InstepError, RecipeError, SpecError, raise_first
 from instep.job.spec import JobSpec

@@ -16,6 +16,7 @@ from instep.recipe.recipe import Recipe
 from instep.state.retention import best_rule
 from instep.sync import clashes
 from instep.worker.loop.stopping import check_rules
+from instep.worker.reading.planned_sources import check_sources
 from instep.worker.rounds import round_checks
 from instep.worker.training.devices import check_device
 from instep.worker.training.inputs import validation_refusals
@@ -32,6 +33,7 @@ def refusals(job: JobSpec, recipe: Recipe, device: torch.device) -> Iterator[Ins
     yield from caught(lambda: check_device(job, device))
     yield from caught(lambda: check_rules(job.stop, recipe))
     yield from clashes.refusals(job, recipe)
+    yield from caught(lambda: check_sources(job, recipe))
     yield from validation_refusals(job, recipe)
     if job.sync.rounds is not None:
         yield from caught(lambda: round_checks.check_length(job, len(recipe.train)))

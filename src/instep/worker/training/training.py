@@ -20,9 +20,9 @@ from instep.data.order import Position
 from instep.data.participants import OwnRounds
 from instep.data.parts.order import PartsOrder
 from instep.data.reading.streams.stream import Stream
+from instep.data.reading.streams.turns import Turns
 from instep.data.reading.threads import cpu_clock
 from instep.data.samples.contents import Record
-from instep.data.turns import Turns
 from instep.data.windowed import Windowed
 from instep.engine.alike import check_division, check_samples, check_shards
 from instep.engine.assignment import Lockstep, Near

@@ -14,8 +14,8 @@ from torch import nn
 from instep.data.batches import Batches
 from instep.data.loader import Loader, Read, Slice
 from instep.data.order import Position, key
+from instep.data.reading.streams.turns import Turns
 from instep.data.reading.told import SET_EPOCH
-from instep.data.turns import Turns
 from instep.engine.passes import OF_PASS, Share
 from instep.engine.trial_result import NOTHING_TO_TRY, Trial
 from instep.job.spec import JobSpec

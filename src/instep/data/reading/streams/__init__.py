@@ -8,5 +8,5 @@ Who has to go back, or to begin in the middle, continues from a state that the d
 (`state_dict()`), or else reads the part from its start.
 
 `part.py` reads one part, `kept.py` keeps states for the next process, `stream.py` is what a loader
-reads. Which samples make a step, `data/turns.py` says.
+reads. Which samples make a step, `data/reading/streams/turns.py` says.
 """

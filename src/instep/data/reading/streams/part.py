@@ -20,9 +20,9 @@ from instep.data.order import key
 from instep.data.reading.generators import preserved, seed_all
 from instep.data.reading.streams.kept import KeptWindows, StreamWindow
 from instep.data.reading.streams.state import packed, unpacked
+from instep.data.reading.streams.turns import READ_AHEAD, StreamPlan
 from instep.data.samples import last_read
 from instep.data.samples.contents import content_of
-from instep.data.turns import READ_AHEAD, StreamPlan
 from instep.errors import DataError
 
 _OF_GLOBALS, _OF_INFO = 42, 43

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 from instep.data.order import Indices
 from instep.data.reading.streams.kept import KeptWindows
 from instep.data.reading.streams.part import GivenStream, StreamPart
-from instep.data.turns import StreamPlan
+from instep.data.reading.streams.turns import StreamPlan
 
 HEADS, LENGTHS = QUESTIONS = (-5, 0, 0), (-6, 0, 0)
 """Asked in place of a slice: how the parts begin, and how many samples each has."""
