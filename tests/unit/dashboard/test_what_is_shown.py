@@ -219,7 +219,7 @@ def test_a_run_whose_events_lack_something_is_said_and_others_are_shown(run):
     (odd / "run.id").write_text("odd")
     events = list(read_events(odd / "events.jsonl"))
     for event in events:
-        event.pop("seconds", None)
+        event.pop("pid", None)
     write_events(odd, events)
 
     async def first():
