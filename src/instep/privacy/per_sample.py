@@ -26,6 +26,9 @@ Loss = Callable[[nn.Module, Any], Tensor]
 ROOM = 1 << 26
 """Numbers of the gradients that are computed at once."""
 
+_FEW = 1 << 12
+"""Numbers of a parameter, below which samples are added at once."""
+
 _TRIED = 4
 """Samples on which `torch.func` is compared with one by one."""
 
@@ -65,6 +68,7 @@ class PerSample:
         """Whether samples are computed at once; None before the first."""
         self.why = ""
         """The reason why not."""
+        self._compared = ""
 
     @torch.no_grad()
     def sums(self, batch: Any, samples: int) -> list[Tensor]:
@@ -87,7 +91,11 @@ class PerSample:
         found = [torch.zeros_like(each, dtype=torch.float64) for each in self._parameters]
         for gradients in self._gradients(batch, samples):
             for total, each in zip(found, self._on_grid(gradients), strict=True):
-                total += each.sum(0, dtype=torch.float64)
+                if total.numel() < _FEW:
+                    total += each.sum(0, dtype=torch.float64)
+                    continue
+                for one in each:  # quicker where they are long, and as exact: they are whole
+                    total += one
         if self._buffers() != before:
             raise RecipeError(
                 "[privacy]: a buffer of the model changed in a forward pass, and what it holds "
@@ -161,10 +169,31 @@ class PerSample:
         try:
             apart = [self._alone(_samples(some, few, place, place + 1)) for place in range(few)]
             self.why = self._differs(some, few, apart)
+            self._compare_losses(some, few)
         finally:
             for each in trained:
                 each.training = True
         self.batched = not self.why
+
+    def compared(self) -> str:
+        """A sentence where the loss of several samples is not the mean of those of each; once."""
+        said, self._compared = self._compared, ""
+        return said
+
+    def _compare_losses(self, some: Any, few: int) -> None:
+        """Look whether the loss says something of several samples that none has alone."""
+        try:
+            together = float(self._whole(some))
+        except Exception:  # it may take one sample alone
+            return
+        each = sum(float(self._whole(_samples(some, few, n, n + 1))) for n in range(few)) / few
+        if abs(together - each) > _NEAR * (abs(together) + abs(each)):
+            self._compared = (
+                f"the loss of {few} samples is {together:.4g} and the mean of their losses "
+                f"{each:.4g}: [privacy] trains on the loss of each sample alone, so what the loss "
+                "compares between samples, or weighs, is not trained. Have compute_loss be a mean "
+                "over samples."
+            )
 
     def _differs(self, some: Any, few: int, apart: list[list[Tensor]]) -> str:
         try:

@@ -190,3 +190,24 @@ def test_a_batch_with_something_that_is_not_of_a_sample_is_refused():
         summed(model, [batch[0], batch[1][:3]])
     with pytest.raises(RecipeError, match="beside its tensors"):
         summed(model, [*batch, "a name"])
+
+
+def test_a_loss_that_compares_samples_is_seen_and_a_mean_over_samples_is_not():
+    def mean(model, batch):
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    def compares(model, batch):
+        outputs = model(batch[0])
+        return (outputs @ outputs.T).square().mean()
+
+    torch.manual_seed(0)
+    batch = torch.randn(6, 3), torch.randn(6, 2)
+    for loss, seen in ((mean, False), (compares, True)):
+        model = nn.Linear(3, 2)
+        parameters = list(model.parameters())
+        per_sample = PerSample(model, parameters, loss, Grid(1.0, 8, 16))
+        per_sample.sums(batch, 6)
+        said = per_sample.compared()
+        assert bool(said) == seen
+        assert not seen or "Have compute_loss be a mean over samples" in said
+        assert not per_sample.compared()

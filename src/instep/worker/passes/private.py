@@ -36,6 +36,7 @@ class Private(Compute):
         seed: of the run.
         activity: told what is being done.
         left: whether the members have changed meanwhile.
+        warn: is told, once, where the loss compares samples.
     """
 
     def __init__(
@@ -47,8 +48,9 @@ class Private(Compute):
         seed: int,
         activity: Activity,
         left: Callable[[], bool],
+        warn: Callable[[str], None],
     ) -> None:
-        self._engine, self._forward, self._seed = engine, forward, seed
+        self._engine, self._forward, self._seed, self._warn = engine, forward, seed, warn
         self._activity, self._left = activity, left
         self._key = 0
         given = forward.model, engine.parameters, loss, grid
@@ -84,4 +86,7 @@ class Private(Compute):
         if not read.size:  # its places have no sample: zeros, or a step might have no noise
             return [torch.zeros_like(p, dtype=torch.int32) for p in self._engine.parameters]
         batch = to_device(read.batch, self._engine.device)
-        return self.per_sample.sums(batch, read.size)
+        sums = self.per_sample.sums(batch, read.size)
+        if said := self.per_sample.compared():
+            self._warn(said)
+        return sums

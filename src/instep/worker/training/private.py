@@ -107,7 +107,17 @@ class PrivateRun:
         """How this worker runs its passes."""
         loss = single_loss(forward.losses)
         seed, member = self._job.seed, self._member
-        return Private(engine, forward, self._grid, loss, seed, activity, lambda: member.superseded)
+        first = member.number == 0 and member.checkpoint is None
+        return Private(
+            engine,
+            forward,
+            self._grid,
+            loss,
+            seed,
+            activity,
+            left=lambda: member.superseded,
+            warn=lambda text: member.emit("warning", text=text) if first else None,
+        )
 
     @staticmethod
     def trial() -> Trial:

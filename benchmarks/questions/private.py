@@ -1,0 +1,49 @@
+"""Costs of masks, and of private steps."""
+
+from typing import Any
+
+from questions.base import Answer, Ask, Question, found, span
+
+
+def masks(result: Any) -> Answer:
+    each = result["masks"]
+    return found(each["gb_s"], " GB/s", 1, f"a copy of memory {each['copy_gb_s']:.1f} GB/s")
+
+
+def of_bytes(result: Any) -> Answer:
+    return found(result["round"]["bytes_over_open"], "", 3, "8 participants, 1 million parameters")
+
+
+def over(model: str, other: str) -> Ask:
+    def ask(result: Any) -> Answer:
+        low, middle, high = result["steps"][model][f"over {other}"]
+        return found(middle, "", 1, f"quartiles {span((low, high), 1)}")
+
+    return ask
+
+
+QUESTIONS = (
+    Question("masks added to numbers, on one core", "private", "privacy", masks, least=2),
+    Question(
+        "bytes of a masked round over those of an open one",
+        "private",
+        "privacy",
+        of_bytes,
+        most=1.02,
+    ),
+    *(
+        Question(
+            f"a private step of {kind}, processor time",
+            "private",
+            "privacy",
+            over(model, other),
+            beside=beside,
+            most=most,
+        )
+        for model, kind in (("mlp", "an MLP"), ("cnn", "a CNN"), ("transformer", "a transformer"))
+        for other, beside, most in (
+            ("plain", "a plain step", 2.5),
+            ("opacus", "Opacus's hooks", 1.0),
+        )
+    ),
+)
