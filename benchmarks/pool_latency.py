@@ -26,8 +26,6 @@ from instep.detached import pid_of
 from instep.pool.pool_file import PoolFolder
 from instep.store.run_folder import RunFolder
 
-POLL_S = 0.02
-
 
 def spread(seconds: list[float]) -> dict[str, float]:
     ordered = sorted(seconds)

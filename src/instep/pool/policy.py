@@ -1,12 +1,12 @@
 """Who gets how many workers: one pure function of the jobs of a pool, and why others wait.
 
-1. Every job first gets its `at_least`. Shares come in turn, always the one with the fewest workers
-   for its weight, and of equal ones the one that has used less. Within a share the higher priority
-   comes first, then what has begun, then the shortest remaining time, shortened by waiting.
-2. What is left goes, share by share in the same way, to the job with the largest gain in speed for
-   a worker, divided by the square root of its remaining time.
+1. Shares come in turn: always the one with the fewest workers for its weight, where half of those
+   that it takes next count, and of equal ones the one that has used less.
+2. Within a share every job first gets its `at_least`: the higher priority, then what has begun,
+   then the shortest remaining time, shortened by waiting. Then the job grows that gains most speed
+   from a worker, divided by the square root of its remaining time.
 3. So a job that waits takes workers from whoever is above its share, which shrinks. A job is parked
-   only if nothing is left to shrink, and a command never.
+   only if nothing of its share is left to shrink, and a command never.
 
 Way in: `plan`.
 """
@@ -54,79 +54,98 @@ def plan(state: PoolState, now: float, *, explain: bool = True) -> WorkerPlan:
         if job.needs is not None and job.status == WAITING
     }
     jobs = [job for job in jobs if not behind.get(job.id)]
-    found = dict.fromkeys((job.id for job in jobs), 0)
-    totals = dict.fromkeys((job.share for job in jobs), 0)
-    reasons, free, left = _least(state, jobs, found, totals, now)
-    for job in left if explain else ():
-        reasons[job.id] = _refusal(state, job, job.at_least, totals[job.share], free=0)
-    _grow(state, [job for job in jobs if found[job.id] and not job.fixed], found, totals, free)
-    return WorkerPlan(found, reasons | {name: why for name, why in behind.items() if why})
+    given = _WorkersDealt(state, jobs, now)
+    given.deal()
+    reasons = given.reasons
+    for job in given.left() if explain else ():
+        reasons[job.id] = _refusal(state, job, job.at_least, given.totals[job.share], free=0)
+    return WorkerPlan(given.found, reasons | {name: why for name, why in behind.items() if why})
 
 
-def _least(
-    state: PoolState,
-    jobs: Sequence[PoolJob],
-    found: dict[str, int],
-    totals: dict[str, int],
-    now: float,
-) -> tuple[dict[str, str], int, list[PoolJob]]:
-    """Give each job what it cannot run without.
+class _WorkersDealt:
+    """The workers that are given so far, share by share; who cannot have more now never can."""
 
-    Returns:
-        Why others wait; the cores that are left; and the jobs for which none were.
-    """
-    reasons: dict[str, str] = {}
-    free = state.cores
-    for job in jobs:
-        if job.kind == COMMAND and job.status == RUNNING:  # it would begin anew
-            found[job.id] = job.target
-            totals[job.share] += job.target
-            free -= job.target
-    queues = _queues((job for job in jobs if not found[job.id]), now)
-    while free and (share := _next_share(state, totals, queues)):
-        job = queues[share].pop()
-        least = job.target if job.fixed and job.status == RUNNING else job.at_least
-        if why := _refusal(state, job, least, totals[share], free):
-            reasons[job.id] = why
+    def __init__(self, state: PoolState, jobs: Sequence[PoolJob], now: float) -> None:
+        self._state, self.free = state, state.cores
+        self.found = dict.fromkeys((job.id for job in jobs), 0)
+        self.totals = dict.fromkeys((job.share for job in jobs), 0)
+        self.reasons: dict[str, str] = {}
+        self._growing: dict[str, list[tuple[float, str, PoolJob]]] = {s: [] for s in self.totals}
+        self._next: dict[str, int] = {}  # workers that the next job of each share takes
+        for job in jobs:
+            if job.kind == COMMAND and job.status == RUNNING:  # it would begin anew
+                self._give(job, job.target)
+        self._queues = _queues((job for job in jobs if not self.found[job.id]), now)
+        for share in self.totals:
+            self._look_ahead(share)
+
+    def deal(self) -> None:
+        """Give until no core is left, or nobody can have one."""
+        while self.free and (share := _next_share(self._state, self.totals, self._next)):
+            if queue := self._queues.get(share):
+                self._admit(queue.pop())
+            else:
+                self._grow(heapq.heappop(self._growing[share])[2])
+            self._look_ahead(share)
+
+    def left(self) -> list[PoolJob]:
+        """The jobs for which no core was left."""
+        return [job for queue in self._queues.values() for job in queue]
+
+    def _give(self, job: PoolJob, more: int) -> None:
+        self.found[job.id] += more
+        self.totals[job.share] += more
+        self.free -= more
+
+    def _admit(self, job: PoolJob) -> None:
+        least, total = _least_of(job), self.totals[job.share]
+        if why := _refusal(self._state, job, least, total, self.free):
+            self.reasons[job.id] = why
+            return
+        self._give(job, least)
+        if not job.fixed:
+            self._push(job)
+
+    def _grow(self, job: PoolJob) -> None:
+        if _may_grow(self._state, job, self.found, self.totals, self.free):
+            self._give(job, job.unit)
+            self._push(job)
+
+    def _push(self, job: PoolJob) -> None:
+        heapq.heappush(self._growing[job.share], (-gain(job, self.found[job.id]), job.id, job))
+
+    def _look_ahead(self, share: str) -> None:
+        if queue := self._queues.get(share):
+            self._next[share] = _least_of(queue[-1])
+        elif self._growing[share]:
+            self._next[share] = self._growing[share][0][2].unit
         else:
-            found[job.id] = least
-            totals[share] += least
-            free -= least
-    return reasons, free, [job for queue in queues.values() for job in queue]
+            self._next.pop(share, None)
 
 
-def _grow(
-    state: PoolState,
-    jobs: Sequence[PoolJob],
-    found: dict[str, int],
-    totals: dict[str, int],
-    free: int,
-) -> None:
-    """Give the cores that are left to those that gain most; who cannot grow now never can."""
-    growing: dict[str, list[tuple[float, str, PoolJob]]] = {share: [] for share in totals}
-    for job in jobs:
-        growing[job.share].append((-gain(job, found[job.id]), job.id, job))
-    for heap in growing.values():
-        heapq.heapify(heap)
-    while free and (share := _next_share(state, totals, growing)):
-        _, _, job = heapq.heappop(growing[share])
-        if _may_grow(state, job, found, totals, free):
-            found[job.id] += job.unit
-            totals[share] += job.unit
-            free -= job.unit
-            heapq.heappush(growing[share], (-gain(job, found[job.id]), job.id, job))
+def _least_of(job: PoolJob) -> int:
+    """Workers without which a job does not run, or that it cannot give."""
+    return job.target if job.fixed and job.status == RUNNING else job.at_least
 
 
-def _next_share(
-    state: PoolState, totals: Mapping[str, int], queues: Mapping[str, Sequence[object]]
-) -> str:
-    """The share that is furthest below its due, of those that have somebody; empty if none has."""
+def _next_share(state: PoolState, totals: Mapping[str, int], next_ones: Mapping[str, int]) -> str:
+    """The share that is furthest below its due, of those that have somebody; empty if none has.
+
+    Half of the workers that its next job takes count as taken: so shares whose jobs take several at
+    once get neither more nor less in the mean (the rule of Sainte-Lague).
+
+    Args:
+        state: with weights and use.
+        totals: workers of each share so far.
+        next_ones: workers that the next job of each share takes.
+    """
 
     def level(share: str) -> tuple[float, int, str]:
         weight = state.weight(share)
-        return totals[share] / weight, int(state.used.get(share, 0.0) / weight / USED_S), share
+        taken = (totals[share] + next_ones[share] / 2) / weight
+        return taken, int(state.used.get(share, 0.0) / weight / USED_S), share
 
-    return min((share for share, queue in queues.items() if queue), key=level, default="")
+    return min(next_ones, key=level, default="")
 
 
 def _queues(jobs: Iterable[PoolJob], now: float) -> dict[str, list[PoolJob]]:
