@@ -1,19 +1,19 @@
 """What do batches by length save, and what do they cost? Beside fixed sizes, and Hugging Face.
 
-The text is what packages of Python say of themselves: docstrings of the standard library, numpy,
-torch, scikit-learn and transformers, bytes as tokens, 16 to 2,000 of them. Most are short, a few
-very long. A small causal transformer learns them in one process, and each batch is cut into 8
-micro-batches, each padded to its longest. Three ways to make batches of about as many tokens each:
+The text is what packages of Python say of themselves: docstrings of the standard library, numpy
+and scikit-learn, bytes as tokens, 16 to 2,000 of them. Most are short, a few very long. A small
+convolutional net learns them in one process, and each batch is cut into 4 micro-batches, each
+padded to its longest. Three ways to make batches of about as many tokens each:
 
 - "fixed": as many samples in each batch, in the keyed global order;
 - "hugging face": the same, by the sampler behind `group_by_length` of Hugging Face's Trainer;
 - "tokens": `train.tokens_per_batch`.
 
-Each way trains on as many tokens, in turns of some steps, so that all meet the same load of the
-machine. Tokens per second are those of a turn; padding, and the correlation of the mean lengths of
-neighbouring batches, are of a whole epoch.
+Each way trains on a thousand of the texts, each once, so on the same tokens; in turns of some
+steps, so that all meet the same load of the machine. Tokens per second are of processor time.
+Padding, and the correlation of the mean lengths of neighbouring batches, are of an epoch of all.
 
-    python benchmarks/lengths.py [--seeds 5] [--tokens 600000] [--json FILE]
+    python benchmarks/lengths.py [--seeds 4] [--texts 1000] [--json FILE]
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import os
 import statistics
 import sysconfig
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from instep.data.lengths import ByLength
 from instep.data.order import Indices, Order, micro_batch
 
-SHORTEST, LONGEST, BATCH, PARTS, WINDOW, HELD_OUT, TURN = 16, 2000, 64, 8, 16_384, 512, 8
+SHORTEST, LONGEST, BATCH, PARTS, WINDOW, HELD_OUT, TURN = 16, 2000, 16, 4, 4096, 256, 6
 WAYS = ("fixed", "hugging face", "tokens")
 
 Batch = list[Indices]
@@ -49,48 +48,46 @@ Batch = list[Indices]
 def documents() -> list[bytes]:
     """Docstrings, each once, in the order of files."""
     places = [Path(sysconfig.get_path("stdlib"))]
-    places += [
-        Path(sysconfig.get_path("purelib"), name)
-        for name in ("numpy", "torch", "sklearn", "transformers")
-    ]
+    places += [Path(sysconfig.get_path("purelib"), name) for name in ("numpy", "sklearn")]
+    others = {"site-packages", "dist-packages", "test", "tests"}
     found: dict[bytes, None] = {}
     for place in places:
-        for file in sorted(place.rglob("*.py")):
-            if place == places[0] and "site-packages" in file.parts:
-                continue
-            try:
-                tree = ast.parse(file.read_bytes())
-            except (SyntaxError, ValueError):  # some are wrong on purpose
-                continue
-            for node in ast.walk(tree):
-                if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
-                    text = (ast.get_docstring(node) or "").encode()
-                    if len(text) >= SHORTEST:
-                        found.setdefault(text[:LONGEST])
+        for folder, inner, files in os.walk(place):
+            inner[:] = sorted(set(inner) - others)
+            for name in sorted(each for each in files if each.endswith(".py")):
+                _take(Path(folder, name), found)
     return [*found]
 
 
+def _take(file: Path, found: dict[bytes, None]) -> None:
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):  # some are wrong on purpose
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
+            text = (ast.get_docstring(node) or "").encode()
+            if len(text) >= SHORTEST:
+                found.setdefault(text[:LONGEST])
+
+
 class Net(nn.Module):
-    """Predicts the next byte."""
+    """Predicts the next byte from the 37 before it."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
-        self.embed, self.place = nn.Embedding(256, width), nn.Embedding(LONGEST, width)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                width, 2, 4 * width, dropout=0.0, batch_first=True, norm_first=True
-            )
-            for _ in range(2)
+        self.embed = nn.Embedding(256, width)
+        self.layers = nn.ModuleList(
+            nn.Conv1d(width, width, 4, dilation=dilation) for dilation in (1, 3, 8)
         )
         self.out = nn.Linear(width, 256)
 
     def forward(self, rows: Tensor) -> Tensor:
-        size = rows.shape[1]
-        mask = torch.ones(size, size, dtype=torch.bool).triu(1)
-        x = self.embed(rows) + self.place(torch.arange(size))
-        for block in self.blocks:
-            x = block(x, src_mask=mask, is_causal=True)
-        out: Tensor = self.out(x)
+        x = self.embed(rows).transpose(1, 2)
+        for layer, dilation in zip(self.layers, (1, 3, 8), strict=True):
+            before = nn.functional.pad(x, (3 * dilation, 0))  # it sees nothing that comes later
+            x = x + nn.functional.gelu(layer(before))
+        out: Tensor = self.out(x.transpose(1, 2))
         return out
 
 
@@ -161,22 +158,18 @@ class Learner:
     def __init__(self, way: str, texts: list[Tensor], lengths: Indices, seed: int) -> None:
         torch.manual_seed(seed)
         self.net = Net()
-        self._optimizer = torch.optim.AdamW(self.net.parameters(), lr=2e-3)
-        self._texts, self._batches = texts, self._all(way, lengths, seed)
-        self.tokens, self.rates = 0, list[float]()
+        self._optimizer = torch.optim.AdamW(self.net.parameters(), lr=3e-3)
+        self._texts, self._batches = texts, batches_of(way, lengths, seed, 0)[::-1]
+        self.tokens, self.seconds = 0, 0.0
 
-    @staticmethod
-    def _all(way: str, lengths: Indices, seed: int) -> Iterator[Batch]:
-        epoch = 0
-        while True:
-            yield from batches_of(way, lengths, seed, epoch)
-            epoch += 1
+    @property
+    def ended(self) -> bool:
+        return not self._batches
 
     def turn(self, steps: int) -> None:
         """Take some steps."""
-        batches = [next(self._batches) for _ in range(steps)]
-        began, before = time.perf_counter(), self.tokens
-        for batch in batches:
+        began = time.process_time()
+        for batch in [self._batches.pop() for _ in range(min(steps, len(self._batches)))]:
             count = 0
             for part in batch:
                 if len(part):
@@ -190,7 +183,7 @@ class Learner:
             self._optimizer.step()
             self._optimizer.zero_grad()
             self.tokens += count
-        self.rates.append((self.tokens - before) / (time.perf_counter() - began))
+        self.seconds += time.process_time() - began
 
 
 def loss_on(net: nn.Module, texts: list[Tensor]) -> float:
@@ -206,8 +199,8 @@ def loss_on(net: nn.Module, texts: list[Tensor]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=600_000)
+    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--texts", type=int, default=1000)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -221,15 +214,16 @@ def main() -> None:
     rates: dict[str, list[float]] = {way: [] for way in WAYS}
     losses: dict[str, list[float]] = {way: [] for way in WAYS}
     for seed in range(args.seeds):
-        learners = {way: Learner(way, texts, lengths, seed) for way in WAYS}
+        few = texts[: args.texts], lengths[: args.texts]
+        learners = {way: Learner(way, *few, seed) for way in WAYS}
         turn = 0
-        while any(each.tokens < args.tokens for each in learners.values()):
+        while not all(each.ended for each in learners.values()):
             for way in WAYS[turn % 3 :] + WAYS[: turn % 3]:
-                if learners[way].tokens < args.tokens:
-                    learners[way].turn(TURN)
+                learners[way].turn(TURN)
             turn += 1
+        assert len({each.tokens for each in learners.values()}) == 1
         for way in WAYS:
-            rates[way] += [statistics.median(learners[way].rates)]
+            rates[way] += [learners[way].tokens / learners[way].seconds]
             losses[way].append(loss_on(learners[way].net, held_out))
         print(
             seed,
@@ -258,7 +252,8 @@ def main() -> None:
             "micro_batches": PARTS,
             "window": WINDOW,
             "tokens_per_batch": round(BATCH * float(lengths.mean())),
-            "tokens": args.tokens,
+            "texts_trained_on": args.texts,
+            "tokens_trained_on": int(lengths[: args.texts].sum()),
             "seeds": args.seeds,
             "results": results,
         }

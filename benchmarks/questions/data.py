@@ -1,8 +1,9 @@
 """Preparing, reading and placing data."""
 
+import statistics
 from typing import Any
 
-from questions.base import Answer, Question, found, noted
+from questions.base import Answer, Question, found, noted, span
 
 
 def data_parts(result: Any) -> Answer:
@@ -47,6 +48,32 @@ def memory(result: Any) -> Answer:
     every = result["json_mb"]
     spread = ", ".join(f"{size} {each}" for size, each in every.items())
     return found(max(every.values()), " MB", 0, spread)
+
+
+def by_tokens(result: Any) -> Answer:
+    ours, theirs = (result["results"][way]["over_fixed"] for way in ("tokens", "hugging face"))
+    spread = f"{span(ours)}, `group_by_length` {span(theirs)}; {result['seeds']} seeds"
+    return found(statistics.median(ours), "", 2, spread)
+
+
+def padding(result: Any) -> Answer:
+    every = {way: 100 * each["padding"] for way, each in result["results"].items()}
+    spread = "`group_by_length` {hugging face:.1f} %, as many samples {fixed:.0f} %"
+    return found(every["tokens"], " %", 1, spread.format(**every))
+
+
+def waves(result: Any) -> Answer:
+    ours, theirs = (result["results"][way]["correlation"] for way in ("tokens", "hugging face"))
+    return found(abs(ours), "", 2, f"`group_by_length` {theirs:.2f}")
+
+
+def loss_by_tokens(result: Any) -> Answer:
+    """By how many deviations of the seeds its mean loss is above that of fixed sizes."""
+    ours, fixed = (result["results"][way] for way in ("tokens", "fixed"))
+    away = (ours["loss"] - fixed["loss"]) / fixed["loss_deviation"]
+    theirs = result["results"]["hugging face"]["loss"]
+    spread = f"{ours['loss']:.3f}, fixed {fixed['loss']:.3f}, `group_by_length` {theirs:.3f}"
+    return found(away, " deviations above", 1, spread)
 
 
 HUGGING_FACE = "Hugging Face `datasets`, two processes"
@@ -111,5 +138,29 @@ QUESTIONS = (
         "windowed",
         shards_read,
         "the set",
+    ),
+    Question(
+        "texts of very unequal length, `train.tokens_per_batch`: tokens per second",
+        "lengths",
+        "lengths",
+        by_tokens,
+        "as many samples in each batch",
+        least=1.15,
+    ),
+    Question("the same: padding", "lengths", "lengths", padding, most=4, unit=" %"),
+    Question(
+        "the same: correlation of the lengths of neighbouring batches",
+        "lengths",
+        "lengths",
+        waves,
+        most=0.15,
+    ),
+    Question(
+        "the same: loss on other texts after the same tokens, in deviations of the seeds",
+        "lengths",
+        "lengths",
+        loss_by_tokens,
+        "as many samples in each batch",
+        most=2,
     ),
 )
