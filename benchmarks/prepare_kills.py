@@ -207,7 +207,7 @@ def main() -> int:
         to, found, before = folder / f"out-{folders}", None, 0
         while found is None:
             more = HOSTS if given.hosts else []
-            command = start(folder, to, draw.randint(1, 3), *more)
+            command = start(folder, to, draw.choice([1, 2, 3, 7]), *more)
             for _ in range(draw.randint(0, 2)):
                 time.sleep(draw.uniform(0.2, took_s * 0.6))
                 disturb(command, draw, did)

@@ -76,6 +76,12 @@ def loss_by_tokens(result: Any) -> Answer:
     return found(away, " deviations above", 1, spread)
 
 
+def first_batch(result: Any) -> Answer:
+    every = [result["before"]["global"]["mb"], result["windowed"]["mb"]]
+    spread = "{:.0f} before pages were let go; {:.0f} in the windowed order".format(*every)
+    return found(result["global"]["mb"], " MB", 0, spread)
+
+
 HUGGING_FACE = "Hugging Face `datasets`, two processes"
 
 QUESTIONS = (
@@ -108,6 +114,14 @@ QUESTIONS = (
         "preparing-memory",
         memory,
         most=300,
+        unit=" MB",
+    ),
+    Question(
+        "first batch of 512 from 10^9 samples in 10^4 shards: memory, mapped pages included",
+        "preparing",
+        "first-batch",
+        first_batch,
+        most=50,
         unit=" MB",
     ),
     Question(

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from instep.data.shards.hosts import peers
+from instep.data.shards.hosts.sent_rows import taken
 from instep.data.shards.manifest import NAME, Manifest, Shard, read_manifest
 from instep.data.shards.rows import Rows
 from instep.data.shards.urls.remote import Remote
@@ -24,6 +25,9 @@ from instep.data.shards.views import Array, View
 from instep.data.shards.writer import ShardFile
 from instep.errors import DataError
 from instep.words import shown_url
+
+MOST_KEPT = 128
+"""Files: if a read has rows of more, pages of none stay with this process."""
 
 MOST_OPEN = 512
 """Files that one process has mapped at a time."""
@@ -123,9 +127,11 @@ class Shards(Rows):
                 f"answers has it{why}. Copy it to one of them; or give shards() a source, so that "
                 "a lost host does not end a run. Then: instep resume"
             )
-        if found is None:
-            return None
-        views = [View(np.empty(0, np.uint8))] * len(known)
+        return None if found is None else self._by_number(columns, found)
+
+    def _by_number(self, columns: Sequence[int], found: Sequence[View]) -> list[View]:
+        """Views of some columns as those of all; others hold nothing."""
+        views = [View(np.empty(0, np.uint8))] * len(self.manifest.columns)
         for at, view in zip(columns, found, strict=True):
             views[at] = view
         return views
@@ -144,9 +150,20 @@ class Shards(Rows):
             self._open.popitem(last=False)
         return found
 
-    def read_here_and_there(self, number: int) -> None:
-        """Tell the system to read no more of a file than the rows that are asked for."""
-        self.file(number).reads_here_and_there()
+    def copied(
+        self, number: int, rows: Array, columns: Sequence[int], files: int
+    ) -> list[View] | None:
+        """Rows of a file whose neighbours are not read ahead, nor its pages kept if files are many.
+
+        Pages around a row count as memory of this process, 64 KB for each column.
+        """
+        file = self.file(number)
+        file.reads_here_and_there()
+        if files <= MOST_KEPT:
+            return None
+        found = taken(file, rows, columns)
+        file.let_go()
+        return self._by_number(columns, found)
 
     def _opened(self, shard: Shard) -> ShardFile:
         remote = self._remote or self._source

@@ -20,7 +20,7 @@ from instep.data.shards.views import Array, View
 from instep.errors import DataError, near_miss
 
 MANY = 32
-"""Files of which so many have samples of one read are read here and there."""
+"""Files: if a read has rows of more, it has few of each."""
 
 
 class File(Protocol):
@@ -84,12 +84,17 @@ class Rows(torch.utils.data.Dataset[Any]):
         """
         return None
 
-    def read_here_and_there(self, number: int) -> None:
-        """Prepare for reads of single rows of many files, of which this is one; nothing by default.
+    def copied(
+        self, number: int, rows: Array, columns: Sequence[int], files: int
+    ) -> list[View] | None:
+        """Rows of one of many files that a read has few of, in memory of their own; None where they
+        may as well be read where they lie.
 
         Args:
-            number: of the file.
+            number, rows, columns: as for `elsewhere`.
+            files: of which the read has rows.
         """
+        return None
 
     def _number(self, name: str) -> int:
         if name not in self._known:
@@ -210,12 +215,13 @@ class Rows(torch.utils.data.Dataset[Any]):
         for number in numbers:
             mine = np.flatnonzero(files == number)
             rows = wanted[mine] - self._starts[number]
-            if (views := self.elsewhere(number, rows, chosen)) is not None:
+            views = self.elsewhere(number, rows, chosen)
+            if views is None and len(numbers) > MANY:
+                views = self.copied(number, rows, chosen, len(numbers))
+            if views is not None:
                 yield mine, views, np.arange(len(rows))
                 continue
             file = self.file(number)
-            if len(numbers) > MANY:
-                self.read_here_and_there(number)
             batches = np.searchsorted(file.starts, rows, "right") - 1
             for batch in np.unique(batches).tolist():
                 here = batches == batch

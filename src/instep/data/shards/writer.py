@@ -129,6 +129,7 @@ class ShardFile:
             )
         self.columns = columns
         self._views: dict[int, list[View]] = {}
+        self._is_told = False
         rows = [self._batch(number).num_rows for number in range(self._reader.num_record_batches)]
         self.starts = np.concatenate([[0], np.cumsum(rows, dtype=np.int64)]).astype(np.int64)
         """[batches + 1]: the first sample of each batch."""
@@ -140,7 +141,9 @@ class ShardFile:
 
     def reads_here_and_there(self) -> None:
         """Tell the system to read the pages that are asked for alone, and not those around them."""
-        self._memory.madvise(mmap.MADV_RANDOM)
+        if not self._is_told:
+            self._memory.madvise(mmap.MADV_RANDOM)
+            self._is_told = True
 
     def __len__(self) -> int:
         return int(self.starts[-1])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from instep.data import SOURCES
-from instep.data.shards import digest, writer
+from instep.data.shards import dataset, digest, rows, writer
 from instep.data.shards.columns import Column
 from instep.data.shards.dataset import Shards
 from instep.data.shards.digest import BLOCK, blocks_of, digest_blocks, digest_of
@@ -178,6 +178,22 @@ def test_a_file_that_is_let_go_counts_no_pages_as_memory_and_can_be_read_again(t
     mapped.let_go()
     assert resident(tmp_path / "a.arrow") <= before
     assert view.data[31, 0] == 31
+
+
+def test_of_many_files_that_a_read_has_few_rows_of_no_page_stays_with_the_process(
+    tmp_path, monkeypatch
+):
+    samples, here = numbered(120), tmp_path
+    written(here, samples, [*range(10, 120, 10)])
+    monkeypatch.setattr(rows, "MANY", 3)
+    monkeypatch.setattr(dataset, "MOST_KEPT", 6)
+    found, indices = Shards(here), [115, 3, 3, 62, 44, 29, 71, 80, 19, 98]
+    for most, keeps in ((3, True), (5, True), (10, False)):
+        for index, sample in zip(indices[:most], found.__getitems__(indices[:most]), strict=True):
+            for name, value in samples[index].items():
+                assert_same(sample[name], value)
+        kept = sum(resident(here / f"{number}.arrow") for number in range(12))
+        assert bool(kept) is keeps
 
 
 def resident(path):
